@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One arena of page-aligned memory per rank, cut into exactly sized blocks (multiples of 4096 bytes,
+// no power-of-two rounding). CUDA-pinned allocations are not promised to be page-aligned, so the
+// arena is allocated aligned and may then be registered with CUDA and with io_uring as a whole.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+
+namespace fuyou {
+
+constexpr std::uint64_t kPageBytes = 4096;
+
+inline std::uint64_t round_up_to_page(std::uint64_t num_bytes)
+{
+    return (num_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+}
+
+class AlignedPool {
+public:
+    // Reserves `num_bytes` (rounded up to pages) of address space; pages are touched on first use.
+    // Throws std::bad_alloc when the mapping is refused.
+    explicit AlignedPool(std::uint64_t num_bytes);
+    ~AlignedPool();
+    AlignedPool(const AlignedPool&) = delete;
+    AlignedPool& operator=(const AlignedPool&) = delete;
+
+    // First fit; nullptr when no free run is large enough.
+    char* try_allocate(std::uint64_t num_bytes);
+    // The inverse of try_allocate. Throws std::invalid_argument for an address it did not hand out.
+    void release(char* address);
+
+    char* base() const { return base_; }
+    std::uint64_t capacity_bytes() const { return capacity_bytes_; }
+    std::uint64_t used_bytes() const;
+    std::uint64_t peak_bytes() const;
+    std::uint64_t largest_free_bytes() const;
+
+private:
+    mutable std::mutex mutex_;
+    char* base_ = nullptr;
+    std::uint64_t capacity_bytes_ = 0;
+    std::uint64_t used_bytes_ = 0;
+    std::uint64_t peak_bytes_ = 0;
+    std::map<std::uint64_t, std::uint64_t> free_;       // offset -> bytes
+    std::map<std::uint64_t, std::uint64_t> allocated_;  // offset -> bytes
+};
+
+}  // namespace fuyou
