@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The conversions around an update. Each rounds exactly as the torch operator it stands for.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace fuyou {
+
+enum class ElementType { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+
+constexpr std::size_t element_bytes(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
+
+// dst = float(src) * multiplier, the product rounded once (torch: grad.float().mul_(multiplier)).
+void scale_gradient(ElementType type, const void* src, float* dst, std::size_t numel, float multiplier);
+
+// dst = src in `type`, round to nearest even (torch: param16.copy_(param32)).
+void narrow_parameter(ElementType type, const float* src, void* dst, std::size_t numel);
+
+// Sum of squares in double precision, in no promised order; not finite if any element is not.
+double sum_of_squares(ElementType type, const void* src, std::size_t numel, int num_threads);
+
+}  // namespace fuyou

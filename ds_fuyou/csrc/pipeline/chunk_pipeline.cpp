@@ -1,0 +1,619 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pipeline/chunk_pipeline.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace fuyou {
+namespace {
+
+// An update runs over tiles that stay in the second-level cache between the passes (scale, update,
+// narrow). A multiple of kKernelBlockElements, so that results equal those of one call.
+constexpr std::uint64_t kTileElements = 32 * 1024;
+
+double now_secs()
+{
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// The file ranges of the first `num_bytes` of `ranges`, placed in memory from `memory` on.
+std::vector<IoExtent> place(const FileRanges& ranges, char* memory, std::uint64_t num_bytes)
+{
+    std::vector<IoExtent> extents;
+    for (const FileRange& range : ranges) {
+        if (num_bytes == 0) break;
+        const std::uint64_t part = std::min(range.num_bytes, num_bytes);
+        extents.push_back({range.fd, range.offset, memory, part});
+        memory += part;
+        num_bytes -= part;
+    }
+    if (num_bytes != 0) throw std::logic_error("file ranges are shorter than the bytes to move");
+    return extents;
+}
+
+void append(std::vector<IoExtent>& all, std::vector<IoExtent> more) { all.insert(all.end(), more.begin(), more.end()); }
+
+}  // namespace
+
+struct ChunkPipeline::Job {
+    ChunkUpdate update;
+    JobState state = JobState::kQueued;
+    bool cancelled = false;
+    bool published = false;
+    bool gradient_read = false;          // nothing will read the gradient any more
+    bool gradient_read_pending = false;  // released while its state was still being read
+    int target_slot = 0;
+    char* staging = nullptr;   // state block, then P16 and G16 areas when they are on storage
+    char* state_block = nullptr;  // state block in use: staging or resident memory
+    char* param16 = nullptr;   // where the new P16 goes
+    const char* gradient = nullptr;
+    double begin_secs = 0.0;
+};
+
+struct ChunkPipeline::Chunk {
+    ChunkSpec spec;
+    int slot = 0;
+    bool zero_moments = true;
+    std::int64_t published_generation = 0;
+    std::shared_ptr<Job> job;
+
+    bool resident() const { return spec.resident_state != nullptr; }
+    bool param_on_storage() const { return spec.param_memory[0] == nullptr; }
+    std::uint64_t part_bytes() const { return ChunkPipeline::part_bytes(spec.numel); }
+    std::uint64_t state_bytes() const { return part_bytes() * static_cast<std::uint64_t>(1 + spec.num_moments); }
+    std::uint64_t param_bytes() const { return round_up_to_page(spec.numel * element_bytes(spec.param_type)); }
+    std::uint64_t grad_bytes() const { return round_up_to_page(spec.numel * element_bytes(spec.grad_type)); }
+};
+
+ChunkPipeline::ChunkPipeline(IoEngine* io, AlignedPool* staging, int num_update_threads)
+    : io_(io), staging_(staging), num_update_threads_(std::max(1, num_update_threads))
+{
+    worker_ = std::thread([this] { run(); });
+}
+
+ChunkPipeline::~ChunkPipeline() { stop(); }
+
+std::size_t ChunkPipeline::add_chunk(const ChunkSpec& spec)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    Chunk chunk;
+    chunk.spec = spec;
+    const std::uint64_t staging_bytes = (chunk.resident() ? 0 : chunk.state_bytes()) +
+                                        (chunk.param_on_storage() ? chunk.param_bytes() : 0) +
+                                        (spec.grad_slot.empty() ? 0 : chunk.grad_bytes());
+    if (staging_bytes > staging_->capacity_bytes()) {
+        throw std::invalid_argument("one chunk needs " + std::to_string(staging_bytes) +
+                                    " bytes of staging memory, the pool has " +
+                                    std::to_string(staging_->capacity_bytes()));
+    }
+    chunks_.push_back(std::move(chunk));
+    return chunks_.size() - 1;
+}
+
+void ChunkPipeline::set_position(std::size_t chunk, std::int64_t position)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    chunks_.at(chunk).spec.position = position;
+}
+
+void ChunkPipeline::set_zero_moments(std::size_t chunk, bool zero)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    chunks_.at(chunk).zero_moments = zero;
+}
+
+void ChunkPipeline::set_slot(std::size_t chunk, int slot)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    chunks_.at(chunk).slot = slot;
+}
+
+int ChunkPipeline::slot(std::size_t chunk) const
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    return chunks_.at(chunk).slot;
+}
+
+void ChunkPipeline::require_running_locked() const
+{
+    if (failed_) throw std::runtime_error("the optimizer pipeline has failed: " + failure_.what);
+    if (stopping_) throw std::runtime_error("the optimizer pipeline is stopped");
+}
+
+void ChunkPipeline::enqueue(ChunkUpdate update)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    require_running_locked();
+    Chunk& chunk = chunks_.at(update.chunk);
+    if (chunk.job && !chunk.job->cancelled && chunk.job->update.generation >= update.generation) {
+        throw std::logic_error("chunk " + std::to_string(update.chunk) + " already has an update of generation " +
+                               std::to_string(chunk.job->update.generation));
+    }
+    auto job = std::make_shared<Job>();
+    job->update = std::move(update);
+    queue_.emplace(std::make_pair(job->update.generation, std::make_pair(chunk.spec.position, job->update.chunk)), job);
+    changed_.notify_all();
+}
+
+void ChunkPipeline::release(std::size_t chunk_index, std::vector<UpdateSegment> segments, float multiplier,
+                            const char* gradient, ElementType gradient_type, int param_version)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    require_running_locked();
+    auto fill = [&](Job& job) {
+        job.update.segments = std::move(segments);
+        job.update.multiplier = multiplier;
+        job.update.gradient = gradient;
+        job.update.gradient_type = gradient_type;
+        job.update.param_version = param_version;
+        job.update.held = false;
+    };
+    for (auto& entry : queue_) {
+        if (entry.second->update.chunk == chunk_index && entry.second->update.held) {
+            fill(*entry.second);
+            changed_.notify_all();
+            return;
+        }
+    }
+    const std::shared_ptr<Job> job = chunks_.at(chunk_index).job;
+    if (!job || !job->update.held) throw std::logic_error("no held update to release");
+    fill(*job);
+    job->gradient = gradient;
+    if (gradient == nullptr) {
+        job->gradient = job->staging + grad_offset(chunks_.at(chunk_index));
+        if (job->state == JobState::kReady) {
+            read_gradient_locked(job);
+        } else {
+            job->gradient_read_pending = true;
+        }
+    }
+    changed_.notify_all();
+}
+
+// Reads the gradient of a job that was admitted before its gradient was final.
+void ChunkPipeline::read_gradient_locked(const std::shared_ptr<Job>& job)
+{
+    const Chunk& chunk = chunks_[job->update.chunk];
+    job->gradient_read_pending = false;
+    job->state = JobState::kReading;
+    job->begin_secs = now_secs();
+    io_->submit(IoKind::kRead, place(chunk.spec.grad_slot, job->staging + grad_offset(chunk), chunk.grad_bytes()),
+                io_priority(*job), [this, job](const IoOutcome& outcome) { on_read(job, outcome); });
+}
+
+// The staging block of a job is [state | P16 | G16]; parts that live in DRAM are absent.
+std::uint64_t ChunkPipeline::grad_offset(const Chunk& chunk) const
+{
+    return (chunk.resident() ? 0 : chunk.state_bytes()) + (chunk.param_on_storage() ? chunk.param_bytes() : 0);
+}
+
+std::int64_t ChunkPipeline::io_priority(const Job& job) const
+{
+    return (job.update.generation << 24) + chunks_[job.update.chunk].spec.position;
+}
+
+void ChunkPipeline::invalidate(std::size_t chunk_index)
+{
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (auto it = queue_.begin(); it != queue_.end();) {
+        if (it->second->update.chunk == chunk_index && it->second->update.generation > published_) {
+            ++stats_.num_discarded;
+            it = queue_.erase(it);
+        } else {
+            ++it;
+        }
+    }
+    std::shared_ptr<Job> job = chunks_.at(chunk_index).job;
+    if (!job || job->cancelled || job->update.generation <= published_) return;
+    ++stats_.num_discarded;
+    job->cancelled = true;
+    if (job->state == JobState::kWriting && job->staging == nullptr) finish_locked(job);  // already written
+    changed_.notify_all();
+    // Only a running update reads the gradient; everything else drops it at once.
+    changed_.wait(lock, [&] { return job->state != JobState::kUpdating; });
+}
+
+void ChunkPipeline::discard_all()
+{
+    std::vector<std::size_t> pending;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        for (std::size_t i = 0; i < chunks_.size(); ++i) pending.push_back(i);
+    }
+    for (std::size_t chunk : pending) invalidate(chunk);
+}
+
+void ChunkPipeline::publish(std::int64_t generation)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    require_running_locked();
+    published_ = generation;
+    for (const std::shared_ptr<Job>& job : std::list<std::shared_ptr<Job>>(active_)) {
+        if (job->published || job->cancelled || job->update.generation != generation) continue;
+        job->published = true;
+    }
+    for (Chunk& chunk : chunks_) {
+        if (!chunk.job || !chunk.job->published) continue;
+        const Job& job = *chunk.job;
+        if (job.state >= JobState::kUpdated && !chunk.param_on_storage()) chunk.published_generation = generation;
+    }
+    for (Chunk& chunk : chunks_) {  // speculative jobs that ended before publication
+        if (chunk.job && chunk.job->update.generation == generation && chunk.job->state == JobState::kWriting &&
+            chunk.job->staging == nullptr && !chunk.job->cancelled) {
+            chunk.job->published = true;
+            finish_locked(chunk.job);
+        }
+    }
+    changed_.notify_all();
+}
+
+void ChunkPipeline::set_committed(std::int64_t generation)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    committed_ = generation;
+    changed_.notify_all();
+}
+
+template <class Predicate>
+bool ChunkPipeline::wait_locked(std::unique_lock<std::mutex>& lock, double timeout_secs, Predicate done)
+{
+    const auto timeout = std::chrono::duration<double>(timeout_secs);
+    changed_.wait_for(lock, timeout, [&] { return failed_ || stopping_ || done(); });
+    if (!done()) require_running_locked();
+    return done();
+}
+
+bool ChunkPipeline::is_published(std::size_t chunk, std::int64_t generation) const
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    return chunks_.at(chunk).published_generation >= generation;
+}
+
+bool ChunkPipeline::wait_published(std::size_t chunk, std::int64_t generation, double timeout_secs)
+{
+    std::unique_lock<std::mutex> lock(mutex_);
+    return wait_locked(lock, timeout_secs, [&] { return chunks_.at(chunk).published_generation >= generation; });
+}
+
+bool ChunkPipeline::wait_durable(std::int64_t generation, double timeout_secs)
+{
+    std::unique_lock<std::mutex> lock(mutex_);
+    return wait_locked(lock, timeout_secs, [&] {
+        if (published_ < generation) return false;
+        for (const auto& entry : queue_)
+            if (entry.second->update.generation <= generation) return false;
+        for (const auto& job : active_)
+            if (!job->cancelled && job->update.generation <= generation) return false;
+        return true;
+    });
+}
+
+bool ChunkPipeline::wait_gradient_read(std::size_t chunk_index, double timeout_secs)
+{
+    std::unique_lock<std::mutex> lock(mutex_);
+    return wait_locked(lock, timeout_secs, [&] {
+        for (const auto& entry : queue_)
+            if (entry.second->update.chunk == chunk_index) return false;
+        const auto& job = chunks_.at(chunk_index).job;
+        return !job || job->gradient_read || (job->cancelled && job->state != JobState::kUpdating);
+    });
+}
+
+bool ChunkPipeline::has_job(std::size_t chunk_index) const
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& entry : queue_)
+        if (entry.second->update.chunk == chunk_index) return true;
+    const auto& job = chunks_.at(chunk_index).job;
+    return job && !job->cancelled;
+}
+
+bool ChunkPipeline::failed() const
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    return failed_;
+}
+
+PipelineFailure ChunkPipeline::failure() const
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    return failure_;
+}
+
+PipelineStats ChunkPipeline::stats() const
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    return stats_;
+}
+
+void ChunkPipeline::set_tracing(bool on)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    tracing_ = on;
+}
+
+std::vector<LaneEvent> ChunkPipeline::take_events()
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::exchange(events_, {});
+}
+
+void ChunkPipeline::trace_locked(int lane, const Job& job, double begin, double end)
+{
+    if (tracing_) events_.push_back({lane, job.update.chunk, job.update.generation, begin, end});
+}
+
+void ChunkPipeline::fail_locked(const std::string& what, int error, int fd, std::uint64_t offset)
+{
+    if (!failed_) {
+        failed_ = true;
+        failure_ = {error, fd, offset, what};
+    }
+    changed_.notify_all();
+}
+
+void ChunkPipeline::fail(const std::string& what, int error)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    fail_locked(what, error, -1, 0);
+}
+
+void ChunkPipeline::stop()
+{
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        stopping_ = true;
+        changed_.notify_all();
+    }
+    if (worker_.joinable()) worker_.join();
+}
+
+// The worker: one pass starts every write and read that may start, then runs one update.
+void ChunkPipeline::run()
+{
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+        if (!failed_ && !stopping_) {
+            start_writes_locked();
+            admit_jobs_locked();
+            if (std::shared_ptr<Job> job = next_ready_locked()) {
+                job->state = JobState::kUpdating;
+                const double begin = now_secs();
+                lock.unlock();
+                std::string error;
+                try {
+                    update(*job);
+                } catch (const std::exception& exception) {
+                    error = exception.what();
+                }
+                lock.lock();
+                const double end = now_secs();
+                job->state = JobState::kUpdated;
+                job->gradient_read = true;
+                stats_.update_busy_secs += end - begin;
+                stats_.num_updates += 1;
+                trace_locked(1, *job, begin, end);
+                Chunk& chunk = chunks_[job->update.chunk];
+                stats_.num_updated_elements += chunk.spec.numel;
+                if (!error.empty()) fail_locked("the update of chunk " + std::to_string(job->update.chunk) + " failed: " + error, 0, -1, 0);
+                if (job->update.generation <= published_ && !job->cancelled) {
+                    job->published = true;
+                    if (!chunk.param_on_storage()) chunk.published_generation = job->update.generation;
+                }
+                changed_.notify_all();
+                continue;
+            }
+        }
+        const bool idle = std::none_of(active_.begin(), active_.end(), [](const auto& job) {
+            return job->state == JobState::kReading || (job->state == JobState::kWriting && job->staging != nullptr);
+        });
+        if (stopping_ && idle) {
+            for (const auto& job : active_)
+                if (job->staging != nullptr) staging_->release(std::exchange(job->staging, nullptr));
+            return;
+        }
+        changed_.wait(lock);
+    }
+}
+
+void ChunkPipeline::admit_jobs_locked()
+{
+    // A later chunk may go ahead of one whose previous job still runs; a younger generation may not.
+    bool one_waits = false;
+    std::int64_t waiting_generation = 0;
+    for (auto it = queue_.begin(); it != queue_.end();) {
+        const std::shared_ptr<Job> job = it->second;
+        if (one_waits && job->update.generation != waiting_generation) break;
+        if (chunks_[job->update.chunk].job) {
+            one_waits = true;
+            waiting_generation = job->update.generation;
+            ++it;
+            continue;
+        }
+        if (!admit_locked(job)) break;
+        it = queue_.erase(it);
+    }
+}
+
+// Takes staging memory and starts the read. False when there is no memory now.
+bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
+{
+    Chunk& chunk = chunks_[job->update.chunk];
+    const bool grad_from_storage = !chunk.spec.grad_slot.empty() && job->update.gradient == nullptr && !job->update.held;
+    const std::uint64_t state_bytes = chunk.resident() ? 0 : chunk.state_bytes();
+    const std::uint64_t grad_bytes = chunk.spec.grad_slot.empty() ? 0 : chunk.grad_bytes();
+    if (grad_offset(chunk) + grad_bytes > 0) {
+        job->staging = staging_->try_allocate(grad_offset(chunk) + grad_bytes);
+        if (job->staging == nullptr) return false;
+    }
+    job->state = JobState::kReading;
+    job->begin_secs = now_secs();
+    job->state_block = chunk.resident() ? chunk.spec.resident_state : job->staging;
+    job->param16 = chunk.param_on_storage() ? job->staging + state_bytes : nullptr;
+    job->gradient = grad_from_storage ? job->staging + grad_offset(chunk) : job->update.gradient;
+    job->target_slot = chunk.spec.num_slots == 2 ? 1 - chunk.slot : 0;
+    chunk.job = job;
+    active_.push_back(job);
+
+    std::vector<IoExtent> extents;
+    if (!chunk.resident()) {
+        const std::uint64_t num_bytes = chunk.zero_moments ? chunk.part_bytes() : chunk.state_bytes();
+        append(extents, place(chunk.spec.state_slots[static_cast<std::size_t>(chunk.slot)], job->staging, num_bytes));
+        stats_.state_bytes_read += num_bytes;
+    }
+    if (grad_from_storage) {
+        append(extents, place(chunk.spec.grad_slot, job->staging + grad_offset(chunk), grad_bytes));
+    }
+    if (extents.empty()) {
+        job->state = JobState::kReady;
+        return true;
+    }
+    io_->submit(IoKind::kRead, std::move(extents), io_priority(*job), [this, job](const IoOutcome& outcome) { on_read(job, outcome); });
+    return true;
+}
+
+void ChunkPipeline::on_read(const std::shared_ptr<Job>& job, const IoOutcome& outcome)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    job->state = JobState::kReady;
+    trace_locked(0, *job, job->begin_secs, now_secs());
+    if (job->gradient_read_pending && outcome.error == 0 && !job->cancelled && !stopping_) {
+        read_gradient_locked(job);
+        return;
+    }
+    if (outcome.error != 0) {
+        fail_locked("reading the state of chunk " + std::to_string(job->update.chunk) + " failed", outcome.error, outcome.fd,
+                    outcome.offset);
+    }
+    changed_.notify_all();
+}
+
+std::shared_ptr<ChunkPipeline::Job> ChunkPipeline::next_ready_locked()
+{
+    std::shared_ptr<Job> best;
+    for (auto it = active_.begin(); it != active_.end();) {
+        const std::shared_ptr<Job> job = *it++;
+        if (job->state != JobState::kReady) continue;
+        if (job->cancelled) {
+            finish_locked(job);
+            continue;
+        }
+        if (job->update.held) continue;
+        const auto key = [this](const Job& j) {
+            return std::make_pair(j.update.generation, chunks_[j.update.chunk].spec.position);
+        };
+        if (!best || key(*job) < key(*best)) best = job;
+    }
+    return best;
+}
+
+void ChunkPipeline::update(Job& job)
+{
+    const Chunk& chunk = chunks_[job.update.chunk];
+    const std::uint64_t part = chunk.part_bytes();
+    if (!chunk.resident() && chunk.zero_moments) {
+        std::memset(job.state_block + part, 0, part * static_cast<std::uint64_t>(chunk.spec.num_moments));
+    }
+    char* param16 = job.param16 != nullptr
+                        ? job.param16
+                        : chunk.spec.param_memory[static_cast<std::size_t>(job.update.param_version)];
+    const char* gradient = job.gradient != nullptr ? job.gradient : job.update.gradient;
+    float* param32 = reinterpret_cast<float*>(job.state_block);
+    float* moments[2] = {reinterpret_cast<float*>(job.state_block + part), nullptr};
+    if (chunk.spec.num_moments == 2) moments[1] = reinterpret_cast<float*>(job.state_block + 2 * part);
+
+    struct Tile {
+        std::uint64_t begin, end;
+        const UpdateRule* rule;
+    };
+    std::vector<Tile> tiles;
+    for (const UpdateSegment& segment : job.update.segments) {
+        for (std::uint64_t begin = segment.begin; begin < segment.end; begin += kTileElements) {
+            tiles.push_back({begin, std::min(begin + kTileElements, segment.end), segment.rule.get()});
+        }
+    }
+    const std::size_t grad_element = element_bytes(job.update.gradient_type);
+    const std::size_t param_element = element_bytes(chunk.spec.param_type);
+    const std::ptrdiff_t num_tiles = static_cast<std::ptrdiff_t>(tiles.size());
+#pragma omp parallel for schedule(dynamic) num_threads(num_update_threads_) if (num_update_threads_ > 1 && num_tiles > 1)
+    for (std::ptrdiff_t i = 0; i < num_tiles; ++i) {
+        const Tile& tile = tiles[static_cast<std::size_t>(i)];
+        const std::uint64_t numel = tile.end - tile.begin;
+        if (tile.rule != nullptr) {
+            thread_local std::vector<float> scratch;
+            if (scratch.size() < kTileElements) scratch.resize(kTileElements);
+            scale_gradient(job.update.gradient_type, gradient + tile.begin * grad_element, scratch.data(), numel,
+                           job.update.multiplier);
+            float* tile_moments[2] = {moments[0] + tile.begin, moments[1] != nullptr ? moments[1] + tile.begin : nullptr};
+            tile.rule->apply(param32 + tile.begin, scratch.data(), tile_moments, numel);
+        }
+        narrow_parameter(chunk.spec.param_type, param32 + tile.begin, param16 + tile.begin * param_element, numel);
+    }
+}
+
+void ChunkPipeline::start_writes_locked()
+{
+    for (auto it = active_.begin(); it != active_.end();) {
+        const std::shared_ptr<Job> job = *it++;
+        if (job->state != JobState::kUpdated) continue;
+        const Chunk& chunk = chunks_[job->update.chunk];
+        if (job->cancelled) {
+            finish_locked(job);
+            continue;
+        }
+        // Parked: the slot to be overwritten still holds the last committed state.
+        if (chunk.spec.num_slots == 2 && job->update.generation > committed_ + 1) continue;
+        std::vector<IoExtent> extents;
+        const std::size_t target = static_cast<std::size_t>(job->target_slot);
+        if (!chunk.resident()) {
+            append(extents, place(chunk.spec.state_slots[target], job->staging, chunk.state_bytes()));
+            stats_.state_bytes_written += chunk.state_bytes();
+        }
+        if (chunk.param_on_storage()) {
+            append(extents, place(chunk.spec.param_slots[target], job->param16, chunk.param_bytes()));
+        }
+        job->state = JobState::kWriting;
+        job->begin_secs = now_secs();
+        if (extents.empty()) {
+            if (job->published) finish_locked(job);
+            continue;
+        }
+        io_->submit(IoKind::kWrite, std::move(extents), io_priority(*job), [this, job](const IoOutcome& outcome) { on_write(job, outcome); });
+    }
+}
+
+void ChunkPipeline::on_write(const std::shared_ptr<Job>& job, const IoOutcome& outcome)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    trace_locked(2, *job, job->begin_secs, now_secs());
+    staging_->release(std::exchange(job->staging, nullptr));
+    if (outcome.error != 0) {
+        fail_locked("writing the state of chunk " + std::to_string(job->update.chunk) + " failed", outcome.error, outcome.fd,
+                    outcome.offset);
+    } else if (job->cancelled || job->published) {
+        finish_locked(job);
+    }  // else: a speculative job that publish() or invalidate() will end
+    changed_.notify_all();
+}
+
+// The end of a job: a published one moves the chunk on, a cancelled one leaves it as it was.
+void ChunkPipeline::finish_locked(const std::shared_ptr<Job>& job)
+{
+    Chunk& chunk = chunks_[job->update.chunk];
+    if (job->staging != nullptr) staging_->release(std::exchange(job->staging, nullptr));
+    if (!job->cancelled) {
+        if (!chunk.resident()) {
+            chunk.slot = job->target_slot;
+        }
+        chunk.zero_moments = false;
+        chunk.published_generation = job->update.generation;
+    }
+    active_.remove(job);
+    if (chunk.job == job) chunk.job.reset();
+    changed_.notify_all();
+}
+
+}  // namespace fuyou
