@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Argument parsing and dispatch of the ``fuyou`` command.
+
+A command module offers ``add_arguments(parser)`` and ``run(arguments) -> int`` (exit status). Status 0:
+done; 1: the command ran and found something wrong; 2: the user must change something, said in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from ds_fuyou.errors import FuyouError
+from ds_fuyou.version import __version__
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = {
+    "build": "compile the C++ core now instead of at the first use",
+    "clean": "remove state files that dead runs left behind",
+    "doctor": "check this machine and say how to fix what is missing",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns its exit status; never shows a traceback for a user's mistake."""
+    arguments_given = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="fuyou", description="Tools around the ds_fuyou DeepSpeed plugin.")
+    parser.add_argument("--version", action="version", version=f"ds_fuyou {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = next((text for text in arguments_given if not text.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if name == chosen:
+            _module(name).add_arguments(command)
+    arguments = parser.parse_args(arguments_given)
+    try:
+        status: int = _module(arguments.command).run(arguments)
+    except (FuyouError, OSError) as error:
+        sys.stderr.write(f"fuyou {arguments.command}: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write(f"fuyou {arguments.command}: interrupted\n")
+        return 130
+    return status
+
+
+def _module(name: str):  # type: ignore[no-untyped-def]  # a module with the two functions above
+    return importlib.import_module(f"ds_fuyou.cli.{name}")

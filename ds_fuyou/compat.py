@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The private DeepSpeed names the package relies on, checked against the installed version.
+
+`REQUIRED` is the whole list; whoever uses a new private name adds it here. `check` runs when a
+configuration with an active block is first parsed, never without one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import logging
+import re
+from dataclasses import dataclass
+
+from ds_fuyou.errors import FuyouCompatError
+from ds_fuyou.log import log_once
+
+__all__ = ["OLDEST", "REQUIRED", "TESTED", "RequiredName", "check", "problems"]
+
+OLDEST = "0.18.9"
+TESTED = ("0.18.9", "0.19.8")
+OLDEST_TORCH = "2.7"
+
+
+@dataclass(frozen=True)
+class RequiredName:
+    """A name that must exist, and the parameters it must accept.
+
+    Attributes:
+        module: importable module.
+        attribute: dotted attribute of it; private methods by their mangled name.
+        parameters: names that must be among its parameters; nothing is called when empty.
+        why: who uses it and for what.
+    """
+
+    module: str
+    attribute: str
+    parameters: tuple[str, ...]
+    why: str
+
+
+REQUIRED: tuple[RequiredName, ...] = (
+    RequiredName(
+        "deepspeed.runtime.config",
+        "DeepSpeedConfig.__init__",
+        ("self", "config", "mpu"),
+        "plugin: sees every parsed configuration",
+    ),
+    RequiredName(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine._configure_zero_optimizer",
+        ("self", "optimizer"),
+        "plugin: the stage-3 class is substituted while it runs",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.partition_parameters",
+        "AsyncPartitionedParameterSwapper",
+        ("ds_config", "model_dtype"),
+        "plugin: zero.Init builds it by this module-level name",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3.__init__",
+        (
+            "self",
+            "module",
+            "init_optimizer",
+            "param_names",
+            "timers",
+            "ds_config",
+            "clip_grad",
+            "sub_group_size",
+        ),
+        "zero: base class of the optimizer",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.offload_config",
+        "DeepSpeedZeroOffloadOptimizerConfig",
+        (),
+        "plugin: what the engine is told about optimizer offloading",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.offload_config",
+        "DeepSpeedZeroOffloadParamConfig",
+        (),
+        "plugin: what zero.Init is told about parameter offloading",
+    ),
+)
+
+
+def check() -> None:
+    """Verifies versions and names; warns once about an untested DeepSpeed.
+
+    Raises:
+        FuyouCompatError: DeepSpeed or torch is too old, or a name or parameter is missing.
+    """
+    version = _installed("deepspeed")
+    off = problems()
+    torch_version = _installed("torch")
+    if _number(torch_version) < _number(OLDEST_TORCH):
+        off.insert(0, f"torch is {torch_version}, must be {OLDEST_TORCH} or newer")
+    if _number(version) < _number(OLDEST):
+        off.insert(0, f"DeepSpeed must be {OLDEST} or newer")
+    if off:
+        raise FuyouCompatError(
+            f"ds_fuyou does not fit the installed DeepSpeed {version}: {'; '.join(off)}. Versions that work: "
+            f'{TESTED[0]} .. {TESTED[-1]}. Install one of them, or set "enabled": false in the fuyou block'
+        )
+    if _number(version) not in [_number(tested) for tested in TESTED]:
+        log_once(
+            logging.WARNING,
+            f"DeepSpeed {version} is untested with ds_fuyou (tested: {', '.join(TESTED)}); "
+            f"every private name it needs is present",
+        )
+
+
+def problems(required: tuple[RequiredName, ...] | None = None) -> list[str]:
+    """One line for each name that is missing or has lost a parameter; empty when all is well."""
+    lines = []
+    for name in REQUIRED if required is None else required:
+        problem = _problem(name)
+        if problem:
+            lines.append(f"{name.module}.{name.attribute} {problem} (needed for {name.why})")
+    return lines
+
+
+def _problem(name: RequiredName) -> str | None:
+    try:
+        found: object = importlib.import_module(name.module)
+    except ImportError as error:
+        return f"cannot be imported: {error}"
+    for part in name.attribute.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            return "does not exist"
+    # The plugin's own wrappers carry the original's signature by functools.wraps.
+    if not name.parameters or not callable(found):
+        return None
+    try:
+        accepted = inspect.signature(found).parameters
+    except (TypeError, ValueError):
+        return "has no signature to check"
+    missing = [parameter for parameter in name.parameters if parameter not in accepted]
+    return f"lacks the parameters {', '.join(missing)}" if missing else None
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        module = importlib.import_module(distribution)
+        return str(getattr(module, "__version__", "0"))
+
+
+def _number(version: str) -> tuple[int, ...]:
+    numbers = [int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3]]
+    return tuple(numbers + [0] * (3 - len(numbers)))

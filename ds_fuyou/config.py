@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``fuyou`` block of the DeepSpeed JSON.
+
+`load_block` turns a DeepSpeed configuration into a `FuyouConfig`, or into None when the block is absent
+or switched off. Every value may be the string "auto", which means the default; where the default is
+itself "auto", the planner decides. What the surrounding DeepSpeed JSON says about offloading is taken in
+by `ds_fuyou.host_config`, not here. docs/settings.md is generated from this file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.log import log_once
+
+__all__ = [
+    "BLOCK_KEY",
+    "ActivationSettings",
+    "FuyouConfig",
+    "GradientSettings",
+    "IoSettings",
+    "OptimizerSettings",
+    "ParameterSettings",
+    "PlanOverrides",
+    "load_block",
+    "misspelt_block_keys",
+    "parse_bytes",
+]
+
+BLOCK_KEY = "fuyou"
+_BYTE_UNITS = {"": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("", 1000), ("b", 1000), ("ib", 1024))
+}
+_BYTE_UNITS["b"] = 1
+
+
+def parse_bytes(value: object) -> int:
+    """Bytes from a positive whole number or from text such as "64GB" (10^9) or "64GiB" (2^30).
+
+    Raises:
+        ValueError: anything else; the message says what was found.
+    """
+    number: float | None = None
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        number = value
+    elif isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
+        if match and match[2] in _BYTE_UNITS:
+            number = (
+                float(match[1]) * _BYTE_UNITS[match[2]]
+                if "." in match[1]
+                else (int(match[1]) * _BYTE_UNITS[match[2]])
+            )
+    if number is None or number <= 0 or number != int(number):
+        raise ValueError('must be "auto", a positive number of bytes, or text like "64GB" or "512MiB"')
+    return int(number)
+
+
+def _parse_budget(value: object) -> object:
+    return value if value == "auto" else parse_bytes(value)
+
+
+def _as_paths(value: object) -> object:
+    paths = [value] if isinstance(value, str) else value
+    if not isinstance(paths, (list, tuple)) or not all(isinstance(path, str) and path for path in paths):
+        raise ValueError("must be a path or a list of paths")
+    expanded = tuple(os.path.abspath(os.path.expanduser(path)) for path in paths)
+    if not expanded:
+        raise ValueError("must name at least one path; leave the key out to use the offload sections' path")
+    if len(set(expanded)) != len(expanded):
+        raise ValueError("must not name a path twice; list each storage device once")
+    return expanded
+
+
+Tier = Literal["auto", "cpu", "nvme"]
+ByteBudget = Annotated[int | Literal["auto"], BeforeValidator(_parse_budget)]
+ByteCount = Annotated[int, BeforeValidator(parse_bytes)]
+Paths = Annotated[tuple[str, ...], BeforeValidator(_as_paths)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Settings(BaseModel):
+    """Common rules: frozen, strictly typed, and "auto" stands for the default of any key."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", validate_default=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_means_default(cls, data: object) -> object:
+        if not isinstance(data, Mapping):
+            return data
+        return {key: value for key, value in data.items() if not (isinstance(value, str) and value == "auto")}
+
+
+class ParameterSettings(_Settings):
+    """Where the 16-bit parameters (P16) live between uses."""
+
+    tier: Tier = Field("auto", description="Home of P16: host memory, storage, or as the plan decides.")
+
+
+class OptimizerSettings(_Settings):
+    """Where the fp32 parameters and moments live, and when they are updated."""
+
+    tier: Tier = Field("auto", description="Home of P32 and the moments.")
+    overlap: Literal["none", "backward", "backward_and_forward"] = Field(
+        "backward_and_forward",
+        description="What updates may run beside: nothing (all inside `step()`), backward, or backward and "
+        "the next forward (each chunk is ready before the forward that reads it). Results are the same.",
+    )
+    clip_policy: Literal["auto", "defer", "speculate"] = Field(
+        "auto",
+        description="How a clip factor or an overflow that is known only after backward is honoured exactly: "
+        "`defer` starts updates then, `speculate` starts them in backward and redoes those it must.",
+    )
+
+
+class GradientSettings(_Settings):
+    """Where the gradients wait until `step()` has validated them."""
+
+    tier: Tier = Field("auto", description="Home of G16, and of the accumulator when accumulating.")
+
+
+class ActivationSettings(_Settings):
+    """What happens to activations saved for backward."""
+
+    tier: Tier = Field("auto", description="Home of swapped activations.")
+    mode: Literal["auto", "none", "swap", "recompute"] = Field(
+        "auto", description="Leave activations alone, swap them, recompute them, or as the plan decides."
+    )
+    block_classes: list[str] | None = Field(
+        None, description="Class names of the repeated blocks; found in the model when not given."
+    )
+
+
+class IoSettings(_Settings):
+    """How storage is reached."""
+
+    engine: Literal["auto", "io_uring", "threads"] = Field(
+        "auto", description="`auto` is io_uring where the kernel allows it, a thread pool otherwise."
+    )
+
+
+class PlanOverrides(_Settings):
+    """Single values of the plan, set by hand; each one not given is planned."""
+
+    chunk_bytes: ByteCount | None = Field(None, description="Largest P32 of one chunk, in bytes.")
+    staging_bytes: ByteCount | None = Field(None, description="Pinned memory for chunks in flight, in bytes.")
+    prefetch_bytes: ByteCount | None = Field(None, description="P16 read ahead of its use, in bytes.")
+    num_threads: Count | None = Field(None, description="Threads of the CPU optimizer.")
+    queue_depth: Count | None = Field(None, description="I/O requests in flight at once.")
+    block_bytes: ByteCount | None = Field(None, description="Largest single I/O request, in bytes.")
+    slots: Literal[1, 2] | None = Field(None, description="Slots of a chunk on storage.")
+    small_param_bytes: ByteCount | None = Field(None, description="P16 tensors below this stay in memory.")
+    shares: list[Count] | None = Field(
+        None, description="Relative share of the bytes each `nvme_path` receives, in their order."
+    )
+
+
+class FuyouConfig(_Settings):
+    """The block itself."""
+
+    enabled: bool = Field(True, description="`false`: as if the package were not installed.")
+    nvme_path: Paths | None = Field(
+        None,
+        description="Directory, or list of directories striped over. Default: the `nvme_path` of the "
+        "`offload_optimizer` and `offload_param` sections.",
+    )
+    dram_budget_bytes: ByteBudget = Field("auto", description="Host memory this rank may use.")
+    gpu_budget_bytes: ByteBudget = Field("auto", description="Device memory this rank may use.")
+    nvme_budget_bytes: ByteBudget = Field("auto", description="Storage this rank may use.")
+    parameters: ParameterSettings = ParameterSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    gradients: GradientSettings = GradientSettings()
+    activations: ActivationSettings = ActivationSettings()
+    io: IoSettings = IoSettings()
+    checksum: bool = Field(True, description="Verify every state block that is read back.")
+    trace: str | None = Field(None, description="File to write a lane trace to (opens in Perfetto).")
+    keep_state: bool = Field(False, description="Leave the swap files in place when the process ends.")
+    plan: PlanOverrides | None = Field(
+        None, description="Expert values: an object, or the path of a JSON file holding one."
+    )
+
+
+def load_block(ds_config: Mapping[str, Any]) -> FuyouConfig | None:
+    """The validated block of a DeepSpeed configuration; None if absent, null or ``enabled: false``.
+
+    Nothing but ``enabled`` is looked at when that is false. A top-level key that looks like a misspelt
+    block is warned about once.
+
+    Raises:
+        FuyouConfigError: with the dotted path of every offending key, what was found, what fits.
+    """
+    for key in misspelt_block_keys(ds_config):
+        log_once(
+            logging.WARNING,
+            f'the DeepSpeed configuration has a top-level key "{key}", which nothing reads; '
+            f'if the ds_fuyou block is meant, spell it "{BLOCK_KEY}"',
+        )
+    block = ds_config.get(BLOCK_KEY)
+    if block is None:
+        return None
+    if not isinstance(block, Mapping):
+        raise FuyouConfigError(
+            f'"{BLOCK_KEY}" must be an object such as {{"enabled": true, "nvme_path": "/nvme"}}, '
+            f"found {_shown(block)}"
+        )
+    if block.get("enabled") is False:
+        return None
+    block = dict(block)
+    _refuse_unknown_keys(block, FuyouConfig, BLOCK_KEY)
+    block["plan"] = _load_plan(block.get("plan"))
+    return _validated(FuyouConfig, block, BLOCK_KEY)
+
+
+def misspelt_block_keys(ds_config: Mapping[str, Any]) -> list[str]:
+    """Top-level keys that are probably meant to be the block (other case, swapped letters, prefixes)."""
+    return [
+        key
+        for key in ds_config
+        if isinstance(key, str)
+        and key != BLOCK_KEY
+        and difflib.get_close_matches(key.lower(), [BLOCK_KEY], n=1, cutoff=0.75)
+    ]
+
+
+def _load_plan(plan: object) -> object:
+    """Reads the file when `plan` is a path; checks the keys of the object either way."""
+    where = f"{BLOCK_KEY}.plan"
+    if plan is None or plan == "auto":
+        return None
+    if isinstance(plan, str):
+        where += f" ({plan})"
+        try:
+            with open(os.path.expanduser(plan), encoding="utf-8") as file:
+                plan = json.load(file)
+        except (OSError, ValueError) as error:
+            raise FuyouConfigError(
+                f"{where}: must be a readable JSON file, found {error}; give an inline object or fix the path"
+            ) from error
+    if not isinstance(plan, Mapping):
+        raise FuyouConfigError(f"{where}: must be an object or the path of a JSON file, found {_shown(plan)}")
+    _refuse_unknown_keys(plan, PlanOverrides, where)
+    return _validated(PlanOverrides, plan, where)
+
+
+def _refuse_unknown_keys(data: Mapping[str, Any], model: type[_Settings], where: str) -> None:
+    unknown = list(_unknown_keys(data, model, where))
+    if unknown:
+        raise FuyouConfigError("; ".join(unknown))
+
+
+def _unknown_keys(data: Mapping[str, Any], model: type[_Settings], where: str) -> Iterator[str]:
+    for key, value in data.items():
+        field = model.model_fields.get(key)
+        if field is None:
+            near = difflib.get_close_matches(str(key), model.model_fields, n=1, cutoff=0.5)
+            hint = f'did you mean "{where}.{near[0]}"?' if near else ""
+            yield f"{where}.{key}: unknown key; {hint or 'valid keys are ' + ', '.join(model.model_fields)}"
+        elif isinstance(value, Mapping):
+            section = _section_of(field.annotation)
+            if section is not None and section is not PlanOverrides:
+                yield from _unknown_keys(value, section, f"{where}.{key}")
+
+
+def _section_of(annotation: object) -> type[_Settings] | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, _Settings):
+            return candidate
+    return None
+
+
+def _validated(model: type[_Settings], data: object, where: str) -> Any:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise FuyouConfigError("; ".join(_explained(error, where))) from error
+
+
+def _explained(error: ValidationError, where: str) -> Iterator[str]:
+    """One line a wrong value: dotted path, what must hold, what was found."""
+    told = set()
+    for item in error.errors(include_url=False, include_context=False):
+        path = ".".join([where, *(str(part) for part in item["loc"] if part in _all_keys())])
+        if path in told:  # a union reports once for each member
+            continue
+        told.add(path)
+        message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        must = message if message.startswith("must ") else f"must be {message}"
+        yield f"{path}: {must}; found {_shown(item['input'])}"
+
+
+def _all_keys() -> set[object]:
+    keys: set[object] = set()
+    for model in (FuyouConfig, *_Settings.__subclasses__()):
+        keys.update(model.model_fields)
+    return keys
+
+
+def _shown(value: object) -> str:
+    return f"{value!r} ({type(value).__name__})"

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the DeepSpeed JSON around the block says: offload sections taken in, impossible mixes refused.
+
+The ZeRO-Infinity sections of an existing JSON stay as they are. `absorb_offload_sections` honours what
+they say where the block says "auto", and lists every key that has no meaning here once, with a reason.
+Pure Python: it looks at the raw dictionary and imports nothing of DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from ds_fuyou.config import BLOCK_KEY, FuyouConfig, load_block
+from ds_fuyou.errors import FuyouConfigError, FuyouStateError
+
+__all__ = [
+    "SUPPORTED_OPTIMIZERS",
+    "Absorbed",
+    "Activation",
+    "IgnoredKey",
+    "absorb_offload_sections",
+    "activation_of",
+    "current_activation",
+    "load_activation",
+]
+
+SUPPORTED_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion")
+
+_IGNORED_REASONS = {
+    "buffer_count": "the staging pool is sized from the model",
+    "buffer_size": "the staging pool is sized from the model",
+    "max_in_cpu": "what stays in host memory follows fuyou.dram_budget_bytes",
+    "pipeline_read": "reads always overlap",
+    "pipeline_write": "writes always overlap",
+    "fast_init": "states are initialised chunk by chunk, without extra passes",
+    "ratio": "every parameter is updated on the CPU",
+    "super_offload": "switched off",
+    "cpuadam_cores_perc": "threads are part of the plan (fuyou.plan.num_threads)",
+}
+
+
+@dataclass(frozen=True)
+class IgnoredKey:
+    """A key of the DeepSpeed JSON that has no effect under the block."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Absorbed:
+    """The block completed by the offload sections.
+
+    Attributes:
+        config: the block, its "auto" tiers and missing `nvme_path` filled in.
+        honoured: dotted keys that were taken over.
+        ignored: dotted keys that were not, each once.
+        pin_memory: whether host buffers may be page-locked.
+    """
+
+    config: FuyouConfig
+    honoured: tuple[str, ...]
+    ignored: tuple[IgnoredKey, ...]
+    pin_memory: bool
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What the plugin attaches to a parsed DeepSpeed configuration as its attribute ``fuyou``."""
+
+    config: FuyouConfig
+    absorbed: Absorbed
+
+    @property
+    def state_paths(self) -> tuple[str, ...]:
+        """Directories that may hold state; empty when everything stays in host memory."""
+        return self.config.nvme_path or ()
+
+
+_current: ContextVar[Activation | None] = ContextVar("ds_fuyou_activation", default=None)
+
+
+def current_activation() -> Activation:
+    """The activation of the engine that is being built.
+
+    Raises:
+        FuyouStateError: no engine with a block is being built in this context.
+    """
+    activation = _current.get()
+    if activation is None:
+        raise FuyouStateError(
+            "no engine with a fuyou block is being built; this is called from the plugin's wrappers only"
+        )
+    return activation
+
+
+@contextmanager
+def activation_scope(activation: Activation) -> Iterator[None]:
+    """Makes `activation` the current one for the duration of the block."""
+    token = _current.set(activation)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def activation_of(ds_config: object) -> Activation | None:
+    """The activation of a parsed DeepSpeedConfig or of a raw configuration dictionary, None if off."""
+    if isinstance(ds_config, Mapping):
+        return load_activation(ds_config)
+    found = getattr(ds_config, BLOCK_KEY, None)
+    return found if isinstance(found, Activation) else None
+
+
+def load_activation(ds_config: Mapping[str, Any]) -> Activation | None:
+    """Block, offload sections and refusals together. None if the block is absent or off.
+
+    Raises:
+        FuyouConfigError: the block is wrong or cannot work with the rest of the configuration.
+    """
+    config = load_block(ds_config)
+    if config is None:
+        return None
+    absorbed = absorb_offload_sections(ds_config, config)
+    return Activation(absorbed.config, absorbed)
+
+
+def absorb_offload_sections(ds_config: Mapping[str, Any], config: FuyouConfig) -> Absorbed:
+    """Completes `config` from ``offload_optimizer``, ``offload_param`` and ``aio``.
+
+    Raises:
+        FuyouConfigError: stage is not 3, a feature that cannot be combined is on, or a tier is on
+            storage and no path is named anywhere.
+    """
+    zero = _section(ds_config, "zero_optimization")
+    _require_stage_3(ds_config.get("zero_optimization"), zero)
+    _refuse_combinations(ds_config)
+    honoured: list[str] = []
+    ignored: list[IgnoredKey] = []
+    paths: list[str] = []
+    tiers: dict[str, str] = {}
+    pins: list[bool] = []
+    for name, part in (("offload_optimizer", "optimizer"), ("offload_param", "parameters")):
+        for key, value in _section(zero, name).items():
+            dotted = f"zero_optimization.{name}.{key}"
+            if key == "device" and value in ("cpu", "nvme"):
+                _take(
+                    getattr(config, part).tier == "auto",
+                    f"fuyou.{part}.tier is set",
+                    dotted,
+                    honoured,
+                    ignored,
+                )
+                tiers[part] = value
+            elif key == "nvme_path" and isinstance(value, str) and value != "auto":
+                _take(config.nvme_path is None, "fuyou.nvme_path is set", dotted, honoured, ignored)
+                paths.append(value)
+            elif key == "pin_memory" and isinstance(value, bool):
+                honoured.append(dotted)
+                pins.append(value)
+            elif value is not None and value != "auto":
+                reason = _IGNORED_REASONS.get(key, "it has no meaning here")
+                ignored.append(IgnoredKey(dotted, reason))
+    ignored += [
+        IgnoredKey(f"aio.{key}", "storage is reached by fuyou.io; depth and block size are part of the plan")
+        for key in _section(ds_config, "aio")
+    ]
+    completed = _completed(config, paths, tiers)
+    _require_path(completed)
+    return Absorbed(completed, tuple(honoured), tuple(ignored), pin_memory=all(pins))
+
+
+def _take(wanted: bool, why_not: str, key: str, honoured: list[str], ignored: list[IgnoredKey]) -> None:
+    if wanted:
+        honoured.append(key)
+    else:
+        ignored.append(IgnoredKey(key, why_not))
+
+
+def _completed(config: FuyouConfig, paths: list[str], tiers: dict[str, str]) -> FuyouConfig:
+    update: dict[str, Any] = {}
+    if config.nvme_path is None and paths:
+        # Through the model again, so that the path rules apply; two sections may name one path.
+        update["nvme_path"] = FuyouConfig(nvme_path=tuple(dict.fromkeys(paths))).nvme_path
+    for part, tier in tiers.items():
+        settings = getattr(config, part)
+        if settings.tier == "auto":
+            update[part] = settings.model_copy(update={"tier": tier})
+    return config.model_copy(update=update)
+
+
+def _require_path(config: FuyouConfig) -> None:
+    on_storage = [
+        f"fuyou.{part}.tier"
+        for part in ("parameters", "optimizer", "gradients", "activations")
+        if getattr(config, part).tier == "nvme"
+    ]
+    if on_storage and config.nvme_path is None:
+        raise FuyouConfigError(
+            f'{", ".join(on_storage)} is "nvme" but no path is named; set fuyou.nvme_path, or nvme_path in '
+            f"zero_optimization.offload_optimizer or offload_param"
+        )
+    shares = config.plan.shares if config.plan else None
+    if shares is not None and len(shares) != len(config.nvme_path or ()):
+        raise FuyouConfigError(
+            f"fuyou.plan.shares must hold one number for each nvme_path ({len(config.nvme_path or ())}), "
+            f"found {len(shares)}"
+        )
+
+
+def _require_stage_3(raw: object, zero: Mapping[str, Any]) -> None:
+    stage = zero.get("stage", 0)
+    if isinstance(raw, bool):
+        stage = int(raw)
+    if isinstance(stage, bool) or stage != 3:
+        raise FuyouConfigError(
+            f"the fuyou block needs zero_optimization.stage 3, found {stage!r}; "
+            f'set "stage": 3, or "enabled": false in the block'
+        )
+
+
+def _refuse_combinations(ds_config: Mapping[str, Any]) -> None:
+    clashes = [f"{key} ({reason})" for key, reason in _clashes(ds_config)]
+    if clashes:
+        raise FuyouConfigError(
+            f"the fuyou block cannot be combined with: {'; '.join(clashes)}. Remove these, or switch the block off"
+        )
+
+
+_SWITCHES: tuple[tuple[str, str], ...] = (
+    ("zero_optimization.zero_quantized_weights", "parameters would not be those of stock ZeRO-3"),
+    ("zero_optimization.zero_quantized_gradients", "gradients would not be those of stock ZeRO-3"),
+    (
+        "zero_optimization.zero_quantized_nontrainable_weights",
+        "parameters would not be those of stock ZeRO-3",
+    ),
+    ("zero_optimization.elastic_checkpoint", "no longer supported by stage 3; use universal checkpoints"),
+    ("zero_optimization.offload_optimizer.super_offload", "it replaces the same optimizer"),
+    ("bf16.bf16_master_weights_and_grads", "master parameters are kept in fp32"),
+    ("bf16.bf16_optimizer_states", "moments are kept in fp32"),
+    ("bfloat16.bf16_master_weights_and_grads", "master parameters are kept in fp32"),
+    ("bfloat16.bf16_optimizer_states", "moments are kept in fp32"),
+    ("fp16.fp16_master_weights_and_grads", "master parameters are kept in fp32"),
+    ("compile.deepcompile", "it compiles stock's own gathers and reductions into the graph"),
+    ("optimizer.params.amsgrad", "the CPU Adam of DeepSpeed has no AMSGrad"),
+)
+
+
+def _clashes(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, reason in _SWITCHES:
+        if _lookup(ds_config, key) is True:
+            yield key, reason
+    if _lookup(ds_config, "zero_optimization.zenflow") not in (None, "auto", False):
+        yield "zero_optimization.zenflow", "it replaces the same optimizer"
+    for key, most in (("zero_hpz_partition_size", 1), ("mics_shard_size", 0)):
+        if _number(_lookup(ds_config, f"zero_optimization.{key}"), most) > most:
+            yield f"zero_optimization.{key}", "parameters are partitioned over all ranks"
+    ratio = _lookup(ds_config, "zero_optimization.offload_optimizer.ratio")
+    if _number(ratio, 1.0) < 1.0:
+        yield f"zero_optimization.offload_optimizer.ratio = {ratio}", "no part is updated on the GPU"
+    if _lookup(ds_config, "optimizer.params.fp32_optimizer_states") is False:
+        yield "optimizer.params.fp32_optimizer_states = false", "moments are kept in fp32"
+    kind = _lookup(ds_config, "optimizer.type")
+    names = [name.lower() for name in SUPPORTED_OPTIMIZERS]
+    if isinstance(kind, str) and kind != "auto" and kind.lower() not in names:
+        yield f"optimizer.type = {kind!r}", f"what works: {', '.join(SUPPORTED_OPTIMIZERS)}"
+
+
+def _lookup(data: object, dotted: str) -> object:
+    for part in dotted.split("."):
+        data = data.get(part) if isinstance(data, Mapping) else None
+    return data
+
+
+def _number(value: object, default: float) -> float:
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else default
+
+
+def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = data.get(name)
+    return section if isinstance(section, Mapping) else {}

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package's logger: one stream, one prefix, each fact told once and by one rank.
+
+DeepSpeed's own logger is silent below WARNING by default, so it cannot carry the activation line.
+``DS_FUYOU_LOG_LEVEL`` (debug, info, warning, error; default info) sets the threshold.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+__all__ = ["current_rank", "get_logger", "log_once"]
+
+_told: set[str] = set()
+
+
+def get_logger() -> logging.Logger:
+    """The logger ``ds_fuyou``, given a stderr handler on first use."""
+    logger = logging.getLogger("ds_fuyou")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[ds_fuyou] %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
+        level = getattr(logging, os.environ.get("DS_FUYOU_LOG_LEVEL", "info").upper(), None)
+        logger.setLevel(level if isinstance(level, int) else logging.INFO)
+        logger.propagate = False
+    return logger
+
+
+def current_rank() -> int:
+    """Global rank of this process by the launcher's environment, 0 when there is none."""
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdigit() else 0
+
+
+def log_once(level: int, message: str) -> None:
+    """Logs `message` on rank 0, once in the life of the process."""
+    if current_rank() != 0 or message in _told:
+        return
+    _told.add(message)
+    get_logger().log(level, "%s", message)

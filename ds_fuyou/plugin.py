@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only file that patches DeepSpeed.
+
+[Note: two stages]
+`install` runs whenever DeepSpeed is imported in a process that has the package, block or no block. It
+patches one thing: `DeepSpeedConfig.__init__`, which then looks for the block after the original has
+run. Everything else in `PATCH_POINTS` is applied when the first configuration with an active block is
+parsed. A process that never sees a block therefore runs DeepSpeed's own code everywhere else.
+`uninstall` undoes both stages.
+
+A configuration is parsed several times in one run (by zero.Init, by initialize, by the offload
+handler); each parse is rewritten in the same way and only the first is announced.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.host_config import (
+    SUPPORTED_OPTIMIZERS,
+    Activation,
+    activation_of,
+    activation_scope,
+    load_activation,
+)
+from ds_fuyou.log import log_once
+from ds_fuyou.version import __version__
+
+__all__ = ["PATCH_POINTS", "PatchPoint", "announce", "install", "is_installed", "uninstall"]
+
+
+@dataclass(frozen=True)
+class PatchPoint:
+    """One replaced attribute of DeepSpeed.
+
+    Attributes:
+        module: module that holds it.
+        attribute: dotted attribute inside the module.
+        why: what the replacement achieves.
+        replace: original -> replacement. Undone by putting the original back.
+        on_import: applied by `install`; otherwise when a block is first seen.
+    """
+
+    module: str
+    attribute: str
+    why: str
+    replace: Callable[[Any], Any]
+    on_import: bool = False
+
+    def owner_and_name(self) -> tuple[Any, str]:
+        owner: Any = importlib.import_module(self.module)
+        *path, name = self.attribute.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        return owner, name
+
+
+def _config_init(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        activation = load_activation(self._param_dict)
+        if activation is not None:
+            _activate(self, activation)
+
+    return __init__
+
+
+def _swapper_factory(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original, updated=())
+    def make_swapper(ds_config: Any, model_dtype: Any) -> Any:
+        if activation_of(ds_config) is None:
+            return original(ds_config, model_dtype)
+        from ds_fuyou.zero.param_swapper import FuyouParameterSwapper
+
+        return FuyouParameterSwapper(ds_config, model_dtype)
+
+    return make_swapper
+
+
+def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def configure(self: Any, optimizer: Any) -> Any:
+        activation = activation_of(self._config)
+        if activation is None:
+            return original(self, optimizer)
+        _refuse_optimizer(optimizer)
+        from deepspeed.runtime.zero import stage3
+
+        from ds_fuyou.zero.stage3 import FuyouStage3Optimizer
+
+        # The original imports the class by this name at call time. isinstance checks elsewhere need
+        # the real one, so it is put back at once.
+        stock = stage3.DeepSpeedZeroOptimizer_Stage3
+        stage3.DeepSpeedZeroOptimizer_Stage3 = FuyouStage3Optimizer
+        try:
+            with activation_scope(activation):
+                return original(self, optimizer)
+        finally:
+            stage3.DeepSpeedZeroOptimizer_Stage3 = stock
+
+    return configure
+
+
+PATCH_POINTS: tuple[PatchPoint, ...] = (
+    PatchPoint(
+        "deepspeed.runtime.config",
+        "DeepSpeedConfig.__init__",
+        "finds the block, checks it, and attaches the activation",
+        _config_init,
+        on_import=True,
+    ),
+    PatchPoint(
+        "deepspeed.runtime.zero.partition_parameters",
+        "AsyncPartitionedParameterSwapper",
+        "zero.Init builds our parameter swapper",
+        _swapper_factory,
+    ),
+    PatchPoint(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine._configure_zero_optimizer",
+        "the engine builds our stage-3 optimizer",
+        _configure_zero_optimizer,
+    ),
+)
+
+_lock = threading.RLock()
+_originals: dict[PatchPoint, Any] = {}
+
+
+def install() -> None:
+    """Applies the patch that looks for the block. Idempotent; needs DeepSpeed's engine imported."""
+    _apply(on_import=True)
+
+
+def uninstall() -> None:
+    """Puts every original back. Engines that were built with a block keep working."""
+    with _lock:
+        for point, original in reversed(_originals.items()):
+            owner, name = point.owner_and_name()
+            setattr(owner, name, original)
+        _originals.clear()
+
+
+def is_installed() -> bool:
+    """Whether the block would be seen by the next configuration that is parsed."""
+    return any(point.on_import for point in _originals)
+
+
+def announce(activation: Activation) -> None:
+    """Says once, on rank 0, what was patched, where state lives, and which keys have no effect."""
+    from deepspeed import __version__ as deepspeed_version
+
+    config = activation.config
+    where = ", ".join(activation.state_paths) or "host memory only"
+    log_once(
+        logging.INFO,
+        f"ds_fuyou {__version__} is active under DeepSpeed {deepspeed_version}; "
+        f"patched {', '.join(point.attribute for point in _originals)}; "
+        f"tiers: parameters {config.parameters.tier}, optimizer {config.optimizer.tier}, "
+        f"gradients {config.gradients.tier}, activations {config.activations.tier}; state in {where}",
+    )
+    if activation.absorbed.ignored:
+        keys = "; ".join(f"{item.key} ({item.reason})" for item in activation.absorbed.ignored)
+        log_once(logging.INFO, f"keys of the DeepSpeed configuration without effect under ds_fuyou: {keys}")
+
+
+def _apply(on_import: bool) -> None:
+    with _lock:
+        for point in PATCH_POINTS:
+            if point.on_import != on_import or point in _originals:
+                continue
+            owner, name = point.owner_and_name()
+            original = getattr(owner, name)
+            setattr(owner, name, point.replace(original))
+            _originals[point] = original
+
+
+def _activate(ds_config: Any, activation: Activation) -> None:
+    """Checks DeepSpeed, applies the second stage and rewrites the parsed configuration."""
+    from ds_fuyou import compat
+
+    compat.check()
+    _apply(on_import=False)
+    _rewrite(ds_config, activation)
+    ds_config.fuyou = activation
+    announce(activation)
+
+
+def _rewrite(ds_config: Any, activation: Activation) -> None:
+    """Tells the engine that the optimizer is on the CPU and parameters are swapped.
+
+    With the optimizer "on the CPU" the engine builds DeepSpeed's CPU optimizers and stage 3 keeps
+    gradients and fp32 state in host memory, which the subclass takes over. With parameters "on NVMe"
+    zero.Init builds a swapper, ours, for every tier. An optimizer object of the client passes; what
+    cannot be mapped is refused by `_refuse_optimizer`, not by DeepSpeed's generic checks.
+    """
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    pin_memory = activation.absorbed.pin_memory
+    # The swapper of a run that keeps everything in host memory never opens a file, but zero.Init
+    # insists on a path.
+    path = Path(activation.state_paths[0] if activation.state_paths else tempfile.gettempdir())
+    ds_config.zero_config.offload_optimizer = DeepSpeedZeroOffloadOptimizerConfig(
+        device="cpu", pin_memory=pin_memory
+    )
+    ds_config.zero_config.offload_param = DeepSpeedZeroOffloadParamConfig(
+        device="nvme", nvme_path=path, pin_memory=pin_memory
+    )
+    ds_config.zero_force_ds_cpu_optimizer = False
+    ds_config.zero_allow_untested_optimizer = True
+
+
+_KNOWN_OPTIMIZERS = frozenset(
+    {
+        ("torch.optim", "Adam"),
+        ("torch.optim", "AdamW"),
+        ("torch.optim", "Adagrad"),
+        ("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
+        ("deepspeed.ops.adam", "FusedAdam"),
+        ("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad"),
+        ("deepspeed.ops.lion", "DeepSpeedCPULion"),
+        ("deepspeed.ops.lion", "FusedLion"),
+        ("apex.optimizers", "FusedAdam"),
+    }
+)
+
+
+def _refuse_optimizer(optimizer: Any) -> None:
+    """Only exact types whose arithmetic the core reproduces pass; a subclass may change `step`.
+
+    None stands for an engine without an optimizer (inference under zero.Init).
+    """
+    if optimizer is None:
+        return
+    kind = type(optimizer)
+    for module, name in _KNOWN_OPTIMIZERS:
+        if kind.__name__ == name and (kind.__module__ == module or kind.__module__.startswith(module + ".")):
+            return
+    raise FuyouConfigError(
+        f"the optimizer {kind.__module__}.{kind.__qualname__} cannot run out of core; use "
+        f"{', '.join(SUPPORTED_OPTIMIZERS)} of the DeepSpeed configuration, or an object of torch.optim.Adam, "
+        f"AdamW or Adagrad, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion, FusedAdam or FusedLion"
+    )

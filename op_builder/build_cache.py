@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One cached build of a `CompilePlan`: keyed by content, built by one process, published atomically.
+
+[Note: one builder]
+Ranks of a job ask for the same library at once. Whoever gets the kernel's file lock builds, the others
+wait for the lock and then find the result. The kernel drops the lock with its holder, so a killed build
+leaves no lock behind, only a temporary directory, which the next builder removes. The finished
+directory is renamed into place, so that what has the final name is complete.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ds_fuyou.errors import FuyouBuildError
+from ds_fuyou.log import get_logger
+
+if TYPE_CHECKING:
+    from ds_fuyou.op_builder.fuyou_core import CompilePlan
+
+__all__ = ["build_cached", "cache_directory", "cache_key", "missing_tool"]
+
+CACHE_VARIABLE = "FUYOU_CACHE"
+JOBS_VARIABLE = "MAX_JOBS"
+_LAST_LINES = 40
+
+
+def cache_directory() -> Path:
+    """``$FUYOU_CACHE``, else ``$XDG_CACHE_HOME/ds_fuyou``, else ``~/.cache/ds_fuyou``; created.
+
+    Raises:
+        FuyouBuildError: it cannot be written, or belongs to another user (whose code would be run).
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    path = Path(os.environ.get(CACHE_VARIABLE) or os.path.join(base, "ds_fuyou")).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        owner = path.stat().st_uid
+    except OSError as error:
+        raise FuyouBuildError(
+            f"the build cache {path} must be a writable directory: {error}; set {CACHE_VARIABLE} to one that is"
+        ) from error
+    if owner not in (os.geteuid(), 0) or not os.access(path, os.W_OK):
+        raise FuyouBuildError(
+            f"the build cache {path} must be writable and belong to this user (id {os.geteuid()}), found owner "
+            f"{owner}; set {CACHE_VARIABLE} to another directory"
+        )
+    return path
+
+
+def cache_key(plan: CompilePlan) -> str:
+    """Digest of everything that decides the library's content, file contents included."""
+    digest = hashlib.sha256()
+    for text in (*plan.versions, plan.compiler, *plan.cxx_flags, *plan.link_flags):
+        digest.update(text.encode() + b"\0")
+    for path in (*plan.sources, *plan.headers):
+        content = Path(path).read_bytes()
+        digest.update(f"{os.path.basename(path)} {len(content)}".encode() + b"\0" + content)
+    return digest.hexdigest()[:20]
+
+
+def build_cached(name: str, plan: CompilePlan) -> Path:
+    """Path of the library ``name.so`` for `plan`, building it when the cache has none.
+
+    Raises:
+        FuyouBuildError: no compiler or ninja, a compile error (with the compiler's last lines), or a
+            cache directory that cannot be used.
+    """
+    cache = cache_directory()
+    label = f"{name}-{cache_key(plan)}"
+    library = cache / label / f"{name}.so"
+    if library.is_file():
+        return library
+    with _lock(cache / f"{label}.lock", f"the C++ core to be built in {cache}"):
+        if library.is_file():
+            return library
+        for leftover in cache.glob(f".build-{label}-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        work = Path(tempfile.mkdtemp(prefix=f".build-{label}-", dir=cache))
+        try:
+            _compile(name, plan, work)
+            shutil.rmtree(library.parent, ignore_errors=True)
+            os.rename(work, library.parent)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return library
+
+
+@contextmanager
+def _lock(path: Path, awaited: str) -> Iterator[None]:
+    """Holds the kernel's lock on `path`; says what it waits for if another process has it."""
+    with open(path, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            get_logger().info("process %d waits for %s by process %s", os.getpid(), awaited, holder)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def missing_tool(compiler: str) -> str | None:
+    """What is missing to build, with the fix; None when nothing is."""
+    if shutil.which(shlex.split(compiler)[0]) is None:
+        return f"a C++ compiler ({compiler!r} is not on PATH): install g++ or clang, or set CXX"
+    if _ninja() is None:
+        return "ninja: pip install ninja"
+    return None
+
+
+def _ninja() -> list[str] | None:
+    """The command that runs ninja: the one on PATH, else the Python package's."""
+    found = shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))
+    if found:
+        return [found]
+    return [sys.executable, "-m", "ninja"] if importlib.util.find_spec("ninja") else None
+
+
+def _compile(name: str, plan: CompilePlan, work: Path) -> None:
+    missing = missing_tool(plan.compiler)
+    ninja = _ninja()
+    if missing or ninja is None:
+        raise FuyouBuildError(f"building the C++ core needs {missing}")
+    (work / "build.ninja").write_text(_ninja_file(name, plan), encoding="utf-8")
+    jobs = os.environ.get(JOBS_VARIABLE, "")
+    command = [*ninja, "-C", str(work), *(["-j", jobs] if jobs.isdigit() else [])]
+    status, output = _run_with_progress(command, len(plan.sources) + 1)
+    if status != 0:
+        raise FuyouBuildError(
+            f"the C++ core must compile with {plan.compiler!r}; it ended with status {status}. "
+            f"The last lines were:\n" + "\n".join(output)
+        )
+
+
+def _ninja_file(name: str, plan: CompilePlan) -> str:
+    flags = [
+        *plan.cxx_flags,
+        *(f"-I{path}" for path in plan.include_dirs),
+        *(argument for path in plan.system_include_dirs for argument in ("-isystem", path)),
+    ]
+    lines = [
+        f"cxx = {plan.compiler}",
+        f"flags = {_ninja_escape(shlex.join(flags))}",
+        f"links = {_ninja_escape(shlex.join(plan.link_flags))}",
+        "rule compile",
+        "  command = $cxx $flags -c $in -o $out",
+        "rule link",
+        "  command = $cxx $in $links -o $out",
+    ]
+    objects = [f"{index}_{Path(source).stem}.o" for index, source in enumerate(plan.sources)]
+    for source, target in zip(plan.sources, objects, strict=True):
+        lines.append(f"build {target}: compile {_ninja_escape(source, is_path=True)}")
+    lines.append(f"build {name}.so: link {' '.join(objects)}")
+    return "\n".join(lines) + f"\ndefault {name}.so\n"
+
+
+def _ninja_escape(text: str, is_path: bool = False) -> str:
+    text = text.replace("$", "$$")
+    return text.replace(" ", "$ ").replace(":", "$:") if is_path else text
+
+
+def _run_with_progress(command: list[str], num_steps: int) -> tuple[int, list[str]]:
+    """Runs ninja with a progress bar. Returns its status and the last lines of its output.
+
+    The compilers are in a process group of their own and end with us, also on an interrupt.
+    """
+    from tqdm import tqdm
+
+    last: deque[str] = deque(maxlen=_LAST_LINES)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        env={**os.environ, "NINJA_STATUS": "[%f/%t] "},
+    )
+    try:
+        with tqdm(total=num_steps, desc="building the ds_fuyou core", unit="file", leave=False) as bar:
+            for line in process.stdout or ():
+                last.append(line.rstrip())
+                step = re.match(r"\[(\d+)/\d+\]", line)
+                if step:
+                    bar.update(int(step[1]) - bar.n)
+        return process.wait(), list(last)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+        raise
