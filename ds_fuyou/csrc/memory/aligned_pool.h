@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One arena of page-aligned memory per rank, cut into exactly sized blocks (multiples of 4096 bytes,
-// no power-of-two rounding). CUDA-pinned allocations are not promised to be page-aligned, so the
-// arena is allocated aligned and may then be registered with CUDA and with io_uring as a whole.
+// One arena of page-aligned memory per rank, cut into exactly sized blocks (multiples of 4096
+// bytes, no power-of-two rounding). CUDA-pinned allocations are not promised to be page-aligned, so
+// the arena is allocated aligned and may then be registered with CUDA and with io_uring as a whole.
 #pragma once
 
 #include <condition_variable>
@@ -21,7 +21,7 @@ inline std::uint64_t round_up_to_page(std::uint64_t num_bytes)
 }
 
 class AlignedPool {
-public:
+  public:
     // Reserves `num_bytes` (rounded up to pages) of address space; pages are touched on first use.
     // Throws std::bad_alloc when the mapping is refused.
     explicit AlignedPool(std::uint64_t num_bytes);
@@ -40,7 +40,7 @@ public:
     std::uint64_t peak_bytes() const;
     std::uint64_t largest_free_bytes() const;
 
-private:
+  private:
     mutable std::mutex mutex_;
     char* base_ = nullptr;
     std::uint64_t capacity_bytes_ = 0;

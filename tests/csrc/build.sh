@@ -1,0 +1,37 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# Builds the standalone test program of the C++ core:  build.sh VARIANT OUTPUT
+# VARIANT is plain, asan (AddressSanitizer and UndefinedBehaviorSanitizer) or tsan (ThreadSanitizer).
+set -eu
+
+variant=$1
+output=$2
+here=$(cd "$(dirname "$0")" && pwd)
+core=$(cd "$here/../../ds_fuyou/csrc" && pwd)
+
+case $variant in
+    plain) flags="-O2" ;;
+    asan) flags="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" ;;
+    tsan) flags="-O1 -g -fsanitize=thread" ;;
+    *)
+        echo "VARIANT must be plain, asan or tsan; got '$variant'" >&2
+        exit 2
+        ;;
+esac
+
+sources=""
+for source in "$here"/*.cpp "$core"/io/*.cpp "$core"/memory/*.cpp "$core"/pipeline/*.cpp; do
+    [ -e "$source" ] && sources="$sources $source"
+done
+
+# One object a source, two compilers at a time: sanitized builds are slow.
+objects="$output.objects"
+rm -rf "$objects"
+mkdir -p "$objects"
+# shellcheck disable=SC2086
+printf '%s\n' $sources | xargs -P 2 -I {} sh -c \
+    '"${CXX:-g++}" -std=c++17 -Wall -Wextra -Werror '"$flags"' -I '"$core"' -c "$1" \
+        -o '"$objects"'/$(echo "$1" | tr / _).o' compile {}
+# shellcheck disable=SC2086
+"${CXX:-g++}" $flags "$objects"/*.o -o "$output" -pthread
+rm -rf "$objects"
