@@ -291,20 +291,24 @@ def _explained(error: ValidationError, where: str) -> Iterator[str]:
     """One line a wrong value: dotted path, what must hold, what was found."""
     told = set()
     for item in error.errors(include_url=False, include_context=False):
-        path = ".".join([where, *(str(part) for part in item["loc"] if part in _all_keys())])
+        path = where
+        for part in item["loc"]:
+            if isinstance(part, int):
+                path += f"[{part}]"
+            elif part in _ALL_KEYS:  # the others name a member of a union
+                path += f".{part}"
         if path in told:  # a union reports once for each member
             continue
         told.add(path)
-        message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-        must = message if message.startswith("must ") else f"must be {message}"
+        if item["type"] == "model_type":
+            must = "must be an object"
+        else:
+            message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+            must = message if message.startswith("must ") else f"must be {message}"
         yield f"{path}: {must}; found {_shown(item['input'])}"
 
 
-def _all_keys() -> set[object]:
-    keys: set[object] = set()
-    for model in (FuyouConfig, *_Settings.__subclasses__()):
-        keys.update(model.model_fields)
-    return keys
+_ALL_KEYS = frozenset(key for model in _Settings.__subclasses__() for key in model.model_fields)
 
 
 def _shown(value: object) -> str:

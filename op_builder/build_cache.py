@@ -53,12 +53,13 @@ def cache_directory() -> Path:
         owner = path.stat().st_uid
     except OSError as error:
         raise FuyouBuildError(
-            f"the build cache {path} must be a writable directory: {error}; set {CACHE_VARIABLE} to one that is"
+            f"the build cache {path} must be a writable directory: {error}; "
+            f"set {CACHE_VARIABLE} to one that is"
         ) from error
     if owner not in (os.geteuid(), 0) or not os.access(path, os.W_OK):
         raise FuyouBuildError(
-            f"the build cache {path} must be writable and belong to this user (id {os.geteuid()}), found owner "
-            f"{owner}; set {CACHE_VARIABLE} to another directory"
+            f"the build cache {path} must be writable and belong to this user (id {os.geteuid()}), "
+            f"found owner {owner}; set {CACHE_VARIABLE} to another directory"
         )
     return path
 

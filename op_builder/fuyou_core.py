@@ -205,8 +205,8 @@ def _deepspeed_includes() -> list[str]:
         if (root / "adam" / "cpu_adam_impl.cpp").is_file():
             return [str((root / part).resolve()) for part in _DEEPSPEED_INCLUDES]
     raise FuyouBuildError(
-        f"the CPU Adam sources must lie in {package / 'ops' / 'csrc'}, found none; reinstall DeepSpeed from its "
-        f"source distribution"
+        f"the CPU Adam sources must lie in {package / 'ops' / 'csrc'}, found none; "
+        f"reinstall DeepSpeed from its source distribution"
     )
 
 

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of every test run: the CPU accelerator, and a process that tests may reconfigure."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+# DeepSpeed looks at this when it is first imported.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("MAX_JOBS", "2")
+
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run_python() -> RunPython:
+    """Runs ``python -c code`` (or a list of arguments) in a fresh interpreter, with a time limit."""
+
+    def run(code: str | list[str], timeout: float = 120.0, **environment: str) -> subprocess.CompletedProcess[str]:
+        arguments = ["-c", code] if isinstance(code, str) else code
+        return subprocess.run(
+            [sys.executable, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            env={**os.environ, **environment},
+        )
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_was_told() -> Iterator[None]:
+    """Messages that are logged once a process are logged once a test."""
+    from ds_fuyou import log
+
+    log._told.clear()
+    yield
+    log._told.clear()
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
+    """Everything the package's logger said so far, as one text."""
+    from ds_fuyou.log import get_logger
+
+    logger = get_logger()
+    logger.addHandler(caplog.handler)
+    yield lambda: "\n".join(record.getMessage() for record in caplog.records)
+    logger.removeHandler(caplog.handler)

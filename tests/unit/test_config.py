@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_fuyou.config import FuyouConfig, PlanOverrides, load_block, misspelt_block_keys, parse_bytes
+from ds_fuyou.errors import FuyouConfigError
+
+
+def block(**settings: Any) -> FuyouConfig:
+    config = load_block({"fuyou": {"enabled": True, **settings}})
+    assert config is not None
+    return config
+
+
+@pytest.mark.parametrize("ds_config", [{}, {"fuyou": None}, {"fuyou": {"enabled": False, "no_such_key": 1}}])
+def test_absent_or_off_is_none(ds_config: dict[str, Any]) -> None:
+    assert load_block(ds_config) is None
+
+
+def test_an_empty_block_is_on() -> None:
+    config = load_block({"fuyou": {}})
+    assert config is not None
+    assert config.enabled
+
+
+def test_documented_defaults() -> None:
+    config = block()
+    assert (config.parameters.tier, config.optimizer.tier, config.gradients.tier) == ("auto", "auto", "auto")
+    assert config.optimizer.overlap == "backward_and_forward"
+    assert config.checksum is True
+    assert config.keep_state is False
+    assert config.plan is None
+
+
+def test_auto_is_accepted_for_every_key() -> None:
+    sections = {}
+    for key, field in FuyouConfig.model_fields.items():
+        inner = getattr(field.annotation, "model_fields", None)
+        sections[key] = {name: "auto" for name in inner} if inner else "auto"
+    assert load_block({"fuyou": sections}) == block()
+    assert load_block({"fuyou": {key: "auto" for key in FuyouConfig.model_fields}}) == block()
+    assert block(plan={key: "auto" for key in PlanOverrides.model_fields}).plan == PlanOverrides()
+
+
+@pytest.mark.parametrize(
+    ("given", "num_bytes"),
+    [(1, 1), (2.0e9, 2 * 10**9), ("64GB", 64 * 10**9), ("1.5 GiB", 3 * 2**29), ("7m", 7 * 10**6), ("9b", 9)],
+)
+def test_byte_counts(given: object, num_bytes: int) -> None:
+    assert parse_bytes(given) == num_bytes
+    assert block(dram_budget_bytes=given).dram_budget_bytes == num_bytes
+
+
+@pytest.mark.parametrize("given", [0, -1, 0.5, True, "", "GB", "5 parsec", "-3GB", [1], {}])
+def test_wrong_byte_counts(given: object) -> None:
+    with pytest.raises(FuyouConfigError, match=r"fuyou\.dram_budget_bytes: must be .*found"):
+        block(dram_budget_bytes=given)
+
+
+def test_paths_become_a_tuple_of_absolute_paths() -> None:
+    assert block(nvme_path="/a/../b").nvme_path == ("/b",)
+    assert block(nvme_path=["/a", "/b"]).nvme_path == ("/a", "/b")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"nvme_pth": "/x"}, r'fuyou\.nvme_pth: unknown key; did you mean "fuyou\.nvme_path"'),
+        ({"optimizer": {"overlp": "none"}}, r'fuyou\.optimizer\.overlp: .*"fuyou\.optimizer\.overlap"'),
+        ({"zzz": 1}, r"fuyou\.zzz: unknown key; valid keys are enabled, nvme_path"),
+        ({"plan": {"chunk_byte": 1}}, r'fuyou\.plan\.chunk_byte: .*"fuyou\.plan\.chunk_bytes"'),
+        ({"plan": {"slots": 3}}, r"fuyou\.plan\.slots: must be 1 or 2; found 3 \(int\)"),
+        ({"plan": {"num_threads": 0}}, r"fuyou\.plan\.num_threads: must be greater .*found 0"),
+        ({"plan": {"shares": [1, 0]}}, r"fuyou\.plan\.shares\[1\]: must be greater"),
+        ({"plan": 3}, r"fuyou\.plan: must be an object or the path .*found 3 \(int\)"),
+        ({"optimizer": {"tier": "ssd"}}, r"fuyou\.optimizer\.tier: must be 'auto', 'cpu' or 'nvme'; found 'ssd'"),
+        ({"optimizer": 3}, r"fuyou\.optimizer: must be an object; found 3 \(int\)"),
+        ({"checksum": "yes"}, r"fuyou\.checksum: must be a valid boolean; found 'yes' \(str\)"),
+        ({"enabled": "true"}, r"fuyou\.enabled: must be a valid boolean; found 'true' \(str\)"),
+        ({"trace": 3}, r"fuyou\.trace: .*found 3 \(int\)"),
+        ({"nvme_path": []}, r"fuyou\.nvme_path: must name at least one path"),
+        ({"nvme_path": ["/a", "/a/"]}, r"fuyou\.nvme_path: must not name a path twice"),
+        ({"nvme_path": [3]}, r"fuyou\.nvme_path: must be a path or a list of paths; found \[3\] \(list\)"),
+        ({"activations": {"block_classes": "Block"}}, r"fuyou\.activations\.block_classes: .*found 'Block'"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(FuyouConfigError, match=message):
+        block(**settings)
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    with pytest.raises(FuyouConfigError, match=r"fuyou\.checksum.*fuyou\.trace"):
+        block(checksum=3, trace=3)
+
+
+@pytest.mark.parametrize("found", [True, "auto", [], 3])
+def test_a_block_that_is_no_object(found: object) -> None:
+    with pytest.raises(FuyouConfigError, match='"fuyou" must be an object'):
+        load_block({"fuyou": found})
+
+
+def test_plan_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"chunk_bytes": "64MiB", "slots": 1}))
+    assert block(plan=str(path)).plan == PlanOverrides(chunk_bytes=64 * 2**20, slots=1)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"chunk_bits": 1}'])
+def test_a_bad_plan_file_is_named(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(FuyouConfigError, match=r"fuyou\.plan \(.*plan\.json\)"):
+        block(plan=str(path))
+
+
+def test_misspelt_block_is_warned_about_once(told: Callable[[], str]) -> None:
+    assert misspelt_block_keys({"fuyuo": {}, "Fuyou": {}, "ds_fuyou": {}, "fuyou": {}, "bf16": {}, "fp16": {}}) == [
+        "fuyuo",
+        "Fuyou",
+        "ds_fuyou",
+    ]
+    for _ in range(2):
+        assert load_block({"fuyuo": {"enabled": True}}) is None
+    assert told().count('top-level key "fuyuo"') == 1

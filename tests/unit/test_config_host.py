@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ds_fuyou.errors import FuyouConfigError, FuyouStateError
+from ds_fuyou.host_config import Absorbed, activation_of, activation_scope, current_activation, load_activation
+
+
+def absorb(
+    fuyou: dict[str, Any] | None = None, zero: dict[str, Any] | None = None, **top_level: Any
+) -> Absorbed:
+    activation = load_activation(
+        {"zero_optimization": {"stage": 3, **(zero or {})}, "fuyou": fuyou or {}, **top_level}
+    )
+    assert activation is not None
+    return activation.absorbed
+
+
+def test_an_infinity_configuration_needs_only_the_block() -> None:
+    absorbed = absorb(
+        zero={
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": "/nvme",
+                "buffer_count": 4,
+                "pipeline_read": True,
+                "pipeline_write": True,
+                "pin_memory": False,
+            },
+            "offload_param": {"device": "cpu", "nvme_path": "/nvme", "max_in_cpu": 0},
+        },
+        aio={"queue_depth": 32},
+    )
+    assert absorbed.config.nvme_path == ("/nvme",)
+    assert absorbed.config.optimizer.tier == "nvme"
+    assert absorbed.config.parameters.tier == "cpu"
+    assert absorbed.pin_memory is False
+    keys = [item.key.removeprefix("zero_optimization.") for item in absorbed.ignored]
+    assert keys == [
+        "offload_optimizer.buffer_count",
+        "offload_optimizer.pipeline_read",
+        "offload_optimizer.pipeline_write",
+        "offload_param.max_in_cpu",
+        "aio.queue_depth",
+    ]
+    assert all(item.reason for item in absorbed.ignored)
+    assert not set(absorbed.honoured) & {item.key for item in absorbed.ignored}
+
+
+def test_the_block_wins_over_the_sections() -> None:
+    section = {"device": "nvme", "nvme_path": "/other"}
+    absorbed = absorb(
+        {"nvme_path": "/nvme", "optimizer": {"tier": "cpu", "overlap": "none"}}, zero={"offload_optimizer": section}
+    )
+    assert absorbed.config.nvme_path == ("/nvme",)
+    assert (absorbed.config.optimizer.tier, absorbed.config.optimizer.overlap) == ("cpu", "none")
+    assert {item.key.rsplit(".", 1)[1] for item in absorbed.ignored} == {"device", "nvme_path"}
+
+
+def test_two_paths_in_the_sections_are_both_used() -> None:
+    absorbed = absorb(
+        zero={
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/a"},
+            "offload_param": {"device": "nvme", "nvme_path": "/b"},
+        }
+    )
+    assert absorbed.config.nvme_path == ("/a", "/b")
+
+
+def test_auto_and_none_in_the_sections_decide_nothing() -> None:
+    absorbed = absorb(zero={"offload_optimizer": {"device": "none", "nvme_path": "auto"}, "offload_param": None})
+    assert absorbed.config.optimizer.tier == "auto"
+    assert absorbed.config.nvme_path is None
+
+
+@pytest.mark.parametrize("zero", [None, {}, {"stage": 2}, {"stage": "auto"}, True, False])
+def test_stage_3_is_required(zero: object) -> None:
+    with pytest.raises(FuyouConfigError, match=r"zero_optimization\.stage 3, found"):
+        load_activation({"zero_optimization": zero, "fuyou": {}})
+
+
+def test_a_storage_tier_needs_a_path() -> None:
+    with pytest.raises(FuyouConfigError, match=r'fuyou\.gradients\.tier is "nvme" but no path is named'):
+        absorb({"gradients": {"tier": "nvme"}})
+
+
+def test_shares_match_the_paths() -> None:
+    with pytest.raises(FuyouConfigError, match=r"one number for each nvme_path \(2\), found 1"):
+        absorb({"nvme_path": ["/a", "/b"], "plan": {"shares": [1]}})
+
+
+@pytest.mark.parametrize(
+    ("zero", "top_level", "named"),
+    [
+        ({"zenflow": {}}, {}, "zenflow"),
+        ({"offload_optimizer": {"super_offload": True}}, {}, "super_offload"),
+        ({"offload_optimizer": {"ratio": 0.5}}, {}, "ratio"),
+        ({"zero_hpz_partition_size": 2}, {}, "zero_hpz_partition_size"),
+        ({"zero_quantized_weights": True}, {}, "zero_quantized_weights"),
+        ({"zero_quantized_gradients": True}, {}, "zero_quantized_gradients"),
+        ({"zero_quantized_nontrainable_weights": True}, {}, "zero_quantized_nontrainable_weights"),
+        ({"mics_shard_size": 2}, {}, "mics_shard_size"),
+        ({"elastic_checkpoint": True}, {}, "elastic_checkpoint"),
+        ({}, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "bf16_master_weights_and_grads"),
+        ({}, {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16_master_weights_and_grads"),
+        ({}, {"compile": {"deepcompile": True}}, "deepcompile"),
+        ({}, {"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "amsgrad"),
+        ({}, {"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}}, "fp32_optimizer_states"),
+        ({}, {"optimizer": {"type": "Lamb"}}, "what works: Adam, AdamW, Adagrad, Lion"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_by_name(
+    zero: dict[str, Any], top_level: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(FuyouConfigError, match=f"cannot be combined with: .*{named}"):
+        absorb(zero=zero, **top_level)
+
+
+def test_the_same_features_switched_off_pass() -> None:
+    absorb(
+        zero={"zero_hpz_partition_size": 1, "mics_shard_size": -1, "zero_quantized_weights": False, "zenflow": None},
+        compile={"deepcompile": False},
+        optimizer={"type": "AdamW", "params": {"amsgrad": False, "lr": "auto"}},
+    )
+
+
+def test_the_activation_of_an_engine_is_known_only_while_it_is_built() -> None:
+    activation = load_activation({"zero_optimization": {"stage": 3}, "fuyou": {}})
+    assert activation is not None
+    with pytest.raises(FuyouStateError, match="no engine"):
+        current_activation()
+    with activation_scope(activation):
+        assert current_activation() is activation
+    with pytest.raises(FuyouStateError, match="no engine"):
+        current_activation()
+
+
+def test_activation_of_a_dictionary_or_a_parsed_configuration() -> None:
+    raw = {"zero_optimization": {"stage": 3}, "fuyou": {}}
+    activation = activation_of(raw)
+    assert activation == load_activation(raw)
+    assert activation_of({"train_batch_size": 1}) is None
+    parsed = type("Parsed", (), {"fuyou": activation})()
+    assert activation_of(parsed) is activation
+    assert activation_of(object()) is None
