@@ -79,7 +79,10 @@ def test_paths_become_a_tuple_of_absolute_paths() -> None:
         ({"plan": {"num_threads": 0}}, r"fuyou\.plan\.num_threads: must be greater .*found 0"),
         ({"plan": {"shares": [1, 0]}}, r"fuyou\.plan\.shares\[1\]: must be greater"),
         ({"plan": 3}, r"fuyou\.plan: must be an object or the path .*found 3 \(int\)"),
-        ({"optimizer": {"tier": "ssd"}}, r"fuyou\.optimizer\.tier: must be 'auto', 'cpu' or 'nvme'; found 'ssd'"),
+        (
+            {"optimizer": {"tier": "ssd"}},
+            r"fuyou\.optimizer\.tier: must be 'auto', 'cpu' or 'nvme'; found 'ssd'",
+        ),
         ({"optimizer": 3}, r"fuyou\.optimizer: must be an object; found 3 \(int\)"),
         ({"checksum": "yes"}, r"fuyou\.checksum: must be a valid boolean; found 'yes' \(str\)"),
         ({"enabled": "true"}, r"fuyou\.enabled: must be a valid boolean; found 'true' \(str\)"),
@@ -122,7 +125,9 @@ def test_a_bad_plan_file_is_named(tmp_path: Path, content: str | None) -> None:
 
 
 def test_misspelt_block_is_warned_about_once(told: Callable[[], str]) -> None:
-    assert misspelt_block_keys({"fuyuo": {}, "Fuyou": {}, "ds_fuyou": {}, "fuyou": {}, "bf16": {}, "fp16": {}}) == [
+    assert misspelt_block_keys(
+        {"fuyuo": {}, "Fuyou": {}, "ds_fuyou": {}, "fuyou": {}, "bf16": {}, "fp16": {}}
+    ) == [
         "fuyuo",
         "Fuyou",
         "ds_fuyou",

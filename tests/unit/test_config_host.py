@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError
-from ds_fuyou.host_config import Absorbed, activation_of, activation_scope, current_activation, load_activation
+from ds_fuyou.host_config import (
+    Absorbed,
+    activation_of,
+    activation_scope,
+    current_activation,
+    load_activation,
+)
 
 
 def absorb(
@@ -53,7 +59,8 @@ def test_an_infinity_configuration_needs_only_the_block() -> None:
 def test_the_block_wins_over_the_sections() -> None:
     section = {"device": "nvme", "nvme_path": "/other"}
     absorbed = absorb(
-        {"nvme_path": "/nvme", "optimizer": {"tier": "cpu", "overlap": "none"}}, zero={"offload_optimizer": section}
+        {"nvme_path": "/nvme", "optimizer": {"tier": "cpu", "overlap": "none"}},
+        zero={"offload_optimizer": section},
     )
     assert absorbed.config.nvme_path == ("/nvme",)
     assert (absorbed.config.optimizer.tier, absorbed.config.optimizer.overlap) == ("cpu", "none")
@@ -71,7 +78,9 @@ def test_two_paths_in_the_sections_are_both_used() -> None:
 
 
 def test_auto_and_none_in_the_sections_decide_nothing() -> None:
-    absorbed = absorb(zero={"offload_optimizer": {"device": "none", "nvme_path": "auto"}, "offload_param": None})
+    absorbed = absorb(
+        zero={"offload_optimizer": {"device": "none", "nvme_path": "auto"}, "offload_param": None}
+    )
     assert absorbed.config.optimizer.tier == "auto"
     assert absorbed.config.nvme_path is None
 
@@ -104,11 +113,23 @@ def test_shares_match_the_paths() -> None:
         ({"zero_quantized_nontrainable_weights": True}, {}, "zero_quantized_nontrainable_weights"),
         ({"mics_shard_size": 2}, {}, "mics_shard_size"),
         ({"elastic_checkpoint": True}, {}, "elastic_checkpoint"),
-        ({}, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "bf16_master_weights_and_grads"),
-        ({}, {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16_master_weights_and_grads"),
+        (
+            {},
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+            "bf16_master_weights_and_grads",
+        ),
+        (
+            {},
+            {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+            "fp16_master_weights_and_grads",
+        ),
         ({}, {"compile": {"deepcompile": True}}, "deepcompile"),
         ({}, {"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "amsgrad"),
-        ({}, {"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}}, "fp32_optimizer_states"),
+        (
+            {},
+            {"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}},
+            "fp32_optimizer_states",
+        ),
         ({}, {"optimizer": {"type": "Lamb"}}, "what works: Adam, AdamW, Adagrad, Lion"),
     ],
 )
@@ -121,7 +142,12 @@ def test_what_cannot_be_combined_is_refused_by_name(
 
 def test_the_same_features_switched_off_pass() -> None:
     absorb(
-        zero={"zero_hpz_partition_size": 1, "mics_shard_size": -1, "zero_quantized_weights": False, "zenflow": None},
+        zero={
+            "zero_hpz_partition_size": 1,
+            "mics_shard_size": -1,
+            "zero_quantized_weights": False,
+            "zenflow": None,
+        },
         compile={"deepcompile": False},
         optimizer={"type": "AdamW", "params": {"amsgrad": False, "lr": "auto"}},
     )
