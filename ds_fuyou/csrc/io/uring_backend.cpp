@@ -194,8 +194,8 @@ void UringBackend::run(unsigned queue_depth, std::promise<void> started)
 int UringBackend::serve(UringRing& ring)
 {
     while (true) {
-        run_commands();
         arm_wake(ring);
+        run_commands();
         IoClock::time_point next_due;
         while (IoPiece* piece = queue_.take(&next_due)) {
             advance(ring, piece, queue_.begin(*piece));
@@ -238,8 +238,8 @@ void UringBackend::fail_all(int error)
     }
 }
 
-// The wake-up is emptied before it is armed again, and both before the queue is asked: whatever is
-// submitted after that finds it armed.
+// The wake-up is emptied before it is armed again, and both before commands and the queue are
+// looked at: whatever comes after that finds it armed.
 void UringBackend::arm_wake(UringRing& ring)
 {
     if (is_wake_armed_) {

@@ -184,6 +184,29 @@ void ChunkPipeline::read_gradient_locked(const std::shared_ptr<Job>& job)
                 io_priority(*job), [this, job](const IoOutcome& outcome) { on_read(job, outcome); });
 }
 
+// The caller wants its gradient memory back: what has not been read yet is read from storage instead.
+void ChunkPipeline::read_gradient_from_storage(std::size_t chunk_index)
+{
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (auto& entry : queue_) {
+        if (entry.second->update.chunk == chunk_index) {
+            entry.second->update.gradient = nullptr;
+            return;
+        }
+    }
+    const std::shared_ptr<Job> job = chunks_.at(chunk_index).job;
+    if (!job) return;
+    changed_.wait(lock, [&] { return job->state != JobState::kUpdating; });
+    if (job->gradient_read || job->cancelled || job->update.held || job->gradient != job->update.gradient) return;
+    job->update.gradient = nullptr;
+    job->gradient = job->staging + grad_offset(chunks_[chunk_index]);
+    if (job->state == JobState::kReady) {
+        read_gradient_locked(job);
+    } else {
+        job->gradient_read_pending = true;
+    }
+}
+
 // The staging block of a job is [state | P16 | G16]; parts that live in DRAM are absent.
 std::uint64_t ChunkPipeline::grad_offset(const Chunk& chunk) const
 {

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory of the lanes: page-aligned, exactly sized, budgeted in bytes, pinned when a device copies from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.ops.core import load_core
+
+__all__ = ["PAGE_BYTES", "HostPool", "aligned_tensor", "round_up_to_page"]
+
+PAGE_BYTES = 4096
+
+
+def round_up_to_page(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def aligned_tensor(num_bytes: int) -> torch.Tensor:
+    """A byte tensor of ``num_bytes`` whose address is page-aligned, outside of every pool."""
+    raw = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8)
+    return raw.narrow(0, -raw.data_ptr() % PAGE_BYTES, num_bytes)
+
+
+class HostPool:
+    """One arena of page-aligned memory, cut into exactly sized blocks.
+
+    A block returns to the pool when the last tensor that aliases it is gone, so bytes that autograd saved
+    are never overwritten. With ``pin`` the arena is registered with CUDA as a whole (CUDA's own pinned
+    allocations are not promised to be page-aligned).
+    """
+
+    def __init__(self, num_bytes: int, *, pin: bool = False) -> None:
+        self.pool = load_core().AlignedPool(num_bytes)
+        self._pinned = pin
+        if pin:
+            self._call_cuda("cudaHostRegister", self.pool.base, self.pool.capacity_bytes, 0)
+
+    @staticmethod
+    def _call_cuda(name: str, *arguments: int) -> None:
+        result: Any = getattr(torch.cuda.cudart(), name)(*arguments)
+        if int(result) != 0:
+            raise FuyouStateError(
+                f"{name} of {arguments[1] if len(arguments) > 1 else 0} bytes failed with CUDA error {int(result)}; "
+                "raise the locked-memory limit (ulimit -l) or lower dram_budget_bytes"
+            )
+
+    def try_allocate(self, num_bytes: int) -> torch.Tensor | None:
+        """A byte tensor of exactly ``num_bytes``, or None when no free run is large enough now."""
+        block: torch.Tensor | None = self.pool.allocate_tensor(num_bytes)
+        return block
+
+    @property
+    def capacity_bytes(self) -> int:
+        return int(self.pool.capacity_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        return int(self.pool.used_bytes)
+
+    def unpin(self) -> None:
+        """Takes the registration back. No device copy may be in flight."""
+        if self._pinned:
+            self._pinned = False
+            self._call_cuda("cudaHostUnregister", self.pool.base)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether updates start during backward (``speculate``) or when ``step()`` has validated (``defer``)."""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum
+
+__all__ = ["ClipPolicy", "Overlap", "UpdateStart"]
+
+
+class Overlap(Enum):
+    """What optimizer work hides behind."""
+
+    NONE = "none"
+    BACKWARD = "backward"
+    BACKWARD_AND_FORWARD = "backward_and_forward"
+
+
+class UpdateStart(Enum):
+    """DEFER: one slot suffices, state may be read ahead. SPECULATE: into the spare slot, redone if refused."""
+
+    DEFER = "defer"
+    SPECULATE = "speculate"
+
+
+class ClipPolicy:
+    """Chooses for each step. ``auto`` speculates unless redone work was frequent lately.
+
+    A redone step costs a second read, update and write of every chunk that was prepared in vain, so `auto`
+    defers while more than a quarter of the last 8 steps would have been redone.
+    """
+
+    WINDOW = 8
+
+    def __init__(self, policy: str, possible: bool) -> None:
+        self._policy = policy
+        self._possible = possible
+        self._refused: deque[bool] = deque(maxlen=self.WINDOW)
+
+    def choose(self) -> UpdateStart:
+        if not self._possible or self._policy == "defer":
+            return UpdateStart.DEFER
+        if self._policy == "speculate":
+            return UpdateStart.SPECULATE
+        refused = sum(self._refused)
+        return UpdateStart.DEFER if 4 * refused > max(len(self._refused), 4) else UpdateStart.SPECULATE
+
+    def record(self, refused: bool) -> None:
+        """``refused``: the step clipped, overflowed or changed its hyperparameters after backward."""
+        self._refused.append(refused)

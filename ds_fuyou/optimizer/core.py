@@ -1,0 +1,717 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The synchronous out-of-core optimizer of one rank. Knows chunks and steps, and no DeepSpeed.
+
+[Note: one transaction a step]
+Nothing that backward prepared is final before :meth:`OutOfCoreOptimizer.apply`. A step has a *generation*,
+one more than that of the last applied step. During backward a chunk whose gradients are all there may be
+updated into its spare slot (speculation) or read ahead (held). ``apply`` validates once: chunks that were
+prepared with exactly the rules and the multiplier of the step are published, all others are redone from the
+untouched slots; ``skip`` drops everything. Readers wait for the generation of the chunk they need.
+
+[Note: threads]
+The training thread owns everything here. The C++ pipeline's worker and I/O threads own the jobs they were
+given (see the note in chunk_pipeline.h). The committer thread waits for a generation to be durable, writes
+the commit record and opens the next generation's writes; it never waits for the training thread, except for
+its next order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.lanes.memory import HostPool, aligned_tensor, round_up_to_page
+from ds_fuyou.lanes.waiting import wait_reporting
+from ds_fuyou.ops.core import load_core
+from ds_fuyou.optimizer.clip_policy import ClipPolicy, Overlap, UpdateStart
+from ds_fuyou.optimizer.commit import Committer
+from ds_fuyou.optimizer.gradients import DramGradients, GradientMemory, StoredGradients
+from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan
+from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind, RuleClock, StepRules
+from ds_fuyou.storage.io import IoLane, IoSettings, storage_error
+from ds_fuyou.storage.store import Extent, RegionSpec, SlotStore
+
+__all__ = ["CoreOptions", "OutOfCoreOptimizer", "param_region", "regions_for"]
+
+logger = logging.getLogger("ds_fuyou")
+
+
+@dataclass(frozen=True)
+class CoreOptions:
+    """What the plan decided for this rank. Tiers are "cpu" or "nvme"; sizes in bytes."""
+
+    params_tier: str
+    optimizer_tier: str
+    gradients_tier: str
+    num_slots: int
+    overlap: Overlap
+    clip_policy: str
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    staging_bytes: int
+    num_update_threads: int
+    io: IoSettings
+    pin: bool = False
+
+    @property
+    def can_speculate(self) -> bool:
+        """Speculation needs a spare slot, and backward to hide behind."""
+        return self.optimizer_tier == "nvme" and self.num_slots == 2 and self.overlap is not Overlap.NONE
+
+
+def state_region(chunk: int) -> str:
+    return f"state/{chunk}"
+
+
+def param_region(sub_group: int) -> str:
+    return f"param16/{sub_group}"
+
+
+def grad_region(sub_group: int) -> str:
+    return f"grad16/{sub_group}"
+
+
+def regions_for(layout: FlatLayout, options: CoreOptions, num_moments: int, num_slots: int) -> list[RegionSpec]:
+    """Everything that lives on storage, with its size; empty when all classes are in DRAM."""
+    regions = []
+    if options.optimizer_tier == "nvme":
+        for chunk in layout.chunks:
+            num_bytes = (1 + num_moments) * round_up_to_page(chunk.numel * 4)
+            regions.append(RegionSpec(state_region(chunk.index), num_bytes, num_slots))
+    for sub_group, numel in enumerate(layout.sub_group_numels):
+        if options.params_tier == "nvme":
+            num_bytes = round_up_to_page(numel * options.param_dtype.itemsize)
+            regions.append(RegionSpec(param_region(sub_group), num_bytes, num_slots))
+        if options.gradients_tier == "nvme":
+            num_bytes = round_up_to_page(numel * options.grad_dtype.itemsize)
+            regions.append(RegionSpec(grad_region(sub_group), num_bytes, 1))
+    return regions
+
+
+class OutOfCoreOptimizer:
+    """Parameters (P16), fp32 state and gradients of one rank, wherever they live."""
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        options: CoreOptions,
+        kind: OptimizerKind,
+        hypers: Sequence[GroupHyper],
+        store: SlotStore | None,
+    ) -> None:
+        self.layout, self.options, self.kind, self.store = layout, options, kind, store
+        self.clock = RuleClock(kind, hypers[0])
+        self.generation = 0
+        self.waited_secs = 0.0
+        self.num_redone_chunks = 0
+        core = load_core()
+        self._types = {
+            torch.float32: core.ElementType.FLOAT32,
+            torch.float16: core.ElementType.FLOAT16,
+            torch.bfloat16: core.ElementType.BFLOAT16,
+        }
+        self.io = IoLane(options.io, self._path_of)
+        self.staging = HostPool(self._staging_bytes())
+        self.io.engine.register_buffer(self.staging.pool.base, self.staging.capacity_bytes)
+        self.pipeline = core.ChunkPipeline(self.io.engine, self.staging.pool, options.num_update_threads)
+        self.policy = ClipPolicy(options.clip_policy, options.can_speculate)
+        self._param_memory: list[list[torch.Tensor]] = self._allocate_params()
+        self.param_version = 0
+        self._resident: list[torch.Tensor] = []
+        for chunk in layout.chunks:
+            self._add_chunk(chunk)
+        self.gradients = self._make_gradients()
+        self._chunk_generation = [0] * len(layout.chunks)
+        self._touched = [False] * len(layout.chunks)
+        self._missed_steps: dict[int, int] = {}
+        self._wide_gradients: dict[int, torch.Tensor] = {}
+        self._read_wide_gradients: dict[int, torch.Tensor] = {}
+        self._begin_window()
+        self._committer = Committer(self.pipeline, store, self._slots) if store is not None else None
+        self._closed = False
+
+    # ---- construction -------------------------------------------------------------------------------------
+
+    def _path_of(self, fd: int) -> Any:
+        return self.store.paths_of_fd(fd) if self.store is not None else None
+
+    def _job_bytes(self, chunk: Chunk) -> int:
+        options = self.options
+        state = (1 + len(self.kind.moments)) * round_up_to_page(chunk.numel * 4)
+        param = round_up_to_page(chunk.numel * options.param_dtype.itemsize)
+        grad = round_up_to_page(chunk.numel * options.grad_dtype.itemsize)
+        return (
+            (state if options.optimizer_tier == "nvme" else 0)
+            + (param if options.params_tier == "nvme" else 0)
+            + (grad if options.gradients_tier == "nvme" else 0)
+        )
+
+    def _staging_bytes(self) -> int:
+        """The plan's size, at least two of the largest chunks, at most all of them."""
+        jobs = [self._job_bytes(chunk) for chunk in self.layout.chunks]
+        return max(4096, min(max(self.options.staging_bytes, 2 * max(jobs)), sum(jobs)))
+
+    def _allocate_params(self) -> list[list[torch.Tensor]]:
+        """P16 in DRAM: one flat tensor a sub-group and version; two versions where updates speculate."""
+        if self.options.params_tier == "nvme":
+            return []
+        dtype = self.options.param_dtype
+        num_versions = 2 if self.options.can_speculate and self.options.clip_policy != "defer" else 1
+        return [
+            [aligned_tensor(round_up_to_page(n * dtype.itemsize)).view(dtype)[:n] for n in self.layout.sub_group_numels]
+            for _ in range(num_versions)
+        ]
+
+    def _extents(self, region: str, slot: int) -> list[tuple[int, int, int]]:
+        return [(e.fd, e.offset, e.num_bytes) for e in self._store().extents(region, slot)]
+
+    def _store(self) -> SlotStore:
+        if self.store is None:
+            raise FuyouStateError("this placement has nothing on storage")
+        return self.store
+
+    def _add_chunk(self, chunk: Chunk) -> None:
+        options = self.options
+        num_moments = len(self.kind.moments)
+        state_slots, param_slots, grad_slot = [], [], []
+        resident, memory = 0, []
+        if options.optimizer_tier == "nvme":
+            state_slots = [self._extents(state_region(chunk.index), s) for s in range(options.num_slots)]
+        else:
+            self._resident.append(aligned_tensor((1 + num_moments) * round_up_to_page(chunk.numel * 4)))
+            resident = self._resident[-1].data_ptr()
+        if options.params_tier == "nvme":
+            param_slots = [
+                [(e.fd, e.offset, e.num_bytes) for e in self.param_extents(chunk, slot)] for slot in range(options.num_slots)
+            ]
+        else:
+            memory = [flat[chunk.sub_group][chunk.begin :].data_ptr() for flat in self._param_memory]
+        if options.gradients_tier == "nvme":
+            grad_slot = [(e.fd, e.offset, e.num_bytes) for e in self._grad_extents(chunk.index)]
+        self.pipeline.add_chunk(
+            numel=chunk.numel,
+            position=chunk.position,
+            num_moments=num_moments,
+            param_type=self._types[options.param_dtype],
+            grad_type=self._types[options.grad_dtype],
+            state_slots=state_slots,
+            param_slots=param_slots,
+            grad_slot=grad_slot,
+            num_slots=options.num_slots,
+            resident_state=resident,
+            param_memory=memory,
+        )
+
+    def param_extents(self, chunk: Chunk, slot: int) -> tuple[Extent, ...]:
+        return self._range(param_region(chunk.sub_group), slot, chunk, self.options.param_dtype.itemsize)
+
+    def _grad_extents(self, index: int) -> tuple[Extent, ...]:
+        chunk = self.layout.chunks[index]
+        return self._range(grad_region(chunk.sub_group), 0, chunk, self.options.grad_dtype.itemsize)
+
+    def _range(self, region: str, slot: int, chunk: Chunk, itemsize: int) -> tuple[Extent, ...]:
+        begin, end = chunk.begin * itemsize, round_up_to_page(chunk.end * itemsize)
+        return self._store().range_extents(region, slot, begin, end)
+
+    def _make_gradients(self) -> GradientMemory:
+        if self.options.gradients_tier == "cpu":
+            return DramGradients(self.layout, self.options.grad_dtype)
+        return StoredGradients(self.layout, self.options.grad_dtype, self.io, self._grad_extents, self._detach_gradient)
+
+    def initialize(self, source: Callable[[ParamSpan], torch.Tensor], progress: Callable[[int], None]) -> None:
+        """Writes P32 (and P16) of every chunk from the model's parameters; moments stay a flag.
+
+        ``source(span)`` returns the present values of a parameter partition, 1-D, in the model dtype.
+        ``progress`` is called with the number of elements done.
+        """
+        pending: list[Any] = []
+        for chunk in self.layout.chunks:
+            values = self._gather(chunk, source)
+            if self.options.params_tier == "cpu":
+                for flat in self._param_memory:
+                    flat[chunk.sub_group][chunk.begin : chunk.end].copy_(values)
+            pending.extend(self._write_initial(chunk, values))
+            while len(pending) > 4:
+                pending.pop(0).wait()
+            progress(chunk.numel)
+        for transfer in pending:
+            transfer.wait()
+        if self._committer is not None:
+            self._committer.commit_now(0)
+
+    def _gather(self, chunk: Chunk, source: Callable[[ParamSpan], torch.Tensor]) -> torch.Tensor:
+        values = torch.empty(chunk.numel, dtype=self.options.param_dtype)
+        for index in chunk.params:
+            span = self.layout.params[index]
+            begin, end = max(span.begin, chunk.begin), min(span.end, chunk.end)
+            piece = source(span)[begin - span.begin : end - span.begin]
+            values[begin - chunk.begin : end - chunk.begin].copy_(piece)
+        return values
+
+    def _write_initial(self, chunk: Chunk, values: torch.Tensor) -> list[Any]:
+        transfers = []
+        part = round_up_to_page(chunk.numel * 4)
+        if self.options.optimizer_tier == "cpu":
+            state = self._resident[chunk.index]
+            state[part:].zero_()
+            state[:part].view(torch.float32)[: chunk.numel].copy_(values)
+        else:
+            memory = aligned_tensor(part)
+            memory.view(torch.float32)[: chunk.numel].copy_(values)
+            extents = _prefix(self._store().extents(state_region(chunk.index), 0), part)
+            transfers.append(self.io.write(extents, memory, f"writing P32 of chunk {chunk.index}"))
+        if self.options.params_tier == "nvme":
+            transfers.append(self._write_param(chunk, values, self.pipeline.slot(chunk.index)))
+        return transfers
+
+    def _write_param(self, chunk: Chunk, values: torch.Tensor, slot: int) -> Any:
+        extents = self.param_extents(chunk, slot)
+        memory = aligned_tensor(sum(e.num_bytes for e in extents))
+        memory.view(self.options.param_dtype)[: chunk.numel].copy_(values)
+        return self.io.write(extents, memory, f"writing P16 of chunk {chunk.index}")
+
+    # ---- gradients ----------------------------------------------------------------------------------------
+
+    def _begin_window(self) -> None:
+        """A step's accumulation window opens: nothing has arrived."""
+        self._arrived: set[int] = set()
+        self._final: set[int] = set()
+        self._missing = [len(chunk.params) for chunk in self.layout.chunks]
+        self._prepared: dict[int, StepRules] = {}
+        self._prepared_multiplier = 0.0
+        self._held: set[int] = set()
+        self._start = UpdateStart.DEFER
+        self._window_rules: StepRules | None = None
+        self._overrides: dict[int, torch.Tensor] = {}
+        self._opened: set[int] = set()
+
+    def add_gradient(self, span: ParamSpan, gradient: torch.Tensor, *, accumulate: bool) -> list[torch.Tensor]:
+        """Stores or adds one parameter's gradient partition; returns the views that now hold it.
+
+        A gradient that arrives for a chunk that was already prepared drops the prepared update.
+        """
+        for chunk in self.layout.chunks_of_param[span.index]:
+            self._open_chunk(chunk)
+        add = accumulate and span.index in self._arrived
+        views = self.gradients.pieces(span)
+        at = 0
+        for view in views:
+            piece = gradient.view(-1)[at : at + view.numel()]
+            if add:
+                view.add_(piece.to(view.dtype))
+            else:
+                view.copy_(piece)
+            at += view.numel()
+        self._arrived.add(span.index)
+        self._overrides.pop(span.index, None)
+        return views
+
+    def _open_chunk(self, chunk: int) -> None:
+        """Before a chunk's gradient memory is written: nothing may still read it."""
+        if chunk in self._prepared:
+            self.pipeline.invalidate(chunk)
+            del self._prepared[chunk]
+        if chunk not in self._opened:
+            self._wait_unread(chunk)
+            self._opened.add(chunk)
+
+    def _detach_gradient(self, chunk: int) -> None:
+        self.pipeline.read_gradient_from_storage(chunk)
+
+    def _wait_unread(self, chunk: int) -> None:
+        if chunk in self._held:
+            return
+        self._wait(lambda t: self.pipeline.wait_gradient_read(chunk, t), lambda: f"the update of chunk {chunk} (gradient)")
+
+    def gradient(self, span: ParamSpan) -> torch.Tensor:
+        """The accumulated gradient of a parameter in this window, a copy unless it lies in one piece."""
+        if span.index in self._overrides:
+            return self._overrides[span.index]
+        views = self.gradients.pieces(span)
+        return views[0] if len(views) == 1 else torch.cat(views)
+
+    def override_gradient(self, span: ParamSpan, value: torch.Tensor) -> None:
+        """Replaces a gradient for this step by fp32 values (safe_set_full_grad); kept beside G16 until the step."""
+        for chunk in self.layout.chunks_of_param[span.index]:
+            self._open_chunk(chunk)
+        self._arrived.add(span.index)
+        self._overrides[span.index] = value.detach().to("cpu", torch.float32, copy=True).view(-1)
+
+    def has_arrived(self, span: ParamSpan) -> bool:
+        return span.index in self._arrived
+
+    def open_window(self, hypers: Sequence[GroupHyper], multiplier: float, *, managed: bool) -> None:
+        """The last micro-batch of the step begins: decide whether to speculate, and read ahead otherwise."""
+        if self._window_rules is not None:
+            return
+        self._window_rules = self.clock.prepare(hypers)
+        self._prepared_multiplier = multiplier
+        self._start = self.policy.choose() if managed else UpdateStart.DEFER
+        if self._start is UpdateStart.DEFER and managed and self.options.overlap is not Overlap.NONE:
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Reads, in deadline order and as far as staging memory reaches, the state that step() will update."""
+        if self.options.optimizer_tier == "cpu":
+            return
+        left = self.staging.capacity_bytes
+        for chunk in sorted(self.layout.chunks, key=lambda c: c.position):
+            left -= self._job_bytes(chunk)
+            if left < 0:
+                break
+            self._held.add(chunk.index)
+            self._enqueue(chunk.index, [], 1.0, gradient=0, held=True)
+
+    def complete_gradient(self, span: ParamSpan) -> None:
+        """The parameter's gradient of this step is final as far as backward knows; prepares complete chunks."""
+        if span.index in self._final:
+            return self._reprepare(span)
+        self._final.add(span.index)
+        for chunk in self.layout.chunks_of_param[span.index]:
+            self._missing[chunk] -= 1
+            if self._missing[chunk] == 0:
+                self._prepare(chunk)
+        return None
+
+    def _reprepare(self, span: ParamSpan) -> None:
+        for chunk in self.layout.chunks_of_param[span.index]:
+            if self._missing[chunk] == 0 and chunk not in self._prepared:
+                self._prepare(chunk)
+
+    def _prepare(self, chunk: int) -> None:
+        if self._start is UpdateStart.SPECULATE and self._window_rules is not None and not self._missed_steps:
+            spec = self.layout.chunks[chunk]
+            rules = self._window_rules
+            segments = [(0, spec.numel, rules.rules[spec.sub_group])]
+            self._enqueue(chunk, segments, self._prepared_multiplier, gradient=self.gradients.pointer(chunk))
+            self._prepared[chunk] = rules
+        self.gradients.seal(chunk)
+
+    def end_micro_batch(self) -> None:
+        """Backward of a micro-batch ended: gradients that stay incomplete may leave DRAM too."""
+        self.gradients.seal_all()
+
+    def _enqueue(
+        self,
+        chunk: int,
+        segments: list[Any],
+        multiplier: float,
+        *,
+        gradient: int,
+        held: bool = False,
+        gradient_type: torch.dtype | None = None,
+    ) -> None:
+        self.pipeline.enqueue(
+            chunk=chunk,
+            generation=self.generation + 1,
+            segments=segments,
+            multiplier=multiplier,
+            gradient=gradient,
+            gradient_type=self._types[gradient_type or self.options.grad_dtype],
+            param_version=self._next_version(),
+            held=held,
+        )
+
+    def _next_version(self) -> int:
+        return 1 - self.param_version if len(self._param_memory) == 2 else 0
+
+    # ---- the step -----------------------------------------------------------------------------------------
+
+    def skip(self) -> None:
+        """Drops the step: nothing that backward prepared is kept."""
+        self.policy.record(bool(self._prepared) or self._start is UpdateStart.DEFER)
+        self._drop_prepared()
+        self._end_window()
+
+    def _drop_prepared(self) -> None:
+        for chunk in [*self._prepared, *self._held]:
+            self.pipeline.invalidate(chunk)
+        self._prepared.clear()
+        self._held.clear()
+
+    def apply(self, hypers: Sequence[GroupHyper], multiplier: float, *, expected_multiplier: float) -> None:
+        """Publishes what was prepared rightly and starts everything else; returns as soon as that is queued.
+
+        ``multiplier`` is the fp32 factor of every gradient (unscale and clip in one); ``expected_multiplier``
+        the factor without clipping, which speculation assumed.
+        """
+        self.check()
+        rules = self.clock.prepare(hypers)
+        self.policy.record(multiplier != expected_multiplier)
+        work = {c.index: self._segments(c, rules) for c in self.layout.chunks if self._arrived.intersection(c.params)}
+        kept = self._keep_prepared(rules, multiplier, work)
+        self._release_held(work)
+        version = self._next_version()
+        self.pipeline.publish(self.generation + 1)
+        for chunk in sorted(work, key=lambda c: self.layout.chunks[c].position):
+            if chunk not in kept:
+                self._start_final(chunk, work[chunk], multiplier)
+        self._copy_untouched(work, version)
+        self.generation += 1
+        self.param_version = version
+        for chunk in work:
+            self._chunk_generation[chunk] = self.generation
+            self._touched[chunk] = True
+        self.clock.commit(rules)
+        self._count_missed()
+        self._keep_wide_gradients()
+        self._end_window()
+        if self._committer is not None:
+            self._committer.order(self.generation)
+        if self.options.overlap is not Overlap.BACKWARD_AND_FORWARD:
+            self.wait_all()
+
+    def _keep_prepared(self, rules: StepRules, multiplier: float, work: dict[int, Any]) -> set[int]:
+        """Speculated chunks that did exactly what this step does; the others are dropped."""
+        kept = set()
+        for chunk, prepared in list(self._prepared.items()):
+            same = (
+                prepared.hypers == rules.hypers
+                and prepared.step == rules.step
+                and multiplier == self._prepared_multiplier
+                and self._arrived.issuperset(self.layout.chunks[chunk].params)
+                and not self._missed_steps
+                and chunk in work
+            )
+            if same:
+                kept.add(chunk)
+            else:
+                self.pipeline.invalidate(chunk)
+                self.num_redone_chunks += 1
+        return kept
+
+    def _release_held(self, work: dict[int, Any]) -> None:
+        for chunk in list(self._held):
+            if chunk not in work:
+                self.pipeline.invalidate(chunk)
+                self._held.discard(chunk)
+
+    def _start_final(self, chunk: int, segments: list[Any], multiplier: float) -> None:
+        pointer, dtype = self._final_gradient(chunk)
+        if chunk in self._held:
+            self.pipeline.release(
+                chunk=chunk,
+                segments=segments,
+                multiplier=multiplier,
+                gradient=pointer,
+                gradient_type=self._types[dtype],
+                param_version=self._next_version(),
+            )
+        else:
+            self._enqueue(chunk, segments, multiplier, gradient=pointer, gradient_type=dtype)
+
+    def _final_gradient(self, chunk: int) -> tuple[int, torch.dtype]:
+        """Address and dtype of the chunk's gradient; one with overrides is widened to fp32 first."""
+        spec = self.layout.chunks[chunk]
+        if not self._overrides.keys() & set(spec.params):
+            return self.gradients.pointer(chunk), self.options.grad_dtype
+        wide = torch.zeros(spec.numel, dtype=torch.float32)
+        for index in spec.params:
+            if index in self._arrived:
+                span = self.layout.params[index]
+                begin, end = max(span.begin, spec.begin), min(span.end, spec.end)
+                values = self.gradient(span)[begin - span.begin : end - span.begin]
+                wide[begin - spec.begin : end - spec.begin].copy_(values)
+        self._wide_gradients[chunk] = wide
+        return wide.data_ptr(), torch.float32
+
+    def _keep_wide_gradients(self) -> None:
+        """Widened gradients stay alive until their updates have read them; those of the step before go."""
+        for chunk in self._read_wide_gradients:
+            if chunk not in self._wide_gradients:
+                self._wait_unread(chunk)
+        self._read_wide_gradients, self._wide_gradients = self._wide_gradients, {}
+
+    def _segments(self, chunk: Chunk, rules: StepRules) -> list[Any]:
+        """Runs of the chunk by rule: None for parameters without a gradient, an older clock for late ones."""
+        rule = rules.rules[chunk.sub_group]
+        if self._arrived.issuperset(chunk.params) and not self._missed_steps.keys() & set(chunk.params):
+            return [(0, chunk.numel, rule)]
+        segments: list[Any] = []
+        for index in chunk.params:
+            span = self.layout.params[index]
+            begin, end = max(span.begin, chunk.begin) - chunk.begin, min(span.end, chunk.end) - chunk.begin
+            one: Any = rule
+            if index not in self._arrived:
+                one = None
+            elif index in self._missed_steps:
+                one = self.clock.rule_at(rules.step - self._missed_steps[index], rules.hypers[chunk.sub_group])
+            if segments and segments[-1][2] is one:
+                segments[-1] = (segments[-1][0], end, one)
+            else:
+                segments.append((begin, end, one))
+        return segments
+
+    def _copy_untouched(self, work: dict[int, Any], version: int) -> None:
+        """With two versions of P16 in DRAM, chunks without an update carry their values over."""
+        if len(self._param_memory) != 2 or len(work) == len(self.layout.chunks):
+            return
+        for chunk in self.layout.chunks:
+            if chunk.index not in work:
+                source = self._param_memory[1 - version][chunk.sub_group][chunk.begin : chunk.end]
+                self.wait_chunk(chunk.index)
+                self._param_memory[version][chunk.sub_group][chunk.begin : chunk.end].copy_(source)
+
+    def _count_missed(self) -> None:
+        for span in self.layout.params:
+            if span.index not in self._arrived:
+                self._missed_steps[span.index] = self._missed_steps.get(span.index, 0) + 1
+
+    def _end_window(self) -> None:
+        self.gradients.end_step()
+        self._begin_window()
+
+    # ---- readers ------------------------------------------------------------------------------------------
+
+    def _wait(self, wait: Callable[[float], bool], what: Callable[[], str]) -> None:
+        try:
+            self.waited_secs += wait_reporting(wait, what)
+        except RuntimeError as error:
+            self.check()
+            raise FuyouStateError(str(error)) from error
+
+    def check(self) -> None:
+        """Raises what a worker met, as an exception of the training thread."""
+        if self._closed:
+            raise FuyouStateError("the optimizer is closed: its engine was destroyed")
+        if self.pipeline.failed:
+            failure = self.pipeline.failure
+            if failure.error:
+                raise storage_error(failure.what, failure.error, failure.fd, failure.offset, self._path_of)
+            raise FuyouStateError(f"{failure.what}; the last committed state is intact")
+
+    def wait_chunk(self, chunk: int) -> None:
+        """Until P16 of the chunk's last applied step is in place."""
+        generation = self._chunk_generation[chunk]
+        self._wait(
+            lambda t: self.pipeline.wait_published(chunk, generation, t),
+            lambda: f"the update of chunk {chunk} for step {generation}",
+        )
+
+    def wait_param(self, span: ParamSpan) -> None:
+        for chunk in self.layout.chunks_of_param[span.index]:
+            self.wait_chunk(chunk)
+
+    def is_ready(self, span: ParamSpan) -> bool:
+        return all(
+            self.pipeline.is_published(c, self._chunk_generation[c]) for c in self.layout.chunks_of_param[span.index]
+        )
+
+    def wait_all(self) -> None:
+        """Until every update of the applied steps has reached its place, storage included."""
+        self._wait(lambda t: self.pipeline.wait_durable(self.generation, t), lambda: f"step {self.generation} to be durable")
+
+    def param_view(self, span: ParamSpan) -> torch.Tensor:
+        """P16 of a parameter in DRAM (tier cpu), the published version. Wait for it first."""
+        return self._param_memory[self.param_version][span.sub_group][span.begin : span.end]
+
+    def flat_params(self, sub_group: int) -> torch.Tensor | None:
+        return self._param_memory[self.param_version][sub_group] if self._param_memory else None
+
+    def missed_steps(self) -> dict[int, int]:
+        """Parameters that had no gradient in some applied steps, and in how many."""
+        return dict(self._missed_steps)
+
+    def restore_clock(self, history: Sequence[Any], missed: dict[str, int]) -> None:
+        """Continues a saved run's bias-correction history; ``missed`` maps parameter names to missed steps."""
+        self.clock.replay(history)
+        by_name = {span.name: span.index for span in self.layout.params}
+        self._missed_steps = {by_name[name]: number for name, number in missed.items()}
+
+    def _slots(self) -> dict[str, int]:
+        return {state_region(c.index): self.pipeline.slot(c.index) for c in self.layout.chunks}
+
+    def read_chunk(self, index: int) -> list[torch.Tensor]:
+        """[P32, moments...] of a chunk, fp32 copies; waits for its last update."""
+        self.wait_all()
+        chunk, part = self.layout.chunks[index], round_up_to_page(self.layout.chunks[index].numel * 4)
+        if self.options.optimizer_tier == "cpu":
+            state = self._resident[index].clone()
+        else:
+            state = aligned_tensor((1 + len(self.kind.moments)) * part)
+            num_bytes = state.numel() if self._touched[index] else part
+            extents = _prefix(self._store().extents(state_region(index), self.pipeline.slot(index)), num_bytes)
+            self.io.read(extents, state, f"reading the state of chunk {index}").wait()
+            state[num_bytes:].zero_()
+        return [
+            state[i * part : (i + 1) * part].view(torch.float32)[: chunk.numel] for i in range(1 + len(self.kind.moments))
+        ]
+
+    def write_chunk(self, index: int, parts: Sequence[torch.Tensor], params: torch.Tensor | None = None) -> None:
+        """Replaces the state of a chunk (and its P16 by ``params``), outside of any step."""
+        self.wait_all()
+        chunk, part = self.layout.chunks[index], round_up_to_page(self.layout.chunks[index].numel * 4)
+        state = aligned_tensor((1 + len(self.kind.moments)) * part)
+        for i, values in enumerate(parts):
+            state[i * part : (i + 1) * part].view(torch.float32)[: chunk.numel].copy_(values)
+        if self.options.optimizer_tier == "cpu":
+            self._resident[index].copy_(state)
+        else:
+            extents = self._store().extents(state_region(index), self.pipeline.slot(index))
+            self.io.write(extents, state, f"writing the state of chunk {index}").wait()
+        self._touched[index] = True
+        self.pipeline.set_zero_moments(index, False)
+        if params is None:
+            return
+        if self.options.params_tier == "cpu":
+            for flat in self._param_memory:
+                flat[chunk.sub_group][chunk.begin : chunk.end].copy_(params)
+        else:
+            self._write_param(chunk, params, self.pipeline.slot(index)).wait()
+
+    def read_state(self, span: ParamSpan, part: int) -> torch.Tensor:
+        """One parameter's fp32 value (part 0) or moment, a copy."""
+        pieces = []
+        for index in self.layout.chunks_of_param[span.index]:
+            chunk = self.layout.chunks[index]
+            begin, end = max(span.begin, chunk.begin), min(span.end, chunk.end)
+            pieces.append(self.read_chunk(index)[part][begin - chunk.begin : end - chunk.begin])
+        return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
+
+    def write_state(self, span: ParamSpan, part: int, values: torch.Tensor) -> None:
+        """Replaces one parameter's fp32 value or moment; P16 follows with the next step, as in stock."""
+        for index in self.layout.chunks_of_param[span.index]:
+            chunk = self.layout.chunks[index]
+            begin, end = max(span.begin, chunk.begin), min(span.end, chunk.end)
+            parts = self.read_chunk(index)
+            parts[part][begin - chunk.begin : end - chunk.begin].copy_(values.view(-1)[begin - span.begin : end - span.begin])
+            self.write_chunk(index, parts)
+
+    def set_positions(self, positions: Iterable[tuple[int, int]]) -> None:
+        """Deadlines as observed: (parameter, forward position); a chunk takes the smallest of its parameters."""
+        found: dict[int, int] = {}
+        for index, position in positions:
+            for chunk in self.layout.chunks_of_param[index]:
+                found[chunk] = min(position, found.get(chunk, position))
+        for chunk, position in found.items():
+            self.pipeline.set_position(chunk, position)
+
+    def close(self) -> None:
+        """Stops the threads; what was not published is lost, what was committed stays. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._committer is not None and self._store().keep:
+            self._committer.stop()  # the state stays: let the last step become durable
+        self.pipeline.stop()
+        if self._committer is not None:
+            self._committer.stop()
+        self.gradients.close()
+        self.io.close()
+
+
+def _prefix(extents: Sequence[Extent], num_bytes: int) -> list[Extent]:
+    """The first ``num_bytes`` of a run of extents."""
+    taken = []
+    for extent in extents:
+        if num_bytes <= 0:
+            break
+        part = min(extent.num_bytes, num_bytes)
+        taken.append(Extent(extent.fd, extent.offset, part))
+        num_bytes -= part
+    return taken

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""G16: the gradients of one step, kept until ``step()`` has validated, in DRAM or spilled to storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ds_fuyou.lanes.memory import aligned_tensor, round_up_to_page
+from ds_fuyou.optimizer.layout import FlatLayout, ParamSpan
+from ds_fuyou.storage.io import IoLane, Transfer
+from ds_fuyou.storage.store import Extent
+
+__all__ = ["DramGradients", "GradientMemory", "StoredGradients"]
+
+
+class GradientMemory:
+    """One gradient element for every parameter element of this rank, in the accumulation dtype."""
+
+    on_storage: bool
+
+    def pieces(self, span: ParamSpan) -> list[torch.Tensor]:
+        """Writable views that together are the gradient of ``span``, with the values written in this step."""
+        raise NotImplementedError
+
+    def pointer(self, chunk: int) -> int:
+        """Address of the chunk's gradient in DRAM, 0 when it is on storage only."""
+        raise NotImplementedError
+
+    def seal(self, chunk: int) -> None:
+        """The chunk's gradient is complete for now: it may leave DRAM."""
+        raise NotImplementedError
+
+    def seal_all(self) -> None:
+        """Backward of a micro-batch has ended."""
+
+    def end_step(self) -> None:
+        """No gradient of the last step is needed any more."""
+
+    def close(self) -> None:
+        """Waits for transfers in flight."""
+
+
+class DramGradients(GradientMemory):
+    """The whole class in DRAM: one flat tensor a sub-group."""
+
+    on_storage = False
+
+    def __init__(self, layout: FlatLayout, dtype: torch.dtype) -> None:
+        self._layout = layout
+        itemsize = dtype.itemsize
+        self._flat = [aligned_tensor(round_up_to_page(n * itemsize)).view(dtype)[:n] for n in layout.sub_group_numels]
+
+    def pieces(self, span: ParamSpan) -> list[torch.Tensor]:
+        return [self._flat[span.sub_group][span.begin : span.end]]
+
+    def pointer(self, chunk: int) -> int:
+        spec = self._layout.chunks[chunk]
+        return self._flat[spec.sub_group][spec.begin :].data_ptr()
+
+    def seal(self, chunk: int) -> None:
+        pass
+
+
+class StoredGradients(GradientMemory):
+    """One buffer a chunk while its gradients arrive; afterwards the chunk's gradient lives on storage.
+
+    At most ``max_buffers`` sealed buffers are alive; taking one more waits for the oldest write, after which an
+    update that still needs that gradient reads it from storage (``detach``). The training thread alone calls this.
+    """
+
+    on_storage = True
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        dtype: torch.dtype,
+        io: IoLane,
+        extents: Callable[[int], tuple[Extent, ...]],
+        detach: Callable[[int], None],
+        max_buffers: int = 4,
+    ) -> None:
+        self._layout, self._dtype, self._io, self._extents = layout, dtype, io, extents
+        self._detach = detach
+        self._max_buffers = max_buffers
+        self._open: dict[int, torch.Tensor] = {}
+        self._sealed: dict[int, tuple[torch.Tensor, Transfer]] = {}
+        self._free: list[torch.Tensor] = []
+        self._stored: set[int] = set()
+        self._largest = max(round_up_to_page(c.numel * dtype.itemsize) for c in layout.chunks)
+
+    def pieces(self, span: ParamSpan) -> list[torch.Tensor]:
+        views = []
+        for index in self._layout.chunks_of_param[span.index]:
+            chunk = self._layout.chunks[index]
+            begin, end = max(span.begin, chunk.begin), min(span.end, chunk.end)
+            views.append(self._buffer(index)[begin - chunk.begin : end - chunk.begin])
+        return views
+
+    def _buffer(self, index: int) -> torch.Tensor:
+        """The chunk's open buffer. A sealed one is taken back; from storage its values are read again."""
+        numel = self._layout.chunks[index].numel
+        if index in self._open:
+            return self._open[index].view(self._dtype)[:numel]
+        if index in self._sealed:
+            memory, transfer = self._sealed.pop(index)
+            transfer.wait()
+        else:
+            memory = self._take()
+            if index in self._stored:
+                self._io.read(self._extents(index), memory, f"reading the gradient of chunk {index}").wait()
+        self._open[index] = memory
+        return memory.view(self._dtype)[:numel]
+
+    def _take(self) -> torch.Tensor:
+        while len(self._sealed) >= self._max_buffers:
+            self._retire(next(iter(self._sealed)))
+        return self._free.pop() if self._free else aligned_tensor(self._largest)
+
+    def _retire(self, index: int) -> None:
+        memory, transfer = self._sealed.pop(index)
+        transfer.wait()
+        self._detach(index)
+        self._free.append(memory)
+
+    def pointer(self, chunk: int) -> int:
+        if chunk in self._open:
+            return self._open[chunk].data_ptr()
+        if chunk in self._sealed:
+            return self._sealed[chunk][0].data_ptr()
+        return 0
+
+    def seal(self, chunk: int) -> None:
+        if chunk not in self._open:
+            return
+        memory = self._open.pop(chunk)
+        transfer = self._io.write(self._extents(chunk), memory, f"writing the gradient of chunk {chunk}")
+        self._sealed[chunk] = (memory, transfer)
+        self._stored.add(chunk)
+
+    def end_step(self) -> None:
+        self._stored.clear()
+
+    def seal_all(self) -> None:
+        """Lets every open buffer leave DRAM: backward has ended."""
+        for chunk in list(self._open):
+            self.seal(chunk)
+
+    def close(self) -> None:
+        for _, transfer in self._sealed.values():
+            transfer.wait()

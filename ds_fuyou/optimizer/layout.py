@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where every parameter lies in the flat space of its stock sub-group, and how that space is cut into chunks.
+
+Stock ZeRO-3 lays the partitions of a sub-group's parameters end to end. Results depend on where the CPU
+kernels are called, so chunks are cut *inside* sub-groups, at multiples of :data:`CUT_ELEMENTS` counted from
+the sub-group's start: a multiple of the kernels' vector block (128 elements) and of a page in 16-bit types.
+A cut that falls near a block boundary is rounded *up*, so that a chunk may hold a few elements of the next
+block's first parameter; backward delivers that parameter earlier, so nothing waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CUT_ELEMENTS = 2048
+
+__all__ = ["CUT_ELEMENTS", "Chunk", "FlatLayout", "LayoutLimits", "ParamSpan", "build_layout"]
+
+
+@dataclass(frozen=True)
+class ParamSpan:
+    """One parameter partition of this rank: elements [begin, end) of its sub-group's flat space."""
+
+    index: int
+    name: str
+    block: str
+    sub_group: int
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The unit of the out-of-core optimizer: elements [begin, end) of a sub-group."""
+
+    index: int
+    sub_group: int
+    begin: int
+    end: int
+    position: int
+    params: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class LayoutLimits:
+    """Largest and smallest chunk, in elements. Runs below the smallest are merged with their neighbours."""
+
+    max_elements: int = 4 * 1024 * 1024
+    min_elements: int = 512 * 1024
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    params: tuple[ParamSpan, ...]
+    chunks: tuple[Chunk, ...]
+    sub_group_numels: tuple[int, ...]
+    chunks_of_param: tuple[tuple[int, ...], ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(self.sub_group_numels)
+
+
+def build_layout(
+    sub_groups: Sequence[Sequence[tuple[str, str, int, int]]], limits: LayoutLimits | None = None
+) -> FlatLayout:
+    """Cuts every sub-group. An entry is (name, block, numel, forward position); order is the flat order.
+
+    Chunks are numbered by sub-group and offset; ``position`` is the smallest forward position among the
+    parameters a chunk holds (its deadline in the next forward).
+    """
+    limits = limits or LayoutLimits()
+    params: list[ParamSpan] = []
+    positions: list[int] = []
+    chunks: list[Chunk] = []
+    numels: list[int] = []
+    for sub_group, entries in enumerate(sub_groups):
+        first = len(params)
+        offset = 0
+        for name, block, numel, position in entries:
+            params.append(ParamSpan(len(params), name, block, sub_group, offset, offset + numel))
+            positions.append(position)
+            offset += numel
+        numels.append(offset)
+        for begin, end in _cut(params[first:], offset, limits):
+            held = tuple(p.index for p in params[first:] if p.begin < end and begin < p.end)
+            deadline = min(positions[i] for i in held)
+            chunks.append(Chunk(len(chunks), sub_group, begin, end, deadline, held))
+    of_param: list[list[int]] = [[] for _ in params]
+    for chunk in chunks:
+        for index in chunk.params:
+            of_param[index].append(chunk.index)
+    return FlatLayout(tuple(params), tuple(chunks), tuple(numels), tuple(tuple(c) for c in of_param))
+
+
+def _cut(spans: Sequence[ParamSpan], total: int, limits: LayoutLimits) -> list[tuple[int, int]]:
+    """Chunk bounds of one sub-group: block runs, merged below the minimum, split above the maximum."""
+    bounds = [0]
+    for previous, span in zip(spans, spans[1:], strict=False):
+        cut = min(_round_up(span.begin), total)
+        if span.block != previous.block and cut - bounds[-1] >= limits.min_elements:
+            bounds.append(cut)
+    if total - bounds[-1] < limits.min_elements and len(bounds) > 1:
+        bounds.pop()
+    if bounds[-1] != total:
+        bounds.append(total)
+    pieces: list[tuple[int, int]] = []
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        num_pieces = -(-(end - begin) // limits.max_elements)
+        step = _round_up(-(-(end - begin) // num_pieces))
+        pieces.extend((at, min(at + step, end)) for at in range(begin, end, step))
+    return pieces
+
+
+def _round_up(numel: int) -> int:
+    return -(-numel // CUT_ELEMENTS) * CUT_ELEMENTS

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hyperparameters of a step, frozen, with the bias-correction history that a stock optimizer would have.
+
+A stock CPU optimizer keeps one C++ object for all parameter groups. Its running products of the betas depend
+on every call made so far, so the history is replayed on a clock of our own, call by call in stock's order
+(one call a sub-group and step), and every update gets an immutable copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.ops.core import load_core
+
+__all__ = ["GroupHyper", "OptimizerKind", "RuleClock", "StepRules", "optimizer_kind"]
+
+_SUPPORTED = "DeepSpeedCPUAdam, FusedAdam, torch Adam and AdamW, DeepSpeedCPUAdagrad, torch Adagrad, DeepSpeedCPULion, FusedLion"
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """Which arithmetic: ``name`` is adam, lion or adagrad; ``moments`` are the state names stock saves."""
+
+    name: str
+    moments: tuple[str, ...]
+    adamw_mode: bool = True
+
+
+@dataclass(frozen=True)
+class GroupHyper:
+    """The values of one parameter group that enter the arithmetic."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    bias_correction: bool
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> GroupHyper:
+        betas = group.get("betas", (0.0, 0.0))
+        return cls(
+            lr=float(group["lr"]),
+            betas=(float(betas[0]), float(betas[1])),
+            eps=float(group.get("eps", 0.0)),
+            weight_decay=float(group.get("weight_decay", 0.0)),
+            bias_correction=bool(group.get("bias_correction", True)),
+        )
+
+
+def optimizer_kind(optimizer: Any) -> OptimizerKind:
+    """Maps a client or configured optimizer object to the CPU arithmetic that updates it.
+
+    Raises :class:`FuyouConfigError` for anything else, with the list of what works.
+    """
+    name = type(optimizer).__name__
+    groups = optimizer.param_groups
+    for flag in ("amsgrad", "maximize", "nesterov"):
+        if any(group.get(flag) for group in groups):
+            raise FuyouConfigError(f"{name} with {flag}=True has no out-of-core arithmetic; set it to False")
+    if name in ("DeepSpeedCPUAdam", "ZenFlowCPUAdam", "FusedAdam"):
+        if not getattr(optimizer, "fp32_optimizer_states", True):
+            raise FuyouConfigError("fp32_optimizer_states=False is not supported: moments are kept in fp32")
+        mode = getattr(optimizer, "adam_w_mode", 1)
+        return OptimizerKind("adam", ("exp_avg", "exp_avg_sq"), bool(mode))
+    if name in ("AdamW", "Adam"):
+        return OptimizerKind("adam", ("exp_avg", "exp_avg_sq"), name == "AdamW")
+    if name in ("DeepSpeedCPULion", "FusedLion"):
+        return OptimizerKind("lion", ("exp_avg",))
+    if name in ("DeepSpeedCPUAdagrad", "Adagrad"):
+        if any(group.get("lr_decay") or group.get("initial_accumulator_value") for group in groups):
+            raise FuyouConfigError(f"{name} with lr_decay or initial_accumulator_value is not supported")
+        return OptimizerKind("adagrad", ("exp_avg_sq",))
+    raise FuyouConfigError(f"optimizer {name} cannot be updated out of core; these can: {_SUPPORTED}")
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """What one step does to every sub-group. ``rules[i]`` is the C++ rule object of sub-group i."""
+
+    step: int
+    hypers: tuple[GroupHyper, ...]
+    rules: tuple[Any, ...]
+    clock: Any = field(compare=False, repr=False)
+
+
+class RuleClock:
+    """The bias-correction history of one optimizer; replays stock's calls. Not thread-safe."""
+
+    def __init__(self, kind: OptimizerKind, first: GroupHyper) -> None:
+        self.kind = kind
+        self.step = 0
+        self.history: list[tuple[int, tuple[tuple[float, float], ...]]] = []
+        self._first = first
+        self._clock = self._fresh()
+
+    def _fresh(self) -> Any:
+        core, hyper = load_core(), self._first
+        if self.kind.name == "adam":
+            return core.make_adam_clock(
+                hyper.lr, hyper.betas[0], hyper.betas[1], hyper.eps, hyper.weight_decay, self.kind.adamw_mode
+            )
+        if self.kind.name == "lion":
+            return core.make_lion_clock(hyper.lr, hyper.betas[0], hyper.betas[1], hyper.weight_decay)
+        return core.make_adagrad_clock(hyper.lr, hyper.eps, hyper.weight_decay)
+
+    def prepare(self, hypers: Sequence[GroupHyper]) -> StepRules:
+        """The rules of the step after the last committed one; changes nothing until :meth:`commit`."""
+        clock = self._clock.clone()
+        rules = []
+        for hyper in hypers:
+            clock.increment(self.step + 1, *hyper.betas)
+            rules.append(clock.rule(hyper.lr, hyper.eps, hyper.weight_decay, hyper.bias_correction))
+        return StepRules(self.step + 1, tuple(hypers), tuple(rules), clock)
+
+    def commit(self, rules: StepRules) -> None:
+        """Makes ``rules`` history: the step was applied."""
+        self._clock = rules.clock
+        self.step = rules.step
+        self._record(tuple(hyper.betas for hyper in rules.hypers))
+
+    def _record(self, betas: tuple[tuple[float, float], ...]) -> None:
+        if self.history and self.history[-1][1] == betas:
+            self.history[-1] = (self.history[-1][0] + 1, betas)
+        else:
+            self.history.append((1, betas))
+
+    def rule_at(self, step: int, hyper: GroupHyper) -> Any:
+        """The rule of a parameter that was updated ``step`` times, this one included (it missed some steps)."""
+        clock = self._fresh()
+        for past in range(1, step + 1):
+            clock.increment(past, *hyper.betas)
+        return clock.rule(hyper.lr, hyper.eps, hyper.weight_decay, hyper.bias_correction)
+
+    def replay(self, history: Sequence[tuple[int, Sequence[Sequence[float]]]]) -> None:
+        """Restores a saved history by making its calls again: (number of steps, betas of every sub-group)."""
+        self._clock, self.step, self.history = self._fresh(), 0, []
+        for num_steps, betas in history:
+            frozen = tuple((float(b[0]), float(b[1])) for b in betas)
+            for _ in range(num_steps):
+                self.step += 1
+                for pair in frozen:
+                    self._clock.increment(self.step, *pair)
+                self._record(frozen)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P16 on storage: reads of parameter partitions ahead of their use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ds_fuyou.lanes.memory import PAGE_BYTES, HostPool, aligned_tensor, round_up_to_page
+from ds_fuyou.optimizer.core import OutOfCoreOptimizer, param_region
+from ds_fuyou.optimizer.layout import ParamSpan
+from ds_fuyou.parameters.trace import AccessTrace
+from ds_fuyou.storage.io import Transfer
+from ds_fuyou.storage.store import Extent
+
+__all__ = ["InFlightParam", "StoredParameters"]
+
+SMALL_BYTES = 256 * 1024
+"""Smaller partitions are read into memory of their own: they often stay gathered and would fragment the pool."""
+
+
+@dataclass(frozen=True)
+class InFlightParam:
+    """A read in flight and the view of its memory that will hold the parameter."""
+
+    span: ParamSpan
+    transfer: Transfer
+    values: torch.Tensor
+
+
+class StoredParameters:
+    """Demand reads and look-ahead over the recorded order. Used by the training thread alone.
+
+    At most ``prefetch_bytes`` of pool memory hold parameters that were read ahead or are still referenced; a demand
+    read that finds the pool full takes memory of its own, so a changed order never fails.
+    """
+
+    def __init__(self, core: OutOfCoreOptimizer, prefetch_bytes: int) -> None:
+        self._core = core
+        largest = max(round_up_to_page(s.numel * self._itemsize()) + PAGE_BYTES for s in core.layout.params)
+        self._pool = HostPool(max(prefetch_bytes, 2 * largest))
+        core.io.engine.register_buffer(self._pool.pool.base, self._pool.capacity_bytes)
+        self._in_flight: dict[int, InFlightParam] = {}
+        self.trace = AccessTrace()
+        self.num_demand_reads = 0
+        self.num_ahead_reads = 0
+        self.waited_secs = 0.0
+
+    def _itemsize(self) -> int:
+        return self._core.options.param_dtype.itemsize
+
+    def _start(self, span: ParamSpan, *, must: bool) -> InFlightParam | None:
+        itemsize = self._itemsize()
+        low = span.begin * itemsize // PAGE_BYTES * PAGE_BYTES
+        high = round_up_to_page(span.end * itemsize)
+        memory = None if high - low < SMALL_BYTES else self._pool.try_allocate(high - low)
+        if memory is None:
+            if not must and high - low >= SMALL_BYTES:
+                return None
+            memory = aligned_tensor(high - low)
+        extents = self.extents(span, low, high)
+        what = f"reading parameter {span.name}"
+        transfer = self._core.io.read(extents, memory, what, priority=-1 if must else 0)
+        begin = span.begin * itemsize - low
+        values = memory[begin : begin + span.numel * itemsize].view(self._core.options.param_dtype)
+        return InFlightParam(span, transfer, values)
+
+    def extents(self, span: ParamSpan, low: int, high: int) -> list[Extent]:
+        """File extents of bytes [low, high) of the span's sub-group, each chunk in its published slot."""
+        found: list[Extent] = []
+        store = self._core.store
+        if store is None:
+            return found
+        for index in self._core.layout.chunks_of_param[span.index]:
+            chunk = self._core.layout.chunks[index]
+            begin = max(low, chunk.begin * self._itemsize())
+            end = min(high, round_up_to_page(chunk.end * self._itemsize()))
+            slot = self._core.pipeline.slot(index)
+            found.extend(store.range_extents(param_region(span.sub_group), slot, begin, end))
+        return found
+
+    def fetch(self, span: ParamSpan) -> torch.Tensor:
+        """The parameter's published values; waits for its update and its read."""
+        flight = self._in_flight.pop(span.index, None)
+        if flight is None:
+            self._core.wait_param(span)
+            flight = self._start(span, must=True)
+            self.num_demand_reads += 1
+        if flight is None:
+            raise RuntimeError(f"a demand read of {span.name} was refused")  # _start(must=True) always starts
+        self.waited_secs += flight.transfer.wait()
+        return flight.values
+
+    def take_ready(self) -> list[InFlightParam]:
+        """Look-ahead reads that have ended; the caller owns their memory from here on."""
+        ready = [f for f in self._in_flight.values() if f.transfer.done()]
+        for flight in ready:
+            flight.transfer.wait()
+            del self._in_flight[flight.span.index]
+        return ready
+
+    def look_ahead(self, resident: set[int]) -> None:
+        """Starts reads in the recorded order until pool memory ends or an unpublished parameter is met."""
+        seen: set[int] = set()
+        for index in self.trace.upcoming():
+            if index in resident or index in self._in_flight or index in seen:
+                continue
+            seen.add(index)
+            span = self._core.layout.params[index]
+            if not self._core.is_ready(span):
+                return
+            flight = self._start(span, must=False)
+            if flight is None:
+                return
+            self._in_flight[index] = flight
+            self.num_ahead_reads += 1
+
+    def drop_all(self) -> None:
+        """Forgets what was read ahead (the parameters are about to change)."""
+        for flight in self._in_flight.values():
+            flight.transfer.wait()
+        self._in_flight.clear()
+
+    def edit(self, span: ParamSpan, values: torch.Tensor) -> None:
+        """Writes new P16 values of one parameter into the published slot."""
+        itemsize = self._itemsize()
+        low = span.begin * itemsize // PAGE_BYTES * PAGE_BYTES
+        high = round_up_to_page(span.end * itemsize)
+        flight = self._start(span, must=True)
+        if flight is None:
+            return
+        flight.transfer.wait()
+        flight.values.copy_(values.view(-1))
+        memory = flight.transfer.memory
+        self._core.io.write(self.extents(span, low, high), memory, f"writing parameter {span.name}").wait()

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The I/O engine as the Python layers use it: transfers between file extents and tensors."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.lanes.waiting import wait_reporting
+from ds_fuyou.ops.core import load_core
+from ds_fuyou.storage.store import Extent
+
+__all__ = ["IoLane", "IoSettings", "Transfer"]
+
+
+@dataclass(frozen=True)
+class IoSettings:
+    """``engine`` is auto, io_uring or threads; ``block_bytes`` is the size of one request to the kernel."""
+
+    engine: str = "auto"
+    queue_depth: int = 32
+    block_bytes: int = 1024 * 1024
+    num_threads: int = 4
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Work in flight: owns the memory until the transfer has ended. Drop it only after :meth:`wait`."""
+
+    ticket: Any
+    memory: torch.Tensor
+    what: str
+    path_of: Callable[[int], Path]
+
+    def done(self) -> bool:
+        return bool(self.ticket.done())
+
+    def wait(self) -> float:
+        """Blocks (without the GIL) until the transfer is complete to the byte; returns the seconds waited.
+
+        Raises :class:`FuyouStorageError` with path, offset and errno if it failed.
+        """
+        seconds = wait_reporting(self.ticket.wait, lambda: self.what)
+        outcome = self.ticket.outcome()
+        if outcome.error:
+            raise storage_error(self.what, outcome.error, outcome.fd, outcome.offset, self.path_of)
+        return seconds
+
+
+def storage_error(
+    what: str, error: int, fd: int, offset: int, path_of: Callable[[int], Path]
+) -> FuyouStorageError:
+    """The error for a failed transfer: what was moved, where, why, and that the last commit is intact."""
+    path = path_of(fd) if fd >= 0 else None
+    reason = os.strerror(error) if error else "unknown failure"
+    if error == errno.ENODATA:
+        reason = "the file is shorter than the layout says"
+    message = f"{what} failed: {reason}; the last committed state is intact"
+    return FuyouStorageError(error, message, None if path is None else str(path), offset)
+
+
+class IoLane:
+    """Storage read and write lanes of one rank. Thread-safe; :meth:`close` waits for what is in flight."""
+
+    def __init__(self, settings: IoSettings, path_of: Callable[[int], Path]) -> None:
+        core = load_core()
+        backends = {"auto": core.IoBackend.AUTO, "io_uring": core.IoBackend.IO_URING, "threads": core.IoBackend.THREADS}
+        self.engine = core.IoEngine(
+            backend=backends[settings.engine],
+            queue_depth=settings.queue_depth,
+            block_bytes=settings.block_bytes,
+            num_threads=settings.num_threads,
+        )
+        self._core = core
+        self._path_of = path_of
+
+    def read(self, extents: Sequence[Extent], memory: torch.Tensor, what: str, priority: int = 0) -> Transfer:
+        """Starts reading the extents, in order, into ``memory`` (bytes of a contiguous CPU tensor)."""
+        return self._submit(self._core.IoKind.READ, extents, memory, what, priority)
+
+    def write(self, extents: Sequence[Extent], memory: torch.Tensor, what: str, priority: int = 0) -> Transfer:
+        """Starts writing ``memory`` to the extents, in order."""
+        return self._submit(self._core.IoKind.WRITE, extents, memory, what, priority)
+
+    def _submit(
+        self, kind: Any, extents: Sequence[Extent], memory: torch.Tensor, what: str, priority: int
+    ) -> Transfer:
+        num_bytes = sum(extent.num_bytes for extent in extents)
+        if num_bytes > memory.numel() * memory.element_size():
+            raise ValueError(f"{what}: extents hold {num_bytes} bytes, the memory {memory.nbytes}")
+        ranges = [(extent.fd, extent.offset, extent.num_bytes) for extent in extents]
+        ticket = self.engine.submit(kind=kind, ranges=ranges, buffer=memory.data_ptr(), priority=priority)
+        return Transfer(ticket, memory, what, self._path_of)
+
+    def stats(self) -> dict[str, Any]:
+        """Per lane: number of operations, bytes and busy seconds since the start."""
+        return {
+            "read": self.engine.stats(self._core.IoKind.READ),
+            "write": self.engine.stats(self._core.IoKind.WRITE),
+        }
+
+    def close(self) -> None:
+        self.engine.close()

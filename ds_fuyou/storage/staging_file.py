@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An anonymous file for parameters that ``zero.Init`` builds before their final place is known.
+
+It has no name (O_TMPFILE, or unlinked at once), so nothing of it outlives the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.storage.io import IoLane
+from ds_fuyou.storage.store import Extent
+
+__all__ = ["StagingFile"]
+
+_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
+
+
+class StagingFile:
+    """Append-only extents of page multiples. Reads and writes return when they are complete."""
+
+    def __init__(self, directory: Path, make_io: Callable[[], IoLane]) -> None:
+        self._directory = directory
+        try:
+            self._fd = self._open(directory)
+        except OSError as error:
+            raise FuyouStorageError(
+                error.errno or errno.EIO, "cannot stage parameters in nvme_path; it must be writable", str(directory)
+            ) from error
+        self._size = 0
+        self._io = make_io()
+
+    @staticmethod
+    def _open(directory: Path) -> int:
+        for flags in (os.O_DIRECT, 0):
+            try:
+                return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR):
+                    raise
+        fd, name = tempfile.mkstemp(dir=directory, prefix="ds_fuyou-")
+        os.unlink(name)
+        return fd
+
+    def reserve(self, num_bytes: int) -> int:
+        """Allocates the next ``num_bytes`` on disk; returns their offset."""
+        offset = self._size
+        try:
+            os.posix_fallocate(self._fd, offset, num_bytes)
+        except OSError as error:
+            facts = os.statvfs(self._directory)
+            message = (
+                f"staging the model's parameters needs {num_bytes} more bytes, {facts.f_bavail * facts.f_frsize} are free; "
+                "free space or give another nvme_path"
+            )
+            raise FuyouStorageError(error.errno or errno.ENOSPC, message, str(self._directory), offset) from error
+        self._size += num_bytes
+        return offset
+
+    def write(self, offset: int, memory: torch.Tensor) -> None:
+        self._io.write([Extent(self._fd, offset, memory.numel())], memory, "staging a parameter").wait()
+
+    def read(self, offset: int, memory: torch.Tensor) -> None:
+        self._io.read([Extent(self._fd, offset, memory.numel())], memory, "reading a staged parameter").wait()
+
+    def forget(self, offset: int, num_bytes: int) -> None:
+        """Gives the blocks back to the filesystem where it can punch holes; elsewhere they stay until close."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        mode = ctypes.c_int(_FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE)
+        libc.fallocate(ctypes.c_int(self._fd), mode, ctypes.c_int64(offset), ctypes.c_int64(num_bytes))
+
+    def close(self) -> None:
+        """Waits for what is in flight; the file is gone afterwards."""
+        self._io.close()
+        os.close(self._fd)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the out-of-core optimizer of one rank from what stage 3 knows, and serves its parameters.
+
+:class:`RankState` is the one object that knows both sides: DeepSpeed's parameters and the spans, the plan and
+the store. It implements the swapper's :class:`ParameterSource`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from tqdm import tqdm
+
+from ds_fuyou.host_config import Activation
+from ds_fuyou.optimizer.clip_policy import Overlap
+from ds_fuyou.optimizer.core import CoreOptions, OutOfCoreOptimizer, regions_for
+from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutLimits, ParamSpan, build_layout
+from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind
+from ds_fuyou.parameters.stored import StoredParameters
+from ds_fuyou.planner.plan import Plan, PlanInput, available_host_bytes, make_plan
+from ds_fuyou.storage.io import IoSettings
+from ds_fuyou.storage.lifetime import register_closer
+from ds_fuyou.storage.store import RunIdentity, SlotStore, choose_num_slots
+from ds_fuyou.zero.blocks import block_of
+from ds_fuyou.zero.param_swapper import AVAILABLE, NOT_AVAILABLE, FuyouParameterSwapper
+
+__all__ = ["RankState"]
+
+logger = logging.getLogger("ds_fuyou")
+
+
+class RankState:
+    """Parameters, states and gradients of one rank under the plan. Used by the training thread alone."""
+
+    def __init__(
+        self,
+        activation: Activation,
+        sub_groups: Sequence[Sequence[Any]],
+        names: dict[Any, str],
+        kind: OptimizerKind,
+        hypers: Sequence[GroupHyper],
+        grad_dtype: torch.dtype,
+        param_dtype: torch.dtype,
+    ) -> None:
+        self.activation = activation
+        self._params = [param for group in sub_groups for param in group]
+        self._index = {param.ds_id: i for i, param in enumerate(self._params)}
+        order = {param.ds_id: place for place, param in enumerate(names)}
+        entries = [
+            [(names[p], block_of(names[p]), p.partition_numel(), order[p.ds_id]) for p in group] for group in sub_groups
+        ]
+        given = self._plan_input(entries, kind, grad_dtype, param_dtype)
+        overrides = activation.config.plan.model_dump() if activation.config.plan is not None else {}
+        self.plan: Plan = make_plan(given, overrides)
+        limits = LayoutLimits(
+            max_elements=max(CUT_ELEMENTS, self.plan.chunk_bytes // 4),
+            min_elements=min(512 * 1024, max(CUT_ELEMENTS, self.plan.chunk_bytes // 8)),
+        )
+        self.layout: FlatLayout = build_layout(entries, limits)
+        self.store, num_slots = self._create_store(kind, grad_dtype, param_dtype)
+        options = self._core_options(num_slots, grad_dtype, param_dtype)
+        self.core = OutOfCoreOptimizer(self.layout, options, kind, hypers, self.store)
+        register_closer(self.core.close)
+        self.stored = StoredParameters(self.core, self.plan.prefetch_bytes) if options.params_tier == "nvme" else None
+        self._resident: set[int] = set()
+        self._positions_known = False
+        self.waited_secs = 0.0
+
+    # ---- construction -------------------------------------------------------------------------------------
+
+    def _plan_input(self, entries: Any, kind: OptimizerKind, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> PlanInput:
+        config = self.activation.config
+        budget = config.dram_budget_bytes
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        numels = [entry[2] for group in entries for entry in group]
+        no_storage = not self.activation.state_paths
+        return PlanInput(
+            numel=sum(numels),
+            param_bytes_each=param_dtype.itemsize,
+            grad_bytes_each=grad_dtype.itemsize,
+            num_moments=len(kind.moments),
+            largest_param_numel=max(numels),
+            dram_budget_bytes=available_host_bytes() * 8 // 10 // local_ranks if budget == "auto" else int(budget),
+            params_tier="cpu" if no_storage else config.parameters.tier,
+            optimizer_tier="cpu" if no_storage else config.optimizer.tier,
+            gradients_tier="cpu" if no_storage else config.gradients.tier,
+            may_speculate=config.optimizer.clip_policy != "defer" and config.optimizer.overlap != "none",
+            num_cpus=len(os.sched_getaffinity(0)) // local_ranks,
+            device_is_host=get_accelerator().device_name() == "cpu",
+        )
+
+    def _core_options(self, num_slots: int, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> CoreOptions:
+        config, plan = self.activation.config, self.plan
+        return CoreOptions(
+            params_tier=plan.params_tier,
+            optimizer_tier=plan.optimizer_tier,
+            gradients_tier=plan.gradients_tier,
+            num_slots=num_slots,
+            overlap=Overlap(config.optimizer.overlap),
+            clip_policy=config.optimizer.clip_policy,
+            param_dtype=param_dtype,
+            grad_dtype=grad_dtype,
+            staging_bytes=plan.staging_bytes,
+            num_update_threads=plan.num_threads,
+            io=IoSettings(config.io.engine, plan.queue_depth, plan.block_bytes, 4),
+            pin=get_accelerator().device_name() == "cuda" and self.activation.absorbed.pin_memory,
+        )
+
+    def _create_store(self, kind: OptimizerKind, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> Any:
+        """The slot store, with as many slots as the disks hold; None when nothing lives on storage."""
+        if not self.plan.needs_storage:
+            return None, 1
+        paths = [Path(path) for path in self.activation.state_paths]
+        budget = self.activation.config.nvme_budget_bytes
+        budget_bytes = None if budget == "auto" else int(budget)
+        by_slots = {
+            n: regions_for(self.layout, self._core_options(n, grad_dtype, param_dtype), len(kind.moments), n) for n in (1, 2)
+        }
+        sizes = {n: sum(r.num_bytes * r.num_slots for r in regions) for n, regions in by_slots.items()}
+        num_slots = 1
+        if self.plan.slots == 2:
+            choice = choose_num_slots(paths, sizes[1], sizes[2], budget_bytes)
+            num_slots = choice.num_slots
+            if num_slots == 1:
+                logger.warning("%s", choice.reason)
+        identity = RunIdentity(self._fingerprint(), dist.get_rank(), dist.get_world_size(), self._run_id())
+        store = SlotStore.create(
+            paths,
+            by_slots[num_slots],
+            identity,
+            budget_bytes=budget_bytes,
+            keep=self.activation.config.keep_state,
+            checksum=self.activation.config.checksum,
+        )
+        return store, num_slots
+
+    def _fingerprint(self) -> str:
+        text = ";".join(f"{s.name}:{s.numel}" for s in self.layout.params)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @staticmethod
+    def _run_id() -> str:
+        return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+    def initialize(self, values_of: Callable[[Any], torch.Tensor]) -> None:
+        """Moves the model's parameters into their place, chunk by chunk, with a progress bar on rank 0."""
+        begin = time.perf_counter()
+        cached: dict[int, torch.Tensor] = {}
+
+        def source(span: ParamSpan) -> torch.Tensor:
+            if span.index not in cached:
+                cached.clear()
+                cached[span.index] = values_of(self._params[span.index]).view(-1)
+            return cached[span.index]
+
+        hidden = dist.get_rank() != 0
+        with tqdm(total=self.layout.numel, desc="initialising states", unit="param", unit_scale=True, disable=hidden) as bar:
+            self.core.initialize(source, bar.update)
+        if dist.get_rank() == 0:
+            logger.info("states of %d parameters initialised in %.1f s", self.layout.numel, time.perf_counter() - begin)
+
+    def attach(self) -> None:
+        """Gives every trainable parameter to its swapper's new source and points DRAM partitions at their place."""
+        swappers: dict[int, tuple[FuyouParameterSwapper, list[Any]]] = {}
+        for param in self._params:
+            swapper = param.nvme_swapper
+            swappers.setdefault(id(swapper), (swapper, []))[1].append(param)
+        for swapper, params in swappers.values():
+            swapper.attach(self, params)
+        for param in self._params:
+            if self.stored is None:
+                param.ds_tensor.data = self.core.param_view(self.span(param))
+                param.ds_tensor.status = AVAILABLE
+            else:
+                param.ds_tensor.data = param.nvme_swapper.invalid_buffer.data
+                param.ds_tensor.status = NOT_AVAILABLE
+
+    # ---- parameters ---------------------------------------------------------------------------------------
+
+    def span(self, param: Any) -> ParamSpan:
+        return self.layout.params[self._index[param.ds_id]]
+
+    def owns(self, param: Any) -> bool:
+        return param.ds_id in self._index
+
+    def fetch(self, param: Any) -> torch.Tensor:
+        span = self.span(param)
+        if self.stored is None:
+            self.core.wait_param(span)
+            return self.core.param_view(span)
+        self._resident.add(span.index)
+        return self.stored.fetch(span)
+
+    def release(self, param: Any) -> bool:
+        if self.stored is None:
+            return False
+        self._resident.discard(self.span(param).index)
+        return True
+
+    def edit(self, param: Any, values: torch.Tensor) -> None:
+        if self.stored is not None:
+            self.stored.edit(self.span(param), values)
+
+    def before_module(self, params: Iterable[Any]) -> None:
+        """A module is about to run: fetch what it needs, then read ahead. Called before DeepSpeed's own fetch."""
+        for param in params:
+            index = self._index.get(param.ds_id)
+            if index is None:
+                continue
+            if self.stored is not None:
+                self.stored.trace.use(index)
+            elif not self._positions_known:
+                self._trace_use(index)
+            if param.ds_tensor.status == NOT_AVAILABLE and param.ds_status.name == "NOT_AVAILABLE":
+                param.nvme_swapper.swap_in([param])
+        if self.stored is None:
+            return
+        for flight in self.stored.take_ready():
+            param = self._params[flight.span.index]
+            if param.ds_tensor.status == NOT_AVAILABLE:
+                self._resident.add(flight.span.index)
+                param.ds_tensor.data = flight.values
+                param.ds_tensor.status = AVAILABLE
+        self.stored.look_ahead(self._resident)
+
+    def _trace_use(self, index: int) -> None:
+        self._seen = getattr(self, "_seen", {})
+        self._seen.setdefault(index, len(self._seen))
+
+    def step_applied(self) -> None:
+        """Every parameter may have changed: its next use waits for its update."""
+        if self.stored is not None:
+            self.stored.drop_all()
+            self.stored.trace.end_step()
+        if not self._positions_known:
+            self._positions_known = True
+            order = self.stored.trace.first_uses() if self.stored is not None else list(getattr(self, "_seen", {}))
+            self.core.set_positions(zip(order, range(len(order)), strict=True))
+        for param in self._params:
+            param.ds_tensor.status = NOT_AVAILABLE
+            if self.stored is not None:
+                param.ds_tensor.data = param.nvme_swapper.invalid_buffer.data
+        self._resident.clear()
+
+    def close(self) -> None:
+        """Stops everything of this rank and lets its files go. Idempotent."""
+        self.core.close()
+        if self.store is not None:
+            self.store.close()
+        for param in self._params:
+            param.nvme_swapper.close()

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State dictionaries in stock's CPU-tier format, so that stock's checkpoint files, tools and loaders apply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import (
+    FP32_FLAT_GROUPS,
+    LOSS_SCALER,
+    OPTIMIZER_STATE_DICT,
+    PARTITION_COUNT,
+    ZERO_STAGE,
+)
+from deepspeed.runtime.zero.config import ZeroStageEnum
+
+from ds_fuyou.errors import FuyouStateError
+
+__all__ = ["CLOCK_KEY", "CheckpointStateMixin"]
+
+CLOCK_KEY = "ds_fuyou_clock"
+
+
+class CheckpointStateMixin:
+    """Overrides of stage 3's save and load. The fp32 state of the rank is in DRAM while a checkpoint is made."""
+
+    def _rigid_state_dict(self: Any) -> dict[str, Any]:
+        core = self.rank_state.core
+        flats = [
+            [torch.empty(n, dtype=torch.float32) for _ in range(1 + len(core.kind.moments))]
+            for n in core.layout.sub_group_numels
+        ]
+        for chunk in core.layout.chunks:
+            for flat, values in zip(flats[chunk.sub_group], core.read_chunk(chunk.index), strict=True):
+                flat[chunk.begin : chunk.end].copy_(values)
+        return {
+            ZERO_STAGE: ZeroStageEnum.weights,
+            LOSS_SCALER: self.loss_scaler,
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            PARTITION_COUNT: self.partition_count,
+            OPTIMIZER_STATE_DICT: self._optimizer_state_dict(flats),
+            FP32_FLAT_GROUPS: [parts[0] for parts in flats],
+            CLOCK_KEY: {
+                "history": [(n, [list(b) for b in betas]) for n, betas in core.clock.history],
+                "missed_steps": {core.layout.params[i].name: n for i, n in core.missed_steps().items()},
+            },
+        }
+
+    def _optimizer_state_dict(self: Any, flats: list[list[torch.Tensor]]) -> dict[str, Any]:
+        """As ``optimizer.state_dict()`` of stock: one "parameter" a sub-group, in the order of the groups."""
+        core = self.rank_state.core
+        groups: list[dict[str, Any]] = []
+        state: dict[int, dict[str, Any]] = {}
+        for group_index, group in enumerate(self.optimizer.param_groups):
+            members = [i for i, g in enumerate(self._group_of_sub_group) if g == group_index]
+            ids = list(range(len(state), len(state) + len(members)))
+            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": ids})
+            for place, sub_group in zip(ids, members, strict=True):
+                state[place] = {"step": core.clock.step}
+                for name, values in zip(core.kind.moments, flats[sub_group][1:], strict=True):
+                    state[place][name] = values
+        return {"state": state if core.clock.step else {}, "param_groups": groups}
+
+    def _rigid_load_state_dict(self: Any, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
+        self.loss_scaler = state_dict[LOSS_SCALER]
+        self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
+        self.overflow = state_dict["overflow"]
+        core = self.rank_state.core
+        fp32 = state_dict[FP32_FLAT_GROUPS]
+        if [t.numel() for t in fp32] != list(core.layout.sub_group_numels):
+            raise FuyouStateError(
+                f"the checkpoint's sub-groups hold {[t.numel() for t in fp32]} elements on this rank, the model's "
+                f"{list(core.layout.sub_group_numels)}; load it with the model and world size it was saved with"
+            )
+        saved = state_dict[OPTIMIZER_STATE_DICT] if load_optimizer_states else None
+        if saved is not None:
+            for group, values in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
+                group.update({k: v for k, v in values.items() if k != "params"})
+        moments = self._saved_moments(saved) if saved is not None else None
+        self._write_all(fp32, moments)
+        if saved is not None:
+            self._restore_clock(state_dict, saved)
+
+    def _saved_moments(self: Any, saved: dict[str, Any]) -> list[list[torch.Tensor]] | None:
+        """Moments by sub-group, None if the checkpoint was made before the first step."""
+        if not saved["state"]:
+            return None
+        order = [i for g in range(len(self.optimizer.param_groups)) for i, o in enumerate(self._group_of_sub_group) if o == g]
+        found: list[list[torch.Tensor]] = [[] for _ in order]
+        for place, sub_group in enumerate(order):
+            found[sub_group] = [saved["state"][place][name] for name in self.rank_state.core.kind.moments]
+        return found
+
+    def _write_all(self: Any, fp32: Sequence[torch.Tensor], moments: list[list[torch.Tensor]] | None) -> None:
+        core = self.rank_state.core
+        for chunk in core.layout.chunks:
+            cut = slice(chunk.begin, chunk.end)
+            param = fp32[chunk.sub_group][cut]
+            parts = [param]
+            if moments is None:
+                parts += [torch.zeros_like(param) for _ in core.kind.moments]
+            else:
+                parts += [m.view(-1)[cut] for m in moments[chunk.sub_group]]
+            core.write_chunk(chunk.index, parts, param.to(core.options.param_dtype))
+        self.rank_state.step_applied()
+
+    def _restore_clock(self: Any, state_dict: dict[str, Any], saved: dict[str, Any]) -> None:
+        core = self.rank_state.core
+        ours = state_dict.get(CLOCK_KEY)
+        if ours is not None:
+            core.restore_clock(ours["history"], ours["missed_steps"])
+            return
+        steps = {int(entry["step"]) for entry in saved["state"].values()}
+        if steps:  # a stock checkpoint: the betas it was made with are those it saved
+            betas = [list(hyper.betas) for hyper in self._hypers()]
+            core.restore_clock([(max(steps), betas)], {})
+
+    def _restore_from_bit16_weights(self: Any) -> None:
+        """P32 := P16 (loading a module without its optimizer)."""
+        core = self.rank_state.core
+        for chunk in core.layout.chunks:
+            parts = core.read_chunk(chunk.index)
+            parts[0].copy_(self._chunk_params(chunk))
+            core.write_chunk(chunk.index, parts)
+
+    def _chunk_params(self: Any, chunk: Any) -> torch.Tensor:
+        core = self.rank_state.core
+        values = torch.empty(chunk.numel, dtype=core.options.param_dtype)
+        params = [param for group in self.fp16_groups for param in group]
+        for index in chunk.params:
+            span = core.layout.params[index]
+            begin, end = max(span.begin, chunk.begin), min(span.end, chunk.end)
+            whole = self.rank_state.fetch(params[index])
+            values[begin - chunk.begin : end - chunk.begin].copy_(whole[begin - span.begin : end - span.begin])
+            self.rank_state.release(params[index])
+        return values

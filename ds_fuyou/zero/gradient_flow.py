@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From autograd's hooks to the out-of-core optimizer: reduced by block, kept as G16, updated when complete."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+from ds_fuyou.zero.blocks import block_of
+from ds_fuyou.zero.stock import is_boundary
+
+__all__ = ["GradientFlowMixin"]
+
+
+class GradientFlowMixin:
+    """Overrides of stage 3's reduce and partition path. All of it runs in the thread of the autograd hooks."""
+
+    def _init_gradient_flow(self: Any) -> None:
+        self._pending: list[Any] = []
+        self._pending_numel = 0
+        self._block_of = {p.ds_id: block_of(n) for n, p in self.module.named_parameters()}
+        self._in_copy: deque[tuple[Any, list[Any]]] = deque()
+
+    # ---- reduce -------------------------------------------------------------------------------------------
+
+    def reduce_independent_p_g_buckets_and_remove_grads(self: Any, param: Any) -> None:
+        """Stock fills a bucket of ``reduce_bucket_size``; here a block's gradients leave as soon as the next begins."""
+        if not getattr(param, "ds_grad_is_ready", True):
+            return
+        if hasattr(self, "_apply_autoep_folding_tp_correction"):
+            self._apply_autoep_folding_tp_correction(param)
+        if self._pending and self._must_flush_before(param):
+            self._flush_pending()
+        self._pending.append(param)
+        self._pending_numel += param.ds_numel
+        if self._is_alone(param):
+            self._flush_pending()
+
+    def _must_flush_before(self: Any, param: Any) -> bool:
+        last = self._pending[-1]
+        return (
+            self._block_of[last.ds_id] != self._block_of[param.ds_id]
+            or self._pending_numel + param.ds_numel > self.reduce_bucket_size
+            or last.ds_process_group != param.ds_process_group
+            or self.get_param_comm_dtype(last) != self.get_param_comm_dtype(param)
+        )
+
+    def _is_alone(self: Any, param: Any) -> bool:
+        """One rank without scaling around the reduction: the gradient is its own average."""
+        return (
+            dist.get_world_size(group=param.ds_process_group) == 1
+            and self.gradient_predivide_factor == 1.0
+            and self.sequence_parallel_size == 1
+            and self.all2all_process_group is None
+        )
+
+    @torch.no_grad()
+    def _flush_pending(self: Any) -> None:
+        params, self._pending, self._pending_numel = self._pending, [], 0
+        if not params:
+            return
+        comm_dtype = self.get_param_comm_dtype(params[0])
+        for param in params:
+            if param.grad.numel() != param.ds_numel:
+                raise RuntimeError(
+                    f"the gradient of a parameter with {param.ds_numel} elements has {param.grad.numel()} elements"
+                )
+        if self._is_alone(params[0]):
+            partitions = [p.grad.view(-1).to(comm_dtype).to(self.gradient_accumulation_dtype) for p in params]
+        elif self.contiguous_gradients and not self.reduce_scatter:
+            partitions = self._all_reduce_partitions(params, comm_dtype)
+        else:
+            params.sort(key=lambda p: p.ds_id)
+            partitions = self._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(params, comm_dtype)
+        self.partition_grads(params, partitions)
+
+    def _all_reduce_partitions(self: Any, params: list[Any], comm_dtype: torch.dtype) -> list[torch.Tensor]:
+        """``reduce_scatter: false``: stock's all-reduce over one contiguous bucket."""
+        bucket = self.ipg_buckets[comm_dtype]
+        bucket.params = params
+        if hasattr(bucket, "process_group"):
+            bucket.process_group = params[0].ds_process_group
+        flat = torch.cat([param.grad.reshape(-1) for param in params])
+        try:
+            partitions: list[torch.Tensor] = self._DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads(
+                flat, comm_dtype
+            )
+        finally:
+            bucket.params = []
+        return partitions
+
+    # ---- partition ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> None:
+        """Stores or accumulates partitions; at the boundary takes norms and hands complete chunks on."""
+        state = self.rank_state
+        boundary = is_boundary(self)
+        if boundary:
+            state.core.open_window(self._hypers(), self._multiplier(None), managed=True)
+        arrived = []
+        for param, partition in zip(params_to_release, grad_partitions, strict=True):
+            rank = dist.get_rank(group=param.ds_process_group)
+            if param.partition_numel() * rank < param.ds_numel:
+                self._store_gradient(param, partition, boundary)
+            arrived.append(param)
+            if not get_accelerator().is_synchronized_device() and param.grad is not None:
+                param.grad.record_stream(get_accelerator().current_stream())
+            param.grad = None
+        if boundary:
+            self._complete(arrived)
+
+    def _store_gradient(self: Any, param: Any, partition: torch.Tensor, boundary: bool) -> None:
+        core, span = self.rank_state.core, self.rank_state.span(param)
+        if hasattr(self, "_offload_boundary_param_ids"):
+            self._offload_boundary_param_ids.add(param.ds_id)
+        if partition.numel() < span.numel:  # the last rank's padding carries zeros
+            partition = torch.nn.functional.pad(partition.view(-1), (0, span.numel - partition.numel()))
+        views = core.add_gradient(span, partition, accumulate=self.micro_step_id != 0)
+        if boundary:
+            self._take_norm(param, views)
+
+    def _take_norm(self: Any, param: Any, views: list[torch.Tensor]) -> None:
+        whole = views[0] if len(views) == 1 else torch.cat(views)
+        self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(whole)
+
+    def _complete(self: Any, params: list[Any]) -> None:
+        """Chunks whose gradients are all there may be prepared, once the copies to the host have ended."""
+        if get_accelerator().is_synchronized_device():
+            for param in params:
+                self.rank_state.core.complete_gradient(self.rank_state.span(param))
+            return
+        event = get_accelerator().Event()
+        event.record()
+        self._in_copy.append((event, params))
+        self._complete_copied(wait=False)
+
+    def _complete_copied(self: Any, *, wait: bool) -> None:
+        while self._in_copy and (wait or self._in_copy[0][0].query()):
+            event, params = self._in_copy.popleft()
+            event.synchronize()
+            for param in params:
+                self.rank_state.core.complete_gradient(self.rank_state.span(param))
+
+    # ---- ends of backward and of the step -----------------------------------------------------------------
+
+    def independent_gradient_partition_epilogue(self: Any) -> None:
+        """Backward of a micro-batch (or of one phase of it) has ended."""
+        self._flush_pending()
+        self._complete_copied(wait=False)
+        self.rank_state.core.end_micro_batch()
+        for param_id in self.params_already_reduced:
+            self.params_already_reduced[param_id] = False
+        self._epilogue_ran_this_backward = True
+
+    def _finalize_offload_gradient_accumulation(self: Any) -> None:
+        """User-managed accumulation: only step() is the boundary, so norms are taken and updates start there."""
+        state = self.rank_state
+        state.core.open_window(self._hypers(), self._multiplier(None), managed=False)
+        for group in self.fp16_groups:
+            for param in group:
+                span = state.span(param)
+                if param.ds_id in self._offload_boundary_param_ids and state.core.has_arrived(span):
+                    self._take_norm(param, [state.core.gradient(span)])
+                    state.core.complete_gradient(span)
+
+    def _finish_gradients(self: Any) -> None:
+        """step() begins: every gradient of the step is in host memory and counted."""
+        self._flush_pending()
+        self._complete_copied(wait=True)
+        self.rank_state.core.end_micro_batch()

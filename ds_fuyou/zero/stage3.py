@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage 3 whose optimizer states, gradients and parameters live where the plan says.
+
+The subclass keeps stock's sub-groups, norms, loss scaling and hooks, and replaces what holds memory (flat
+buffers) and what updates it (the loop in ``step``). Private names of stock that it relies on are listed and
+checked in compat.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from ds_fuyou.host_config import current_activation
+from ds_fuyou.optimizer.rules import GroupHyper, optimizer_kind
+from ds_fuyou.zero.binding import RankState
+from ds_fuyou.zero.checkpoint_state import CheckpointStateMixin
+from ds_fuyou.zero.gradient_flow import GradientFlowMixin
+from ds_fuyou.zero.hp_access import HpAccessMixin
+from ds_fuyou.zero.stock import combined_grad_norm, iter_module_params
+
+__all__ = ["FuyouStage3Optimizer"]
+
+logger = logging.getLogger("ds_fuyou")
+
+
+class FuyouStage3Optimizer(GradientFlowMixin, HpAccessMixin, CheckpointStateMixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+    """Drop-in for DeepSpeedZeroOptimizer_Stage3 when the JSON has an active fuyou block."""
+
+    rank_state: RankState
+
+    # ---- memory: none of stock's model-sized buffers -------------------------------------------------------
+
+    def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
+        """Stock: one pinned flat buffer a group. Here P16 has its place in the rank state."""
+        for _ in self.trainable_param_groups:
+            self.param_groups_fp16_flat_cpu_memory.append(torch.empty(0, dtype=self.dtype))
+
+    def _setup_for_real_optimizer(self) -> None:
+        """Stock: fp32 partitions, states, gradient buffers. Here: plan, store, streamed initialisation."""
+        activation = current_activation()
+        kind = optimizer_kind(self.optimizer)
+        names = {param: name for name, param in self.module.named_parameters()}
+        self._group_of_sub_group = [self.sub_group_to_group_id[i] for i in range(len(self.fp16_groups))]
+        self.rank_state = RankState(
+            activation,
+            self.fp16_groups,
+            names,
+            kind,
+            self._hypers(),
+            self.gradient_accumulation_dtype,
+            self.dtype,
+        )
+        self.rank_state.initialize(lambda param: param.nvme_swapper.staged_values(param))
+        self.rank_state.attach()
+        for sub_group, ids in enumerate(self.fp16_partitioned_groups_flat_id):
+            placeholder = torch.empty(0, dtype=self.master_weights_and_grads_dtype)
+            placeholder.ds_id = f"{ids[0]}_{ids[-1]}"
+            placeholder.requires_grad = True
+            self.fp32_partitioned_groups_flat.append(placeholder)
+            self.fp16_partitioned_groups_flat[sub_group] = self.rank_state.core.flat_params(sub_group)
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        self.grad_partitions_flat_buffer = None
+        self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor] = {}
+        self.subgroup_to_device = dict.fromkeys(range(len(self.fp16_groups)), "cpu")
+        self._init_gradient_flow()
+        self._watch_modules()
+
+    def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
+        """True: readers and writers of single states go through our overrides, which write back."""
+        return True
+
+    def _watch_modules(self) -> None:
+        """Before DeepSpeed fetches a module's parameters, ours are made available and read-ahead moves on."""
+        coordinator = self.parameter_offload.get_param_coordinator()
+        stock_fetch = coordinator.fetch_sub_module
+        state = self.rank_state
+
+        def fetch_sub_module(current_submodule: Any, forward: bool) -> None:
+            state.before_module(iter_module_params(current_submodule))
+            stock_fetch(current_submodule, forward)
+
+        coordinator.fetch_sub_module = fetch_sub_module
+
+    def _hypers(self) -> list[GroupHyper]:
+        """The hyperparameters of every sub-group as they are now."""
+        groups = [GroupHyper.of(group) for group in self.optimizer.param_groups]
+        return [groups[i] for i in self._group_of_sub_group]
+
+    # ---- the step -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One transaction: validate what backward prepared, publish it or redo it, or skip the step."""
+        self._pre_step()
+        self._partition_all_parameters()
+        self._finish_gradients()
+        core = self.rank_state.core
+        core.check()
+        self._overflow_check_and_loss_scale_update_compat()
+        if self.overflow:
+            core.skip()
+            return
+        multiplier = self._multiplier(self._scaled_norm)
+        core.apply(self._hypers(), multiplier, expected_multiplier=self._multiplier(None))
+        self.rank_state.step_applied()
+        self.reset_cpu_buffers()
+        self.invalidate_secondary_tensor()
+        self._report_step()
+
+    def _overflow_check_and_loss_scale_update_compat(self) -> None:
+        """Stock's order of decisions: raw overflow, norm, invalid norm, loss scale, clean-up, global norm."""
+        self.overflow = False
+        if self.dtype == torch.float16:
+            self.check_overflow()
+        self._scaled_norm = None
+        if not self.overflow:
+            self._scaled_norm, invalid = combined_grad_norm(self._get_norm_groups())
+            self.overflow = self.overflow or invalid
+        self._update_scale(self.overflow)
+        if self.overflow:
+            self._global_grad_norm = float("inf")
+            self._overflow_clean_up(self.loss_scale)
+            return
+        self._global_grad_norm = self._scaled_norm / self.loss_scale
+
+    def _multiplier(self, total_norm: torch.Tensor | None) -> float:
+        """The fp32 factor by which stock's ``unscale_and_clip_grads`` multiplies every gradient."""
+        combined: Any = self.loss_scale
+        if self.clip_grad > 0.0 and total_norm is not None:
+            clip = ((total_norm / self.loss_scale) + 1e-6) / self.clip_grad
+            combined = torch.clamp(clip, min=1.0) * self.loss_scale
+        return float(torch.ones(1, dtype=torch.float32).mul_(1.0 / combined).item())
+
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        """Stock reads a buffer of all gradients; a gradient is not finite exactly if its fp64 norm is not."""
+        from deepspeed import comm as dist
+
+        norms = self.norm_for_param_grads.values()
+        local = any(not bool(torch.isfinite(torch.as_tensor(norm)).all()) for norm in norms)
+        flag = get_accelerator().ByteTensor([int(local)])
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.dp_process_group)
+        self._model_parallel_all_reduce(tensor=flag, op=dist.ReduceOp.MAX)
+        return bool(flag[0].item())
+
+    def _report_step(self) -> None:
+        """Nothing yet beyond the counters that the telemetry reads."""
+
+    def checkpoint_event_epilogue(self) -> None:
+        """Persistent parameters are gathered at their first use, not all at once."""
+        self.invalidate_secondary_tensor()
+
+    def destroy(self) -> None:
+        super().destroy()
+        self.rank_state.close()

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The few stock functions that differ between the supported DeepSpeed versions, under one name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime import utils as ds_utils
+from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+from deepspeed.utils import z3_leaf_module
+
+__all__ = ["combined_grad_norm", "is_boundary", "iter_module_params"]
+
+
+def iter_module_params(module: Any) -> Iterable[Any]:
+    """The parameters DeepSpeed fetches with a module, in a fixed order."""
+    return sorted(set(iter_params(module, recurse=z3_leaf_module(module))), key=lambda param: int(param.ds_id))
+
+
+def combined_grad_norm(norm_groups: Sequence[Any]) -> tuple[torch.Tensor, bool]:
+    """Global norm of the sub-groups' norms as the installed version combines them, and whether it is invalid.
+
+    DeepSpeed 0.18 has no check after the overflow check; a non-finite norm skips the step here in every version.
+    """
+    combine = getattr(ds_utils, "combine_grad_norm_groups", None)
+    if combine is not None:
+        norm = combine(norm_groups)
+        return norm, bool(ds_utils.is_invalid_grad_norm(norm))
+    stacked = torch.stack(list(norm_groups))
+    norm = torch.linalg.vector_norm(stacked)
+    return norm, bool((~torch.isfinite(stacked)).any()) or bool((stacked < 0).any())
+
+
+def is_boundary(optimizer: Any) -> bool:
+    """Whether this micro-batch is the last of the step: a method since 0.19, an attribute before."""
+    flag = optimizer.is_gradient_accumulation_boundary
+    return bool(flag() if callable(flag) else flag)

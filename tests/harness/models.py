@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models with awkward shapes, and their batches: the same for every run of a case."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class TinyBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width + 1)
+        self.down = nn.Linear(3 * width + 1, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class TinyGPT(nn.Module):
+    def __init__(self, num_layers: int = 3, width: int = 72, vocabulary: int = 500, tied: bool = False, skip: int = -1) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(TinyBlock(width) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.skip = skip
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        x = self.tokens(ids[:, :-1])
+        for index, block in enumerate(self.blocks):
+            if not (skip and index == self.skip):
+                x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def build_model(spec: dict) -> nn.Module:
+    model = TinyGPT(**{k: v for k, v in spec.items() if k in ("num_layers", "width", "vocabulary", "tied", "skip")})
+    for name, param in model.named_parameters():
+        if any(part in name for part in spec.get("frozen", ())):
+            param.requires_grad = False
+    return model
+
+
+def make_batch(spec: dict, index: int, rank: int) -> dict:
+    generator = torch.Generator().manual_seed(1000 * index + rank)
+    ids = torch.randint(spec.get("vocabulary", 500), (2, 17), generator=generator)
+    return {"ids": ids, "skip": index in spec.get("skip_at", ())}

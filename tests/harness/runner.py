@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs training cases in fresh processes and compares what they leave behind, bit by bit."""
+
+import copy
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+TIMEOUT_SECS = 240
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(rank: int, world_size: int, port: int) -> dict:
+    env = dict(os.environ)
+    env.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        DS_ACCELERATOR="cpu",
+        OMP_NUM_THREADS="1" if world_size > 1 else "2",
+        PYTHONPATH=str(HERE),
+    )
+    return env
+
+
+def run_case(case: dict, directory: Path, name: str) -> list[dict]:
+    """Trains one case; returns the result of every rank. A failing rank raises with its output."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / f"{name}.json"
+    file.write_text(json.dumps(case))
+    world_size, port = case.get("world_size", 1), free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "train_worker.py"), str(file), str(directory / name)],
+            env=environment(rank, world_size, port) | case.get("env", {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    outputs = []
+    try:
+        for process in processes:
+            outputs.append(process.communicate(timeout=TIMEOUT_SECS)[0])
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, outputs, strict=True):
+        if process.returncode != 0:
+            raise AssertionError(f"{name} exited with {process.returncode}:\n{output[-6000:]}")
+    results = [torch.load(f"{directory / name}.{rank}", weights_only=False) for rank in range(world_size)]
+    for result, output in zip(results, outputs, strict=True):
+        result["output"] = output
+    return results
+
+
+def ds_config(**changes) -> dict:
+    """A stock configuration: ZeRO-3, CPU tier. Nested keys are given as dicts and merged."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+            "sub_group_size": 100000000,
+        },
+        "steps_per_print": 1000000,
+    }
+    for key, value in changes.items():
+        if value is None:
+            config.pop(key, None)
+        elif isinstance(value, dict) and isinstance(config.get(key), dict) and key == "zero_optimization":
+            config[key].update(value)
+        else:
+            config[key] = value
+    return config
+
+
+def with_fuyou(case: dict, block: dict) -> dict:
+    """The same case with a fuyou block added to its configuration: the only edit."""
+    ours = copy.deepcopy(case)
+    ours["config"]["fuyou"] = block
+    return ours
+
+
+def differences(stock: list[dict], ours: list[dict], keys: tuple = ("p16", "p32", "exp_avg", "exp_avg_sq")) -> list[str]:
+    """Every tensor or number that is not equal to the bit."""
+    found = []
+    for rank, (a, b) in enumerate(zip(stock, ours, strict=True)):
+        for key in ("losses", "norms", "applied", "scales", "evals"):
+            if a[key] != b[key]:
+                found.append(f"rank {rank} {key}: {a[key]} != {b[key]}")
+        for key in keys:
+            if a[key].keys() != b[key].keys():
+                found.append(f"rank {rank} {key}: other parameters")
+                continue
+            for name, tensor in a[key].items():
+                if not torch.equal(tensor, b[key][name]):
+                    count = int((tensor != b[key][name]).sum())
+                    found.append(f"rank {rank} {key} {name}: {count} of {tensor.numel()} elements differ")
+    return found
