@@ -94,6 +94,9 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
         if activation is None:
             return original(self, optimizer)
         _refuse_optimizer(optimizer)
+        # SuperOffload derives from the stock class and is first imported in the original: it must not
+        # be while the name below stands for ours.
+        from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401
         from deepspeed.runtime.zero import stage3
 
         from ds_fuyou.zero.stage3 import FuyouStage3Optimizer

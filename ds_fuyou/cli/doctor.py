@@ -68,7 +68,10 @@ def findings(paths: list[str]) -> Iterator[Finding]:
 
 def _hook() -> Finding:
     """A fresh interpreter that imports torch and DeepSpeed as a training script does."""
-    code = "import torch, deepspeed, sys; p = sys.modules.get('ds_fuyou.plugin'); sys.exit(not (p and p.is_installed()))"
+    code = (
+        "import torch, deepspeed, sys; plugin = sys.modules.get('ds_fuyou.plugin'); "
+        "sys.exit(not (plugin and plugin.is_installed()))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
     )
@@ -115,7 +118,7 @@ def _io_uring() -> Finding:
         os.close(descriptor)
         return Finding("io_uring", "allowed")
     reason = os.strerror(ctypes.get_errno())
-    fix = "allow the io_uring_* system calls in the container's seccomp profile, or sysctl kernel.io_uring_disabled=0"
+    fix = "allow io_uring_* in the container's seccomp profile, or sysctl kernel.io_uring_disabled=0"
     return Finding("io_uring", f"refused ({reason}); a thread pool is used, which is slower", fix=fix)
 
 

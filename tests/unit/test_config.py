@@ -42,10 +42,10 @@ def test_auto_is_accepted_for_every_key() -> None:
     sections = {}
     for key, field in FuyouConfig.model_fields.items():
         inner = getattr(field.annotation, "model_fields", None)
-        sections[key] = {name: "auto" for name in inner} if inner else "auto"
+        sections[key] = dict.fromkeys(inner, "auto") if inner else "auto"
     assert load_block({"fuyou": sections}) == block()
-    assert load_block({"fuyou": {key: "auto" for key in FuyouConfig.model_fields}}) == block()
-    assert block(plan={key: "auto" for key in PlanOverrides.model_fields}).plan == PlanOverrides()
+    assert load_block({"fuyou": dict.fromkeys(FuyouConfig.model_fields, "auto")}) == block()
+    assert block(plan=dict.fromkeys(PlanOverrides.model_fields, "auto")).plan == PlanOverrides()
 
 
 @pytest.mark.parametrize(
