@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "harness.h"
+#include "memory/aligned_pool.h"
+
+using fuyou::AlignedPool;
+using fuyou::kPageBytes;
+
+TEST(pool_hands_out_exact_page_aligned_blocks)
+{
+    AlignedPool pool(10 * kPageBytes - 1);
+    CHECK(pool.capacity_bytes() == 10 * kPageBytes);
+    char* one = pool.try_allocate(1);
+    char* three = pool.try_allocate(2 * kPageBytes + 1);
+    CHECK(one == pool.base());
+    CHECK(three == pool.base() + kPageBytes);
+    CHECK(reinterpret_cast<std::uintptr_t>(one) % kPageBytes == 0);
+    CHECK(pool.used_bytes() == 4 * kPageBytes);
+    std::memset(three, 1, 3 * kPageBytes);
+    CHECK(pool.largest_free_bytes() == 6 * kPageBytes);
+    CHECK(pool.try_allocate(0) == pool.base() + 4 * kPageBytes);
+    CHECK(pool.used_bytes() == 5 * kPageBytes);
+}
+
+TEST(pool_first_fit_reuses_the_lowest_hole)
+{
+    AlignedPool pool(8 * kPageBytes);
+    char* a = pool.try_allocate(2 * kPageBytes);
+    char* b = pool.try_allocate(kPageBytes);
+    char* c = pool.try_allocate(3 * kPageBytes);
+    char* d = pool.try_allocate(kPageBytes);
+    pool.release(a);
+    pool.release(c);
+    CHECK(pool.try_allocate(3 * kPageBytes) == c);
+    CHECK(pool.try_allocate(kPageBytes) == a);
+    pool.release(b);
+    pool.release(d);
+}
+
+TEST(pool_coalesces_with_both_neighbours)
+{
+    const int orders[][3] = {{0, 1, 2}, {0, 2, 1}, {2, 1, 0}, {1, 0, 2}};
+    for (const auto& order : orders) {
+        AlignedPool pool(3 * kPageBytes);
+        char* blocks[3];
+        for (char*& block : blocks) {
+            block = pool.try_allocate(kPageBytes);
+        }
+        CHECK(pool.largest_free_bytes() == 0);
+        for (const int index : order) {
+            pool.release(blocks[index]);
+        }
+        CHECK(pool.largest_free_bytes() == 3 * kPageBytes);
+        CHECK(pool.used_bytes() == 0);
+        CHECK(pool.peak_bytes() == 3 * kPageBytes);
+    }
+}
+
+TEST(pool_exhausted_gives_nullptr)
+{
+    AlignedPool pool(4 * kPageBytes);
+    CHECK(pool.try_allocate(4 * kPageBytes + 1) == nullptr);
+    CHECK(pool.try_allocate(UINT64_MAX) == nullptr);
+    CHECK(pool.try_allocate(3 * kPageBytes) != nullptr);
+    CHECK(pool.try_allocate(2 * kPageBytes) == nullptr);
+    CHECK(pool.try_allocate(kPageBytes) != nullptr);
+    CHECK(pool.try_allocate(0) == nullptr);
+    AlignedPool empty(0);
+    CHECK(empty.try_allocate(0) == nullptr);
+    CHECK(empty.capacity_bytes() == 0);
+}
+
+TEST(pool_refuses_a_bad_release)
+{
+    AlignedPool pool(4 * kPageBytes);
+    char* block = pool.try_allocate(2 * kPageBytes);
+    CHECK_THROWS(std::invalid_argument, pool.release(block + kPageBytes));
+    CHECK_THROWS(std::invalid_argument, pool.release(nullptr));
+    CHECK_THROWS(std::invalid_argument, pool.release(block - kPageBytes));
+    pool.release(block);
+    CHECK_THROWS(std::invalid_argument, pool.release(block));
+    CHECK(pool.used_bytes() == 0);
+}
+
+TEST(pool_too_large_for_the_machine_is_bad_alloc)
+{
+    CHECK_THROWS(std::bad_alloc, AlignedPool(UINT64_MAX));
+    CHECK_THROWS(std::bad_alloc, AlignedPool(1ULL << 60));
+}
+
+TEST(pool_is_shared_by_threads)
+{
+    AlignedPool pool(64 * kPageBytes);
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 4; ++t) {
+        threads.emplace_back([&pool, t] {
+            for (int i = 0; i < 500; ++i) {
+                const std::uint64_t num_bytes = (1 + (i + t) % 5) * kPageBytes;
+                if (char* block = pool.try_allocate(num_bytes)) {
+                    block[num_bytes - 1] = static_cast<char>(t);
+                    pool.release(block);
+                }
+            }
+        });
+    }
+    for (std::thread& thread : threads) {
+        thread.join();
+    }
+    CHECK(pool.used_bytes() == 0);
+    CHECK(pool.largest_free_bytes() == pool.capacity_bytes());
+}

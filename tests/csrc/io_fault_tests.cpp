@@ -1,0 +1,399 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Every way an operation can end other than in one full transfer, with both backends.
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstddef>
+#include <filesystem>
+#include <system_error>
+#include <thread>
+
+#include "harness.h"
+#include "io/io_queue.h"
+#include "io_fixture.h"
+
+using namespace fixture;
+
+namespace {
+
+constexpr std::uint64_t kBlock = 8192;
+constexpr IoKind kBothKinds[] = {IoKind::kWrite, IoKind::kRead};
+
+IoFault everywhere(IoKind kind, IoFault::Effect effect, int error = EIO)
+{
+    return {.kind = kind, .effect = effect, .error = error, .count = UINT64_MAX};
+}
+
+// Runs `body` in a child, which must end with status 0.
+template <typename Body>
+bool succeeds_in_child(Body body)
+{
+    const pid_t child = fork();
+    if (child == 0) {
+        bool is_good = false;
+        try {
+            is_good = body();
+        } catch (...) {
+        }
+        _exit(is_good ? 0 : 1);
+    }
+    int status = -1;
+    return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) &&
+           WEXITSTATUS(status) == 0;
+}
+
+bool forbid_io_uring()
+{
+    sock_filter instructions[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_io_uring_setup, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    const sock_fprog program{4, instructions};
+    return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+           prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+}
+
+// Puts /dev/null in the place of every io_uring of this process.
+int break_rings()
+{
+    int num_broken = 0;
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+        std::error_code error;
+        if (std::filesystem::read_symlink(entry.path(), error) == "anon_inode:[io_uring]") {
+            const int null_fd = open("/dev/null", O_RDWR);
+            num_broken += dup2(null_fd, std::stoi(entry.path().filename())) >= 0 ? 1 : 0;
+            close(null_fd);
+        }
+    }
+    return num_broken;
+}
+
+}  // namespace
+
+TEST(short_transfers_are_continued)
+{
+    for (const IoBackend backend : kBackends) {
+        for (const Access access : {Access::kDirect, Access::kBuffered}) {
+            constexpr std::uint64_t kBytes = 13 * 4096;
+            TempFile file(access);
+            AlignedPool pool(2 * kBytes);
+            char* a = pool.try_allocate(kBytes);
+            char* b = pool.try_allocate(kBytes);
+            fill(a, kBytes, 9);
+            IoEngine engine(options(backend, 3, 2 * 4096));
+            for (const IoKind kind : kBothKinds) {
+                engine.add_fault(everywhere(kind, IoFault::Effect::kShort));
+                char* buffer = kind == IoKind::kWrite ? a : b;
+                const IoOutcome outcome = run(engine, kind, {{file.fd(), 0, buffer, kBytes}});
+                CHECK(outcome.error == 0);
+                CHECK(outcome.num_bytes_done == kBytes);
+            }
+            CHECK(std::memcmp(a, b, kBytes) == 0);
+        }
+    }
+}
+
+TEST(short_transfers_of_a_few_bytes_are_continued)
+{
+    for (const IoBackend backend : kBackends) {
+        TempFile file(Access::kBuffered);
+        IoEngine engine(options(backend));
+        engine.add_fault(everywhere(IoKind::kWrite, IoFault::Effect::kShort));
+        char a[] = "abc";
+        char b[sizeof a] = {};
+        for (std::uint64_t num_bytes = 1; num_bytes <= sizeof a; ++num_bytes) {
+            CHECK(run(engine, IoKind::kWrite, {{file.fd(), 0, a, num_bytes}}).num_bytes_done ==
+                  num_bytes);
+        }
+        CHECK(run(engine, IoKind::kRead, {{file.fd(), 0, b, sizeof b}}).error == 0);
+        CHECK(std::memcmp(a, b, sizeof a) == 0);
+    }
+}
+
+TEST(an_error_cancels_the_rest_and_names_the_piece)
+{
+    for (const IoBackend backend : kBackends) {
+        TempFile file(Access::kBuffered, 100 + 8 * kBlock);
+        std::vector<char> buffer(8 * kBlock, 'x');
+        IoEngine engine(options(backend, 2, kBlock));
+        engine.add_fault(
+            {.kind = IoKind::kWrite, .effect = IoFault::Effect::kError, .error = EIO, .first = 2});
+        std::atomic<int> num_completions{0};
+        std::promise<IoOutcome> ended;
+        engine.submit(IoKind::kWrite, {{file.fd(), 0, buffer.data(), 8 * kBlock}}, 0,
+                      [&](const IoOutcome& outcome) {
+                          ++num_completions;
+                          ended.set_value(outcome);
+                      });
+        const IoOutcome outcome = ended.get_future().get();
+        engine.close();
+        CHECK(num_completions == 1);
+        CHECK(outcome.error == EIO);
+        CHECK(outcome.fd == file.fd());
+        CHECK(outcome.offset == 2 * kBlock);
+        CHECK(outcome.num_bytes_done <= 3 * kBlock);
+        CHECK(engine.stats(IoKind::kWrite).num_operations == 1);
+        CHECK(engine.stats(IoKind::kWrite).num_bytes == outcome.num_bytes_done);
+        char last = 'y';
+        CHECK(pread(file.fd(), &last, 1, 8 * kBlock - 1) == 1);
+        CHECK(last == 0);
+    }
+}
+
+TEST(a_failed_operation_does_not_start_its_delayed_pieces)
+{
+    for (const IoBackend backend : kBackends) {
+        TempFile file(Access::kBuffered, 3 * kBlock);
+        std::vector<char> buffer(3 * kBlock, 'x');
+        IoEngine engine(options(backend, 4, kBlock));
+        engine.add_fault({.kind = IoKind::kWrite,
+                          .effect = IoFault::Effect::kDelay,
+                          .delay_secs = 0.2,
+                          .offset_end = kBlock});
+        engine.add_fault({.kind = IoKind::kWrite,
+                          .error = ENOSPC,
+                          .offset_begin = kBlock,
+                          .offset_end = 2 * kBlock});
+        const IoOutcome outcome =
+            run(engine, IoKind::kWrite, {{file.fd(), 0, buffer.data(), 3 * kBlock}});
+        CHECK(outcome.error == ENOSPC);
+        CHECK(outcome.offset == kBlock);
+        char first = 'y';
+        CHECK(pread(file.fd(), &first, 1, 0) == 1);
+        CHECK(first == 0);
+    }
+}
+
+TEST(other_operations_survive_a_failing_one)
+{
+    for (const IoBackend backend : kBackends) {
+        TempFile good(Access::kBuffered, 65536);
+        TempFile bad(Access::kBuffered, 65536);
+        std::vector<char> buffer(20 * 8192);
+        IoEngine engine(options(backend, 4, 4096));
+        engine.add_fault({.kind = IoKind::kRead, .count = UINT64_MAX, .fd = bad.fd()});
+        std::vector<std::future<IoOutcome>> outcomes;
+        for (int i = 0; i < 20; ++i) {
+            const int fd = i % 3 == 0 ? bad.fd() : good.fd();
+            outcomes.push_back(
+                start(engine, IoKind::kRead, {{fd, 0, buffer.data() + i * 8192, 8192}}));
+        }
+        for (int i = 0; i < 20; ++i) {
+            CHECK(outcomes[i].get().error == (i % 3 == 0 ? EIO : 0));
+        }
+        engine.clear_faults();
+        CHECK(run(engine, IoKind::kRead, {{bad.fd(), 0, buffer.data(), 8192}}).error == 0);
+    }
+}
+
+TEST(interrupted_transfers_are_tried_again)
+{
+    for (const IoBackend backend : kBackends) {
+        TempFile file(Access::kBuffered, 10 * kBlock);
+        std::vector<char> buffer(10 * kBlock, 'x');
+        IoEngine engine(options(backend, 3, kBlock));
+        engine.add_fault(everywhere(IoKind::kWrite, IoFault::Effect::kError, EINTR));
+        engine.add_fault(everywhere(IoKind::kRead, IoFault::Effect::kError, EAGAIN));
+        for (const IoKind kind : kBothKinds) {
+            const IoOutcome outcome =
+                run(engine, kind, {{file.fd(), 0, buffer.data(), buffer.size()}});
+            CHECK(outcome.error == 0);
+            CHECK(outcome.num_bytes_done == buffer.size());
+        }
+    }
+}
+
+TEST(nothing_is_tried_again_for_ever)
+{
+    for (const int error : {EAGAIN, EINTR}) {
+        char byte = 0;
+        IoOutcome ended;
+        IoQueue queue(options(IoBackend::kThreads));
+        queue.submit(IoKind::kRead, {{0, 0, &byte, 1}}, 0,
+                     [&](const IoOutcome& outcome) { ended = outcome; });
+        IoPiece* piece = queue.take_or_wait();
+        PieceStep step = queue.begin(*piece);
+        int num_tries = 0;
+        while (step != PieceStep::kDone && num_tries < 100000) {
+            ++num_tries;
+            step = queue.settle(*piece, -error);
+            if (step == PieceStep::kPutBack) {
+                CHECK(queue.take_or_wait() == piece);
+                step = queue.begin(*piece);
+            }
+        }
+        CHECK(num_tries > 1 && num_tries < 100000);
+        queue.finish(piece);
+        CHECK(ended.error == error);
+    }
+}
+
+TEST(the_end_of_a_file_is_an_error)
+{
+    for (const IoBackend backend : kBackends) {
+        for (const Access access : {Access::kDirect, Access::kBuffered}) {
+            // The file ends inside a block of 4096 bytes inside the second piece.
+            TempFile file(access, kBlock + 4096 + 100);
+            AlignedPool pool(4 * kBlock);
+            IoEngine engine(options(backend, 4, kBlock));
+            const IoOutcome outcome =
+                run(engine, IoKind::kRead, {{file.fd(), 0, pool.base(), 4 * kBlock}});
+            CHECK(outcome.error == ENODATA);
+            CHECK(outcome.fd == file.fd());
+            CHECK(outcome.offset >= kBlock);
+            CHECK(outcome.offset % kBlock == 0);
+            CHECK(outcome.num_bytes_done <= kBlock + 4096 + 100);
+        }
+    }
+}
+
+TEST(a_full_device_is_an_error)
+{
+    const int full = open("/dev/full", O_WRONLY | O_CLOEXEC);
+    char byte = 0;
+    for (const IoBackend backend : kBackends) {
+        IoEngine engine(options(backend));
+        CHECK(run(engine, IoKind::kWrite, {{full, 0, &byte, 1}}).error == ENOSPC);
+    }
+    close(full);
+}
+
+TEST(a_write_without_progress_is_a_full_device)
+{
+    TempFile file(Access::kBuffered);
+    char byte = 0;
+    IoOutcome ended;
+    IoQueue queue(options(IoBackend::kThreads));
+    queue.submit(IoKind::kWrite, {{file.fd(), 0, &byte, 1}}, 0,
+                 [&](const IoOutcome& outcome) { ended = outcome; });
+    IoPiece* piece = queue.take_or_wait();
+    CHECK(queue.begin(*piece) == PieceStep::kTransfer);
+    CHECK(queue.settle(*piece, 0) == PieceStep::kDone);
+    queue.finish(piece);
+    CHECK(ended.error == ENOSPC);
+    queue.close();
+    CHECK(queue.is_drained());
+    CHECK(queue.take_or_wait() == nullptr);
+}
+
+TEST(a_bad_descriptor_is_an_error)
+{
+    char byte = 0;
+    for (const IoBackend backend : kBackends) {
+        IoEngine engine(options(backend));
+        for (const int fd : {-1, 1000000}) {
+            for (const IoKind kind : kBothKinds) {
+                const IoOutcome outcome = run(engine, kind, {{fd, 4096, &byte, 1}});
+                CHECK(outcome.error == EBADF);
+                CHECK(outcome.fd == fd);
+                CHECK(outcome.offset == 4096);
+            }
+        }
+    }
+}
+
+TEST(a_throttle_holds_transfers_back)
+{
+    for (const IoBackend backend : kBackends) {
+        TempFile file(Access::kBuffered, 1 << 20);
+        std::vector<char> buffer(1 << 20);
+        IoEngine engine(options(backend, 4, 65536));
+        engine.set_throttle(16 << 20, 32 << 20);
+        // One device: the times of reading and writing a MiB add up to 3/32 of a second.
+        const auto begin = std::chrono::steady_clock::now();
+        auto written = start(engine, IoKind::kWrite, {{file.fd(), 0, buffer.data(), 1 << 20}});
+        std::vector<char> other(1 << 20);
+        CHECK(run(engine, IoKind::kRead, {{file.fd(), 0, other.data(), 1 << 20}}).error == 0);
+        CHECK(written.get().error == 0);
+        const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
+        CHECK(elapsed.count() >= 0.09);
+        CHECK(engine.stats(IoKind::kRead).busy_secs >= 0.06);
+        engine.set_throttle(0, 0);
+        CHECK(run(engine, IoKind::kRead, {{file.fd(), 0, other.data(), 1 << 20}}).error == 0);
+    }
+}
+
+TEST(bad_faults_and_throttles_are_invalid_arguments)
+{
+    IoEngine engine(options(IoBackend::kThreads));
+    CHECK_THROWS(std::invalid_argument, engine.set_throttle(-1.0, 0.0));
+    CHECK_THROWS(std::invalid_argument,
+                 engine.set_throttle(0.0, std::numeric_limits<double>::quiet_NaN()));
+    CHECK_THROWS(std::invalid_argument, engine.add_fault({.error = 0}));
+    CHECK_THROWS(std::invalid_argument, engine.add_fault({.delay_secs = -1.0}));
+}
+
+TEST(auto_falls_back_where_io_uring_is_forbidden)
+{
+    CHECK(succeeds_in_child([] {
+        if (!forbid_io_uring()) {
+            return false;
+        }
+        TempFile file(Access::kBuffered, 4096);
+        IoEngine engine(options(IoBackend::kAuto));
+        char byte = 1;
+        const bool is_read = run(engine, IoKind::kRead, {{file.fd(), 0, &byte, 1}}).error == 0;
+        const std::string reason = engine.backend_reason();
+        return is_read && byte == 0 && engine.backend() == IoBackend::kThreads &&
+               reason.find("io_uring_setup") != std::string::npos &&
+               reason.find("not permitted") != std::string::npos;
+    }));
+    CHECK(succeeds_in_child([] {
+        if (!forbid_io_uring()) {
+            return false;
+        }
+        try {
+            IoEngine engine(options(IoBackend::kIoUring));
+        } catch (const std::system_error& error) {
+            return error.code().value() == EPERM;
+        }
+        return false;
+    }));
+}
+
+TEST(a_child_of_fork_cannot_use_the_engine_and_does_not_hang)
+{
+    for (const IoBackend backend : kBackends) {
+        auto engine = std::make_unique<IoEngine>(options(backend));
+        char byte = 1;
+        TempFile file(Access::kBuffered, 4096);
+        CHECK(succeeds_in_child([&] {
+            bool is_refused = false;
+            try {
+                run(*engine, IoKind::kRead, {{file.fd(), 0, &byte, 1}});
+            } catch (const std::runtime_error&) {
+                is_refused = true;
+            }
+            engine->close();
+            engine.reset();
+            return is_refused;
+        }));
+        CHECK(run(*engine, IoKind::kRead, {{file.fd(), 0, &byte, 1}}).error == 0);
+    }
+}
+
+TEST(a_ring_that_dies_is_an_error_of_every_operation)
+{
+    TempFile file(Access::kBuffered, 65536);
+    std::vector<char> buffer(65536);
+    IoEngine engine(options(IoBackend::kIoUring, 4));
+    CHECK(run(engine, IoKind::kRead, {{file.fd(), 0, buffer.data(), 65536}}).error == 0);
+    CHECK(break_rings() == 1);
+    // The thread still waits in the ring it entered; what wakes it is served, or fails.
+    run(engine, IoKind::kRead, {{file.fd(), 0, buffer.data(), 65536}});
+    for (int i = 0; i < 3; ++i) {
+        CHECK(run(engine, IoKind::kRead, {{file.fd(), 0, buffer.data(), 65536}}).error != 0);
+    }
+    CHECK(!engine.register_buffer(buffer.data(), buffer.size()));
+    engine.close();
+    CHECK(engine.num_in_flight() == 0);
+}
