@@ -254,6 +254,6 @@ def _refuse_optimizer(optimizer: Any) -> None:
             return
     raise FuyouConfigError(
         f"the optimizer {kind.__module__}.{kind.__qualname__} cannot run out of core; use "
-        f"{', '.join(SUPPORTED_OPTIMIZERS)} in the DeepSpeed configuration, or an object of torch.optim."
-        f"Adam, AdamW or Adagrad, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion, FusedAdam or FusedLion"
+        f"{', '.join(SUPPORTED_OPTIMIZERS)} in the DeepSpeed configuration, or an object of: "
+        f"{', '.join(sorted(f'{module}.{name}' for module, name in _KNOWN_OPTIMIZERS))}"
     )

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ from ds_fuyou.log import get_logger
 if TYPE_CHECKING:
     from ds_fuyou.op_builder.fuyou_core import CompilePlan
 
-__all__ = ["build_cached", "cache_directory", "cache_key", "missing_tool"]
+__all__ = ["build_cached", "cache_directory", "cache_key", "missing_tool", "remembered"]
 
 CACHE_VARIABLE = "FUYOU_CACHE"
 JOBS_VARIABLE = "MAX_JOBS"
@@ -62,6 +62,19 @@ def cache_directory() -> Path:
             f"found owner {owner}; set {CACHE_VARIABLE} to another directory"
         )
     return path
+
+
+def remembered(name: str, compute: Callable[[], list[str]]) -> list[str]:
+    """The words `compute` gives, kept in the file `name` of the cache after the first time."""
+    path = cache_directory() / name
+    try:
+        return path.read_text(encoding="utf-8").split()
+    except FileNotFoundError:
+        words = compute()
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            file.write(" ".join(words))
+        os.replace(file.name, path)
+        return words
 
 
 def cache_key(plan: CompilePlan) -> str:
@@ -196,15 +209,15 @@ def _run_with_progress(command: list[str], num_steps: int) -> tuple[int, list[st
         start_new_session=True,
         env={**os.environ, "NINJA_STATUS": "[%f/%t] "},
     )
-    try:
-        with tqdm(total=num_steps, desc="building the ds_fuyou core", unit="file", leave=False) as bar:
-            for line in process.stdout or ():
-                last.append(line.rstrip())
-                step = re.match(r"\[(\d+)/\d+\]", line)
-                if step:
-                    bar.update(int(step[1]) - bar.n)
-        return process.wait(), list(last)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
-        raise
+    with process:
+        try:
+            with tqdm(total=num_steps, desc="building the ds_fuyou core", unit="file", leave=False) as bar:
+                for line in process.stdout or ():
+                    last.append(line.rstrip())
+                    step = re.match(r"\[(\d+)/\d+\]", line)
+                    if step:
+                        bar.update(int(step[1]) - bar.n)
+            return process.wait(), list(last)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGTERM)
+            raise

@@ -212,6 +212,14 @@ def _deepspeed_includes() -> list[str]:
 
 def _deepspeed_cpu_flags() -> list[str]:
     """Architecture and vector-width flags as DeepSpeed's CPU Adam builder chooses them here."""
+    import deepspeed
+    from ds_fuyou.op_builder import build_cache
+
+    # DeepSpeed asks py-cpuinfo twice, a second each; the answer only changes with the CPU.
+    return build_cache.remembered(f"cpu-flags-{_cpu_level()}-{deepspeed.__version__}", _probe_cpu_flags)
+
+
+def _probe_cpu_flags() -> list[str]:
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     class CpuProbe(OpBuilder):  # type: ignore[misc]  # the base class is untyped

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ds_fuyou.errors import FuyouBuildError
+from ds_fuyou.ops.core import builder_module
+from tests.conftest import RunPython
+
+fuyou_core = builder_module()
+build_cache = __import__("ds_fuyou.op_builder.build_cache", fromlist=["build_cached"])
+
+SOURCE = """
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include "answer.h"
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "tiny", nullptr, -1, nullptr};
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit_tiny()
+{
+    PyObject* made = PyModule_Create(&module);
+    PyModule_AddIntConstant(made, "answer", ANSWER);
+    return made;
+}
+"""
+
+
+@pytest.fixture
+def csrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small extension that needs neither torch nor DeepSpeed headers, and an empty cache."""
+    monkeypatch.setenv("FUYOU_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "csrc with spaces"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "tiny.cpp").write_text(SOURCE)
+    (folder / "answer.h").write_text("#define ANSWER 42\n")
+    return folder
+
+
+@pytest.fixture
+def count_compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Wraps the compiler so that every call is counted."""
+    log = tmp_path / "calls"
+    log.touch()
+    wrapper = tmp_path / "counting-cxx"
+    wrapper.write_text(f'#!/bin/sh\necho call >> "{log}"\nexec c++ "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", str(wrapper))
+    return lambda: len(log.read_text().splitlines())
+
+
+def builder(csrc: Path) -> fuyou_core.FuyouCoreBuilder:
+    return fuyou_core.FuyouCoreBuilder(csrc=csrc, name="tiny")
+
+
+@pytest.mark.compat
+def test_builds_once_and_loads(
+    csrc: Path, count_compilations: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "ds_fuyou.ops.tiny", raising=False)
+    assert builder(csrc).load().answer == 42
+    assert builder(csrc).load() is builder(csrc).load()
+    assert builder(csrc).build() == builder(csrc).build()
+    assert count_compilations() == 2  # one source, one link
+    cache = Path(os.environ["FUYOU_CACHE"])
+    assert not list(cache.glob(".build-*"))
+    monkeypatch.delitem(sys.modules, "ds_fuyou.ops.tiny")
+
+
+def test_key_follows_everything_that_matters(csrc: Path) -> None:
+    plan = builder(csrc).compile_plan()
+    key = build_cache.cache_key(plan)
+    assert key == build_cache.cache_key(builder(csrc).compile_plan())
+    variants = [
+        dataclasses.replace(plan, compiler="other"),
+        dataclasses.replace(plan, cxx_flags=(*plan.cxx_flags, "-DX")),
+        dataclasses.replace(plan, versions=("torch 1.0", *plan.versions[1:])),
+    ]
+    keys = {key, *(build_cache.cache_key(variant) for variant in variants)}
+    (csrc / "answer.h").write_text("#define ANSWER 43\n")
+    keys.add(build_cache.cache_key(builder(csrc).compile_plan()))
+    assert len(keys) == 5
+
+
+@pytest.mark.compat
+def test_arithmetic_flags_are_deepspeeds_own() -> None:
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    stock = CPUAdamBuilder().cxx_args()
+    ours = fuyou_core.FuyouCoreBuilder().cxx_args()
+    wanted = [flag for flag in stock if flag.startswith(("-m", "-D__", "-O", "-ff"))]
+    assert wanted
+    assert [flag for flag in ours if flag.startswith(("-m", "-D__", "-O", "-ff"))] == wanted
+
+
+@pytest.mark.compat
+def test_plan_of_the_real_core() -> None:
+    plan = fuyou_core.FuyouCoreBuilder().compile_plan()
+    assert all(os.path.isabs(path) for path in (*plan.sources, *plan.include_dirs))
+    assert any(path.endswith("core_binding.cpp") for path in plan.sources)
+    for header in ("cpu_adam_impl.cpp", "cpu_lion_impl.cpp", "cpu_adagrad.cpp", "cpu_adam.h"):
+        assert any((Path(folder) / header).is_file() for folder in plan.include_dirs), header
+        assert any(path.endswith(header) for path in plan.headers), header
+
+
+def test_compile_error_shows_the_compilers_last_lines(csrc: Path) -> None:
+    (csrc / "answer.h").write_text("#error the reason is here\n")
+    with pytest.raises(FuyouBuildError, match=r"must compile with 'c\+\+'(?s:.*)the reason is here"):
+        builder(csrc).build()
+    assert not [path for path in Path(os.environ["FUYOU_CACHE"]).iterdir() if path.is_dir()]
+
+
+def test_no_compiler(csrc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -m64")
+    with pytest.raises(FuyouBuildError, match=r"'no-such-compiler -m64' is not on PATH\): install g\+\+"):
+        builder(csrc).build()
+    assert not builder(csrc).is_compatible()
+
+
+def test_no_sources(tmp_path: Path) -> None:
+    with pytest.raises(FuyouBuildError, match=r"must hold the C\+\+ sources of the core, found none"):
+        builder(tmp_path).compile_plan()
+
+
+def test_cache_that_is_a_file(csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FUYOU_CACHE", str(tmp_path / "file"))
+    with pytest.raises(FuyouBuildError, match=r"must be a writable directory.*set FUYOU_CACHE"):
+        builder(csrc).build()
+
+
+def test_cache_of_another_user(csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.stat(tmp_path).st_uid + 1)
+    (tmp_path / "cache").mkdir()
+    owner = os.stat(tmp_path / "cache").st_uid
+    if owner == 0:  # root's files are trusted by everyone
+        os.chown(tmp_path / "cache", 12345, -1)
+    with pytest.raises(FuyouBuildError, match=r"must be writable and belong to this user"):
+        builder(csrc).build()
+
+
+def test_a_damaged_library_says_what_to_do(csrc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ds_fuyou.ops.tiny", raising=False)
+    builder(csrc).build().write_bytes(b"not a library")
+    with pytest.raises(FuyouBuildError, match="cannot be loaded: .*Remove the file"):
+        builder(csrc).load()
+
+
+BUILD = """
+import sys
+from pathlib import Path
+from ds_fuyou.ops.core import builder_module
+builder_module().FuyouCoreBuilder(csrc=Path(sys.argv[1]), name="tiny").build()
+"""
+
+
+def start_build(csrc: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILD, str(csrc)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait_for_file(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process still does anything; one that nobody has waited for yet does not."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return fields[0] not in ("Z", "X")
+
+
+def slow_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A compiler that says it has started and then waits for leave to go on."""
+    started, leave = tmp_path / "started", tmp_path / "leave"
+    wrapper = tmp_path / "slow-cxx"
+    wrapper.write_text(
+        f'#!/bin/sh\necho $$ > "{started}"\nwhile [ ! -e "{leave}" ]; do sleep 0.05; done\nexec c++ "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", str(wrapper))
+    return started, leave
+
+
+def test_one_rank_builds_and_the_others_say_what_they_wait_for(
+    csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, leave = slow_compiler(tmp_path, monkeypatch)
+    first = start_build(csrc)
+    wait_for_file(started)
+    second = start_build(csrc)
+    assert second.stdout is not None
+    said = second.stdout.readline()
+    leave.touch()
+    assert f"waits for the C++ core to be built in {tmp_path / 'cache'} by process {first.pid}" in said
+    for process in (first, second):
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+
+
+def test_a_killed_build_leaves_nothing_in_the_way(
+    csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, leave = slow_compiler(tmp_path, monkeypatch)
+    killed = start_build(csrc)
+    wait_for_file(started)
+    killed.kill()
+    os.kill(int(started.read_text()), signal.SIGKILL)
+    killed.communicate(timeout=60)
+    cache = tmp_path / "cache"
+    assert list(cache.glob(".build-*"))
+    leave.touch()
+    assert builder(csrc).build().is_file()
+    assert not list(cache.glob(".build-*"))
+
+
+def test_an_interrupt_ends_the_compilers(csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, _ = slow_compiler(tmp_path, monkeypatch)
+    interrupted = start_build(csrc)
+    wait_for_file(started)
+    interrupted.send_signal(signal.SIGINT)
+    interrupted.communicate(timeout=60)
+    assert not is_running(int(started.read_text()))
+    assert not list((tmp_path / "cache").glob(".build-*"))
+
+
+def test_works_from_a_source_tree_that_is_only_on_the_path(run_python: RunPython) -> None:
+    """As in an uninstalled checkout: no ds_fuyou.op_builder, but op_builder/ beside the package."""
+    root = Path(__file__).resolve().parents[2]
+    code = f"""
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if '__editable__' not in getattr(finder, '__module__', '')]
+sys.path.insert(0, {str(root)!r})
+from ds_fuyou.ops.core import builder_module
+module = builder_module()
+assert module.__name__ == 'ds_fuyou.op_builder.fuyou_core', module
+import ds_fuyou.op_builder.build_cache
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_deepspeed_does_not_take_the_folder_for_its_own(run_python: RunPython) -> None:
+    root = Path(__file__).resolve().parents[2]
+    names = {path.stem for path in (root / "op_builder").glob("*.py")}
+    assert not names & {"builder", "pin_memory", "all_ops"}
+    code = f"""
+import sys
+sys.path.insert(0, {str(root)!r})
+import op_builder
+assert op_builder.__file__.startswith({str(root)!r})
+assert not hasattr(op_builder, '__deepspeed__')
+from deepspeed.accelerator import get_accelerator
+assert get_accelerator().op_builder_dir().startswith('deepspeed.ops'), get_accelerator().op_builder_dir()
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
