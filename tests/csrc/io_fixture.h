@@ -13,6 +13,7 @@
 #include <future>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -25,7 +26,27 @@ using namespace fuyou;
 
 enum class Access { kBuffered, kDirect };
 
-constexpr IoBackend kBackends[] = {IoBackend::kIoUring, IoBackend::kThreads};
+// Containers often forbid io_uring: there what needs it is not tested, and the first test says so.
+inline bool has_io_uring()
+{
+    static const bool is_there = [] {
+        try {
+            IoOptions small;
+            small.backend = IoBackend::kIoUring;
+            IoEngine engine(small);
+            return true;
+        } catch (const std::system_error&) {
+            return false;
+        }
+    }();
+    return is_there;
+}
+
+inline std::vector<IoBackend> backends()
+{
+    return has_io_uring() ? std::vector<IoBackend>{IoBackend::kIoUring, IoBackend::kThreads}
+                          : std::vector<IoBackend>{IoBackend::kThreads};
+}
 
 // An unlinked file in TMPDIR. Where the file system has no O_DIRECT the file is buffered.
 class TempFile {
