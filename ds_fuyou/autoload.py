@@ -93,7 +93,7 @@ class _EngineFinder:
         """
         for finder in list(sys.meta_path):
             find = None if finder is self else getattr(finder, "find_spec", None)
-            spec = find(fullname, path, target) if find is not None else None
+            spec: ModuleSpec | None = find(fullname, path, target) if find is not None else None
             if spec is None:
                 continue
             body = getattr(spec.loader, "exec_module", None)

@@ -220,7 +220,8 @@ def load_block(ds_config: Mapping[str, Any]) -> FuyouConfig | None:
     block = dict(block)
     _refuse_unknown_keys(block, FuyouConfig, BLOCK_KEY)
     block["plan"] = _load_plan(block.get("plan"))
-    return _validated(FuyouConfig, block, BLOCK_KEY)
+    config: FuyouConfig = _validated(FuyouConfig, block, BLOCK_KEY)
+    return config
 
 
 def misspelt_block_keys(ds_config: Mapping[str, Any]) -> list[str]:

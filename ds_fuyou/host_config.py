@@ -26,6 +26,7 @@ __all__ = [
     "activation_of",
     "current_activation",
     "load_activation",
+    "refused_combinations",
 ]
 
 SUPPORTED_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion")
@@ -251,20 +252,42 @@ _SWITCHES: tuple[tuple[str, str], ...] = (
 )
 
 
+_LIMITS: tuple[tuple[str, float, str], ...] = (
+    ("zero_optimization.zero_hpz_partition_size", 1, "parameters are partitioned over all ranks"),
+    ("zero_optimization.mics_shard_size", 0, "parameters are partitioned over all ranks"),
+)
+
+
+def refused_combinations() -> list[tuple[str, str]]:
+    """Every refused setting with its reason, for the documentation."""
+    return [
+        *((f"{key} = true", reason) for key, reason in _SWITCHES),
+        *((f"{key} > {most:g}", reason) for key, most, reason in _LIMITS),
+        ("zero_optimization.zenflow", _ZENFLOW),
+        ("zero_optimization.offload_optimizer.ratio < 1", _RATIO),
+        ("optimizer.params.fp32_optimizer_states = false", _FP32_STATES),
+    ]
+
+
+_ZENFLOW = "it replaces the same optimizer"
+_RATIO = "no part is updated on the GPU"
+_FP32_STATES = "moments are kept in fp32"
+
+
 def _clashes(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, reason in _SWITCHES:
         if _lookup(ds_config, key) is True:
             yield key, reason
+    for key, most, reason in _LIMITS:
+        if _number(_lookup(ds_config, key), most) > most:
+            yield key, reason
     if _lookup(ds_config, "zero_optimization.zenflow") not in (None, "auto", False):
-        yield "zero_optimization.zenflow", "it replaces the same optimizer"
-    for key, most in (("zero_hpz_partition_size", 1), ("mics_shard_size", 0)):
-        if _number(_lookup(ds_config, f"zero_optimization.{key}"), most) > most:
-            yield f"zero_optimization.{key}", "parameters are partitioned over all ranks"
+        yield "zero_optimization.zenflow", _ZENFLOW
     ratio = _lookup(ds_config, "zero_optimization.offload_optimizer.ratio")
     if _number(ratio, 1.0) < 1.0:
-        yield f"zero_optimization.offload_optimizer.ratio = {ratio}", "no part is updated on the GPU"
+        yield f"zero_optimization.offload_optimizer.ratio = {ratio}", _RATIO
     if _lookup(ds_config, "optimizer.params.fp32_optimizer_states") is False:
-        yield "optimizer.params.fp32_optimizer_states = false", "moments are kept in fp32"
+        yield "optimizer.params.fp32_optimizer_states = false", _FP32_STATES
     kind = _lookup(ds_config, "optimizer.type")
     names = [name.lower() for name in SUPPORTED_OPTIMIZERS]
     if isinstance(kind, str) and kind != "auto" and kind.lower() not in names:

@@ -154,7 +154,8 @@ class FuyouCoreBuilder:
         """
         from ds_fuyou.op_builder import build_cache
 
-        return build_cache.build_cached(self.name, self.compile_plan())
+        library: Path = build_cache.build_cached(self.name, self.compile_plan())
+        return library
 
     def load(self, verbose: bool = False) -> ModuleType:
         """Builds if need be and imports the extension; one module object a process and name."""
@@ -216,13 +217,15 @@ def _deepspeed_cpu_flags() -> list[str]:
     from ds_fuyou.op_builder import build_cache
 
     # DeepSpeed asks py-cpuinfo twice, a second each; the answer only changes with the CPU.
-    return build_cache.remembered(f"cpu-flags-{_cpu_level()}-{deepspeed.__version__}", _probe_cpu_flags)
+    name = f"cpu-flags-{_cpu_level()}-{deepspeed.__version__}"
+    flags: list[str] = build_cache.remembered(name, _probe_cpu_flags)
+    return flags
 
 
 def _probe_cpu_flags() -> list[str]:
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    class CpuProbe(OpBuilder):  # type: ignore[misc]  # the base class is untyped
+    class CpuProbe(OpBuilder):
         def __init__(self) -> None:
             super().__init__(name=MODULE_NAME)
 

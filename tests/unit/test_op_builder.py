@@ -149,7 +149,7 @@ def test_cache_of_another_user(csrc: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_a_damaged_library_says_what_to_do(csrc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "ds_fuyou.ops.tiny", raising=False)
     builder(csrc).build().write_bytes(b"not a library")
-    with pytest.raises(FuyouBuildError, match="cannot be loaded: .*Remove the file"):
+    with pytest.raises(FuyouBuildError, match=r"cannot be loaded: .*Remove the file"):
         builder(csrc).load()
 
 
@@ -242,7 +242,8 @@ def test_works_from_a_source_tree_that_is_only_on_the_path(run_python: RunPython
     root = Path(__file__).resolve().parents[2]
     code = f"""
 import sys
-sys.meta_path[:] = [finder for finder in sys.meta_path if '__editable__' not in getattr(finder, '__module__', '')]
+editable = [finder for finder in sys.meta_path if '__editable__' in getattr(finder, '__module__', '')]
+sys.meta_path[:] = [finder for finder in sys.meta_path if finder not in editable]
 sys.path.insert(0, {str(root)!r})
 from ds_fuyou.ops.core import builder_module
 module = builder_module()

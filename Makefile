@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+# One command a job; each prepares what it needs. Python 3.10+, a C++ compiler and a network suffice.
+#   make setup | demo | test | test-oldest | lint | format | docs | bench | clean
+# Overridable: PYTHON, VENV, DS_VERSION, TORCH, TORCH_FLAGS (for instance a package index), TEST_FLAGS.
+
+PYTHON ?= python3
+VENV ?= .venv
+DS_VERSION ?= 0.19.8
+DS_OLDEST := 0.18.9
+TORCH ?= torch==2.13.0
+TORCH_FLAGS ?=
+TEST_FLAGS ?=
+DEMO_CONFIG ?= configs/finetune_fuyou.json
+DEMO_FLAGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-deepspeed-$(DS_VERSION)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CPP := $(shell find ds_fuyou/csrc tests/csrc -name '*.cpp' -o -name '*.h')
+RUN := PATH="$(abspath $(BIN)):$$PATH"
+
+# DeepSpeed's setup.py imports torch and these; without build isolation they must be there before.
+BUILD_TOOLS := "setuptools>=77" wheel packaging ninja psutil py-cpuinfo numpy tqdm hjson "pydantic>=2" \
+	einops msgpack
+
+.PHONY: setup demo test test-oldest lint format docs bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml setup.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip $(BUILD_TOOLS)
+	$(PIP) install --quiet $(TORCH_FLAGS) "$(TORCH)"
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 DS_BUILD_OPS=0 \
+		$(PIP) install --quiet --no-build-isolation "deepspeed==$(DS_VERSION)"
+	$(PIP) install --quiet --no-build-isolation --editable ".[dev]"
+	rm -f $(VENV)/.installed-deepspeed-*
+	touch $(STAMP)
+
+demo: setup
+	$(RUN) fuyou build
+	$(RUN) deepspeed examples/finetune.py --deepspeed --deepspeed_config $(DEMO_CONFIG) $(DEMO_FLAGS)
+
+test: lint
+	$(RUN) python -m pytest $(TEST_FLAGS)
+
+# A smaller selection (marker "compat") with the oldest DeepSpeed that works.
+test-oldest:
+	$(MAKE) setup VENV=.venv-ds0189 DS_VERSION=$(DS_OLDEST)
+	PATH="$(abspath .venv-ds0189/bin):$$PATH" python -m pytest -m compat $(TEST_FLAGS)
+
+lint: setup
+	$(RUN) ruff check
+	$(RUN) ruff format --check
+	$(RUN) mypy
+	$(RUN) clang-format --dry-run -Werror $(CPP)
+
+format: setup
+	$(RUN) ruff check --fix
+	$(RUN) ruff format
+	$(RUN) clang-format -i $(CPP)
+
+docs: setup
+	$(RUN) python docs/generate_settings.py
+
+bench: setup
+	$(RUN) python -m benchmarks.run
+
+clean:
+	rm -rf .venv .venv-ds0189 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
