@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from ds_fuyou.cli import doctor, main
+from ds_fuyou.cli.main import COMMANDS
+from ds_fuyou.errors import FuyouBuildError
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([command, "--help"])
+    assert exit_.value.code == 0
+    assert f"usage: fuyou {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["clean"], ["build", "--nonsense"]])
+def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert "usage: fuyou" in capsys.readouterr().err
+
+
+def test_commands_are_imported_only_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in COMMANDS:
+        monkeypatch.delitem(sys.modules, f"ds_fuyou.cli.{name}", raising=False)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert not [name for name in COMMANDS if f"ds_fuyou.cli.{name}" in sys.modules]
+
+
+def test_build_prints_the_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from ds_fuyou.cli import build
+
+    builder = SimpleNamespace(build=lambda: Path("/cache/core.so"), load=lambda: None)
+    monkeypatch.setattr(build, "builder_module", lambda: SimpleNamespace(FuyouCoreBuilder=lambda: builder))
+    assert main(["build"]) == 0
+    assert capsys.readouterr().out == "/cache/core.so\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(FuyouBuildError("no compiler"), 2), (KeyboardInterrupt(), 130)]
+)
+def test_errors_have_a_status_and_no_traceback(
+    error: BaseException, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ds_fuyou.cli import build
+
+    def fail(arguments: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr(build, "run", fail)
+    assert main(["build"]) == status
+    said = capsys.readouterr().err
+    assert said.startswith("fuyou build: ")
+    assert "Traceback" not in said
+
+
+def test_clean_wants_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["clean", "/no/such/directory"]) == 2
+    assert "must be an existing directory" in capsys.readouterr().err
+
+
+@dataclasses.dataclass
+class State:
+    path: str
+    in_use: bool
+    num_bytes: int = 4096
+
+
+def test_clean_removes_what_nobody_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = [State("dead", in_use=False), State("live", in_use=True)]
+    removed: list[State] = []
+    cleanup = ModuleType("ds_fuyou.storage.cleanup")
+    cleanup.find_state = lambda path: states  # type: ignore[attr-defined]
+    cleanup.remove_state = removed.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, cleanup.__name__, cleanup)
+    assert main(["clean", "--dry-run", str(tmp_path)]) == 1
+    assert removed == []
+    assert main(["clean", str(tmp_path)]) == 1
+    assert removed == states[:1]
+    assert "live: in use by a running process, left alone" in capsys.readouterr().out
+    states.clear()
+    assert main(["clean", str(tmp_path)]) == 0
+    assert "no state found" in capsys.readouterr().out
+
+
+def test_doctor_reports_a_check_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> doctor.Finding:
+        raise RuntimeError("this check is broken")
+
+    for check in ("_hook", "_compiler", "_versions"):
+        monkeypatch.setattr(doctor, check, lambda: doctor.Finding("stub", "fine"))
+    assert main(["doctor"]) == 0
+    monkeypatch.setattr(doctor, "_hook", broken)
+    assert main(["doctor"]) == 1
+    assert "the check failed: this check is broken" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "fix"),
+    [
+        ("DS_FUYOU_DISABLE", "1", "unset DS_FUYOU_DISABLE"),
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", "deepspeed --module ds_fuyou SCRIPT"),
+    ],
+)
+def test_doctor_says_why_the_hook_is_not_live(
+    variable: str, value: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    finding = doctor._hook()
+    assert not finding.ok
+    assert fix in finding.fix
+
+
+def test_doctor_finds_the_live_hook() -> None:
+    assert doctor._hook().ok
+
+
+def test_doctor_checks_paths(tmp_path: Path) -> None:
+    assert doctor._path_check(str(tmp_path))().ok
+    missing = doctor._path_check(str(tmp_path / "no"))()
+    assert (missing.ok, missing.fix) == (False, f"mkdir -p {tmp_path / 'no'}")
+
+
+def test_doctor_names_missing_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    finding = doctor._compiler()
+    assert not finding.ok
+    assert "install g++" in finding.fix
+
+
+def test_refused_io_uring_and_small_lock_limit_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    libc = SimpleNamespace(syscall=lambda *arguments: -1)
+    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda *arguments, **settings: libc)
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (65536, 65536))
+    for finding in (doctor._io_uring(), doctor._locked_memory()):
+        assert finding.ok
+        assert finding.fix
