@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State that dead runs left behind: finding, reporting and, on the user's word only, removing it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_fuyou.errors import FuyouStateError, FuyouStorageError
+from ds_fuyou.storage.directory import LOCK_NAME, RunDirectory, StateRoot, foreign_names, is_run_name
+from ds_fuyou.storage.records import Manifest, read_manifest
+
+__all__ = ["StateDirectory", "find_state", "remove_state", "report_stale"]
+
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True)
+class StateDirectory:
+    """One run's directory in one path.
+
+    Attributes:
+        alive: its lock is held, or the process that made it still runs.
+        num_bytes: bytes it takes on the device.
+        started: seconds since the epoch.
+        model_fingerprint: empty when the manifest is missing or unreadable.
+        kept: its run was told to let the state stay.
+    """
+
+    path: Path
+    alive: bool
+    run_id: str
+    rank: int
+    num_bytes: int
+    started: float
+    model_fingerprint: str
+    kept: bool
+
+    @property
+    def in_use(self) -> bool:
+        """The same as ``alive``."""
+        return self.alive
+
+
+def find_state(path: str | Path) -> list[StateDirectory]:
+    """The state directories of this user in one nvme_path, by name. Waits while another process creates one.
+
+    Raises:
+        FuyouStorageError: the path is missing, no directory or a symbolic link.
+    """
+    root = StateRoot.open(Path(path), create=False)
+    if root is None:
+        return []
+    try:
+        return [state for name in sorted(os.listdir(root.fd)) if (state := _inspect(root, name)) is not None]
+    finally:
+        root.close(drop_if_empty=False)
+
+
+def remove_state(state: StateDirectory) -> None:
+    """Removes a state directory that no process uses; one that is gone already is no error.
+
+    Raises:
+        FuyouStateError: a running process uses it.
+        FuyouStorageError: it is not recognisably this package's and this user's, or cannot be removed. What
+            is not recognised is refused before anything is deleted.
+    """
+    path = state.path
+    root = StateRoot.open(path.parent.parent, create=False) if path.parent.parent.is_dir() else None
+    if root is None:
+        return
+    run: RunDirectory | None = None
+    try:
+        if path.parent != root.path or not is_run_name(path.name):
+            raise FuyouStorageError(
+                errno.EINVAL, "it must be a state directory; remove it by hand", str(path)
+            )
+        if not os.path.lexists(path):
+            return
+        _check_removable(root, path)
+        run = RunDirectory.reopen(root, path.name, make_lock=True)
+    finally:
+        if run is None:
+            root.close(drop_if_empty=True)
+    run.remove()
+
+
+def report_stale(paths: Sequence[Path], logger: logging.Logger) -> None:
+    """Names the state of dead runs and the command that removes it. Deletes nothing; paths in error are
+    skipped.
+    """
+    for path in paths:
+        with contextlib.suppress(OSError):
+            for state in find_state(path):
+                if not state.alive:
+                    _report(state, Path(path), logger)
+
+
+def _report(state: StateDirectory, path: Path, logger: logging.Logger) -> None:
+    level, what = (logging.INFO, "kept by") if state.kept else (logging.WARNING, "left by the dead run")
+    logger.log(
+        level,
+        "%s: %.1f MiB %s %s (rank %d, started %s); remove with: fuyou clean %s",
+        state.path,
+        state.num_bytes / 2**20,
+        what,
+        state.run_id,
+        state.rank,
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started)),
+        shlex.quote(str(path)),
+    )
+
+
+def _inspect(root: StateRoot, name: str) -> StateDirectory | None:
+    """None for what is not a state directory of this user. The root is locked, so nothing is half-made."""
+    if not is_run_name(name):
+        return None
+    try:
+        fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=root.fd)
+    except OSError:
+        return None
+    try:
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid():
+            return None
+        manifest = _manifest_or_none(fd, root.path / name)
+        run_id, _, rank = name.rpartition("-rank")
+        return StateDirectory(
+            path=root.path / name,
+            alive=_is_locked(fd) or (manifest is not None and manifest.process.is_alive()),
+            run_id=run_id,
+            rank=int(rank),
+            num_bytes=_allocated_bytes(fd),
+            started=manifest.started if manifest is not None else found.st_mtime,
+            model_fingerprint=manifest.identity.model_fingerprint if manifest is not None else "",
+            kept=manifest is not None and manifest.keep,
+        )
+    finally:
+        os.close(fd)
+
+
+def _check_removable(root: StateRoot, path: Path) -> None:
+    state = _inspect(root, path.name)
+    if state is None:
+        message = "it must be a directory of this user and no symbolic link; remove it by hand"
+        raise FuyouStorageError(errno.EPERM, message, str(path))
+    if state.alive:
+        raise FuyouStateError(f"{path} is in use by a running process; wait for its end or stop it")
+    fd = os.open(path.name, _DIRECTORY_FLAGS, dir_fd=root.fd)
+    try:
+        foreign = foreign_names(fd)
+    finally:
+        os.close(fd)
+    if foreign:
+        message = f"it must hold only state files, found also: {', '.join(foreign)}; move that away"
+        raise FuyouStorageError(errno.ENOTEMPTY, message, str(path))
+
+
+def _manifest_or_none(fd: int, path: Path) -> Manifest | None:
+    try:
+        return read_manifest(fd, path)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_locked(run_fd: int) -> bool:
+    try:
+        fd = os.open(LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=run_fd)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+
+
+def _allocated_bytes(run_fd: int) -> int:
+    with os.scandir(run_fd) as entries:
+        return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries)

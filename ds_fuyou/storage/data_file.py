@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one data file a run has in a path: preallocated once, opened with O_DIRECT where that works."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.storage.directory import DATA_NAME, RunDirectory
+from ds_fuyou.storage.probe import enable_direct
+
+__all__ = ["DataFile", "create_data_file", "open_data_file"]
+
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_ZERO_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """An open data file; ``buffered_because`` says why it is not open with O_DIRECT, "" when it is."""
+
+    fd: int
+    path: Path
+    num_bytes: int
+    buffered_because: str
+
+
+def create_data_file(
+    run: RunDirectory, num_bytes: int, direct: bool | None, buffered_because: str
+) -> DataFile:
+    """Creates the file (0600) with all its blocks allocated.
+
+    Args:
+        direct: True asks for O_DIRECT, False for buffered I/O, None takes what works.
+        buffered_because: known reason against O_DIRECT, "" when there is none.
+
+    Raises:
+        FuyouStorageError: no space (ENOSPC, EDQUOT, EFBIG), or ``direct`` is True and O_DIRECT does not work.
+            The file is left to the caller, who removes the directory.
+    """
+    path = run.path / DATA_NAME
+    try:
+        fd = os.open(DATA_NAME, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=run.fd)
+    except OSError as error:
+        raise FuyouStorageError(
+            error.errno or errno.EIO, "the data file cannot be created", str(path)
+        ) from error
+    try:
+        try:
+            preallocate(fd, num_bytes)
+        except OSError as error:
+            message = f"{num_bytes} bytes cannot be allocated; free space or name another nvme_path"
+            raise FuyouStorageError(error.errno or errno.EIO, message, str(path)) from error
+        return DataFile(fd, path, num_bytes, _choose_direct(fd, path, direct, buffered_because))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def open_data_file(run: RunDirectory, num_bytes: int, buffered_because: str) -> DataFile:
+    """Opens the file of an earlier run.
+
+    Raises:
+        FuyouStorageError: it is missing, a symbolic link, not a plain file, or its size is not ``num_bytes``.
+    """
+    path = run.path / DATA_NAME
+    try:
+        fd = os.open(DATA_NAME, _FLAGS | os.O_NONBLOCK, dir_fd=run.fd)
+    except OSError as error:
+        message = "the data file must be there and be a plain file; start again from the last checkpoint"
+        raise FuyouStorageError(error.errno or errno.EIO, message, str(path)) from error
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != num_bytes:
+            message = f"the data file must be {num_bytes} bytes as the manifest says, found {found.st_size}"
+            raise FuyouStorageError(
+                errno.EINVAL, f"{message}; start again from the last checkpoint", str(path)
+            )
+        os.set_blocking(fd, True)
+        return DataFile(fd, path, num_bytes, _choose_direct(fd, path, None, buffered_because))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def preallocate(fd: int, num_bytes: int) -> None:
+    """Allocates the blocks of [0, num_bytes) (none for 0), by writing zeros where the filesystem cannot
+    allocate otherwise.
+    """
+    if num_bytes == 0:
+        return
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+        return
+    except OSError as error:
+        if error.errno not in _NO_FALLOCATE:
+            raise
+    zeros = memoryview(bytes(_ZERO_BYTES))
+    offset = 0
+    while offset < num_bytes:
+        offset += os.pwrite(fd, zeros[: num_bytes - offset], offset)
+    os.fsync(fd)
+
+
+def _choose_direct(fd: int, path: Path, direct: bool | None, buffered_because: str) -> str:
+    if direct is False:
+        return "buffered I/O was asked for"
+    reason = buffered_because or enable_direct(fd)
+    if reason and direct:
+        message = f"O_DIRECT was asked for and must work: {reason}; name another nvme_path or do without"
+        raise FuyouStorageError(errno.EINVAL, message, str(path))
+    return reason

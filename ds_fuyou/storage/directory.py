@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directories and locks of the store: ``PATH/ds_fuyou`` and, in it, one directory a run and rank.
+
+[Note: two locks] The *root lock* is a flock on the directory ``ds_fuyou`` itself, held while a run directory
+is created, reopened or cleaned up; so nobody sees, counts free bytes beside, or removes a half-made one. The
+*run lock* is a flock on the file ``lock`` in the run directory, held until the store is closed. Both vanish
+with their process, however it ends. Everything below PATH is reached relative to open descriptors and without
+following symbolic links.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import stat
+import time
+from pathlib import Path
+
+from ds_fuyou.errors import FuyouStateError, FuyouStorageError
+from ds_fuyou.storage.probe import open_path
+from ds_fuyou.storage.records import COMMIT_NAME, MANIFEST_NAME
+
+__all__ = [
+    "DATA_NAME",
+    "LOCK_NAME",
+    "ROOT_NAME",
+    "RunDirectory",
+    "StateRoot",
+    "foreign_names",
+    "is_run_name",
+    "try_lock",
+]
+
+logger = logging.getLogger("ds_fuyou")
+
+ROOT_NAME = "ds_fuyou"
+DATA_NAME = "data"
+LOCK_NAME = "lock"
+_TEMPORARY = (f"{COMMIT_NAME}.tmp", f"{MANIFEST_NAME}.tmp")
+# In the order of removal: what is left of an interrupted removal is still recognised, and never looks
+# committed.
+_OUR_NAMES = (COMMIT_NAME, *_TEMPORARY, DATA_NAME, MANIFEST_NAME, LOCK_NAME)
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}-rank\d{1,9}")
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOCK_LIMIT_SECS = 600.0
+_RUN_LOCK_LIMIT_SECS = 2.0  # `find_state` holds a run lock for an instant
+_LOCK_POLL_SECS = 0.02
+_LOCK_TELL_SECS = 5.0
+
+
+def is_run_name(name: str) -> bool:
+    """Whether a directory of this name in ``ds_fuyou`` can be a run's."""
+    return _RUN_NAME.fullmatch(name) is not None
+
+
+def foreign_names(run_fd: int) -> list[str]:
+    """Entries of a run directory that this package did not make."""
+    found = []
+    with os.scandir(run_fd) as entries:
+        for entry in entries:
+            if entry.name not in _OUR_NAMES or not entry.is_file(follow_symlinks=False):
+                found.append(entry.name)
+    return sorted(found)
+
+
+def try_lock(fd: int, mode: int, limit_secs: float, what: str) -> bool:
+    """Waits for a flock (``mode`` is LOCK_EX or LOCK_SH) up to the limit; says what it waits for when that
+    lasts.
+    """
+    begin, told = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(fd, mode | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            waited = time.monotonic() - begin
+        if waited >= limit_secs:
+            return False
+        if waited >= _LOCK_TELL_SECS and not told:
+            told = True
+            logger.info("waiting for the lock of %s, which another process holds", what)
+        time.sleep(_LOCK_POLL_SECS)
+
+
+class StateRoot:
+    """The directory ``ds_fuyou`` in one path, with the root lock held from :meth:`open` to :meth:`unlock`."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path / ROOT_NAME
+        self.fd = fd
+
+    @classmethod
+    def open(cls, path: Path, *, create: bool) -> StateRoot | None:
+        """Opens and locks it; None when it does not exist and is not to be created.
+
+        Raises:
+            FuyouStorageError: the path or ``ds_fuyou`` in it is missing, a symbolic link, not writable,
+                another user's, or its lock stays taken.
+        """
+        path = path.absolute()
+        path_fd = open_path(path)
+        try:
+            while True:
+                fd = cls._open_once(path, path_fd, create)
+                if fd is None:
+                    return None
+                try:
+                    if not try_lock(fd, fcntl.LOCK_EX, _LOCK_LIMIT_SECS, str(path / ROOT_NAME)):
+                        message = f"the lock must be free within {_LOCK_LIMIT_SECS:.0f} s; stop its holder"
+                        raise FuyouStorageError(errno.EWOULDBLOCK, message, str(path / ROOT_NAME))
+                    if _is_entry(path_fd, ROOT_NAME, fd):
+                        root = cls(path, fd)
+                        fd = None
+                        return root
+                finally:
+                    if fd is not None:
+                        os.close(fd)
+        finally:
+            os.close(path_fd)
+
+    @staticmethod
+    def _open_once(path: Path, path_fd: int, create: bool) -> int | None:
+        where = str(path / ROOT_NAME)
+        try:
+            if create:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(ROOT_NAME, 0o700, dir_fd=path_fd)
+            fd = os.open(ROOT_NAME, _DIRECTORY_FLAGS, dir_fd=path_fd)
+        except FileNotFoundError:
+            if not create:
+                return None
+            raise FuyouStorageError(
+                errno.ENOENT, "the nvme_path vanished; create it again", str(path)
+            ) from None
+        except OSError as error:
+            advice = "it must be a directory this user can write; remove it or name another nvme_path"
+            raise FuyouStorageError(error.errno or errno.EIO, advice, where) from error
+        owner = os.fstat(fd).st_uid
+        if owner not in (os.geteuid(), 0):
+            os.close(fd)
+            message = (
+                f"it must belong to user {os.geteuid()}, it is user {owner}'s; name an nvme_path of your own"
+            )
+            raise FuyouStorageError(errno.EPERM, message, where)
+        return fd
+
+    def unlock(self) -> None:
+        """Lets others create and remove directories here."""
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+
+    def sync(self) -> None:
+        """Makes the entries of ``ds_fuyou``, and ``ds_fuyou`` itself, survive a power cut."""
+        os.fsync(self.fd)
+        path_fd = os.open("..", _DIRECTORY_FLAGS, dir_fd=self.fd)
+        try:
+            os.fsync(path_fd)
+        finally:
+            os.close(path_fd)
+
+    def close(self, *, drop_if_empty: bool) -> None:
+        """Closes the descriptor; first removes ``ds_fuyou`` if asked, and if it is empty and nobody creates
+        in it.
+        """
+        try:
+            if drop_if_empty and try_lock(self.fd, fcntl.LOCK_EX, 0.0, str(self.path)):
+                self._drop()
+        except OSError as error:
+            logger.debug("%s stays: %s", self.path, error)
+        finally:
+            os.close(self.fd)
+
+    def _drop(self) -> None:
+        own = os.fstat(self.fd)
+        if own.st_uid != os.geteuid() or stat.S_IMODE(own.st_mode) != 0o700:
+            return  # an administrator made it for several users
+        path_fd = os.open("..", _DIRECTORY_FLAGS, dir_fd=self.fd)
+        try:
+            if _is_entry(path_fd, ROOT_NAME, self.fd):
+                os.rmdir(ROOT_NAME, dir_fd=path_fd)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        finally:
+            os.close(path_fd)
+
+
+class RunDirectory:
+    """One run's directory in one path, with the run lock held until :meth:`release` or :meth:`remove`.
+
+    Owns the descriptor of its root, which the caller leaves to it.
+    """
+
+    def __init__(self, root: StateRoot, name: str, fd: int, lock_fd: int) -> None:
+        self.root, self.name, self.fd, self._lock_fd = root, name, fd, lock_fd
+        self.path = root.path / name
+
+    @classmethod
+    def create(cls, root: StateRoot, name: str) -> RunDirectory:
+        """Makes the directory (0700) and its lock. The root must be locked.
+
+        Raises:
+            FuyouStateError: a directory of this name exists.
+            FuyouStorageError: it cannot be made. Nothing is left behind.
+        """
+        path = root.path / name
+        try:
+            os.mkdir(name, 0o700, dir_fd=root.fd)
+        except FileExistsError:
+            raise FuyouStateError(
+                f"{path} must not exist yet; give this run another run_id or remove it"
+            ) from None
+        except OSError as error:
+            message = "the directory of the run cannot be created; nvme_path must be writable"
+            raise FuyouStorageError(error.errno or errno.EIO, message, str(path)) from error
+        try:
+            return cls._attach(root, name, os.O_CREAT | os.O_EXCL)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{name}/{LOCK_NAME}", dir_fd=root.fd)
+            with contextlib.suppress(OSError):
+                os.rmdir(name, dir_fd=root.fd)
+            raise
+
+    @classmethod
+    def reopen(cls, root: StateRoot, name: str, *, make_lock: bool = False) -> RunDirectory:
+        """Takes over a directory that no process holds. The root must be locked.
+
+        ``make_lock`` is for cleaning up where a crash came between the directory and its lock file.
+
+        Raises:
+            FuyouStateError: a process holds it.
+            FuyouStorageError: it is missing, has no lock file, is a symbolic link or another user's.
+        """
+        return cls._attach(root, name, os.O_CREAT if make_lock else 0)
+
+    @classmethod
+    def _attach(cls, root: StateRoot, name: str, lock_flags: int) -> RunDirectory:
+        path = root.path / name
+        opened: list[int] = []
+        try:
+            opened.append(os.open(name, _DIRECTORY_FLAGS, dir_fd=root.fd))
+            owner = os.fstat(opened[0]).st_uid
+            if owner != os.geteuid():
+                message = f"it must belong to user {os.geteuid()}, it is user {owner}'s"
+                raise FuyouStorageError(errno.EPERM, message, str(path))
+            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | lock_flags
+            opened.append(os.open(LOCK_NAME, flags, 0o600, dir_fd=opened[0]))
+            if not try_lock(opened[1], fcntl.LOCK_EX, _RUN_LOCK_LIMIT_SECS, str(path)):
+                raise FuyouStateError(f"{path} is in use by a running process; wait for its end or stop it")
+        except BaseException as error:
+            for fd in opened:
+                os.close(fd)
+            if isinstance(error, OSError) and not isinstance(error, FuyouStorageError):
+                message = "it must be the state directory of a run, no symbolic link, and this user's"
+                raise FuyouStorageError(error.errno or errno.EIO, message, str(path)) from error
+            raise
+        return cls(root, name, opened[0], opened[1])
+
+    def remove(self) -> None:
+        """Deletes the files of this package and the directory, then lets go.
+
+        Raises:
+            FuyouStorageError: something stays, named with what is foreign in the directory.
+        """
+        try:
+            for name in _OUR_NAMES:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=self.fd)
+            if _is_entry(self.root.fd, self.name, self.fd):
+                os.rmdir(self.name, dir_fd=self.root.fd)
+        except OSError as error:
+            left = ", ".join(foreign_names(self.fd)) or "nothing foreign"
+            message = f"the state directory cannot be removed; remove it by hand. Found in it: {left}"
+            raise FuyouStorageError(error.errno or errno.EIO, message, str(self.path)) from error
+        finally:
+            self._close(drop_root=True)
+
+    def discard(self) -> None:
+        """As :meth:`remove`; what goes wrong is logged."""
+        try:
+            self.remove()
+        except OSError as error:
+            logger.warning("%s", error)
+
+    def release(self) -> None:
+        """Lets go of the directory and leaves it as it is."""
+        self._close(drop_root=False)
+
+    def abandon(self) -> None:
+        """In a forked child: closes the descriptors. The parent's locks and files stay as they are."""
+        for fd in (self.root.fd, self.fd, self._lock_fd):
+            os.close(fd)
+
+    def _close(self, drop_root: bool) -> None:
+        os.close(self._lock_fd)
+        os.close(self.fd)
+        self.root.close(drop_if_empty=drop_root)
+
+
+def _is_entry(parent_fd: int, name: str, fd: int) -> bool:
+    """Whether ``name`` in the parent still is the directory that ``fd`` has open."""
+    try:
+        entry = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(entry, os.fstat(fd))

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where every byte of every region and slot lies: striping over paths, and the number of slots. Pure
+functions.
+
+A region is cut into units of 4 MiB that go to the paths in proportion to their weights (measured bandwidth),
+so that reading one chunk uses every device; a region of one unit or less lies on one path. Where a device is
+too small for its share it takes what it can hold and the others share the rest, in the same proportion in
+every region. The result is frozen in the manifest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.storage.probe import PathFacts, Probe, probe_path
+from ds_fuyou.storage.types import PAGE_BYTES, RegionSpec
+
+__all__ = [
+    "UNIT_BYTES",
+    "PathShare",
+    "Piece",
+    "RegionLayout",
+    "SlotChoice",
+    "StoreLayout",
+    "choose_num_slots",
+    "device_capacities",
+    "stripe",
+]
+
+UNIT_BYTES = 4 * 1024 * 1024
+# Left free on every device for manifests, records and the filesystem itself.
+_RESERVE_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes [offset, offset + num_bytes) of the data file of path number ``path``."""
+
+    path: int
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class RegionLayout:
+    """A region and, for each of its slots, its pieces in logical order."""
+
+    spec: RegionSpec
+    slots: tuple[tuple[Piece, ...], ...]
+
+
+@dataclass(frozen=True)
+class StoreLayout:
+    """All regions, and the exact size of the data file of every path (0 for a path that holds nothing)."""
+
+    regions: tuple[RegionLayout, ...]
+    file_bytes: tuple[int, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.file_bytes)
+
+
+@dataclass(frozen=True)
+class PathShare:
+    """A path's device (paths on one device share its capacity) and its relative bandwidth."""
+
+    device: str
+    weight: float
+
+
+@dataclass(frozen=True)
+class SlotChoice:
+    """How many slots fit; ``reason`` is the warning text when only one does, else empty."""
+
+    num_slots: int
+    reason: str
+
+
+def device_capacities(facts: Sequence[PathFacts]) -> dict[str, int]:
+    """Bytes the store may take of each device: what is free, less a small reserve, in whole pages."""
+    free: dict[str, int] = {}
+    for fact in facts:
+        free[fact.device] = min(fact.free_bytes, free.get(fact.device, fact.free_bytes))
+    return {
+        device: max(0, num_bytes - _RESERVE_BYTES) // PAGE_BYTES * PAGE_BYTES
+        for device, num_bytes in free.items()
+    }
+
+
+def choose_num_slots(
+    paths: Sequence[Path],
+    bytes_one_slot: int,
+    bytes_two_slots: int,
+    budget: int | None = None,
+    *,
+    probe: Probe = probe_path,
+) -> SlotChoice:
+    """Two slots where budget and free space hold them, else one with the text of the warning that is due.
+
+    It does not check that one slot fits; creating the store does.
+    """
+    capacity = sum(device_capacities([probe(path) for path in paths]).values())
+    if budget is not None and bytes_two_slots > budget:
+        limit = f"nvme_budget_bytes is {budget}"
+    elif bytes_two_slots > capacity:
+        limit = f"{capacity} bytes can be used on {', '.join(str(path) for path in paths)}"
+    else:
+        return SlotChoice(2, "")
+    reason = (
+        f"one slot a chunk: two need {bytes_two_slots} bytes and {limit}. With one ({bytes_one_slot} bytes) "
+        f"crash consistency and speculate are lost: updates wait for the end of backward, and a crash may cost the "
+        f"state since the last checkpoint. Free space, raise the budget or add an nvme_path"
+    )
+    return SlotChoice(1, reason)
+
+
+def stripe(
+    regions: Sequence[RegionSpec],
+    shares: Sequence[PathShare],
+    capacities: Mapping[str, int],
+    unit_bytes: int = UNIT_BYTES,
+) -> StoreLayout:
+    """Lays out every slot of every region. Capacities are by device, in bytes, multiples of 4096.
+
+    Raises:
+        FuyouConfigError: the regions do not fit the capacities together, or a weight is not positive and
+            finite.
+    """
+    for share in shares:
+        if not (share.weight > 0 and math.isfinite(share.weight)):
+            raise FuyouConfigError(f"bandwidth weights must be positive and finite, found {share.weight}")
+    total = sum(region.num_bytes * region.num_slots for region in regions)
+    room = dict(capacities)
+    if total > sum(room.values()):
+        raise FuyouConfigError(
+            f"{total} bytes must fit the devices, which hold {sum(room.values())} together"
+        )
+    targets = _targets(total, shares, room)
+    used = [0] * len(shares)
+    laid_out = []
+    for region in regions:
+        slots = tuple(
+            _place(region.num_bytes, shares, targets, room, used, unit_bytes) for _ in range(region.num_slots)
+        )
+        laid_out.append(RegionLayout(region, slots))
+    return StoreLayout(tuple(laid_out), tuple(used))
+
+
+def _targets(total: int, shares: Sequence[PathShare], room: Mapping[str, int]) -> list[float]:
+    """Bytes each path should take: proportional to its weight, capped by its device, the excess shared out."""
+    weights: dict[str, float] = {}
+    for share in shares:
+        weights[share.device] = weights.get(share.device, 0.0) + share.weight
+    of_device: dict[str, float] = {}
+    rest, open_devices = float(total), set(weights)
+    while open_devices:
+        sum_weights = sum(weights[device] for device in open_devices)
+        full = {d for d in open_devices if rest * weights[d] / sum_weights >= room[d]}
+        if not full:
+            of_device.update({d: rest * weights[d] / sum_weights for d in open_devices})
+            break
+        of_device.update({d: float(room[d]) for d in full})
+        rest = max(0.0, rest - sum(room[d] for d in full))
+        open_devices -= full
+    return [of_device[share.device] * share.weight / weights[share.device] for share in shares]
+
+
+def _place(
+    num_bytes: int,
+    shares: Sequence[PathShare],
+    targets: Sequence[float],
+    room: dict[str, int],
+    used: list[int],
+    unit_bytes: int,
+) -> tuple[Piece, ...]:
+    """Appends one slot, unit by unit, each to the path that is furthest behind its target."""
+    pieces: list[Piece] = []
+    while num_bytes > 0:
+        wanted = min(unit_bytes, num_bytes)
+        open_paths = [i for i, share in enumerate(shares) if room[share.device] > 0]
+        path = min(
+            open_paths, key=lambda i: ((used[i] + wanted) / targets[i] if targets[i] > 0 else math.inf, i)
+        )
+        size = min(wanted, room[shares[path].device])
+        last = pieces[-1] if pieces else None
+        if last is not None and last.path == path:
+            pieces[-1] = Piece(path, last.offset, last.num_bytes + size)
+        else:
+            pieces.append(Piece(path, used[path], size))
+        used[path] += size
+        room[shares[path].device] -= size
+        num_bytes -= size
+    return tuple(pieces)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of stores: at interpreter exit, after an exception, SIGINT or SIGTERM, and in forked children.
+
+At the end everything registered with :func:`register_closer` runs first, last registered first (threads that
+still do I/O), then the stores are closed. A SIGTERM handler is installed only where nobody installed one, and
+is gone when the last store is closed: it turns SIGTERM into ``SystemExit(143)`` in the main thread, so that
+the interpreter unwinds. A forked child (a DataLoader worker) inherits files and handlers; it drops them
+untouched.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Protocol
+
+__all__ = ["Closable", "forget_store", "install", "register_closer", "register_store", "shutdown"]
+
+logger = logging.getLogger("ds_fuyou")
+
+_SIGTERM_STATUS = 128 + signal.SIGTERM
+
+
+class Closable(Protocol):
+    """What the registry asks of a store."""
+
+    def close(self) -> None:
+        """Idempotent."""
+
+    def abandon(self) -> None:
+        """In a forked child: lets go of descriptors and touches nothing on storage."""
+
+
+class _Registry:
+    def __init__(self) -> None:
+        self.stores: list[Closable] = []
+        self.closers: list[Callable[[], None]] = []
+        self.hooked = False
+        self.shutting_down = False
+
+
+_registry = _Registry()
+
+
+def install() -> None:
+    """Hooks interpreter exit and fork once, and SIGTERM where it is free. Called before creation."""
+    if not _registry.hooked:
+        _registry.hooked = True
+        atexit.register(shutdown)
+        os.register_at_fork(after_in_child=_after_fork_in_child)
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    ):
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def register_store(store: Closable) -> None:
+    """Has the store closed at the end of the process, unless :func:`forget_store` comes first."""
+    install()
+    _registry.stores.append(store)
+
+
+def forget_store(store: Closable) -> None:
+    """The store is closed. After the last one SIGTERM is as it was. Unknown stores are ignored."""
+    _registry.stores = [known for known in _registry.stores if known is not store]
+    if not _registry.stores and not _registry.shutting_down:
+        _restore_sigterm()
+
+
+def register_closer(closer: Callable[[], None]) -> Callable[[], None]:
+    """Has ``closer`` run at the end, before the stores are closed; it must be idempotent.
+
+    Returns a function that takes the registration back.
+    """
+    install()
+    entry = lambda: closer()  # noqa: E731  # an identity of its own: the same closer may be registered twice
+    _registry.closers.append(entry)
+
+    def forget() -> None:
+        _registry.closers = [known for known in _registry.closers if known is not entry]
+
+    return forget
+
+
+def shutdown() -> None:
+    """Runs all closers, then closes all stores; last registered first. A failing one does not stop the
+    others.
+    """
+    _registry.shutting_down = True
+    try:
+        while _registry.closers:
+            _run(_registry.closers.pop())
+        while _registry.stores:
+            _run(_registry.stores.pop().close)
+    finally:
+        _registry.shutting_down = False
+    _restore_sigterm()
+
+
+def _run(action: Callable[[], None]) -> None:
+    try:
+        action()
+    except BaseException:  # a second Ctrl-C gives up on this one only
+        logger.exception("closing at the end of the run failed; the rest is closed all the same")
+
+
+def _on_sigterm(_number: int, _frame: FrameType | None) -> None:
+    if not _registry.shutting_down:  # the second signal finds the end under way
+        raise SystemExit(_SIGTERM_STATUS)
+
+
+def _restore_sigterm() -> None:
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is _on_sigterm
+    ):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _after_fork_in_child() -> None:
+    for store in _registry.stores:
+        store.abandon()
+    _registry.stores, _registry.closers = [], []
+    _restore_sigterm()

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small checksummed JSON files, replaced atomically: the manifest and the commit record.
+
+The first line names kind, format version, SHA-256 and length of the JSON text that follows, so that a torn or
+altered file is told from a good one whatever byte is wrong.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_fuyou.errors import FuyouChecksumError, FuyouStorageError
+from ds_fuyou.storage.layout import Piece, RegionLayout, StoreLayout
+from ds_fuyou.storage.types import JsonValue, RegionSpec, RunIdentity
+
+__all__ = [
+    "COMMIT_NAME",
+    "MANIFEST_NAME",
+    "Manifest",
+    "ProcessMark",
+    "read_manifest",
+    "read_record",
+    "write_manifest",
+    "write_record",
+]
+
+MANIFEST_NAME = "manifest.json"
+COMMIT_NAME = "commit.json"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ProcessMark:
+    """Names one process for good: a pid is reused, and means nothing after a reboot or elsewhere."""
+
+    pid: int
+    start_ticks: int
+    boot_id: str
+    host: str
+
+    @classmethod
+    def of_this_process(cls) -> ProcessMark:
+        return cls(os.getpid(), _start_ticks(os.getpid()), _boot_id(), os.uname().nodename)
+
+    def is_alive(self) -> bool:
+        """False too when it ran on another host or before a reboot."""
+        return self.boot_id == _boot_id() and self.start_ticks == _start_ticks(self.pid) != 0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The frozen description of a store; every directory of the store holds it with its own ``index``.
+
+    Attributes:
+        store_id: random, the same in every directory of one store.
+        index: which of ``directories`` this is; the first one holds the commit record.
+        started: seconds since the epoch.
+        keep: state stays after the run's end.
+        checksum: whether chunk data is checksummed by whoever writes it.
+    """
+
+    store_id: str
+    index: int
+    directories: tuple[str, ...]
+    identity: RunIdentity
+    process: ProcessMark
+    started: float
+    keep: bool
+    checksum: bool
+    layout: StoreLayout
+
+
+def write_manifest(dir_fd: int, directory: Path, manifest: Manifest) -> None:
+    """Raises :class:`FuyouStorageError` when it cannot be made durable."""
+    payload: dict[str, JsonValue] = {
+        "store_id": manifest.store_id,
+        "index": manifest.index,
+        "directories": list(manifest.directories),
+        "identity": vars(manifest.identity),
+        "process": vars(manifest.process),
+        "started": manifest.started,
+        "keep": manifest.keep,
+        "checksum": manifest.checksum,
+        "file_bytes": list(manifest.layout.file_bytes),
+        "regions": [
+            {
+                "name": region.spec.name,
+                "num_bytes": region.spec.num_bytes,
+                "stripes": [[[p.path, p.offset, p.num_bytes] for p in pieces] for pieces in region.slots],
+            }
+            for region in manifest.layout.regions
+        ],
+    }
+    write_record(dir_fd, directory, MANIFEST_NAME, payload)
+
+
+def read_manifest(dir_fd: int, directory: Path) -> Manifest | None:
+    """None when there is none yet.
+
+    Raises:
+        FuyouStorageError: it cannot be read, or another version of the package wrote it.
+        FuyouChecksumError: it is torn or was altered.
+    """
+    payload = read_record(dir_fd, directory, MANIFEST_NAME)
+    if payload is None:
+        return None
+    regions = []
+    for entry in payload["regions"]:
+        slots = tuple(tuple(Piece(*piece) for piece in pieces) for pieces in entry["stripes"])
+        regions.append(RegionLayout(RegionSpec(entry["name"], entry["num_bytes"], len(slots)), slots))
+    return Manifest(
+        store_id=payload["store_id"],
+        index=payload["index"],
+        directories=tuple(payload["directories"]),
+        identity=RunIdentity(**payload["identity"]),
+        process=ProcessMark(**payload["process"]),
+        started=payload["started"],
+        keep=payload["keep"],
+        checksum=payload["checksum"],
+        layout=StoreLayout(tuple(regions), tuple(payload["file_bytes"])),
+    )
+
+
+def write_record(dir_fd: int, directory: Path, name: str, payload: Mapping[str, JsonValue]) -> None:
+    """Replaces ``name`` in one atomic step; when it returns the new content survives a power cut.
+
+    Raises:
+        FuyouStorageError: nothing changed, or (when only the directory's fsync failed) it may not be durable.
+    """
+    body = json.dumps(payload, separators=(",", ":"), sort_keys=True).encode()
+    header = f"ds_fuyou {name} {_VERSION} {hashlib.sha256(body).hexdigest()} {len(body)}\n".encode()
+    temporary = f"{name}.tmp"
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(temporary, flags, 0o600, dir_fd=dir_fd)
+        try:
+            _write_all(fd, header + body)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        os.fsync(dir_fd)
+    except OSError as error:
+        message = f"writing {name} failed; the last committed state is intact"
+        raise FuyouStorageError(error.errno or errno.EIO, message, str(directory / name)) from error
+
+
+def read_record(dir_fd: int, directory: Path, name: str) -> dict[str, Any] | None:
+    """The payload, None when the file does not exist; raises as :func:`read_manifest` does."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+        with os.fdopen(fd, "rb") as file:
+            header, _, body = file.read().partition(b"\n")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise FuyouStorageError(
+            error.errno or errno.EIO, f"reading {name} failed", str(directory / name)
+        ) from error
+    words = header.decode("ascii", "replace").split(" ")
+    digest = hashlib.sha256(body).hexdigest()
+    if (
+        len(words) == 5
+        and words[:2] == ["ds_fuyou", name]
+        and words[2] != str(_VERSION)
+        and words[3] == digest
+    ):
+        message = f"{name} must be of format {_VERSION}, found {words[2]}; use the ds_fuyou that wrote it"
+        raise FuyouStorageError(errno.EINVAL, message, str(directory / name))
+    if words != ["ds_fuyou", name, str(_VERSION), digest, str(len(body))]:
+        message = f"{name} is torn or was altered (checksum mismatch); start again from the last checkpoint"
+        raise FuyouChecksumError(errno.EBADMSG, message, str(directory / name))
+    payload: dict[str, Any] = json.loads(body)
+    return payload
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _start_ticks(pid: int) -> int:
+    """Field 22 of /proc/PID/stat; 0 when the process does not exist, is a zombie, or /proc is not there."""
+    try:
+        fields = (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
+        return 0 if fields[0] in "ZX" else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return "unknown"

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slot store: which extents of which files hold region R, slot S, and what was committed last.
+
+It owns directories, locks, files, layout, manifest and commit record, and moves no bulk bytes: the I/O engine
+does. A writer fills spare slots, then :meth:`SlotStore.commit` makes the data durable and flips the slots by
+one small record. A crash at any instant leaves the last record, and with two slots the data it names.
+"""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
+from ds_fuyou.storage import cleanup, lifetime
+from ds_fuyou.storage.creation import CreateOptions, StoreFiles, create_files, open_files
+from ds_fuyou.storage.layout import Piece, SlotChoice, choose_num_slots
+from ds_fuyou.storage.probe import Probe, probe_path
+from ds_fuyou.storage.records import COMMIT_NAME, read_record, write_record
+from ds_fuyou.storage.types import PAGE_BYTES, CommitRecord, Extent, JsonValue, RegionSpec, RunIdentity
+
+__all__ = [
+    "CommitRecord",
+    "Extent",
+    "JsonValue",
+    "RegionSpec",
+    "RunIdentity",
+    "SlotChoice",
+    "SlotStore",
+    "choose_num_slots",
+]
+
+logger = logging.getLogger("ds_fuyou")
+
+
+class SlotStore:
+    """The open store of one rank. Thread-safe; :meth:`close` only after all I/O on its extents has ended.
+
+    Every method but :meth:`close` and :meth:`paths_of_fd` raises :class:`FuyouStateError` once it is closed,
+    and in a forked child, where it counts as closed.
+    """
+
+    def __init__(self, files: StoreFiles, keep: bool, last: CommitRecord | None) -> None:
+        self._files, self._keep, self._last = files, keep, last
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._failure = ""
+        self._regions = {region.spec.name: region.spec for region in files.manifest.layout.regions}
+        self._paths = {file.fd: file.path for file in files.files}
+        self._extents: dict[tuple[str, int], tuple[Extent, ...]] = {}
+        self._begins: dict[tuple[str, int], list[int]] = {}
+        for region in files.manifest.layout.regions:
+            for slot, pieces in enumerate(region.slots):
+                self._add_slot((region.spec.name, slot), pieces)
+
+    def _add_slot(self, key: tuple[str, int], pieces: Sequence[Piece]) -> None:
+        begins, at = [], 0
+        for piece in pieces:
+            begins.append(at)
+            at += piece.num_bytes
+        self._begins[key] = begins
+        self._extents[key] = tuple(
+            Extent(self._files.files[p.path].fd, p.offset, p.num_bytes) for p in pieces
+        )
+
+    @classmethod
+    def create(
+        cls,
+        paths: Sequence[Path],
+        regions: Sequence[RegionSpec],
+        identity: RunIdentity,
+        *,
+        weights: Sequence[float] | None = None,
+        budget_bytes: int | None = None,
+        keep: bool = False,
+        direct: bool | None = None,
+        checksum: bool = True,
+        probe: Probe = probe_path,
+    ) -> SlotStore:
+        """Allocates everything in ``PATH/ds_fuyou/<run_id>-rank<r>/`` of every path, or raises and leaves
+        nothing.
+
+        Args:
+            paths: existing directories, best one a device.
+            weights: relative bandwidth of the paths; equal when None.
+            budget_bytes: most bytes on storage; None for no limit but the free space.
+            keep: state stays when the store is closed.
+            direct: True needs O_DIRECT on every path, False does without, None takes what works.
+            checksum: recorded for whoever writes chunk data; manifest and record are always checksummed.
+            probe: looks at a path; tests give their own.
+
+        Raises:
+            FuyouConfigError: no region, a name or path twice, bad weights, or more bytes than the budget.
+            FuyouStorageError: a path is missing, no directory, a symbolic link, read-only or not writable;
+                too little space (needed and free bytes are named); no O_DIRECT where it was asked for.
+            FuyouStateError: a directory of this run_id and rank exists.
+        """
+        lifetime.install()
+        if identity.rank == 0:
+            cleanup.report_stale(paths, logger)
+        options = CreateOptions(weights, budget_bytes, keep, direct, checksum, probe)
+        files = create_files(paths, regions, identity, options)
+        store = cls(files, keep, None)
+        lifetime.register_store(store)
+        return store
+
+    @classmethod
+    def open(cls, directories: Sequence[Path], identity: RunIdentity | None) -> SlotStore:
+        """Takes over state that was kept or left by a crash: all directories of one rank, in any order.
+
+        It stays when the store is closed, unless ``close(remove=True)``. The run_id of ``identity`` is not
+        compared; None skips the comparison.
+
+        Raises:
+            FuyouStateError: a process holds it, or it is of another model, rank or world size.
+            FuyouStorageError: a directory or file is missing, changed in size or no state of this package.
+            FuyouChecksumError: manifest or commit record is torn or was altered.
+        """
+        lifetime.install()
+        files = open_files(directories, identity)
+        try:
+            store = cls(files, True, _read_commit(files))
+        except BaseException:
+            for file, run in zip(files.files, files.runs, strict=True):
+                os.close(file.fd)
+                run.release()
+            raise
+        lifetime.register_store(store)
+        return store
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """The run's directory in every path; together they are what :meth:`open` takes."""
+        return tuple(run.path for run in self._files.runs)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes allocated on all paths."""
+        return self._files.manifest.layout.total_bytes
+
+    @property
+    def direct(self) -> bool:
+        """Whether all files are open with O_DIRECT."""
+        return not any(file.buffered_because for file in self._files.files)
+
+    @property
+    def keep(self) -> bool:
+        """Whether the state stays when the store is closed."""
+        return self._keep
+
+    @property
+    def checksum(self) -> bool:
+        """Whether chunk data is meant to carry checksums."""
+        return self._files.manifest.checksum
+
+    @property
+    def regions(self) -> Mapping[str, RegionSpec]:
+        """All regions by name."""
+        return dict(self._regions)
+
+    def paths_of_fd(self, fd: int) -> Path:
+        """The data file behind a descriptor, also after closing; for error messages."""
+        if fd not in self._paths:
+            raise FuyouStateError(f"descriptor {fd} is none of this store's, which has {sorted(self._paths)}")
+        return self._paths[fd]
+
+    def extents(self, region: str, slot: int) -> tuple[Extent, ...]:
+        """Where the slot lies, in logical order; together the region's ``num_bytes``. ValueError if it is
+        unknown.
+        """
+        self._check_open()
+        return self._extents[self._key(region, slot)]
+
+    def range_extents(self, region: str, slot: int, begin: int, end: int) -> tuple[Extent, ...]:
+        """Where bytes [begin, end) of the slot lie, in logical order.
+
+        Raises ValueError unless both are multiples of 4096 and lie within the region.
+        """
+        self._check_open()
+        key = self._key(region, slot)
+        num_bytes = self._regions[region].num_bytes
+        if not 0 <= begin <= end <= num_bytes or begin % PAGE_BYTES or end % PAGE_BYTES:
+            raise ValueError(
+                f"a range of {region} must be multiples of {PAGE_BYTES} in [0, {num_bytes}], "
+                f"found [{begin}, {end})"
+            )
+        begins, whole = self._begins[key], self._extents[key]
+        found = []
+        index = bisect.bisect_right(begins, begin) - 1
+        while begin < end:
+            extent, skip = whole[index], begin - begins[index]
+            size = min(extent.num_bytes - skip, end - begin)
+            found.append(Extent(extent.fd, extent.offset + skip, size))
+            begin += size
+            index += 1
+        return tuple(found)
+
+    def sync_data(self) -> None:
+        """Makes everything written so far durable.
+
+        Raises:
+            FuyouStorageError: a device could not; nothing may be committed after that, because the kernel
+                forgets which pages were lost.
+        """
+        with self._lock:
+            self._check_open()
+            self._sync_data()
+
+    def commit(self, step: int, slots: Mapping[str, int], meta: Mapping[str, JsonValue]) -> None:
+        """Makes all data durable, then records ``slots`` as the state of ``step`` in one atomic step.
+
+        Names in ``slots`` are regions, or names of the caller's own for what it keeps in several regions.
+
+        Raises:
+            FuyouStorageError: data or record could not be made durable; later commits are refused.
+            FuyouStateError: closed, or an earlier commit failed.
+            ValueError: a slot that its region does not have, or a negative step.
+        """
+        self._check_slots(step, slots)
+        payload: dict[str, JsonValue] = {
+            "store_id": self._files.manifest.store_id,
+            "step": step,
+            "slots": dict(slots),
+            "meta": dict(meta),
+        }
+        with self._lock:
+            self._check_open()
+            self._sync_data()
+            run = self._files.runs[0]
+            try:
+                write_record(run.fd, run.path, COMMIT_NAME, payload)
+            except FuyouStorageError as error:
+                self._failure = str(error)
+                raise
+            self._last = CommitRecord(step, dict(slots), dict(meta), _is_intact(slots, self._regions))
+
+    def last_commit(self) -> CommitRecord | None:
+        """What :meth:`commit` recorded last, in this process or before; None when nothing was committed."""
+        self._check_open()
+        return self._last
+
+    def close(self, remove: bool | None = None) -> None:
+        """Closes the files and removes them with their directory, or lets them stay. Idempotent.
+
+        ``remove`` None removes unless the state is kept. What cannot be removed is logged. Does nothing to
+        the files in a forked child.
+        """
+        if os.getpid() != self._pid:
+            self.abandon()
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            for file in self._files.files:
+                os.close(file.fd)
+            for run in self._files.runs:
+                if remove if remove is not None else not self._keep:
+                    run.discard()
+                else:
+                    run.release()
+        finally:
+            lifetime.forget_store(self)
+
+    def abandon(self) -> None:
+        """In a forked child: closes its copies of the descriptors; files and locks stay the parent's."""
+        if self._closed:
+            return
+        self._closed = True
+        self._lock = threading.Lock()  # a thread that is not in the child may have held it
+        for file in self._files.files:
+            os.close(file.fd)
+        for run in self._files.runs:
+            run.abandon()
+
+    def _sync_data(self) -> None:
+        if self._failure:
+            raise FuyouStateError(f"nothing more can be committed after a failure: {self._failure}")
+        for file in self._files.files:
+            try:
+                os.fdatasync(file.fd)
+            except OSError as error:
+                message = "making data durable failed; the last committed state is intact"
+                failure = FuyouStorageError(error.errno or errno.EIO, message, str(file.path))
+                self._failure = str(failure)
+                raise failure from error
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise FuyouStateError(
+                f"the store in {self._files.runs[0].path} must be open; it is closed in this process"
+            )
+
+    def _key(self, region: str, slot: int) -> tuple[str, int]:
+        if (region, slot) not in self._extents:
+            known = self._regions.get(region)
+            found = (
+                f"it has {known.num_slots} slots"
+                if known
+                else f"it is none of the {len(self._regions)} regions"
+            )
+            raise ValueError(f"slot {slot} of region {region} must exist; {found}")
+        return region, slot
+
+    def _check_slots(self, step: int, slots: Mapping[str, int]) -> None:
+        for name, slot in slots.items():
+            known = self._regions.get(name)
+            if not 0 <= slot < (known.num_slots if known else 2):
+                raise ValueError(f"the slot of {name} must be 0 or 1 and exist, found {slot}")
+        if step < 0:
+            raise ValueError(f"the step of a commit must not be negative, found {step}")
+
+
+def _read_commit(files: StoreFiles) -> CommitRecord | None:
+    run = files.runs[0]
+    payload = read_record(run.fd, run.path, COMMIT_NAME)
+    if payload is None:
+        return None
+    if payload["store_id"] != files.manifest.store_id:
+        message = f"{COMMIT_NAME} is of another store than the manifest; start again from the last checkpoint"
+        raise FuyouChecksumError(errno.EBADMSG, message, str(run.path / COMMIT_NAME))
+    regions = {region.spec.name: region.spec for region in files.manifest.layout.regions}
+    return CommitRecord(
+        payload["step"], payload["slots"], payload["meta"], _is_intact(payload["slots"], regions)
+    )
+
+
+def _is_intact(slots: Mapping[str, int], regions: Mapping[str, RegionSpec]) -> bool:
+    """Whether every name has two slots; names that are no region have as many as the region with most."""
+    most = max(region.num_slots for region in regions.values())
+    return all((regions[name].num_slots if name in regions else most) == 2 for name in slots)
