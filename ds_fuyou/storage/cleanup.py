@@ -94,9 +94,7 @@ def remove_state(state: StateDirectory) -> None:
 
 
 def report_stale(paths: Sequence[Path], logger: logging.Logger) -> None:
-    """Names the state of dead runs and the command that removes it. Deletes nothing; paths in error are
-    skipped.
-    """
+    """Names state of dead runs and the command that removes it. Deletes nothing; skips paths in error."""
     for path in paths:
         with contextlib.suppress(OSError):
             for state in find_state(path):

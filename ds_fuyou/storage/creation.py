@@ -28,9 +28,7 @@ logger = logging.getLogger("ds_fuyou")
 
 @dataclass(frozen=True)
 class CreateOptions:
-    """How to create: relative bandwidth of the paths, most bytes, and what :meth:`SlotStore.create`
-    documents.
-    """
+    """The choices of :meth:`SlotStore.create`, documented there."""
 
     weights: Sequence[float] | None = None
     budget_bytes: int | None = None

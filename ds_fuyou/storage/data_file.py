@@ -89,9 +89,7 @@ def open_data_file(run: RunDirectory, num_bytes: int, buffered_because: str) -> 
 
 
 def preallocate(fd: int, num_bytes: int) -> None:
-    """Allocates the blocks of [0, num_bytes) (none for 0), by writing zeros where the filesystem cannot
-    allocate otherwise.
-    """
+    """Allocates the blocks of [0, num_bytes); writes zeros where the filesystem cannot otherwise."""
     if num_bytes == 0:
         return
     try:

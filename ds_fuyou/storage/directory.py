@@ -2,10 +2,10 @@
 """The directories and locks of the store: ``PATH/ds_fuyou`` and, in it, one directory a run and rank.
 
 [Note: two locks] The *root lock* is a flock on the directory ``ds_fuyou`` itself, held while a run directory
-is created, reopened or cleaned up; so nobody sees, counts free bytes beside, or removes a half-made one. The
-*run lock* is a flock on the file ``lock`` in the run directory, held until the store is closed. Both vanish
-with their process, however it ends. Everything below PATH is reached relative to open descriptors and without
-following symbolic links.
+is created, reopened, looked at or cleaned up; so nobody sees, removes or counts free bytes beside a half-made
+one. The *run lock* is a flock on the file ``lock`` in the run directory, held until the store is closed. Both
+vanish with their process, however it ends. Everything below PATH is reached relative to open descriptors and
+without following symbolic links.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ _OUR_NAMES = (COMMIT_NAME, *_TEMPORARY, DATA_NAME, MANIFEST_NAME, LOCK_NAME)
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}-rank\d{1,9}")
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_LIMIT_SECS = 600.0
-_RUN_LOCK_LIMIT_SECS = 2.0  # `find_state` holds a run lock for an instant
 _LOCK_POLL_SECS = 0.02
 _LOCK_TELL_SECS = 5.0
 
@@ -68,9 +67,7 @@ def foreign_names(run_fd: int) -> list[str]:
 
 
 def try_lock(fd: int, mode: int, limit_secs: float, what: str) -> bool:
-    """Waits for a flock (``mode`` is LOCK_EX or LOCK_SH) up to the limit; says what it waits for when that
-    lasts.
-    """
+    """Waits for a flock (LOCK_EX or LOCK_SH) up to the limit; says what it waits for when that lasts."""
     begin, told = time.monotonic(), False
     while True:
         try:
@@ -162,9 +159,7 @@ class StateRoot:
             os.close(path_fd)
 
     def close(self, *, drop_if_empty: bool) -> None:
-        """Closes the descriptor; first removes ``ds_fuyou`` if asked, and if it is empty and nobody creates
-        in it.
-        """
+        """Closes the descriptor; first removes ``ds_fuyou`` if asked, if it is empty and nobody uses it."""
         try:
             if drop_if_empty and try_lock(self.fd, fcntl.LOCK_EX, 0.0, str(self.path)):
                 self._drop()
@@ -249,7 +244,7 @@ class RunDirectory:
                 raise FuyouStorageError(errno.EPERM, message, str(path))
             flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | lock_flags
             opened.append(os.open(LOCK_NAME, flags, 0o600, dir_fd=opened[0]))
-            if not try_lock(opened[1], fcntl.LOCK_EX, _RUN_LOCK_LIMIT_SECS, str(path)):
+            if not try_lock(opened[1], fcntl.LOCK_EX, 0.0, str(path)):
                 raise FuyouStateError(f"{path} is in use by a running process; wait for its end or stop it")
         except BaseException as error:
             for fd in opened:
@@ -267,6 +262,30 @@ class RunDirectory:
             FuyouStorageError: something stays, named with what is foreign in the directory.
         """
         try:
+            self._delete()
+        finally:
+            self._close(drop_root=True)
+
+    def discard(self) -> None:
+        """As :meth:`remove`; what goes wrong is logged. Ctrl-C and SIGTERM are raised when it is done."""
+        interrupt: BaseException | None = None
+        try:
+            while True:
+                try:
+                    self._delete()
+                    break
+                except OSError as error:
+                    logger.warning("%s", error)
+                    break
+                except BaseException as error:
+                    interrupt = error
+        finally:
+            self._close(drop_root=True)
+        if interrupt is not None:
+            raise interrupt
+
+    def _delete(self) -> None:
+        try:
             for name in _OUR_NAMES:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=self.fd)
@@ -276,15 +295,6 @@ class RunDirectory:
             left = ", ".join(foreign_names(self.fd)) or "nothing foreign"
             message = f"the state directory cannot be removed; remove it by hand. Found in it: {left}"
             raise FuyouStorageError(error.errno or errno.EIO, message, str(self.path)) from error
-        finally:
-            self._close(drop_root=True)
-
-    def discard(self) -> None:
-        """As :meth:`remove`; what goes wrong is logged."""
-        try:
-            self.remove()
-        except OSError as error:
-            logger.warning("%s", error)
 
     def release(self) -> None:
         """Lets go of the directory and leaves it as it is."""

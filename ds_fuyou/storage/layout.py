@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every byte of every region and slot lies: striping over paths, and the number of slots. Pure
-functions.
+"""Where every byte of every region and slot lies: striping over paths, and the number of slots. All pure.
 
 A region is cut into units of 4 MiB that go to the paths in proportion to their weights (measured bandwidth),
 so that reading one chunk uses every device; a region of one unit or less lies on one path. Where a device is
@@ -113,8 +112,8 @@ def choose_num_slots(
         return SlotChoice(2, "")
     reason = (
         f"one slot a chunk: two need {bytes_two_slots} bytes and {limit}. With one ({bytes_one_slot} bytes) "
-        f"crash consistency and speculate are lost: updates wait for the end of backward, and a crash may cost the "
-        f"state since the last checkpoint. Free space, raise the budget or add an nvme_path"
+        f"crash consistency and speculate are lost: updates wait for the end of backward, and a "
+        f"crash may cost the state since the last checkpoint. Free space, raise the budget or add a path"
     )
     return SlotChoice(1, reason)
 
@@ -152,7 +151,7 @@ def stripe(
 
 
 def _targets(total: int, shares: Sequence[PathShare], room: Mapping[str, int]) -> list[float]:
-    """Bytes each path should take: proportional to its weight, capped by its device, the excess shared out."""
+    """Bytes each path should take: by weight, capped by its device, what is over going to the others."""
     weights: dict[str, float] = {}
     for share in shares:
         weights[share.device] = weights.get(share.device, 0.0) + share.weight

@@ -145,7 +145,7 @@ def _open_unnamed(path_fd: int, path: Path) -> int:
 def _filesystem_type(fd: int) -> str:
     """By the mount id of the descriptor, which is right where device numbers are not (overlayfs, btrfs)."""
     try:
-        info = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii")
+        info = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="utf-8")
         mount_id = next(line.split()[1] for line in info.splitlines() if line.startswith("mnt_id:"))
         with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
             for line in mounts:

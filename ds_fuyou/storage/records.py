@@ -164,7 +164,7 @@ def read_record(dir_fd: int, directory: Path, name: str) -> dict[str, Any] | Non
         raise FuyouStorageError(
             error.errno or errno.EIO, f"reading {name} failed", str(directory / name)
         ) from error
-    words = header.decode("ascii", "replace").split(" ")
+    words = header.decode("utf-8", "replace").split(" ")
     digest = hashlib.sha256(body).hexdigest()
     if (
         len(words) == 5
@@ -200,6 +200,6 @@ def _start_ticks(pid: int) -> int:
 
 def _boot_id() -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return "unknown"

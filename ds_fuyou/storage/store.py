@@ -258,16 +258,20 @@ class SlotStore:
             if self._closed:
                 return
             self._closed = True
-        try:
-            for file in self._files.files:
-                os.close(file.fd)
-            for run in self._files.runs:
+        for file in self._files.files:
+            os.close(file.fd)
+        interrupts: list[BaseException] = []
+        for run in self._files.runs:
+            try:
                 if remove if remove is not None else not self._keep:
                     run.discard()
                 else:
                     run.release()
-        finally:
-            lifetime.forget_store(self)
+            except BaseException as error:  # Ctrl-C or SIGTERM: the other directories go first
+                interrupts.append(error)
+        lifetime.forget_store(self)
+        if interrupts:
+            raise interrupts[0]
 
     def abandon(self) -> None:
         """In a forked child: closes its copies of the descriptors; files and locks stay the parent's."""

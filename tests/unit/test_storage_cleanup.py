@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of dead runs is found, named and removed on request; state in use, and what is not ours, never."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ds_fuyou.errors import FuyouStateError, FuyouStorageError
+from ds_fuyou.log import get_logger
+from ds_fuyou.storage.cleanup import StateDirectory, find_state, remove_state, report_stale
+from ds_fuyou.storage.store import RegionSpec, SlotStore
+from tests.unit.storage_support import PAGE, all_files, identity
+
+REGIONS = [RegionSpec("r", 64 * PAGE, 2)]
+HOLD = """
+import sys, time
+from pathlib import Path
+from ds_fuyou.storage.store import *
+store = SlotStore.create([Path(p) for p in sys.argv[2:]], [RegionSpec("r", 4096 * 64, 2)],
+                         RunIdentity("model", 0, 1, sys.argv[1]))
+store.commit(1, {"r": 0}, {})
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def start_holder(run_id: str, *paths: Path) -> subprocess.Popen[str]:
+    """A process that holds an open store in the paths, until it is killed."""
+    arguments = [sys.executable, "-c", HOLD, run_id, *map(str, paths)]
+    holder = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "ready\n"
+    return holder
+
+
+def end(holder: subprocess.Popen[str], number: int = signal.SIGKILL) -> None:
+    holder.send_signal(number)
+    holder.communicate(timeout=60)
+
+
+@pytest.fixture
+def dead(tmp_path: Path) -> StateDirectory:
+    """What a killed run left in tmp_path."""
+    end(start_holder("dead", tmp_path))
+    (state,) = find_state(tmp_path)
+    return state
+
+
+def test_two_processes_in_one_path_and_the_killed_one_is_stale(tmp_path: Path) -> None:
+    holders = [start_holder(run_id, tmp_path) for run_id in ("one", "two")]
+    states = find_state(tmp_path)
+    assert [(state.run_id, state.alive) for state in states] == [("one", True), ("two", True)]
+    end(holders[0])
+    one, two = find_state(tmp_path)
+    assert (one.alive, two.alive) == (False, True)
+    with pytest.raises(FuyouStateError, match="two-rank0 is in use by a running process"):
+        remove_state(two)
+    remove_state(one)
+    assert [state.run_id for state in find_state(tmp_path)] == ["two"]
+    end(holders[1], signal.SIGTERM)
+    assert all_files(tmp_path) == []
+
+
+def test_what_is_told_of_a_dead_run(dead: StateDirectory, tmp_path: Path) -> None:
+    assert dead.path == tmp_path / "ds_fuyou" / "dead-rank0"
+    assert (dead.rank, dead.model_fingerprint, dead.kept, dead.in_use) == (0, "model", False, False)
+    assert dead.num_bytes >= 2 * 64 * PAGE
+    assert dead.started > 1.7e9
+
+
+def test_state_left_by_a_crash_can_be_opened(dead: StateDirectory) -> None:
+    store = SlotStore.open([dead.path], identity("other"))
+    record = store.last_commit()
+    store.close(remove=True)
+    assert record is not None
+    assert record.step == 1
+
+
+def test_the_next_run_names_it_with_the_command_and_deletes_nothing(
+    dead: StateDirectory, tmp_path: Path, told: Callable[[], str]
+) -> None:
+    before = all_files(tmp_path)
+    SlotStore.create([tmp_path], REGIONS, identity("next")).close()
+    assert f"{dead.path}: " in told()
+    assert "left by the dead run dead (rank 0" in told()
+    assert f"remove with: fuyou clean {tmp_path}" in told()
+    assert all_files(tmp_path) == before
+
+
+def test_other_ranks_do_not_repeat_it(dead: StateDirectory, tmp_path: Path, told: Callable[[], str]) -> None:
+    SlotStore.create([tmp_path], REGIONS, identity("next", 1, 2)).close()
+    assert "fuyou clean" not in told()
+
+
+def test_kept_state_is_told_apart_and_paths_are_quoted(tmp_path: Path, told: Callable[[], str]) -> None:
+    path = tmp_path / "my disk"
+    path.mkdir()
+    code = HOLD.replace("sys.argv[1])", "sys.argv[1]), keep=True").replace("time.sleep(100)", "")
+    subprocess.run(
+        [sys.executable, "-c", code, "kept", str(path)], check=True, timeout=60, capture_output=True
+    )
+    report_stale([path, tmp_path / "missing"], get_logger())
+    assert "kept by kept (rank 0" in told()
+    assert f"fuyou clean '{path}'" in told()
+
+
+def test_live_state_is_not_reported(tmp_path: Path, told: Callable[[], str]) -> None:
+    store = SlotStore.create([tmp_path], REGIONS, identity())
+    report_stale([tmp_path], get_logger())
+    store.close()
+    assert "fuyou clean" not in told()
+
+
+def test_a_pid_that_another_process_has_now_is_no_life(dead: StateDirectory, tmp_path: Path) -> None:
+    from ds_fuyou.storage.records import ProcessMark
+
+    mine = ProcessMark.of_this_process()
+    assert mine.is_alive()
+    assert not replace(mine, start_ticks=mine.start_ticks + 1).is_alive()
+    assert not replace(mine, boot_id="before the reboot").is_alive()
+    assert not replace(mine, pid=2**22 + 1).is_alive()
+
+
+def test_removing_takes_all_of_it_and_twice_is_once(dead: StateDirectory, tmp_path: Path) -> None:
+    remove_state(dead)
+    assert all_files(tmp_path) == []
+    remove_state(dead)
+
+
+def test_the_path_itself_may_be_gone(dead: StateDirectory, tmp_path: Path) -> None:
+    remove_state(replace(dead, path=tmp_path / "gone" / "ds_fuyou" / "dead-rank0"))
+    assert dead.path.exists()
+
+
+def test_foreign_files_are_refused_before_anything_is_deleted(dead: StateDirectory) -> None:
+    (dead.path / "thesis.tex").write_text("do not lose")
+    before = all_files(dead.path)
+    with pytest.raises(FuyouStorageError, match=r"found also: thesis\.tex") as caught:
+        remove_state(dead)
+    assert caught.value.errno == errno.ENOTEMPTY
+    assert all_files(dead.path) == before
+
+
+def test_links_are_not_followed(dead: StateDirectory, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "data").write_text("precious")
+    link = dead.path.parent / "link-rank0"
+    link.symlink_to(elsewhere)
+    assert [state.run_id for state in find_state(tmp_path)] == ["dead"]
+    with pytest.raises(FuyouStorageError, match="no symbolic link"):
+        remove_state(replace(dead, path=link))
+    (dead.path / "data").unlink()
+    (dead.path / "data").symlink_to(elsewhere / "data")
+    with pytest.raises(FuyouStorageError, match="found also: data"):
+        remove_state(dead)
+    assert (elsewhere / "data").read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["results", "dead-rank", "dead-rank0.bak", ".dead-rank0"])
+def test_other_names_are_not_ours(dead: StateDirectory, tmp_path: Path, name: str) -> None:
+    foreign = dead.path.parent / name
+    foreign.mkdir()
+    assert [state.run_id for state in find_state(tmp_path)] == ["dead"]
+    with pytest.raises(FuyouStorageError, match="must be a state directory"):
+        remove_state(replace(dead, path=foreign))
+    assert foreign.exists()
+
+
+def test_a_directory_outside_the_root_is_refused(dead: StateDirectory, tmp_path: Path) -> None:
+    outside = tmp_path / "other" / "dead-rank0"
+    outside.mkdir(parents=True)
+    with pytest.raises(FuyouStorageError, match="must be a state directory"):
+        remove_state(replace(dead, path=outside))
+    assert outside.exists()
+
+
+@pytest.mark.parametrize(
+    "missing", [["manifest.json"], ["manifest.json", "data"], ["lock"], ["data", "lock"]]
+)
+def test_half_made_directories_are_found_and_removed(
+    dead: StateDirectory, tmp_path: Path, missing: list[str]
+) -> None:
+    for name in missing:
+        (dead.path / name).unlink()
+    (state,) = find_state(tmp_path)
+    assert (state.run_id, state.rank, state.alive) == ("dead", 0, False)
+    remove_state(state)
+    assert all_files(tmp_path) == []
+
+
+def test_an_altered_manifest_does_not_hide_the_directory(dead: StateDirectory, tmp_path: Path) -> None:
+    (dead.path / "manifest.json").write_bytes(b"\xff nothing of sense")
+    (state,) = find_state(tmp_path)
+    assert state.model_fingerprint == ""
+    remove_state(state)
+    assert all_files(tmp_path) == []
+
+
+def test_finding_in_an_empty_or_missing_path(tmp_path: Path) -> None:
+    assert find_state(str(tmp_path)) == []
+    assert all_files(tmp_path) == []
+    with pytest.raises(FuyouStorageError, match="must be an existing directory"):
+        find_state(tmp_path / "missing")
+
+
+def test_the_root_of_several_users_stays(tmp_path: Path) -> None:
+    root = tmp_path / "ds_fuyou"
+    root.mkdir()
+    os.chmod(root, 0o1777)
+    SlotStore.create([tmp_path], REGIONS, identity()).close()
+    assert all_files(tmp_path) == ["ds_fuyou"]

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""However a process ends in order, its files are gone; children and the user's handlers are left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ds_fuyou.storage import lifetime
+from tests.unit.storage_support import all_files
+
+MAKE = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from ds_fuyou.storage import lifetime
+from ds_fuyou.storage.store import *
+path = Path(sys.argv[1])
+def make(run_id="run", **options):
+    identity = RunIdentity("model", 0, 1, run_id)
+    return SlotStore.create([path], [RegionSpec("r", 4096 * 64, 2)], identity, **options)
+def ready():
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+DATA = [
+    "ds_fuyou",
+    "ds_fuyou/run-rank0",
+    *(f"ds_fuyou/run-rank0/{name}" for name in ("data", "lock", "manifest.json")),
+]
+
+
+def run(code: str, path: Path, number: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs the code; with a signal number, sends that once the code says it is ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAKE + code, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    first = ""
+    if number is not None and process.stdout is not None:
+        first = process.stdout.readline()
+        process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    return subprocess.CompletedProcess([], process.returncode, first + out, err)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("make()", 0),
+        ("store = make(); raise ValueError('the script failed')", 1),
+        ("store = make(); sys.exit(3)", 3),
+        ("make('a'); make('b').close()", 0),
+    ],
+)
+def test_files_are_gone_after_an_end_without_close(tmp_path: Path, code: str, status: int) -> None:
+    done = run(code, tmp_path)
+    assert done.returncode == status, done.stderr
+    assert all_files(tmp_path) == []
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+def test_files_are_gone_after_a_signal(tmp_path: Path, number: int, status: int) -> None:
+    done = run("store = make(); ready()", tmp_path, number)
+    assert done.returncode == status, done.stderr
+    assert all_files(tmp_path) == []
+
+
+def test_kept_files_stay(tmp_path: Path) -> None:
+    assert run("make(keep=True); ready()", tmp_path, signal.SIGTERM).returncode == 143
+    assert all_files(tmp_path) == DATA
+
+
+def test_files_stay_after_a_kill(tmp_path: Path) -> None:
+    assert run("make(); ready()", tmp_path, signal.SIGKILL).returncode == -signal.SIGKILL
+    assert all_files(tmp_path) == DATA
+
+
+def test_a_handler_of_the_user_is_not_replaced(tmp_path: Path) -> None:
+    code = """
+signal.signal(signal.SIGTERM, lambda *_: (print("mine", flush=True), sys.exit(5)))
+make(); ready()
+"""
+    done = run(code, tmp_path, signal.SIGTERM)
+    assert (done.returncode, done.stdout) == (5, "ready\nmine\n")
+    assert all_files(tmp_path) == []
+
+
+def test_a_later_handler_of_the_user_wins_and_stays(tmp_path: Path) -> None:
+    code = """
+store = make()
+handler = lambda *_: sys.exit(6)
+signal.signal(signal.SIGTERM, handler)
+store.close()
+assert signal.getsignal(signal.SIGTERM) is handler
+make(); ready()
+"""
+    assert run(code, tmp_path, signal.SIGTERM).returncode == 6
+    assert all_files(tmp_path) == []
+
+
+def test_the_handler_is_gone_with_the_last_store(tmp_path: Path) -> None:
+    code = """
+a, b = make("a"), make("b")
+a.close()
+assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+b.close()
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+"""
+    done = run(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_store_made_in_another_thread_is_closed_too(tmp_path: Path) -> None:
+    code = "thread = threading.Thread(target=make); thread.start(); thread.join()"
+    assert run(code, tmp_path).returncode == 0
+    assert all_files(tmp_path) == []
+
+
+def test_closers_run_last_first_before_the_stores_whatever_fails(tmp_path: Path) -> None:
+    code = """
+store = make()
+def closer(name, fail=None):
+    def close():
+        print(name, (path / "ds_fuyou" / "run-rank0" / "data").exists(), flush=True)
+        if fail: raise fail
+    return close
+lifetime.register_closer(closer("first"))
+lifetime.register_closer(closer("second", ValueError("second failed")))
+lifetime.register_closer(closer("third", KeyboardInterrupt()))
+forget = lifetime.register_closer(closer("forgotten"))
+forget()
+"""
+    done = run(code, tmp_path)
+    assert done.stdout == "third True\nsecond True\nfirst True\n"
+    assert "second failed" in done.stderr
+    assert all_files(tmp_path) == []
+
+
+def test_a_second_signal_does_not_stop_the_end(tmp_path: Path) -> None:
+    code = """
+make()
+def closer():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    print("closed", flush=True)
+lifetime.register_closer(closer)
+ready()
+"""
+    done = run(code, tmp_path, signal.SIGTERM)
+    assert (done.returncode, done.stdout) == (143, "ready\nclosed\n")
+    assert all_files(tmp_path) == []
+
+
+def test_a_signal_in_the_middle_of_removing_does_not_leave_half(tmp_path: Path) -> None:
+    code = """
+store, real = make(), os.unlink
+def unlink(name, **options):
+    real(name, **options)
+    if name == "data":
+        os.unlink = real
+        os.kill(os.getpid(), signal.SIGTERM)
+os.unlink = unlink
+store.close()
+"""
+    assert run(code, tmp_path).returncode == 143
+    assert all_files(tmp_path) == []
+
+
+def test_a_signal_in_the_middle_of_creating_leaves_nothing(tmp_path: Path) -> None:
+    code = """
+def fallocate(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+os.posix_fallocate = fallocate
+make()
+"""
+    assert run(code, tmp_path).returncode == 143
+    assert all_files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["sys.exit(0)", "store.close(); os._exit(0)", "os.kill(os.getpid(), signal.SIGTERM)", "raise ValueError"],
+)
+def test_a_forked_child_leaves_the_files_of_its_parent_alone(tmp_path: Path, end: str) -> None:
+    code = f"""
+import warnings
+warnings.simplefilter("ignore")
+store = make()
+fd = store.extents("r", 0)[0].fd
+child = os.fork()
+if child == 0:
+    try:
+        store.extents("r", 0)
+        os._exit(77)
+    except RuntimeError:
+        pass
+    try:
+        os.fstat(fd)
+        os._exit(78)
+    except OSError:
+        pass
+    {end}
+status = os.waitpid(child, 0)[1]
+store.commit(1, {{"r": 0}}, {{}})
+print(os.waitstatus_to_exitcode(status), (path / "ds_fuyou" / "run-rank0" / "data").exists())
+"""
+    done = run(code, tmp_path)
+    expected = {"sys": "0", "store": "0", "os": "-15", "raise": "1"}[end.partition(".")[0].split()[0]]
+    assert done.stdout == f"{expected} True\n", done.stderr
+    assert all_files(tmp_path) == []
+
+
+def test_a_child_that_outlives_a_killed_parent_does_not_hold_its_lock(tmp_path: Path) -> None:
+    from ds_fuyou.storage.cleanup import find_state
+
+    code = """
+store = make()
+child = os.fork()
+if child == 0:
+    print(os.getpid(), flush=True)
+    os.close(1); os.close(2)
+    time.sleep(60)
+    os._exit(0)
+time.sleep(60)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAKE + code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    process.kill()
+    process.communicate(timeout=60)
+    (state,) = find_state(tmp_path)
+    alive = Path(f"/proc/{child}").exists()
+    os.kill(child, signal.SIGKILL)
+    assert alive
+    assert not state.alive
+
+
+def test_shutdown_in_this_process_closes_what_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifetime, "_registry", lifetime._Registry())
+    lifetime._registry.hooked = True
+    order: list[str] = []
+
+    class Store:
+        def close(self) -> None:
+            order.append("store")
+
+        def abandon(self) -> None:
+            order.append("abandoned")
+
+    closer: Callable[[], None] = lambda: order.append("closer")  # noqa: E731
+    lifetime.register_store(Store())
+    lifetime.register_closer(closer)
+    lifetime.shutdown()
+    lifetime.shutdown()
+    assert order == ["closer", "store"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
