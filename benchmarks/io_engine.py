@@ -135,10 +135,11 @@ def _fio(
         *options,
     ]
     job = json.loads(_command(command, environment))["jobs"][0]
-    num_bytes = job["read"]["io_bytes"] + job["write"]["io_bytes"]
+    num_bytes: int = job["read"]["io_bytes"] + job["write"]["io_bytes"]
     if num_bytes != NUM_BYTES:
         raise RuntimeError(f"fio must move {NUM_BYTES} bytes to be compared, but moved {num_bytes}")
-    return float(num_bytes) / (max(job["read"]["runtime"], job["write"]["runtime"]) / 1000)
+    secs: float = max(job["read"]["runtime"], job["write"]["runtime"]) / 1000
+    return num_bytes / secs
 
 
 def _build_driver(scratch: Path) -> Path:

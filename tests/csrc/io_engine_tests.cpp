@@ -207,6 +207,32 @@ TEST(several_threads_submit_at_once)
     }
 }
 
+TEST(counters_may_be_read_while_operations_run)
+{
+    for (const IoBackend backend : backends()) {
+        TempFile file(Access::kBuffered, 65536);
+        std::vector<char> buffer(65536);
+        IoEngine engine(options(backend, 4, 4096));
+        std::atomic<bool> is_over{false};
+        std::thread reader([&] {
+            std::uint64_t num_bytes = 0;
+            while (!is_over) {
+                const IoLaneStats stats = engine.stats(IoKind::kRead);
+                CHECK(stats.num_bytes >= num_bytes);
+                CHECK(engine.num_in_flight() <= 1);
+                num_bytes = stats.num_bytes;
+                std::this_thread::yield();
+            }
+        });
+        for (int i = 0; i < 100; ++i) {
+            CHECK(run(engine, IoKind::kRead, {{file.fd(), 0, buffer.data(), 65536}}).error == 0);
+        }
+        is_over = true;
+        reader.join();
+        CHECK(engine.stats(IoKind::kRead).num_bytes == 100 * 65536);
+    }
+}
+
 TEST(close_completes_what_was_accepted_and_refuses_the_rest)
 {
     for (const IoBackend backend : backends()) {
