@@ -73,7 +73,8 @@ class RankState:
         self.stored = StoredParameters(self.core, self.plan.prefetch_bytes) if options.params_tier == "nvme" else None
         self._resident: set[int] = set()
         self._positions_known = False
-        self.waited_secs = 0.0
+        self._seen: dict[int, int] = {}
+        self._alone = dist.get_world_size() == 1
 
     # ---- construction -------------------------------------------------------------------------------------
 
@@ -181,8 +182,7 @@ class RankState:
                 param.ds_tensor.data = self.core.param_view(self.span(param))
                 param.ds_tensor.status = AVAILABLE
             else:
-                param.ds_tensor.data = param.nvme_swapper.invalid_buffer.data
-                param.ds_tensor.status = NOT_AVAILABLE
+                param.nvme_swapper.mark_away(param)
 
     # ---- parameters ---------------------------------------------------------------------------------------
 
@@ -222,18 +222,23 @@ class RankState:
                 self._trace_use(index)
             if param.ds_tensor.status == NOT_AVAILABLE and param.ds_status.name == "NOT_AVAILABLE":
                 param.nvme_swapper.swap_in([param])
-        if self.stored is None:
-            return
-        for flight in self.stored.take_ready():
+        if self.stored is not None:
+            if self._alone:
+                self._offer_ready(self.stored)
+            self.stored.look_ahead(self._resident)
+
+    def _offer_ready(self, stored: StoredParameters) -> None:
+        """Lets DeepSpeed gather ahead what was read ahead. On one rank only: which reads have ended differs between
+        ranks, and a gather must be the same collective everywhere.
+        """
+        for flight in stored.take_ready():
             param = self._params[flight.span.index]
             if param.ds_tensor.status == NOT_AVAILABLE:
                 self._resident.add(flight.span.index)
                 param.ds_tensor.data = flight.values
                 param.ds_tensor.status = AVAILABLE
-        self.stored.look_ahead(self._resident)
 
     def _trace_use(self, index: int) -> None:
-        self._seen = getattr(self, "_seen", {})
         self._seen.setdefault(index, len(self._seen))
 
     def step_applied(self) -> None:
@@ -243,12 +248,13 @@ class RankState:
             self.stored.trace.end_step()
         if not self._positions_known:
             self._positions_known = True
-            order = self.stored.trace.first_uses() if self.stored is not None else list(getattr(self, "_seen", {}))
+            order = self.stored.trace.first_uses() if self.stored is not None else list(self._seen)
             self.core.set_positions(zip(order, range(len(order)), strict=True))
         for param in self._params:
-            param.ds_tensor.status = NOT_AVAILABLE
             if self.stored is not None:
-                param.ds_tensor.data = param.nvme_swapper.invalid_buffer.data
+                param.nvme_swapper.mark_away(param)
+            else:
+                param.ds_tensor.status = NOT_AVAILABLE
         self._resident.clear()
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_fuyou.host_config import Activation, activation_of
 from ds_fuyou.errors import FuyouStateError
@@ -48,6 +49,7 @@ class _Staged:
     offset: int
     numel: int
     num_bytes: int
+    dtype: torch.dtype
 
 
 class FuyouParameterSwapper:
@@ -60,7 +62,7 @@ class FuyouParameterSwapper:
         self.activation: Activation = activation
         self.dtype = model_dtype
         self.swap_element_size = model_dtype.itemsize
-        self.invalid_buffer = torch.empty(1, dtype=model_dtype)
+        self.invalid_buffers: dict[torch.dtype, torch.Tensor] = {}
         self._source: ParameterSource | None = None
         self._attached: set[int] = set()
         self._staged: dict[int, _Staged] = {}
@@ -95,9 +97,9 @@ class FuyouParameterSwapper:
 
     def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
         """Memory for a partition that is about to be filled and swapped out."""
-        memory = aligned_tensor(round_up_to_page(numel * self.swap_element_size))
+        memory = aligned_tensor(round_up_to_page(numel * param.dtype.itemsize))
         self._buffers[param.ds_id] = memory
-        return memory.view(self.dtype)[:numel]
+        return memory.view(param.dtype)[:numel]
 
     def reserve_partitioned_swap_space(self, partition_num_elems: Iterable[int]) -> None:
         """Nothing to reserve: updates write P16 from their own staging memory."""
@@ -156,7 +158,7 @@ class FuyouParameterSwapper:
         staged = self._staged[param.ds_id]
         memory = aligned_tensor(staged.num_bytes)
         self._staging_file().read(staged.offset, memory)
-        return memory.view(self.dtype)[: staged.numel]
+        return memory.view(staged.dtype)[: staged.numel]
 
     def staged_values(self, param: Any) -> torch.Tensor:
         """A partition's values before :meth:`attach`, wherever they are."""
@@ -164,22 +166,32 @@ class FuyouParameterSwapper:
 
     def _stage(self, param: Any) -> None:
         values = param.ds_tensor.data
-        num_bytes = round_up_to_page(values.numel() * self.swap_element_size)
+        num_bytes = round_up_to_page(values.numel() * values.element_size())
         memory = self._buffers.pop(param.ds_id, None)
         if memory is None:
             memory = aligned_tensor(num_bytes)
-            memory.view(self.dtype)[: values.numel()].copy_(values)
+            memory.view(values.dtype)[: values.numel()].copy_(values)
         staged = self._staged.get(param.ds_id)
         if staged is None:
-            staged = _Staged(self._staging_file().reserve(num_bytes), values.numel(), num_bytes)
+            staged = _Staged(self._staging_file().reserve(num_bytes), values.numel(), num_bytes, values.dtype)
             self._staged[param.ds_id] = staged
         self._staging_file().write(staged.offset, memory)
 
     def _release(self, param: Any) -> None:
+        """Lets the partition go, unless a gather in flight still reads it (DeepSpeed releases persistent ones early)."""
+        if param.ds_status == ZeroParamStatus.INFLIGHT:
+            return
         leaves = self._source.release(param) if param.ds_id in self._attached and self._source else self.is_staged(param)
         if leaves:
-            param.ds_tensor.data = self.invalid_buffer.data
-            param.ds_tensor.status = NOT_AVAILABLE
+            self.mark_away(param)
+
+    def mark_away(self, param: Any) -> None:
+        """The partition is not in DRAM: a gather has to ask for it. A one-element tensor stands in."""
+        dtype = param.ds_tensor.dtype
+        if dtype not in self.invalid_buffers:
+            self.invalid_buffers[dtype] = torch.empty(1, dtype=dtype)
+        param.ds_tensor.data = self.invalid_buffers[dtype].data
+        param.ds_tensor.status = NOT_AVAILABLE
 
     def _staging_file(self) -> StagingFile:
         if self._file is None:

@@ -254,20 +254,14 @@ void ChunkPipeline::publish(std::int64_t generation)
     std::lock_guard<std::mutex> lock(mutex_);
     require_running_locked();
     published_ = generation;
-    for (const std::shared_ptr<Job>& job : std::list<std::shared_ptr<Job>>(active_)) {
-        if (job->published || job->cancelled || job->update.generation != generation) continue;
-        job->published = true;
-    }
     for (Chunk& chunk : chunks_) {
-        if (!chunk.job || !chunk.job->published) continue;
-        const Job& job = *chunk.job;
-        if (job.state >= JobState::kUpdated && !chunk.param_on_storage()) chunk.published_generation = generation;
-    }
-    for (Chunk& chunk : chunks_) {  // speculative jobs that ended before publication
-        if (chunk.job && chunk.job->update.generation == generation && chunk.job->state == JobState::kWriting &&
-            chunk.job->staging == nullptr && !chunk.job->cancelled) {
-            chunk.job->published = true;
-            finish_locked(chunk.job);
+        const std::shared_ptr<Job> job = chunk.job;  // may still be the job of an older generation
+        if (!job || job->cancelled || job->update.generation != generation) continue;
+        job->published = true;
+        if (job->state == JobState::kWriting && job->staging == nullptr) {
+            finish_locked(job);  // ended before its publication
+        } else if (job->state >= JobState::kUpdated && !chunk.param_on_storage()) {
+            chunk.published_generation = generation;
         }
     }
     changed_.notify_all();
