@@ -67,7 +67,11 @@ def foreign_names(run_fd: int) -> list[str]:
 
 
 def try_lock(fd: int, mode: int, limit_secs: float, what: str) -> bool:
-    """Waits for a flock (LOCK_EX or LOCK_SH) up to the limit; says what it waits for when that lasts."""
+    """Waits for a flock (LOCK_EX or LOCK_SH) up to the limit; says what it waits for when that lasts.
+
+    Raises:
+        FuyouStorageError: the filesystem has no such locks.
+    """
     begin, told = time.monotonic(), False
     while True:
         try:
@@ -75,6 +79,9 @@ def try_lock(fd: int, mode: int, limit_secs: float, what: str) -> bool:
             return True
         except BlockingIOError:
             waited = time.monotonic() - begin
+        except OSError as error:
+            message = "the filesystem must support flock; name an nvme_path on a local disk"
+            raise FuyouStorageError(error.errno or errno.ENOLCK, message, what) from error
         if waited >= limit_secs:
             return False
         if waited >= _LOCK_TELL_SECS and not told:
@@ -150,13 +157,21 @@ class StateRoot:
         fcntl.flock(self.fd, fcntl.LOCK_UN)
 
     def sync(self) -> None:
-        """Makes the entries of ``ds_fuyou``, and ``ds_fuyou`` itself, survive a power cut."""
-        os.fsync(self.fd)
-        path_fd = os.open("..", _DIRECTORY_FLAGS, dir_fd=self.fd)
+        """Makes the entries of ``ds_fuyou``, and ``ds_fuyou`` itself, survive a power cut.
+
+        Raises:
+            FuyouStorageError: they may not.
+        """
         try:
-            os.fsync(path_fd)
-        finally:
-            os.close(path_fd)
+            os.fsync(self.fd)
+            path_fd = os.open("..", _DIRECTORY_FLAGS, dir_fd=self.fd)
+            try:
+                os.fsync(path_fd)
+            finally:
+                os.close(path_fd)
+        except OSError as error:
+            message = "the state directory cannot be made durable; check the device or name another nvme_path"
+            raise FuyouStorageError(error.errno or errno.EIO, message, str(self.path)) from error
 
     def close(self, *, drop_if_empty: bool) -> None:
         """Closes the descriptor; first removes ``ds_fuyou`` if asked, if it is empty and nobody uses it."""
