@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cases: model, batch and the DeepSpeed JSON of every variant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CASES", "Case", "StockTuning", "memory_spec", "spec_of"]
+
+
+@dataclass(frozen=True)
+class StockTuning:
+    """The values of ZeRO-Infinity that the pre-test chooses."""
+
+    sub_group_size: int = 20_000_000
+    intra_op_parallelism: int = 2
+    buffer_count: int = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """``ratios`` names (numerator, denominator, bar): what is quoted, and what it must not exceed."""
+
+    name: str
+    batch: int
+    length: int
+    clip: float
+    variants: tuple[str, ...]
+    ratios: tuple[tuple[str, str, float], ...]
+    num_timed: int = 3
+
+
+CASES = (
+    Case(
+        "balanced",
+        2,
+        256,
+        0.0,
+        ("zero_infinity", "fuyou_optimizer_nvme", "fuyou_all_nvme"),
+        (("fuyou_optimizer_nvme", "zero_infinity", 0.68), ("fuyou_all_nvme", "zero_infinity", 0.75)),
+    ),
+    Case(
+        "balanced_clip1",
+        2,
+        256,
+        1.0,
+        ("zero_infinity", "fuyou_optimizer_nvme"),
+        (("fuyou_optimizer_nvme", "zero_infinity", 0.75),),
+    ),
+    Case(
+        "storage_bound",
+        1,
+        32,
+        0.0,
+        ("zero_infinity", "fuyou_optimizer_nvme", "optimizer_off"),
+        (("fuyou_optimizer_nvme", "zero_infinity", 0.85),),
+    ),
+    Case(
+        "compute_bound",
+        8,
+        256,
+        0.0,
+        ("optimizer_off", "fuyou_optimizer_nvme"),
+        (("fuyou_optimizer_nvme", "optimizer_off", 1.03),),
+        num_timed=2,
+    ),
+    Case(
+        "dram",
+        2,
+        256,
+        0.0,
+        ("zero_offload", "fuyou_dram", "optimizer_off"),
+        (("fuyou_dram", "zero_offload", 1.03),),
+    ),
+)
+
+VOCABULARY = 8192  # with 12 layers of width 768 about 98 million parameters
+
+
+def spec_of(case: Case, variant: str, directory: Path, tuning: StockTuning) -> dict[str, Any]:
+    """What benchmarks/worker.py needs to run a variant of a case."""
+    config = _CONFIGS[variant](str(directory), tuning) | _common(case.batch, case.clip)
+    return {
+        "model": {
+            "num_layers": 12,
+            "width": 768,
+            "num_heads": 12,
+            "length": case.length,
+            "vocabulary": VOCABULARY,
+        },
+        "batch": case.batch,
+        "mode": "off" if variant == "optimizer_off" else "train",
+        "config": config,
+    }
+
+
+def memory_spec(
+    variant: str, num_layers: int, clip: float, directory: Path, tuning: StockTuning
+) -> dict[str, Any]:
+    """One size of the memory case: width 1024, sequence 32, everything on storage, ``zero.Init``."""
+    config = _CONFIGS[variant](str(directory), tuning) | _common(1, clip)
+    return {
+        "model": {"num_layers": num_layers, "width": 1024, "num_heads": 16, "length": 32, "vocabulary": 256},
+        "batch": 1,
+        "mode": "train",
+        "zero_init": True,
+        "config": config,
+    }
+
+
+def _common(batch: int, clip: float) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": clip,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}},
+        "steps_per_print": 1_000_000_000,
+    }
+
+
+def _zero_offload(directory: str, tuning: StockTuning) -> dict[str, Any]:
+    cpu = {"device": "cpu"}
+    return {"zero_optimization": {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}}
+
+
+def _zero_infinity(directory: str, tuning: StockTuning) -> dict[str, Any]:
+    optimizer = {
+        "device": "nvme",
+        "nvme_path": directory,
+        "pipeline_read": True,
+        "pipeline_write": True,
+        "buffer_count": tuning.buffer_count,
+    }
+    return {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": optimizer,
+            "offload_param": {"device": "cpu"},
+            "sub_group_size": tuning.sub_group_size,
+        },
+        "aio": {
+            "block_size": 1 << 20,
+            "queue_depth": 32,
+            "intra_op_parallelism": tuning.intra_op_parallelism,
+            "single_submit": False,
+            "overlap_events": True,
+        },
+    }
+
+
+def _zero_infinity_params(directory: str, tuning: StockTuning) -> dict[str, Any]:
+    """Parameters on NVMe too, with stock's default max_in_cpu (it does not run with less)."""
+    config = _zero_infinity(directory, tuning)
+    config["zero_optimization"]["offload_param"] = {
+        "device": "nvme",
+        "nvme_path": directory,
+        "buffer_size": 100_000_000,
+    }
+    return config
+
+
+def _fuyou(parameters: str, optimizer: str, gradients: str) -> Any:
+    def config(directory: str, tuning: StockTuning) -> dict[str, Any]:
+        block = {
+            "nvme_path": directory,
+            "parameters": {"tier": parameters},
+            "optimizer": {"tier": optimizer},
+            "gradients": {"tier": gradients},
+        }
+        return {**_zero_offload(directory, tuning), "fuyou": block}
+
+    return config
+
+
+_CONFIGS = {
+    "zero_offload": _zero_offload,
+    "optimizer_off": _zero_offload,
+    "zero_infinity": _zero_infinity,
+    "zero_infinity_params": _zero_infinity_params,
+    "fuyou_dram": _fuyou("cpu", "cpu", "cpu"),
+    "fuyou_optimizer_nvme": _fuyou("cpu", "nvme", "cpu"),
+    "fuyou_all_nvme": _fuyou("nvme", "nvme", "nvme"),
+}

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker processes of a case: started, told to train, stopped. None of them runs while another is timed."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Worker", "started"]
+
+REPLY_SECS = 600
+_WORKER = Path(__file__).resolve().parent / "worker.py"
+
+
+class Worker:
+    """One variant in a process of its own. Its log is ``<scratch>/<name>.log``."""
+
+    def __init__(self, name: str, spec: Mapping[str, Any], scratch: Path) -> None:
+        self.name = name
+        self._log = scratch / f"{name}.log"
+        file = scratch / f"{name}.json"
+        file.write_text(json.dumps(spec))
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(_WORKER), str(file)],
+                env=_environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                bufsize=1,
+            )
+        try:
+            self.about = self._reply()
+        except BaseException:
+            self.kill()
+            raise
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        """Sends a command and waits for its answer, at most REPLY_SECS.
+
+        Raises RuntimeError with the end of the worker's log when it died or did not answer.
+        """
+        if self._process.stdin is None:
+            raise RuntimeError("the worker has no stdin")
+        self._process.stdin.write(json.dumps(command) + "\n")
+        return self._reply()
+
+    def _reply(self) -> dict[str, Any]:
+        pipe = self._process.stdout
+        ready = select.select([pipe], [], [], REPLY_SECS)[0]
+        line = pipe.readline() if ready and pipe is not None else ""
+        if not line:
+            tail = self._log.read_text()[-3000:]
+            state = "ended" if ready else f"did not answer within {REPLY_SECS} s"
+            raise RuntimeError(f"the worker of variant {self.name} {state}; the end of its log:\n{tail}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def stop(self) -> None:
+        if self._process.stdin is not None and self._process.poll() is None:
+            self._process.stdin.write(json.dumps({"do": "stop"}) + "\n")
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def started(specs: Mapping[str, Mapping[str, Any]], scratch: Path) -> Iterator[Sequence[Worker]]:
+    """The workers of all variants, one started after the other; all are gone when the block ends."""
+    workers: list[Worker] = []
+    try:
+        for name, spec in specs.items():
+            workers.append(Worker(name, spec, scratch))
+        yield workers
+        for worker in workers:
+            worker.stop()
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+def _environment() -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
+    return {**os.environ, **rank, **address}

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One variant of a case, kept alive: trains steps when told to, and sleeps on its pipe in between.
+
+Run as ``python benchmarks/worker.py SPEC.json`` by :mod:`benchmarks.processes`. A command is one line of JSON on
+stdin, its answer one line of JSON on the original stdout; everything else the process prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+
+class Trainer:
+    """The loop of examples/finetune.py, step by step. ``mode`` "off" never reaches the optimizer."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        import deepspeed
+        import torch
+        from finetune import GPT, text
+
+        self.spec, self.torch = spec, torch
+        torch.manual_seed(0)
+        deepspeed.init_distributed("gloo")
+        begin = time.perf_counter()
+        with deepspeed.zero.Init(config_dict_or_path=spec["config"], enabled=spec.get("zero_init", False)):
+            model = GPT(**spec["model"])
+        self.numel = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+        self.engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=spec["config"]
+        )
+        self.start_secs = time.perf_counter() - begin
+        self.data = text()
+        self.generator = torch.Generator().manual_seed(0)
+        self.state = getattr(self.engine.optimizer, "rank_state", None)
+        self.loss = float("nan")
+
+    def step(self) -> tuple[float, float, float, float]:
+        """Seconds of the whole step, of forward, of backward and of ``engine.step()``."""
+        length = self.spec["model"]["length"]
+        begin = time.perf_counter()
+        starts = self.torch.randint(
+            len(self.data) - length - 1, (self.spec["batch"],), generator=self.generator
+        )
+        ids = self.torch.stack([self.data[s : s + length + 1] for s in starts])
+        if self.spec["mode"] == "off":
+            self.engine.set_gradient_accumulation_boundary(False)
+        loss = self.engine(ids)
+        if self.spec["mode"] == "off":
+            self.engine.optimizer.micro_step_id = (
+                0  # gradients are stored, not accumulated, as in a training step
+            )
+        forward = time.perf_counter()
+        self.engine.backward(loss)
+        backward = time.perf_counter()
+        self.engine.step()
+        end = time.perf_counter()
+        self.loss = float(loss)
+        return end - begin, forward - begin, backward - forward, end - backward
+
+    def steps(self, num_lead: int, num_timed: int) -> dict[str, Any]:
+        """``num_lead`` steps that are not timed bring the overlap into its steady state; the work that the last
+        timed step leaves behind (as the lead-in left its own to the first) is drained untimed.
+        """
+        for _ in range(num_lead):
+            self.step()
+        before, begin = self.lanes(), time.perf_counter()
+        parts = [self.step() for _ in range(num_timed)]
+        wall = time.perf_counter() - begin
+        after = self.lanes()
+        self.drain()
+        return {
+            "secs": wall / num_timed,
+            "steps": parts,
+            "loss": self.loss,
+            "lanes": {key: (after[key] - before[key]) / num_timed for key in after},
+        }
+
+    def lanes(self) -> dict[str, float]:
+        """Counters of our lanes since the start; empty for stock."""
+        if self.state is None:
+            return {}
+        core, stored = self.state.core, self.state.stored
+        lanes: dict[str, float] = {}
+        for name, lane in core.io.stats().items():
+            lanes[f"{name}_busy_secs"], lanes[f"{name}_bytes"] = lane.busy_secs, lane.num_bytes
+        lanes["update_busy_secs"] = core.pipeline.stats().update_busy_secs
+        lanes["waited_secs"] = core.waited_secs + (stored.waited_secs if stored is not None else 0.0)
+        lanes["redone_chunks"] = core.num_redone_chunks
+        return lanes
+
+    def drain(self) -> None:
+        if self.state is not None:
+            self.state.core.wait_all()
+
+    def about(self) -> dict[str, Any]:
+        """What was built: size, start-up seconds, optimizer class and the plan in use."""
+        return {
+            "numel": self.numel,
+            "start_secs": self.start_secs,
+            "optimizer": type(self.engine.optimizer).__name__,
+            "plan": repr(self.state.plan) if self.state is not None else None,
+        }
+
+    def close(self) -> None:
+        if self.state is not None:
+            self.engine.destroy()
+
+
+def peak_rss_bytes() -> int:
+    """The kernel's high-water mark of this process's resident memory."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        fields = dict(line.split(":", 1) for line in status)
+    return int(fields["VmHWM"].split()[0]) * 1024
+
+
+def answer(trainer: Trainer, command: dict[str, Any]) -> dict[str, Any]:
+    if command["do"] == "steps":
+        return trainer.steps(command["lead"], command["timed"])
+    if command["do"] == "memory":
+        return {"peak_rss_bytes": peak_rss_bytes(), "numel": trainer.numel}
+    raise ValueError(f"unknown command {command!r}; steps, memory and stop are known")
+
+
+def serve(replies: TextIO) -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    trainer = Trainer(spec)
+    replies.write(json.dumps(trainer.about()) + "\n")
+    replies.flush()
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["do"] == "stop":
+            break
+        replies.write(json.dumps(answer(trainer, command)) + "\n")
+        replies.flush()
+    trainer.close()
+
+
+if __name__ == "__main__":
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve(replies)
+    os._exit(0)  # stock's swapper threads may not end
