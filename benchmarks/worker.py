@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One variant of a case, kept alive: trains steps when told to, and sleeps on its pipe in between.
 
-Run as ``python benchmarks/worker.py SPEC.json`` by :mod:`benchmarks.processes`. A command is one line of JSON on
-stdin, its answer one line of JSON on the original stdout; everything else the process prints goes to stderr.
+Run as ``python benchmarks/worker.py SPEC.json`` by :mod:`benchmarks.processes`. A command is one line of
+JSON on stdin, its answer one line of JSON on the original stdout; everything else the process prints goes
+to stderr.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class Trainer:
         return end - begin, forward - begin, backward - forward, end - backward
 
     def steps(self, num_lead: int, num_timed: int) -> dict[str, Any]:
-        """``num_lead`` steps that are not timed bring the overlap into its steady state; the work that the last
-        timed step leaves behind (as the lead-in left its own to the first) is drained untimed.
+        """``num_lead`` steps that are not timed bring the overlap into its steady state; the work that the
+        last timed step leaves behind (as the lead-in left its own to the first) is drained untimed.
         """
         for _ in range(num_lead):
             self.step()

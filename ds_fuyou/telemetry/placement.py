@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of this rank by tensor class and tier, as built (not as planned)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Placed", "placement_of", "placement_table", "shown_bytes"]
+
+_TIERS = {"cpu": "host memory", "nvme": "storage"}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """``num_bytes`` of one tensor class in one tier ("cpu" or "nvme"), all copies counted."""
+
+    name: str
+    tier: str
+    num_bytes: int
+    note: str = ""
+
+
+def placement_of(rank_state: Any) -> list[Placed]:
+    """Every model-sized class and every pool of a ``RankState``. Without frozen parameters and activations,
+    which DeepSpeed and autograd keep where they always do.
+    """
+    core, plan = rank_state.core, rank_state.plan
+    options, numel = core.options, core.layout.numel
+    on_storage = f"{options.num_slots} slot{'s' if options.num_slots > 1 else ''}"
+    versions = len(core._param_memory)
+    p16, g16 = options.param_dtype.itemsize * numel, options.grad_dtype.itemsize * numel
+    rows = [
+        Placed("P16 (parameters)", "cpu", versions * p16, f"{versions} version{'s' if versions > 1 else ''}")
+        if options.params_tier == "cpu"
+        else Placed("P16 (parameters)", "nvme", options.num_slots * p16, on_storage),
+        Placed("G16 (gradients)", options.gradients_tier, g16),
+    ]
+    state_copies = options.num_slots if options.optimizer_tier == "nvme" else 1
+    note = on_storage if options.optimizer_tier == "nvme" else ""
+    for name in ("P32 (master parameters)", *core.kind.moments):
+        rows.append(Placed(name, options.optimizer_tier, state_copies * 4 * numel, note))
+    rows.append(Placed("staging pool", "cpu", core.staging.capacity_bytes, "chunks in flight"))
+    if rank_state.stored is not None:
+        pool = getattr(rank_state.stored, "_pool", None)
+        size = pool.capacity_bytes if pool is not None else plan.prefetch_bytes
+        rows.append(Placed("look-ahead pool", "cpu", size, "parameters in use or read ahead"))
+    return rows
+
+
+def placement_table(rows: Sequence[Placed], numel: int) -> str:
+    """The rows as aligned text with a total for each tier."""
+    lines = [f"where every byte lives, {numel / 1e6:.1f} M trainable parameters on this rank:"]
+    for row in rows:
+        lines.append(
+            f"  {row.name:<26}{shown_bytes(row.num_bytes):>10}  {_TIERS[row.tier]:<12}{row.note}".rstrip()
+        )
+    for tier, name in _TIERS.items():
+        total = sum(row.num_bytes for row in rows if row.tier == tier)
+        lines.append(f"  {'total in ' + name:<26}{shown_bytes(total):>10}")
+    return "\n".join(lines)
+
+
+def shown_bytes(num_bytes: float) -> str:
+    """Decimal units, as storage is sold: 1 GB is 10^9 bytes."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes:.0f} B"

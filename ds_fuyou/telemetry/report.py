@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log lines of a run: lane times of the steps, what they cost the training thread, and a summary at the end.
+
+``busy`` is the time a lane had work, summed over read, update and write (lanes run beside each other, so
+the sum may exceed the wall time). ``exposed`` is the time the training thread stood waiting for that work;
+``hidden`` is the rest of the busy time: it ran beside forward, backward or another lane.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+import weakref
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ds_fuyou.log import current_rank, get_logger
+from ds_fuyou.telemetry.placement import placement_of, placement_table, shown_bytes
+
+__all__ = ["LaneTimes", "StepReport", "report_close", "report_step"]
+
+
+@dataclass(frozen=True)
+class LaneTimes:
+    """Seconds and bytes since the start of the rank, or between two points (:meth:`since`)."""
+
+    read_secs: float = 0.0
+    update_secs: float = 0.0
+    write_secs: float = 0.0
+    exposed_secs: float = 0.0
+    read_bytes: float = 0.0
+    write_bytes: float = 0.0
+    redone_chunks: float = 0.0
+
+    @classmethod
+    def of(cls, rank_state: Any) -> LaneTimes:
+        core, stored = rank_state.core, rank_state.stored
+        io = core.io.stats()
+        return cls(
+            read_secs=io["read"].busy_secs,
+            update_secs=core.pipeline.stats().update_busy_secs,
+            write_secs=io["write"].busy_secs,
+            exposed_secs=core.waited_secs + (stored.waited_secs if stored is not None else 0.0),
+            read_bytes=io["read"].num_bytes,
+            write_bytes=io["write"].num_bytes,
+            redone_chunks=core.num_redone_chunks,
+        )
+
+    def since(self, earlier: LaneTimes) -> LaneTimes:
+        return LaneTimes(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
+    def over(self, num_steps: int) -> LaneTimes:
+        """The mean of a step."""
+        return LaneTimes(*(getattr(self, f.name) / num_steps for f in fields(self)))
+
+    @property
+    def busy_secs(self) -> float:
+        return self.read_secs + self.update_secs + self.write_secs
+
+    @property
+    def hidden_secs(self) -> float:
+        return max(0.0, self.busy_secs - self.exposed_secs)
+
+    def line(self) -> str:
+        share = 100 * self.hidden_secs / self.busy_secs if self.busy_secs > 0 else 100.0
+        redone = f", {self.redone_chunks:.1f} chunks redone" if self.redone_chunks else ""
+        return (
+            f"read {self.read_secs:.2f} s ({shown_bytes(self.read_bytes)}), update {self.update_secs:.2f} s, "
+            f"write {self.write_secs:.2f} s ({shown_bytes(self.write_bytes)}): "
+            f"hidden {self.hidden_secs:.2f} s, exposed {self.exposed_secs:.2f} s ({share:.0f} % hidden){redone}"
+        )
+
+
+class StepReport:
+    """Reports of one rank. Logs after steps 1, 10, 100 and every further 100, and once at the end."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._logged_steps = 0
+        self._start = self._at_log = LaneTimes()
+        self._began = self._logged_at = 0.0
+        self._closed = False
+
+    def step(self, rank_state: Any) -> None:
+        """A step was applied. The first one only sets the clocks: it also built what later steps reuse."""
+        self._num_steps += 1
+        if self._num_steps == 1:
+            self._start = self._at_log = LaneTimes.of(rank_state)
+            self._began = self._logged_at = time.perf_counter()
+            self._logged_steps = 1
+            get_logger().info("%s", placement_table(placement_of(rank_state), rank_state.core.layout.numel))
+        elif self._num_steps == 10 or self._num_steps % 100 == 0:
+            self._log_steps(rank_state)
+
+    def _log_steps(self, rank_state: Any) -> None:
+        now, lanes = time.perf_counter(), LaneTimes.of(rank_state)
+        count = self._num_steps - self._logged_steps
+        mean, secs = lanes.since(self._at_log).over(count), (now - self._logged_at) / count
+        get_logger().info(
+            "steps %d-%d, mean %.2f s: %s", self._logged_steps + 1, self._num_steps, secs, mean.line()
+        )
+        self._logged_steps, self._logged_at, self._at_log = self._num_steps, now, lanes
+
+    def close(self, rank_state: Any) -> None:
+        """The summary of all steps but the first. Once; nothing when fewer than two were applied."""
+        if self._closed or self._num_steps < 2:
+            return
+        self._closed = True
+        count = self._num_steps - 1
+        mean = LaneTimes.of(rank_state).since(self._start).over(count)
+        table = placement_table(placement_of(rank_state), rank_state.core.layout.numel)
+        get_logger().info("mean of steps 2-%d: %s\n%s", self._num_steps, mean.line(), table)
+
+
+_reports: weakref.WeakKeyDictionary[Any, StepReport] = weakref.WeakKeyDictionary()
+
+
+def report_step(rank_state: Any) -> None:
+    """To be called after every applied step; decides by itself when to log. Rank 0 only."""
+    if current_rank() != 0:
+        return
+    report = _reports.get(rank_state)
+    if report is None:
+        report = _reports[rank_state] = StepReport()
+        reference = weakref.ref(rank_state)
+        atexit.register(lambda: _close_at_exit(reference))
+    report.step(rank_state)
+
+
+def _close_at_exit(reference: weakref.ref[Any]) -> None:
+    rank_state = reference()
+    if rank_state is not None:
+        report_close(rank_state)
+
+
+def report_close(rank_state: Any) -> None:
+    """To be called when the rank's state is closed; at interpreter exit it happens by itself."""
+    report = _reports.get(rank_state)
+    if report is not None:
+        report.close(rank_state)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports: when they are logged, and that the numbers add up."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ds_fuyou.telemetry import report
+from ds_fuyou.telemetry.placement import placement_of, shown_bytes
+from ds_fuyou.telemetry.report import LaneTimes, StepReport
+
+
+class State:
+    """A rank state's counters, set by hand."""
+
+    def __init__(self, params="cpu", optimizer="nvme", gradients="cpu", versions=2) -> None:
+        lane = SimpleNamespace(busy_secs=0.0, num_bytes=0)
+        self.lanes = {"read": lane, "write": SimpleNamespace(busy_secs=0.0, num_bytes=0)}
+        self.updates = SimpleNamespace(update_busy_secs=0.0)
+        options = SimpleNamespace(
+            params_tier=params,
+            optimizer_tier=optimizer,
+            gradients_tier=gradients,
+            num_slots=2,
+            param_dtype=torch.bfloat16,
+            grad_dtype=torch.bfloat16,
+        )
+        self.plan = SimpleNamespace(prefetch_bytes=500)
+        self.stored = SimpleNamespace(waited_secs=0.0) if params == "nvme" else None
+        self.core = SimpleNamespace(
+            options=options,
+            layout=SimpleNamespace(numel=1000),
+            kind=SimpleNamespace(moments=("exp_avg", "exp_avg_sq")),
+            staging=SimpleNamespace(capacity_bytes=4096),
+            io=SimpleNamespace(stats=lambda: self.lanes),
+            pipeline=SimpleNamespace(stats=lambda: self.updates),
+            waited_secs=0.0,
+            num_redone_chunks=0,
+            _param_memory=[None] * versions,
+        )
+
+    def work(self) -> None:
+        self.lanes["read"].busy_secs += 0.5
+        self.lanes["write"].busy_secs += 0.25
+        self.updates.update_busy_secs += 0.25
+        self.core.waited_secs += 0.1
+
+
+@pytest.fixture
+def lines():
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = report.get_logger()
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+
+
+def test_bytes_of_every_class_and_copy_are_counted() -> None:
+    rows = {row.name: (row.tier, row.num_bytes) for row in placement_of(State())}
+    assert rows == {
+        "P16 (parameters)": ("cpu", 4000),
+        "G16 (gradients)": ("cpu", 2000),
+        "P32 (master parameters)": ("nvme", 8000),
+        "exp_avg": ("nvme", 8000),
+        "exp_avg_sq": ("nvme", 8000),
+        "staging pool": ("cpu", 4096),
+    }
+
+
+def test_parameters_on_storage_have_slots_and_a_look_ahead_pool() -> None:
+    rows = {row.name: (row.tier, row.num_bytes) for row in placement_of(State("nvme", "nvme", "nvme", 0))}
+    assert rows["P16 (parameters)"] == ("nvme", 4000)
+    assert rows["look-ahead pool"] == ("cpu", 500)
+
+
+def test_state_in_memory_has_one_copy() -> None:
+    rows = {row.name: (row.tier, row.num_bytes) for row in placement_of(State(optimizer="cpu", versions=1))}
+    assert rows["exp_avg"] == ("cpu", 4000)
+
+
+def test_hidden_is_what_the_training_thread_did_not_wait_for() -> None:
+    state = State()
+    state.work()
+    times = LaneTimes.of(state)
+    assert times.busy_secs == pytest.approx(1.0)
+    assert times.hidden_secs == pytest.approx(0.9)
+    assert "hidden 0.90 s, exposed 0.10 s (90 % hidden)" in times.line()
+
+
+def test_a_wait_longer_than_the_work_hides_nothing() -> None:
+    assert LaneTimes(read_secs=1.0, exposed_secs=2.0).hidden_secs == 0.0
+
+
+def test_steps_1_10_100_and_every_hundred_are_logged(lines) -> None:
+    state, reports = State(), StepReport()
+    logged = []
+    for step in range(1, 301):
+        state.work()
+        before = len(lines)
+        reports.step(state)
+        if len(lines) > before:
+            logged.append(step)
+    assert logged == [1, 10, 100, 200, 300]
+    assert "where every byte lives" in lines[0]
+    assert "hidden 0.90 s, exposed 0.10 s" in lines[1]  # the mean of a step, not the sum of nine
+
+
+def test_the_summary_leaves_out_the_first_step_and_comes_once(lines) -> None:
+    state = State()
+    state.lanes["read"].busy_secs = 1000.0  # what the first step cost
+    report.report_step(state)
+    state.work()
+    report.report_step(state)
+    report.report_close(state)
+    report.report_close(state)
+    summaries = [line for line in lines if "mean of steps 2-2" in line]
+    assert len(summaries) == 1
+    assert "read 0.50 s" in summaries[0]
+    assert "where every byte lives" in summaries[0]
+
+
+def test_other_ranks_say_nothing(lines, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    state = State()
+    report.report_step(state)
+    report.report_close(state)
+    assert lines == []
+
+
+def test_closing_before_the_second_step_says_nothing(lines) -> None:
+    state = State()
+    report.report_close(state)
+    report.report_step(state)
+    lines.clear()
+    report.report_close(state)
+    assert lines == []
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (999, "999 B"), (1e3, "1.0 kB"), (2.5e9, "2.5 GB"), (3e12, "3.0 TB")]
+)
+def test_bytes_are_shown_in_decimal_units(num_bytes, text) -> None:
+    assert shown_bytes(num_bytes) == text
