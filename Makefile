@@ -38,6 +38,7 @@ $(STAMP): pyproject.toml setup.py
 	touch $(STAMP)
 
 demo: setup
+	mkdir -p .work/fuyou
 	$(RUN) fuyou build
 	$(RUN) deepspeed examples/finetune.py --deepspeed --deepspeed_config $(DEMO_CONFIG) $(DEMO_FLAGS)
 

@@ -67,7 +67,8 @@ class LaneTimes:
         return (
             f"read {self.read_secs:.2f} s ({shown_bytes(self.read_bytes)}), update {self.update_secs:.2f} s, "
             f"write {self.write_secs:.2f} s ({shown_bytes(self.write_bytes)}): "
-            f"hidden {self.hidden_secs:.2f} s, exposed {self.exposed_secs:.2f} s ({share:.0f} % hidden){redone}"
+            f"hidden {self.hidden_secs:.2f} s, "
+            f"exposed {self.exposed_secs:.2f} s ({share:.0f} % hidden){redone}"
         )
 
 
