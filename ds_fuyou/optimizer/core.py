@@ -328,9 +328,19 @@ class OutOfCoreOptimizer:
             return
         self._wait(lambda t: self.pipeline.wait_gradient_read(chunk, t), lambda: f"the update of chunk {chunk} (gradient)")
 
-    def gradient(self, span: ParamSpan) -> torch.Tensor:
-        """The accumulated gradient of a parameter in this window, a copy unless it lies in one piece."""
-        if span.index in self._overrides:
+    def sum_of_squares(self, values: torch.Tensor) -> float:
+        """Sum of squares of a contiguous host tensor in fp64, in no promised order; not finite if an element is not."""
+        element = self._types[values.dtype]
+        return float(
+            load_core().sum_of_squares(element, values.data_ptr(), values.numel(), self.options.num_update_threads)
+        )
+
+    def gradient(self, span: ParamSpan, *, stored: bool = False) -> torch.Tensor:
+        """The accumulated gradient of a parameter in this window, a copy unless it lies in one piece.
+
+        ``stored``: what backward left, even if the user replaced it since.
+        """
+        if span.index in self._overrides and not stored:
             return self._overrides[span.index]
         views = self.gradients.pieces(span)
         return views[0] if len(views) == 1 else torch.cat(views)

@@ -144,5 +144,7 @@ def _minimum_lane_bytes(given: PlanInput, params: str, optimizer: str, gradients
 
 
 def _num_threads(given: PlanInput) -> int:
-    """On a machine whose device is the host, updates share the cores with compute: one thread."""
-    return 1 if given.device_is_host else max(1, given.num_cpus - 1)
+    """All cores where the device is the host: a short burst stalls compute less than a long share of one core
+    (docs/roadmap.md has the measurement). Elsewhere one core stays free for the training thread.
+    """
+    return max(1, given.num_cpus if given.device_is_host else given.num_cpus - 1)

@@ -10,8 +10,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from ds_fuyou.optimizer.norms import rounds_safely
 from ds_fuyou.zero.blocks import block_of
-from ds_fuyou.zero.stock import is_boundary
+from ds_fuyou.zero.stock import get_norm_dtype, is_boundary
 
 __all__ = ["GradientFlowMixin"]
 
@@ -24,6 +25,9 @@ class GradientFlowMixin:
         self._pending_numel = 0
         self._block_of = {p.ds_id: block_of(n) for n, p in self.module.named_parameters()}
         self._in_copy: deque[tuple[Any, list[Any]]] = deque()
+        self._squares: dict[int, float] = {}
+        self._fast_norms = get_accelerator().device_name() == "cpu" and get_norm_dtype() == torch.float64
+        self.num_exact_norms = 0
 
     # ---- reduce -------------------------------------------------------------------------------------------
 
@@ -125,8 +129,29 @@ class GradientFlowMixin:
             self._take_norm(param, views)
 
     def _take_norm(self: Any, param: Any, views: list[torch.Tensor]) -> None:
-        whole = views[0] if len(views) == 1 else torch.cat(views)
-        self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(whole)
+        """Remembers the gradient's norm: from one fast pass on the host, in stock's way on a device."""
+        if self._fast_norms:
+            squares = sum(self.rank_state.core.sum_of_squares(view) for view in views)
+            self._squares[param.ds_id] = squares
+            norm = torch.tensor(squares, dtype=torch.float64).sqrt()
+        else:
+            norm = self._constant_buffered_norm2(views[0] if len(views) == 1 else torch.cat(views))
+        self.norm_for_param_grads[self.get_param_id(param)] = norm
+
+    def complete_grad_norm_calculation_for_cpu_offload(self: Any, params: list[Any]) -> torch.Tensor:
+        """The norm of a sub-group, bit for bit stock's: fast norms serve where rounding cannot tell them apart."""
+        fast = [p for p in params if p.ds_id in self._squares]
+        if not rounds_safely([self._squares[p.ds_id] for p in fast], [p.partition_numel() for p in fast]):
+            self.num_exact_norms += 1
+            for param in fast:
+                gradient = self.rank_state.core.gradient(self.rank_state.span(param), stored=True)
+                self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(gradient)
+        norm: torch.Tensor = super().complete_grad_norm_calculation_for_cpu_offload(params)  # type: ignore[misc]
+        return norm
+
+    def reset_cpu_buffers(self: Any) -> None:
+        super().reset_cpu_buffers()  # type: ignore[misc]
+        self._squares.clear()
 
     def _complete(self: Any, params: list[Any]) -> None:
         """Chunks whose gradients are all there may be prepared, once the copies to the host have ended."""

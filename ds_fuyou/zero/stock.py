@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from deepspeed.runtime import utils as ds_utils
+from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 
-__all__ = ["combined_grad_norm", "is_boundary", "iter_module_params"]
+__all__ = ["combined_grad_norm", "get_norm_dtype", "is_boundary", "iter_module_params"]
 
 
 def iter_module_params(module: Any) -> Iterable[Any]:
@@ -37,3 +38,10 @@ def is_boundary(optimizer: Any) -> bool:
     """Whether this micro-batch is the last of the step: a method since 0.19, an attribute before."""
     flag = optimizer.is_gradient_accumulation_boundary
     return bool(flag() if callable(flag) else flag)
+
+
+def get_norm_dtype() -> torch.dtype:
+    """In which dtype the installed version accumulates gradient norms: fp64, or fp32 on devices without it."""
+    stock = getattr(zero_utils, "get_norm_dtype", None)
+    dtype: torch.dtype = stock() if stock is not None else torch.float64
+    return dtype
