@@ -9,12 +9,13 @@ import select
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Worker", "started"]
+__all__ = ["ForeignLoad", "Worker", "started"]
 
 REPLY_SECS = 600
 _WORKER = Path(__file__).resolve().parent / "worker.py"
@@ -54,6 +55,11 @@ class Worker:
         self._process.stdin.write(json.dumps(command) + "\n")
         return self._reply()
 
+    def cpu_secs(self) -> float:
+        """CPU time of the worker and all its threads since its start."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def _reply(self) -> dict[str, Any]:
         pipe = self._process.stdout
         ready = select.select([pipe], [], [], REPLY_SECS)[0]
@@ -76,6 +82,24 @@ class Worker:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+class ForeignLoad:
+    """Cores the rest of the machine used while the workers ran: whether their times can be trusted."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self._workers = workers
+        self._begin, self._busy = time.perf_counter(), self._foreign_secs()
+
+    def _foreign_secs(self) -> float:
+        with open("/proc/stat", encoding="ascii") as handle:
+            user, nice, system, _, _, irq, softirq, steal = map(int, handle.readline().split()[1:9])
+        busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        return busy - sum(worker.cpu_secs() for worker in self._workers)
+
+    def cores(self) -> float:
+        """Mean since the start."""
+        return (self._foreign_secs() - self._busy) / (time.perf_counter() - self._begin)
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def _case_lines(result: dict[str, Any]) -> Iterator[str]:
     case = result["case"]
     yield f"## {case['name']}: batch {case['batch']}, sequence {case['length']}, clip {case['clip']}"
     yield ""
-    yield f"{result['num_pairs']} rounds."
+    yield f"{result['num_pairs']} rounds. Other processes used {result['foreign_cores']:.2f} cores meanwhile."
     yield ""
     yield "| variant | s a step | min to max | forward | backward | step() | measured / floor |"
     yield "|---|---|---|---|---|---|---|"
@@ -189,7 +189,8 @@ def _io_lines(results: dict[str, Any]) -> Iterator[str]:
         return
     yield "## I/O engine against fio"
     yield ""
-    yield f"{results['io']['settings']}; see benchmarks/io_engine.py for the series. GB/s; bar of the ratios 0.95."
+    yield f"{results['io']['settings']}"
+    yield "See benchmarks/io_engine.py for the series. GB/s; bar of the ratios 0.95."
     yield ""
     yield "| mode | engine | fio | fio tuned | engine, threads | engine / fio | engine / fio tuned |"
     yield "|---|---|---|---|---|---|---|"

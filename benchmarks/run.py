@@ -24,7 +24,7 @@ from benchmarks import io_engine
 from benchmarks.cases import CASES, OFF, Case, StockTuning, spec_of
 from benchmarks.floor import BYTES_A_PARAMETER, floor_of
 from benchmarks.memory import measure_memory
-from benchmarks.processes import started
+from benchmarks.processes import ForeignLoad, started
 from benchmarks.rates import Rates, measure_rates
 from benchmarks.report import environment_of, markdown, write_results
 
@@ -50,16 +50,19 @@ def measure(case: Case, num_pairs: int, directory: Path, tuning: StockTuning) ->
         bursts: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}
         for worker in workers:
             worker.ask(do="steps", lead=2, timed=1)
+        load = ForeignLoad(workers)
         for index in range(num_pairs):
             for worker in workers if index % 2 == 0 else reversed(workers):
                 bursts[worker.name].append(worker.ask(do="steps", lead=1, timed=case.num_timed))
             times = "  ".join(f"{name} {runs[-1]['secs']:.3f}" for name, runs in bursts.items())
             print(f"{case.name} round {index}: {times}", flush=True)
+        foreign_cores = load.cores()
         about = {worker.name: worker.about for worker in workers}
     rates.append(measure_rates(directory))
     return {
         "case": asdict(case),
         "num_pairs": num_pairs,
+        "foreign_cores": foreign_cores,
         "variants": {
             name: {
                 "step_secs": summary([run["secs"] for run in runs]),
