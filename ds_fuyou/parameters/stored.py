@@ -47,6 +47,11 @@ class StoredParameters:
         self.num_ahead_reads = 0
         self.waited_secs = 0.0
 
+    @property
+    def pool_bytes(self) -> int:
+        """Memory of the look-ahead pool."""
+        return self._pool.capacity_bytes
+
     def _itemsize(self) -> int:
         return self._core.options.param_dtype.itemsize
 

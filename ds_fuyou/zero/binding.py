@@ -8,6 +8,7 @@ the store. It implements the swapper's :class:`ParameterSource`.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import time
@@ -21,6 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
 from ds_fuyou.host_config import Activation
+from ds_fuyou.lanes.memory import HeapGuard
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.core import CoreOptions, OutOfCoreOptimizer, regions_for
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutLimits, ParamSpan, build_layout
@@ -30,12 +32,14 @@ from ds_fuyou.planner.plan import Plan, PlanInput, available_host_bytes, make_pl
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.store import RunIdentity, SlotStore, choose_num_slots
+from ds_fuyou.telemetry.report import report_close
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.param_swapper import AVAILABLE, NOT_AVAILABLE, FuyouParameterSwapper
 
 __all__ = ["RankState"]
 
 logger = logging.getLogger("ds_fuyou")
+_RUN_NUMBERS = itertools.count()
 
 
 class RankState:
@@ -69,9 +73,10 @@ class RankState:
         self.store, num_slots = self._create_store(kind, grad_dtype, param_dtype)
         options = self._core_options(num_slots, grad_dtype, param_dtype)
         self.core = OutOfCoreOptimizer(self.layout, options, kind, hypers, self.store)
-        register_closer(self.core.close)
+        self._forget_closer = register_closer(self.core.close)
         self.stored = StoredParameters(self.core, self.plan.prefetch_bytes) if options.params_tier == "nvme" else None
         self._resident: set[int] = set()
+        self._heap = HeapGuard()
         self._positions_known = False
         self._seen: dict[int, int] = {}
         self._alone = dist.get_world_size() == 1
@@ -150,7 +155,7 @@ class RankState:
 
     @staticmethod
     def _run_id() -> str:
-        return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_RUN_NUMBERS)}"
 
     def initialize(self, values_of: Callable[[Any], torch.Tensor]) -> None:
         """Moves the model's parameters into their place, chunk by chunk, with a progress bar on rank 0."""
@@ -160,12 +165,14 @@ class RankState:
         def source(span: ParamSpan) -> torch.Tensor:
             if span.index not in cached:
                 cached.clear()
+                self._heap.check()
                 cached[span.index] = values_of(self._params[span.index]).view(-1)
             return cached[span.index]
 
         hidden = dist.get_rank() != 0
         with tqdm(total=self.layout.numel, desc="initialising states", unit="param", unit_scale=True, disable=hidden) as bar:
             self.core.initialize(source, bar.update)
+        self._heap.check()
         if dist.get_rank() == 0:
             logger.info("states of %d parameters initialised in %.1f s", self.layout.numel, time.perf_counter() - begin)
 
@@ -198,6 +205,7 @@ class RankState:
             self.core.wait_param(span)
             return self.core.param_view(span)
         self._resident.add(span.index)
+        self._heap.check()
         return self.stored.fetch(span)
 
     def release(self, param: Any) -> bool:
@@ -225,6 +233,7 @@ class RankState:
         if self.stored is not None:
             if self._alone:
                 self._offer_ready(self.stored)
+            self._heap.check()
             self.stored.look_ahead(self._resident)
 
     def _offer_ready(self, stored: StoredParameters) -> None:
@@ -259,7 +268,9 @@ class RankState:
 
     def close(self) -> None:
         """Stops everything of this rank and lets its files go. Idempotent."""
+        report_close(self)
         self.core.close()
+        self._forget_closer()
         if self.store is not None:
             self.store.close()
         for param in self._params:

@@ -23,7 +23,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_fuyou.host_config import Activation, activation_of
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.lanes.memory import aligned_tensor, round_up_to_page
+from ds_fuyou.lanes.memory import HeapGuard, aligned_tensor, round_up_to_page
 from ds_fuyou.planner.plan import available_host_bytes
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.staging_file import StagingFile
@@ -31,7 +31,6 @@ from ds_fuyou.storage.staging_file import StagingFile
 __all__ = ["FuyouParameterSwapper", "ParameterSource"]
 
 AVAILABLE, NOT_AVAILABLE = PartitionedParamStatus.AVAILABLE, PartitionedParamStatus.NOT_AVAILABLE
-
 
 class ParameterSource(Protocol):
     """Where trainable parameters come from once the optimizer exists."""
@@ -69,6 +68,7 @@ class FuyouParameterSwapper:
         self._buffers: dict[int, torch.Tensor] = {}
         self._file: StagingFile | None = None
         self._dram_left = self._staging_budget()
+        self._heap = HeapGuard()
 
     def _staging_budget(self) -> int:
         """Bytes of P16 that zero.Init may keep in DRAM before the tiers are decided for the whole model."""
@@ -176,6 +176,7 @@ class FuyouParameterSwapper:
             staged = _Staged(self._staging_file().reserve(num_bytes), values.numel(), num_bytes, values.dtype)
             self._staged[param.ds_id] = staged
         self._staging_file().write(staged.offset, memory)
+        self._heap.check()
 
     def _release(self, param: Any) -> None:
         """Lets the partition go, unless a gather in flight still reads it (DeepSpeed releases persistent ones early)."""

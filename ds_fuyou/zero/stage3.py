@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_fuyou.host_config import current_activation
 from ds_fuyou.optimizer.rules import GroupHyper, optimizer_kind
+from ds_fuyou.telemetry.report import report_step
 from ds_fuyou.zero.binding import RankState
 from ds_fuyou.zero.checkpoint_state import CheckpointStateMixin
 from ds_fuyou.zero.gradient_flow import GradientFlowMixin
@@ -86,6 +87,13 @@ class FuyouStage3Optimizer(GradientFlowMixin, HpAccessMixin, CheckpointStateMixi
             stock_fetch(current_submodule, forward)
 
         coordinator.fetch_sub_module = fetch_sub_module
+        if state.stored is not None and get_accelerator().device_name() == "cpu":
+            # Gathered parameters are host memory here: keep as many alive as the look-ahead pool holds, not the 1e9
+            # elements that stock allows a device.
+            limit = state.plan.prefetch_bytes // self.dtype.itemsize
+            for name in ("max_reuse_dist_in_numel", "max_n_available_params"):
+                private = f"_PartitionedParameterCoordinator__{name}"
+                setattr(coordinator, private, min(getattr(coordinator, private), limit // 4))
 
     def _hypers(self) -> list[GroupHyper]:
         """The hyperparameters of every sub-group as they are now."""
@@ -111,7 +119,7 @@ class FuyouStage3Optimizer(GradientFlowMixin, HpAccessMixin, CheckpointStateMixi
         self.rank_state.step_applied()
         self.reset_cpu_buffers()
         self.invalidate_secondary_tensor()
-        self._report_step()
+        report_step(self.rank_state)
 
     def _overflow_check_and_loss_scale_update_compat(self) -> None:
         """Stock's order of decisions: raw overflow, norm, invalid norm, loss scale, clean-up, global norm."""
@@ -147,9 +155,6 @@ class FuyouStage3Optimizer(GradientFlowMixin, HpAccessMixin, CheckpointStateMixi
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.dp_process_group)
         self._model_parallel_all_reduce(tensor=flag, op=dist.ReduceOp.MAX)
         return bool(flag[0].item())
-
-    def _report_step(self) -> None:
-        """Nothing yet beyond the counters that the telemetry reads."""
 
     def checkpoint_event_epilogue(self) -> None:
         """Persistent parameters are gathered at their first use, not all at once."""
