@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the numbers of the newest result into README.md: ``python benchmarks/readme_numbers.py``."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main", "table"]
+
+_ROOT = Path(__file__).resolve().parent.parent
+_MARKED = re.compile(r"(<!-- numbers:begin -->\n).*?(<!-- numbers:end -->)", re.DOTALL)
+_CASES = {
+    "balanced": "balanced (batch 2, sequence 256), no clipping",
+    "balanced_clip1": "balanced, clipped at norm 1.0",
+    "storage_bound": "storage-bound (batch 1, sequence 32)",
+    "compute_bound": "compute-bound (batch 8, sequence 256)",
+    "dram": "everything in host memory",
+}
+_NAMES = {
+    "zero_infinity": "ZeRO-Infinity",
+    "zero_offload": "ZeRO-Offload",
+    "fuyou_optimizer_nvme": "this, optimizer on NVMe",
+    "fuyou_all_nvme": "this, all on NVMe",
+    "fuyou_dram": "this, all in host memory",
+    "stock_off": "stock without optimizer",
+    "fuyou_off": "this without optimizer",
+}
+
+
+def table(results: dict[str, Any], source: str) -> str:
+    """The ratios of every case and the memory rows, as Markdown."""
+    return "\n".join(_lines(results, source)) + "\n"
+
+
+def _lines(results: dict[str, Any], source: str) -> Iterator[str]:
+    at = results["environment"]
+    foreign = max((case.get("foreign_cores", 0.0) for case in results["cases"]), default=0.0)
+    yield (
+        f"Measured on {at['date']}: {at['num_cores']} cores ({at['cpu']}), {at['memory_gib']:.0f} GiB, "
+        f"{at['storage']}, torch {at['torch']}, DeepSpeed {at['deepspeed']}. GPT of 98 M parameters, bf16, AdamW. "
+        f"Seconds a step, interleaved; ratio: median (quartiles). Everything else, with the configurations: "
+        f"[{source}](benchmarks/results/{source})."
+    )
+    if foreign > 0.1:
+        yield ""
+        yield f"Other processes used up to {foreign:.1f} cores meanwhile, so these times are only an indication."
+    yield ""
+    yield "| case | compared | s a step | ratio |"
+    yield "|---|---|---|---|"
+    for case in results["cases"]:
+        for ratio in case["ratios"]:
+            ours, theirs = (case["variants"][ratio[key]]["step_secs"]["median"] for key in ("of", "to"))
+            yield (
+                f"| {_CASES[case['case']['name']]} | {_NAMES[ratio['of']]} / {_NAMES[ratio['to']]} | "
+                f"{ours:.2f} / {theirs:.2f} | {ratio['median']:.2f} "
+                f"({ratio['quartile_1']:.2f} to {ratio['quartile_3']:.2f}) |"
+            )
+    if results.get("memory"):
+        yield ""
+        yield "Peak host memory, 12 to 36 layers of width 1024 under `zero.Init`, bytes an added parameter:"
+        for row in results["memory"]:
+            what = "ZeRO-Infinity" if row["variant"] == "zero_infinity_params" else "this, all on NVMe"
+            yield f"- {what}, clip {row['clip']:g}: {row['bytes_per_parameter']:.1f}"
+
+
+def main() -> None:
+    """Exits with a message if there is no result, or README.md has no marked place."""
+    found = sorted((_ROOT / "benchmarks" / "results").glob("*.json"))
+    if not found:
+        sys.exit("there is no result in benchmarks/results: run `make bench` first")
+    readme = _ROOT / "README.md"
+    text = readme.read_text()
+    if not _MARKED.search(text):
+        sys.exit("README.md must have the lines <!-- numbers:begin --> and <!-- numbers:end -->; put them back")
+    numbers = table(json.loads(found[-1].read_text()), found[-1].with_suffix(".md").name)
+    readme.write_text(_MARKED.sub(lambda match: match[1] + numbers + match[2], text))
+
+
+if __name__ == "__main__":
+    main()
