@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 #include <utility>
 
@@ -511,14 +512,8 @@ void ChunkPipeline::on_read(const std::shared_ptr<Job>& job, const IoOutcome& ou
 std::shared_ptr<ChunkPipeline::Job> ChunkPipeline::next_ready_locked()
 {
     std::shared_ptr<Job> best;
-    for (auto it = active_.begin(); it != active_.end();) {
-        const std::shared_ptr<Job> job = *it++;
-        if (job->state != JobState::kReady) continue;
-        if (job->cancelled) {
-            finish_locked(job);
-            continue;
-        }
-        if (job->update.held) continue;
+    for (const std::shared_ptr<Job>& job : active_) {
+        if (job->state != JobState::kReady || job->cancelled || job->update.held) continue;
         const auto key = [this](const Job& j) {
             return std::make_pair(j.update.generation, chunks_[j.update.chunk].spec.position);
         };
@@ -555,32 +550,38 @@ void ChunkPipeline::update(Job& job)
     const std::size_t grad_element = element_bytes(job.update.gradient_type);
     const std::size_t param_element = element_bytes(chunk.spec.param_type);
     const std::ptrdiff_t num_tiles = static_cast<std::ptrdiff_t>(tiles.size());
+    std::exception_ptr failure;  // none may leave a parallel region
 #pragma omp parallel for schedule(dynamic) num_threads(num_update_threads_) if (num_update_threads_ > 1 && num_tiles > 1)
     for (std::ptrdiff_t i = 0; i < num_tiles; ++i) {
         const Tile& tile = tiles[static_cast<std::size_t>(i)];
         const std::uint64_t numel = tile.end - tile.begin;
-        if (tile.rule != nullptr) {
+        if (tile.rule != nullptr) try {
             thread_local std::vector<float> scratch;
             if (scratch.size() < kTileElements) scratch.resize(kTileElements);
             scale_gradient(job.update.gradient_type, gradient + tile.begin * grad_element, scratch.data(), numel,
                            job.update.multiplier);
             float* tile_moments[2] = {moments[0] + tile.begin, moments[1] != nullptr ? moments[1] + tile.begin : nullptr};
             tile.rule->apply(param32 + tile.begin, scratch.data(), tile_moments, numel);
+        } catch (...) {
+#pragma omp critical(fuyou_update)
+            failure = std::current_exception();
         }
         narrow_parameter(chunk.spec.param_type, param32 + tile.begin, param16 + tile.begin * param_element, numel);
     }
+    if (failure) std::rethrow_exception(failure);
 }
 
 void ChunkPipeline::start_writes_locked()
 {
     for (auto it = active_.begin(); it != active_.end();) {
         const std::shared_ptr<Job> job = *it++;
-        if (job->state != JobState::kUpdated) continue;
-        const Chunk& chunk = chunks_[job->update.chunk];
-        if (job->cancelled) {
+        if (job->state != JobState::kReady && job->state != JobState::kUpdated) continue;
+        if (job->cancelled) {  // before admission: the chunk's next job may wait for this end
             finish_locked(job);
             continue;
         }
+        if (job->state == JobState::kReady) continue;
+        const Chunk& chunk = chunks_[job->update.chunk];
         // Parked: the slot to be overwritten still holds the last committed state.
         if (chunk.spec.num_slots == 2 && job->update.generation > committed_ + 1) continue;
         std::vector<IoExtent> extents;
