@@ -40,9 +40,7 @@ def main() -> int:
     argv = script_arguments(sys.argv[1:])
     if argv is None or not os.path.isfile(argv[0]):
         found = "no script" if argv is None else f"no file {argv[0]!r}"
-        sys.stderr.write(
-            f"{USAGE}\nds_fuyou {ds_fuyou.__version__}: a script file must be named, found {found}\n"
-        )
+        sys.stderr.write(f"{USAGE}\nds_fuyou {ds_fuyou.__version__}: a script file must be named, found {found}\n")
         return 2
     sys.argv = argv
     sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))

@@ -76,6 +76,126 @@ REQUIRED: tuple[RequiredName, ...] = (
         "zero: base class of the optimizer",
     ),
     RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3._create_param_groups_fp16_flat_cpu_memory",
+        ("self",),
+        "zero: replaced, no flat host copy of P16",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer",
+        ("self",),
+        "zero: replaced, no model-sized host buffers",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3.reduce_independent_p_g_buckets_and_remove_grads",
+        ("self", "param"),
+        "zero: replaced, gradients leave by block",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
+        ("self", "params_to_reduce", "communication_data_type"),
+        "zero: called to average over ranks",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads",
+        ("self", "buffer_to_reduce", "communication_data_type"),
+        "zero: called with reduce_scatter off",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3.partition_grads",
+        ("self", "params_to_release", "grad_partitions"),
+        "zero: replaced, G16 goes to the out-of-core optimizer",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue",
+        ("self",),
+        "zero: replaced, end of backward",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3.complete_grad_norm_calculation_for_cpu_offload",
+        ("self", "params"),
+        "zero: wrapped, norms by sub-group",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3._constant_buffered_norm2",
+        ("self", "input"),
+        "zero: called, stock's own norm",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3._get_norm_groups",
+        ("self",),
+        "zero: called in step",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3.has_overflow",
+        ("self", "partition_gradients"),
+        "zero: replaced, no gradient buffer to look at",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3._overflow_clean_up",
+        ("self", "prev_scale"),
+        "zero: called in step",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3._get_fp32_opt_state_partition",
+        ("self", "param", "release_swap_buffers", "optim_state_key"),
+        "zero: replaced, single states",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3._get_fp32_grad_state_partition",
+        ("self", "param", "release_swap_buffers"),
+        "zero: replaced, single gradients",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3._rigid_state_dict",
+        ("self",),
+        "checkpoint: replaced, stock's CPU-tier format",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3._rigid_load_state_dict",
+        ("self", "state_dict", "load_optimizer_states"),
+        "checkpoint: replaced",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3._partition_all_parameters",
+        ("self",),
+        "zero: called in step",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3._pre_step",
+        ("self",),
+        "zero: called in step",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.partitioned_param_coordinator",
+        "PartitionedParameterCoordinator.fetch_sub_module",
+        ("self", "current_submodule", "forward"),
+        "zero: watched, the order of use",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.partitioned_param_coordinator",
+        "iter_params",
+        ("module", "recurse"),
+        "zero: a module's parameters",
+    ),
+    RequiredName(
         "deepspeed.runtime.zero.offload_config",
         "DeepSpeedZeroOffloadOptimizerConfig",
         (),
@@ -143,6 +263,9 @@ def _problem(name: RequiredName) -> str | None:
         accepted = inspect.signature(found).parameters
     except (TypeError, ValueError):
         return "has no signature to check"
+    kinds = [parameter.kind for parameter in accepted.values()]
+    if kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
+        return None  # a decorator of DeepSpeed's (instrument_w_nvtx) hides the signature; the name exists
     missing = [parameter for parameter in name.parameters if parameter not in accepted]
     return f"lacks the parameters {', '.join(missing)}" if missing else None
 

@@ -58,9 +58,7 @@ def parse_bytes(value: object) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
         if match and match[2] in _BYTE_UNITS:
             number = (
-                float(match[1]) * _BYTE_UNITS[match[2]]
-                if "." in match[1]
-                else (int(match[1]) * _BYTE_UNITS[match[2]])
+                float(match[1]) * _BYTE_UNITS[match[2]] if "." in match[1] else (int(match[1]) * _BYTE_UNITS[match[2]])
             )
     if number is None or number <= 0 or number != int(number):
         raise ValueError('must be "auto", a positive number of bytes, or text like "64GB" or "512MiB"')
@@ -184,7 +182,9 @@ class FuyouConfig(_Settings):
     gradients: GradientSettings = GradientSettings()
     activations: ActivationSettings = ActivationSettings()
     io: IoSettings = IoSettings()
-    checksum: bool = Field(True, description="Verify every state block that is read back.")
+    checksum: bool = Field(
+        True, description="Verify every state block that an update reads back against what this run wrote."
+    )
     trace: str | None = Field(None, description="File to write a lane trace to (opens in Perfetto).")
     keep_state: bool = Field(False, description="Leave the swap files in place when the process ends.")
     plan: PlanOverrides | None = Field(
@@ -212,8 +212,7 @@ def load_block(ds_config: Mapping[str, Any]) -> FuyouConfig | None:
         return None
     if not isinstance(block, Mapping):
         raise FuyouConfigError(
-            f'"{BLOCK_KEY}" must be an object such as {{"enabled": true, "nvme_path": "/nvme"}}, '
-            f"found {_shown(block)}"
+            f'"{BLOCK_KEY}" must be an object such as {{"enabled": true, "nvme_path": "/nvme"}}, found {_shown(block)}'
         )
     if block.get("enabled") is False:
         return None

@@ -228,8 +228,7 @@ def _refuse_combinations(ds_config: Mapping[str, Any]) -> None:
     clashes = [f"{key} ({reason})" for key, reason in _clashes(ds_config)]
     if clashes:
         raise FuyouConfigError(
-            f"the fuyou block cannot be combined with: {'; '.join(clashes)}. "
-            f"Remove these, or switch the block off"
+            f"the fuyou block cannot be combined with: {'; '.join(clashes)}. Remove these, or switch the block off"
         )
 
 

@@ -216,9 +216,7 @@ def _rewrite(ds_config: Any, activation: Activation) -> None:
     # The swapper of a run that keeps everything in host memory never opens a file, but zero.Init
     # insists on a path.
     path = Path(activation.state_paths[0] if activation.state_paths else tempfile.gettempdir())
-    ds_config.zero_config.offload_optimizer = DeepSpeedZeroOffloadOptimizerConfig(
-        device="cpu", pin_memory=pin_memory
-    )
+    ds_config.zero_config.offload_optimizer = DeepSpeedZeroOffloadOptimizerConfig(device="cpu", pin_memory=pin_memory)
     ds_config.zero_config.offload_param = DeepSpeedZeroOffloadParamConfig(
         device="nvme", nvme_path=path, pin_memory=pin_memory
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a byte-level GPT on the Python documentation that ships with every CPython. An ordinary DeepSpeed script.
 
-    deepspeed examples/finetune.py --deepspeed --deepspeed_config configs/gpt_cpu_nvme.json
+deepspeed examples/finetune.py --deepspeed --deepspeed_config configs/gpt_cpu_nvme.json
 """
 
 import argparse
@@ -79,7 +79,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(args.seed + torch.distributed.get_rank())
     batch = engine.train_micro_batch_size_per_gpu()
     begin = time.perf_counter()
-    for step in range(args.steps * engine.gradient_accumulation_steps()):
+    for _step in range(args.steps * engine.gradient_accumulation_steps()):
         starts = torch.randint(len(data) - args.length - 1, (batch,), generator=generator)
         ids = torch.stack([data[s : s + args.length + 1] for s in starts]).to(engine.device)
         loss = engine(ids)
@@ -88,7 +88,10 @@ def main() -> None:
         if engine.is_gradient_accumulation_boundary() and torch.distributed.get_rank() == 0:
             now = time.perf_counter()
             tokens = batch * args.length * torch.distributed.get_world_size() * engine.gradient_accumulation_steps()
-            print(f"step {engine.global_steps:4d}  loss {loss.item():.4f}  {tokens / (now - begin):8.0f} tokens/s", flush=True)
+            print(
+                f"step {engine.global_steps:4d}  loss {loss.item():.4f}  {tokens / (now - begin):8.0f} tokens/s",
+                flush=True,
+            )
             begin = now
 
 

@@ -61,9 +61,7 @@ def findings(paths: list[str]) -> Iterator[Finding]:
             yield check()
         except Exception as error:
             name = check.__name__.strip("_").replace("_", " ")
-            yield Finding(
-                name, f"the check failed: {error}", ok=False, fix="reinstall ds_fuyou and DeepSpeed"
-            )
+            yield Finding(name, f"the check failed: {error}", ok=False, fix="reinstall ds_fuyou and DeepSpeed")
 
 
 def _hook() -> Finding:
@@ -72,9 +70,7 @@ def _hook() -> Finding:
         "import torch, deepspeed, sys; plugin = sys.modules.get('ds_fuyou.plugin'); "
         "sys.exit(not (plugin and plugin.is_installed()))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     if done.returncode == 0:
         return Finding("hook", "a script that imports torch and DeepSpeed sees the fuyou block")
     if os.environ.get("DS_FUYOU_DISABLE", "0") not in ("", "0"):
@@ -83,9 +79,7 @@ def _hook() -> Finding:
         fix = "unset TORCH_DEVICE_BACKEND_AUTOLOAD, or launch with: deepspeed --module ds_fuyou SCRIPT"
         return Finding("hook", "switched off by TORCH_DEVICE_BACKEND_AUTOLOAD=0", ok=False, fix=fix)
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    return Finding(
-        "hook", f"not live: {last}", ok=False, fix="pip install --force-reinstall --no-deps ds_fuyou"
-    )
+    return Finding("hook", f"not live: {last}", ok=False, fix="pip install --force-reinstall --no-deps ds_fuyou")
 
 
 def _versions() -> Finding:
@@ -136,9 +130,7 @@ def _path_check(path: str) -> Callable[[], Finding]:
         if not os.path.isdir(path):
             return Finding(path, "no such directory", ok=False, fix=f"mkdir -p {path}")
         if not os.access(path, os.W_OK | os.X_OK):
-            return Finding(
-                path, "not writable", ok=False, fix=f"chown {os.geteuid()} {path}, or name another path"
-            )
+            return Finding(path, "not writable", ok=False, fix=f"chown {os.geteuid()} {path}, or name another path")
         info = os.statvfs(path)
         return Finding(path, f"{info.f_bavail * info.f_frsize} bytes free")
 

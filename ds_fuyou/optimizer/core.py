@@ -57,6 +57,7 @@ class CoreOptions:
     num_update_threads: int
     io: IoSettings
     pin: bool = False
+    checksum: bool = True
 
     @property
     def can_speculate(self) -> bool:
@@ -119,6 +120,7 @@ class OutOfCoreOptimizer:
         self.staging = HostPool(self._staging_bytes())
         self.io.engine.register_buffer(self.staging.pool.base, self.staging.capacity_bytes)
         self.pipeline = core.ChunkPipeline(self.io.engine, self.staging.pool, options.num_update_threads)
+        self.pipeline.set_checksum(options.checksum)
         self.policy = ClipPolicy(options.clip_policy, options.can_speculate)
         self._param_memory: list[list[torch.Tensor]] = self._allocate_params()
         self.param_version = 0
@@ -187,7 +189,8 @@ class OutOfCoreOptimizer:
             resident = self._resident[-1].data_ptr()
         if options.params_tier == "nvme":
             param_slots = [
-                [(e.fd, e.offset, e.num_bytes) for e in self.param_extents(chunk, slot)] for slot in range(options.num_slots)
+                [(e.fd, e.offset, e.num_bytes) for e in self.param_extents(chunk, slot)]
+                for slot in range(options.num_slots)
             ]
         else:
             memory = [flat[chunk.sub_group][chunk.begin :].data_ptr() for flat in self._param_memory]
@@ -326,7 +329,9 @@ class OutOfCoreOptimizer:
     def _wait_unread(self, chunk: int) -> None:
         if chunk in self._held:
             return
-        self._wait(lambda t: self.pipeline.wait_gradient_read(chunk, t), lambda: f"the update of chunk {chunk} (gradient)")
+        self._wait(
+            lambda t: self.pipeline.wait_gradient_read(chunk, t), lambda: f"the update of chunk {chunk} (gradient)"
+        )
 
     def sum_of_squares(self, values: torch.Tensor) -> float:
         """Sum of squares of a contiguous host tensor in fp64, in no promised order; not finite if an element is not."""
@@ -614,7 +619,9 @@ class OutOfCoreOptimizer:
 
     def wait_all(self) -> None:
         """Until every update of the applied steps has reached its place, storage included."""
-        self._wait(lambda t: self.pipeline.wait_durable(self.generation, t), lambda: f"step {self.generation} to be durable")
+        self._wait(
+            lambda t: self.pipeline.wait_durable(self.generation, t), lambda: f"step {self.generation} to be durable"
+        )
 
     def param_view(self, span: ParamSpan) -> torch.Tensor:
         """P16 of a parameter in DRAM (tier cpu), the published version. Wait for it first."""
@@ -649,7 +656,8 @@ class OutOfCoreOptimizer:
             self.io.read(extents, state, f"reading the state of chunk {index}").wait()
             state[num_bytes:].zero_()
         return [
-            state[i * part : (i + 1) * part].view(torch.float32)[: chunk.numel] for i in range(1 + len(self.kind.moments))
+            state[i * part : (i + 1) * part].view(torch.float32)[: chunk.numel]
+            for i in range(1 + len(self.kind.moments))
         ]
 
     def write_chunk(self, index: int, parts: Sequence[torch.Tensor], params: torch.Tensor | None = None) -> None:
@@ -689,7 +697,9 @@ class OutOfCoreOptimizer:
             chunk = self.layout.chunks[index]
             begin, end = max(span.begin, chunk.begin), min(span.end, chunk.end)
             parts = self.read_chunk(index)
-            parts[part][begin - chunk.begin : end - chunk.begin].copy_(values.view(-1)[begin - span.begin : end - span.begin])
+            parts[part][begin - chunk.begin : end - chunk.begin].copy_(
+                values.view(-1)[begin - span.begin : end - span.begin]
+            )
             self.write_chunk(index, parts)
 
     def set_positions(self, positions: Iterable[tuple[int, int]]) -> None:

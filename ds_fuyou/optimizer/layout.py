@@ -10,6 +10,7 @@ block's first parameter; backward delivers that parameter earlier, so nothing wa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -105,7 +106,7 @@ def build_layout(
 def _cut(spans: Sequence[ParamSpan], total: int, limits: LayoutLimits) -> list[tuple[int, int]]:
     """Chunk bounds of one sub-group: block runs, merged below the minimum, split above the maximum."""
     bounds = [0]
-    for previous, span in zip(spans, spans[1:], strict=False):
+    for previous, span in itertools.pairwise(spans):
         cut = min(_round_up(span.begin), total)
         if span.block != previous.block and cut - bounds[-1] >= limits.min_elements:
             bounds.append(cut)
@@ -114,7 +115,7 @@ def _cut(spans: Sequence[ParamSpan], total: int, limits: LayoutLimits) -> list[t
     if bounds[-1] != total:
         bounds.append(total)
     pieces: list[tuple[int, int]] = []
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in itertools.pairwise(bounds):
         num_pieces = -(-(end - begin) // limits.max_elements)
         step = _round_up(-(-(end - begin) // num_pieces))
         pieces.extend((at, min(at + step, end)) for at in range(begin, end, step))

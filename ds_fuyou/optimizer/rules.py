@@ -17,7 +17,9 @@ from ds_fuyou.ops.core import load_core
 
 __all__ = ["GroupHyper", "OptimizerKind", "RuleClock", "StepRules", "optimizer_kind"]
 
-_SUPPORTED = "DeepSpeedCPUAdam, FusedAdam, torch Adam and AdamW, DeepSpeedCPUAdagrad, torch Adagrad, DeepSpeedCPULion, FusedLion"
+_SUPPORTED = (
+    "DeepSpeedCPUAdam, FusedAdam, torch Adam and AdamW, DeepSpeedCPUAdagrad, torch Adagrad, DeepSpeedCPULion, FusedLion"
+)
 
 
 @dataclass(frozen=True)

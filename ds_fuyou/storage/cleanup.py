@@ -80,9 +80,7 @@ def remove_state(state: StateDirectory) -> None:
     run: RunDirectory | None = None
     try:
         if path.parent != root.path or not is_run_name(path.name):
-            raise FuyouStorageError(
-                errno.EINVAL, "it must be a state directory; remove it by hand", str(path)
-            )
+            raise FuyouStorageError(errno.EINVAL, "it must be a state directory; remove it by hand", str(path))
         if not os.path.lexists(path):
             return
         _check_removable(root, path)

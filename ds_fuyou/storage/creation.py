@@ -145,9 +145,7 @@ def _validate(paths: Sequence[Path], regions: Sequence[RegionSpec], options: Cre
     if not paths or not regions:
         raise FuyouConfigError(f"paths and regions must not be empty, found {len(paths)} and {len(regions)}")
     if options.weights is not None and len(options.weights) != len(paths):
-        raise FuyouConfigError(
-            f"there must be one weight a path, found {len(options.weights)} for {len(paths)} paths"
-        )
+        raise FuyouConfigError(f"there must be one weight a path, found {len(options.weights)} for {len(paths)} paths")
     names = [region.name for region in regions]
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -169,9 +167,7 @@ def _lock_roots(paths: Sequence[Path], undo: contextlib.ExitStack) -> list[_Pend
         keys.append((found.st_dev, found.st_ino))
         os.close(fd)
     if len(set(keys)) != len(keys):
-        raise FuyouConfigError(
-            f"nvme_path must name every directory once, found: {', '.join(map(str, paths))}"
-        )
+        raise FuyouConfigError(f"nvme_path must name every directory once, found: {', '.join(map(str, paths))}")
     pending: dict[tuple[int, int], _Pending] = {}
     for key, path in sorted(zip(keys, paths, strict=True)):
         root = StateRoot.open(path, create=True)
@@ -210,9 +206,7 @@ def _needed_and_free(paths: Sequence[Path], needed: Sequence[int], facts: Sequen
 def _open_root(directory: Path) -> StateRoot:
     where = str(directory)
     if directory.parent.name != ROOT_NAME or not is_run_name(directory.name):
-        message = (
-            f"a state directory must be PATH/{ROOT_NAME}/RUN-rankN; `fuyou clean --dry-run PATH` lists them"
-        )
+        message = f"a state directory must be PATH/{ROOT_NAME}/RUN-rankN; `fuyou clean --dry-run PATH` lists them"
         raise FuyouStorageError(errno.EINVAL, message, where)
     root = StateRoot.open(directory.parent.parent, create=False)
     if root is None:
@@ -238,15 +232,11 @@ def _check_complete(manifests: Sequence[Manifest]) -> None:
     """All directories of one store, each once. Raises :class:`FuyouStorageError` naming what is missing."""
     first = manifests[0]
     if any(manifest.store_id != first.store_id for manifest in manifests):
-        raise FuyouStorageError(
-            errno.EINVAL, "the state directories must be of one run", first.directories[0]
-        )
+        raise FuyouStorageError(errno.EINVAL, "the state directories must be of one run", first.directories[0])
     missing = set(range(len(first.directories))) - {manifest.index for manifest in manifests}
     if missing or len(manifests) != len(first.directories):
         names = ", ".join(first.directories[index] for index in sorted(missing))
-        message = (
-            f"all {len(first.directories)} directories of the state must be named; missing: {names or 'none'}"
-        )
+        message = f"all {len(first.directories)} directories of the state must be named; missing: {names or 'none'}"
         raise FuyouStorageError(errno.EINVAL, message, first.directories[0])
 
 

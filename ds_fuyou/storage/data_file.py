@@ -30,9 +30,7 @@ class DataFile:
     buffered_because: str
 
 
-def create_data_file(
-    run: RunDirectory, num_bytes: int, direct: bool | None, buffered_because: str
-) -> DataFile:
+def create_data_file(run: RunDirectory, num_bytes: int, direct: bool | None, buffered_because: str) -> DataFile:
     """Creates the file (0600) with all its blocks allocated.
 
     Args:
@@ -47,9 +45,7 @@ def create_data_file(
     try:
         fd = os.open(DATA_NAME, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=run.fd)
     except OSError as error:
-        raise FuyouStorageError(
-            error.errno or errno.EIO, "the data file cannot be created", str(path)
-        ) from error
+        raise FuyouStorageError(error.errno or errno.EIO, "the data file cannot be created", str(path)) from error
     try:
         try:
             preallocate(fd, num_bytes)
@@ -78,9 +74,7 @@ def open_data_file(run: RunDirectory, num_bytes: int, buffered_because: str) -> 
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_size != num_bytes:
             message = f"the data file must be {num_bytes} bytes as the manifest says, found {found.st_size}"
-            raise FuyouStorageError(
-                errno.EINVAL, f"{message}; start again from the last checkpoint", str(path)
-            )
+            raise FuyouStorageError(errno.EINVAL, f"{message}; start again from the last checkpoint", str(path))
         os.set_blocking(fd, True)
         return DataFile(fd, path, num_bytes, _choose_direct(fd, path, None, buffered_because))
     except BaseException:

@@ -137,18 +137,14 @@ class StateRoot:
         except FileNotFoundError:
             if not create:
                 return None
-            raise FuyouStorageError(
-                errno.ENOENT, "the nvme_path vanished; create it again", str(path)
-            ) from None
+            raise FuyouStorageError(errno.ENOENT, "the nvme_path vanished; create it again", str(path)) from None
         except OSError as error:
             advice = "it must be a directory this user can write; remove it or name another nvme_path"
             raise FuyouStorageError(error.errno or errno.EIO, advice, where) from error
         owner = os.fstat(fd).st_uid
         if owner not in (os.geteuid(), 0):
             os.close(fd)
-            message = (
-                f"it must belong to user {os.geteuid()}, it is user {owner}'s; name an nvme_path of your own"
-            )
+            message = f"it must belong to user {os.geteuid()}, it is user {owner}'s; name an nvme_path of your own"
             raise FuyouStorageError(errno.EPERM, message, where)
         return fd
 
@@ -220,9 +216,7 @@ class RunDirectory:
         try:
             os.mkdir(name, 0o700, dir_fd=root.fd)
         except FileExistsError:
-            raise FuyouStateError(
-                f"{path} must not exist yet; give this run another run_id or remove it"
-            ) from None
+            raise FuyouStateError(f"{path} must not exist yet; give this run another run_id or remove it") from None
         except OSError as error:
             message = "the directory of the run cannot be created; nvme_path must be writable"
             raise FuyouStorageError(error.errno or errno.EIO, message, str(path)) from error

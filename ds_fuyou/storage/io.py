@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.errors import FuyouChecksumError, FuyouStorageError
 from ds_fuyou.lanes.waiting import wait_reporting
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.storage.store import Extent
@@ -54,15 +54,16 @@ class Transfer:
         return seconds
 
 
-def storage_error(
-    what: str, error: int, fd: int, offset: int, path_of: Callable[[int], Path]
-) -> FuyouStorageError:
+def storage_error(what: str, error: int, fd: int, offset: int, path_of: Callable[[int], Path]) -> FuyouStorageError:
     """The error for a failed transfer: what was moved, where, why, and that the last commit is intact."""
     path = path_of(fd) if fd >= 0 else None
     reason = os.strerror(error) if error else "unknown failure"
     if error == errno.ENODATA:
         reason = "the file is shorter than the layout says"
     message = f"{what} failed: {reason}; the last committed state is intact"
+    if error == errno.EBADMSG:
+        message = f"{what} failed: the bytes read are not those this run wrote; the disk or its path is faulty"
+        return FuyouChecksumError(error, message, None if path is None else str(path), offset)
     return FuyouStorageError(error, message, None if path is None else str(path), offset)
 
 
@@ -89,9 +90,7 @@ class IoLane:
         """Starts writing ``memory`` to the extents, in order."""
         return self._submit(self._core.IoKind.WRITE, extents, memory, what, priority)
 
-    def _submit(
-        self, kind: Any, extents: Sequence[Extent], memory: torch.Tensor, what: str, priority: int
-    ) -> Transfer:
+    def _submit(self, kind: Any, extents: Sequence[Extent], memory: torch.Tensor, what: str, priority: int) -> Transfer:
         num_bytes = sum(extent.num_bytes for extent in extents)
         if num_bytes > memory.numel() * memory.element_size():
             raise ValueError(f"{what}: extents hold {num_bytes} bytes, the memory {memory.nbytes}")

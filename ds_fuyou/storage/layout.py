@@ -85,10 +85,7 @@ def device_capacities(facts: Sequence[PathFacts]) -> dict[str, int]:
     free: dict[str, int] = {}
     for fact in facts:
         free[fact.device] = min(fact.free_bytes, free.get(fact.device, fact.free_bytes))
-    return {
-        device: max(0, num_bytes - _RESERVE_BYTES) // PAGE_BYTES * PAGE_BYTES
-        for device, num_bytes in free.items()
-    }
+    return {device: max(0, num_bytes - _RESERVE_BYTES) // PAGE_BYTES * PAGE_BYTES for device, num_bytes in free.items()}
 
 
 def choose_num_slots(
@@ -136,9 +133,7 @@ def stripe(
     total = sum(region.num_bytes * region.num_slots for region in regions)
     room = dict(capacities)
     if total > sum(room.values()):
-        raise FuyouConfigError(
-            f"{total} bytes must fit the devices, which hold {sum(room.values())} together"
-        )
+        raise FuyouConfigError(f"{total} bytes must fit the devices, which hold {sum(room.values())} together")
     targets = _targets(total, shares, room)
     used = [0] * len(shares)
     laid_out = []
@@ -182,9 +177,7 @@ def _place(
     while num_bytes > 0:
         wanted = min(unit_bytes, num_bytes)
         open_paths = [i for i, share in enumerate(shares) if room[share.device] > 0]
-        path = min(
-            open_paths, key=lambda i: ((used[i] + wanted) / targets[i] if targets[i] > 0 else math.inf, i)
-        )
+        path = min(open_paths, key=lambda i: ((used[i] + wanted) / targets[i] if targets[i] > 0 else math.inf, i))
         size = min(wanted, room[shares[path].device])
         last = pieces[-1] if pieces else None
         if last is not None and last.path == path:

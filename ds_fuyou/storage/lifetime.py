@@ -53,10 +53,7 @@ def install() -> None:
         _registry.hooked = True
         atexit.register(shutdown)
         os.register_at_fork(after_in_child=_after_fork_in_child)
-    if (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    ):
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _on_sigterm)
 
 
@@ -116,10 +113,7 @@ def _on_sigterm(_number: int, _frame: FrameType | None) -> None:
 
 
 def _restore_sigterm() -> None:
-    if (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGTERM) is _on_sigterm
-    ):
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

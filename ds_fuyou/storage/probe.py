@@ -86,9 +86,7 @@ def open_path(path: Path) -> int:
             advice = "it is not a directory; name a directory on the storage device"
         else:
             advice = "it cannot be opened; change its permissions or name another path"
-        raise FuyouStorageError(
-            number, f"nvme_path must be an existing directory: {advice}", str(path)
-        ) from error
+        raise FuyouStorageError(number, f"nvme_path must be an existing directory: {advice}", str(path)) from error
 
 
 def enable_direct(fd: int) -> str:
@@ -136,9 +134,7 @@ def _open_unnamed(path_fd: int, path: Path) -> int:
         os.unlink(name, dir_fd=path_fd)
         return fd
     except OSError as error:
-        message = (
-            f"nvme_path must be writable by user {os.geteuid()}; change its owner or mount or name another"
-        )
+        message = f"nvme_path must be writable by user {os.geteuid()}; change its owner or mount or name another"
         raise FuyouStorageError(error.errno or errno.EIO, message, str(path)) from error
 
 

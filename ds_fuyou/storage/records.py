@@ -161,17 +161,10 @@ def read_record(dir_fd: int, directory: Path, name: str) -> dict[str, Any] | Non
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise FuyouStorageError(
-            error.errno or errno.EIO, f"reading {name} failed", str(directory / name)
-        ) from error
+        raise FuyouStorageError(error.errno or errno.EIO, f"reading {name} failed", str(directory / name)) from error
     words = header.decode("utf-8", "replace").split(" ")
     digest = hashlib.sha256(body).hexdigest()
-    if (
-        len(words) == 5
-        and words[:2] == ["ds_fuyou", name]
-        and words[2] != str(_VERSION)
-        and words[3] == digest
-    ):
+    if len(words) == 5 and words[:2] == ["ds_fuyou", name] and words[2] != str(_VERSION) and words[3] == digest:
         message = f"{name} must be of format {_VERSION}, found {words[2]}; use the ds_fuyou that wrote it"
         raise FuyouStorageError(errno.EINVAL, message, str(directory / name))
     if words != ["ds_fuyou", name, str(_VERSION), digest, str(len(body))]:
@@ -190,9 +183,7 @@ def _write_all(fd: int, data: bytes) -> None:
 def _start_ticks(pid: int) -> int:
     """Field 22 of /proc/PID/stat; 0 when the process does not exist, is a zombie, or /proc is not there."""
     try:
-        fields = (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        )
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return 0 if fields[0] in "ZX" else int(fields[19])
     except (OSError, IndexError, ValueError):
         return 0

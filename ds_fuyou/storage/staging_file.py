@@ -58,7 +58,7 @@ class StagingFile:
         except OSError as error:
             facts = os.statvfs(self._directory)
             message = (
-                f"staging the model's parameters needs {num_bytes} more bytes, {facts.f_bavail * facts.f_frsize} are free; "
+                f"staging the parameters needs {num_bytes} more bytes, {facts.f_bavail * facts.f_frsize} are free; "
                 "free space or give another nvme_path"
             )
             raise FuyouStorageError(error.errno or errno.ENOSPC, message, str(self._directory), offset) from error

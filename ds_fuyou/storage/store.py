@@ -65,9 +65,7 @@ class SlotStore:
             begins.append(at)
             at += piece.num_bytes
         self._begins[key] = begins
-        self._extents[key] = tuple(
-            Extent(self._files.files[p.path].fd, p.offset, p.num_bytes) for p in pieces
-        )
+        self._extents[key] = tuple(Extent(self._files.files[p.path].fd, p.offset, p.num_bytes) for p in pieces)
 
     @classmethod
     def create(
@@ -187,8 +185,7 @@ class SlotStore:
         num_bytes = self._regions[region].num_bytes
         if not 0 <= begin <= end <= num_bytes or begin % PAGE_BYTES or end % PAGE_BYTES:
             raise ValueError(
-                f"a range of {region} must be multiples of {PAGE_BYTES} in [0, {num_bytes}], "
-                f"found [{begin}, {end})"
+                f"a range of {region} must be multiples of {PAGE_BYTES} in [0, {num_bytes}], found [{begin}, {end})"
             )
         begins, whole = self._begins[key], self._extents[key]
         found = []
@@ -298,18 +295,12 @@ class SlotStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise FuyouStateError(
-                f"the store in {self._files.runs[0].path} must be open; it is closed in this process"
-            )
+            raise FuyouStateError(f"the store in {self._files.runs[0].path} must be open; it is closed in this process")
 
     def _key(self, region: str, slot: int) -> tuple[str, int]:
         if (region, slot) not in self._extents:
             known = self._regions.get(region)
-            found = (
-                f"it has {known.num_slots} slots"
-                if known
-                else f"it is none of the {len(self._regions)} regions"
-            )
+            found = f"it has {known.num_slots} slots" if known else f"it is none of the {len(self._regions)} regions"
             raise ValueError(f"slot {slot} of region {region} must exist; {found}")
         return region, slot
 
@@ -331,9 +322,7 @@ def _read_commit(files: StoreFiles) -> CommitRecord | None:
         message = f"{COMMIT_NAME} is of another store than the manifest; start again from the last checkpoint"
         raise FuyouChecksumError(errno.EBADMSG, message, str(run.path / COMMIT_NAME))
     regions = {region.spec.name: region.spec for region in files.manifest.layout.regions}
-    return CommitRecord(
-        payload["step"], payload["slots"], payload["meta"], _is_intact(payload["slots"], regions)
-    )
+    return CommitRecord(payload["step"], payload["slots"], payload["meta"], _is_intact(payload["slots"], regions))
 
 
 def _is_intact(slots: Mapping[str, int], regions: Mapping[str, RegionSpec]) -> bool:

@@ -65,9 +65,7 @@ class RunIdentity:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise FuyouConfigError(
-                f"rank must be in [0, world_size); found rank {self.rank} of {self.world_size}"
-            )
+            raise FuyouConfigError(f"rank must be in [0, world_size); found rank {self.rank} of {self.world_size}")
         if not _RUN_ID.fullmatch(self.run_id):
             raise FuyouConfigError(
                 f"run_id must be 1 to 100 letters, digits, '.', '_' or '-' and start with a letter or digit; "
@@ -81,12 +79,9 @@ class RunIdentity:
     def mismatch(self, other: RunIdentity) -> str:
         """What keeps state of ``other`` from serving this run, "" when nothing does; run ids may differ."""
         pairs = [
-            (what, getattr(other, what), getattr(self, what))
-            for what in ("model_fingerprint", "rank", "world_size")
+            (what, getattr(other, what), getattr(self, what)) for what in ("model_fingerprint", "rank", "world_size")
         ]
-        return ", ".join(
-            f"{what} {found} instead of {wanted}" for what, found, wanted in pairs if found != wanted
-        )
+        return ", ".join(f"{what} {found} instead of {wanted}" for what, found, wanted in pairs if found != wanted)
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,7 @@ def placement_table(rows: Sequence[Placed], numel: int) -> str:
     """The rows as aligned text with a total for each tier."""
     lines = [f"where every byte lives, {numel / 1e6:.1f} M trainable parameters on this rank:"]
     for row in rows:
-        lines.append(
-            f"  {row.name:<26}{shown_bytes(row.num_bytes):>10}  {_TIERS[row.tier]:<13}{row.note}".rstrip()
-        )
+        lines.append(f"  {row.name:<26}{shown_bytes(row.num_bytes):>10}  {_TIERS[row.tier]:<13}{row.note}".rstrip())
     for tier, name in _TIERS.items():
         total = sum(row.num_bytes for row in rows if row.tier == tier)
         lines.append(f"  {'total in ' + name:<26}{shown_bytes(total):>10}")

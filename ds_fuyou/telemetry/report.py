@@ -97,9 +97,7 @@ class StepReport:
         now, lanes = time.perf_counter(), LaneTimes.of(rank_state)
         count = self._num_steps - self._logged_steps
         mean, secs = lanes.since(self._at_log).over(count), (now - self._logged_at) / count
-        get_logger().info(
-            "steps %d-%d, mean %.2f s: %s", self._logged_steps + 1, self._num_steps, secs, mean.line()
-        )
+        get_logger().info("steps %d-%d, mean %.2f s: %s", self._logged_steps + 1, self._num_steps, secs, mean.line())
         self._logged_steps, self._logged_at, self._at_log = self._num_steps, now, lanes
 
     def close(self, rank_state: Any) -> None:

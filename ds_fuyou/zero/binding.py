@@ -83,7 +83,9 @@ class RankState:
 
     # ---- construction -------------------------------------------------------------------------------------
 
-    def _plan_input(self, entries: Any, kind: OptimizerKind, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> PlanInput:
+    def _plan_input(
+        self, entries: Any, kind: OptimizerKind, grad_dtype: torch.dtype, param_dtype: torch.dtype
+    ) -> PlanInput:
         config = self.activation.config
         budget = config.dram_budget_bytes
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -118,6 +120,7 @@ class RankState:
             staging_bytes=plan.staging_bytes,
             num_update_threads=plan.num_threads,
             io=IoSettings(config.io.engine, plan.queue_depth, plan.block_bytes, 4),
+            checksum=config.checksum,
             pin=get_accelerator().device_name() == "cuda" and self.activation.absorbed.pin_memory,
         )
 
@@ -129,7 +132,8 @@ class RankState:
         budget = self.activation.config.nvme_budget_bytes
         budget_bytes = None if budget == "auto" else int(budget)
         by_slots = {
-            n: regions_for(self.layout, self._core_options(n, grad_dtype, param_dtype), len(kind.moments), n) for n in (1, 2)
+            n: regions_for(self.layout, self._core_options(n, grad_dtype, param_dtype), len(kind.moments), n)
+            for n in (1, 2)
         }
         sizes = {n: sum(r.num_bytes * r.num_slots for r in regions) for n, regions in by_slots.items()}
         num_slots = 1
@@ -170,7 +174,9 @@ class RankState:
             return cached[span.index]
 
         hidden = dist.get_rank() != 0
-        with tqdm(total=self.layout.numel, desc="initialising states", unit="param", unit_scale=True, disable=hidden) as bar:
+        with tqdm(
+            total=self.layout.numel, desc="initialising states", unit="param", unit_scale=True, disable=hidden
+        ) as bar:
             self.core.initialize(source, bar.update)
         self._heap.check()
         if dist.get_rank() == 0:

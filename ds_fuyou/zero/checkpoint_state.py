@@ -88,7 +88,9 @@ class CheckpointStateMixin:
         """Moments by sub-group, None if the checkpoint was made before the first step."""
         if not saved["state"]:
             return None
-        order = [i for g in range(len(self.optimizer.param_groups)) for i, o in enumerate(self._group_of_sub_group) if o == g]
+        order = [
+            i for g in range(len(self.optimizer.param_groups)) for i, o in enumerate(self._group_of_sub_group) if o == g
+        ]
         found: list[list[torch.Tensor]] = [[] for _ in order]
         for place, sub_group in enumerate(order):
             found[sub_group] = [saved["state"][place][name] for name in self.rank_state.core.kind.moments]

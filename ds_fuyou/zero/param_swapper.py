@@ -21,8 +21,8 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from ds_fuyou.host_config import Activation, activation_of
 from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.host_config import Activation, activation_of
 from ds_fuyou.lanes.memory import HeapGuard, aligned_tensor, round_up_to_page
 from ds_fuyou.planner.plan import available_host_bytes
 from ds_fuyou.storage.io import IoLane, IoSettings
@@ -31,6 +31,7 @@ from ds_fuyou.storage.staging_file import StagingFile
 __all__ = ["FuyouParameterSwapper", "ParameterSource"]
 
 AVAILABLE, NOT_AVAILABLE = PartitionedParamStatus.AVAILABLE, PartitionedParamStatus.NOT_AVAILABLE
+
 
 class ParameterSource(Protocol):
     """Where trainable parameters come from once the optimizer exists."""
@@ -179,10 +180,12 @@ class FuyouParameterSwapper:
         self._heap.check()
 
     def _release(self, param: Any) -> None:
-        """Lets the partition go, unless a gather in flight still reads it (DeepSpeed releases persistent ones early)."""
+        """Lets the partition go, unless a gather in flight reads it (DeepSpeed releases persistent ones early)."""
         if param.ds_status == ZeroParamStatus.INFLIGHT:
             return
-        leaves = self._source.release(param) if param.ds_id in self._attached and self._source else self.is_staged(param)
+        leaves = (
+            self._source.release(param) if param.ds_id in self._attached and self._source else self.is_staged(param)
+        )
         if leaves:
             self.mark_away(param)
 
@@ -208,4 +211,3 @@ class FuyouParameterSwapper:
         if self._file is not None:
             self._file.close()
             self._file = None
-

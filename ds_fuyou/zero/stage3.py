@@ -29,7 +29,7 @@ __all__ = ["FuyouStage3Optimizer"]
 logger = logging.getLogger("ds_fuyou")
 
 
-class FuyouStage3Optimizer(GradientFlowMixin, HpAccessMixin, CheckpointStateMixin, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+class FuyouStage3Optimizer(GradientFlowMixin, HpAccessMixin, CheckpointStateMixin, DeepSpeedZeroOptimizer_Stage3):
     """Drop-in for DeepSpeedZeroOptimizer_Stage3 when the JSON has an active fuyou block."""
 
     rank_state: RankState

@@ -33,11 +33,14 @@ FileRanges to_ranges(const std::vector<RangeTuple>& tuples)
     return ranges;
 }
 
-char* address(std::uintptr_t value) { return reinterpret_cast<char*>(value); }
+char* address(std::uintptr_t value)
+{
+    return reinterpret_cast<char*>(value);
+}
 
 // One asynchronous operation seen from Python: wait() once, or poll done().
 class IoTicket {
-public:
+  public:
     void complete(const IoOutcome& outcome)
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -53,7 +56,8 @@ public:
     bool wait(double timeout_secs)
     {
         std::unique_lock<std::mutex> lock(mutex_);
-        return changed_.wait_for(lock, std::chrono::duration<double>(timeout_secs), [this] { return done_; });
+        return changed_.wait_for(lock, std::chrono::duration<double>(timeout_secs),
+                                 [this] { return done_; });
     }
     IoOutcome outcome() const
     {
@@ -61,15 +65,16 @@ public:
         return outcome_;
     }
 
-private:
+  private:
     mutable std::mutex mutex_;
     std::condition_variable changed_;
     bool done_ = false;
     IoOutcome outcome_;
 };
 
-std::shared_ptr<IoTicket> submit(IoEngine& engine, IoKind kind, const std::vector<RangeTuple>& ranges,
-                                 std::uintptr_t buffer, std::int64_t priority)
+std::shared_ptr<IoTicket> submit(IoEngine& engine, IoKind kind,
+                                 const std::vector<RangeTuple>& ranges, std::uintptr_t buffer,
+                                 std::int64_t priority)
 {
     std::vector<IoExtent> extents;
     char* cursor = address(buffer);
@@ -78,18 +83,20 @@ std::shared_ptr<IoTicket> submit(IoEngine& engine, IoKind kind, const std::vecto
         cursor += num_bytes;
     }
     auto ticket = std::make_shared<IoTicket>();
-    engine.submit(kind, std::move(extents), priority, [ticket](const IoOutcome& outcome) { ticket->complete(outcome); });
+    engine.submit(kind, std::move(extents), priority,
+                  [ticket](const IoOutcome& outcome) { ticket->complete(outcome); });
     return ticket;
 }
 
-// Memory of the pool as a byte tensor; the block returns to the pool when the last alias is gone, so
-// a tensor that autograd saved keeps its bytes.
+// Memory of the pool as a byte tensor; the block returns to the pool when the last alias is gone,
+// so a tensor that autograd saved keeps its bytes.
 py::object allocate_tensor(const std::shared_ptr<AlignedPool>& pool, std::uint64_t num_bytes)
 {
     char* block = pool->try_allocate(num_bytes);
     if (block == nullptr) return py::none();
     auto release = [pool](void* pointer) { pool->release(static_cast<char*>(pointer)); };
-    return py::cast(torch::from_blob(block, {static_cast<std::int64_t>(num_bytes)}, release, torch::kUInt8));
+    return py::cast(
+        torch::from_blob(block, {static_cast<std::int64_t>(num_bytes)}, release, torch::kUInt8));
 }
 
 void bind_kernels(py::module_& m)
@@ -102,7 +109,8 @@ void bind_kernels(py::module_& m)
         .def_property_readonly("num_moments", &UpdateRule::num_moments)
         .def(
             "apply",
-            [](const UpdateRule& rule, torch::Tensor param, torch::Tensor grad, std::vector<torch::Tensor> moments) {
+            [](const UpdateRule& rule, torch::Tensor param, torch::Tensor grad,
+               std::vector<torch::Tensor> moments) {
                 float* pointers[2] = {moments.at(0).data_ptr<float>(),
                                       moments.size() > 1 ? moments[1].data_ptr<float>() : nullptr};
                 rule.apply(param.data_ptr<float>(), grad.data_ptr<float>(), pointers,
@@ -112,8 +120,10 @@ void bind_kernels(py::module_& m)
     py::class_<OptimizerClock>(m, "OptimizerClock")
         .def("increment", &OptimizerClock::increment)
         .def("rule",
-             [](const OptimizerClock& clock, float lr, float eps, float weight_decay, bool bias_correction) {
-                 return std::const_pointer_cast<UpdateRule>(clock.rule(lr, eps, weight_decay, bias_correction));
+             [](const OptimizerClock& clock, float lr, float eps, float weight_decay,
+                bool bias_correction) {
+                 return std::const_pointer_cast<UpdateRule>(
+                     clock.rule(lr, eps, weight_decay, bias_correction));
              })
         .def("clone", &OptimizerClock::clone)
         .def_property_readonly("num_moments", &OptimizerClock::num_moments);
@@ -128,8 +138,10 @@ void bind_kernels(py::module_& m)
         NoGil());
     m.def(
         "scale_gradient",
-        [](ElementType type, std::uintptr_t source, std::uintptr_t target, std::size_t numel, float multiplier) {
-            scale_gradient(type, address(source), reinterpret_cast<float*>(target), numel, multiplier);
+        [](ElementType type, std::uintptr_t source, std::uintptr_t target, std::size_t numel,
+           float multiplier) {
+            scale_gradient(type, address(source), reinterpret_cast<float*>(target), numel,
+                           multiplier);
         },
         NoGil());
     m.def(
@@ -165,7 +177,8 @@ void bind_io(py::module_& m)
         .def("wait", &IoTicket::wait, NoGil())
         .def("outcome", &IoTicket::outcome);
     py::class_<IoEngine, std::shared_ptr<IoEngine>>(m, "IoEngine")
-        .def(py::init([](IoBackend backend, unsigned queue_depth, std::uint64_t block_bytes, unsigned num_threads) {
+        .def(py::init([](IoBackend backend, unsigned queue_depth, std::uint64_t block_bytes,
+                         unsigned num_threads) {
                  IoOptions options;
                  options.backend = backend;
                  options.queue_depth = queue_depth;
@@ -173,8 +186,10 @@ void bind_io(py::module_& m)
                  options.num_threads = num_threads;
                  return std::make_shared<IoEngine>(options);
              }),
-             py::arg("backend"), py::arg("queue_depth"), py::arg("block_bytes"), py::arg("num_threads"))
-        .def("submit", &submit, py::arg("kind"), py::arg("ranges"), py::arg("buffer"), py::arg("priority"))
+             py::arg("backend"), py::arg("queue_depth"), py::arg("block_bytes"),
+             py::arg("num_threads"))
+        .def("submit", &submit, py::arg("kind"), py::arg("ranges"), py::arg("buffer"),
+             py::arg("priority"))
         .def("register_buffer",
              [](IoEngine& engine, std::uintptr_t buffer, std::uint64_t num_bytes) {
                  return engine.register_buffer(address(buffer), num_bytes);
@@ -183,11 +198,14 @@ void bind_io(py::module_& m)
         .def(
             "add_fault",
             [](IoEngine& engine, IoKind kind, IoFault::Effect effect, int error, double delay_secs,
-               std::uint64_t first, std::uint64_t count, int fd, std::uint64_t offset_begin, std::uint64_t offset_end) {
-                engine.add_fault({kind, effect, error, delay_secs, first, count, fd, offset_begin, offset_end});
+               std::uint64_t first, std::uint64_t count, int fd, std::uint64_t offset_begin,
+               std::uint64_t offset_end) {
+                engine.add_fault(
+                    {kind, effect, error, delay_secs, first, count, fd, offset_begin, offset_end});
             },
-            py::arg("kind"), py::arg("effect"), py::arg("error") = 5, py::arg("delay_secs") = 0.0, py::arg("first") = 0,
-            py::arg("count") = 1, py::arg("fd") = -1, py::arg("offset_begin") = 0, py::arg("offset_end") = UINT64_MAX)
+            py::arg("kind"), py::arg("effect"), py::arg("error") = 5, py::arg("delay_secs") = 0.0,
+            py::arg("first") = 0, py::arg("count") = 1, py::arg("fd") = -1,
+            py::arg("offset_begin") = 0, py::arg("offset_end") = UINT64_MAX)
         .def("clear_faults", &IoEngine::clear_faults)
         .def("stats", &IoEngine::stats)
         .def_property_readonly("backend", &IoEngine::backend)
@@ -196,8 +214,13 @@ void bind_io(py::module_& m)
         .def("close", &IoEngine::close, NoGil());
     py::class_<AlignedPool, std::shared_ptr<AlignedPool>>(m, "AlignedPool")
         .def(py::init<std::uint64_t>())
-        .def("allocate_tensor", [](const std::shared_ptr<AlignedPool>& pool, std::uint64_t num_bytes) { return allocate_tensor(pool, num_bytes); })
-        .def_property_readonly("base", [](const AlignedPool& pool) { return reinterpret_cast<std::uintptr_t>(pool.base()); })
+        .def("allocate_tensor",
+             [](const std::shared_ptr<AlignedPool>& pool, std::uint64_t num_bytes) {
+                 return allocate_tensor(pool, num_bytes);
+             })
+        .def_property_readonly(
+            "base",
+            [](const AlignedPool& pool) { return reinterpret_cast<std::uintptr_t>(pool.base()); })
         .def_property_readonly("capacity_bytes", &AlignedPool::capacity_bytes)
         .def_property_readonly("used_bytes", &AlignedPool::used_bytes)
         .def_property_readonly("peak_bytes", &AlignedPool::peak_bytes)
@@ -214,10 +237,12 @@ std::vector<UpdateSegment> to_segments(const std::vector<SegmentTuple>& tuples)
     return segments;
 }
 
-ChunkSpec make_chunk(std::uint64_t numel, std::int64_t position, int num_moments, ElementType param_type,
-                     ElementType grad_type, const std::vector<std::vector<RangeTuple>>& state_slots,
-                     const std::vector<std::vector<RangeTuple>>& param_slots, const std::vector<RangeTuple>& grad_slot,
-                     int num_slots, std::uintptr_t resident_state, const std::vector<std::uintptr_t>& param_memory)
+ChunkSpec make_chunk(std::uint64_t numel, std::int64_t position, int num_moments,
+                     ElementType param_type, ElementType grad_type,
+                     const std::vector<std::vector<RangeTuple>>& state_slots,
+                     const std::vector<std::vector<RangeTuple>>& param_slots,
+                     const std::vector<RangeTuple>& grad_slot, int num_slots,
+                     std::uintptr_t resident_state, const std::vector<std::uintptr_t>& param_memory)
 {
     ChunkSpec spec;
     spec.numel = numel;
@@ -225,12 +250,15 @@ ChunkSpec make_chunk(std::uint64_t numel, std::int64_t position, int num_moments
     spec.num_moments = num_moments;
     spec.param_type = param_type;
     spec.grad_type = grad_type;
-    for (std::size_t i = 0; i < state_slots.size(); ++i) spec.state_slots.at(i) = to_ranges(state_slots[i]);
-    for (std::size_t i = 0; i < param_slots.size(); ++i) spec.param_slots.at(i) = to_ranges(param_slots[i]);
+    for (std::size_t i = 0; i < state_slots.size(); ++i)
+        spec.state_slots.at(i) = to_ranges(state_slots[i]);
+    for (std::size_t i = 0; i < param_slots.size(); ++i)
+        spec.param_slots.at(i) = to_ranges(param_slots[i]);
     spec.grad_slot = to_ranges(grad_slot);
     spec.num_slots = num_slots;
     spec.resident_state = address(resident_state);
-    for (std::size_t i = 0; i < param_memory.size(); ++i) spec.param_memory.at(i) = address(param_memory[i]);
+    for (std::size_t i = 0; i < param_memory.size(); ++i)
+        spec.param_memory.at(i) = address(param_memory[i]);
     return spec;
 }
 
@@ -249,22 +277,28 @@ void bind_pipeline(py::module_& m)
         .def_readonly("state_bytes_read", &PipelineStats::state_bytes_read)
         .def_readonly("state_bytes_written", &PipelineStats::state_bytes_written);
     py::class_<ChunkPipeline, std::shared_ptr<ChunkPipeline>>(m, "ChunkPipeline")
-        .def(py::init([](std::shared_ptr<IoEngine> io, std::shared_ptr<AlignedPool> staging, int num_update_threads) {
-                 return std::make_shared<ChunkPipeline>(io.get(), staging.get(), num_update_threads);
+        .def(py::init([](std::shared_ptr<IoEngine> io, std::shared_ptr<AlignedPool> staging,
+                         int num_update_threads) {
+                 return std::make_shared<ChunkPipeline>(io.get(), staging.get(),
+                                                        num_update_threads);
              }),
              py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
         .def(
             "add_chunk",
             [](ChunkPipeline& pipeline, std::uint64_t numel, std::int64_t position, int num_moments,
-               ElementType param_type, ElementType grad_type, const std::vector<std::vector<RangeTuple>>& state_slots,
-               const std::vector<std::vector<RangeTuple>>& param_slots, const std::vector<RangeTuple>& grad_slot,
-               int num_slots, std::uintptr_t resident_state, const std::vector<std::uintptr_t>& param_memory) {
-                return pipeline.add_chunk(make_chunk(numel, position, num_moments, param_type, grad_type, state_slots,
-                                                     param_slots, grad_slot, num_slots, resident_state, param_memory));
+               ElementType param_type, ElementType grad_type,
+               const std::vector<std::vector<RangeTuple>>& state_slots,
+               const std::vector<std::vector<RangeTuple>>& param_slots,
+               const std::vector<RangeTuple>& grad_slot, int num_slots,
+               std::uintptr_t resident_state, const std::vector<std::uintptr_t>& param_memory) {
+                return pipeline.add_chunk(make_chunk(numel, position, num_moments, param_type,
+                                                     grad_type, state_slots, param_slots, grad_slot,
+                                                     num_slots, resident_state, param_memory));
             },
-            py::kw_only(), py::arg("numel"), py::arg("position"), py::arg("num_moments"), py::arg("param_type"),
-            py::arg("grad_type"), py::arg("state_slots"), py::arg("param_slots"), py::arg("grad_slot"),
-            py::arg("num_slots"), py::arg("resident_state"), py::arg("param_memory"))
+            py::kw_only(), py::arg("numel"), py::arg("position"), py::arg("num_moments"),
+            py::arg("param_type"), py::arg("grad_type"), py::arg("state_slots"),
+            py::arg("param_slots"), py::arg("grad_slot"), py::arg("num_slots"),
+            py::arg("resident_state"), py::arg("param_memory"))
         .def("set_position", &ChunkPipeline::set_position)
         .def("set_zero_moments", &ChunkPipeline::set_zero_moments)
         .def("set_slot", &ChunkPipeline::set_slot)
@@ -274,19 +308,22 @@ void bind_pipeline(py::module_& m)
             [](ChunkPipeline& pipeline, std::size_t chunk, std::int64_t generation,
                const std::vector<SegmentTuple>& segments, float multiplier, std::uintptr_t gradient,
                ElementType gradient_type, int param_version, bool held) {
-                pipeline.enqueue({chunk, generation, to_segments(segments), multiplier, address(gradient),
-                                  gradient_type, param_version, held});
+                pipeline.enqueue({chunk, generation, to_segments(segments), multiplier,
+                                  address(gradient), gradient_type, param_version, held});
             },
-            py::kw_only(), py::arg("chunk"), py::arg("generation"), py::arg("segments"), py::arg("multiplier"),
-            py::arg("gradient"), py::arg("gradient_type"), py::arg("param_version"), py::arg("held"))
+            py::kw_only(), py::arg("chunk"), py::arg("generation"), py::arg("segments"),
+            py::arg("multiplier"), py::arg("gradient"), py::arg("gradient_type"),
+            py::arg("param_version"), py::arg("held"))
         .def(
             "release",
-            [](ChunkPipeline& pipeline, std::size_t chunk, const std::vector<SegmentTuple>& segments, float multiplier,
-               std::uintptr_t gradient, ElementType gradient_type, int param_version) {
-                pipeline.release(chunk, to_segments(segments), multiplier, address(gradient), gradient_type, param_version);
+            [](ChunkPipeline& pipeline, std::size_t chunk,
+               const std::vector<SegmentTuple>& segments, float multiplier, std::uintptr_t gradient,
+               ElementType gradient_type, int param_version) {
+                pipeline.release(chunk, to_segments(segments), multiplier, address(gradient),
+                                 gradient_type, param_version);
             },
-            py::kw_only(), py::arg("chunk"), py::arg("segments"), py::arg("multiplier"), py::arg("gradient"),
-            py::arg("gradient_type"), py::arg("param_version"))
+            py::kw_only(), py::arg("chunk"), py::arg("segments"), py::arg("multiplier"),
+            py::arg("gradient"), py::arg("gradient_type"), py::arg("param_version"))
         .def("invalidate", &ChunkPipeline::invalidate, NoGil())
         .def("discard_all", &ChunkPipeline::discard_all, NoGil())
         .def("publish", &ChunkPipeline::publish, NoGil())
@@ -302,11 +339,13 @@ void bind_pipeline(py::module_& m)
         .def_property_readonly("failure", &ChunkPipeline::failure)
         .def("stats", &ChunkPipeline::stats)
         .def("set_tracing", &ChunkPipeline::set_tracing)
+        .def("set_checksum", &ChunkPipeline::set_checksum)
         .def("take_events",
              [](ChunkPipeline& pipeline) {
                  std::vector<std::tuple<int, std::size_t, std::int64_t, double, double>> events;
                  for (const LaneEvent& event : pipeline.take_events()) {
-                     events.emplace_back(event.lane, event.chunk, event.generation, event.begin_secs, event.end_secs);
+                     events.emplace_back(event.lane, event.chunk, event.generation,
+                                         event.begin_secs, event.end_secs);
                  }
                  return events;
              })
@@ -318,7 +357,8 @@ void bind_pipeline(py::module_& m)
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
 {
-    m.doc() = "Out-of-core core of ds_fuyou: I/O engine, aligned pool, optimizer pipeline, kernels.";
+    m.doc() =
+        "Out-of-core core of ds_fuyou: I/O engine, aligned pool, optimizer pipeline, kernels.";
     bind_kernels(m);
     bind_io(m);
     bind_pipeline(m);

@@ -16,7 +16,7 @@ namespace {
 using Stock = fuyou_deepspeed_adagrad::Adagrad_Optimizer;
 
 class AdagradRule final : public UpdateRule {
-public:
+  public:
     explicit AdagradRule(const Stock& optimizer) : optimizer_(optimizer) {}
 
     int num_moments() const override { return 1; }
@@ -27,12 +27,12 @@ public:
         optimizer.Step_8(param, grad, moments[0], numel);
     }
 
-private:
+  private:
     Stock optimizer_;
 };
 
 class AdagradClock final : public OptimizerClock {
-public:
+  public:
     explicit AdagradClock(const Stock& optimizer) : optimizer_(optimizer) {}
 
     void increment(std::size_t step, float /*beta1*/, float /*beta2*/) override
@@ -40,9 +40,7 @@ public:
         optimizer_.IncrementStep(step);
     }
 
-    std::shared_ptr<const UpdateRule> rule(float lr,
-                                           float eps,
-                                           float weight_decay,
+    std::shared_ptr<const UpdateRule> rule(float lr, float eps, float weight_decay,
                                            bool /*bias_correction*/) const override
     {
         Stock optimizer(optimizer_);
@@ -57,7 +55,7 @@ public:
 
     int num_moments() const override { return 1; }
 
-private:
+  private:
     Stock optimizer_;
 };
 

@@ -16,7 +16,7 @@ namespace {
 using Stock = fuyou_deepspeed_adam::Adam_Optimizer;
 
 class AdamRule final : public UpdateRule {
-public:
+  public:
     explicit AdamRule(const Stock& optimizer) : optimizer_(optimizer) {}
 
     int num_moments() const override { return 2; }
@@ -27,12 +27,12 @@ public:
         optimizer.Step_8(param, grad, moments[0], moments[1], numel);
     }
 
-private:
+  private:
     Stock optimizer_;
 };
 
 class AdamClock final : public OptimizerClock {
-public:
+  public:
     explicit AdamClock(const Stock& optimizer) : optimizer_(optimizer) {}
 
     void increment(std::size_t step, float beta1, float beta2) override
@@ -40,9 +40,7 @@ public:
         optimizer_.IncrementStep(step, beta1, beta2);
     }
 
-    std::shared_ptr<const UpdateRule> rule(float lr,
-                                           float eps,
-                                           float weight_decay,
+    std::shared_ptr<const UpdateRule> rule(float lr, float eps, float weight_decay,
                                            bool bias_correction) const override
     {
         Stock optimizer(optimizer_);
@@ -57,18 +55,14 @@ public:
 
     int num_moments() const override { return 2; }
 
-private:
+  private:
     Stock optimizer_;
 };
 
 }  // namespace
 
-std::unique_ptr<OptimizerClock> make_adam_clock(float lr,
-                                                float beta1,
-                                                float beta2,
-                                                float eps,
-                                                float weight_decay,
-                                                bool adamw_mode)
+std::unique_ptr<OptimizerClock> make_adam_clock(float lr, float beta1, float beta2, float eps,
+                                                float weight_decay, bool adamw_mode)
 {
     return std::make_unique<AdamClock>(Stock(lr, beta1, beta2, eps, weight_decay, adamw_mode));
 }

@@ -90,7 +90,8 @@ double sum_parallel(const Load& load, std::size_t numel, int num_threads)
     constexpr std::size_t kRun = 64 * 1024;
     const std::ptrdiff_t num_runs = static_cast<std::ptrdiff_t>((numel + kRun - 1) / kRun);
     double sum = 0.0;
-#pragma omp parallel for num_threads(num_threads) reduction(+ : sum) if (num_threads > 1 && num_runs > 1)
+#pragma omp parallel for num_threads(num_threads) \
+    reduction(+ : sum) if (num_threads > 1 && num_runs > 1)
     for (std::ptrdiff_t run = 0; run < num_runs; ++run) {
         const std::size_t begin = static_cast<std::size_t>(run) * kRun;
         sum += sum_run(load, begin, std::min(begin + kRun, numel));
@@ -100,7 +101,8 @@ double sum_parallel(const Load& load, std::size_t numel, int num_threads)
 
 }  // namespace
 
-void scale_gradient(ElementType type, const void* src, float* dst, std::size_t numel, float multiplier)
+void scale_gradient(ElementType type, const void* src, float* dst, std::size_t numel,
+                    float multiplier)
 {
     switch (type) {
         case ElementType::kFloat32: {
@@ -120,9 +122,15 @@ void scale_gradient(ElementType type, const void* src, float* dst, std::size_t n
 void narrow_parameter(ElementType type, const float* src, void* dst, std::size_t numel)
 {
     switch (type) {
-        case ElementType::kFloat32: std::memcpy(dst, src, numel * sizeof(float)); break;
-        case ElementType::kFloat16: narrow16<Float16>(src, static_cast<std::uint16_t*>(dst), numel); break;
-        case ElementType::kBFloat16: narrow16<BFloat16>(src, static_cast<std::uint16_t*>(dst), numel); break;
+        case ElementType::kFloat32:
+            std::memcpy(dst, src, numel * sizeof(float));
+            break;
+        case ElementType::kFloat16:
+            narrow16<Float16>(src, static_cast<std::uint16_t*>(dst), numel);
+            break;
+        case ElementType::kBFloat16:
+            narrow16<BFloat16>(src, static_cast<std::uint16_t*>(dst), numel);
+            break;
     }
 }
 
@@ -130,17 +138,25 @@ double sum_of_squares(ElementType type, const void* src, std::size_t numel, int 
 {
     if (type == ElementType::kFloat32) {
         const float* values = static_cast<const float*>(src);
-        return sum_parallel([values](std::size_t i) { return static_cast<double>(values[i]); }, numel, num_threads);
+        return sum_parallel([values](std::size_t i) { return static_cast<double>(values[i]); },
+                            numel, num_threads);
     }
     const std::uint16_t* values = static_cast<const std::uint16_t*>(src);
     if (type == ElementType::kFloat16) {
-        return sum_parallel([values](std::size_t i) { return static_cast<double>(Float16::load(values[i])); },
-                            numel,
-                            num_threads);
+        return sum_parallel(
+            [values](std::size_t i) { return static_cast<double>(Float16::load(values[i])); },
+            numel, num_threads);
     }
-    return sum_parallel([values](std::size_t i) { return static_cast<double>(BFloat16::load(values[i])); },
-                        numel,
-                        num_threads);
+    return sum_parallel(
+        [values](std::size_t i) { return static_cast<double>(BFloat16::load(values[i])); }, numel,
+        num_threads);
+}
+
+std::uint64_t bit_sum(const float* values, std::size_t numel)
+{
+    std::uint64_t sum = 0;
+    for (std::size_t i = 0; i < numel; ++i) sum += to_bits(values[i]);
+    return sum;
 }
 
 }  // namespace fuyou

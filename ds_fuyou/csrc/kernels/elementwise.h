@@ -10,15 +10,24 @@ namespace fuyou {
 
 enum class ElementType { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 
-constexpr std::size_t element_bytes(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
+constexpr std::size_t element_bytes(ElementType type)
+{
+    return type == ElementType::kFloat32 ? 4 : 2;
+}
 
 // dst = float(src) * multiplier, the product rounded once (torch: grad.float().mul_(multiplier)).
-void scale_gradient(ElementType type, const void* src, float* dst, std::size_t numel, float multiplier);
+void scale_gradient(ElementType type, const void* src, float* dst, std::size_t numel,
+                    float multiplier);
 
 // dst = src in `type`, round to nearest even (torch: param16.copy_(param32)).
 void narrow_parameter(ElementType type, const float* src, void* dst, std::size_t numel);
 
 // Sum of squares in double precision, in no promised order; not finite if any element is not.
 double sum_of_squares(ElementType type, const void* src, std::size_t numel, int num_threads);
+
+// A sum over the bits of fp32 values that notices changed, torn and stale blocks; partial sums over
+// disjoint runs add up. Cheap enough to run on every block that an update touches; not
+// cryptographic.
+std::uint64_t bit_sum(const float* values, std::size_t numel);
 
 }  // namespace fuyou

@@ -16,7 +16,7 @@ namespace {
 using Stock = fuyou_deepspeed_lion::Lion_Optimizer;
 
 class LionRule final : public UpdateRule {
-public:
+  public:
     explicit LionRule(const Stock& optimizer) : optimizer_(optimizer) {}
 
     int num_moments() const override { return 1; }
@@ -27,12 +27,12 @@ public:
         optimizer.Step_8(param, grad, moments[0], numel);
     }
 
-private:
+  private:
     Stock optimizer_;
 };
 
 class LionClock final : public OptimizerClock {
-public:
+  public:
     explicit LionClock(const Stock& optimizer) : optimizer_(optimizer) {}
 
     void increment(std::size_t step, float beta1, float beta2) override
@@ -40,9 +40,7 @@ public:
         optimizer_.IncrementStep(step, beta1, beta2);
     }
 
-    std::shared_ptr<const UpdateRule> rule(float lr,
-                                           float /*eps*/,
-                                           float weight_decay,
+    std::shared_ptr<const UpdateRule> rule(float lr, float /*eps*/, float weight_decay,
                                            bool /*bias_correction*/) const override
     {
         Stock optimizer(optimizer_);
@@ -57,13 +55,14 @@ public:
 
     int num_moments() const override { return 1; }
 
-private:
+  private:
     Stock optimizer_;
 };
 
 }  // namespace
 
-std::unique_ptr<OptimizerClock> make_lion_clock(float lr, float beta1, float beta2, float weight_decay)
+std::unique_ptr<OptimizerClock> make_lion_clock(float lr, float beta1, float beta2,
+                                                float weight_decay)
 {
     return std::make_unique<LionClock>(Stock(lr, beta1, beta2, weight_decay));
 }

@@ -10,43 +10,39 @@
 
 namespace fuyou {
 
-// Results depend on where a run of elements is cut: the kernels' scalar tail rounds differently from
-// their vector body. Cuts at multiples of this many elements, counted from the start of a stock
-// sub-group, are invisible (the widest body handles 16 lanes x 8 vectors).
+// Results depend on where a run of elements is cut: the kernels' scalar tail rounds differently
+// from their vector body. Cuts at multiples of this many elements, counted from the start of a
+// stock sub-group, are invisible (the widest body handles 16 lanes x 8 vectors).
 constexpr std::uint64_t kKernelBlockElements = 128;
 
 // A frozen set of hyperparameters, bias corrections included. Immutable and shared between threads.
 class UpdateRule {
-public:
+  public:
     virtual ~UpdateRule() = default;
     // Number of fp32 moments beside the parameter: 2 for Adam, 1 for Lion and Adagrad.
     virtual int num_moments() const = 0;
     // In-place update of `numel` elements; `grad` is fp32, already unscaled and clipped.
-    virtual void apply(float* param, float* grad, float* const* moments, std::size_t numel) const = 0;
+    virtual void apply(float* param, float* grad, float* const* moments,
+                       std::size_t numel) const = 0;
 };
 
 // The hidden, history-dependent part of a stock optimizer object: DeepSpeed keeps one for a whole
 // optimizer, and its running products of the betas depend on the order of calls.
 class OptimizerClock {
-public:
+  public:
     virtual ~OptimizerClock() = default;
     // The call the stock optimizer makes for one sub-group: advances to `step`.
     virtual void increment(std::size_t step, float beta1, float beta2) = 0;
-    virtual std::shared_ptr<const UpdateRule> rule(float lr,
-                                                   float eps,
-                                                   float weight_decay,
+    virtual std::shared_ptr<const UpdateRule> rule(float lr, float eps, float weight_decay,
                                                    bool bias_correction) const = 0;
     virtual std::unique_ptr<OptimizerClock> clone() const = 0;
     virtual int num_moments() const = 0;
 };
 
-std::unique_ptr<OptimizerClock> make_adam_clock(float lr,
-                                                float beta1,
-                                                float beta2,
-                                                float eps,
-                                                float weight_decay,
-                                                bool adamw_mode);
-std::unique_ptr<OptimizerClock> make_lion_clock(float lr, float beta1, float beta2, float weight_decay);
+std::unique_ptr<OptimizerClock> make_adam_clock(float lr, float beta1, float beta2, float eps,
+                                                float weight_decay, bool adamw_mode);
+std::unique_ptr<OptimizerClock> make_lion_clock(float lr, float beta1, float beta2,
+                                                float weight_decay);
 std::unique_ptr<OptimizerClock> make_adagrad_clock(float lr, float eps, float weight_decay);
 
 }  // namespace fuyou

@@ -2,6 +2,7 @@
 #include "pipeline/chunk_pipeline.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <exception>
@@ -17,7 +18,8 @@ constexpr std::uint64_t kTileElements = 32 * 1024;
 
 double now_secs()
 {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
 }
 
 // The file ranges of the first `num_bytes` of `ranges`, placed in memory from `memory` on.
@@ -35,7 +37,10 @@ std::vector<IoExtent> place(const FileRanges& ranges, char* memory, std::uint64_
     return extents;
 }
 
-void append(std::vector<IoExtent>& all, std::vector<IoExtent> more) { all.insert(all.end(), more.begin(), more.end()); }
+void append(std::vector<IoExtent>& all, std::vector<IoExtent> more)
+{
+    all.insert(all.end(), more.begin(), more.end());
+}
 
 }  // namespace
 
@@ -47,26 +52,40 @@ struct ChunkPipeline::Job {
     bool gradient_read = false;          // nothing will read the gradient any more
     bool gradient_read_pending = false;  // released while its state was still being read
     int target_slot = 0;
-    char* staging = nullptr;   // state block, then P16 and G16 areas when they are on storage
+    char* staging = nullptr;      // state block, then P16 and G16 areas when they are on storage
     char* state_block = nullptr;  // state block in use: staging or resident memory
-    char* param16 = nullptr;   // where the new P16 goes
+    char* param16 = nullptr;      // where the new P16 goes
     const char* gradient = nullptr;
     double begin_secs = 0.0;
+    std::uint64_t sum_read = 0;     // over the state block as it was read
+    std::uint64_t sum_updated = 0;  // and as it will be written
 };
 
 struct ChunkPipeline::Chunk {
     ChunkSpec spec;
     int slot = 0;
     bool zero_moments = true;
+    // Sum over the state block in each slot, where an update of this run wrote it.
+    std::array<std::uint64_t, 2> sums = {0, 0};
+    std::array<bool, 2> has_sum = {false, false};
     std::int64_t published_generation = 0;
     std::shared_ptr<Job> job;
 
     bool resident() const { return spec.resident_state != nullptr; }
     bool param_on_storage() const { return spec.param_memory[0] == nullptr; }
     std::uint64_t part_bytes() const { return ChunkPipeline::part_bytes(spec.numel); }
-    std::uint64_t state_bytes() const { return part_bytes() * static_cast<std::uint64_t>(1 + spec.num_moments); }
-    std::uint64_t param_bytes() const { return round_up_to_page(spec.numel * element_bytes(spec.param_type)); }
-    std::uint64_t grad_bytes() const { return round_up_to_page(spec.numel * element_bytes(spec.grad_type)); }
+    std::uint64_t state_bytes() const
+    {
+        return part_bytes() * static_cast<std::uint64_t>(1 + spec.num_moments);
+    }
+    std::uint64_t param_bytes() const
+    {
+        return round_up_to_page(spec.numel * element_bytes(spec.param_type));
+    }
+    std::uint64_t grad_bytes() const
+    {
+        return round_up_to_page(spec.numel * element_bytes(spec.grad_type));
+    }
 };
 
 ChunkPipeline::ChunkPipeline(IoEngine* io, AlignedPool* staging, int num_update_threads)
@@ -75,7 +94,10 @@ ChunkPipeline::ChunkPipeline(IoEngine* io, AlignedPool* staging, int num_update_
     worker_ = std::thread([this] { run(); });
 }
 
-ChunkPipeline::~ChunkPipeline() { stop(); }
+ChunkPipeline::~ChunkPipeline()
+{
+    stop();
+}
 
 std::size_t ChunkPipeline::add_chunk(const ChunkSpec& spec)
 {
@@ -104,6 +126,7 @@ void ChunkPipeline::set_zero_moments(std::size_t chunk, bool zero)
 {
     std::lock_guard<std::mutex> lock(mutex_);
     chunks_.at(chunk).zero_moments = zero;
+    chunks_.at(chunk).has_sum = {false, false};  // the block was written from outside
 }
 
 void ChunkPipeline::set_slot(std::size_t chunk, int slot)
@@ -130,17 +153,21 @@ void ChunkPipeline::enqueue(ChunkUpdate update)
     require_running_locked();
     Chunk& chunk = chunks_.at(update.chunk);
     if (chunk.job && !chunk.job->cancelled && chunk.job->update.generation >= update.generation) {
-        throw std::logic_error("chunk " + std::to_string(update.chunk) + " already has an update of generation " +
+        throw std::logic_error("chunk " + std::to_string(update.chunk) +
+                               " already has an update of generation " +
                                std::to_string(chunk.job->update.generation));
     }
     auto job = std::make_shared<Job>();
     job->update = std::move(update);
-    queue_.emplace(std::make_pair(job->update.generation, std::make_pair(chunk.spec.position, job->update.chunk)), job);
+    queue_.emplace(std::make_pair(job->update.generation,
+                                  std::make_pair(chunk.spec.position, job->update.chunk)),
+                   job);
     changed_.notify_all();
 }
 
-void ChunkPipeline::release(std::size_t chunk_index, std::vector<UpdateSegment> segments, float multiplier,
-                            const char* gradient, ElementType gradient_type, int param_version)
+void ChunkPipeline::release(std::size_t chunk_index, std::vector<UpdateSegment> segments,
+                            float multiplier, const char* gradient, ElementType gradient_type,
+                            int param_version)
 {
     std::lock_guard<std::mutex> lock(mutex_);
     require_running_locked();
@@ -181,11 +208,14 @@ void ChunkPipeline::read_gradient_locked(const std::shared_ptr<Job>& job)
     job->gradient_read_pending = false;
     job->state = JobState::kReading;
     job->begin_secs = now_secs();
-    io_->submit(IoKind::kRead, place(chunk.spec.grad_slot, job->staging + grad_offset(chunk), chunk.grad_bytes()),
-                io_priority(*job), [this, job](const IoOutcome& outcome) { on_read(job, outcome); });
+    io_->submit(IoKind::kRead,
+                place(chunk.spec.grad_slot, job->staging + grad_offset(chunk), chunk.grad_bytes()),
+                io_priority(*job),
+                [this, job](const IoOutcome& outcome) { on_read(job, outcome); });
 }
 
-// The caller wants its gradient memory back: what has not been read yet is read from storage instead.
+// The caller wants its gradient memory back: what has not been read yet is read from storage
+// instead.
 void ChunkPipeline::read_gradient_from_storage(std::size_t chunk_index)
 {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -198,7 +228,9 @@ void ChunkPipeline::read_gradient_from_storage(std::size_t chunk_index)
     const std::shared_ptr<Job> job = chunks_.at(chunk_index).job;
     if (!job) return;
     changed_.wait(lock, [&] { return job->state != JobState::kUpdating; });
-    if (job->gradient_read || job->cancelled || job->update.held || job->gradient != job->update.gradient) return;
+    if (job->gradient_read || job->cancelled || job->update.held ||
+        job->gradient != job->update.gradient)
+        return;
     job->update.gradient = nullptr;
     job->gradient = job->staging + grad_offset(chunks_[chunk_index]);
     if (job->state == JobState::kReady) {
@@ -211,7 +243,8 @@ void ChunkPipeline::read_gradient_from_storage(std::size_t chunk_index)
 // The staging block of a job is [state | P16 | G16]; parts that live in DRAM are absent.
 std::uint64_t ChunkPipeline::grad_offset(const Chunk& chunk) const
 {
-    return (chunk.resident() ? 0 : chunk.state_bytes()) + (chunk.param_on_storage() ? chunk.param_bytes() : 0);
+    return (chunk.resident() ? 0 : chunk.state_bytes()) +
+           (chunk.param_on_storage() ? chunk.param_bytes() : 0);
 }
 
 std::int64_t ChunkPipeline::io_priority(const Job& job) const
@@ -234,7 +267,8 @@ void ChunkPipeline::invalidate(std::size_t chunk_index)
     if (!job || job->cancelled || job->update.generation <= published_) return;
     ++stats_.num_discarded;
     job->cancelled = true;
-    if (job->state == JobState::kWriting && job->staging == nullptr) finish_locked(job);  // already written
+    if (job->state == JobState::kWriting && job->staging == nullptr)
+        finish_locked(job);  // already written
     changed_.notify_all();
     // Only a running update reads the gradient; everything else drops it at once.
     changed_.wait(lock, [&] { return job->state != JobState::kUpdating; });
@@ -276,7 +310,8 @@ void ChunkPipeline::set_committed(std::int64_t generation)
 }
 
 template <class Predicate>
-bool ChunkPipeline::wait_locked(std::unique_lock<std::mutex>& lock, double timeout_secs, Predicate done)
+bool ChunkPipeline::wait_locked(std::unique_lock<std::mutex>& lock, double timeout_secs,
+                                Predicate done)
 {
     const auto timeout = std::chrono::duration<double>(timeout_secs);
     changed_.wait_for(lock, timeout, [&] { return failed_ || stopping_ || done(); });
@@ -293,7 +328,8 @@ bool ChunkPipeline::is_published(std::size_t chunk, std::int64_t generation) con
 bool ChunkPipeline::wait_published(std::size_t chunk, std::int64_t generation, double timeout_secs)
 {
     std::unique_lock<std::mutex> lock(mutex_);
-    return wait_locked(lock, timeout_secs, [&] { return chunks_.at(chunk).published_generation >= generation; });
+    return wait_locked(lock, timeout_secs,
+                       [&] { return chunks_.at(chunk).published_generation >= generation; });
 }
 
 bool ChunkPipeline::wait_durable(std::int64_t generation, double timeout_secs)
@@ -359,6 +395,25 @@ std::vector<LaneEvent> ChunkPipeline::take_events()
     return std::exchange(events_, {});
 }
 
+void ChunkPipeline::set_checksum(bool on)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    checksum_ = on;
+}
+
+// Compares what was read with what this run wrote last; remembers what will be written.
+bool ChunkPipeline::checksum_holds_locked(const Job& job)
+{
+    Chunk& chunk = chunks_[job.update.chunk];
+    if (!checksum_ || chunk.resident() || job.cancelled) return true;
+    const std::size_t source = static_cast<std::size_t>(chunk.slot);
+    const bool holds = !chunk.has_sum[source] || chunk.sums[source] == job.sum_read;
+    const std::size_t target = static_cast<std::size_t>(job.target_slot);
+    chunk.sums[target] = job.sum_updated;
+    chunk.has_sum[target] = true;
+    return holds;
+}
+
 void ChunkPipeline::trace_locked(int lane, const Job& job, double begin, double end)
 {
     if (tracing_) events_.push_back({lane, job.update.chunk, job.update.generation, begin, end});
@@ -416,21 +471,33 @@ void ChunkPipeline::run()
                 trace_locked(1, *job, begin, end);
                 Chunk& chunk = chunks_[job->update.chunk];
                 stats_.num_updated_elements += chunk.spec.numel;
-                if (!error.empty()) fail_locked("the update of chunk " + std::to_string(job->update.chunk) + " failed: " + error, 0, -1, 0);
+                if (!error.empty())
+                    fail_locked("the update of chunk " + std::to_string(job->update.chunk) +
+                                    " failed: " + error,
+                                0, -1, 0);
+                if (!checksum_holds_locked(*job)) {
+                    const FileRange& range =
+                        chunk.spec.state_slots[static_cast<std::size_t>(chunk.slot)].front();
+                    fail_locked("verifying the state of chunk " + std::to_string(job->update.chunk),
+                                EBADMSG, range.fd, range.offset);
+                }
                 if (job->update.generation <= published_ && !job->cancelled) {
                     job->published = true;
-                    if (!chunk.param_on_storage()) chunk.published_generation = job->update.generation;
+                    if (!chunk.param_on_storage())
+                        chunk.published_generation = job->update.generation;
                 }
                 changed_.notify_all();
                 continue;
             }
         }
         const bool idle = std::none_of(active_.begin(), active_.end(), [](const auto& job) {
-            return job->state == JobState::kReading || (job->state == JobState::kWriting && job->staging != nullptr);
+            return job->state == JobState::kReading ||
+                   (job->state == JobState::kWriting && job->staging != nullptr);
         });
         if (stopping_ && idle) {
             for (const auto& job : active_)
-                if (job->staging != nullptr) staging_->release(std::exchange(job->staging, nullptr));
+                if (job->staging != nullptr)
+                    staging_->release(std::exchange(job->staging, nullptr));
             return;
         }
         changed_.wait(lock);
@@ -439,7 +506,8 @@ void ChunkPipeline::run()
 
 void ChunkPipeline::admit_jobs_locked()
 {
-    // A later chunk may go ahead of one whose previous job still runs; a younger generation may not.
+    // A later chunk may go ahead of one whose previous job still runs; a younger generation may
+    // not.
     bool one_waits = false;
     std::int64_t waiting_generation = 0;
     for (auto it = queue_.begin(); it != queue_.end();) {
@@ -460,7 +528,8 @@ void ChunkPipeline::admit_jobs_locked()
 bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
 {
     Chunk& chunk = chunks_[job->update.chunk];
-    const bool grad_from_storage = !chunk.spec.grad_slot.empty() && job->update.gradient == nullptr && !job->update.held;
+    const bool grad_from_storage =
+        !chunk.spec.grad_slot.empty() && job->update.gradient == nullptr && !job->update.held;
     const std::uint64_t state_bytes = chunk.resident() ? 0 : chunk.state_bytes();
     const std::uint64_t grad_bytes = chunk.spec.grad_slot.empty() ? 0 : chunk.grad_bytes();
     if (grad_offset(chunk) + grad_bytes > 0) {
@@ -478,8 +547,10 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
 
     std::vector<IoExtent> extents;
     if (!chunk.resident()) {
-        const std::uint64_t num_bytes = chunk.zero_moments ? chunk.part_bytes() : chunk.state_bytes();
-        append(extents, place(chunk.spec.state_slots[static_cast<std::size_t>(chunk.slot)], job->staging, num_bytes));
+        const std::uint64_t num_bytes =
+            chunk.zero_moments ? chunk.part_bytes() : chunk.state_bytes();
+        append(extents, place(chunk.spec.state_slots[static_cast<std::size_t>(chunk.slot)],
+                              job->staging, num_bytes));
         stats_.state_bytes_read += num_bytes;
     }
     if (grad_from_storage) {
@@ -489,7 +560,8 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
         job->state = JobState::kReady;
         return true;
     }
-    io_->submit(IoKind::kRead, std::move(extents), io_priority(*job), [this, job](const IoOutcome& outcome) { on_read(job, outcome); });
+    io_->submit(IoKind::kRead, std::move(extents), io_priority(*job),
+                [this, job](const IoOutcome& outcome) { on_read(job, outcome); });
     return true;
 }
 
@@ -503,8 +575,8 @@ void ChunkPipeline::on_read(const std::shared_ptr<Job>& job, const IoOutcome& ou
         return;
     }
     if (outcome.error != 0) {
-        fail_locked("reading the state of chunk " + std::to_string(job->update.chunk) + " failed", outcome.error, outcome.fd,
-                    outcome.offset);
+        fail_locked("reading the state of chunk " + std::to_string(job->update.chunk) + " failed",
+                    outcome.error, outcome.fd, outcome.offset);
     }
     changed_.notify_all();
 }
@@ -527,15 +599,18 @@ void ChunkPipeline::update(Job& job)
     const Chunk& chunk = chunks_[job.update.chunk];
     const std::uint64_t part = chunk.part_bytes();
     if (!chunk.resident() && chunk.zero_moments) {
-        std::memset(job.state_block + part, 0, part * static_cast<std::uint64_t>(chunk.spec.num_moments));
+        std::memset(job.state_block + part, 0,
+                    part * static_cast<std::uint64_t>(chunk.spec.num_moments));
     }
-    char* param16 = job.param16 != nullptr
-                        ? job.param16
-                        : chunk.spec.param_memory[static_cast<std::size_t>(job.update.param_version)];
+    char* param16 =
+        job.param16 != nullptr
+            ? job.param16
+            : chunk.spec.param_memory[static_cast<std::size_t>(job.update.param_version)];
     const char* gradient = job.gradient != nullptr ? job.gradient : job.update.gradient;
     float* param32 = reinterpret_cast<float*>(job.state_block);
     float* moments[2] = {reinterpret_cast<float*>(job.state_block + part), nullptr};
-    if (chunk.spec.num_moments == 2) moments[1] = reinterpret_cast<float*>(job.state_block + 2 * part);
+    if (chunk.spec.num_moments == 2)
+        moments[1] = reinterpret_cast<float*>(job.state_block + 2 * part);
 
     struct Tile {
         std::uint64_t begin, end;
@@ -544,31 +619,50 @@ void ChunkPipeline::update(Job& job)
     std::vector<Tile> tiles;
     for (const UpdateSegment& segment : job.update.segments) {
         for (std::uint64_t begin = segment.begin; begin < segment.end; begin += kTileElements) {
-            tiles.push_back({begin, std::min(begin + kTileElements, segment.end), segment.rule.get()});
+            tiles.push_back(
+                {begin, std::min(begin + kTileElements, segment.end), segment.rule.get()});
         }
     }
     const std::size_t grad_element = element_bytes(job.update.gradient_type);
     const std::size_t param_element = element_bytes(chunk.spec.param_type);
     const std::ptrdiff_t num_tiles = static_cast<std::ptrdiff_t>(tiles.size());
+    const bool checked = checksum_ && !chunk.resident();
+    std::uint64_t sum_read = 0, sum_updated = 0;
     std::exception_ptr failure;  // none may leave a parallel region
-#pragma omp parallel for schedule(dynamic) num_threads(num_update_threads_) if (num_update_threads_ > 1 && num_tiles > 1)
+#pragma omp parallel for schedule(dynamic) reduction(+ : sum_read, sum_updated) \
+    num_threads(num_update_threads_) if (num_update_threads_ > 1 && num_tiles > 1)
     for (std::ptrdiff_t i = 0; i < num_tiles; ++i) {
         const Tile& tile = tiles[static_cast<std::size_t>(i)];
         const std::uint64_t numel = tile.end - tile.begin;
+        // The three parts weigh differently, so that exchanged parts are noticed.
+        const auto sum_parts = [&] {
+            std::uint64_t sum = bit_sum(param32 + tile.begin, numel);
+            for (int part = 0; part < chunk.spec.num_moments; ++part) {
+                sum += bit_sum(moments[part] + tile.begin, numel) *
+                       static_cast<std::uint64_t>(2 * part + 3);
+            }
+            return sum;
+        };
+        if (checked) sum_read += sum_parts();
         if (tile.rule != nullptr) try {
             thread_local std::vector<float> scratch;
             if (scratch.size() < kTileElements) scratch.resize(kTileElements);
-            scale_gradient(job.update.gradient_type, gradient + tile.begin * grad_element, scratch.data(), numel,
-                           job.update.multiplier);
-            float* tile_moments[2] = {moments[0] + tile.begin, moments[1] != nullptr ? moments[1] + tile.begin : nullptr};
+            scale_gradient(job.update.gradient_type, gradient + tile.begin * grad_element,
+                           scratch.data(), numel, job.update.multiplier);
+            float* tile_moments[2] = {moments[0] + tile.begin,
+                                      moments[1] != nullptr ? moments[1] + tile.begin : nullptr};
             tile.rule->apply(param32 + tile.begin, scratch.data(), tile_moments, numel);
         } catch (...) {
 #pragma omp critical(fuyou_update)
             failure = std::current_exception();
         }
-        narrow_parameter(chunk.spec.param_type, param32 + tile.begin, param16 + tile.begin * param_element, numel);
+        narrow_parameter(chunk.spec.param_type, param32 + tile.begin,
+                         param16 + tile.begin * param_element, numel);
+        if (checked) sum_updated += sum_parts();
     }
     if (failure) std::rethrow_exception(failure);
+    job.sum_read = sum_read;
+    job.sum_updated = sum_updated;
 }
 
 void ChunkPipeline::start_writes_locked()
@@ -587,11 +681,13 @@ void ChunkPipeline::start_writes_locked()
         std::vector<IoExtent> extents;
         const std::size_t target = static_cast<std::size_t>(job->target_slot);
         if (!chunk.resident()) {
-            append(extents, place(chunk.spec.state_slots[target], job->staging, chunk.state_bytes()));
+            append(extents,
+                   place(chunk.spec.state_slots[target], job->staging, chunk.state_bytes()));
             stats_.state_bytes_written += chunk.state_bytes();
         }
         if (chunk.param_on_storage()) {
-            append(extents, place(chunk.spec.param_slots[target], job->param16, chunk.param_bytes()));
+            append(extents,
+                   place(chunk.spec.param_slots[target], job->param16, chunk.param_bytes()));
         }
         job->state = JobState::kWriting;
         job->begin_secs = now_secs();
@@ -599,7 +695,8 @@ void ChunkPipeline::start_writes_locked()
             if (job->published) finish_locked(job);
             continue;
         }
-        io_->submit(IoKind::kWrite, std::move(extents), io_priority(*job), [this, job](const IoOutcome& outcome) { on_write(job, outcome); });
+        io_->submit(IoKind::kWrite, std::move(extents), io_priority(*job),
+                    [this, job](const IoOutcome& outcome) { on_write(job, outcome); });
     }
 }
 
@@ -609,8 +706,8 @@ void ChunkPipeline::on_write(const std::shared_ptr<Job>& job, const IoOutcome& o
     trace_locked(2, *job, job->begin_secs, now_secs());
     staging_->release(std::exchange(job->staging, nullptr));
     if (outcome.error != 0) {
-        fail_locked("writing the state of chunk " + std::to_string(job->update.chunk) + " failed", outcome.error, outcome.fd,
-                    outcome.offset);
+        fail_locked("writing the state of chunk " + std::to_string(job->update.chunk) + " failed",
+                    outcome.error, outcome.fd, outcome.offset);
     } else if (job->cancelled || job->published) {
         finish_locked(job);
     }  // else: a speculative job that publish() or invalidate() will end

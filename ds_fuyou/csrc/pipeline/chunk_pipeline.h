@@ -13,9 +13,9 @@
 // memory, and the gradient memory it reads, are owned by the job from admission to its end.
 // Progress: jobs are admitted in the order (generation, position), so a job of an older generation
 // never waits for memory that a younger one holds. A parked write waits only for the commit of the
-// generation before it; that commit waits only for jobs of older generations. An update that is held
-// back waits for release(), which the training thread calls, or drops, in every step(). Held jobs
-// of a generation are admitted only when no older job still waits for memory. Hence the oldest
+// generation before it; that commit waits only for jobs of older generations. An update that is
+// held back waits for release(), which the training thread calls, or drops, in every step(). Held
+// jobs of a generation are admitted only when no older job still waits for memory. Hence the oldest
 // generation can always finish. A failure of any kind is sticky: it wakes and fails every waiter.
 #pragma once
 
@@ -53,11 +53,11 @@ struct ChunkSpec {
     int num_moments = 2;
     ElementType param_type = ElementType::kBFloat16;
     ElementType grad_type = ElementType::kBFloat16;
-    std::array<FileRanges, 2> state_slots;   // empty when resident
-    std::array<FileRanges, 2> param_slots;   // empty when P16 is in DRAM
-    FileRanges grad_slot;                    // empty when G16 is in DRAM
+    std::array<FileRanges, 2> state_slots;  // empty when resident
+    std::array<FileRanges, 2> param_slots;  // empty when P16 is in DRAM
+    FileRanges grad_slot;                   // empty when G16 is in DRAM
     int num_slots = 1;
-    char* resident_state = nullptr;          // state block in DRAM instead of on storage
+    char* resident_state = nullptr;  // state block in DRAM instead of on storage
     std::array<char*, 2> param_memory = {nullptr, nullptr};  // P16 in DRAM, by version
 };
 
@@ -75,8 +75,8 @@ struct ChunkUpdate {
     float multiplier = 1.0F;
     const char* gradient = nullptr;  // DRAM; nullptr: read the chunk's grad_slot
     ElementType gradient_type = ElementType::kBFloat16;
-    int param_version = 0;           // which param_memory receives P16
-    bool held = false;               // read ahead now, update after release()
+    int param_version = 0;  // which param_memory receives P16
+    bool held = false;      // read ahead now, update after release()
 };
 
 struct PipelineFailure {
@@ -105,7 +105,7 @@ struct LaneEvent {
 };
 
 class ChunkPipeline {
-public:
+  public:
     ChunkPipeline(IoEngine* io, AlignedPool* staging, int num_update_threads);
     ~ChunkPipeline();
     ChunkPipeline(const ChunkPipeline&) = delete;
@@ -120,8 +120,8 @@ public:
     // Queues one update; at most one per chunk and generation is alive.
     void enqueue(ChunkUpdate update);
     // Gives held jobs of `generation` what step() decided and lets them run.
-    void release(std::size_t chunk, std::vector<UpdateSegment> segments, float multiplier, const char* gradient,
-                 ElementType gradient_type, int param_version);
+    void release(std::size_t chunk, std::vector<UpdateSegment> segments, float multiplier,
+                 const char* gradient, ElementType gradient_type, int param_version);
     // Drops an unpublished update; returns once nothing reads its gradient any more.
     void invalidate(std::size_t chunk);
     void discard_all();
@@ -145,12 +145,17 @@ public:
     PipelineFailure failure() const;
     PipelineStats stats() const;
     void set_tracing(bool on);
+    // Blocks that an update reads are compared with what the last update of the chunk wrote.
+    void set_checksum(bool on);
     std::vector<LaneEvent> take_events();
     void stop();  // finishes nothing new, waits for what is in flight, joins
 
-    static std::uint64_t part_bytes(std::uint64_t numel) { return round_up_to_page(numel * sizeof(float)); }
+    static std::uint64_t part_bytes(std::uint64_t numel)
+    {
+        return round_up_to_page(numel * sizeof(float));
+    }
 
-private:
+  private:
     enum class JobState { kQueued, kReading, kReady, kUpdating, kUpdated, kWriting };
     struct Job;
     struct Chunk;
@@ -160,6 +165,7 @@ private:
     bool admit_locked(const std::shared_ptr<Job>& job);
     std::shared_ptr<Job> next_ready_locked();
     void update(Job& job);
+    bool checksum_holds_locked(const Job& job);
     void start_writes_locked();
     void read_gradient_locked(const std::shared_ptr<Job>& job);
     std::uint64_t grad_offset(const Chunk& chunk) const;
@@ -179,13 +185,15 @@ private:
     mutable std::mutex mutex_;
     std::condition_variable changed_;
     std::vector<Chunk> chunks_;
-    std::map<std::pair<std::int64_t, std::pair<std::int64_t, std::size_t>>, std::shared_ptr<Job>> queue_;
+    std::map<std::pair<std::int64_t, std::pair<std::int64_t, std::size_t>>, std::shared_ptr<Job>>
+        queue_;
     std::list<std::shared_ptr<Job>> active_;
     std::int64_t published_ = 0;
     std::int64_t committed_ = 0;
     bool failed_ = false;
     bool stopping_ = false;
     bool tracing_ = false;
+    bool checksum_ = false;
     PipelineFailure failure_;
     PipelineStats stats_;
     std::vector<LaneEvent> events_;
