@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 TORCH_FLAGS ?=
 TEST_FLAGS ?=
 DEMO_CONFIG ?= configs/finetune_fuyou.json
-DEMO_FLAGS ?=
+DEMO_FLAGS ?= --layers 6 --steps 30
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-deepspeed-$(DS_VERSION)
