@@ -99,9 +99,7 @@ def spec_of(case: Case, variant: str, directory: Path, tuning: StockTuning) -> d
     }
 
 
-def memory_spec(
-    variant: str, num_layers: int, clip: float, directory: Path, tuning: StockTuning
-) -> dict[str, Any]:
+def memory_spec(variant: str, num_layers: int, clip: float, directory: Path, tuning: StockTuning) -> dict[str, Any]:
     """One size of the memory case: width 1024, sequence 32, everything on storage, ``zero.Init``."""
     config = _CONFIGS[variant](str(directory), tuning) | _common(1, clip)
     return {

@@ -73,9 +73,7 @@ def _commit() -> str | None:
 def write_results(results: dict[str, Any]) -> Path:
     """Writes both files and returns the path of the table."""
     environment = results["environment"]
-    hardware = re.sub(
-        r"[^a-z0-9]+", "-", f"{environment['num_cores']}-core-{environment['cpu']}".lower()
-    ).strip("-")
+    hardware = re.sub(r"[^a-z0-9]+", "-", f"{environment['num_cores']}-core-{environment['cpu']}".lower()).strip("-")
     stem = _RESULTS / f"{environment['date']}-{hardware}"
     _RESULTS.mkdir(exist_ok=True)
     stem.with_name(stem.name + ".json").write_text(json.dumps(results, indent=1) + "\n")
@@ -177,9 +175,7 @@ def _memory_lines(results: dict[str, Any]) -> Iterator[str]:
     yield "| variant | clip | 12 layers | 36 layers | bytes an added parameter |"
     yield "|---|---|---|---|---|"
     for row in rows:
-        peaks = " | ".join(
-            f"{s['peak_rss_bytes'] / 1e9:.2f} GB ({s['numel'] / 1e6:.0f} M)" for s in row["sizes"]
-        )
+        peaks = " | ".join(f"{s['peak_rss_bytes'] / 1e9:.2f} GB ({s['numel'] / 1e6:.0f} M)" for s in row["sizes"])
         yield f"| {row['variant']} | {row['clip']} | {peaks} | {row['bytes_per_parameter']:.2f} |"
     yield ""
 

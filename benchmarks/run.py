@@ -8,7 +8,9 @@ python benchmarks/run.py                               everything, written to be
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +29,7 @@ from benchmarks.memory import measure_memory
 from benchmarks.processes import ForeignLoad, started
 from benchmarks.rates import Rates, measure_rates
 from benchmarks.report import environment_of, markdown, write_results
+from ds_fuyou.ops.core import load_core
 
 TUNINGS = (
     StockTuning(10_000_000, 1),
@@ -35,6 +38,7 @@ TUNINGS = (
     StockTuning(50_000_000, 1),
 )
 TUNING_ROUNDS = 5
+PARTIAL = Path(tempfile.gettempdir()) / "fuyou-bench-partial.json"  # what there is if a run is cut off
 BY_NAME = {case.name: case for case in CASES}
 NAMES = ["tuning", *BY_NAME, "memory", "io"]
 
@@ -159,24 +163,22 @@ def run_all(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
                 results["io"] = io_engine.run(directory, max(5, arguments.pairs))
             elif name in BY_NAME:
                 results["cases"].append(measure(BY_NAME[name], arguments.pairs, directory, tuning))
-        except RuntimeError as error:
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             print(f"{name} failed: {error}", file=sys.stderr, flush=True)
             results["failed"][name] = str(error)
+        PARTIAL.write_text(json.dumps(results))
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=NAMES, action="append", help="only this one; may be given again")
     parser.add_argument("--pairs", type=int, default=10, help="rounds a case (default 10)")
-    parser.add_argument(
-        "--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the storage to use"
-    )
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the storage to use")
     parser.add_argument("--write", action="store_true", help="write results for a selection of cases, too")
     arguments = parser.parse_args()
     begin = time.perf_counter()
+    load_core()  # builds now, once, whatever must be built
     with tempfile.TemporaryDirectory(prefix="fuyou-bench-", dir=arguments.directory) as directory:
         results = run_all(arguments, Path(directory))
     results["total_secs"] = time.perf_counter() - begin

@@ -34,9 +34,7 @@ class Trainer:
         with deepspeed.zero.Init(config_dict_or_path=spec["config"], enabled=spec.get("zero_init", False)):
             model = GPT(**spec["model"])
         self.numel = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-        self.engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=spec["config"]
-        )
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=spec["config"])
         self.start_secs = time.perf_counter() - begin
         self.data = text()
         self.generator = torch.Generator().manual_seed(0)
@@ -47,17 +45,13 @@ class Trainer:
         """Seconds of the whole step, of forward, of backward and of ``engine.step()``."""
         length = self.spec["model"]["length"]
         begin = time.perf_counter()
-        starts = self.torch.randint(
-            len(self.data) - length - 1, (self.spec["batch"],), generator=self.generator
-        )
+        starts = self.torch.randint(len(self.data) - length - 1, (self.spec["batch"],), generator=self.generator)
         ids = self.torch.stack([self.data[s : s + length + 1] for s in starts])
         if self.spec["mode"] == "off":
             self.engine.set_gradient_accumulation_boundary(False)
         loss = self.engine(ids)
         if self.spec["mode"] == "off":
-            self.engine.optimizer.micro_step_id = (
-                0  # gradients are stored, not accumulated, as in a training step
-            )
+            self.engine.optimizer.micro_step_id = 0  # gradients are stored, not accumulated, as in a training step
         forward = time.perf_counter()
         self.engine.backward(loss)
         backward = time.perf_counter()
