@@ -43,11 +43,13 @@ demo: setup
 	$(RUN) deepspeed examples/finetune.py --deepspeed --deepspeed_config $(DEMO_CONFIG) $(DEMO_FLAGS)
 
 test: lint
+	$(RUN) python tests/harness/prebuild.py
 	$(RUN) python -m pytest $(TEST_FLAGS)
 
 # A smaller selection (marker "compat") with the oldest DeepSpeed that works.
 test-oldest:
 	$(MAKE) setup VENV=.venv-ds0189 DS_VERSION=$(DS_OLDEST)
+	PATH="$(abspath .venv-ds0189/bin):$$PATH" python tests/harness/prebuild.py
 	PATH="$(abspath .venv-ds0189/bin):$$PATH" python -m pytest -m compat $(TEST_FLAGS)
 
 lint: setup
