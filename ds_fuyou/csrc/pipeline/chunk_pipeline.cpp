@@ -645,17 +645,18 @@ void ChunkPipeline::update(Job& job)
         };
         if (checked) sum_read += sum_parts();
         if (tile.rule != nullptr) try {
-            thread_local std::vector<float> scratch;
-            if (scratch.size() < kTileElements) scratch.resize(kTileElements);
-            scale_gradient(job.update.gradient_type, gradient + tile.begin * grad_element,
-                           scratch.data(), numel, job.update.multiplier);
-            float* tile_moments[2] = {moments[0] + tile.begin,
-                                      moments[1] != nullptr ? moments[1] + tile.begin : nullptr};
-            tile.rule->apply(param32 + tile.begin, scratch.data(), tile_moments, numel);
-        } catch (...) {
+                thread_local std::vector<float> scratch;
+                if (scratch.size() < kTileElements) scratch.resize(kTileElements);
+                scale_gradient(job.update.gradient_type, gradient + tile.begin * grad_element,
+                               scratch.data(), numel, job.update.multiplier);
+                float* tile_moments[2] = {moments[0] + tile.begin, moments[1] != nullptr
+                                                                       ? moments[1] + tile.begin
+                                                                       : nullptr};
+                tile.rule->apply(param32 + tile.begin, scratch.data(), tile_moments, numel);
+            } catch (...) {
 #pragma omp critical(fuyou_update)
-            failure = std::current_exception();
-        }
+                failure = std::current_exception();
+            }
         narrow_parameter(chunk.spec.param_type, param32 + tile.begin,
                          param16 + tile.begin * param_element, numel);
         if (checked) sum_updated += sum_parts();
@@ -691,7 +692,8 @@ void ChunkPipeline::start_writes_locked()
         }
         job->state = JobState::kWriting;
         job->begin_secs = now_secs();
-        if (extents.empty()) {
+        if (extents.empty()) {  // staging held the gradient only
+            if (job->staging != nullptr) staging_->release(std::exchange(job->staging, nullptr));
             if (job->published) finish_locked(job);
             continue;
         }
