@@ -18,7 +18,9 @@ class TinyBlock(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    def __init__(self, num_layers: int = 3, width: int = 72, vocabulary: int = 500, tied: bool = False, skip: int = -1) -> None:
+    def __init__(
+        self, num_layers: int = 3, width: int = 72, vocabulary: int = 500, tied: bool = False, skip: int = -1
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(TinyBlock(width) for _ in range(num_layers))

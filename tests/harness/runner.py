@@ -102,11 +102,13 @@ def with_fuyou(case: dict, block: dict) -> dict:
     return ours
 
 
-def differences(stock: list[dict], ours: list[dict], keys: tuple = ("p16", "p32", "exp_avg", "exp_avg_sq")) -> list[str]:
+def differences(
+    stock: list[dict], ours: list[dict], keys: tuple = ("p16", "p32", "exp_avg", "exp_avg_sq")
+) -> list[str]:
     """Every tensor or number that is not equal to the bit."""
     found = []
     for rank, (a, b) in enumerate(zip(stock, ours, strict=True)):
-        for key in ("losses", "norms", "applied", "scales", "evals"):
+        for key in ("losses", "norms", "applied", "scales", "evals", "rates"):
             if a[key] != b[key]:
                 found.append(f"rank {rank} {key}: {a[key]} != {b[key]}")
         for key in keys:
@@ -117,4 +119,15 @@ def differences(stock: list[dict], ours: list[dict], keys: tuple = ("p16", "p32"
                 if not torch.equal(tensor, b[key][name]):
                     count = int((tensor != b[key][name]).sum())
                     found.append(f"rank {rank} {key} {name}: {count} of {tensor.numel()} elements differ")
+        found += [f"rank {rank} {what}" for what in differences_seen(a["seen"], b["seen"])]
+    return found
+
+
+def differences_seen(stock: list[dict], ours: list[dict]) -> list[str]:
+    """What the public functions for states and gradients answered, one dictionary a look."""
+    found = []
+    for look, (a, b) in enumerate(zip(stock, ours, strict=True)):
+        if a.keys() != b.keys():
+            found.append(f"look {look}: {sorted(a)} != {sorted(b)}")
+        found += [f"look {look} {name}" for name in a.keys() & b.keys() if not torch.equal(a[name], b[name])]
     return found

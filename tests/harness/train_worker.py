@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of one training run: reads a case (JSON), trains, and saves what the run left behind.
 
-Run as a script by harness.runner with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set. The saved
-dictionary holds losses, gradient norms, and P16, P32 and moments of every parameter by name.
+Run as a script by harness.runner with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set. The
+saved dictionary holds losses, gradient norms, and P16, P32 and moments of every parameter by name.
+
+What a case may ask for in certain steps (lists of step numbers): ``eval_before``, ``edit_before`` (new values
+under GatheredParameters), ``look_at`` (fp32 states and gradients between backward and step, and after the
+step), ``set_states_before`` and ``set_gradient_in`` (safe_set_full_*).
 """
 
 import json
@@ -12,10 +16,22 @@ import sys
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
 from models import build_model, make_batch
 
-MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"), "Lion": ("exp_avg",), "Adagrad": ("exp_avg_sq",)}
+MOMENTS = {
+    "AdamW": ("exp_avg", "exp_avg_sq"),
+    "Adam": ("exp_avg", "exp_avg_sq"),
+    "Lion": ("exp_avg",),
+    "Adagrad": ("exp_avg_sq",),
+}
 
 
 def parameter_groups(model: torch.nn.Module, how: str) -> list:
@@ -31,7 +47,9 @@ def parameter_groups(model: torch.nn.Module, how: str) -> list:
 
 def build_engine(case: dict):
     if case["config"].get("fp16"):
-        get_accelerator().is_fp16_supported = lambda: True  # eager fp16 works on the CPU; DeepSpeed asks for native kernels
+        get_accelerator().is_fp16_supported = lambda: (
+            True
+        )  # eager fp16 works on the CPU; DeepSpeed asks for native kernels
     torch.manual_seed(case.get("seed", 0))
     random.seed(0)
     deepspeed.init_distributed("gloo")
@@ -47,26 +65,80 @@ def build_engine(case: dict):
     return engine
 
 
+def chosen_parameters(engine) -> dict:
+    """A matrix, a bias and the embedding: chunks early and late in the order."""
+    wanted = ("tokens.weight", "blocks.1.up.bias", "blocks.0.down.weight")
+    return {name: param for name, param in engine.module.named_parameters() if name in wanted}
+
+
+def edit_parameters(engine) -> None:
+    for param in chosen_parameters(engine).values():
+        with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+            if torch.distributed.get_rank() == 0:
+                param.data.mul_(0.5)
+
+
+def set_states(engine) -> None:
+    for param in chosen_parameters(engine).values():
+        safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) * 0.75)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            safe_set_full_optimizer_state(param, safe_get_full_optimizer_state(param, moment) * 0.5, moment)
+
+
+def set_gradients(engine) -> None:
+    for param in chosen_parameters(engine).values():
+        safe_set_full_grad(param, safe_get_full_grad(param) * 3.0)
+
+
+def look(engine, result: dict, with_gradients: bool) -> None:
+    """Appends what the public functions say now."""
+    seen = {}
+    for name, param in chosen_parameters(engine).items():
+        seen[name] = safe_get_full_fp32_param(param).clone()
+        if with_gradients:
+            seen[f"{name} grad"] = safe_get_full_grad(param).clone()
+        for moment in ("exp_avg", "exp_avg_sq") if engine.global_steps else ():
+            seen[f"{name} {moment}"] = safe_get_full_optimizer_state(param, moment).clone()
+    result["seen"].append(seen)
+
+
+def prepare_step(engine, case: dict, step: int, result: dict) -> None:
+    if step in case.get("edit_before", ()):
+        edit_parameters(engine)
+    if step in case.get("set_states_before", ()):
+        set_states(engine)
+    if step in case.get("eval_before", ()):
+        batch = make_batch(case["model"], 10_000 + step, torch.distributed.get_rank())
+        engine.eval()
+        with torch.no_grad():
+            result["evals"].append(float(engine(**batch)))
+        engine.train()
+
+
 def train(engine, case: dict, first: int, last: int, result: dict) -> None:
-    accumulation = engine.gradient_accumulation_steps()
+    managed = case["config"].get("managed_gradient_accumulation", True)
+    accumulation = engine.gradient_accumulation_steps() if managed else case["micro_batches"]
     for step in range(first, last):
+        prepare_step(engine, case, step, result)
         for micro in range(accumulation):
-            batch = make_batch(case["model"], step * accumulation + micro, torch.distributed.get_rank())
-            if step in case.get("eval_before", ()) and micro == 0:
-                engine.eval()
-                with torch.no_grad():
-                    result["evals"].append(float(engine(**batch)))
-                engine.train()
-            loss = engine(**batch)
-            engine.backward(loss * case.get("loss_factor", 1.0))
-            if step in case.get("poison_grad", ()) and micro == accumulation - 1:
-                pass
-            engine.step()
+            index = step * accumulation + micro
+            loss = engine(**make_batch(case["model"], index, torch.distributed.get_rank()))
+            engine.backward(loss)
+            is_last = micro == accumulation - 1
+            if is_last and step in case.get("set_gradient_in", ()):
+                set_gradients(engine)
+            if is_last and step in case.get("look_at", ()):
+                look(engine, result, with_gradients=True)
+            if managed or is_last:
+                engine.step()
+        if step in case.get("look_at", ()):
+            look(engine, result, with_gradients=False)
         result["losses"].append(float(loss.detach()))
         norm = engine.get_global_grad_norm()
         result["norms"].append(None if norm is None else float(norm))
         result["applied"].append(bool(engine.was_step_applied()))
         result["scales"].append(float(engine.optimizer.loss_scale))
+        result["rates"].append([group["lr"] for group in engine.optimizer.param_groups])
 
 
 def collect(engine, case: dict, result: dict) -> None:
@@ -86,7 +158,7 @@ def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as handle:
         case = json.load(handle)
     result: dict = {k: {} for k in ("p16", "p32", "exp_avg", "exp_avg_sq")} | {
-        k: [] for k in ("losses", "norms", "applied", "scales", "evals")
+        k: [] for k in ("losses", "norms", "applied", "scales", "evals", "rates", "seen")
     }
     engine = build_engine(case)
     first = 0

@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A little world for the pipeline's tests: chunks in a file or in memory, and an update whose
+// result is easy to predict.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+#include "io_fixture.h"
+#include "pipeline/chunk_pipeline.h"
+
+namespace fixture {
+
+constexpr double kPatienceSecs = 60.0;  // far longer than any wait lasts; a broken one fails
+
+// param -= grad; every moment += 1. In small whole numbers, hence exact in every type.
+class CountingRule final : public UpdateRule {
+  public:
+    int num_moments() const override { return 2; }
+    void apply(float* param, float* grad, float* const* moments, std::size_t numel) const override
+    {
+        for (std::size_t i = 0; i < numel; ++i) {
+            param[i] -= grad[i];
+            moments[0][i] += 1.0F;
+            moments[1][i] += 1.0F;
+        }
+    }
+};
+
+class FailingRule final : public UpdateRule {
+  public:
+    int num_moments() const override { return 2; }
+    void apply(float*, float*, float* const*, std::size_t) const override
+    {
+        throw std::runtime_error("the rule failed");
+    }
+};
+
+enum class Place { kDram, kStorage };
+
+struct WorldOptions {
+    IoBackend backend = IoBackend::kThreads;
+    Place state = Place::kStorage;
+    Place params = Place::kDram;
+    Place gradients = Place::kDram;
+    int num_slots = 2;
+    std::size_t num_chunks = 5;
+    std::uint64_t numel = 3000;  // no multiple of anything
+    std::size_t staging_chunks = 2;
+};
+
+// Chunks [state | P16 | G16] one after the other in one file, two slots each.
+class World {
+  public:
+    explicit World(const WorldOptions& wanted)
+        : given(wanted),
+          part(ChunkPipeline::part_bytes(wanted.numel)),
+          short_part(round_up_to_page(wanted.numel * 2)),
+          chunk_bytes(2 * (3 * part + short_part) + short_part),
+          file(Access::kBuffered, chunk_bytes * wanted.num_chunks),
+          engine(std::make_unique<IoEngine>(options(wanted.backend))),
+          staging(
+              std::make_unique<AlignedPool>(wanted.staging_chunks * (3 * part + 2 * short_part))),
+          gradients(wanted.num_chunks, std::vector<float>(wanted.numel, 1.0F)),
+          params(2 * wanted.num_chunks, std::vector<float>(wanted.numel, -1.0F)),
+          resident(wanted.num_chunks, std::vector<char>(3 * part))
+    {
+        pipeline = std::make_unique<ChunkPipeline>(engine.get(), staging.get(), 1);
+        for (std::size_t i = 0; i < given.num_chunks; ++i) pipeline->add_chunk(spec(i));
+        if (given.state == Place::kStorage) {
+            for (std::size_t i = 0; i < given.num_chunks; ++i) write_initial(i);
+        }
+    }
+    ~World()
+    {
+        pipeline->stop();
+        engine->close();
+    }
+
+    FileRange state_range(std::size_t chunk, int slot) const
+    {
+        return {file.fd(), chunk * chunk_bytes + static_cast<std::uint64_t>(slot) * 3 * part,
+                3 * part};
+    }
+    FileRange param_range(std::size_t chunk, int slot) const
+    {
+        const std::uint64_t begin = chunk * chunk_bytes + 6 * part;
+        return {file.fd(), begin + static_cast<std::uint64_t>(slot) * short_part, short_part};
+    }
+    FileRange gradient_range(std::size_t chunk) const
+    {
+        return {file.fd(), chunk * chunk_bytes + 6 * part + 2 * short_part, short_part};
+    }
+
+    // All of these types hold the small whole numbers of the tests exactly; parameters and
+    // gradients are fp32 in DRAM here and fp16 on storage.
+    ElementType type_of(Place place) const
+    {
+        return place == Place::kDram ? ElementType::kFloat32 : ElementType::kFloat16;
+    }
+
+    ChunkUpdate update(std::size_t chunk, std::int64_t generation, float multiplier = 1.0F) const
+    {
+        ChunkUpdate made;
+        made.chunk = chunk;
+        made.generation = generation;
+        made.segments = {{0, given.numel, std::make_shared<CountingRule>()}};
+        made.multiplier = multiplier;
+        made.gradient_type = type_of(given.gradients);
+        if (given.gradients == Place::kDram) {
+            made.gradient = reinterpret_cast<const char*>(gradients[chunk].data());
+        }
+        return made;
+    }
+    void enqueue_all(std::int64_t generation, float multiplier = 1.0F)
+    {
+        for (std::size_t i = given.num_chunks; i-- > 0;)
+            pipeline->enqueue(update(i, generation, multiplier));
+    }
+    void finish(std::int64_t generation)
+    {
+        if (!pipeline->wait_durable(generation, kPatienceSecs))
+            throw std::runtime_error("not durable in time");
+        pipeline->set_committed(generation);
+    }
+
+    // [P32, moment, moment]: whether every element of the chunk holds these values.
+    bool state_is(std::size_t chunk, float param, float moment)
+    {
+        std::vector<char> bytes(3 * part);
+        const char* from = bytes.data();
+        if (given.state == Place::kStorage) {
+            const FileRange range = state_range(chunk, pipeline->slot(chunk));
+            read_file(range, bytes.data());
+        } else {
+            from = resident[chunk].data();
+        }
+        return all_equal(from, param) && all_equal(from + part, moment) &&
+               all_equal(from + 2 * part, moment);
+    }
+    bool all_equal(const char* bytes, float value) const
+    {
+        std::vector<float> values(given.numel);
+        std::memcpy(values.data(), bytes, given.numel * sizeof(float));
+        for (float found : values)
+            if (found != value) return false;
+        return true;
+    }
+    void read_file(const FileRange& range, char* memory) const
+    {
+        if (pread(range.fd, memory, range.num_bytes, static_cast<off_t>(range.offset)) !=
+            static_cast<ssize_t>(range.num_bytes)) {
+            throw std::runtime_error("test file is short");
+        }
+    }
+    void write_file(const FileRange& range, const char* memory) const
+    {
+        if (pwrite(range.fd, memory, range.num_bytes, static_cast<off_t>(range.offset)) !=
+            static_cast<ssize_t>(range.num_bytes)) {
+            throw std::runtime_error("test file cannot be written");
+        }
+    }
+    // fp16 one is 0x3C00, two 0x4000: all the tests need.
+    void store_gradient(std::size_t chunk, std::uint16_t half)
+    {
+        std::vector<std::uint16_t> halves(short_part / 2, half);
+        write_file(gradient_range(chunk), reinterpret_cast<const char*>(halves.data()));
+    }
+    bool stored_param_is(std::size_t chunk, std::uint16_t half) const
+    {
+        std::vector<std::uint16_t> halves(short_part / 2);
+        read_file(param_range(chunk, pipeline->slot(chunk)),
+                  reinterpret_cast<char*>(halves.data()));
+        for (std::uint64_t i = 0; i < given.numel; ++i)
+            if (halves[i] != half) return false;
+        return true;
+    }
+
+    const WorldOptions given;
+    const std::uint64_t part;
+    const std::uint64_t short_part;
+    const std::uint64_t chunk_bytes;
+    TempFile file;
+    std::unique_ptr<IoEngine> engine;
+    std::unique_ptr<AlignedPool> staging;
+    std::vector<std::vector<float>> gradients;
+    std::vector<std::vector<float>> params;  // version 0 of every chunk, then version 1
+    std::vector<std::vector<char>> resident;
+    std::unique_ptr<ChunkPipeline> pipeline;
+
+  private:
+    ChunkSpec spec(std::size_t chunk)
+    {
+        ChunkSpec made;
+        made.numel = given.numel;
+        made.position = static_cast<std::int64_t>(chunk);
+        made.param_type = type_of(given.params);
+        made.grad_type = type_of(given.gradients);
+        made.num_slots = given.num_slots;
+        for (int slot = 0; slot < given.num_slots; ++slot) {
+            const auto at = static_cast<std::size_t>(slot);
+            if (given.state == Place::kStorage) made.state_slots[at] = {state_range(chunk, slot)};
+            if (given.params == Place::kStorage) made.param_slots[at] = {param_range(chunk, slot)};
+        }
+        if (given.state == Place::kDram) made.resident_state = resident[chunk].data();
+        if (given.params == Place::kDram) {
+            made.param_memory = {reinterpret_cast<char*>(params[chunk].data()),
+                                 reinterpret_cast<char*>(params[given.num_chunks + chunk].data())};
+        }
+        if (given.gradients == Place::kStorage) made.grad_slot = {gradient_range(chunk)};
+        return made;
+    }
+    // P32 is zero; the moments hold rubbish that must never be read before they were written.
+    void write_initial(std::size_t chunk)
+    {
+        std::vector<char> state(3 * part, 0x55);
+        std::memset(state.data(), 0, part);
+        write_file(state_range(chunk, 0), state.data());
+    }
+};
+
+}  // namespace fixture

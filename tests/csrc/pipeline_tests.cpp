@@ -1,0 +1,279 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Generations of chunks through real files: what is published, what is durable, what is dropped.
+#include <atomic>
+#include <future>
+#include <thread>
+
+#include "harness.h"
+#include "pipeline_fixture.h"
+
+using namespace fixture;
+
+namespace {
+
+constexpr std::uint16_t kHalfMinusOne = 0xBC00, kHalfOne = 0x3C00, kHalfTwo = 0x4000;
+
+// Runs `count` generations with the generation as multiplier; P32 is then minus their sum.
+void run_generations(World& world, std::int64_t count)
+{
+    float sum = 0.0F;
+    for (std::int64_t generation = 1; generation <= count; ++generation) {
+        sum += static_cast<float>(generation);
+        world.enqueue_all(generation, static_cast<float>(generation));
+        world.pipeline->publish(generation);
+        for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+            CHECK(world.pipeline->wait_published(chunk, generation, kPatienceSecs));
+            if (world.given.params == Place::kDram) {
+                CHECK(world.params[chunk].front() == -sum && world.params[chunk].back() == -sum);
+            }
+        }
+        world.finish(generation);
+        for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+            CHECK(world.state_is(chunk, -sum, static_cast<float>(generation)));
+            CHECK(world.pipeline->wait_gradient_read(chunk, kPatienceSecs));
+            CHECK(!world.pipeline->has_job(chunk));
+        }
+    }
+    CHECK(world.staging->used_bytes() == 0);
+}
+
+}  // namespace
+
+TEST(pipeline_generations_in_every_placement)
+{
+    for (const IoBackend backend : backends()) {
+        for (int placement = 0; placement < 8; ++placement) {
+            WorldOptions wanted;
+            wanted.backend = backend;
+            wanted.state = (placement & 1) != 0 ? Place::kStorage : Place::kDram;
+            wanted.params = (placement & 2) != 0 ? Place::kStorage : Place::kDram;
+            wanted.gradients = (placement & 4) != 0 ? Place::kStorage : Place::kDram;
+            World world(wanted);
+            if (wanted.gradients == Place::kStorage) {
+                for (std::size_t i = 0; i < wanted.num_chunks; ++i)
+                    world.store_gradient(i, kHalfOne);
+            }
+            run_generations(world, 4);
+        }
+    }
+}
+
+TEST(pipeline_one_slot_and_one_chunk_of_staging)
+{
+    WorldOptions wanted;
+    wanted.num_slots = 1;
+    wanted.staging_chunks = 1;
+    World world(wanted);
+    run_generations(world, 3);
+    CHECK(world.pipeline->slot(0) == 0);
+}
+
+TEST(pipeline_refuses_a_chunk_that_staging_cannot_hold)
+{
+    World world({});
+    ChunkSpec large;
+    large.numel = 1 << 20;
+    large.state_slots[0] = {world.state_range(0, 0)};
+    CHECK_THROWS(std::invalid_argument, world.pipeline->add_chunk(large));
+}
+
+TEST(pipeline_speculated_updates_show_only_when_published)
+{
+    World world({.staging_chunks = 5});
+    world.enqueue_all(1);
+    while (world.pipeline->stats().num_updates < world.given.num_chunks) std::this_thread::yield();
+    CHECK(!world.pipeline->is_published(0, 1));
+    CHECK(!world.pipeline->wait_published(0, 1, 0.01));
+    CHECK(world.state_is(0, 0.0F, 0.0F) || world.pipeline->slot(0) == 0);
+    world.pipeline->publish(1);
+    world.finish(1);
+    CHECK(world.pipeline->slot(0) == 1);
+    CHECK(world.state_is(0, -1.0F, 1.0F));
+}
+
+TEST(pipeline_dropped_updates_leave_the_old_state_and_are_redone)
+{
+    World world({});
+    run_generations(world, 1);
+    for (int attempt = 0; attempt < 3; ++attempt) {
+        world.enqueue_all(2, 7.0F);
+        if (attempt == 1) CHECK(!world.pipeline->wait_published(4, 2, 0.01));
+        world.pipeline->discard_all();
+        for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+            CHECK(world.state_is(chunk, -1.0F, 1.0F));
+            CHECK(world.pipeline->wait_gradient_read(chunk, kPatienceSecs));
+        }
+    }
+    world.enqueue_all(2, 1.0F);
+    world.pipeline->publish(2);
+    world.finish(2);
+    for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+        CHECK(world.state_is(chunk, -2.0F, 2.0F));
+    }
+    CHECK(world.pipeline->stats().num_discarded == 3 * world.given.num_chunks);
+}
+
+TEST(pipeline_some_chunks_kept_others_redone)
+{
+    World world({});
+    world.enqueue_all(1, 3.0F);
+    for (const std::size_t chunk : {1U, 3U}) world.pipeline->invalidate(chunk);
+    world.pipeline->publish(1);
+    for (const std::size_t chunk : {1U, 3U}) world.pipeline->enqueue(world.update(chunk, 1, 2.0F));
+    world.finish(1);
+    for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+        CHECK(world.state_is(chunk, chunk % 2 == 1 ? -2.0F : -3.0F, 1.0F));
+        CHECK(world.pipeline->is_published(chunk, 1));
+    }
+}
+
+TEST(pipeline_writes_wait_for_the_commit_of_the_generation_before)
+{
+    World world({.staging_chunks = 5});
+    world.enqueue_all(1);
+    world.pipeline->publish(1);
+    CHECK(world.pipeline->wait_durable(1, kPatienceSecs));  // durable, but no record yet
+    world.enqueue_all(2);
+    world.pipeline->publish(2);
+    for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+        CHECK(world.pipeline->wait_published(chunk, 2, kPatienceSecs));  // readers do not wait
+    }
+    CHECK(!world.pipeline->wait_durable(2, 0.05));
+    std::vector<char> old(3 * world.part);
+    for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+        world.read_file(world.state_range(chunk, 0), old.data());
+        CHECK(world.all_equal(old.data(), 0.0F));  // what the last record names
+    }
+    world.pipeline->set_committed(1);
+    world.finish(2);
+    CHECK(world.state_is(0, -2.0F, 2.0F));
+    CHECK(world.pipeline->slot(0) == 0);
+}
+
+TEST(pipeline_a_second_update_of_a_generation_is_refused)
+{
+    World world({});
+    world.pipeline->enqueue(world.update(0, 1));
+    while (!world.pipeline->wait_gradient_read(0, kPatienceSecs)) {
+    }
+    CHECK_THROWS(std::logic_error, world.pipeline->enqueue(world.update(0, 1)));
+    CHECK_THROWS(std::logic_error,
+                 world.pipeline->release(1, {}, 1.0F, nullptr, ElementType::kFloat32, 0));
+}
+
+TEST(pipeline_held_updates_read_ahead_and_run_when_released)
+{
+    World world({});
+    for (std::int64_t generation = 1; generation <= 3; ++generation) {
+        for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+            ChunkUpdate held = world.update(chunk, generation);
+            held.held = true;
+            held.gradient = nullptr;
+            held.segments.clear();
+            world.pipeline->enqueue(std::move(held));
+        }
+        if (generation == 2) CHECK(!world.pipeline->wait_durable(2, 0.01));
+        if (generation == 3) world.pipeline->invalidate(2);
+        world.pipeline->publish(generation);
+        for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+            ChunkUpdate now = world.update(chunk, generation);
+            if (generation == 3 && chunk == 2) continue;
+            world.pipeline->release(chunk, now.segments, 2.0F, now.gradient, now.gradient_type, 1);
+        }
+        world.finish(generation);
+    }
+    for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+        const float steps = chunk == 2 ? 2.0F : 3.0F;
+        CHECK(world.state_is(chunk, -2.0F * steps, steps));
+        CHECK(world.params[world.given.num_chunks + chunk].back() == -2.0F * steps);
+        CHECK(world.params[chunk].back() == -1.0F);  // the other version is not touched
+    }
+}
+
+TEST(pipeline_held_updates_take_their_gradients_from_storage)
+{
+    World world({.params = Place::kStorage, .gradients = Place::kStorage});
+    for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+        ChunkUpdate held = world.update(chunk, 1);
+        held.held = true;
+        world.pipeline->enqueue(std::move(held));
+    }
+    // The gradients become final after the state was read ahead.
+    for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+        world.store_gradient(chunk, kHalfOne);
+    }
+    world.pipeline->publish(1);
+    for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+        const ChunkUpdate now = world.update(chunk, 1);
+        world.pipeline->release(chunk, now.segments, 1.0F, nullptr, now.gradient_type, 0);
+    }
+    world.finish(1);
+    for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+        CHECK(world.state_is(chunk, -1.0F, 1.0F));
+        CHECK(world.stored_param_is(chunk, kHalfMinusOne));
+    }
+}
+
+TEST(pipeline_gradient_memory_can_be_taken_back)
+{
+    for (int attempt = 0; attempt < 20; ++attempt) {
+        World world({.gradients = Place::kStorage});
+        std::vector<std::uint16_t> halves(world.given.numel, kHalfTwo);
+        for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+            world.store_gradient(chunk, kHalfTwo);
+            ChunkUpdate update = world.update(chunk, 1);
+            update.gradient = reinterpret_cast<const char*>(halves.data());
+            world.pipeline->enqueue(std::move(update));
+        }
+        if (attempt % 2 == 1) CHECK(world.pipeline->wait_gradient_read(0, kPatienceSecs));
+        for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+            world.pipeline->read_gradient_from_storage(chunk);
+        }
+        std::fill(halves.begin(), halves.end(), kHalfOne);  // nobody reads it any more
+        world.pipeline->publish(1);
+        world.finish(1);
+        for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+            CHECK(world.state_is(chunk, -2.0F, 1.0F));
+        }
+    }
+}
+
+TEST(pipeline_elements_without_a_rule_stay_as_they_are)
+{
+    World world({});
+    ChunkUpdate update = world.update(0, 1);
+    const auto rule = update.segments.front().rule;
+    update.segments = {{0, 1000, rule}, {1000, 2048, nullptr}, {2048, world.given.numel, rule}};
+    world.pipeline->enqueue(std::move(update));
+    world.pipeline->publish(1);
+    CHECK(world.pipeline->wait_published(0, 1, kPatienceSecs));
+    for (std::uint64_t i = 0; i < world.given.numel; ++i) {
+        CHECK(world.params[0][i] == (i >= 1000 && i < 2048 ? 0.0F : -1.0F));
+    }
+}
+
+TEST(pipeline_is_watched_by_other_threads)
+{
+    World world({});
+    std::atomic<bool> over{false};
+    std::thread watcher([&] {
+        while (!over) {
+            for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+                world.pipeline->is_published(chunk, 1);
+                world.pipeline->has_job(chunk);
+                world.pipeline->slot(chunk);
+            }
+            world.pipeline->stats();
+            world.pipeline->take_events();
+            world.pipeline->failure();
+            world.pipeline->set_position(0, 0);
+        }
+    });
+    world.pipeline->set_tracing(true);
+    run_generations(world, 6);
+    over = true;
+    watcher.join();
+    CHECK(!world.pipeline->failed());
+    CHECK(world.pipeline->stats().num_updates == 6 * world.given.num_chunks);
+}

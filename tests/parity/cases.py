@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stock runs by name, and the fuyou runs that must equal them: a covering of the settings, not the product.
+
+Names of stock cases read: dtype, clip, accumulation, parameter groups, ranks.
+"""
+
+from __future__ import annotations
+
+from tests.harness.runner import ds_config
+
+__all__ = ["MATRIX", "STOCK", "block"]
+
+NUM_STEPS = 10
+WARMUP = {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": 2e-3, "warmup_num_steps": 6, "warmup_type": "linear"},
+}
+FP16 = {"enabled": True, "initial_scale_power": 22, "loss_scale_window": 3, "hysteresis": 1}
+DTYPES = {
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"bf16": None, "fp16": FP16},
+    "fp32": {"bf16": None},
+}
+
+
+def _case(dtype: str, clip: float, accumulation: int, groups: str, world_size: int = 1, **more: object) -> dict:
+    config = ds_config(
+        **DTYPES[dtype], gradient_clipping=clip, gradient_accumulation_steps=accumulation, scheduler=WARMUP
+    )
+    return {
+        "steps": NUM_STEPS,
+        "model": {},
+        "config": config,
+        "groups": groups,
+        "world_size": world_size,
+        **more,
+    }
+
+
+STOCK: dict[str, dict] = {
+    "bf16-off-1-one": _case("bf16", 0.0, 1, "one"),
+    "bf16-always-1-two": _case("bf16", 0.05, 1, "two", eval_before=[0, 3, 4]),
+    "bf16-rarely-3-two_lrs": _case("bf16", 0.8, 3, "two_lrs"),
+    "fp16-off-1-one": _case("fp16", 0.0, 1, "one"),
+    "fp16-rarely-3-two": _case("fp16", 0.8, 3, "two"),
+    "fp32-always-1-two_lrs": _case("fp32", 0.05, 1, "two_lrs"),
+    "fp32-off-3-one": _case("fp32", 0.0, 3, "one"),
+    "bf16-rarely-1-two-2ranks": _case("bf16", 0.8, 1, "two", 2),
+    "fp16-always-3-one-2ranks": _case("fp16", 0.05, 3, "one", 2),
+    "fp32-off-1-two_lrs-2ranks": _case("fp32", 0.0, 1, "two_lrs", 2),
+}
+
+TIERS = {  # optimizer, parameters, gradients
+    "states": ("nvme", "cpu", "cpu"),
+    "all": ("nvme", "nvme", "nvme"),
+    "none": ("cpu", "cpu", "cpu"),
+    "grads_cpu": ("nvme", "nvme", "cpu"),
+}
+
+
+def block(
+    path: str,
+    tiers: str,
+    policy: str = "auto",
+    overlap: str = "backward_and_forward",
+    slots: int = 2,
+    **plan: int,
+) -> dict:
+    """A fuyou block whose chunks are small enough that the little model has about ten."""
+    optimizer, parameters, gradients = TIERS[tiers]
+    return {
+        "nvme_path": path,
+        "optimizer": {"tier": optimizer, "clip_policy": policy, "overlap": overlap},
+        "parameters": {"tier": parameters},
+        "gradients": {"tier": gradients},
+        "plan": {"chunk_bytes": 65536, "slots": slots, **plan},
+    }
+
+
+# (stock case, tiers, clip_policy, overlap, slots)
+MATRIX: list[tuple[str, str, str, str, int]] = [
+    ("bf16-off-1-one", "states", "speculate", "backward_and_forward", 2),
+    ("bf16-off-1-one", "all", "auto", "backward", 2),
+    ("bf16-off-1-one", "none", "auto", "backward_and_forward", 2),
+    ("bf16-always-1-two", "states", "auto", "backward_and_forward", 2),
+    ("bf16-always-1-two", "all", "speculate", "none", 2),
+    ("bf16-always-1-two", "grads_cpu", "defer", "backward", 1),
+    ("bf16-rarely-3-two_lrs", "all", "speculate", "backward_and_forward", 2),
+    ("bf16-rarely-3-two_lrs", "states", "defer", "none", 1),
+    ("fp16-off-1-one", "states", "speculate", "backward", 2),
+    ("fp16-off-1-one", "grads_cpu", "auto", "backward_and_forward", 2),
+    ("fp16-rarely-3-two", "all", "speculate", "backward_and_forward", 2),
+    ("fp16-rarely-3-two", "none", "defer", "backward", 1),
+    ("fp32-always-1-two_lrs", "grads_cpu", "speculate", "backward_and_forward", 2),
+    ("fp32-always-1-two_lrs", "all", "auto", "backward_and_forward", 1),
+    ("fp32-off-3-one", "states", "auto", "backward", 2),
+    ("fp32-off-3-one", "none", "speculate", "none", 1),
+    ("bf16-rarely-1-two-2ranks", "states", "speculate", "backward_and_forward", 2),
+    ("bf16-rarely-1-two-2ranks", "all", "defer", "backward_and_forward", 1),
+    ("fp16-always-3-one-2ranks", "all", "speculate", "backward", 2),
+    ("fp32-off-1-two_lrs-2ranks", "grads_cpu", "auto", "backward_and_forward", 2),
+]
