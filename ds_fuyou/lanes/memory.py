@@ -15,6 +15,7 @@ from ds_fuyou.ops.core import load_core
 __all__ = ["PAGE_BYTES", "HeapGuard", "HostPool", "aligned_tensor", "round_up_to_page"]
 
 PAGE_BYTES = 4096
+_HUGE_BYTES = 8 * 1024 * 1024  # larger mappings ask for huge pages: fewer, larger disk requests
 
 
 def round_up_to_page(num_bytes: int) -> int:
@@ -27,7 +28,10 @@ def aligned_tensor(num_bytes: int) -> torch.Tensor:
     It is a mapping of its own: its pages go back to the system with the last alias. (From the heap, freed buffers of
     many sizes stay resident between others; under ``zero.Init`` that grew with the model.)
     """
-    return torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8, count=num_bytes)
+    mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= _HUGE_BYTES:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes)
 
 
 class _MallInfo(ctypes.Structure):

@@ -40,12 +40,14 @@ class Committer:
                     lambda t, g=target: self._pipeline.wait_durable(g, t),  # type: ignore[misc]
                     lambda g=target: f"step {g} to be durable",  # type: ignore[misc]
                 )
-                self.commit_now(target)
-            except OSError as error:
-                self._pipeline.fail(f"committing step {target} failed: {error}", error.errno or 0)
-                return
             except RuntimeError:
                 return  # the pipeline failed or stopped: its own failure reaches the training thread
+            try:
+                self.commit_now(target)
+            except Exception as error:
+                number = error.errno if isinstance(error, OSError) else None
+                self._pipeline.fail(f"committing step {target} ({error})", number or 0)
+                return
 
     def stop(self) -> None:
         """Lets the orders given so far finish or fail, then ends the thread. Idempotent."""

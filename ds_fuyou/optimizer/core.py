@@ -323,8 +323,8 @@ class OutOfCoreOptimizer:
             self._wait_unread(chunk)
             self._opened.add(chunk)
 
-    def _detach_gradient(self, chunk: int) -> None:
-        self.pipeline.read_gradient_from_storage(chunk)
+    def _detach_gradient(self, chunk: int, buffer: int) -> None:
+        self.pipeline.read_gradient_from_storage(chunk, buffer)
 
     def _wait_unread(self, chunk: int) -> None:
         if chunk in self._held:
@@ -359,6 +359,9 @@ class OutOfCoreOptimizer:
 
     def has_arrived(self, span: ParamSpan) -> bool:
         return span.index in self._arrived
+
+    def is_overridden(self, span: ParamSpan) -> bool:
+        return span.index in self._overrides
 
     def open_window(self, hypers: Sequence[GroupHyper], multiplier: float, *, managed: bool) -> None:
         """The last micro-batch of the step begins: decide whether to speculate, and read ahead otherwise."""
@@ -399,13 +402,18 @@ class OutOfCoreOptimizer:
                 self._prepare(chunk)
 
     def _prepare(self, chunk: int) -> None:
-        if self._start is UpdateStart.SPECULATE and self._window_rules is not None and not self._missed_steps:
-            spec = self.layout.chunks[chunk]
+        spec = self.layout.chunks[chunk]
+        if self._start is UpdateStart.SPECULATE and self._window_rules is not None and self._is_plain(spec):
             rules = self._window_rules
             segments = [(0, spec.numel, rules.rules[spec.sub_group])]
             self._enqueue(chunk, segments, self._prepared_multiplier, gradient=self.gradients.pointer(chunk))
             self._prepared[chunk] = rules
         self.gradients.seal(chunk)
+
+    def _is_plain(self, chunk: Chunk) -> bool:
+        """Whether all of the chunk is updated by one rule from G16: nothing overridden, no parameter behind."""
+        held = set(chunk.params)
+        return not (held & self._overrides.keys()) and not (held & self._missed_steps.keys())
 
     def end_micro_batch(self) -> None:
         """Backward of a micro-batch ended: gradients that stay incomplete may leave DRAM too."""
@@ -490,7 +498,7 @@ class OutOfCoreOptimizer:
                 and prepared.step == rules.step
                 and multiplier == self._prepared_multiplier
                 and self._arrived.issuperset(self.layout.chunks[chunk].params)
-                and not self._missed_steps
+                and self._is_plain(self.layout.chunks[chunk])
                 and chunk in work
             )
             if same:
@@ -661,8 +669,15 @@ class OutOfCoreOptimizer:
         ]
 
     def write_chunk(self, index: int, parts: Sequence[torch.Tensor], params: torch.Tensor | None = None) -> None:
-        """Replaces the state of a chunk (and its P16 by ``params``), outside of any step."""
+        """Replaces the state of a chunk (and its P16 by ``params``); an update prepared from the old one is dropped."""
         self.wait_all()
+        if index in self._prepared or index in self._held:
+            self.pipeline.invalidate(index)
+            self._prepared.pop(index, None)
+            self._held.discard(index)
+            self._wait(
+                lambda t: self.pipeline.wait_idle(index, t), lambda: f"the dropped update of chunk {index} to end"
+            )
         chunk, part = self.layout.chunks[index], round_up_to_page(self.layout.chunks[index].numel * 4)
         state = aligned_tensor((1 + len(self.kind.moments)) * part)
         for i, values in enumerate(parts):

@@ -78,7 +78,7 @@ class StoredGradients(GradientMemory):
         dtype: torch.dtype,
         io: IoLane,
         extents: Callable[[int], tuple[Extent, ...]],
-        detach: Callable[[int], None],
+        detach: Callable[[int, int], None],
         max_buffers: int = 4,
     ) -> None:
         self._layout, self._dtype, self._io, self._extents = layout, dtype, io, extents
@@ -121,7 +121,7 @@ class StoredGradients(GradientMemory):
     def _retire(self, index: int) -> None:
         memory, transfer = self._sealed.pop(index)
         transfer.wait()
-        self._detach(index)
+        self._detach(index, memory.data_ptr())
         self._free.append(memory)
 
     def pointer(self, chunk: int) -> int:

@@ -194,7 +194,18 @@ class GradientFlowMixin:
                     state.core.complete_gradient(span)
 
     def _finish_gradients(self: Any) -> None:
-        """step() begins: every gradient of the step is in host memory and counted."""
+        """step() begins: every gradient of the step is in host memory, and every one is in the norm.
+
+        A parameter whose gradient came in an earlier micro-batch only is counted here. Stock leaves it out of the norm
+        and updates it with an old gradient; PyTorch sums all micro-batches, and so do we.
+        """
         self._flush_pending()
         self._complete_copied(wait=True)
-        self.rank_state.core.end_micro_batch()
+        state = self.rank_state
+        for group in self.fp16_groups:
+            for param in group:
+                span = state.span(param)
+                counted = self.get_param_id(param) in self.norm_for_param_grads
+                if state.core.has_arrived(span) and not counted and not state.core.is_overridden(span):
+                    self._take_norm(param, [state.core.gradient(span, stored=True)])
+        state.core.end_micro_batch()

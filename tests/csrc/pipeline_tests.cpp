@@ -228,7 +228,8 @@ TEST(pipeline_gradient_memory_can_be_taken_back)
         }
         if (attempt % 2 == 1) CHECK(world.pipeline->wait_gradient_read(0, kPatienceSecs));
         for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
-            world.pipeline->read_gradient_from_storage(chunk);
+            world.pipeline->read_gradient_from_storage(
+                chunk, reinterpret_cast<const char*>(halves.data()));
         }
         std::fill(halves.begin(), halves.end(), kHalfOne);  // nobody reads it any more
         world.pipeline->publish(1);

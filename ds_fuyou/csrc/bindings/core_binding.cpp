@@ -332,7 +332,13 @@ void bind_pipeline(py::module_& m)
         .def("wait_published", &ChunkPipeline::wait_published, NoGil())
         .def("wait_durable", &ChunkPipeline::wait_durable, NoGil())
         .def("wait_gradient_read", &ChunkPipeline::wait_gradient_read, NoGil())
-        .def("read_gradient_from_storage", &ChunkPipeline::read_gradient_from_storage, NoGil())
+        .def(
+            "read_gradient_from_storage",
+            [](ChunkPipeline& pipeline, std::size_t chunk, std::uintptr_t buffer) {
+                pipeline.read_gradient_from_storage(chunk, address(buffer));
+            },
+            NoGil())
+        .def("wait_idle", &ChunkPipeline::wait_idle, NoGil())
         .def("has_job", &ChunkPipeline::has_job)
         .def("fail", &ChunkPipeline::fail)
         .def_property_readonly("failed", &ChunkPipeline::failed)

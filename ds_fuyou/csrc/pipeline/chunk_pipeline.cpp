@@ -216,21 +216,20 @@ void ChunkPipeline::read_gradient_locked(const std::shared_ptr<Job>& job)
 
 // The caller wants its gradient memory back: what has not been read yet is read from storage
 // instead.
-void ChunkPipeline::read_gradient_from_storage(std::size_t chunk_index)
+void ChunkPipeline::read_gradient_from_storage(std::size_t chunk_index, const char* buffer)
 {
     std::unique_lock<std::mutex> lock(mutex_);
     for (auto& entry : queue_) {
-        if (entry.second->update.chunk == chunk_index) {
-            entry.second->update.gradient = nullptr;
+        ChunkUpdate& update = entry.second->update;
+        if (update.chunk == chunk_index && update.gradient == buffer) {
+            update.gradient = nullptr;
             return;
         }
     }
     const std::shared_ptr<Job> job = chunks_.at(chunk_index).job;
     if (!job) return;
     changed_.wait(lock, [&] { return job->state != JobState::kUpdating; });
-    if (job->gradient_read || job->cancelled || job->update.held ||
-        job->gradient != job->update.gradient)
-        return;
+    if (job->gradient_read || job->cancelled || job->update.held || job->gradient != buffer) return;
     job->update.gradient = nullptr;
     job->gradient = job->staging + grad_offset(chunks_[chunk_index]);
     if (job->state == JobState::kReady) {
@@ -354,6 +353,12 @@ bool ChunkPipeline::wait_gradient_read(std::size_t chunk_index, double timeout_s
         const auto& job = chunks_.at(chunk_index).job;
         return !job || job->gradient_read || (job->cancelled && job->state != JobState::kUpdating);
     });
+}
+
+bool ChunkPipeline::wait_idle(std::size_t chunk_index, double timeout_secs)
+{
+    std::unique_lock<std::mutex> lock(mutex_);
+    return wait_locked(lock, timeout_secs, [&] { return !chunks_.at(chunk_index).job; });
 }
 
 bool ChunkPipeline::has_job(std::size_t chunk_index) const
@@ -722,9 +727,7 @@ void ChunkPipeline::finish_locked(const std::shared_ptr<Job>& job)
     Chunk& chunk = chunks_[job->update.chunk];
     if (job->staging != nullptr) staging_->release(std::exchange(job->staging, nullptr));
     if (!job->cancelled) {
-        if (!chunk.resident()) {
-            chunk.slot = job->target_slot;
-        }
+        if (!chunk.resident() || chunk.param_on_storage()) chunk.slot = job->target_slot;
         chunk.zero_moments = false;
         chunk.published_generation = job->update.generation;
     }

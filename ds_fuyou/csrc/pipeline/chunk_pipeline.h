@@ -136,7 +136,11 @@ class ChunkPipeline {
     bool is_published(std::size_t chunk, std::int64_t generation) const;
     bool wait_durable(std::int64_t generation, double timeout_secs);  // every chunk
     bool wait_gradient_read(std::size_t chunk, double timeout_secs);
-    void read_gradient_from_storage(std::size_t chunk);
+    // `buffer` is about to be reused: an update that was to read it reads the chunk's grad_slot
+    // instead.
+    void read_gradient_from_storage(std::size_t chunk, const char* buffer);
+    bool wait_idle(std::size_t chunk,
+                   double timeout_secs);  // no transfer of the chunk is in flight
     bool has_job(std::size_t chunk) const;
 
     // Fails every waiter now and later, for a failure met outside (the commit of a generation).
