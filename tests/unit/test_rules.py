@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which optimizers map to which arithmetic, and the history of a rule clock."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind, RuleClock, optimizer_kind
+
+KIND = OptimizerKind("adam", ("exp_avg", "exp_avg_sq"))
+HYPER = GroupHyper(1e-3, (0.9, 0.999), 1e-8, 0.0, True)
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(4))]
+
+
+def test_torch_optimizers_map_to_their_arithmetic() -> None:
+    assert optimizer_kind(torch.optim.AdamW(parameters())) == KIND
+    assert optimizer_kind(torch.optim.Adam(parameters())).adamw_mode is False
+    assert optimizer_kind(torch.optim.Adagrad(parameters())).moments == ("exp_avg_sq",)
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adadelta"])
+def test_other_optimizers_are_refused_with_what_works(name: str) -> None:
+    with pytest.raises(FuyouConfigError, match=f"{name} cannot be updated out of core.*DeepSpeedCPUAdam"):
+        optimizer_kind(getattr(torch.optim, name)(parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("flag", ["amsgrad", "maximize"])
+def test_flags_without_arithmetic_are_refused(flag: str) -> None:
+    with pytest.raises(FuyouConfigError, match=f"{flag}=True has no out-of-core arithmetic"):
+        optimizer_kind(torch.optim.AdamW(parameters(), **{flag: True}))
+
+
+@pytest.mark.parametrize("value", ["lr_decay", "initial_accumulator_value"])
+def test_adagrad_as_stock_does_not_do_it_is_refused(value: str) -> None:
+    with pytest.raises(FuyouConfigError, match="not supported"):
+        optimizer_kind(torch.optim.Adagrad(parameters(), **{value: 0.1}))
+
+
+def test_preparing_a_step_changes_nothing_until_it_is_committed() -> None:
+    clock = RuleClock(KIND, HYPER)
+    assert clock.prepare([HYPER]).step == 1
+    rules = clock.prepare([HYPER])
+    assert (rules.step, clock.step, clock.history) == (1, 0, [])
+    clock.commit(rules)
+    assert clock.step == 1
+    assert clock.prepare([HYPER]).step == 2
+
+
+def test_history_is_kept_in_runs_of_equal_betas_and_replayed() -> None:
+    clock, other = RuleClock(KIND, HYPER), GroupHyper(1e-3, (0.8, 0.9), 1e-8, 0.0, True)
+    for hyper in (HYPER, HYPER, other, HYPER):
+        clock.commit(clock.prepare([hyper]))
+    assert clock.history == [(2, ((0.9, 0.999),)), (1, ((0.8, 0.9),)), (1, ((0.9, 0.999),))]
+    again = RuleClock(KIND, HYPER)
+    again.replay(clock.history)
+    assert (again.step, again.history) == (4, clock.history)
+    values = []
+    for one in (clock, again):
+        param, moments = torch.full((100,), 0.3), [torch.full((100,), 0.1), torch.full((100,), 0.2)]
+        one.prepare([HYPER]).rules[0].apply(param, torch.full((100,), 0.01), moments)
+        values.append(param)
+    assert torch.equal(*values)
