@@ -28,14 +28,11 @@ def measure(num_runs: int) -> list[float]:
     command = [sys.executable, "-c", CHILD]
     subprocess.run(command, env=environment, check=True, capture_output=True)  # compiles and warms caches
     return [
-        1e3
-        * float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+        1e3 * float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
         for _ in range(num_runs)
     ]
 
 
 if __name__ == "__main__":
     times = measure(int(sys.argv[1]) if len(sys.argv) > 1 else 10)
-    print(
-        f"import torch: +{statistics.median(times):.2f} ms (median of {len(times)}, max {max(times):.2f} ms)"
-    )
+    print(f"import torch: +{statistics.median(times):.2f} ms (median of {len(times)}, max {max(times):.2f} ms)")

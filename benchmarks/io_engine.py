@@ -116,9 +116,7 @@ def _engine(driver: Path, data: Path, mode: str, engine: str) -> float:
     return float(result["num_bytes"]) / float(result["secs"])
 
 
-def _fio(
-    data: Path, mode: str, options: Sequence[str] = (), environment: dict[str, str] | None = None
-) -> float:
+def _fio(data: Path, mode: str, options: Sequence[str] = (), environment: dict[str, str] | None = None) -> float:
     command = [
         "fio",
         "--name=fuyou",

@@ -53,8 +53,7 @@ def cache_directory() -> Path:
         owner = path.stat().st_uid
     except OSError as error:
         raise FuyouBuildError(
-            f"the build cache {path} must be a writable directory: {error}; "
-            f"set {CACHE_VARIABLE} to one that is"
+            f"the build cache {path} must be a writable directory: {error}; set {CACHE_VARIABLE} to one that is"
         ) from error
     if owner not in (os.geteuid(), 0) or not os.access(path, os.W_OK):
         raise FuyouBuildError(

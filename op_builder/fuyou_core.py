@@ -108,9 +108,7 @@ class FuyouCoreBuilder:
 
         sources = self.sources()
         if not sources:
-            raise FuyouBuildError(
-                f"{self.csrc} must hold the C++ sources of the core, found none; reinstall ds_fuyou"
-            )
+            raise FuyouBuildError(f"{self.csrc} must hold the C++ sources of the core, found none; reinstall ds_fuyou")
         abi = getattr(torch._C, "_GLIBCXX_USE_CXX11_ABI", True)
         standard = "c++20" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12) else "c++17"
         return CompilePlan(
@@ -167,9 +165,7 @@ class FuyouCoreBuilder:
         loader = importlib.machinery.ExtensionFileLoader(self.name, str(path))
         spec = importlib.util.spec_from_file_location(self.name, path, loader=loader)
         if spec is None:
-            raise FuyouBuildError(
-                f"{path} must be an extension module; remove it and build again: fuyou build"
-            )
+            raise FuyouBuildError(f"{path} must be an extension module; remove it and build again: fuyou build")
         try:
             module = importlib.util.module_from_spec(spec)
             loader.exec_module(module)
@@ -198,9 +194,7 @@ def _deepspeed_includes() -> list[str]:
     """Directories of DeepSpeed's CPU optimizer sources: in the wheel, or beside it in a source tree."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or not spec.origin:
-        raise FuyouBuildError(
-            "DeepSpeed must be installed to build the core: pip install 'deepspeed>=0.18.9'"
-        )
+        raise FuyouBuildError("DeepSpeed must be installed to build the core: pip install 'deepspeed>=0.18.9'")
     package = Path(spec.origin).parent
     for root in (package / "ops" / "csrc", package.parent / "csrc"):
         if (root / "adam" / "cpu_adam_impl.cpp").is_file():

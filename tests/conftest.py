@@ -21,9 +21,7 @@ RunPython = Callable[..., subprocess.CompletedProcess[str]]
 def run_python() -> RunPython:
     """Runs ``python -c code`` (or a list of arguments) in a fresh interpreter, with a time limit."""
 
-    def run(
-        code: str | list[str], timeout: float = 120.0, **environment: str
-    ) -> subprocess.CompletedProcess[str]:
+    def run(code: str | list[str], timeout: float = 120.0, **environment: str) -> subprocess.CompletedProcess[str]:
         arguments = ["-c", code] if isinstance(code, str) else code
         return subprocess.run(
             [sys.executable, *arguments],

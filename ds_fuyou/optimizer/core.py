@@ -429,7 +429,8 @@ class OutOfCoreOptimizer:
         held: bool = False,
         gradient_type: torch.dtype | None = None,
     ) -> None:
-        self.pipeline.enqueue(
+        self._ask(
+            self.pipeline.enqueue,
             chunk=chunk,
             generation=self.generation + 1,
             segments=segments,
@@ -439,6 +440,14 @@ class OutOfCoreOptimizer:
             param_version=self._next_version(),
             held=held,
         )
+
+    def _ask(self, call: Callable[..., None], *arguments: Any, **named: Any) -> None:
+        """A call of the pipeline that a failed one refuses: the script then sees what failed, not the refusal."""
+        try:
+            call(*arguments, **named)
+        except RuntimeError:
+            self.check()
+            raise
 
     def _next_version(self) -> int:
         return 1 - self.param_version if len(self._param_memory) == 2 else 0
@@ -470,7 +479,7 @@ class OutOfCoreOptimizer:
         kept = self._keep_prepared(rules, multiplier, work)
         self._release_held(work)
         version = self._next_version()
-        self.pipeline.publish(self.generation + 1)
+        self._ask(self.pipeline.publish, self.generation + 1)
         for chunk in sorted(work, key=lambda c: self.layout.chunks[c].position):
             if chunk not in kept:
                 self._start_final(chunk, work[chunk], multiplier)
@@ -517,7 +526,8 @@ class OutOfCoreOptimizer:
     def _start_final(self, chunk: int, segments: list[Any], multiplier: float) -> None:
         pointer, dtype = self._final_gradient(chunk)
         if chunk in self._held:
-            self.pipeline.release(
+            self._ask(
+                self.pipeline.release,
                 chunk=chunk,
                 segments=segments,
                 multiplier=multiplier,

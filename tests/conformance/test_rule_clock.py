@@ -41,9 +41,7 @@ def fresh_tensors() -> list[list[torch.Tensor]]:
     return [[gradient(0, group), torch.zeros(NUMEL), torch.zeros(NUMEL)] for group in range(2)]
 
 
-def advance(
-    clock: RuleClock, betas: list[tuple[float, float]], tensors: list[list[torch.Tensor]], to: int
-) -> None:
+def advance(clock: RuleClock, betas: list[tuple[float, float]], tensors: list[list[torch.Tensor]], to: int) -> None:
     while clock.step < to:
         rules = clock.prepare(hypers(betas))
         for group, (rule, (param, *moments)) in enumerate(zip(rules.rules, tensors, strict=True)):

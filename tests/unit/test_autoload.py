@@ -24,9 +24,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     (package / "later.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(autoload, "ENGINE_MODULE", "fake_speed.engine")
-    monkeypatch.setattr(
-        sys, "meta_path", [f for f in sys.meta_path if not isinstance(f, autoload._EngineFinder)]
-    )
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if not isinstance(f, autoload._EngineFinder)])
     monkeypatch.delenv(autoload.DISABLE_VARIABLE, raising=False)
 
     def write(body: str) -> str:
@@ -110,9 +108,7 @@ def test_a_loader_that_cannot_carry_the_callback(
     assert installs == [True]
 
 
-def test_an_engine_that_fails_to_import_stays_hooked(
-    engine: Callable[[str], str], installs: list[bool]
-) -> None:
+def test_an_engine_that_fails_to_import_stays_hooked(engine: Callable[[str], str], installs: list[bool]) -> None:
     name = engine("raise ImportError('half installed')")
     autoload._autoload()
     with pytest.raises(ImportError, match="half installed"):
@@ -121,9 +117,7 @@ def test_an_engine_that_fails_to_import_stays_hooked(
     assert armed()
 
 
-def test_switched_off(
-    engine: Callable[[str], str], installs: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_switched_off(engine: Callable[[str], str], installs: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_FUYOU_DISABLE", "1")
     autoload._autoload()
     importlib.import_module(engine("DONE = True"))
@@ -145,9 +139,7 @@ def test_a_failing_install_is_told_and_never_raised(
 
 
 def test_entry_point_is_declared() -> None:
-    points = [
-        point for point in importlib.metadata.entry_points(group="torch.backends") if point.name == "ds_fuyou"
-    ]
+    points = [point for point in importlib.metadata.entry_points(group="torch.backends") if point.name == "ds_fuyou"]
     assert {point.value for point in points} == {"ds_fuyou.autoload:_autoload"}
     assert points[0].load() is autoload._autoload
 

@@ -47,9 +47,7 @@ def test_build_prints_the_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert capsys.readouterr().out == "/cache/core.so\n"
 
 
-@pytest.mark.parametrize(
-    ("error", "status"), [(FuyouBuildError("no compiler"), 2), (KeyboardInterrupt(), 130)]
-)
+@pytest.mark.parametrize(("error", "status"), [(FuyouBuildError("no compiler"), 2), (KeyboardInterrupt(), 130)])
 def test_errors_have_a_status_and_no_traceback(
     error: BaseException, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,9 +94,7 @@ def test_clean_removes_what_nobody_uses(
     assert "no state found" in capsys.readouterr().out
 
 
-def test_doctor_reports_a_check_that_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_reports_a_check_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def broken() -> doctor.Finding:
         raise RuntimeError("this check is broken")
 

@@ -125,9 +125,7 @@ def test_a_bad_plan_file_is_named(tmp_path: Path, content: str | None) -> None:
 
 
 def test_misspelt_block_is_warned_about_once(told: Callable[[], str]) -> None:
-    assert misspelt_block_keys(
-        {"fuyuo": {}, "Fuyou": {}, "ds_fuyou": {}, "fuyou": {}, "bf16": {}, "fp16": {}}
-    ) == [
+    assert misspelt_block_keys({"fuyuo": {}, "Fuyou": {}, "ds_fuyou": {}, "fuyou": {}, "bf16": {}, "fp16": {}}) == [
         "fuyuo",
         "Fuyou",
         "ds_fuyou",

@@ -15,12 +15,8 @@ from ds_fuyou.host_config import (
 )
 
 
-def absorb(
-    fuyou: dict[str, Any] | None = None, zero: dict[str, Any] | None = None, **top_level: Any
-) -> Absorbed:
-    activation = load_activation(
-        {"zero_optimization": {"stage": 3, **(zero or {})}, "fuyou": fuyou or {}, **top_level}
-    )
+def absorb(fuyou: dict[str, Any] | None = None, zero: dict[str, Any] | None = None, **top_level: Any) -> Absorbed:
+    activation = load_activation({"zero_optimization": {"stage": 3, **(zero or {})}, "fuyou": fuyou or {}, **top_level})
     assert activation is not None
     return activation.absorbed
 
@@ -78,9 +74,7 @@ def test_two_paths_in_the_sections_are_both_used() -> None:
 
 
 def test_auto_and_none_in_the_sections_decide_nothing() -> None:
-    absorbed = absorb(
-        zero={"offload_optimizer": {"device": "none", "nvme_path": "auto"}, "offload_param": None}
-    )
+    absorbed = absorb(zero={"offload_optimizer": {"device": "none", "nvme_path": "auto"}, "offload_param": None})
     assert absorbed.config.optimizer.tier == "auto"
     assert absorbed.config.nvme_path is None
 

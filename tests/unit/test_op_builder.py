@@ -211,9 +211,7 @@ def test_one_rank_builds_and_the_others_say_what_they_wait_for(
         assert process.returncode == 0
 
 
-def test_a_killed_build_leaves_nothing_in_the_way(
-    csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_build_leaves_nothing_in_the_way(csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started, leave = slow_compiler(tmp_path, monkeypatch)
     killed = start_build(csrc)
     wait_for_file(started)

@@ -12,9 +12,7 @@ from tests.conftest import RunPython
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_wheel_holds_the_sources_the_builder_and_the_entry_points(
-    run_python: RunPython, tmp_path: Path
-) -> None:
+def test_wheel_holds_the_sources_the_builder_and_the_entry_points(run_python: RunPython, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for folder in ("ds_fuyou", "op_builder"):
@@ -42,9 +40,7 @@ def test_wheel_holds_the_sources_the_builder_and_the_entry_points(
     assert "ds_fuyou/op_builder/fuyou_core.py" in names
     assert not [name for name in names if name.startswith(("op_builder/", "tests/"))]
     sources = {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "ds_fuyou").rglob("*.[ch]*")
-        if path.suffix in (".cpp", ".h")
+        str(path.relative_to(ROOT)) for path in (ROOT / "ds_fuyou").rglob("*.[ch]*") if path.suffix in (".cpp", ".h")
     }
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "ds_fuyou").rglob("*.py")}
     assert sources

@@ -105,9 +105,7 @@ def test_kept_state_is_told_apart_and_paths_are_quoted(tmp_path: Path, told: Cal
     path = tmp_path / "my disk"
     path.mkdir()
     code = HOLD.replace("sys.argv[1])", "sys.argv[1]), keep=True").replace("time.sleep(100)", "")
-    subprocess.run(
-        [sys.executable, "-c", code, "kept", str(path)], check=True, timeout=60, capture_output=True
-    )
+    subprocess.run([sys.executable, "-c", code, "kept", str(path)], check=True, timeout=60, capture_output=True)
     report_stale([path, tmp_path / "missing"], get_logger())
     assert "kept by kept (rank 0" in told()
     assert f"fuyou clean '{path}'" in told()
@@ -184,12 +182,8 @@ def test_a_directory_outside_the_root_is_refused(dead: StateDirectory, tmp_path:
     assert outside.exists()
 
 
-@pytest.mark.parametrize(
-    "missing", [["manifest.json"], ["manifest.json", "data"], ["lock"], ["data", "lock"]]
-)
-def test_half_made_directories_are_found_and_removed(
-    dead: StateDirectory, tmp_path: Path, missing: list[str]
-) -> None:
+@pytest.mark.parametrize("missing", [["manifest.json"], ["manifest.json", "data"], ["lock"], ["data", "lock"]])
+def test_half_made_directories_are_found_and_removed(dead: StateDirectory, tmp_path: Path, missing: list[str]) -> None:
     for name in missing:
         (dead.path / name).unlink()
     (state,) = find_state(tmp_path)

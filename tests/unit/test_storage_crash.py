@@ -38,9 +38,7 @@ def test_a_kill_at_any_instant_leaves_a_whole_committed_state(tmp_path: Path, se
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
-    writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, *map(str, paths)], stdout=subprocess.PIPE, text=True
-    )
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, *map(str, paths)], stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     draw = random.Random(seed)
     said = [writer.stdout.readline() for _ in range(draw.randint(1, 6))]

@@ -59,9 +59,7 @@ def test_waiting_for_a_lock_is_told_and_ends_with_its_holder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Callable[[], str]
 ) -> None:
     fd = hold_root(tmp_path)
-    clock = SimpleNamespace(
-        monotonic=directory.time.monotonic, sleep=lambda _: fcntl.flock(fd, fcntl.LOCK_UN)
-    )
+    clock = SimpleNamespace(monotonic=directory.time.monotonic, sleep=lambda _: fcntl.flock(fd, fcntl.LOCK_UN))
     monkeypatch.setattr(directory, "_LOCK_TELL_SECS", 0.0)
     monkeypatch.setattr(directory, "time", clock)
     create(tmp_path).close()
@@ -69,9 +67,7 @@ def test_waiting_for_a_lock_is_told_and_ends_with_its_holder(
     assert f"waiting for the lock of {tmp_path / 'ds_fuyou'}, which another process holds" in told()
 
 
-def test_a_root_replaced_while_waiting_is_locked_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_root_replaced_while_waiting_is_locked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last run in a path removes the root that the next one waits for."""
     fd = hold_root(tmp_path)
 
@@ -128,12 +124,8 @@ def test_whatever_cannot_be_made_nothing_stays(
     assert all_files(tmp_path) == []
 
 
-def test_a_directory_that_cannot_be_made_durable_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root_syncs = refusing(
-        os.fsync, errno.EIO, lambda fd: os.readlink(f"/proc/self/fd/{fd}").endswith("ds_fuyou")
-    )
+def test_a_directory_that_cannot_be_made_durable_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root_syncs = refusing(os.fsync, errno.EIO, lambda fd: os.readlink(f"/proc/self/fd/{fd}").endswith("ds_fuyou"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", root_syncs)
         with pytest.raises(FuyouStorageError, match="cannot be made durable"):

@@ -41,10 +41,7 @@ def check_covers_each_byte_once(layout: StoreLayout) -> None:
 def test_random_layouts_cover_each_byte_once_within_the_capacities(seed: int) -> None:
     draw = random.Random(seed)
     unit = PAGE * draw.choice([1, 3, 16])
-    regions = [
-        RegionSpec(f"r{i}", PAGE * draw.randint(1, 100), draw.randint(1, 2))
-        for i in range(draw.randint(1, 20))
-    ]
+    regions = [RegionSpec(f"r{i}", PAGE * draw.randint(1, 100), draw.randint(1, 2)) for i in range(draw.randint(1, 20))]
     shares = [PathShare(f"d{draw.randint(0, 2)}", draw.uniform(0.01, 10)) for _ in range(draw.randint(1, 4))]
     devices = sorted({share.device for share in shares})
     total = sum(region.num_bytes * region.num_slots for region in regions)
@@ -114,9 +111,7 @@ def test_two_slots_where_they_fit() -> None:
     assert choose_num_slots(paths, PAGE, 3 * PAGE, 3 * PAGE, probe=probe).reason == ""
 
 
-@pytest.mark.parametrize(
-    ("budget", "limit"), [(None, "can be used on /a"), (3 * PAGE, "nvme_budget_bytes is")]
-)
+@pytest.mark.parametrize(("budget", "limit"), [(None, "can be used on /a"), (3 * PAGE, "nvme_budget_bytes is")])
 def test_one_slot_names_the_limit_and_what_is_lost(budget: int | None, limit: str) -> None:
     probe = fake_disks({Path("/a"): RESERVE + 3 * PAGE})
     choice = choose_num_slots([Path("/a")], 2 * PAGE, 4 * PAGE, budget, probe=probe)

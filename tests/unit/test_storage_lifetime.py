@@ -232,9 +232,7 @@ if child == 0:
     os._exit(0)
 time.sleep(60)
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", MAKE + code, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", MAKE + code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     child = int(process.stdout.readline())
     process.kill()

@@ -28,9 +28,7 @@ def test_memory_is_told_from_disk() -> None:
     assert (facts.filesystem, facts.is_tmpfs, facts.supports_direct) == ("tmpfs", True, False)
 
 
-def test_without_unnamed_files_a_named_one_is_gone_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_unnamed_files_a_named_one_is_gone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, named = os.open, []
 
     def open_named_only(path: str, flags: int, *args: int, **kwargs: int) -> int:

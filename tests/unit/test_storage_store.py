@@ -75,19 +75,13 @@ def test_a_range_is_the_same_bytes_as_the_slice_of_the_whole(store: SlotStore) -
         assert pages(store.range_extents("big", 1, begin * PAGE, end * PAGE)) == whole[begin:end]
 
 
-@pytest.mark.parametrize(
-    ("begin", "end"), [(1, PAGE), (0, PAGE + 1), (-PAGE, PAGE), (PAGE, 0), (0, 2 * PAGE)]
-)
-def test_a_range_outside_the_region_or_not_of_pages_is_refused(
-    store: SlotStore, begin: int, end: int
-) -> None:
+@pytest.mark.parametrize(("begin", "end"), [(1, PAGE), (0, PAGE + 1), (-PAGE, PAGE), (PAGE, 0), (0, 2 * PAGE)])
+def test_a_range_outside_the_region_or_not_of_pages_is_refused(store: SlotStore, begin: int, end: int) -> None:
     with pytest.raises(ValueError, match=r"a range of small must be multiples of 4096 in \[0, 4096\]"):
         store.range_extents("small", 0, begin, end)
 
 
-@pytest.mark.parametrize(
-    ("region", "slot", "found"), [("none", 0, "none of the 2"), ("small", 1, "it has 1 slots")]
-)
+@pytest.mark.parametrize(("region", "slot", "found"), [("none", 0, "none of the 2"), ("small", 1, "it has 1 slots")])
 def test_an_unknown_slot_is_refused(store: SlotStore, region: str, slot: int, found: str) -> None:
     with pytest.raises(ValueError, match=found):
         store.extents(region, slot)
@@ -136,9 +130,7 @@ def test_two_ranks_and_two_runs_share_a_path(paths: list[Path]) -> None:
     assert all_files(paths[0]) == []
 
 
-def test_a_run_id_in_use_is_refused_and_the_first_run_is_untouched(
-    store: SlotStore, paths: list[Path]
-) -> None:
+def test_a_run_id_in_use_is_refused_and_the_first_run_is_untouched(store: SlotStore, paths: list[Path]) -> None:
     write_slot(store, "small", 0, 7)
     before = all_files(paths[0]), all_files(paths[1])
     with pytest.raises(FuyouStateError, match="must not exist yet"):
@@ -346,12 +338,8 @@ def test_a_record_of_one_slot_is_not_intact(store: SlotStore) -> None:
     assert not record.intact
 
 
-@pytest.mark.parametrize(
-    ("step", "slots"), [(1, {"small": 1}), (1, {"big": 2}), (1, {"chunk": -1}), (-1, {})]
-)
-def test_a_commit_of_what_does_not_exist_is_refused(
-    store: SlotStore, step: int, slots: dict[str, int]
-) -> None:
+@pytest.mark.parametrize(("step", "slots"), [(1, {"small": 1}), (1, {"big": 2}), (1, {"chunk": -1}), (-1, {})])
+def test_a_commit_of_what_does_not_exist_is_refused(store: SlotStore, step: int, slots: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"slot of|step of"):
         store.commit(step, slots, {})
     assert store.last_commit() is None
@@ -544,9 +532,7 @@ def test_data_is_durable_before_the_record_appears(store: SlotStore, monkeypatch
     for name in ("fdatasync", "fsync", "rename"):
         real = getattr(os, name)
 
-        def call(
-            *args: object, _name: str = name, _real: Callable[..., None] = real, **kwargs: object
-        ) -> None:
+        def call(*args: object, _name: str = name, _real: Callable[..., None] = real, **kwargs: object) -> None:
             order.append(_name)
             _real(*args, **kwargs)
 

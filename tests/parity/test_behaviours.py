@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users do between steps, other optimizers and other models: equal to stock, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.runner import differences, ds_config, run_case, with_fuyou
+from tests.parity.cases import block
+
+LION = {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}
+ADAGRAD = {"type": "Adagrad", "params": {"lr": 1e-2}}
+UNMANAGED = {"managed_gradient_accumulation": False, "gradient_clipping": 0.5}
+
+CASES: dict[str, dict] = {
+    "edited-parameters": {"edit_before": [2, 4], "look_at": [3]},
+    "states-set": {"set_states_before": [3], "look_at": [0, 3, 5]},
+    "gradients-set": {"set_gradient_in": [1, 4], "look_at": [2]},
+    "user-managed-accumulation": {"config": ds_config(**UNMANAGED), "micro_batches": 2},
+    "tied": {"model": {"tied": True}},
+    "frozen": {"model": {"frozen": ["tokens", "blocks.1"]}},
+    "zero-init": {"zero_init": True},
+    "lion": {"config": ds_config(optimizer=LION)},
+    "adagrad": {"config": ds_config(optimizer=ADAGRAD)},
+}
+
+
+def case_of(name: str) -> dict:
+    return {"steps": 6, "model": {}, "groups": "two", "config": ds_config(gradient_clipping=0.5), **CASES[name]}
+
+
+@pytest.mark.parametrize(
+    ("name", "tiers"),
+    [
+        ("edited-parameters", "states"),
+        ("edited-parameters", "all"),
+        ("states-set", "all"),
+        ("states-set", "none"),
+        ("gradients-set", "states"),
+        ("gradients-set", "all"),
+        ("user-managed-accumulation", "states"),
+        ("user-managed-accumulation", "all"),
+        ("tied", "all"),
+        ("frozen", "all"),
+        ("zero-init", "all"),
+        ("lion", "states"),
+        ("adagrad", "all"),
+    ],
+)
+def test_equals_stock(name: str, tiers: str, must_equal, tmp_path: Path) -> None:
+    must_equal(case_of(name), block(str(tmp_path / "swap"), tiers))
+
+
+def test_an_optimizer_object_equals_the_configured_one(must_equal, stock_run, tmp_path: Path) -> None:
+    """torch.optim.AdamW given by the script is updated by the arithmetic that JSON "AdamW" selects."""
+    config = ds_config(gradient_clipping=0.5)
+    configured = {"steps": 6, "model": {}, "groups": "two", "config": config}
+    given = {**configured, "client_optimizer": "AdamW", "config": ds_config(optimizer=None, gradient_clipping=0.5)}
+    (tmp_path / "swap").mkdir()
+    ours = run_case(with_fuyou(given, block(str(tmp_path / "swap"), "states")), tmp_path, "ours")
+    assert ours[0]["optimizer_class"] == "FuyouStage3Optimizer"
+    assert differences(stock_run(configured), ours) == []
+
+
+@pytest.mark.parametrize("tiers", ["states", "all", "none"])
+def test_resumed_in_a_fresh_process_equals_the_uninterrupted_run(tiers: str, tmp_path: Path) -> None:
+    (tmp_path / "swap").mkdir()
+    fuyou = block(str(tmp_path / "swap"), tiers)
+    case = with_fuyou({"steps": 8, "model": {}, "groups": "two_lrs", "config": ds_config()}, fuyou)
+    whole = run_case(case, tmp_path, "whole")
+    run_case({**case, "steps": 4, "save": str(tmp_path / "saved")}, tmp_path, "first")
+    resumed = run_case({**case, "load": str(tmp_path / "saved")}, tmp_path, "second")
+    for key in ("losses", "norms", "applied", "scales", "rates"):
+        whole[0][key] = whole[0][key][4:]
+    assert differences(whole, resumed) == []
+
+
+def test_a_parameter_without_a_gradient_is_left_alone(tmp_path: Path) -> None:
+    """As plain PyTorch: no decay, no moments, no step. Stock would use an old gradient."""
+    (tmp_path / "swap").mkdir()
+    fuyou = block(str(tmp_path / "swap"), "all")
+    case = {"steps": 3, "model": {"skip": 1, "skip_at": [0, 1, 2]}, "config": ds_config()}
+    trained = run_case(with_fuyou(case, fuyou), tmp_path, "trained")[0]
+    start = run_case(with_fuyou({**case, "steps": 0}, fuyou), tmp_path, "start")[0]
+    for key in ("p16", "p32", "exp_avg", "exp_avg_sq"):
+        for name, values in trained[key].items():
+            is_same = bool((values == start[key][name]).all())
+            assert is_same == name.startswith("blocks.1."), (key, name)
