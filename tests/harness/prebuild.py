@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds every compiled operator that the tests use, ours and stock's, so that no test's time limit includes a build."""
+"""Builds every compiled operator the tests use, ours and stock's: no test's time limit includes a build."""
 
 import os
 

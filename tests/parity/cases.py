@@ -55,6 +55,7 @@ TIERS = {  # optimizer, parameters, gradients
     "all": ("nvme", "nvme", "nvme"),
     "none": ("cpu", "cpu", "cpu"),
     "grads_cpu": ("nvme", "nvme", "cpu"),
+    "params_only": ("cpu", "nvme", "cpu"),
 }
 
 

@@ -53,6 +53,16 @@ def test_equals_stock(name: str, tiers: str, must_equal, tmp_path: Path) -> None
     must_equal(case_of(name), block(str(tmp_path / "swap"), tiers))
 
 
+@pytest.mark.parametrize(
+    ("name", "tiers"), [("gradients-set", "states"), ("gradients-set", "all"), ("edited-parameters", "params_only")]
+)
+def test_equals_stock_where_no_clipping_redoes_the_step(name: str, tiers: str, must_equal, tmp_path: Path) -> None:
+    """What backward prepared would be published as it is: it must not hide a gradient the script replaced."""
+    case = case_of(name)
+    case["config"] = {**case["config"], "gradient_clipping": 0.0}
+    must_equal(case, block(str(tmp_path / "swap"), tiers, "speculate"))
+
+
 def test_an_optimizer_object_equals_the_configured_one(must_equal, stock_run, tmp_path: Path) -> None:
     """torch.optim.AdamW given by the script is updated by the arithmetic that JSON "AdamW" selects."""
     config = ds_config(gradient_clipping=0.5)
