@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -15,22 +16,22 @@ from ds_fuyou.storage.store import Extent
 __all__ = ["DramGradients", "GradientMemory", "StoredGradients"]
 
 
-class GradientMemory:
+class GradientMemory(ABC):
     """One gradient element for every parameter element of this rank, in the accumulation dtype."""
 
     on_storage: bool
 
+    @abstractmethod
     def pieces(self, span: ParamSpan) -> list[torch.Tensor]:
         """Writable views that together are the gradient of ``span``, with the values written in this step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pointer(self, chunk: int) -> int:
         """Address of the chunk's gradient in DRAM, 0 when it is on storage only."""
-        raise NotImplementedError
 
+    @abstractmethod
     def seal(self, chunk: int) -> None:
         """The chunk's gradient is complete for now: it may leave DRAM."""
-        raise NotImplementedError
 
     def seal_all(self) -> None:
         """Backward of a micro-batch has ended."""
