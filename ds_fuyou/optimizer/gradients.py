@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -16,20 +16,17 @@ from ds_fuyou.storage.store import Extent
 __all__ = ["DramGradients", "GradientMemory", "StoredGradients"]
 
 
-class GradientMemory(ABC):
+class GradientMemory(Protocol):
     """One gradient element for every parameter element of this rank, in the accumulation dtype."""
 
     on_storage: bool
 
-    @abstractmethod
     def pieces(self, span: ParamSpan) -> list[torch.Tensor]:
         """Writable views that together are the gradient of ``span``, with the values written in this step."""
 
-    @abstractmethod
     def pointer(self, chunk: int) -> int:
         """Address of the chunk's gradient in DRAM, 0 when it is on storage only."""
 
-    @abstractmethod
     def seal(self, chunk: int) -> None:
         """The chunk's gradient is complete for now: it may leave DRAM."""
 
@@ -43,7 +40,7 @@ class GradientMemory(ABC):
         """Waits for transfers in flight."""
 
 
-class DramGradients(GradientMemory):
+class DramGradients:
     """The whole class in DRAM: one flat tensor a sub-group."""
 
     on_storage = False
@@ -61,10 +58,19 @@ class DramGradients(GradientMemory):
         return self._flat[spec.sub_group][spec.begin :].data_ptr()
 
     def seal(self, chunk: int) -> None:
-        pass
+        """Stays."""
+
+    def seal_all(self) -> None:
+        """Stays."""
+
+    def end_step(self) -> None:
+        """The next step overwrites."""
+
+    def close(self) -> None:
+        """Nothing is in flight."""
 
 
-class StoredGradients(GradientMemory):
+class StoredGradients:
     """One buffer a chunk while its gradients arrive; afterwards the chunk's gradient lives on storage.
 
     At most ``max_buffers`` sealed buffers are alive; taking one more waits for the oldest write, after which an
