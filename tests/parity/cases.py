@@ -15,7 +15,7 @@ WARMUP = {
     "type": "WarmupLR",
     "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": 2e-3, "warmup_num_steps": 6, "warmup_type": "linear"},
 }
-FP16 = {"enabled": True, "initial_scale_power": 22, "loss_scale_window": 3, "hysteresis": 1}
+FP16 = {"enabled": True, "initial_scale_power": 23, "loss_scale_window": 3, "hysteresis": 1}
 DTYPES = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"bf16": None, "fp16": FP16},
@@ -37,15 +37,16 @@ def _case(dtype: str, clip: float, accumulation: int, groups: str, world_size: i
     }
 
 
+# "rarely" clips in some of the ten steps: measured norms are 1.034 to 1.066 (3 micro-batches), 1.27 to 1.32 (2 ranks)
 STOCK: dict[str, dict] = {
     "bf16-off-1-one": _case("bf16", 0.0, 1, "one"),
     "bf16-always-1-two": _case("bf16", 0.05, 1, "two", eval_before=[0, 3, 4]),
-    "bf16-rarely-3-two_lrs": _case("bf16", 0.8, 3, "two_lrs"),
+    "bf16-rarely-3-two_lrs": _case("bf16", 1.05, 3, "two_lrs"),
     "fp16-off-1-one": _case("fp16", 0.0, 1, "one"),
-    "fp16-rarely-3-two": _case("fp16", 0.8, 3, "two"),
+    "fp16-rarely-3-two": _case("fp16", 1.05, 3, "two"),
     "fp32-always-1-two_lrs": _case("fp32", 0.05, 1, "two_lrs"),
     "fp32-off-3-one": _case("fp32", 0.0, 3, "one"),
-    "bf16-rarely-1-two-2ranks": _case("bf16", 0.8, 1, "two", 2),
+    "bf16-rarely-1-two-2ranks": _case("bf16", 1.288, 1, "two", 2),
     "fp16-always-3-one-2ranks": _case("fp16", 0.05, 3, "one", 2),
     "fp32-off-1-two_lrs-2ranks": _case("fp32", 0.0, 1, "two_lrs", 2),
 }
