@@ -6,18 +6,17 @@ import os
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.op_builder import CPUAdagradBuilder, CPUAdamBuilder, CPULionBuilder
-
 from ds_fuyou.ops.core import load_core
 
 
 def main() -> None:
     load_core()
-    for builder in (CPUAdamBuilder, CPULionBuilder, CPUAdagradBuilder):
-        builder().load(verbose=False)
-    shm = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if shm is not None:
-        shm.load(verbose=False)
+    for name in ("CPUAdamBuilder", "CPULionBuilder", "CPUAdagradBuilder", "ShareMemCommBuilder"):
+        builder = get_accelerator().create_op_builder(name)
+        if builder is None or type(builder).__name__ == "NotImplementedBuilder":
+            print(f"{name}: this DeepSpeed has none for {get_accelerator().device_name()}")
+        else:
+            builder.load(verbose=False)
 
 
 if __name__ == "__main__":
