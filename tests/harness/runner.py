@@ -32,7 +32,7 @@ def environment(rank: int, world_size: int, port: int) -> dict:
         MASTER_PORT=str(port),
         DS_ACCELERATOR="cpu",
         OMP_NUM_THREADS="1" if world_size > 1 else "2",
-        PYTHONPATH=str(HERE),
+        PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parent.parent)]),  # this tree, wherever it is checked out
     )
     return env
 
