@@ -6,7 +6,7 @@
 patches one thing: `DeepSpeedConfig.__init__`, which then looks for the block after the original has
 run. Everything else in `PATCH_POINTS` is applied when the first configuration with an active block is
 parsed. A process that never sees a block therefore runs DeepSpeed's own code everywhere else.
-`uninstall` undoes both stages.
+`uninstall` undoes all. `VERIFY_POINTS` are applied in the runs of ``fuyou verify`` alone.
 
 A configuration is parsed several times in one run (by zero.Init, by initialize, by the offload
 handler); each parse is rewritten in the same way and only the first is announced.
@@ -17,9 +17,10 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,10 +70,24 @@ def _config_init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         activation = load_activation(self._param_dict)
-        if activation is not None:
+        if activation is not None and not _recorded_as_stock(self):
             _activate(self, activation)
 
     return __init__
+
+
+def _recorded_as_stock(ds_config: Any) -> bool:
+    """Under ``fuyou verify``: records this process; whether it is the reference run, without the block."""
+    if VERIFY_VARIABLE not in os.environ:
+        return False
+    from ds_fuyou.zero.verification import Verification, rewrite_to_stock
+
+    _apply(VERIFY_POINTS)
+    verification = Verification.from_environment()
+    if verification is None or verification.mode != "stock":
+        return False
+    rewrite_to_stock(ds_config)
+    return True
 
 
 def _swapper_factory(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,6 +129,48 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
     return configure
 
 
+def _configure_checkpointing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def configure(self: Any) -> None:
+        original(self)
+        if activation_of(self._config) is not None:
+            from ds_fuyou.zero.checkpoint_engine import replace_writer
+
+            replace_writer(self)
+
+    return configure
+
+
+def _save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    from ds_fuyou.zero.checkpoint_engine import saving
+
+    return saving(original)
+
+
+def _load_module_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    from ds_fuyou.zero.checkpoint_engine import loading_module
+
+    return loading_module(original)
+
+
+def _backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    from ds_fuyou.zero.verification import record_backward
+
+    return record_backward(original)
+
+
+def _step(original: Callable[..., Any]) -> Callable[..., Any]:
+    from ds_fuyou.zero.verification import record_step
+
+    return record_step(original)
+
+
+VERIFY_VARIABLE = "DS_FUYOU_VERIFY"
+VERIFY_POINTS: tuple[PatchPoint, ...] = (
+    PatchPoint("deepspeed.runtime.engine", "DeepSpeedEngine.backward", "fuyou verify: notes the loss", _backward),
+    PatchPoint("deepspeed.runtime.engine", "DeepSpeedEngine.step", "fuyou verify: notes the norm, stops", _step),
+)
+
 PATCH_POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         "deepspeed.runtime.config",
@@ -134,6 +191,24 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
         "the engine builds our stage-3 optimizer",
         _configure_zero_optimizer,
     ),
+    PatchPoint(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine._configure_checkpointing",
+        "checkpoint files are streamed to storage and mapped from it",
+        _configure_checkpointing,
+    ),
+    PatchPoint(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.save_checkpoint",
+        "a checkpoint appears whole or not at all",
+        _save_checkpoint,
+    ),
+    PatchPoint(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.load_module_state_dict",
+        "frozen parameters on storage are loaded to storage",
+        _load_module_state_dict,
+    ),
 )
 
 _lock = threading.RLock()
@@ -142,7 +217,7 @@ _originals: dict[PatchPoint, Any] = {}
 
 def install() -> None:
     """Applies the patch that looks for the block. Idempotent; needs DeepSpeed's engine imported."""
-    _apply(on_import=True)
+    _apply(point for point in PATCH_POINTS if point.on_import)
 
 
 def uninstall() -> None:
@@ -177,10 +252,10 @@ def announce(activation: Activation) -> None:
         log_once(logging.INFO, f"keys of the DeepSpeed configuration without effect under ds_fuyou: {keys}")
 
 
-def _apply(on_import: bool) -> None:
+def _apply(points: Iterable[PatchPoint]) -> None:
     with _lock:
-        for point in PATCH_POINTS:
-            if point.on_import != on_import or point in _originals:
+        for point in points:
+            if point in _originals:
                 continue
             owner, name = point.owner_and_name()
             original = getattr(owner, name)
@@ -193,7 +268,7 @@ def _activate(ds_config: Any, activation: Activation) -> None:
     from ds_fuyou import compat
 
     compat.check()
-    _apply(on_import=False)
+    _apply(point for point in PATCH_POINTS if not point.on_import)
     _rewrite(ds_config, activation)
     ds_config.fuyou = activation
     announce(activation)

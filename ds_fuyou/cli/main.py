@@ -21,6 +21,7 @@ COMMANDS = {
     "build": "compile the C++ core now instead of at the first use",
     "clean": "remove state files that dead runs left behind",
     "doctor": "check this machine and say how to fix what is missing",
+    "verify": "run a script with stock and with the block and compare the results bit by bit",
 }
 
 

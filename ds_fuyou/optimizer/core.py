@@ -33,6 +33,7 @@ from ds_fuyou.optimizer.commit import Committer
 from ds_fuyou.optimizer.gradients import DramGradients, GradientMemory, StoredGradients
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind, RuleClock, StepRules
+from ds_fuyou.optimizer.state_access import StateAccess, prefix
 from ds_fuyou.storage.io import IoLane, IoSettings, storage_error
 from ds_fuyou.storage.store import Extent, RegionSpec, SlotStore
 
@@ -129,7 +130,7 @@ class OutOfCoreOptimizer:
             self._add_chunk(chunk)
         self.gradients = self._make_gradients()
         self._chunk_generation = [0] * len(layout.chunks)
-        self._touched = [False] * len(layout.chunks)
+        self.states = StateAccess(self)
         self._missed_steps: dict[int, int] = {}
         self._wide_gradients: dict[int, torch.Tensor] = {}
         self._read_wide_gradients: dict[int, torch.Tensor] = {}
@@ -266,7 +267,7 @@ class OutOfCoreOptimizer:
         else:
             memory = aligned_tensor(part)
             memory.view(torch.float32)[: chunk.numel].copy_(values)
-            extents = _prefix(self._store().extents(state_region(chunk.index), 0), part)
+            extents = prefix(self._store().extents(state_region(chunk.index), 0), part)
             transfers.append(self.io.write(extents, memory, f"writing P32 of chunk {chunk.index}"))
         if self.options.params_tier == "nvme":
             transfers.append(self._write_param(chunk, values, self.pipeline.slot(chunk.index)))
@@ -488,7 +489,7 @@ class OutOfCoreOptimizer:
         self.param_version = version
         for chunk in work:
             self._chunk_generation[chunk] = self.generation
-            self._touched[chunk] = True
+            self.states.updated(chunk)
         self.clock.commit(rules)
         self._count_missed()
         self._keep_wide_gradients()
@@ -661,71 +662,30 @@ class OutOfCoreOptimizer:
     def _slots(self) -> dict[str, int]:
         return {state_region(c.index): self.pipeline.slot(c.index) for c in self.layout.chunks}
 
-    def read_chunk(self, index: int) -> list[torch.Tensor]:
-        """[P32, moments...] of a chunk, fp32 copies; waits for its last update."""
-        self.wait_all()
-        chunk, part = self.layout.chunks[index], round_up_to_page(self.layout.chunks[index].numel * 4)
-        if self.options.optimizer_tier == "cpu":
-            state = self._resident[index].clone()
-        else:
-            state = aligned_tensor((1 + len(self.kind.moments)) * part)
-            num_bytes = state.numel() if self._touched[index] else part
-            extents = _prefix(self._store().extents(state_region(index), self.pipeline.slot(index)), num_bytes)
-            self.io.read(extents, state, f"reading the state of chunk {index}").wait()
-            state[num_bytes:].zero_()
-        return [
-            state[i * part : (i + 1) * part].view(torch.float32)[: chunk.numel]
-            for i in range(1 + len(self.kind.moments))
-        ]
+    def state_extents(self, index: int) -> Sequence[Extent]:
+        """Where the committed or last applied state of a chunk lies (tier nvme)."""
+        return self._store().extents(state_region(index), self.pipeline.slot(index))
 
-    def write_chunk(self, index: int, parts: Sequence[torch.Tensor], params: torch.Tensor | None = None) -> None:
-        """Replaces the state of a chunk (and its P16 by ``params``); an update prepared from the old one is dropped."""
-        self.wait_all()
-        if index in self._prepared or index in self._held:
-            self.pipeline.invalidate(index)
-            self._prepared.pop(index, None)
-            self._held.discard(index)
-            self._wait(
-                lambda t: self.pipeline.wait_idle(index, t), lambda: f"the dropped update of chunk {index} to end"
-            )
-        chunk, part = self.layout.chunks[index], round_up_to_page(self.layout.chunks[index].numel * 4)
-        state = aligned_tensor((1 + len(self.kind.moments)) * part)
-        for i, values in enumerate(parts):
-            state[i * part : (i + 1) * part].view(torch.float32)[: chunk.numel].copy_(values)
-        if self.options.optimizer_tier == "cpu":
-            self._resident[index].copy_(state)
-        else:
-            extents = self._store().extents(state_region(index), self.pipeline.slot(index))
-            self.io.write(extents, state, f"writing the state of chunk {index}").wait()
-        self._touched[index] = True
-        self.pipeline.set_zero_moments(index, False)
-        if params is None:
+    def resident_state(self, index: int) -> torch.Tensor:
+        """The state of a chunk in DRAM (tier cpu), bytes."""
+        return self._resident[index]
+
+    def drop_prepared(self, index: int) -> None:
+        """Drops what backward prepared for a chunk, and waits until nothing works on it."""
+        if index not in self._prepared and index not in self._held:
             return
+        self.pipeline.invalidate(index)
+        self._prepared.pop(index, None)
+        self._held.discard(index)
+        self._wait(lambda t: self.pipeline.wait_idle(index, t), lambda: f"the dropped update of chunk {index} to end")
+
+    def replace_params(self, chunk: Chunk, params: torch.Tensor) -> None:
+        """P16 of a chunk := ``params`` (1-D, model dtype), in its place."""
         if self.options.params_tier == "cpu":
             for flat in self._param_memory:
                 flat[chunk.sub_group][chunk.begin : chunk.end].copy_(params)
         else:
-            self._write_param(chunk, params, self.pipeline.slot(index)).wait()
-
-    def read_state(self, span: ParamSpan, part: int) -> torch.Tensor:
-        """One parameter's fp32 value (part 0) or moment, a copy."""
-        pieces = []
-        for index in self.layout.chunks_of_param[span.index]:
-            chunk = self.layout.chunks[index]
-            begin, end = max(span.begin, chunk.begin), min(span.end, chunk.end)
-            pieces.append(self.read_chunk(index)[part][begin - chunk.begin : end - chunk.begin])
-        return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
-
-    def write_state(self, span: ParamSpan, part: int, values: torch.Tensor) -> None:
-        """Replaces one parameter's fp32 value or moment; P16 follows with the next step, as in stock."""
-        for index in self.layout.chunks_of_param[span.index]:
-            chunk = self.layout.chunks[index]
-            begin, end = max(span.begin, chunk.begin), min(span.end, chunk.end)
-            parts = self.read_chunk(index)
-            parts[part][begin - chunk.begin : end - chunk.begin].copy_(
-                values.view(-1)[begin - span.begin : end - span.begin]
-            )
-            self.write_chunk(index, parts)
+            self._write_param(chunk, params, self.pipeline.slot(chunk.index)).wait()
 
     def set_positions(self, positions: Iterable[tuple[int, int]]) -> None:
         """Deadlines as observed: (parameter, forward position); a chunk takes the smallest of its parameters."""
@@ -748,15 +708,3 @@ class OutOfCoreOptimizer:
             self._committer.stop()
         self.gradients.close()
         self.io.close()
-
-
-def _prefix(extents: Sequence[Extent], num_bytes: int) -> list[Extent]:
-    """The first ``num_bytes`` of a run of extents."""
-    taken = []
-    for extent in extents:
-        if num_bytes <= 0:
-            break
-        part = min(extent.num_bytes, num_bytes)
-        taken.append(Extent(extent.fd, extent.offset, part))
-        num_bytes -= part
-    return taken

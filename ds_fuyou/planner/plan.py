@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ds_fuyou.errors import FuyouConfigError
 
-__all__ = ["MIB", "Plan", "PlanInput", "available_host_bytes", "make_plan"]
+__all__ = ["MIB", "Plan", "PlanInput", "make_plan"]
 
 MIB = 1024 * 1024
 _STAGING_BYTES = 1024 * MIB
@@ -61,21 +61,6 @@ class Plan:
     @property
     def needs_storage(self) -> bool:
         return "nvme" in (self.params_tier, self.optimizer_tier, self.gradients_tier)
-
-
-def available_host_bytes() -> int:
-    """Memory the kernel says can be had without swapping, capped by a cgroup limit where one is set."""
-    with open("/proc/meminfo", encoding="ascii") as handle:
-        fields = dict(line.split(":", 1) for line in handle)
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as handle:
-            limit = handle.read().strip()
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as handle:
-            used = int(handle.read())
-    except OSError:
-        return available
-    return available if limit == "max" else min(available, int(limit) - used)
 
 
 def _resident(given: PlanInput, params: str, optimizer: str, gradients: str, double_params: bool) -> int:

@@ -28,7 +28,8 @@ from ds_fuyou.optimizer.core import CoreOptions, OutOfCoreOptimizer, regions_for
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutLimits, ParamSpan, build_layout
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind
 from ds_fuyou.parameters.stored import StoredParameters
-from ds_fuyou.planner.plan import Plan, PlanInput, available_host_bytes, make_plan
+from ds_fuyou.planner.host_memory import available_host_bytes
+from ds_fuyou.planner.plan import Plan, PlanInput, make_plan
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.store import RunIdentity, SlotStore, choose_num_slots
@@ -201,6 +202,9 @@ class RankState:
 
     def span(self, param: Any) -> ParamSpan:
         return self.layout.params[self._index[param.ds_id]]
+
+    def param(self, span: ParamSpan) -> Any:
+        return self._params[span.index]
 
     def owns(self, param: Any) -> bool:
         return param.ds_id in self._index

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
+from ds_fuyou.checkpoint.streamed_file import StandIns
 from ds_fuyou.errors import FuyouStateError
 
 __all__ = ["CLOCK_KEY", "CheckpointStateMixin"]
@@ -24,17 +25,14 @@ CLOCK_KEY = "ds_fuyou_clock"
 
 
 class CheckpointStateMixin:
-    """Overrides of stage 3's save and load. The fp32 state of the rank is in DRAM while a checkpoint is made."""
+    """Overrides of stage 3's save and load."""
+
+    stand_ins: StandIns | None = None
+    """While a checkpoint file is streamed: large tensors are stand-ins of this. Else they are real, in DRAM."""
 
     def _rigid_state_dict(self: Any) -> dict[str, Any]:
         core = self.rank_state.core
-        flats = [
-            [torch.empty(n, dtype=torch.float32) for _ in range(1 + len(core.kind.moments))]
-            for n in core.layout.sub_group_numels
-        ]
-        for chunk in core.layout.chunks:
-            for flat, values in zip(flats[chunk.sub_group], core.read_chunk(chunk.index), strict=True):
-                flat[chunk.begin : chunk.end].copy_(values)
+        flats = self._flat_states(self.stand_ins)
         return {
             ZERO_STAGE: ZeroStageEnum.weights,
             LOSS_SCALER: self.loss_scaler,
@@ -48,6 +46,30 @@ class CheckpointStateMixin:
                 "missed_steps": {core.layout.params[i].name: n for i, n in core.missed_steps().items()},
             },
         }
+
+    def _flat_states(self: Any, stand_ins: StandIns | None) -> list[list[torch.Tensor]]:
+        """``[sub-group][P32, moments...]``, fp32, flat; collected now, or streamed later through stand-ins."""
+        core = self.rank_state.core
+        num_parts = 1 + len(core.kind.moments)
+        numels = [n for n in core.layout.sub_group_numels for _ in range(num_parts)]
+
+        def pieces() -> Iterator[tuple[int, int, torch.Tensor]]:
+            for chunk, parts in core.states.read_all(range(len(core.layout.chunks))):
+                for part, values in enumerate(parts):
+                    yield chunk.sub_group * num_parts + part, chunk.begin, values
+
+        if stand_ins is not None:
+            flats = stand_ins.add_together([((n,), torch.float32) for n in numels], pieces)
+        else:
+            flats = [torch.empty(n, dtype=torch.float32) for n in numels]
+            for which, begin, values in pieces():
+                flats[which][begin : begin + values.numel()].copy_(values)
+        return [flats[i : i + num_parts] for i in range(0, len(flats), num_parts)]
+
+    def checkpoint_bytes(self: Any) -> int:
+        """Size of this rank's optimizer file, without its small entries."""
+        core = self.rank_state.core
+        return 4 * (1 + len(core.kind.moments)) * int(core.layout.numel)
 
     def _optimizer_state_dict(self: Any, flats: list[list[torch.Tensor]]) -> dict[str, Any]:
         """As ``optimizer.state_dict()`` of stock: one "parameter" a sub-group, in the order of the groups."""
@@ -106,7 +128,7 @@ class CheckpointStateMixin:
                 parts += [torch.zeros_like(param) for _ in core.kind.moments]
             else:
                 parts += [m.view(-1)[cut] for m in moments[chunk.sub_group]]
-            core.write_chunk(chunk.index, parts, param.to(core.options.param_dtype))
+            core.states.write(chunk.index, parts, param.to(core.options.param_dtype))
         self.rank_state.step_applied()
 
     def _restore_clock(self: Any, state_dict: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -123,19 +145,11 @@ class CheckpointStateMixin:
     def _restore_from_bit16_weights(self: Any) -> None:
         """P32 := P16 (loading a module without its optimizer)."""
         core = self.rank_state.core
-        for chunk in core.layout.chunks:
-            parts = core.read_chunk(chunk.index)
-            parts[0].copy_(self._chunk_params(chunk))
-            core.write_chunk(chunk.index, parts)
+        for chunk, parts in core.states.read_all(range(len(core.layout.chunks))):
+            parts[0].copy_(self._chunk_of(chunk, self._present_values))
+            core.states.write(chunk.index, parts)
 
-    def _chunk_params(self: Any, chunk: Any) -> torch.Tensor:
-        core = self.rank_state.core
-        values = torch.empty(chunk.numel, dtype=core.options.param_dtype)
-        params = [param for group in self.fp16_groups for param in group]
-        for index in chunk.params:
-            span = core.layout.params[index]
-            begin, end = max(span.begin, chunk.begin), min(span.end, chunk.end)
-            whole = self.rank_state.fetch(params[index])
-            values[begin - chunk.begin : end - chunk.begin].copy_(whole[begin - span.begin : end - span.begin])
-            self.rank_state.release(params[index])
-        return values
+    def _present_values(self: Any, param: Any) -> torch.Tensor:
+        values = self.rank_state.fetch(param).clone()
+        self.rank_state.release(param)
+        return values.view(-1)

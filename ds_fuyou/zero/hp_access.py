@@ -32,7 +32,7 @@ class HpAccessMixin:
     ) -> tuple[torch.Tensor, int]:
         span = self.rank_state.span(param)
         part = self._part_of(optim_state_key)
-        values = self.rank_state.core.read_state(span, part)
+        values = self.rank_state.core.states.read_param(span, part)
         if not release_swap_buffers:
             self._handed_out = (span, part, values)
         return values, span.sub_group
@@ -40,7 +40,7 @@ class HpAccessMixin:
     def _optimizer_states_and_gradient_swap_out(self: Any, sub_group_id: int, timer_names: Any = None) -> None:
         """Stock's write-back after a state was changed in place."""
         span, part, values = self._handed_out
-        self.rank_state.core.write_state(span, part, values)
+        self.rank_state.core.states.write_param(span, part, values)
 
     def _get_fp32_grad_state_partition(self: Any, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
         span = self.rank_state.span(param)

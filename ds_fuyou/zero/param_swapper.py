@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host_config import Activation, activation_of
 from ds_fuyou.lanes.memory import HeapGuard, aligned_tensor, round_up_to_page
-from ds_fuyou.planner.plan import available_host_bytes
+from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.staging_file import StagingFile
 
@@ -178,6 +178,15 @@ class FuyouParameterSwapper:
             self._staged[param.ds_id] = staged
         self._staging_file().write(staged.offset, memory)
         self._heap.check()
+
+    def replace_staged(self, param: Any, values: torch.Tensor) -> None:
+        """Writes new values of a staged partition (1-D, its dtype)."""
+        staged = self._staged[param.ds_id]
+        memory = aligned_tensor(staged.num_bytes)
+        memory.view(staged.dtype)[: staged.numel].copy_(values.view(-1))
+        self._staging_file().write(staged.offset, memory)
+        if param.ds_tensor.status == AVAILABLE:
+            param.ds_tensor.data.copy_(values.view(-1))
 
     def _release(self, param: Any) -> None:
         """Lets the partition go, unless a gather in flight reads it (DeepSpeed releases persistent ones early)."""

@@ -23,13 +23,16 @@ from ds_fuyou.zero.checkpoint_state import CheckpointStateMixin
 from ds_fuyou.zero.gradient_flow import GradientFlowMixin
 from ds_fuyou.zero.hp_access import HpAccessMixin
 from ds_fuyou.zero.stock import combined_grad_norm, iter_module_params
+from ds_fuyou.zero.universal import UniversalMixin
 
 __all__ = ["FuyouStage3Optimizer"]
 
 logger = logging.getLogger("ds_fuyou")
 
 
-class FuyouStage3Optimizer(GradientFlowMixin, HpAccessMixin, CheckpointStateMixin, DeepSpeedZeroOptimizer_Stage3):
+class FuyouStage3Optimizer(
+    GradientFlowMixin, HpAccessMixin, CheckpointStateMixin, UniversalMixin, DeepSpeedZeroOptimizer_Stage3
+):
     """Drop-in for DeepSpeedZeroOptimizer_Stage3 when the JSON has an active fuyou block."""
 
     rank_state: RankState

@@ -6,7 +6,8 @@ saved dictionary holds losses, gradient norms, and P16, P32 and moments of every
 
 What a case may ask for in certain steps (lists of step numbers): ``eval_before``, ``edit_before`` (new values
 under GatheredParameters), ``look_at`` (fp32 states and gradients between backward and step, and after the
-step), ``set_states_before`` and ``set_gradient_in`` (safe_set_full_*).
+step), ``set_states_before`` and ``set_gradient_in`` (safe_set_full_*). ``load``, ``save`` (at the end) and
+``export`` name folders; ``save_after`` steps, to ``save_to``, training goes on.
 """
 
 import json
@@ -139,6 +140,9 @@ def train(engine, case: dict, first: int, last: int, result: dict) -> None:
         result["applied"].append(bool(engine.was_step_applied()))
         result["scales"].append(float(engine.optimizer.loss_scale))
         result["rates"].append([group["lr"] for group in engine.optimizer.param_groups])
+        if step + 1 == case.get("save_after"):
+            for _ in range(2):  # the second time replaces the first
+                engine.save_checkpoint(case["save_to"])
 
 
 def collect(engine, case: dict, result: dict) -> None:
@@ -168,6 +172,8 @@ def main() -> None:
     train(engine, case, first, case["steps"], result)
     if case.get("save"):
         engine.save_checkpoint(case["save"])
+    if case.get("export"):
+        engine.save_16bit_model(case["export"])
     collect(engine, case, result)
     result["optimizer_class"] = type(engine.optimizer).__name__
     if hasattr(engine.optimizer, "rank_state"):

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint files in and out: streamed, atomic. Knows no DeepSpeed."""

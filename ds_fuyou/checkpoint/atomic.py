@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint folder appears whole or not at all.
+
+[Note: names]
+Files are written to ``.incomplete-<tag>`` beside the final folder; every file is flushed by whoever wrote it.
+Then one rename gives the folder its name. Where a folder of that name exists the two are exchanged in one
+system call and the old one is deleted afterwards, so that at every instant the name leads to a whole
+checkpoint. ``latest`` is replaced by a rename, after the folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from pathlib import Path
+
+from ds_fuyou.errors import FuyouStateError, FuyouStorageError
+
+__all__ = ["discard", "incomplete_tag", "is_incomplete", "publish", "require_space", "write_text"]
+
+_PREFIX = ".incomplete-"
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def incomplete_tag(tag: str) -> str:
+    """The tag under which a checkpoint is written until it is whole; a tag may name nested folders."""
+    folder, name = os.path.split(tag)
+    return os.path.join(folder, _PREFIX + name)
+
+
+def is_incomplete(tag: str) -> bool:
+    return os.path.basename(tag).startswith(_PREFIX)
+
+
+def discard(folder: Path) -> None:
+    """Removes what a save that was cut short left behind."""
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def require_space(folder: Path, num_bytes: int, of_others: int) -> str | None:
+    """None if the filesystem of ``folder`` holds ``num_bytes`` more, else what to say.
+
+    ``of_others`` bytes of the total are written by other ranks on the same filesystem.
+    """
+    free = shutil.disk_usage(folder).free
+    needed = num_bytes + of_others
+    if free >= needed:
+        return None
+    return (
+        f"a checkpoint in {folder} takes {needed / 1e9:.2f} GB (this rank {num_bytes / 1e9:.2f} GB); "
+        f"{free / 1e9:.2f} GB are free. Free space or save elsewhere; nothing was written"
+    )
+
+
+def publish(incomplete: Path, final: Path) -> None:
+    """Gives the whole folder its name, replacing a folder of that name."""
+    if not incomplete.is_dir():
+        raise FuyouStateError(f"{incomplete} should hold the checkpoint that was just written; it is not there")
+    for folder, _, files in os.walk(incomplete):
+        for name in files:
+            _flush(Path(folder, name))
+        _flush(Path(folder))
+    if final.exists():
+        _exchange(incomplete, final)
+        shutil.rmtree(incomplete)
+    else:
+        incomplete.rename(final)
+    _flush(final.parent)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Replaces a small file in one step."""
+    new = file.with_name(f".{file.name}.new")
+    with new.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    new.replace(file)
+    _flush(file.parent)
+
+
+def _flush(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EROFS) or path.is_file():
+            raise FuyouStorageError(error.errno or 0, "flushing a checkpoint", os.fspath(path)) from error
+    finally:
+        os.close(fd)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swaps two names; in two steps where the filesystem cannot do it in one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "renameat2"):
+        names = (os.fsencode(one), os.fsencode(other))
+        if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise FuyouStorageError(number, f"exchanging a checkpoint with {other}", os.fspath(one))
+    aside = other.with_name(_PREFIX + other.name + ".replaced")
+    discard(aside)
+    other.rename(aside)
+    one.rename(other)
+    aside.rename(one)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fuyou verify SCRIPT ...``: does the user's own script train the same parameters with the block?
+
+Runs it for a few steps with stock ZeRO-3 (CPU tier) and with the block, and compares losses, gradient norms
+and parameters bit by bit. Where they differ, stock runs a second time: a script that does not repeat itself
+cannot be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_fuyou.errors import FuyouConfigError, FuyouStateError
+
+__all__ = ["add_arguments", "compare", "run"]
+
+Results = list[dict[str, Any]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the number of steps and the command."""
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default 5)")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds one run may take (default 3600)")
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT ...",
+        help="a .py file and its arguments, started by the deepspeed launcher; or any command, launcher included",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Status 0: equal; 1: they differ, or the script does not repeat itself.
+
+    Raises:
+        FuyouConfigError: no script, or fewer than one step.
+        FuyouStateError: a run failed, or ended before the last step.
+    """
+    command = _command(arguments.command)
+    if arguments.steps < 1:
+        raise FuyouConfigError(f"--steps must be at least 1, found {arguments.steps}")
+    with tempfile.TemporaryDirectory(prefix="fuyou-verify-") as scratch:
+        stock = _recorded(command, "stock", arguments, Path(scratch, "stock"))
+        ours = _recorded(command, "fuyou", arguments, Path(scratch, "fuyou"))
+        found = compare(stock, ours)
+        if not found:
+            sys.stdout.write(_summary(stock))
+            return 0
+        again = compare(stock, _recorded(command, "stock", arguments, Path(scratch, "again")))
+    if again:
+        sys.stdout.write(
+            "not comparable: two stock runs of this script differ from each other. Fix its seeds (torch, numpy, "
+            "random, data order, dropout) and use deterministic kernels. First differences between them:\n"
+        )
+    else:
+        sys.stdout.write("DIFFERENT: stock repeats itself, the run with the block departs from it:\n")
+    sys.stdout.write("".join(f"  {line}\n" for line in (again or found)[:20]))
+    return 1
+
+
+def _command(given: Sequence[str]) -> list[str]:
+    command = [part for i, part in enumerate(given) if not (i == 0 and part == "--")]
+    if not command:
+        raise FuyouConfigError("name a script: fuyou verify train.py --deepspeed_config ds.json")
+    if command[0].endswith(".py"):
+        if not os.path.isfile(command[0]):
+            raise FuyouConfigError(f"{command[0]} must be an existing script; it is not there")
+        return ["deepspeed", *command]
+    return command
+
+
+def _recorded(command: Sequence[str], mode: str, arguments: argparse.Namespace, folder: Path) -> Results:
+    """One run of the script; what its ranks wrote."""
+    from ds_fuyou.zero.verification import Verification
+
+    folder.mkdir()
+    sys.stdout.write(f"running {arguments.steps} steps: {mode}\n")
+    sys.stdout.flush()
+    recording = Verification(mode, arguments.steps, str(folder)).to_environment()
+    log = folder / "output"
+    try:
+        with log.open("wb") as stream:
+            status = subprocess.run(
+                list(command),
+                env={**os.environ, **recording},
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                timeout=arguments.timeout,
+                check=False,
+            ).returncode
+    except FileNotFoundError as error:
+        raise FuyouConfigError(f"{command[0]} must be a program on the PATH; it is not") from error
+    except subprocess.TimeoutExpired as error:
+        raise FuyouStateError(f"the {mode} run took longer than --timeout {arguments.timeout:g} s") from error
+    files = sorted(folder.glob(f"{mode}.*.json"), key=lambda file: int(file.name.split(".")[1]))
+    if status != 0 or not files:
+        why = f"ended with status {status}" if status else "never made its last step under an active fuyou block"
+        last = log.read_text(encoding="utf-8", errors="replace")[-3000:]
+        raise FuyouStateError(f"the {mode} run {why}; the end of its output:\n{last}")
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
+def compare(stock: Results, ours: Results) -> list[str]:
+    """What differs, one line each; empty when all is equal."""
+    if len(stock) != len(ours):
+        return [f"{len(stock)} ranks against {len(ours)}"]
+    lines = []
+    for rank, (one, other) in enumerate(zip(stock, ours, strict=True)):
+        for key in ("losses", "norms", "applied"):
+            if len(one[key]) != len(other[key]):
+                lines.append(f"rank {rank}: {len(one[key])} {key} against {len(other[key])}")
+            pairs = enumerate(zip(one[key], other[key], strict=False))
+            first = next(((i, a, b) for i, (a, b) in pairs if a != b and not (a != a and b != b)), None)
+            if first is not None:
+                lines.append(f"rank {rank}: {key}[{first[0]}] is {first[1]!r} against {first[2]!r}")
+        if one["parameters"].keys() != other["parameters"].keys():
+            lines.append(f"rank {rank}: other names of parameters")
+        differ = [n for n, d in one["parameters"].items() if other["parameters"].get(n) != d]
+        if differ:
+            names = ", ".join(differ[:4]) + (", ..." if len(differ) > 4 else "")
+            lines.append(f"rank {rank}: {len(differ)} of {len(one['parameters'])} parameters differ: {names}")
+    return lines
+
+
+def _summary(stock: Results) -> str:
+    first = stock[0]
+    ranks = f" on {len(stock)} ranks" if len(stock) > 1 else ""
+    return (
+        f"equal{ranks}: {len(first['losses'])} losses, {len(first['norms'])} gradient norms and "
+        f"{len(first['parameters'])} parameters (16-bit and fp32) agree bit for bit; "
+        f"last loss {first['losses'][-1] if first['losses'] else 'not given to engine.backward'}\n"
+    )

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads and replaces the fp32 state between steps: checkpoints, ``safe_get/set_full_*``. Training thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ds_fuyou.lanes.memory import aligned_tensor, round_up_to_page
+from ds_fuyou.optimizer.layout import Chunk, ParamSpan
+from ds_fuyou.storage.store import Extent
+
+if TYPE_CHECKING:
+    from ds_fuyou.optimizer.core import OutOfCoreOptimizer
+
+__all__ = ["StateAccess", "prefix"]
+
+
+class StateAccess:
+    """The state of chunks as lists ``[P32, moments...]`` of fp32 tensors, 1-D, in host memory."""
+
+    def __init__(self, core: OutOfCoreOptimizer) -> None:
+        self._core = core
+        self._num_parts = 1 + len(core.kind.moments)
+        self._has_moments = [False] * len(core.layout.chunks)
+        """Whether moments were ever written; until then they are zero and not read."""
+
+    def updated(self, index: int) -> None:
+        """The chunk got its first update: its moments are on storage from now on."""
+        self._has_moments[index] = True
+
+    def read(self, index: int) -> list[torch.Tensor]:
+        """A copy of one chunk's state; waits for its last update."""
+        return next(self.read_all([index]))[1]
+
+    def read_all(self, indices: Iterable[int]) -> Iterator[tuple[Chunk, list[torch.Tensor]]]:
+        """Copies of chunks' states in the order given, the next one being read while one is used."""
+        self._core.wait_all()
+        ahead: tuple[Chunk, torch.Tensor, Any] | None = None
+        for index in indices:
+            started = self._start_reading(index)
+            if ahead is not None:
+                yield self._finish_reading(*ahead)
+            ahead = started
+        if ahead is not None:
+            yield self._finish_reading(*ahead)
+
+    def _start_reading(self, index: int) -> tuple[Chunk, torch.Tensor, Any]:
+        core = self._core
+        chunk = core.layout.chunks[index]
+        if core.options.optimizer_tier == "cpu":
+            return chunk, core.resident_state(index).clone(), None
+        state = aligned_tensor(self._num_parts * self._part_bytes(chunk))
+        extents = prefix(core.state_extents(index), self._num_stored_bytes(chunk))
+        return chunk, state, core.io.read(extents, state, f"reading the state of chunk {index}")
+
+    def _finish_reading(self, chunk: Chunk, state: torch.Tensor, transfer: Any) -> tuple[Chunk, list[torch.Tensor]]:
+        if transfer is not None:
+            transfer.wait()
+            state[self._num_stored_bytes(chunk) :].zero_()
+        return chunk, self._parts(chunk, state)
+
+    def _part_bytes(self, chunk: Chunk) -> int:
+        return round_up_to_page(chunk.numel * 4)
+
+    def _num_stored_bytes(self, chunk: Chunk) -> int:
+        return (self._num_parts if self._has_moments[chunk.index] else 1) * self._part_bytes(chunk)
+
+    def _parts(self, chunk: Chunk, state: torch.Tensor) -> list[torch.Tensor]:
+        size = self._part_bytes(chunk)
+        return [state[i * size : (i + 1) * size].view(torch.float32)[: chunk.numel] for i in range(self._num_parts)]
+
+    def write(self, index: int, parts: Sequence[torch.Tensor], params: torch.Tensor | None = None) -> None:
+        """Replaces a chunk's state, and its P16 by ``params``; an update prepared from the old one is dropped."""
+        core = self._core
+        core.wait_all()
+        core.drop_prepared(index)
+        chunk = core.layout.chunks[index]
+        state = aligned_tensor(self._num_parts * self._part_bytes(chunk))
+        for own, values in zip(self._parts(chunk, state), parts, strict=True):
+            own.copy_(values)
+        if core.options.optimizer_tier == "cpu":
+            core.resident_state(index).copy_(state)
+        else:
+            core.io.write(core.state_extents(index), state, f"writing the state of chunk {index}").wait()
+        self._has_moments[index] = True
+        core.pipeline.set_zero_moments(index, False)
+        if params is not None:
+            core.replace_params(chunk, params)
+
+    def read_param(self, span: ParamSpan, part: int) -> torch.Tensor:
+        """One parameter's fp32 value (part 0) or moment, a copy."""
+        pieces = []
+        for chunk, parts in self.read_all(self._core.layout.chunks_of_param[span.index]):
+            begin, end = max(span.begin, chunk.begin), min(span.end, chunk.end)
+            pieces.append(parts[part][begin - chunk.begin : end - chunk.begin])
+        return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
+
+    def write_param(self, span: ParamSpan, part: int, values: torch.Tensor) -> None:
+        """Replaces one parameter's fp32 value or moment; P16 follows with the next step, as in stock."""
+        for index in self._core.layout.chunks_of_param[span.index]:
+            chunk = self._core.layout.chunks[index]
+            begin, end = max(span.begin, chunk.begin), min(span.end, chunk.end)
+            parts = self.read(index)
+            new = values.view(-1)[begin - span.begin : end - span.begin]
+            parts[part][begin - chunk.begin : end - chunk.begin].copy_(new)
+            self.write(index, parts)
+
+
+def prefix(extents: Sequence[Extent], num_bytes: int) -> list[Extent]:
+    """The first ``num_bytes`` of a run of extents."""
+    taken = []
+    for extent in extents:
+        if num_bytes <= 0:
+            break
+        part = min(extent.num_bytes, num_bytes)
+        taken.append(Extent(extent.fd, extent.offset, part))
+        num_bytes -= part
+    return taken

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much host memory this process may still take: the kernel's estimate, capped by its control groups.
+
+Page cache counts as used by a group although the kernel takes it back before it kills anybody, so inactive
+file pages are added to what is free. Groups of version 1 and 2 are read, from the process's own group up to
+the root: the tightest limit holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+__all__ = ["available_host_bytes"]
+
+_UNLIMITED = 1 << 60  # version 1 writes a huge number for "no limit"
+
+
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """Bytes that can be had without swapping. ``root`` stands before /proc and /sys."""
+    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    return max(0, min([available, *_left_in_groups(root)]))
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers == "":
+            names = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        mount, limit_file, usage_file, cache_key = names
+        group = PurePosixPath(name)
+        for parent in (group, *group.parents):
+            left = _left(root / mount / str(parent).lstrip("/"), limit_file, usage_file, cache_key)
+            if left is not None:
+                yield left
+
+
+def _left(folder: Path, limit_file: str, usage_file: str, cache_key: str) -> int | None:
+    """What one group leaves; None where it sets no limit or is not visible (inside a container, say)."""
+    try:
+        limit_text = (folder / limit_file).read_text(encoding="ascii").strip()
+        used = int((folder / usage_file).read_text(encoding="ascii"))
+        stat = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    if limit_text == "max" or int(limit_text) >= _UNLIMITED:
+        return None
+    cache = next((int(line.split()[1]) for line in stat if line.split()[0] == cache_key), 0)
+    return int(limit_text) - used + cache

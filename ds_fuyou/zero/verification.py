@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recording half of ``fuyou verify``: a run that writes down what it computed and stops after N steps.
+
+The command starts the user's script twice with `ENVIRONMENT` set, once as "stock" (the block is taken out
+and both offloads go to the CPU tier) and once as "fuyou". Every rank writes one JSON file.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["ENVIRONMENT", "Verification", "record_backward", "record_step", "rewrite_to_stock"]
+
+ENVIRONMENT = "DS_FUYOU_VERIFY"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """One recorded run. ``mode`` is "stock" or "fuyou"; ``folder`` takes the files, one a rank."""
+
+    mode: str
+    num_steps: int
+    folder: str
+
+    @classmethod
+    def from_environment(cls) -> Verification | None:
+        text = os.environ.get(ENVIRONMENT)
+        return cls(**json.loads(text)) if text else None
+
+    def to_environment(self) -> dict[str, str]:
+        return {ENVIRONMENT: json.dumps(asdict(self))}
+
+
+def rewrite_to_stock(ds_config: Any) -> None:
+    """The reference: stock ZeRO-3 with optimizer and parameters in host memory."""
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    ds_config.zero_config.offload_optimizer = DeepSpeedZeroOffloadOptimizerConfig(device="cpu")
+    ds_config.zero_config.offload_param = DeepSpeedZeroOffloadParamConfig(device="cpu")
+
+
+def record_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``engine.backward``: notes the loss it is given."""
+
+    @functools.wraps(original)
+    def backward(self: Any, loss: Any, *arguments: Any, **named: Any) -> Any:
+        if isinstance(loss, torch.Tensor):
+            _record_of(self)["losses"].append(float(loss.detach()))
+        return original(self, loss, *arguments, **named)
+
+    return backward
+
+
+def record_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``engine.step``: notes the norm of every optimizer step; after the last one writes and ends the script."""
+
+    @functools.wraps(original)
+    def step(self: Any, *arguments: Any, **named: Any) -> Any:
+        before = self.global_steps
+        result = original(self, *arguments, **named)
+        verification = Verification.from_environment()
+        if verification is not None and self.global_steps > before:
+            record = _record_of(self)
+            norm = self.get_global_grad_norm()
+            record["norms"].append(None if norm is None else float(norm))
+            record["applied"].append(bool(self.was_step_applied()))
+            if len(record["norms"]) == verification.num_steps:
+                _finish(self, verification)
+        return result
+
+    return step
+
+
+def _record_of(engine: Any) -> dict[str, list[Any]]:
+    if not hasattr(engine, "_fuyou_record"):
+        engine._fuyou_record = {"losses": [], "norms": [], "applied": []}
+    record: dict[str, list[Any]] = engine._fuyou_record
+    return record
+
+
+def _finish(engine: Any, verification: Verification) -> None:
+    """Writes this rank's file and leaves the script; every rank comes here in the same step."""
+    from deepspeed import comm as dist
+
+    result = {**_record_of(engine), "parameters": _digests(engine), "optimizer": type(engine.optimizer).__name__}
+    file = Path(verification.folder, f"{verification.mode}.{dist.get_rank()}.json")
+    file.write_text(json.dumps(result), encoding="utf-8")
+    dist.barrier()
+    raise SystemExit(0)
+
+
+def _digests(engine: Any) -> dict[str, list[str]]:
+    """By name: digests of the 16-bit parameter and, if trained, of its fp32 value."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    digests: dict[str, list[str]] = {}
+    for name, param in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            found = [_digest(param.data)]
+        if param.requires_grad:
+            found.append(_digest(safe_get_full_fp32_param(param)))
+        digests[name] = found
+    return digests
+
+
+def _digest(values: torch.Tensor) -> str:
+    data = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(memoryview(data)).hexdigest()

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of checkpoints: whole or absent, whatever is there already."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from ds_fuyou.checkpoint import atomic
+from ds_fuyou.errors import FuyouStateError, FuyouStorageError
+
+
+def written(save_dir: Path, tag: str, text: str) -> Path:
+    folder = save_dir / atomic.incomplete_tag(tag)
+    (folder / "nested").mkdir(parents=True)
+    (folder / "nested" / "file").write_text(text)
+    return folder
+
+
+def test_names() -> None:
+    assert atomic.incomplete_tag("global_step3") == ".incomplete-global_step3"
+    assert atomic.incomplete_tag("run/best") == "run/.incomplete-best"
+    assert atomic.is_incomplete("run/.incomplete-best")
+    assert not atomic.is_incomplete(".incomplete-run/best")
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_second_save_replaces_the_first(can_exchange: bool, tmp_path: Path, monkeypatch) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(atomic.ctypes, "CDLL", lambda *_, **__: object())
+    for text in ("first", "second"):
+        atomic.publish(written(tmp_path, "tag", text), tmp_path / "tag")
+        assert (tmp_path / "tag" / "nested" / "file").read_text() == text
+        assert [path.name for path in tmp_path.iterdir()] == ["tag"]
+
+
+def test_publishing_nothing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FuyouStateError, match="not there"):
+        atomic.publish(tmp_path / ".incomplete-tag", tmp_path / "tag")
+
+
+def test_a_failing_flush_is_an_error_and_publishes_nothing(tmp_path: Path, monkeypatch) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "input/output error")
+
+    folder = written(tmp_path, "tag", "x")
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(FuyouStorageError, match="flushing"):
+        atomic.publish(folder, tmp_path / "tag")
+    assert not (tmp_path / "tag").exists()
+
+
+def test_a_name_that_cannot_be_exchanged_is_an_error(tmp_path: Path, monkeypatch) -> None:
+    class Libc:
+        @staticmethod
+        def renameat2(*_: object) -> int:
+            atomic.ctypes.set_errno(errno.EACCES)
+            return -1
+
+    atomic.publish(written(tmp_path, "tag", "first"), tmp_path / "tag")
+    monkeypatch.setattr(atomic.ctypes, "CDLL", lambda *_, **__: Libc())
+    with pytest.raises(FuyouStorageError, match="exchanging"):
+        atomic.publish(written(tmp_path, "tag", "second"), tmp_path / "tag")
+    assert (tmp_path / "tag" / "nested" / "file").read_text() == "first"
+
+
+def test_latest_is_replaced_in_one_step(tmp_path: Path) -> None:
+    for text in ("global_step1", "global_step2"):
+        atomic.write_text(tmp_path / "latest", text)
+        assert (tmp_path / "latest").read_text() == text
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_too_little_space_says_how_much(tmp_path: Path) -> None:
+    assert atomic.require_space(tmp_path, 1, 1) is None
+    message = atomic.require_space(tmp_path, 1 << 60, 1 << 60)
+    assert message is not None
+    assert "2305843009.21 GB" in message
+    assert "nothing was written" in message
+
+
+def test_discard_removes_a_cut_short_save(tmp_path: Path) -> None:
+    folder = written(tmp_path, "tag", "x")
+    atomic.discard(folder)
+    atomic.discard(folder)
+    assert not folder.exists()

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A streamed file holds what torch.save would have written, without the tensors in memory."""
+
+from __future__ import annotations
+
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_fuyou.checkpoint.streamed_file import StandIns, save
+from ds_fuyou.errors import FuyouStateError
+
+
+def load(path: Path):
+    return torch.load(path, weights_only=False, mmap=True, map_location="cpu")
+
+
+class Holder:
+    """What a script may put into client_state."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+
+def flats() -> tuple[StandIns, list[torch.Tensor], list[torch.Tensor]]:
+    """Two stand-ins that one pass fills in turns, and their values."""
+    wanted = [torch.randn(1000), torch.randn(1000).to(torch.bfloat16)]
+    stand_ins = StandIns()
+
+    def pieces():
+        for begin in range(0, 1000, 300):
+            for which, values in enumerate(wanted):
+                yield which, begin, values[begin : begin + 300]
+
+    return stand_ins, wanted, stand_ins.add_together([((10, 100), torch.float32), ((1000,), torch.bfloat16)], pieces)
+
+
+def test_equals_torch_save(tmp_path: Path) -> None:
+    stand_ins, wanted, (first, second) = flats()
+    shared = torch.arange(12.0)
+    tree = {
+        "a": first,
+        "list": [shared[2:5], {"deep": (second, shared)}],
+        "empty": torch.empty(0),
+        "flags": torch.tensor([True, False]),
+        "ordered": OrderedDict(x=torch.randn(3, 4).t()),
+        "other": {"step": 3, "name": "x"},
+    }
+    save(tree, tmp_path / "file.pt", stand_ins)
+    loaded = load(tmp_path / "file.pt")
+    assert torch.equal(loaded["a"], wanted[0].view(10, 100))
+    assert torch.equal(loaded["list"][1]["deep"][0], wanted[1])
+    assert torch.equal(loaded["list"][0], shared[2:5])
+    assert loaded["list"][0].untyped_storage().data_ptr() == loaded["list"][1]["deep"][1].untyped_storage().data_ptr()
+    assert torch.equal(loaded["ordered"]["x"], tree["ordered"]["x"])
+    assert torch.equal(loaded["flags"], tree["flags"])
+    assert loaded["empty"].numel() == 0
+    assert loaded["other"] == tree["other"]
+    with zipfile.ZipFile(tmp_path / "file.pt") as archive:
+        assert archive.testzip() is None, "a checksum is wrong"
+
+
+def test_tensors_hidden_in_objects_are_saved_too(tmp_path: Path) -> None:
+    """Their storages cannot be paired with leaves: the file is written from memory instead."""
+    stand_ins, wanted, (first, second) = flats()
+    save({"a": first, "b": second, "client": Holder(torch.full((5,), 7.0))}, tmp_path / "file.pt", stand_ins)
+    loaded = load(tmp_path / "file.pt")
+    assert torch.equal(loaded["a"], wanted[0].view(10, 100))
+    assert torch.equal(loaded["b"], wanted[1])
+    assert torch.equal(loaded["client"].values, torch.full((5,), 7.0))
+
+
+def test_only_the_file_that_holds_a_stand_in_reads_its_source(tmp_path: Path) -> None:
+    stand_ins = StandIns()
+    asked: list[str] = []
+
+    def pieces(name: str):
+        asked.append(name)
+        return iter([(0, torch.ones(4))])
+
+    first = stand_ins.add((4,), torch.float32, lambda: pieces("first"))
+    second = stand_ins.add((4,), torch.float32, lambda: pieces("second"))
+    save({"x": first}, tmp_path / "one.pt", stand_ins)
+    assert torch.equal(load(tmp_path / "one.pt")["x"], torch.ones(4))
+    assert asked == ["first"]
+    save({"x": torch.zeros(2)}, tmp_path / "none.pt", stand_ins)
+    assert asked == ["first"]
+    assert second in stand_ins
+    assert torch.zeros(2) not in stand_ins
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [(0, torch.ones(3))],  # too few
+        [(0, torch.ones(5))],  # too many
+        [(1, torch.ones(3))],  # a gap
+        [(0, torch.ones(2)), (0, torch.ones(2))],  # twice
+    ],
+)
+def test_a_source_that_gives_something_else_is_an_error(given: list, tmp_path: Path) -> None:
+    stand_ins = StandIns()
+    tensor = stand_ins.add((4,), torch.float32, lambda: iter(given))
+    with pytest.raises(FuyouStateError):
+        save({"x": tensor}, tmp_path / "file.pt", stand_ins)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves under failures: ``save_worker.py CASE_JSON WHAT FOLDER``; prints one JSON line. One rank.
+
+WHAT: "failures" (a disk that is too small, a disk that fills up, another writer), "killed" (dies in the middle of
+replacing a checkpoint), "memory" (anonymous memory of the process before and while it saves and loads).
+"""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from train_worker import build_engine, make_batch
+
+
+def train(engine, case: dict, num_steps: int) -> None:
+    for step in range(num_steps):
+        loss = engine(**make_batch(case["model"], step, 0))
+        engine.backward(loss)
+        engine.step()
+
+
+def raised(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def failing_pwrite(after: int, fail: Callable[[], int]) -> Callable[..., int]:
+    """os.pwrite that writes ``after`` bytes and then fails."""
+    left, real = after, os.pwrite
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        nonlocal left
+        left -= len(data)
+        return real(fd, data, offset) if left > 0 else fail()
+
+    return pwrite
+
+
+def full_disk() -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def failures(engine, case: dict, folder: Path) -> dict:
+    said = {}
+    real = shutil.disk_usage
+    shutil.disk_usage = lambda path: real(path)._replace(free=1000)
+    said["too small"] = raised(lambda: engine.save_checkpoint(str(folder / "small")))
+    said["too small left"] = sorted(p.name for p in (folder / "small").rglob("*"))
+    shutil.disk_usage = real
+    engine.save_checkpoint(str(folder / "saved"), tag="best")
+    pwrite = os.pwrite
+    os.pwrite = failing_pwrite(100_000, full_disk)
+    train(engine, case, 1)
+    said["full"] = raised(lambda: engine.save_checkpoint(str(folder / "saved"), tag="best"))
+    os.pwrite = pwrite
+    said["full left"] = sorted(
+        p.suffix for p in (folder / "saved").rglob("*") if p.is_file() and "incomplete" in str(p)
+    )
+    said["latest"] = (folder / "saved" / "latest").read_text()
+    return said
+
+
+def killed(engine, case: dict, folder: Path) -> dict:
+    engine.save_checkpoint(str(folder), tag="best")
+    train(engine, case, 1)
+    os.pwrite = failing_pwrite(100_000, lambda: os.kill(os.getpid(), signal.SIGKILL) or 0)
+    engine.save_checkpoint(str(folder), tag="best")
+    return {"survived": True}
+
+
+def anonymous_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def peak_while(call: Callable[[], object]) -> int:
+    """The largest anonymous memory seen while ``call`` runs."""
+    done, peak = threading.Event(), [0]
+
+    def watch() -> None:
+        while not done.wait(0.01):
+            peak[0] = max(peak[0], anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        call()
+    finally:
+        done.set()
+        watcher.join()
+    return max(peak[0], anonymous_bytes())
+
+
+def memory(engine, case: dict, folder: Path) -> dict:
+    before = anonymous_bytes()
+    return {
+        "numel": sum(p.ds_numel for p in engine.module.parameters()),
+        "save": peak_while(lambda: engine.save_checkpoint(str(folder))) - before,
+        "load": peak_while(lambda: engine.load_checkpoint(str(folder))) - before,
+    }
+
+
+def main() -> None:
+    case, what, folder = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2], Path(sys.argv[3])
+    engine = build_engine(case)
+    train(engine, case, 2)
+    found = {"failures": failures, "killed": killed, "memory": memory}[what](engine, case, folder)
+    sys.stderr.write(json.dumps(found) + "\n")
+    engine.destroy()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

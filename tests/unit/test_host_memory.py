@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Free host memory under control groups of both versions, in trees made for the test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ds_fuyou.planner.host_memory import available_host_bytes
+
+GIB = 1 << 30
+
+
+def tree(root: Path, available: int, cgroup: str) -> None:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {available // 1024} kB\n")
+    (root / "proc/self/cgroup").write_text(cgroup)
+
+
+def group(folder: Path, names: tuple[str, str, str], limit: str, used: int, cache: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\n")
+
+
+V2 = ("memory.max", "memory.current", "inactive_file")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def test_without_groups_the_kernels_estimate_holds(tmp_path: Path) -> None:
+    tree(tmp_path, 8 * GIB, "0::/user.slice\n")
+    assert available_host_bytes(tmp_path) == 8 * GIB
+
+
+def test_the_tightest_parent_holds_and_its_cache_counts_as_free(tmp_path: Path) -> None:
+    tree(tmp_path, 8 * GIB, "0::/job/task\n")
+    group(tmp_path / "sys/fs/cgroup/job/task", V2, "max", GIB, 0)
+    group(tmp_path / "sys/fs/cgroup/job", V2, str(6 * GIB), 5 * GIB, 2 * GIB)
+    assert available_host_bytes(tmp_path) == 3 * GIB
+
+
+@pytest.mark.parametrize(("limit", "left"), [(4 * GIB, 2 * GIB), ((1 << 63) - 4096, 8 * GIB)])
+def test_version_one(limit: int, left: int, tmp_path: Path) -> None:
+    tree(tmp_path, 8 * GIB, "5:cpu,cpuacct:/x\n4:memory:/job\n")
+    group(tmp_path / "sys/fs/cgroup/memory/job", V1, str(limit), 3 * GIB, GIB)
+    assert available_host_bytes(tmp_path) == left
+
+
+def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
+    tree(tmp_path, 8 * GIB, "0::/\n")
+    group(tmp_path / "sys/fs/cgroup", V2, str(GIB), 2 * GIB, 0)
+    assert available_host_bytes(tmp_path) == 0
+
+
+def test_this_machine() -> None:
+    assert available_host_bytes() > 0
