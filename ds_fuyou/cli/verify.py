@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default 5)")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds one run may take (default 3600)")
     parser.add_argument(
-        "command",
+        "script",
         nargs=argparse.REMAINDER,
         metavar="SCRIPT ...",
         help="a .py file and its arguments, started by the deepspeed launcher; or any command, launcher included",
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         FuyouConfigError: no script, or fewer than one step.
         FuyouStateError: a run failed, or ended before the last step.
     """
-    command = _command(arguments.command)
+    command = _command(arguments.script)
     if arguments.steps < 1:
         raise FuyouConfigError(f"--steps must be at least 1, found {arguments.steps}")
     with tempfile.TemporaryDirectory(prefix="fuyou-verify-") as scratch:
@@ -101,11 +101,12 @@ def _recorded(command: Sequence[str], mode: str, arguments: argparse.Namespace, 
     except subprocess.TimeoutExpired as error:
         raise FuyouStateError(f"the {mode} run took longer than --timeout {arguments.timeout:g} s") from error
     files = sorted(folder.glob(f"{mode}.*.json"), key=lambda file: int(file.name.split(".")[1]))
-    if status != 0 or not files:
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    if not results or len(results) != results[0]["world_size"]:
         why = f"ended with status {status}" if status else "never made its last step under an active fuyou block"
         last = log.read_text(encoding="utf-8", errors="replace")[-3000:]
         raise FuyouStateError(f"the {mode} run {why}; the end of its output:\n{last}")
-    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return results
 
 
 def compare(stock: Results, ours: Results) -> list[str]:

@@ -94,10 +94,11 @@ def _finish(engine: Any, verification: Verification) -> None:
     """Writes this rank's file and leaves the script; every rank comes here in the same step."""
     from deepspeed import comm as dist
 
-    result = {**_record_of(engine), "parameters": _digests(engine), "optimizer": type(engine.optimizer).__name__}
+    result = {**_record_of(engine), "parameters": _digests(engine), "world_size": dist.get_world_size()}
     file = Path(verification.folder, f"{verification.mode}.{dist.get_rank()}.json")
     file.write_text(json.dumps(result), encoding="utf-8")
     dist.barrier()
+    dist.destroy_process_group()  # its threads would abort an interpreter that ends with them
     raise SystemExit(0)
 
 

@@ -20,7 +20,7 @@ RECORD = {
     "norms": [0.5, 0.25],
     "applied": [True, True],
     "parameters": {"a": ["1", "2"], "b": ["3"]},
-    "optimizer": "x",
+    "world_size": 1,
 }
 
 
