@@ -9,7 +9,8 @@ DS_VERSION ?= 0.19.8
 DS_OLDEST := 0.18.9
 TORCH ?= torch==2.13.0
 TORCH_FLAGS ?=
-TEST_FLAGS ?=
+# Two workers; a file stays on one of them, so that its tests share their stock runs.
+TEST_FLAGS ?= -n 2 --dist loadfile
 DEMO_CONFIG ?= configs/finetune_fuyou.json
 DEMO_FLAGS ?= --layers 6 --steps 30
 
