@@ -22,6 +22,9 @@ COMMANDS = {
     "clean": "remove state files that dead runs left behind",
     "doctor": "check this machine and say how to fix what is missing",
     "verify": "run a script with stock and with the block and compare the results bit by bit",
+    "max-model": "name the largest model that trains on a machine",
+    "plan": "say what fits where, how fast a step is and why",
+    "simulate": "predict the throughput of systems on machines, given as CSV",
 }
 
 
@@ -49,4 +52,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _module(name: str):  # type: ignore[no-untyped-def]  # a module with the two functions above
-    return importlib.import_module(f"ds_fuyou.cli.{name}")
+    return importlib.import_module(f"ds_fuyou.cli.{name.replace('-', '_')}")

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fuyou plan``: what fits where, how fast a step is, and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ds_fuyou.cli.machine_options import add_machine_options, machine_from
+from ds_fuyou.planner.choose import choose
+from ds_fuyou.planner.cost import Workload
+from ds_fuyou.planner.document import save
+from ds_fuyou.planner.model import load_model
+from ds_fuyou.planner.policies import find_policy
+from ds_fuyou.planner.report import document_of, largest_batch, plan_text, upgrades
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Model, machine, workload and output."""
+    parser.add_argument(
+        "--model", required=True, help="Hugging Face config.json, gpt:layers,heads,hidden,vocab, or a size such as 13B"
+    )
+    add_machine_options(parser)
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch on each GPU (%(default)s)")
+    parser.add_argument("--seq", type=int, default=1024, help="tokens of a sequence (%(default)s)")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step (%(default)s)")
+    parser.add_argument("--system", default="ds_fuyou", help="policy to plan for (%(default)s)")
+    parser.add_argument("--out", type=Path, metavar="PLAN.JSON", help="save the plan document")
+    parser.add_argument("--json", action="store_true", help="print the plan document instead of the table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plans, prints, and saves where asked.
+
+    Raises:
+        FuyouConfigError: something is misspelt or contradictory, or nothing fits.
+    """
+    machine = machine_from(arguments)
+    work = Workload(load_model(arguments.model), arguments.batch, arguments.seq, arguments.accumulation)
+    chosen = choose(work, machine, find_policy(arguments.system))
+    document = document_of(chosen)
+    if arguments.out is not None:
+        save(document, arguments.out)
+    if arguments.json:
+        shown = document.to_json()
+        shown["predicted"]["largest_batch"] = largest_batch(chosen)
+        shown["predicted"]["upgrades"] = {what: round(secs, 4) for what, secs in upgrades(chosen)}
+        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
+    else:
+        sys.stdout.write(plan_text(chosen) + "\n")
+    return 0

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The joint choice: what lives where, what is swapped, what is repeated. No torch.
+
+Filling host memory is a linear problem: each class saves a fixed number of bytes moved for each byte resident, so
+the best placement fills classes in *some* order, the last of them in part. All orders are tried, each with its own
+scan over activations, by the closed form; the winner is then simulated.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.planner.activations import plan_activations
+from ds_fuyou.planner.cost import (
+    ACCUMULATOR_BYTES,
+    P16_BYTES,
+    STATE_BYTES,
+    ClosedForm,
+    Placement,
+    Workload,
+    closed_form,
+)
+from ds_fuyou.planner.fit import Needs, needs_of, shown_bytes
+from ds_fuyou.planner.hardware import GIB, Machine
+from ds_fuyou.planner.lanes import Lane
+from ds_fuyou.planner.model import ModelSpec
+from ds_fuyou.planner.policies import Fates, Policy, Tiers
+from ds_fuyou.planner.simulate import Simulated, simulate
+
+__all__ = [
+    "BATCHES",
+    "Chosen",
+    "best_batch",
+    "choose",
+    "closed_alternatives",
+    "fits",
+    "largest_model",
+    "quick_secs",
+    "try_choose",
+]
+
+BATCHES = tuple(1 << power for power in range(10))
+_TIER_NAMES = {"gpu": "GPU memory", "cpu": "host memory", "nvme": "storage"}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A placement that fits, with its predictions."""
+
+    work: Workload
+    machine: Machine
+    policy: Policy
+    place: Placement
+    needs: Needs
+    closed: ClosedForm
+    simulated: Simulated
+
+    @property
+    def iteration_secs(self) -> float:
+        return self.simulated.iteration_secs
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.work.tokens_per_step(self.machine.num_gpus) / self.iteration_secs
+
+    @property
+    def tflops_model(self) -> float:
+        """Model FLOPs: 6 P tokens/s, plus attention, all GPUs together."""
+        model, seq = self.work.model, self.work.seq
+        attention = 3 * model.layers * sum(op.flops_per_position for op in model.operators) * seq
+        return (6 * model.params + attention) * self.tokens_per_s / 1e12
+
+    @property
+    def tflops_8p(self) -> float:
+        """The convention of the published figures: 8 P tokens/s, P the size's round number."""
+        return 8 * self.work.model.counted_params * self.tokens_per_s / 1e12
+
+    @property
+    def written_bytes(self) -> float:
+        """To storage, a step."""
+        return self.simulated.lane_secs[Lane.WRITE] * self.machine.storage_write
+
+
+def choose(work: Workload, machine: Machine, policy: Policy) -> Chosen:
+    """The fastest placement that fits.
+
+    Raises:
+        FuyouConfigError: nothing fits; with what is needed, what there is, and the cheapest change that would do.
+    """
+    chosen = try_choose(work, machine, policy)
+    if isinstance(chosen, Chosen):
+        return chosen
+    lacking = ", ".join(
+        f"{shown_bytes(chosen.total(tier))} of {_TIER_NAMES[tier]}"
+        f" ({shown_bytes(chosen.have[tier])} {'a GPU ' if tier == 'gpu' else ''}there)"
+        for tier in chosen.missing()
+    )
+    raise FuyouConfigError(
+        f"{work.model.name} at batch {work.batch} does not fit under {policy.name}: it needs {lacking}; "
+        f"{_cheapest_change(work, machine, policy, chosen)}"
+    )
+
+
+def try_choose(work: Workload, machine: Machine, policy: Policy) -> Chosen | Needs:
+    """As :func:`choose`; where nothing fits, the needs of the placement that lacks least."""
+    best, nearest = _quick(work, machine, policy)
+    if best is None:
+        return nearest
+    _, place, needs, closed = best
+    return Chosen(work, machine, policy, place, needs, closed, simulate(work, machine, policy, place))
+
+
+_Quick = tuple[float, Placement, Needs, ClosedForm]
+
+
+def _quick(work: Workload, machine: Machine, policy: Policy) -> tuple[_Quick | None, Needs]:
+    """The best placement that fits by the closed form, and the needs of the one that lacks least."""
+    best: _Quick | None = None
+    nearest: Needs | None = None
+    for place in _placements(work, machine, policy):
+        needs = needs_of(work, machine, policy, place)
+        if nearest is None or sum(needs.missing().values()) < sum(nearest.missing().values()):
+            nearest = needs
+        if needs.missing():
+            continue
+        closed = closed_form(work, machine, policy, place)
+        if best is None or closed.iteration_secs < best[0]:
+            best = (closed.iteration_secs, place, needs, closed)
+    if nearest is None:
+        raise FuyouConfigError(f"no placement of {work.model.name} under {policy.name} is possible at all")
+    return best, nearest
+
+
+def fits(work: Workload, machine: Machine, policy: Policy) -> bool:
+    """Whether some placement fits. Ours: the one with the least in host memory, or the one without storage."""
+    if policy.tiers is not Tiers.PLANNED:
+        return _quick(work, machine, policy)[0] is not None
+    inputs = float(work.model.layers * work.tokens * work.model.input_bytes)
+    stored = Placement(0.0, 0.0, 0.0, 0.0 if work.accumulation > 1 else 1.0, swapped_bytes=inputs)
+    resident = Placement(1.0, 1.0, 1.0, 1.0, swapped_bytes=inputs, dram_activation_bytes=inputs)
+    return any(not needs_of(work, machine, policy, place).missing() for place in (stored, resident))
+
+
+def quick_secs(work: Workload, machine: Machine, policy: Policy) -> float:
+    """Iteration seconds of the best placement by the closed form; infinite where nothing fits."""
+    best, _ = _quick(work, machine, policy)
+    return float("inf") if best is None else best[0]
+
+
+def closed_alternatives(chosen: Chosen) -> list[tuple[str, str]]:
+    """What other decisions would have cost, each with activations planned anew."""
+    work, machine, policy = chosen.work, chosen.machine, chosen.policy
+    if policy.tiers is not Tiers.PLANNED:
+        return []
+    shares = {
+        "as planned": chosen.place,
+        "everything on storage": replace(chosen.place, params=0.0, states=0.0, grads=0.0),
+        "states on storage, the rest in host memory": replace(
+            chosen.place, params=1.0, states=0.0, grads=1.0, two_versions=True
+        ),
+        "everything in host memory": replace(chosen.place, params=1.0, states=1.0, grads=1.0, two_versions=False),
+    }
+    rows = []
+    for name, place in shares.items():
+        tried = place if name == "as planned" else _with_rest(work, machine, policy, place)
+        secs = closed_form(work, machine, policy, tried).iteration_secs
+        lacking = needs_of(work, machine, policy, tried).missing()
+        note = "" if not lacking else f", does not fit {' and '.join(_TIER_NAMES[t] for t in lacking)}"
+        rows.append((name, f"{secs:.2f}{note}" if secs < float("inf") else "needs storage"))
+    return rows
+
+
+def _with_rest(work: Workload, machine: Machine, policy: Policy, place: Placement) -> Placement:
+    """Activations planned into what a placement leaves of host memory."""
+    bare = replace(place, swapped_bytes=0.0, dram_activation_bytes=0.0, kept_bytes=0.0, recompute_flops=0.0)
+    left = machine.dram_usable_bytes - needs_of(work, machine, policy, bare).total("cpu")
+    left -= 2.0 * work.model.saved_bytes * work.tokens * machine.num_gpus
+    return _with_activations(work, machine, policy, bare, max(0.0, left) / machine.num_gpus)
+
+
+def _placements(work: Workload, machine: Machine, policy: Policy) -> Iterator[Placement]:
+    """Every placement worth a look, activations filled in."""
+    if policy.tiers is Tiers.PLANNED:
+        planned: dict[tuple[Placement, float], Placement] = {}
+        for order in itertools.permutations(_classes(work)):
+            for two_versions in (True, False):
+                yield from _filled(work, machine, policy, order, two_versions, planned)
+        return
+    resident = 1.0 if policy.tiers is Tiers.DRAM else 0.0
+    grads = 0.0 if policy.gradients_on_storage else 1.0
+    base = Placement(params=resident, states=resident, grads=grads)
+    in_dram = float("inf") if policy.fates is Fates.CHECKPOINT else 0.0
+    yield _with_activations(work, machine, policy, base, in_dram)
+
+
+def _classes(work: Workload) -> Sequence[str]:
+    names = ["params", "states", "grads", "activations"]
+    return [*names, "accumulators"] if work.accumulation > 1 else names
+
+
+def _filled(
+    work: Workload,
+    machine: Machine,
+    policy: Policy,
+    order: Sequence[str],
+    two_versions: bool,
+    planned: dict[tuple[Placement, float], Placement],
+) -> Iterator[Placement]:
+    """Host memory filled in that order; nothing if ``planned`` holds the same already.
+
+    Resident P16 needs two versions for updates in backward while states are on storage. With one version those
+    chunks would be updated behind backward only, so one is taken only where all states are resident.
+    """
+    num_params, gpus = float(work.model.params), machine.num_gpus
+    cost = {
+        "params": P16_BYTES * num_params * (2 if two_versions else 1),
+        "states": STATE_BYTES * num_params,
+        "grads": policy.gradient_bytes * num_params,
+        "accumulators": ACCUMULATOR_BYTES * num_params,
+    }
+    empty = Placement(0.0, 0.0, 0.0, 0.0 if work.accumulation > 1 else 1.0, two_versions)
+    saved = float(work.model.saved_bytes) * work.tokens * gpus
+    window = needs_of(work, machine, policy, empty).total("cpu") + 2 * saved  # two blocks on their way
+    everything = sum(value for name, value in cost.items() if name in order) + work.model.layers * saved
+    left = machine.dram_usable_bytes - (window if everything > machine.dram_usable_bytes else 0.0)
+
+    def scanned(place: Placement, in_dram: float) -> Placement:
+        key = (place, in_dram)
+        if key not in planned:
+            planned[key] = _with_activations(work, machine, policy, place, in_dram)
+        return planned[key]
+
+    place, activations = empty, 0.0
+    for name in order:
+        if name == "activations":
+            wanted = scanned(place, max(0.0, left) / gpus).swapped_bytes * gpus
+            activations = min(max(0.0, left), wanted)
+            left -= activations
+            continue
+        share = min(1.0, max(0.0, left) / cost[name])
+        if name == "params" and not two_versions and place.states < 1:
+            share = 0.0
+        place = _with_share(place, name, share)
+        left -= share * cost[name]
+    if (place, activations / gpus) not in planned or order[-1] == "activations":
+        yield scanned(place, activations / gpus)
+
+
+def _with_share(place: Placement, name: str, share: float) -> Placement:
+    changes: dict[str, Any] = {name: share}
+    return replace(place, **changes)
+
+
+def _with_activations(work: Workload, machine: Machine, policy: Policy, place: Placement, in_dram: float) -> Placement:
+    needs = needs_of(work, machine, policy, place)
+    free = machine.gpu_bytes - needs.total("gpu")
+    return plan_activations(
+        work,
+        policy,
+        place,
+        free,
+        in_dram,
+        lambda tried: closed_form(work, machine, policy, tried).iteration_secs,
+    )
+
+
+def best_batch(model: ModelSpec, seq: int, machine: Machine, policy: Policy) -> Chosen | None:
+    """The batch of BATCHES with the most tokens/s; the smaller one where they are equal to 0.1 %. None: none fits.
+
+    The closed form ranks them; the three best are simulated.
+    """
+    works = [Workload(model, batch, seq) for batch in BATCHES]
+    rates = {work.batch: work.tokens / quick_secs(work, machine, policy) for work in works}
+    best: Chosen | None = None
+    for work in sorted(works, key=lambda w: -rates[w.batch])[:3]:
+        chosen = try_choose(work, machine, policy)
+        if isinstance(chosen, Needs):
+            continue
+        if best is None or chosen.tokens_per_s > best.tokens_per_s * (
+            1.001 if chosen.work.batch > best.work.batch else 0.999
+        ):
+            best = chosen
+    return best
+
+
+def largest_model(
+    models: Sequence[ModelSpec], batch: int, seq: int, machine: Machine, policy: Policy
+) -> ModelSpec | None:
+    """The largest of ``models`` that trains."""
+    for model in sorted(models, key=lambda m: -m.params):
+        if fits(Workload(model, batch, seq), machine, policy):
+            return model
+    return None
+
+
+def _cheapest_change(work: Workload, machine: Machine, policy: Policy, nearest: Needs) -> str:
+    """One thing that would make it fit: what costs nothing first, then what must be bought."""
+    for batch in (b for b in reversed(BATCHES) if b < work.batch):
+        if fits(replace(work, batch=batch), machine, policy):
+            return f"batch {batch} fits"
+    for seq in (work.seq // 2, work.seq // 4, work.seq // 8):
+        if seq and fits(replace(work, seq=seq), machine, policy):
+            return f"sequence length {seq} fits"
+    missing = nearest.missing()
+    grown = replace(
+        machine,
+        gpu_bytes=int(max(machine.gpu_bytes, nearest.total("gpu") * 1.02)),
+        dram_bytes=machine.dram_bytes + missing.get("cpu", 0.0) * 1.1,
+        storage_bytes=machine.storage_bytes + missing.get("nvme", 0.0) * 1.02,
+        pinned_limit_bytes=max(machine.pinned_limit_bytes, nearest.total("cpu") * 1.02),
+    )
+    wanted = []
+    if "gpu" in missing:
+        wanted.append(f"a GPU with {grown.gpu_bytes / GIB:.0f} GiB")
+    if "cpu" in missing:
+        wanted.append(f"{grown.dram_bytes / GIB:.0f} GiB of DRAM that may be page-locked")
+    if "nvme" in missing:
+        wanted.append(f"{shown_bytes(grown.storage_bytes)} of storage")
+    return "it fits with " + " and ".join(wanted)

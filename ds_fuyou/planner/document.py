@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan as a JSON document: saved, loaded, compared, edited by hand. No torch.
+
+Sections: ``model`` and ``world_size`` say what the plan is for and are checked when it is loaded for a run;
+``residency`` and ``activations`` are the decisions; ``settings`` are the block's expert values (docs/settings.md);
+``predicted`` and ``machine`` explain, and nothing reads them back.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ds_fuyou.errors import FuyouConfigError
+
+__all__ = ["SCHEMA", "PlanDocument", "Residency", "Subject", "diff", "is_document", "load", "save"]
+
+SCHEMA = "ds_fuyou.plan/1"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model a plan is for; ``fingerprint`` is that of its shape, whatever its name."""
+
+    name: str
+    params: int
+    layers: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Share of each class in host memory, 0 to 1; the rest is on storage."""
+
+    parameters: float
+    optimizer: float
+    gradients: float
+    accumulators: float = 1.0
+
+
+@dataclass(frozen=True)
+class PlanDocument:
+    """A plan. ``activations``: for every operator in how many blocks its output is kept, swapped, recomputed."""
+
+    model: Subject
+    world_size: int
+    residency: Residency
+    activations: Mapping[str, Mapping[str, int]]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    workload: Mapping[str, Any] = field(default_factory=dict)
+    machine: str = ""
+    predicted: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **asdict(self)}
+
+    def require(self, fingerprint: str | None = None, world_size: int | None = None) -> None:
+        """Refuses a plan that was made for something else.
+
+        Raises:
+            FuyouConfigError: with what the plan is for and what runs.
+        """
+        if fingerprint is not None and fingerprint != self.model.fingerprint:
+            raise FuyouConfigError(
+                f"the plan is for model {self.model.name} (shape {self.model.fingerprint}), this one has shape "
+                f"{fingerprint}; make a plan for it with fuyou plan"
+            )
+        if world_size is not None and world_size != self.world_size:
+            raise FuyouConfigError(
+                f"the plan is for {self.world_size} ranks, {world_size} run; make one with "
+                f"fuyou plan --num-gpus {world_size}"
+            )
+
+
+def is_document(data: object) -> bool:
+    """Whether a JSON object means to be a plan document (and not an object of expert values)."""
+    return isinstance(data, Mapping) and "schema" in data
+
+
+def save(plan: PlanDocument, path: Path) -> None:
+    """Writes the document; whoever reads beside it sees the old one or the new one, never half of it."""
+    part = path.with_name(f"{path.name}.part-{os.getpid()}")
+    try:
+        part.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load(path: Path, fingerprint: str | None = None, world_size: int | None = None) -> PlanDocument:
+    """Reads a document, checks every value, and that it is for this model and world size where these are given.
+
+    Raises:
+        FuyouConfigError: unreadable, another schema, a key unknown or missing, a value out of range, or made for
+            something else; with the path of the value.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FuyouConfigError(f"{path}: a plan must be a readable JSON file, found {error}") from error
+    try:
+        plan = parse(data)
+        plan.require(fingerprint, world_size)
+    except FuyouConfigError as error:
+        raise FuyouConfigError(f"{path}: {error}") from error
+    return plan
+
+
+def parse(data: object) -> PlanDocument:
+    """A document from JSON data. Raises FuyouConfigError as :func:`load`."""
+    if not isinstance(data, Mapping):
+        raise FuyouConfigError(f"a plan must be a JSON object, found {type(data).__name__}")
+    if data.get("schema") != SCHEMA:
+        raise FuyouConfigError(
+            f"schema must be {SCHEMA!r}, found {data.get('schema')!r}; make the plan again with this version"
+        )
+    body = {key: value for key, value in data.items() if key != "schema"}
+    _check_keys(body, PlanDocument, "")
+    model = _section(body, "model", Subject)
+    residency = _section(body, "residency", Residency)
+    for name, share in residency.items():
+        _number(f"residency.{name}", share, 0.0, 1.0)
+    for name in ("params", "layers"):
+        _whole(f"model.{name}", model[name])
+    _whole("world_size", body["world_size"])
+    activations = _activations(body["activations"], int(model["layers"]))
+    for name in ("settings", "workload", "predicted"):
+        if not isinstance(body.get(name, {}), Mapping):
+            raise FuyouConfigError(f"{name} must be an object, found {body[name]!r}")
+    return PlanDocument(
+        model=Subject(**model),
+        world_size=int(body["world_size"]),
+        residency=Residency(**residency),
+        activations=activations,
+        settings=dict(body.get("settings", {})),
+        workload=dict(body.get("workload", {})),
+        machine=str(body.get("machine", "")),
+        predicted=dict(body.get("predicted", {})),
+    )
+
+
+def _check_keys(data: Mapping[str, Any], kind: type[Any], where: str) -> None:
+    names = {item.name: item for item in fields(kind)}
+    for key in data:
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
+            hint = f"did you mean {where}{near[0]}?" if near else f"known are {', '.join(names)}"
+            raise FuyouConfigError(f"{where}{key}: unknown key; {hint}")
+    optional = ("accumulators", "settings", "workload", "machine", "predicted")
+    missing = [name for name in names if name not in data and name not in optional]
+    if missing:
+        raise FuyouConfigError(f"{where or 'the plan'} lacks {', '.join(missing)}")
+
+
+def _section(data: Mapping[str, Any], name: str, kind: type[Any]) -> dict[str, Any]:
+    section = data[name]
+    if not isinstance(section, Mapping):
+        raise FuyouConfigError(f"{name} must be an object, found {section!r}")
+    _check_keys(section, kind, f"{name}.")
+    return dict(section)
+
+
+def _number(where: str, value: object, least: float, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise FuyouConfigError(f"{where} must be a number from {least:g} to {most:g}, found {value!r}")
+
+
+def _whole(where: str, value: object, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise FuyouConfigError(f"{where} must be a whole number of at least {least}, found {value!r}")
+
+
+def _activations(data: object, layers: int) -> dict[str, dict[str, int]]:
+    if not isinstance(data, Mapping):
+        raise FuyouConfigError(f"activations must be an object, found {data!r}")
+    for name, counts in data.items():
+        where = f"activations.{name}"
+        if not isinstance(counts, Mapping) or set(counts) != {"keep", "swap", "recompute"}:
+            raise FuyouConfigError(f"{where} must have exactly keep, swap and recompute, found {counts!r}")
+        for fate, count in counts.items():
+            _whole(f"{where}.{fate}", count, 0)
+        if sum(counts.values()) != layers:
+            raise FuyouConfigError(f"{where} must add up to the {layers} blocks, found {sum(counts.values())}")
+    return {name: dict(counts) for name, counts in data.items()}
+
+
+def diff(old: PlanDocument, new: PlanDocument) -> list[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of everything that differs; None where a key is missing."""
+    before, after = dict(_leaves(old.to_json())), dict(_leaves(new.to_json()))
+    keys = [*before, *(key for key in after if key not in before)]
+    return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
+
+
+def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

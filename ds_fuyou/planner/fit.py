@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan needs of each tier, item by item, and whether the machine has it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_fuyou.planner.cost import ACCUMULATOR_BYTES, P16_BYTES, STATE_BYTES, Placement, Workload
+from ds_fuyou.planner.hardware import Machine, constants
+from ds_fuyou.planner.policies import Policy, Tiers, Updates
+
+__all__ = ["Item", "Needs", "needs_of", "shown_bytes"]
+
+_HEAD_SLICE_BYTES = 1 << 30  # logits of a slice of tokens; the loss is taken slice by slice
+_LOGIT_BYTES = 10  # unsliced: 16-bit logits, fp32 copy and its gradient
+_STAGING_BYTES, _LOOK_AHEAD_BYTES = 2 << 30, 1 << 28
+_STOCK_SWAP_BYTES = 16 << 30  # optimizer swap buffers of four sub-groups of 10^9 parameters
+
+
+@dataclass(frozen=True)
+class Item:
+    """``num_bytes`` of one class in one tier ("gpu", "cpu" or "nvme")."""
+
+    name: str
+    tier: str
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class Needs:
+    """All items, and what the machine has of each tier; host memory is all page-locked."""
+
+    items: tuple[Item, ...]
+    have: dict[str, float]
+
+    def total(self, tier: str) -> float:
+        return sum(item.num_bytes for item in self.items if item.tier == tier)
+
+    def missing(self) -> dict[str, float]:
+        """Bytes that lack, of the tiers that are too small. Empty: it fits."""
+        lacking = {tier: self.total(tier) - size for tier, size in self.have.items()}
+        return {tier: value for tier, value in lacking.items() if value > 0}
+
+
+def shown_bytes(num_bytes: float) -> str:
+    """GB of 10^9 bytes, or TB."""
+    return f"{num_bytes / 1e12:.2f} TB" if num_bytes >= 1e12 else f"{num_bytes / 1e9:.1f} GB"
+
+
+def _power_of_two(num_bytes: float) -> float:
+    """What torch's caching allocator of page-locked memory takes for one tensor."""
+    return float(1 << (max(1, int(num_bytes)) - 1).bit_length())
+
+
+def needs_of(work: Workload, machine: Machine, policy: Policy, place: Placement) -> Needs:
+    """Bytes by tier. GPU: of each one; host memory and storage: of all of them together."""
+    have = {"gpu": float(machine.gpu_bytes), "cpu": machine.dram_usable_bytes, "nvme": machine.storage_bytes}
+    items = (
+        *_gpu_items(work, policy, place),
+        *_host_items(work, machine, policy, place),
+        *_storage_items(work, machine, policy, place),
+    )
+    return Needs(tuple(item for item in items if item.num_bytes > 0), have)
+
+
+def _gpu_items(work: Workload, policy: Policy, place: Placement) -> Sequence[Item]:
+    """The peak is in the backward of a block, or in the head with its loss, whichever is larger."""
+    model = work.model
+    unit = P16_BYTES * float(model.largest_unit_params)
+    block = float(model.saved_bytes * work.tokens)
+    logits = float(_LOGIT_BYTES * work.tokens * model.vocab)
+    if policy.fused:
+        logits = min(logits, _HEAD_SLICE_BYTES)
+    else:  # two 16-bit copies of the scores and a mask
+        block += 5.0 * work.batch * model.heads * work.seq * work.seq
+    head = logits + 2.0 * model.hidden * work.tokens
+    gradient = policy.gradient_bytes if not policy.fused else P16_BYTES
+    return (
+        Item("context and allocator slack", "gpu", constants().device_context_bytes),
+        Item("P16 in use and fetched ahead", "gpu", 2 * unit),
+        Item("gradients in flight", "gpu", (2 if policy.fused else 1) * unit * gradient / P16_BYTES),
+        Item("activations of the block in work" if block >= head else "logits and loss", "gpu", max(block, head)),
+        Item("activations kept", "gpu", place.kept_bytes),
+    )
+
+
+def _host_items(work: Workload, machine: Machine, policy: Policy, place: Placement) -> Sequence[Item]:
+    model = work.model
+    num_params, unit = float(model.params), float(model.largest_unit_params)
+    leaving = 2 * place.swapped_bytes / model.layers * machine.num_gpus if place.storage_activation_bytes else 0.0
+    activations = place.dram_activation_bytes * machine.num_gpus
+    if policy.tiers is Tiers.PLANNED:
+        needs_window = place.params < 1 or place.states < 1 or place.grads < 1
+        versions = 2 if place.two_versions else 1
+        items = [
+            Item("P16", "cpu", versions * P16_BYTES * num_params * place.params),
+            Item("P32, M, V", "cpu", STATE_BYTES * num_params * place.states),
+            Item("G16", "cpu", policy.gradient_bytes * num_params * place.grads),
+            Item("staging of chunks", "cpu", _STAGING_BYTES if needs_window else 0.0),
+            Item("look-ahead", "cpu", max(_LOOK_AHEAD_BYTES, 2 * P16_BYTES * unit) if place.params < 1 else 0.0),
+        ]
+        if work.accumulation > 1:
+            items.append(Item("accumulators", "cpu", ACCUMULATOR_BYTES * num_params * place.accumulators))
+    elif policy.tiers is Tiers.DRAM:
+        items = [
+            Item("P16", "cpu", P16_BYTES * num_params),
+            Item("P32, M, V", "cpu", STATE_BYTES * num_params),
+            Item("flat gradient buffer", "cpu", policy.gradient_bytes * num_params),
+        ]
+    elif policy.in_a_row:
+        flat = _power_of_two(policy.gradient_bytes * num_params / machine.num_gpus) * machine.num_gpus
+        items = [
+            Item("flat gradient buffer", "cpu", flat),
+            Item("swap buffers", "cpu", _STOCK_SWAP_BYTES + 5 * P16_BYTES * unit),
+        ]
+    else:  # whole units: P32, M, V read, updated and written, an fp32 gradient; two of G16, three of P16
+        window = (3 * 3 + 1) * _power_of_two(4 * unit) + (2 + 3) * _power_of_two(2 * unit)
+        items = [Item("windows of states, gradients and P16", "cpu", window)]
+        if policy.updates is Updates.STEP:
+            items.append(Item("G16", "cpu", policy.gradient_bytes * num_params))
+    return (*items, Item("activations", "cpu", activations), Item("activations on their way", "cpu", leaving))
+
+
+def _storage_items(work: Workload, machine: Machine, policy: Policy, place: Placement) -> Sequence[Item]:
+    """Ours with one slot, the least that trains; two slots are used where there is room."""
+    num_params = float(work.model.params)
+    grads = (1 - place.grads) * policy.gradient_bytes * num_params if policy.keeps_gradients else 0.0
+    items = [
+        Item("P16", "nvme", P16_BYTES * num_params * (1 - place.params)),
+        Item("P32, M, V", "nvme", STATE_BYTES * num_params * (1 - place.states)),
+        Item("G16", "nvme", grads),
+        Item("activations", "nvme", place.storage_activation_bytes * machine.num_gpus),
+    ]
+    if work.accumulation > 1:
+        items.append(Item("accumulators", "nvme", ACCUMULATOR_BYTES * num_params * (1 - place.accumulators)))
+    return items

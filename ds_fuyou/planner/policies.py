@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The systems that can be simulated, told apart by a few facts each. No torch."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from enum import Enum
+
+from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.planner.hardware import constants
+
+__all__ = ["POLICIES", "Fates", "Policy", "Tiers", "Updates", "find_policy"]
+
+
+class Updates(Enum):
+    """When chunks are updated."""
+
+    STEP = "inside step(), reads, updates and writes of neighbouring chunks overlap"
+    BACKWARD = "in backward, all done before the next forward"
+    DEADLINE = "in backward and the next forward, each before its parameters are read"
+
+
+class Tiers(Enum):
+    """Where P16, P32, M and V live between uses; gradients as the other fields of the policy say."""
+
+    STORAGE = "all on storage, host memory is a window"
+    DRAM = "all in host memory"
+    PLANNED = "shares in host memory as the planner chooses"
+
+
+class Fates(Enum):
+    """What happens to operator outputs that backward needs."""
+
+    CHECKPOINT = "block inputs are kept in host memory, the rest is recomputed"
+    CLASSES = "block inputs are swapped; an operator is swapped in all blocks or in none"
+    OPERATORS = "kept, swapped or recomputed for every operator of every block"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Facts about one system.
+
+    Attributes:
+        in_a_row: transfers, compute and updates wait for each other; nothing overlaps.
+        fused: attention and element-wise operators are fused (no s x s matrix in memory).
+        gradient_bytes: a parameter, on the link and where gradients wait.
+        keeps_gradients: they exist as a class until ``step()``; else a window of them.
+        gradients_on_storage: that class lies on storage with the states.
+        extra_pass_bytes: other passes over host memory an update costs, a parameter (unscale, norm, copies).
+    """
+
+    name: str
+    updates: Updates
+    tiers: Tiers
+    fates: Fates
+    in_a_row: bool = False
+    fused: bool = True
+    gradient_bytes: int = 2
+    keeps_gradients: bool = False
+    gradients_on_storage: bool = False
+    extra_pass_bytes: int = 0
+
+    @property
+    def share_of_block_rate(self) -> float:
+        """Of the rate of one block alone, what a whole step gets."""
+        known = constants()
+        return known.streamed_share_of_block if self.fused else known.stock_share_of_block
+
+
+def _stock(name: str, tiers: Tiers) -> Policy:
+    return Policy(
+        name,
+        Updates.STEP,
+        tiers,
+        Fates.CHECKPOINT,
+        in_a_row=True,
+        fused=False,
+        gradient_bytes=4,
+        keeps_gradients=True,
+        gradients_on_storage=tiers is Tiers.STORAGE,
+        extra_pass_bytes=18,
+    )
+
+
+POLICIES = {
+    policy.name: policy
+    for policy in (
+        Policy("fuyou", Updates.BACKWARD, Tiers.STORAGE, Fates.CLASSES),
+        Policy("fuyou_optimizer_as_separate_stage", Updates.STEP, Tiers.STORAGE, Fates.CLASSES, keeps_gradients=True),
+        _stock("zero_infinity", Tiers.STORAGE),
+        _stock("zero_offload", Tiers.DRAM),
+        Policy("ds_fuyou", Updates.DEADLINE, Tiers.PLANNED, Fates.OPERATORS, keeps_gradients=True),
+    )
+}
+
+
+def find_policy(name: str) -> Policy:
+    """The policy of that name.
+
+    Raises:
+        FuyouConfigError: none has it; names the nearest.
+    """
+    policy = POLICIES.get(name.strip().lower())
+    if policy is None:
+        near = difflib.get_close_matches(name.lower(), POLICIES, n=2, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(POLICIES)} and max_model"
+        raise FuyouConfigError(f"system {name!r} is not known; {hint}")
+    return policy

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chosen plan explained: bytes by tier, lane times, alternatives, upgrades; as a document and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ds_fuyou.planner.choose import BATCHES, Chosen, closed_alternatives, fits, quick_secs
+from ds_fuyou.planner.cost import closed_form
+from ds_fuyou.planner.document import PlanDocument, Residency, Subject
+from ds_fuyou.planner.fit import shown_bytes
+from ds_fuyou.planner.lanes import Lane
+from ds_fuyou.planner.plan import MIB
+
+__all__ = ["document_of", "largest_batch", "plan_text", "upgrades"]
+
+_TIERS = {"gpu": "GPU", "cpu": "host memory", "nvme": "storage"}
+
+
+def document_of(chosen: Chosen) -> PlanDocument:
+    """The plan as a document, predictions included."""
+    work, place, model = chosen.work, chosen.place, chosen.work.model
+    return PlanDocument(
+        model=Subject(model.name, model.params, model.layers, model.fingerprint),
+        world_size=chosen.machine.num_gpus,
+        residency=Residency(place.params, place.states, place.grads, place.accumulators),
+        activations={
+            name: {"keep": kept, "swap": swapped, "recompute": again} for name, kept, swapped, again in place.fates
+        },
+        settings={"chunk_bytes": 16 * MIB, "slots": 2 if _two_slots_fit(chosen) else 1},
+        workload={"batch": work.batch, "seq": work.seq, "accumulation": work.accumulation},
+        machine=chosen.machine.name,
+        predicted=_predicted(chosen),
+    )
+
+
+def _two_slots_fit(chosen: Chosen) -> bool:
+    extra = sum(i.num_bytes for i in chosen.needs.items if i.tier == "nvme" and i.name in ("P16", "P32, M, V"))
+    return chosen.needs.total("nvme") + extra <= chosen.machine.storage_bytes
+
+
+def _predicted(chosen: Chosen) -> dict[str, Any]:
+    return {
+        "policy": chosen.policy.name,
+        "iteration_secs": round(chosen.iteration_secs, 4),
+        "iteration_secs_closed_form": round(chosen.closed.iteration_secs, 4),
+        "tokens_per_s": round(chosen.tokens_per_s, 2),
+        "tflops_model": round(chosen.tflops_model, 2),
+        "tflops_8p": round(chosen.tflops_8p, 2),
+        "bound_lane": chosen.simulated.bound.label,
+        "lane_secs": {lane.label: round(chosen.simulated.lane_secs[lane], 4) for lane in Lane},
+        "bytes": {
+            tier: {item.name: round(item.num_bytes) for item in chosen.needs.items if item.tier == tier}
+            for tier in _TIERS
+        },
+        "storage_bytes_written_a_step": round(chosen.written_bytes),
+        "endurance_days": _endurance_days(chosen),
+    }
+
+
+def _endurance_days(chosen: Chosen) -> float | None:
+    """Days of training until the SSDs' warranted writes are used up; None where nothing is written."""
+    if chosen.written_bytes <= 0 or chosen.machine.endurance_bytes <= 0:
+        return None
+    steps = chosen.machine.endurance_bytes / chosen.written_bytes
+    return round(steps * chosen.iteration_secs / 86400, 1)
+
+
+def largest_batch(chosen: Chosen) -> int:
+    """The largest of BATCHES (or the one asked for) that fits."""
+    fitting = [b for b in BATCHES if fits(replace(chosen.work, batch=b), chosen.machine, chosen.policy)]
+    return max([*fitting, chosen.work.batch])
+
+
+def upgrades(chosen: Chosen) -> list[tuple[str, float]]:
+    """(what is doubled, iteration seconds then), best first; by the closed form, relative to its own prediction."""
+    machine = chosen.machine
+    options = {
+        "storage bandwidth and size (twice the SSDs)": replace(
+            machine,
+            storage_read=2 * machine.storage_read,
+            storage_write=2 * machine.storage_write,
+            storage_bytes=2 * machine.storage_bytes,
+        ),
+        "DRAM": replace(machine, dram_bytes=2 * machine.dram_bytes),
+        "GPU FLOP/s": replace(machine, flops=2 * machine.flops),
+        "GPU memory": replace(machine, gpu_bytes=2 * machine.gpu_bytes),
+        "GPU link": replace(machine, link_up=2 * machine.link_up, link_down=2 * machine.link_down),
+        "CPU and its memory bandwidth": replace(
+            machine, update_rate=2 * machine.update_rate, pass_rate=2 * machine.pass_rate
+        ),
+    }
+    base = closed_form(chosen.work, machine, chosen.policy, chosen.place).iteration_secs
+    found = [
+        (what, chosen.iteration_secs * quick_secs(chosen.work, grown, chosen.policy) / base)
+        for what, grown in options.items()
+    ]
+    return sorted(found, key=lambda pair: pair[1])
+
+
+def plan_text(chosen: Chosen) -> str:
+    """The table that the command prints."""
+    return "\n".join(_lines(chosen))
+
+
+def _lines(chosen: Chosen) -> Iterator[str]:
+    work, model = chosen.work, chosen.work.model
+    yield f"{model.name}: {model.params / 1e9:.2f} B parameters, {model.layers} blocks of {model.hidden}"
+    yield f"on {chosen.machine.name}; batch {work.batch} x {work.seq}" + (
+        f", {work.accumulation} micro-batches a step" if work.accumulation > 1 else ""
+    )
+    yield ""
+    yield "what lives where"
+    for tier, name in _TIERS.items():
+        total, have = chosen.needs.total(tier), chosen.needs.have[tier]
+        yield f"  {name:<36}{shown_bytes(total):>11}  of {shown_bytes(have)}"
+        for item in chosen.needs.items:
+            if item.tier == tier:
+                yield f"    {item.name:<34}{shown_bytes(item.num_bytes):>11}"
+    yield ""
+    yield f"activations of {model.layers} blocks{'keep':>14}{'swap':>8}{'recompute':>11}"
+    for name, kept, swapped, again in chosen.place.fates:
+        yield f"  {name:<24}{kept:>12}{swapped:>8}{again:>11}"
+    yield ""
+    yield "lanes, seconds of a step"
+    for lane in Lane:
+        secs = chosen.simulated.lane_secs[lane]
+        mark = "  <- bounds the step" if lane is chosen.simulated.bound else ""
+        yield f"  {lane.label:<20}{secs:>9.2f}{100 * secs / chosen.iteration_secs:>6.0f} %{mark}"
+    yield ""
+    yield f"step {chosen.iteration_secs:.2f} s (closed form {chosen.closed.iteration_secs:.2f} s)"
+    yield f"{chosen.tokens_per_s:.1f} tokens/s, {chosen.tflops_model:.1f} model TFLOPS (6 P and attention)"
+    yield f"{chosen.tflops_8p:.1f} TFLOPS by the 8 P of published figures"
+    days = _endurance_days(chosen)
+    if days is not None:
+        yield f"{shown_bytes(chosen.written_bytes)} written to storage a step; rated writes last {days:.0f} days"
+    yield f"largest batch that fits: {largest_batch(chosen)}"
+    what, secs = upgrades(chosen)[0]
+    if secs < 0.99 * chosen.iteration_secs:
+        yield f"next best upgrade: twice the {what}, {secs:.2f} s a step"
+    else:
+        yield "no single upgrade of storage, DRAM, GPU, link or CPU to twice its size gains 1 %"
+    yield ""
+    yield "alternatives, seconds of a step by the closed form"
+    for name, alternative in closed_alternatives(chosen):
+        yield f"  {name:<44}{alternative}"

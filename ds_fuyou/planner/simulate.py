@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step as a graph of tasks on lanes, run by the discrete-event engine. No torch.
+
+A unit is what is streamed as a whole: the embedding, each block, the head. Its parameters are read and copied up
+ahead of need, its activations leave behind its forward and return ahead of its backward, and its optimizer work is
+cut into chunks. Windows of buffers hold back whoever runs too far ahead. A deadline is a place in the order of
+computations; every lane takes the earliest one that is ready.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_fuyou.planner.cost import (
+    ACCUMULATOR_BYTES,
+    P16_BYTES,
+    STATE_BYTES,
+    Placement,
+    Workload,
+    bound_lane,
+    eager_bytes,
+    storage_secs,
+)
+from ds_fuyou.planner.hardware import Machine
+from ds_fuyou.planner.lanes import Lane, Schedule, Task
+from ds_fuyou.planner.policies import Policy, Updates
+
+__all__ = ["Simulated", "simulate"]
+
+_STEPS = 4  # simulated where steps overlap; the last one is in steady state
+_WINDOW = 2  # units of parameters, gradients and activations in flight on the GPU and in host memory
+_CHUNKS_IN_FLIGHT = 3  # one read, one updated, one written
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Outcome: seconds of a step in steady state and how long each lane worked in it.
+
+    ``tasks`` are those of the steady step with start and end, for a trace; times count from the run's start.
+    """
+
+    iteration_secs: float
+    lane_secs: dict[Lane, float]
+    tasks: tuple[Task, ...]
+    bound: Lane
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Seconds of one unit's pieces. ``chunks`` equal parts of its optimizer work are scheduled one by one."""
+
+    name: str
+    chunks: int = 1
+    p_read: float = 0.0
+    p_up: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    a_down: float = 0.0
+    a_write: float = 0.0
+    a_read: float = 0.0
+    a_up: float = 0.0
+    g_down: float = 0.0
+    g_write: float = 0.0
+    acc_read: float = 0.0
+    acc_write: float = 0.0
+    s_read: float = 0.0
+    update: float = 0.0
+    s_write: float = 0.0
+
+
+def simulate(work: Workload, machine: Machine, policy: Policy, place: Placement) -> Simulated:
+    """Runs steps of a policy under a placement. The machine must have storage where the placement uses it."""
+    units = _units(work, machine, policy, place)
+    steps = _STEPS if policy.updates is Updates.DEADLINE else 1
+    graph = _Graph(units, work, machine, policy, place)
+    bounds = [graph.step(number) for number in range(steps)]
+    secs = graph.schedule.run()
+    tasks = graph.schedule.tasks
+    if steps > 1:
+        secs = tasks[graph.last_compute[-1]].end - tasks[graph.last_compute[-2]].end
+    first, last = bounds[-1]
+    steady = tuple(tasks[first:last])
+    busy = dict.fromkeys(Lane, 0.0)
+    for task in steady:
+        busy[task.lane] += task.secs
+    return Simulated(secs, busy, steady, bound_lane(busy, machine.storage_duplex))
+
+
+def _units(work: Workload, machine: Machine, policy: Policy, place: Placement) -> list[_Unit]:
+    model = work.model
+    rate = machine.flops * policy.share_of_block_rate
+    eager = 0.0 if policy.fused else eager_bytes(work) / machine.gpu_memory_rate
+    forward = work.tokens * model.block_flops(work.seq) / rate + eager
+    recompute = place.recompute_flops / model.layers / rate + eager
+    head = work.tokens * model.head_flops / rate
+    chunks = 4 if policy.updates is Updates.DEADLINE else 1
+    swapped = place.swapped_bytes / model.layers
+    stored = place.storage_activation_bytes * machine.num_gpus / model.layers
+    pieces = _Pieces(machine, policy, place, work.accumulation)
+    block = {
+        **pieces.of(float(model.block_params)),
+        "a_down": swapped / machine.link_down,
+        "a_up": swapped / machine.link_up,
+        "a_write": storage_secs(stored, machine.storage_write),
+        "a_read": storage_secs(stored, machine.storage_read),
+    }
+    first = _Unit("embedding", 1, **pieces.of(float(model.embedding_params)))
+    last = _Unit("head", 1, **pieces.of(float(model.head_params)), forward=head, backward=2 * head)
+    blocks = [
+        _Unit(f"block {i}", chunks, forward=forward, backward=2 * forward + recompute, **block)
+        for i in range(model.layers)
+    ]
+    return [first, *blocks, last]
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    machine: Machine
+    policy: Policy
+    place: Placement
+    accumulation: int
+
+    def of(self, params: float) -> dict[str, float]:
+        """Seconds of everything that a unit of ``params`` parameters moves."""
+        machine, policy, place = self.machine, self.policy, self.place
+        grad = policy.gradient_bytes * params
+        spilled = grad * (1 - place.grads) if policy.keeps_gradients else 0.0
+        p16 = P16_BYTES * params * (1 - place.params)
+        states = STATE_BYTES * params * (1 - place.states)
+        acc = ACCUMULATOR_BYTES * params * (1 - place.accumulators) if self.accumulation > 1 else 0.0
+        return {
+            "p_read": storage_secs(p16, machine.storage_read),
+            "p_up": P16_BYTES * params / machine.link_up,
+            "g_down": grad / machine.link_down,
+            "g_write": storage_secs(spilled, machine.storage_write),
+            "acc_read": storage_secs(acc, machine.storage_read),
+            "acc_write": storage_secs(acc, machine.storage_write),
+            "s_read": storage_secs(states + spilled, machine.storage_read),
+            "update": params / machine.update_rate + params * policy.extra_pass_bytes / machine.pass_rate,
+            "s_write": storage_secs(states + p16, machine.storage_write),
+        }
+
+
+class _Graph:
+    """Builds the tasks of consecutive steps. ``None`` stands for work that a unit does not have."""
+
+    def __init__(self, units: list[_Unit], work: Workload, machine: Machine, policy: Policy, place: Placement) -> None:
+        pools = {"staging": _CHUNKS_IN_FLIGHT * max(unit.chunks for unit in units)}
+        self.schedule = Schedule(machine.storage_duplex, pools)
+        self.last_compute: list[int] = []
+        self._units, self._policy, self._k = units, policy, work.accumulation
+        self._params_stored = place.params < 1
+        self._previous: int | None = None  # the task before, where everything is in a row
+        self._computes: list[int] = []
+        self._ups: list[int | None] = []
+        self._drains: list[int | None] = []  # what must have left the GPU, by position
+        self._published: list[list[int]] = [[] for _ in units]
+        self._activations: list[int | None] = []
+        self._window_reads: list[int | None] = []
+
+    def step(self, number: int) -> tuple[int, int]:
+        """Adds one step; returns the range of its tasks."""
+        begin = len(self.schedule.tasks)
+        places = 2 * len(self._units)
+        gradients: list[tuple[int, int | None]] = []
+        for micro in range(self._k):
+            base = (number * self._k + micro) * places
+            is_last = micro == self._k - 1
+            self._activations = [self._forward(base, i) for i in range(len(self._units))]
+            for back in range(len(self._units)):
+                index = len(self._units) - 1 - back
+                gradients.append((index, self._backward(base + len(self._units) + back, index, is_last)))
+        self.last_compute.append(self._computes[-1])
+        final = gradients[-len(self._units) :]
+        after = [task for _, task in final if task is not None]
+        for place, (index, arrived) in enumerate(final):
+            self._optimizer(number, place, index, arrived, after)
+        return begin, len(self.schedule.tasks)
+
+    def _add(self, name: str, unit: _Unit, lane: Lane, secs: float, deadline: float, *after: int | None) -> int | None:
+        """One task, or None where there is nothing to do. In a row, it also waits for the one before."""
+        if secs <= 0:
+            return None
+        task = Task(f"{name} {unit.name}", lane, secs, deadline)
+        if self._policy.in_a_row:
+            self._previous = self.schedule.add(task, *after, self._previous)
+            return self._previous
+        return self.schedule.add(task, *after)
+
+    def _past(self, tasks: list[int | None] | list[int], distance: int) -> int | None:
+        return tasks[-distance] if len(tasks) >= distance else None
+
+    def _compute(self, name: str, unit: _Unit, secs: float, deadline: float, *after: int | None) -> int:
+        """Computations run in order, and not before the GPU has let go of what left two positions ago."""
+        task = Task(f"{name} {unit.name}", Lane.GPU, max(secs, 1e-9), deadline)
+        waits = [*after, self._past(self._computes, 1), self._past(self._drains, _WINDOW)]
+        if self._policy.in_a_row:
+            waits.append(self._previous)
+        number = self.schedule.add(task, *waits)
+        self._previous = number
+        self._computes.append(number)
+        return number
+
+    def _parameters(self, unit: _Unit, position: float, *after: int | None) -> int | None:
+        held = self._past(self._ups, 2 * _WINDOW)
+        read = self._add("read P16", unit, Lane.READ, unit.p_read, position, *after, held)
+        up = self._add("P16 up", unit, Lane.UP, unit.p_up, position, read, *after, self._past(self._computes, _WINDOW))
+        self._ups.append(up)
+        return up
+
+    def _forward(self, base: int, index: int) -> int | None:
+        unit, position = self._units[index], float(base + index)
+        up = self._parameters(unit, position, *self._published[index])
+        done = self._compute("forward", unit, unit.forward, position, up)
+        down = self._add("A16 down", unit, Lane.DOWN, unit.a_down, position + _WINDOW, done)
+        self._drains.append(down)
+        return self._add("write A16", unit, Lane.WRITE, unit.a_write, position + 2 * _WINDOW, down) or down
+
+    def _backward(self, position: int, index: int, is_last: bool) -> int | None:
+        unit, at = self._units[index], float(position)
+        up = self._parameters(unit, at)
+        saved = self._activations[index]
+        held = self._past(self._window_reads, 2 * _WINDOW)
+        read = self._add("read A16", unit, Lane.READ, unit.a_read, at, saved, held)
+        back = self._add("A16 up", unit, Lane.UP, unit.a_up, at, read, saved, self._past(self._computes, _WINDOW))
+        self._window_reads.append(back)
+        done = self._compute("backward", unit, unit.backward, at, up, back)
+        down = self._add("G16 down", unit, Lane.DOWN, unit.g_down, at + _WINDOW, done)
+        self._drains.append(down)
+        if not is_last:
+            loaded = self._add("read accumulator", unit, Lane.READ, unit.acc_read, at + 2 * _WINDOW, down)
+            self._add("write accumulator", unit, Lane.WRITE, unit.acc_write, at + 3 * _WINDOW, loaded or down)
+            return down
+        return self._add("write G16", unit, Lane.WRITE, unit.g_write, at + 2 * _WINDOW, down) or down
+
+    def _optimizer(self, step: int, place: int, index: int, arrived: int | None, after: list[int]) -> None:
+        """Read, update, write of one unit's chunks. ``after``: all gradients, where updates wait for the last."""
+        unit = self._units[index]
+        self._published[index] = []
+        if unit.update <= 0:
+            return
+        num_units, policy = len(self._units), self._policy
+        base = step * self._k * 2 * num_units + (2 * self._k - 1) * num_units
+        deadline = float(base + num_units + index if policy.updates is Updates.DEADLINE else base + place + _WINDOW)
+        waits = tuple(after) if policy.updates is Updates.STEP else (arrived,)
+        cut = unit.chunks
+        for part in range(cut):
+            due = deadline + part / (2 * cut)
+            read = self._chunk("read state of", unit, Lane.READ, (unit.s_read + unit.acc_read) / cut, due, *waits)
+            update = self._chunk("update", unit, Lane.CPU, unit.update / cut, due, read, *waits)
+            write = self._chunk("write state of", unit, Lane.WRITE, unit.s_write / cut, due, update)
+            self._stage(read, update, write)
+            ready = write if self._params_stored and write is not None else update
+            if ready is not None:
+                self._published[index].append(ready)
+
+    _chunk = _add
+
+    def _stage(self, read: int | None, update: int | None, write: int | None) -> None:
+        """A chunk's buffers: taken by the first task, given back by the last. In memory it needs none."""
+        tasks = self.schedule.tasks
+        if self._policy.in_a_row or read is None:
+            return
+        tasks[read].takes = "staging"
+        last = write if write is not None else update
+        if last is not None:
+            tasks[last].gives = "staging"

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The closed form against the simulation, and against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ds_fuyou.planner.choose import Chosen, try_choose
+from ds_fuyou.planner.cost import Placement, Workload, closed_form, shared_secs
+from ds_fuyou.planner.lanes import Lane
+from ds_fuyou.planner.policies import POLICIES, find_policy
+from ds_fuyou.planner.simulate import simulate
+from tests.planner.support import chosen, machine, model
+
+
+@pytest.mark.parametrize("system", POLICIES)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_both_agree_within_10_percent(system: str, accumulation: int) -> None:
+    compared = 0
+    for name, batch in (("13B", 8), ("13B", 64), ("70B", 16), ("175B", 8)):
+        for on in (machine(12, 768), machine(3, 256), machine(12, 768, "a100_80gb")):
+            work = Workload(model(name), batch, 1024, accumulation)
+            found = try_choose(work, on, find_policy(system))
+            if isinstance(found, Chosen):
+                assert found.closed.iteration_secs == pytest.approx(found.iteration_secs, rel=0.10)
+                compared += 1
+    assert compared >= 2
+
+
+def test_busy_seconds_of_the_lanes_are_the_same() -> None:
+    for system in POLICIES:
+        found = chosen("13B", 16, system)
+        for lane in Lane:
+            assert found.simulated.lane_secs[lane] == pytest.approx(found.closed.lane_secs[lane], rel=2e-2, abs=2e-2)
+
+
+def test_a_step_by_hand() -> None:
+    """13B at batch 8 on storage alone: 16 bytes read and 14 written a parameter, and the block inputs."""
+    on, policy = machine(), find_policy("fuyou")
+    work = Workload(model("13B"), 8)
+    inputs = 40 * 8 * 1024 * 2 * 5120
+    place = Placement(swapped_bytes=float(inputs))
+    found = closed_form(work, on, policy, place)
+    params = work.model.params
+    assert found.lane_secs[Lane.READ] == pytest.approx((16 * params + inputs) / on.storage_read)
+    assert found.lane_secs[Lane.WRITE] == pytest.approx((14 * params + inputs) / on.storage_write)
+    assert found.lane_secs[Lane.UP] == pytest.approx((4 * params + inputs) / on.link_up)
+    assert found.lane_secs[Lane.DOWN] == pytest.approx((2 * params + inputs) / on.link_down)
+    assert found.lane_secs[Lane.CPU] == pytest.approx(params / on.update_rate)
+    storage = (14 * params + inputs) / on.storage_read + 14 * params / on.storage_write
+    assert found.backward_secs == pytest.approx(storage)
+
+
+def test_recomputed_flops_and_resident_shares_move_the_right_lanes() -> None:
+    on, policy = machine(), find_policy("ds_fuyou")
+    work = Workload(model("13B"), 16)
+    base = Placement(swapped_bytes=1e9)
+    plain = closed_form(work, on, policy, base)
+    again = closed_form(work, on, policy, replace(base, recompute_flops=1e15))
+    rate = on.flops * policy.share_of_block_rate
+    assert again.lane_secs[Lane.GPU] - plain.lane_secs[Lane.GPU] == pytest.approx(1e15 / rate)
+    half = closed_form(work, on, policy, replace(base, states=0.5))
+    saved = 6 * work.model.params
+    assert plain.lane_secs[Lane.READ] - half.lane_secs[Lane.READ] == pytest.approx(saved / on.storage_read)
+    assert plain.lane_secs[Lane.WRITE] - half.lane_secs[Lane.WRITE] == pytest.approx(saved / on.storage_write)
+
+
+def test_reads_and_writes_share_storage_unless_measured_otherwise() -> None:
+    assert shared_secs(3.0, 2.0, 1.0) == 5.0
+    assert shared_secs(3.0, 2.0, 2.0) == 3.0
+    found = chosen("13B", 8, "fuyou")
+    apart = replace(found.machine, storage_duplex=2.0)
+    faster = simulate(found.work, apart, found.policy, found.place)
+    assert faster.iteration_secs < 0.7 * found.iteration_secs
+    closed = closed_form(found.work, apart, found.policy, found.place)
+    assert closed.iteration_secs == pytest.approx(faster.iteration_secs, rel=0.10)
+
+
+def test_deadline_order_hides_the_optimizer_behind_forward_too() -> None:
+    """Same bytes and lanes; only when updates may run differs."""
+    place = Placement(grads=1.0, swapped_bytes=1e9, dram_activation_bytes=1e9)
+    work, on = Workload(model("13B"), 32), machine()
+    ours = find_policy("ds_fuyou")
+    secs = [
+        simulate(work, on, replace(ours, updates=find_policy(other).updates), place).iteration_secs
+        for other in ("ds_fuyou", "fuyou", "fuyou_optimizer_as_separate_stage")
+    ]
+    assert secs == sorted(secs)
+    assert secs[0] < 0.9 * secs[1] < 0.9 * secs[2]
