@@ -198,7 +198,8 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
     forward = _phase(
         policy, [t.forward, t.up, t.activations_down], _storage_secs(t.p_bytes, t.activation_bytes, machine)
     )
-    before = k * forward + (k - 1) * backward(t.accumulator_bytes, t.accumulator_bytes)
+    plain = backward(t.accumulator_bytes, t.accumulator_bytes)
+    before = k * forward + (k - 1) * plain
     read = t.state_bytes + t.spilled_bytes + t.accumulator_bytes
     write = t.state_bytes + t.p_bytes
     lanes = {
@@ -219,9 +220,13 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
         last, tail = backward(0.0, t.spilled_bytes), _phase(policy, [t.update], _storage_secs(read, write, machine))
     else:
         last, tail = backward(0.0, t.spilled_bytes), _turn_secs(work, machine, policy, place)
-        storage = shared_secs(lanes[Lane.READ], lanes[Lane.WRITE], machine.storage_duplex)
-        # Updates may run anywhere, but activations leave in forward and return in backward.
-        return ClosedForm(before, last, tail, max(storage, before + last, *lanes.values()) + tail, lanes)
+        # Updates run beside the last backward and the next step's first forward, wherever there is room; activations
+        # leave in forward and return in backward.
+        storage = _storage_secs(
+            2 * t.p_bytes + t.activation_bytes + read, t.activation_bytes + t.spilled_bytes + write, machine
+        )
+        turn = max(forward + last, storage, t.forward + compute, t.activations_down + down, t.up + up, t.update)
+        return ClosedForm(before, last, tail, (k - 1) * (forward + plain) + turn + tail, lanes)
     return ClosedForm(before, last, tail, before + last + tail, lanes)
 
 
