@@ -44,7 +44,8 @@ def test_a_kill_at_any_instant_leaves_a_whole_committed_state(tmp_path: Path, se
     said = [writer.stdout.readline() for _ in range(draw.randint(1, 6))]
     time.sleep(draw.uniform(0.0, 0.02))
     writer.kill()
-    said += writer.communicate(timeout=60)[0].splitlines()
+    said += writer.stdout.read().splitlines()  # not communicate(): it loses what readline() had buffered
+    writer.wait(timeout=60)
     done = max([int(line.split()[1]) for line in said if line.startswith("done")], default=0)
     begun = max([int(line.split()[1]) for line in said if line.startswith("begin")])
     store = SlotStore.open([path / "ds_fuyou" / "run-rank0" for path in paths], identity())
