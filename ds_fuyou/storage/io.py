@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from ds_fuyou.errors import FuyouChecksumError, FuyouStorageError
+from ds_fuyou.lanes.memory import HostPool
 from ds_fuyou.lanes.waiting import wait_reporting
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.storage.store import Extent
@@ -47,11 +49,15 @@ class Transfer:
 
         Raises :class:`FuyouStorageError` with path, offset and errno if it failed.
         """
-        seconds = wait_reporting(self.ticket.wait, lambda: self.what)
+        seconds = self.wait_ended()
         outcome = self.ticket.outcome()
         if outcome.error:
             raise storage_error(self.what, outcome.error, outcome.fd, outcome.offset, self.path_of)
         return seconds
+
+    def wait_ended(self) -> float:
+        """As :meth:`wait`, but says nothing of how it ended; the memory may be dropped afterwards."""
+        return wait_reporting(self.ticket.wait, lambda: self.what)
 
 
 def storage_error(what: str, error: int, fd: int, offset: int, path_of: Callable[[int], Path]) -> FuyouStorageError:
@@ -81,6 +87,18 @@ class IoLane:
         )
         self._core = core
         self._path_of = path_of
+        self._registered: list[HostPool] = []
+
+    def sharing(self, path_of: Callable[[int], Path]) -> IoLane:
+        """The same engine for files of another owner. Only the lane that was built first closes it."""
+        lane = copy.copy(self)
+        lane._path_of = path_of
+        return lane
+
+    def register_memory(self, pool: HostPool) -> None:
+        """Registers the pool with the kernel; it stays mapped until the engine is closed."""
+        self.engine.register_buffer(pool.pool.base, pool.capacity_bytes)
+        self._registered.append(pool)
 
     def read(self, extents: Sequence[Extent], memory: torch.Tensor, what: str, priority: int = 0) -> Transfer:
         """Starts reading the extents, in order, into ``memory`` (bytes of a contiguous CPU tensor)."""
@@ -107,3 +125,4 @@ class IoLane:
 
     def close(self) -> None:
         self.engine.close()
+        self._registered.clear()

@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.storage.anonymous import open_anonymous
 from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.store import Extent
 
@@ -29,26 +29,9 @@ class StagingFile:
 
     def __init__(self, directory: Path, make_io: Callable[[], IoLane]) -> None:
         self._directory = directory
-        try:
-            self._fd = self._open(directory)
-        except OSError as error:
-            raise FuyouStorageError(
-                error.errno or errno.EIO, "cannot stage parameters in nvme_path; it must be writable", str(directory)
-            ) from error
+        self._fd = open_anonymous(directory, "stage parameters")
         self._size = 0
         self._io = make_io()
-
-    @staticmethod
-    def _open(directory: Path) -> int:
-        for flags in (os.O_DIRECT, 0):
-            try:
-                return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR):
-                    raise
-        fd, name = tempfile.mkstemp(dir=directory, prefix="ds_fuyou-")
-        os.unlink(name)
-        return fd
 
     def reserve(self, num_bytes: int) -> int:
         """Allocates the next ``num_bytes`` on disk; returns their offset."""
