@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lane trace: what each lane did when, as a Chrome trace file that Perfetto (ui.perfetto.dev) opens.
+
+Whoever records holds a ``LaneTrace | None`` and asks ``if trace is not None`` first: switched off, that branch is all
+that is left. A recorded span is one tuple in a list; the file is written when the trace is closed.
+
+Spans of the storage lanes run from the submission of a transfer to the moment at which its end was noticed, which is
+at the next saved or used tensor; so they may be drawn a little too long, never too short.
+"""
+
+from __future__ import annotations
+
+import atexit
+import enum
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.log import current_rank
+
+__all__ = ["Lane", "LaneTrace"]
+
+
+class Lane(enum.Enum):
+    """Tracks of the trace, from top to bottom."""
+
+    COMPUTE = "compute"
+    COPY_OUT = "device to host"
+    COPY_IN = "host to device"
+    STORAGE_READ = "storage read"
+    STORAGE_WRITE = "storage write"
+    OPTIMIZER = "step()"
+    WAIT = "waits"
+
+
+class LaneTrace:
+    """Spans of one rank, kept in memory until :meth:`close`. At most ``max_spans``: the first ones are kept.
+
+    Raises:
+        FuyouStorageError: the file cannot be created. Said at once, not at the end of the run.
+    """
+
+    def __init__(self, path: str, max_spans: int = 1_000_000) -> None:
+        self.path = Path(path) if current_rank() == 0 else Path(f"{path}.rank{current_rank()}")
+        try:
+            self.path.write_text("")
+        except OSError as error:
+            message = "fuyou.trace must name a file that can be written; create its directory or name another"
+            raise FuyouStorageError(error.errno or 0, message, str(self.path)) from error
+        self._spans: list[tuple[Lane, str, int, int]] = []
+        self._max_spans = max_spans
+        self._origin_ns = time.perf_counter_ns()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._closed = False
+        self.num_dropped = 0
+        atexit.register(self.close)
+
+    def add(self, lane: Lane, name: str, begin_ns: int, end_ns: int) -> None:
+        """One span; times are those of ``time.perf_counter_ns``."""
+        if len(self._spans) >= self._max_spans:
+            self.num_dropped += 1
+            return
+        self._spans.append((lane, name, begin_ns, end_ns))
+
+    @contextmanager
+    def span(self, lane: Lane, name: str) -> Iterator[None]:
+        """Records what runs inside."""
+        begin = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self.add(lane, name, begin, time.perf_counter_ns())
+
+    def events(self) -> list[dict[str, Any]]:
+        """The Chrome trace events. Spans of a storage lane overlap, so each goes to the first free track."""
+        rank = current_rank()
+        events: list[dict[str, Any]] = []
+        tracks: dict[tuple[Lane, int], int] = {}
+        for lane, name, begin, end in sorted(self._spans, key=lambda span: span[2]):
+            track = 0
+            while tracks.get((lane, track), -1) > begin:
+                track += 1
+            tracks[lane, track] = end
+            events.append(
+                {
+                    "ph": "X",
+                    "name": name,
+                    "cat": lane.value,
+                    "pid": rank,
+                    "tid": _tid(lane, track),
+                    "ts": (begin - self._origin_ns) / 1000,
+                    "dur": (end - begin) / 1000,
+                }
+            )
+        named: list[dict[str, Any]] = [
+            {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"ds_fuyou rank {rank}"}}
+        ]
+        for lane, track in tracks:
+            number = "" if track == 0 else f" {track + 1}"
+            tid = _tid(lane, track)
+            named.append(
+                {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": lane.value + number}}
+            )
+            named.append({"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": tid, "args": {"sort_index": tid}})
+        return named + events
+
+    def close(self) -> None:
+        """Writes the file. Idempotent; does nothing in a forked child."""
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._closed = True
+        atexit.unregister(self.close)
+        document = {
+            "traceEvents": self.events(),
+            "displayTimeUnit": "ms",
+            "otherData": {"dropped_spans": self.num_dropped},
+        }
+        self.path.write_text(json.dumps(document))
+
+
+def _tid(lane: Lane, track: int) -> int:
+    return list(Lane).index(lane) * 1000 + track
