@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that are computed again in backward instead of being saved, by ``torch.utils.checkpoint``."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from ds_fuyou.activations.takeover import CheckpointTakeover
+
+__all__ = ["RecomputedForward"]
+
+
+class _RecomputeFirst(torch.autograd.Function):
+    """Identity whose backward needs a saved tensor, and so has the whole region recomputed, before anything else.
+
+    Without it the first operator's backward would do that: after ZeRO-3 gathered the parameters of the operator's
+    module, and the recomputation, which runs the module's forward hooks, would release them under its feet.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(token)
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        _ = ctx.saved_tensors
+        return grads[0], None
+
+
+def _recompute_first(output: Any) -> Any:
+    token = torch.empty(1)
+
+    def mark(value: Any) -> Any:
+        wanted = isinstance(value, torch.Tensor) and value.requires_grad
+        return _RecomputeFirst.apply(value, token) if wanted else value
+
+    return tree_map(mark, output)
+
+
+class RecomputedForward:
+    """Takes the place of ``module.forward`` on the instance; :meth:`undo` puts back what was there.
+
+    The module's hooks run outside, once; those of its submodules run again in backward, which is what ZeRO-3 needs to
+    gather their parameters again. Checkpointing is non-re-entrant and without early stop, so every hook that began
+    also ends. A deep copy of the module gets its class's own forward.
+    """
+
+    def __init__(self, module: nn.Module, takeover: CheckpointTakeover) -> None:
+        self._module = weakref.ref(module)
+        self._takeover = takeover
+        self._own = module.__dict__.get("forward")  # what accelerate, say, put there
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the module of this forward is gone; call the copy's own forward")
+        forward = self._own if self._own is not None else types.MethodType(type(module).forward, module)
+        if not (torch.is_grad_enabled() and module.training):
+            return forward(*args, **kwargs)
+        with self._takeover.suspended(), torch.utils.checkpoint.set_checkpoint_early_stop(False):
+            return torch.utils.checkpoint.checkpoint(
+                lambda *inputs, **named: _recompute_first(forward(*inputs, **named)),
+                *args,
+                use_reentrant=False,
+                **kwargs,
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._module()))
+        return self if copied is None else types.MethodType(type(copied).forward, copied)
+
+    def undo(self) -> None:
+        module = self._module()
+        if module is None or module.__dict__.get("forward") is not self:
+            return
+        if self._own is None:
+            del module.forward
+        else:
+            module.forward = self._own

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Swapping and recomputing attached to a model: forwards in training mode run under the hooks.
+
+Everything is attached with PyTorch's module hooks. They are plain functions that know their module by a weak
+reference, so a deep copy of the model (an EMA copy, a reference model) is not swapped and not harmed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ds_fuyou.activations.blocks import Block
+from ds_fuyou.activations.recompute import RecomputedForward
+from ds_fuyou.activations.swapper import Swapper
+from ds_fuyou.activations.takeover import CheckpointTakeover
+from ds_fuyou.activations.tier import SwapCounters
+
+__all__ = ["ActivationSession"]
+
+
+class ActivationSession:
+    """What is done to forwards of ``model`` while it is in training mode and gradients are recorded.
+
+    A forward that raises leaves nothing behind: hooks are popped, and what was moved goes with the graph.
+
+    Args:
+        blocks: known by name to the swapper and its policy.
+        swapper: takes what is saved; None saves as ever.
+        recomputed: those of the blocks that are computed again in backward.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[Block], swapper: Swapper | None, recomputed: Sequence[Block] = ()
+    ) -> None:
+        self.blocks = tuple(blocks)
+        self.swapper = swapper
+        self._takeover = CheckpointTakeover(
+            "their activations are swapped, not recomputed" if swapper is not None else "it recomputes whole blocks"
+        )
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._depth = 0
+        self._handles: list[RemovableHandle] = []
+        self._watch(model, self._enter_model, self._leave_model)
+        if swapper is not None:
+            for block in blocks:
+                self._watch_block(block, swapper)
+        self._forwards = [RecomputedForward(block.module, self._takeover) for block in recomputed]
+
+    def _watch(self, module: nn.Module, enter: Callable[[nn.Module], None], leave: Callable[[], None]) -> None:
+        own = weakref.ref(module)
+
+        def before(called: nn.Module, args: Any) -> None:
+            if called is own():
+                enter(called)
+
+        def after(called: nn.Module, args: Any, output: Any) -> None:
+            if called is own():
+                leave()
+
+        self._handles.append(module.register_forward_pre_hook(before))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _watch_block(self, block: Block, swapper: Swapper) -> None:
+        def enter(module: nn.Module) -> None:
+            swapper.block = block.name
+
+        def leave() -> None:
+            swapper.block = ""
+
+        self._watch(block.module, enter, leave)
+
+    @property
+    def counters(self) -> SwapCounters:
+        """What was moved since the start; zeros when nothing is."""
+        tier = self.swapper.tier if self.swapper is not None else None
+        return tier.counters if tier is not None else SwapCounters()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a swapped forward is running."""
+        return self._hooks is not None
+
+    def _enter_model(self, model: nn.Module) -> None:
+        self._depth += 1
+        if self._depth > 1 or not (torch.is_grad_enabled() and model.training):
+            return
+        self._takeover.begin()
+        if self.swapper is not None:
+            self.swapper.begin_forward()
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(self.swapper.pack, self.swapper.unpack)
+            self._hooks.__enter__()
+
+    def _leave_model(self) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0:
+            self._close_region()
+
+    def _close_region(self) -> None:
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__()
+        self._takeover.end()
+
+    def end_step(self) -> None:
+        """A step ended: a region that an interrupt (Ctrl-C is no ``Exception``) left open is closed.
+
+        Raises:
+            FuyouStorageError: a transfer of an activation failed and nobody has seen it yet.
+        """
+        self._depth = 0
+        self._close_region()
+        if self.swapper is not None and self.swapper.tier is not None:
+            self.swapper.tier.poll()
+
+    def close(self) -> None:
+        """Takes everything off the model and gives memory and storage back. Idempotent."""
+        self._depth = 0
+        self._close_region()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for forward in self._forwards:
+            forward.undo()
+        self._forwards.clear()
+        if self.swapper is not None and self.swapper.tier is not None:
+            self.swapper.tier.close()

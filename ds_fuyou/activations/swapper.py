@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Autograd's saved-tensor hooks: what is saved becomes a handle, and the handle becomes a tensor again in backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ds_fuyou.activations.parameters import ParameterIndex, SavedParameter
+from ds_fuyou.activations.policy import ActivationPolicy, Fate, SavedTensor
+from ds_fuyou.activations.records import HeldBytes, Record
+from ds_fuyou.activations.tier import SwapTier
+from ds_fuyou.activations.views import ALIGN_BYTES, ByteRange, ViewSpec, byte_view, is_movable
+
+__all__ = ["KeptTensor", "MovedTensor", "Packed", "Swapper", "Tape"]
+
+SOON = 8
+"""So many records, well below what a block saves, are copied to a device before backward asks for them."""
+
+
+class KeptTensor:
+    """A saved tensor that stays where it is. Refuses to come back changed, as autograd does without hooks."""
+
+    __slots__ = ("_held", "_num_bytes", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor, held: HeldBytes, num_bytes: int) -> None:
+        self._tensor = tensor.detach()  # an alias without history: the node that owns us must not own itself
+        self._version = self._tensor._version
+        self._held, self._num_bytes = held, num_bytes
+        held.add(num_bytes)
+
+    def value(self) -> torch.Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self._tensor.shape)} needed for gradient computation was modified by an "
+                f"in-place operation: it is at version {self._tensor._version}, expected {self._version}"
+            )
+        return self._tensor
+
+    def __del__(self) -> None:
+        self._held.now -= self._num_bytes
+
+
+@dataclass(eq=False)
+class Tape:
+    """What one forward moved, in the order of saving. Backward needs it in reverse."""
+
+    records: list[weakref.ref[Record]] = field(default_factory=list)
+    ahead: int = -1  # everything from here upwards was thought of
+    last: int = -1  # the place that backward asked for last
+
+    def before(self, place: int) -> Iterator[Record]:
+        """Living records below ``place``, the soonest needed first, from where reading ahead stopped."""
+        if self.last < place:  # backward begins, or begins again
+            self.ahead = place
+        self.last = place
+        self.ahead = min(self.ahead, place)
+        while self.ahead > 0:
+            record = self.records[self.ahead - 1]()
+            if record is not None:
+                yield record
+            self.ahead -= 1
+
+    def soon(self, place: int) -> Iterator[Record]:
+        """Living records below ``place``, the soonest needed first."""
+        for reference in reversed(self.records[max(0, place - SOON) : place]):
+            record = reference()
+            if record is not None:
+                yield record
+
+
+@dataclass(frozen=True, eq=False)
+class MovedTensor:
+    """A view of a record, of which byte 0 is byte ``begin`` of the storage it was taken from."""
+
+    record: Record
+    view: ViewSpec
+    begin: int
+    tape: Tape
+    place: int
+
+
+Packed: TypeAlias = "KeptTensor | MovedTensor | SavedParameter"
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """Entry of the table of storages. The weak reference to the storage pins its identity: no other storage can get
+    the same address while the entry exists.
+    """
+
+    storage: StorageWeakRef
+    span: ByteRange
+    record: weakref.ref[Record]
+    place: int
+    tape: Tape
+
+
+class Swapper:
+    """Pack and unpack hooks of one model.
+
+    Args:
+        parameters: recognises parameters, which are never moved.
+        resident: storages (by address of their StorageImpl) that stay on the device anyway: the model's buffers.
+        smallest_bytes: tensors that cover less stay on the device.
+        tier: None where nothing is ever moved: the device is the host, and host memory is the tier.
+    """
+
+    def __init__(
+        self,
+        tier: SwapTier | None,
+        parameters: ParameterIndex,
+        policy: ActivationPolicy,
+        *,
+        device_type: str,
+        smallest_bytes: int = 64 * 1024,
+        resident: Callable[[], Collection[int]] = frozenset,
+    ) -> None:
+        self.tier = tier
+        self.policy = policy
+        self.parameters = parameters
+        self.held = tier.held if tier is not None else HeldBytes()
+        self.block = ""
+        self.num_saved_parameters = 0
+        self._places: dict[str, int] = {}
+        self._device_type = device_type
+        self._smallest_bytes = smallest_bytes
+        self._resident_of = resident
+        self._resident: Collection[int] = frozenset()
+        self._moved: dict[tuple[int, int], list[_Moved]] = {}
+        self._tape = Tape()
+
+    def begin_forward(self) -> None:
+        """A forward begins: its records are a tape of their own. Forgets storages that are gone."""
+        self._tape = Tape()
+        self.block = ""
+        self._places = {}
+        self._resident = self._resident_of()
+        self._moved = {key: entries for key, entries in self._moved.items() if not entries[0].storage.expired()}
+        if self.tier is not None:
+            self.tier.poll()
+
+    # ---- pack ---------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        """The hook that autograd calls for every tensor it saves. Raises what moving it may raise."""
+        if not is_movable(tensor, self._device_type):
+            return KeptTensor(tensor, self.held, 0)
+        saved = self.parameters.find(tensor)
+        if saved is not None:
+            self.num_saved_parameters += 1
+            return saved
+        storage = tensor.untyped_storage()
+        view = ViewSpec.of(tensor)
+        span = view.bytes()
+        if storage._cdata in self._resident:
+            return KeptTensor(tensor, self.held, 0)
+        if span.num_bytes < self._smallest_bytes:
+            return self._keep_small(tensor, view, span, storage.nbytes())
+        return self._move(tensor, view, span, storage)
+
+    def _keep_small(self, tensor: torch.Tensor, view: ViewSpec, span: ByteRange, storage_bytes: int) -> Packed:
+        """Small tensors stay; a small part of something large stays as a copy that does not hold on to the rest."""
+        if storage_bytes >= self._smallest_bytes and span.num_bytes > 0:
+            begin = span.begin // ALIGN_BYTES * ALIGN_BYTES
+            tensor = view.over(byte_view(tensor, ByteRange(begin, span.end)).clone(), begin)
+        return KeptTensor(tensor, self.held, span.num_bytes)
+
+    def _move(self, tensor: torch.Tensor, view: ViewSpec, span: ByteRange, storage: Any) -> Packed:
+        key = (storage._cdata, tensor._version)
+        entries = self._moved.get(key, [])
+        for entry in entries:
+            record = entry.record()
+            if record is not None and entry.span.covers(span):
+                return MovedTensor(record, view, entry.span.begin, entry.tape, entry.place)
+        if self.tier is None or self._fate(span.num_bytes) is Fate.KEEP:
+            return KeptTensor(tensor, self.held, span.num_bytes)
+        whole = ByteRange(0, storage.nbytes())
+        if span.num_bytes * 2 < whole.num_bytes:  # a small part of something large: take no more than that
+            whole = ByteRange(span.begin // ALIGN_BYTES * ALIGN_BYTES, span.end)
+        alias = tensor.detach()
+        version = alias._version
+        record = self.tier.put(byte_view(tensor, whole), self._name(tensor), lambda: alias._version == version)
+        if record is None:
+            return KeptTensor(tensor, self.held, span.num_bytes)
+        tape, place = self._tape, len(self._tape.records)
+        tape.records.append(weakref.ref(record))
+        self._moved.setdefault(key, []).append(_Moved(StorageWeakRef(storage), whole, weakref.ref(record), place, tape))
+        return MovedTensor(record, view, whole.begin, tape, place)
+
+    def _fate(self, num_bytes: int) -> Fate:
+        place = self._places.get(self.block, 0)
+        self._places[self.block] = place + 1
+        return self.policy.fate(SavedTensor(self.block, place, num_bytes))
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        return f"an activation of {self.block or 'the model outside of its blocks'} {tuple(tensor.shape)}"
+
+    # ---- unpack -------------------------------------------------------------------------------------------
+
+    def unpack(self, packed: Packed) -> torch.Tensor:
+        """The hook that autograd calls when it needs the tensor. Raises what bringing it back may raise."""
+        if isinstance(packed, KeptTensor):
+            return packed.value()
+        if isinstance(packed, SavedParameter):
+            return self._parameter(packed)
+        if isinstance(packed, MovedTensor) and self.tier is not None:
+            memory = self.tier.take(packed.record)
+            self.tier.read_ahead(packed.tape.before(packed.place), packed.tape.soon(packed.place))
+            return packed.view.over(memory, packed.begin)
+        raise TypeError(f"a saved tensor came back as {type(packed).__name__}")
+
+    def _parameter(self, saved: SavedParameter) -> torch.Tensor:
+        values = self.parameters.values(saved)
+        if saved.cast is not None:
+            values = values.to(saved.cast)
+        begin = values.storage_offset() * values.element_size()
+        return ViewSpec(saved.view.dtype, saved.view.size, saved.view.stride, saved.view.offset_bytes + begin).over(
+            byte_view(values, ByteRange(0, values.untyped_storage().nbytes())), 0
+        )

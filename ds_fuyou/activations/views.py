@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which bytes of a storage a tensor covers, and how to make the same tensor over other bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["ALIGN_BYTES", "ByteRange", "ViewSpec", "byte_view", "is_movable"]
+
+ALIGN_BYTES = 64
+"""Ranges begin at multiples of it, so a tensor that comes back lies as it lay before in a cache line and a vector
+register: kernels then take the same path and round alike."""
+
+
+@dataclass(frozen=True)
+class ByteRange:
+    """Bytes [begin, end) of a storage."""
+
+    begin: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
+    def covers(self, other: ByteRange) -> bool:
+        return self.begin <= other.begin and other.end <= self.end
+
+
+@dataclass(frozen=True)
+class ViewSpec:
+    """A strided tensor without its bytes."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset_bytes: int  # of the first element, counted from the begin of the storage
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> ViewSpec:
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset() * tensor.dtype.itemsize)
+
+    def bytes(self) -> ByteRange:
+        """The bytes between the first and the last element, both included; empty for a tensor without elements."""
+        if 0 in self.size:
+            return ByteRange(self.offset_bytes, self.offset_bytes)
+        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        return ByteRange(self.offset_bytes, self.offset_bytes + (last + 1) * self.dtype.itemsize)
+
+    def over(self, memory: torch.Tensor, begin: int) -> torch.Tensor:
+        """The tensor over ``memory`` (contiguous bytes), whose first byte is byte ``begin`` of the storage."""
+        offset = memory.storage_offset() * memory.element_size() + self.offset_bytes - begin
+        result = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return result.set_(memory.untyped_storage(), offset // self.dtype.itemsize, self.size, self.stride)
+
+
+def byte_view(tensor: torch.Tensor, span: ByteRange) -> torch.Tensor:
+    """Bytes ``span`` of the tensor's storage as a flat tensor that shares them, and shares the version counter."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage(), span.begin, (span.num_bytes,), (1,))
+
+
+def is_movable(tensor: torch.Tensor, device_type: str) -> bool:
+    """Whether the tensor is plain strided memory on the device: no subclass, sparse, quantised or lazy tensor."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.device.type == device_type
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )

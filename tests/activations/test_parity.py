@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Swapped and recomputed gradients equal those of the untouched model, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.activations.support import MIB, Plain, must_agree
+
+SMALL = 256 * 1024  # an arena below what a forward saves: everything goes to storage and comes back
+
+
+def ids(seed: int = 0, length: int = 33, vocabulary: int = 300) -> torch.Tensor:
+    return torch.randint(vocabulary, (4, length), generator=torch.Generator().manual_seed(seed))
+
+
+def train(accumulation: int = 1, autocast: bool = False):
+    def step(model: nn.Module) -> None:
+        for micro in range(accumulation):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(ids(micro))
+            (loss / accumulation).backward()
+
+    return step
+
+
+MODELS = {
+    "plain": {},
+    "dropout": {"dropout": 0.2},
+    "tied": {"tied": True},
+    "frozen": {"frozen": (0, 2)},
+    "twice": {"twice": True},
+}
+
+
+@pytest.mark.parametrize("arena_bytes", [SMALL, 16 * MIB], ids=["small", "large"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_gpt(name: str, accumulation: int, autocast: bool, arena_bytes: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    found = must_agree(Plain(**MODELS[name]), train(accumulation, autocast), tmp_path, arena_bytes=arena_bytes)
+    if arena_bytes == SMALL:
+        assert found.tier.counters.read_bytes > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recomputed_blocks_between_swapped_ones(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    must_agree(Plain(**MODELS[name]), train(2), tmp_path, arena_bytes=SMALL, recompute=lambda block: "1" in block)
+
+
+def test_several_micro_batches_in_flight(tmp_path: Path) -> None:
+    def step(model: nn.Module) -> None:
+        first, second, third = (model(ids(seed, length)) for seed, length in ((0, 33), (1, 21), (2, 40)))
+        second.backward()
+        (first + third).backward()
+
+    must_agree(Plain(dropout=0.1), step, tmp_path, arena_bytes=SMALL)
+
+
+def test_evaluation_and_no_grad_in_between(tmp_path: Path) -> None:
+    def step(model: nn.Module) -> None:
+        loss = model(ids(0))
+        model.eval()
+        with torch.no_grad():
+            model(ids(5))
+        with torch.inference_mode():
+            model(ids(6))
+        model.train()
+        with torch.no_grad():
+            model(ids(7))
+        loss.backward()
+
+    must_agree(Plain(dropout=0.1), step, tmp_path, arena_bytes=SMALL)
+
+
+def test_backward_twice_through_a_retained_graph(tmp_path: Path) -> None:
+    def step(model: nn.Module) -> None:
+        loss = model(ids(0))
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    must_agree(Plain(), step, tmp_path, arena_bytes=SMALL)
+
+
+def test_second_derivatives(tmp_path: Path) -> None:
+    def step(model: nn.Module) -> None:
+        loss = model(ids(0))
+        params = [p for p in model.parameters() if p.requires_grad]
+        first = torch.autograd.grad(loss, params, create_graph=True)
+        sum(g.square().sum() for g in first).backward()
+
+    must_agree(Plain(num_layers=2), step, tmp_path, arena_bytes=SMALL)
+
+
+def test_written_only_when_host_memory_fills_up(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    found = must_agree(Plain(), train(), tmp_path, arena_bytes=32 * MIB, eager=False)
+    assert found.tier.counters.written_bytes == 0
+    found = must_agree(Plain(), train(), tmp_path, arena_bytes=SMALL, eager=False)
+    assert found.tier.counters.written_bytes > 0
