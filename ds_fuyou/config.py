@@ -155,6 +155,12 @@ class PlanOverrides(_Settings):
     chunk_bytes: ByteCount | None = Field(None, description="Largest P32 of one chunk, in bytes.")
     staging_bytes: ByteCount | None = Field(None, description="Pinned memory for chunks in flight, in bytes.")
     prefetch_bytes: ByteCount | None = Field(None, description="P16 read ahead of its use, in bytes.")
+    activation_bytes: ByteCount | None = Field(
+        None, description="Host memory for swapped activations on their way, and for those that stay there, in bytes."
+    )
+    smallest_swapped_bytes: ByteCount | None = Field(
+        None, description="Saved tensors that cover fewer bytes stay on the device."
+    )
     num_threads: Count | None = Field(None, description="Threads of the CPU optimizer.")
     queue_depth: Count | None = Field(None, description="I/O requests in flight at once.")
     block_bytes: ByteCount | None = Field(None, description="Largest single I/O request, in bytes.")

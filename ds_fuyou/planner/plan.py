@@ -18,6 +18,8 @@ MIB = 1024 * 1024
 _STAGING_BYTES = 1024 * MIB
 _PREFETCH_BYTES = 256 * MIB
 _CHUNK_BYTES = 16 * MIB
+_ACTIVATION_BYTES = 256 * MIB
+_SMALLEST_SWAPPED_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class PlanInput:
     may_speculate: bool = True
     num_cpus: int = 1
     device_is_host: bool = False
+    swaps_activations: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Plan:
     block_bytes: int
     slots: int
     double_params: bool
+    activation_bytes: int = 0  # host memory of swapped activations
+    smallest_swapped_bytes: int = _SMALLEST_SWAPPED_BYTES
 
     def resident_bytes(self, given: PlanInput) -> int:
         """Host bytes that grow with the model under this plan."""
@@ -93,6 +98,7 @@ def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
     """
     over = {key: value for key, value in overrides.items() if value is not None}
     smallest = 0
+    swaps = given.swaps_activations
     for params, optimizer, gradients in _candidates(given):
         double = params == "cpu" and optimizer == "nvme" and given.may_speculate
         resident = _resident(given, params, optimizer, gradients, double)
@@ -113,6 +119,8 @@ def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
             block_bytes=over.get("block_bytes", MIB),
             slots=over.get("slots", 2),
             double_params=double,
+            activation_bytes=over.get("activation_bytes", min(_ACTIVATION_BYTES, left // 8) if swaps else 0),
+            smallest_swapped_bytes=over.get("smallest_swapped_bytes", _SMALLEST_SWAPPED_BYTES),
         )
     raise FuyouConfigError(
         f"the smallest placement that the tiers allow needs {smallest / MIB:.0f} MiB of host memory, dram_budget_bytes "

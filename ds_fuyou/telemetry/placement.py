@@ -23,8 +23,8 @@ class Placed:
 
 
 def placement_of(rank_state: Any) -> list[Placed]:
-    """Every model-sized class and every pool of a ``RankState``. Without frozen parameters and activations,
-    which DeepSpeed and autograd keep where they always do.
+    """Every model-sized class and every pool of a ``RankState``. Without frozen parameters, and without activations
+    that are not swapped: DeepSpeed and autograd keep those where they always do.
     """
     core, plan = rank_state.core, rank_state.plan
     options, numel = core.options, core.layout.numel
@@ -46,6 +46,14 @@ def placement_of(rank_state: Any) -> list[Placed]:
         pool = getattr(rank_state.stored, "_pool", None)
         size = pool.capacity_bytes if pool is not None else plan.prefetch_bytes
         rows.append(Placed("look-ahead pool", "cpu", size, "parameters in use or read ahead"))
+    session = getattr(rank_state, "activations", None)
+    tier = session.swapper.tier if session is not None and session.swapper is not None else None
+    if tier is not None:
+        rows.append(Placed("activation staging", "cpu", tier.arena_bytes, "on their way, and the last ones saved"))
+        if tier.storage is not None:
+            rows.append(
+                Placed("A16 (activations)", "nvme", tier.storage.space.num_bytes, "what forwards needed so far")
+            )
     return rows
 
 

@@ -31,19 +31,27 @@ class LaneTimes:
     read_bytes: float = 0.0
     write_bytes: float = 0.0
     redone_chunks: float = 0.0
+    swapped_bytes: float = 0.0  # activations that left the device
+    swap_wait_secs: float = 0.0  # part of exposed_secs: the training thread or backward waited for activations
 
     @classmethod
     def of(cls, rank_state: Any) -> LaneTimes:
         core, stored = rank_state.core, rank_state.stored
         io = core.io.stats()
+        session = getattr(rank_state, "activations", None)
+        swap = session.counters if session is not None else None
         return cls(
             read_secs=io["read"].busy_secs,
             update_secs=core.pipeline.stats().update_busy_secs,
             write_secs=io["write"].busy_secs,
-            exposed_secs=core.waited_secs + (stored.waited_secs if stored is not None else 0.0),
+            exposed_secs=core.waited_secs
+            + (stored.waited_secs if stored is not None else 0.0)
+            + (swap.waited_secs if swap is not None else 0.0),
             read_bytes=io["read"].num_bytes,
             write_bytes=io["write"].num_bytes,
             redone_chunks=core.num_redone_chunks,
+            swapped_bytes=swap.out_bytes if swap is not None else 0.0,
+            swap_wait_secs=swap.waited_secs if swap is not None else 0.0,
         )
 
     def since(self, earlier: LaneTimes) -> LaneTimes:
@@ -64,11 +72,14 @@ class LaneTimes:
     def line(self) -> str:
         share = 100 * self.hidden_secs / self.busy_secs if self.busy_secs > 0 else 100.0
         redone = f", {self.redone_chunks:.1f} chunks redone" if self.redone_chunks else ""
+        swapped = ""
+        if self.swapped_bytes:
+            swapped = f", activations {shown_bytes(self.swapped_bytes)} swapped, waited {self.swap_wait_secs:.2f} s"
         return (
             f"read {self.read_secs:.2f} s ({shown_bytes(self.read_bytes)}), update {self.update_secs:.2f} s, "
             f"write {self.write_secs:.2f} s ({shown_bytes(self.write_bytes)}): "
             f"hidden {self.hidden_secs:.2f} s, "
-            f"exposed {self.exposed_secs:.2f} s ({share:.0f} % hidden){redone}"
+            f"exposed {self.exposed_secs:.2f} s ({share:.0f} % hidden){redone}{swapped}"
         )
 
 

@@ -21,6 +21,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
+from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.host_config import Activation
 from ds_fuyou.lanes.memory import HeapGuard
 from ds_fuyou.optimizer.clip_policy import Overlap
@@ -34,6 +35,7 @@ from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.store import RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.telemetry.report import report_close
+from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.param_swapper import AVAILABLE, NOT_AVAILABLE, FuyouParameterSwapper
 
@@ -77,6 +79,8 @@ class RankState:
         self._forget_closer = register_closer(self.core.close)
         self.stored = StoredParameters(self.core, self.plan.prefetch_bytes) if options.params_tier == "nvme" else None
         self._resident: set[int] = set()
+        self.trace = LaneTrace(activation.config.trace) if activation.config.trace is not None else None
+        self.activations: ActivationSession | None = None
         self._heap = HeapGuard()
         self._positions_known = False
         self._seen: dict[int, int] = {}
@@ -105,6 +109,7 @@ class RankState:
             may_speculate=config.optimizer.clip_policy != "defer" and config.optimizer.overlap != "none",
             num_cpus=len(os.sched_getaffinity(0)) // local_ranks,
             device_is_host=get_accelerator().device_name() == "cpu",
+            swaps_activations=config.activations.mode == "swap",
         )
 
     def _core_options(self, num_slots: int, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> CoreOptions:
@@ -279,6 +284,10 @@ class RankState:
     def close(self) -> None:
         """Stops everything of this rank and lets its files go. Idempotent."""
         report_close(self)
+        if self.activations is not None:
+            self.activations.close()
+        if self.trace is not None:
+            self.trace.close()
         self.core.close()
         self._forget_closer()
         if self.store is not None:

@@ -15,11 +15,14 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from ds_fuyou.host_config import current_activation
+from ds_fuyou.host_config import Activation, current_activation
 from ds_fuyou.optimizer.rules import GroupHyper, optimizer_kind
 from ds_fuyou.telemetry.report import report_step
+from ds_fuyou.telemetry.trace import Lane
+from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations
 from ds_fuyou.zero.binding import RankState
 from ds_fuyou.zero.checkpoint_state import CheckpointStateMixin
+from ds_fuyou.zero.compute_spans import ComputeSpans
 from ds_fuyou.zero.gradient_flow import GradientFlowMixin
 from ds_fuyou.zero.hp_access import HpAccessMixin
 from ds_fuyou.zero.stock import combined_grad_norm, iter_module_params
@@ -73,21 +76,44 @@ class FuyouStage3Optimizer(
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor] = {}
         self.subgroup_to_device = dict.fromkeys(range(len(self.fp16_groups)), "cpu")
         self._init_gradient_flow()
-        self._watch_modules()
+        self._watch_modules(self._attach_activations(activation))
+
+    def _attach_activations(self, activation: Activation) -> GatheredIndex:
+        """Swapping or recomputing as configured; the index learns where parameters are gathered."""
+        state = self.rank_state
+        index = GatheredIndex(self.module)
+        budget = activation.config.nvme_budget_bytes
+        taken = state.store.total_bytes if state.store is not None else 0
+        given = ActivationInput(
+            activation,
+            state.core.io,
+            arena_bytes=state.plan.activation_bytes,
+            smallest_bytes=state.plan.smallest_swapped_bytes,
+            storage_budget_bytes=None if budget == "auto" else max(0, int(budget) - taken),
+            trace=state.trace,
+        )
+        state.activations = attach_activations(self.module, index, given)
+        return index
 
     def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
         """True: readers and writers of single states go through our overrides, which write back."""
         return True
 
-    def _watch_modules(self) -> None:
+    def _watch_modules(self, index: GatheredIndex) -> None:
         """Before DeepSpeed fetches a module's parameters, ours are made available and read-ahead moves on."""
         coordinator = self.parameter_offload.get_param_coordinator()
         stock_fetch = coordinator.fetch_sub_module
         state = self.rank_state
+        compute = self._compute_spans = None if state.trace is None else ComputeSpans(state.trace, self.module)
 
         def fetch_sub_module(current_submodule: Any, forward: bool) -> None:
-            state.before_module(iter_module_params(current_submodule))
+            if compute is not None:
+                compute.enter(current_submodule, forward)
+            params = iter_module_params(current_submodule)
+            state.before_module(params)
             stock_fetch(current_submodule, forward)
+            if state.activations is not None:
+                index.note(params)
 
         coordinator.fetch_sub_module = fetch_sub_module
         if state.stored is not None and get_accelerator().device_name() == "cpu":
@@ -108,6 +134,17 @@ class FuyouStage3Optimizer(
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """One transaction: validate what backward prepared, publish it or redo it, or skip the step."""
+        if self.rank_state.trace is None:
+            self._step()
+            return
+        if self._compute_spans is not None:
+            self._compute_spans.leave()
+        with self.rank_state.trace.span(Lane.OPTIMIZER, "step()"):
+            self._step()
+
+    def _step(self) -> None:
+        if self.rank_state.activations is not None:
+            self.rank_state.activations.end_step()
         self._pre_step()
         self._partition_all_parameters()
         self._finish_gradients()

@@ -158,6 +158,16 @@ def collect(engine, case: dict, result: dict) -> None:
             result[moment][name] = state.clone().cpu()
 
 
+def collect_activations(session, result: dict) -> None:
+    """What was swapped, and how many saved tensors were recognised as parameters."""
+    if session is None:
+        return
+    result["swapped_bytes"] = session.counters.out_bytes
+    result["swap_read_bytes"] = session.counters.read_bytes
+    if session.swapper is not None:
+        result["saved_parameters"] = session.swapper.num_saved_parameters
+
+
 def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as handle:
         case = json.load(handle)
@@ -181,6 +191,7 @@ def main() -> None:
         result["redone_chunks"] = core.num_redone_chunks
         result["num_chunks"] = len(core.layout.chunks)
         result["plan"] = repr(engine.optimizer.rank_state.plan)
+        collect_activations(engine.optimizer.rank_state.activations, result)
     torch.save(result, f"{sys.argv[2]}.{torch.distributed.get_rank()}")
     engine.destroy()
 

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam between swapped activations and stage 3: which saved tensors are gathered parameters, and what is built."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from ds_fuyou.activations.blocks import Block, find_blocks
+from ds_fuyou.activations.copies import copy_lane
+from ds_fuyou.activations.parameters import SavedParameter, as_saved_parameter, cast_source
+from ds_fuyou.activations.policy import SwapEverything
+from ds_fuyou.activations.session import ActivationSession
+from ds_fuyou.activations.space import SwapSpace
+from ds_fuyou.activations.swapper import Swapper
+from ds_fuyou.activations.tier import StorageHome, SwapTier
+from ds_fuyou.activations.views import ViewSpec
+from ds_fuyou.host_config import Activation
+from ds_fuyou.log import log_once
+from ds_fuyou.storage.io import IoLane
+from ds_fuyou.telemetry.trace import LaneTrace
+
+__all__ = ["ActivationInput", "GatheredIndex", "attach_activations"]
+
+
+class GatheredIndex:
+    """ZeRO-3's parameters by the memory they are gathered in.
+
+    Saved tensors reach the hooks as the parameter, as a view of it, or as a detached alias; the alias is found by its
+    address, which counts only while the parameter still is gathered there. In backward the view is rebuilt from what
+    DeepSpeed has gathered by then, so the graph holds no gathered memory in between.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._registry: Any = getattr(module, "ds_inflight_param_registry", None)
+        self._by_address: dict[int, Any] = {}
+
+    def note(self, params: Iterable[Any]) -> None:
+        """These were just gathered for a module that runs now."""
+        for param in params:
+            if param.ds_status == ZeroParamStatus.AVAILABLE:
+                self._by_address[param.data_ptr()] = param
+
+    def find(self, tensor: torch.Tensor) -> SavedParameter | None:
+        param = self._candidate(tensor)
+        if param is not None and param.ds_status == ZeroParamStatus.AVAILABLE:
+            values = param.data
+            if values.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+                return as_saved_parameter(tensor, param, values)
+        source = cast_source(tensor)
+        if source is None or not hasattr(source, "ds_id"):
+            return None
+        return SavedParameter(source, ViewSpec.of(tensor), tensor.dtype)
+
+    def _candidate(self, tensor: torch.Tensor) -> Any:
+        for known in (tensor, tensor._base):
+            if hasattr(known, "ds_id") and hasattr(known, "ds_tensor"):
+                return known
+        return self._by_address.get(tensor.data_ptr())
+
+    def values(self, saved: SavedParameter) -> torch.Tensor:
+        """Gathered by the module's backward hook, as a rule; what is used outside of it is gathered here and released
+        with the others at the end of the step.
+        """
+        param = saved.param
+        if param.ds_status == ZeroParamStatus.INFLIGHT and self._registry is not None and param in self._registry:
+            self._registry.pop(param).wait()
+        if param.ds_status != ZeroParamStatus.AVAILABLE:
+            param.all_gather()
+        values: torch.Tensor = param.data
+        return values
+
+
+@dataclass(frozen=True)
+class ActivationInput:
+    """What the builder needs of the rank: its configuration, the shared I/O engine, bytes it may take."""
+
+    activation: Activation
+    io: IoLane
+    arena_bytes: int
+    smallest_bytes: int
+    storage_budget_bytes: int | None
+    trace: LaneTrace | None
+
+
+def attach_activations(
+    module: torch.nn.Module, index: GatheredIndex, given: ActivationInput
+) -> ActivationSession | None:
+    """Makes ``module`` swap or recompute its activations as the configuration says; None if it says neither.
+
+    Raises:
+        FuyouConfigError: ``block_classes`` names what the model does not have.
+        FuyouStorageError: a path is not writable.
+    """
+    settings = given.activation.config.activations
+    if settings.mode in ("none", "auto"):
+        return None
+    blocks = find_blocks(module, settings.block_classes, lambda param: int(getattr(param, "ds_numel", param.numel())))
+    if settings.mode == "recompute":
+        _tell(f"activations of {_shown(blocks)} are recomputed in backward")
+        return ActivationSession(module, blocks, None, blocks)
+    device = torch.device(get_accelerator().current_device_name())
+    tier = _build_tier(device, given)
+    if tier is None:
+        _tell("activations stay in host memory, where the device has its memory: nothing is moved")
+    else:
+        where = "host memory" if tier.storage is None else "storage"
+        _tell(f"activations of {_shown(blocks)} and of what lies around them are swapped to {where}")
+    swapper = Swapper(
+        tier,
+        index,
+        SwapEverything(),
+        device_type=device.type,
+        smallest_bytes=given.smallest_bytes,
+        resident=lambda: {buffer.untyped_storage()._cdata for buffer in module.buffers()},
+    )
+    return ActivationSession(module, blocks, swapper)
+
+
+def _build_tier(device: torch.device, given: ActivationInput) -> SwapTier | None:
+    copies = copy_lane(device)
+    paths = [Path(path) for path in given.activation.state_paths]
+    wanted = given.activation.config.activations.tier
+    on_storage = bool(paths) and wanted != "cpu"
+    if copies.device_is_host and not on_storage:
+        return None
+    home = None
+    if paths:
+        space = SwapSpace(paths, given.storage_budget_bytes)
+        home = StorageHome(given.io.sharing(space.path_of), space, eager=wanted == "nvme")
+    return SwapTier(given.arena_bytes, copies, home, pin=not copies.device_is_host, trace=given.trace)
+
+
+def _shown(blocks: list[Block]) -> str:
+    if not blocks:
+        return "the model, which has no blocks,"
+    return f"{len(blocks)} blocks ({', '.join(sorted({type(block.module).__name__ for block in blocks}))})"
+
+
+def _tell(message: str) -> None:
+    log_once(logging.INFO, message)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of the whole engine with swapped or recomputed activations equal stock, bit by bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.parity.cases import STOCK, TIERS, block
+
+NUM_MATRICES = 7  # weights of linear layers: each is saved once in every forward, and must be known for a parameter
+RUNS = [
+    # stock case, tiers of the states, activations
+    ("bf16-rarely-3-two_lrs", "all", {"mode": "swap", "tier": "nvme"}),
+    ("fp32-always-1-two_lrs", "states", {"mode": "swap"}),
+    ("bf16-rarely-1-two-2ranks", "all", {"mode": "swap", "tier": "nvme", "block_classes": ["TinyBlock"]}),
+    ("bf16-always-1-two", "all", {"mode": "recompute"}),
+]
+
+
+@pytest.mark.parametrize(("name", "tiers", "activations"), RUNS, ids=[f"{run[2]['mode']}-{run[0]}" for run in RUNS])
+def test_equals_stock(name: str, tiers: str, activations: dict, must_equal, tmp_path: Path) -> None:
+    assert tiers in TIERS
+    fuyou = block(str(tmp_path / "swap"), tiers, "auto", "backward_and_forward", 2)
+    trace = tmp_path / "trace.json"
+    fuyou |= {"activations": activations, "trace": str(trace)}
+    fuyou["plan"] = {**fuyou.get("plan", {}), "smallest_swapped_bytes": 1024, "activation_bytes": 65536}
+    _, ours = must_equal(STOCK[name], fuyou)
+    swaps = activations["mode"] == "swap"
+    assert (ours[0]["swapped_bytes"] > 0) == swaps
+    if swaps:
+        assert ours[0]["swap_read_bytes"] > 0, "an arena this small cannot hold what a forward saves"
+        micro_batches = len(ours[0]["losses"]) * STOCK[name]["config"]["gradient_accumulation_steps"]
+        assert ours[0]["saved_parameters"] >= NUM_MATRICES * micro_batches
+    lanes = {event.get("cat") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"compute", "step()"} <= lanes
+    assert ("storage write" in lanes) == swaps
