@@ -33,7 +33,7 @@ class Fates(Enum):
     """What happens to operator outputs that backward needs."""
 
     CHECKPOINT = "block inputs are kept in host memory, the rest is recomputed"
-    CLASSES = "block inputs are swapped; an operator is swapped in all blocks or in none"
+    FIRST_CLASS = "block inputs are swapped, and in all blocks or in none the outputs worth most a byte"
     OPERATORS = "kept, swapped or recomputed for every operator of every block"
 
 
@@ -86,8 +86,10 @@ def _stock(name: str, tiers: Tiers) -> Policy:
 POLICIES = {
     policy.name: policy
     for policy in (
-        Policy("fuyou", Updates.BACKWARD, Tiers.STORAGE, Fates.CLASSES),
-        Policy("fuyou_optimizer_as_separate_stage", Updates.STEP, Tiers.STORAGE, Fates.CLASSES, keeps_gradients=True),
+        Policy("fuyou", Updates.BACKWARD, Tiers.STORAGE, Fates.FIRST_CLASS),
+        Policy(
+            "fuyou_optimizer_as_separate_stage", Updates.STEP, Tiers.STORAGE, Fates.FIRST_CLASS, keeps_gradients=True
+        ),
         _stock("zero_infinity", Tiers.STORAGE),
         _stock("zero_offload", Tiers.DRAM),
         Policy("ds_fuyou", Updates.DEADLINE, Tiers.PLANNED, Fates.OPERATORS, keeps_gradients=True),
