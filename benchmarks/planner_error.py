@@ -117,7 +117,7 @@ def report(rows: Sequence[dict[str, str]]) -> str:
         ratio = found.closed.iteration_secs / found.iteration_secs
         lines.append(
             f"| {row['system']} | {row['model']} | {row['batch']} | {row['tokens_per_s']} | {found.tokens_per_s:.1f} "
-            f"| {100 * error:+.1f} % | {ratio:.3f} | {found.simulated.bound.label} |"
+            f"| {100 * error:+.1f} % | {ratio:.3f} | {found.bound.label} |"
         )
     return "\n".join([*lines, "", *_held_out(rows), "", *_ours(rows), ""])
 
@@ -157,7 +157,7 @@ def _ours(rows: Sequence[dict[str, str]]) -> list[str]:
         cells = []
         for system in POLICIES:
             found = predict(row, system, Scales())
-            cells.append("–" if found is None else f"{found.iteration_secs:.1f} ({found.simulated.bound.label})")
+            cells.append("–" if found is None else f"{found.iteration_secs:.1f} ({found.bound.label})")
         lines.append(f"| {model} | {batch} | " + " | ".join(cells) + " |")
     return lines
 

@@ -64,6 +64,11 @@ class Chosen:
         return self.simulated.iteration_secs
 
     @property
+    def bound(self) -> Lane:
+        """The lane that bounds most of the step."""
+        return self.closed.bound
+
+    @property
     def tokens_per_s(self) -> float:
         return self.work.tokens_per_step(self.machine.num_gpus) / self.iteration_secs
 

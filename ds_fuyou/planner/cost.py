@@ -8,6 +8,7 @@ those of one GPU, and storage, host memory and the CPU serve all of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_fuyou.errors import FuyouConfigError
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 P16_BYTES, STATE_BYTES, ACCUMULATOR_BYTES = 2, 12, 4
+_NOT_STORAGE = (Lane.GPU, Lane.DOWN, Lane.UP, Lane.CPU)
 # Bytes that unfused operators move in GPU memory, forward: for every score of the s x s matrix (write, scale, mask,
 # softmax, dropout, read), and a token and width for everything element-wise.
 _EAGER_SCORE_BYTES, _EAGER_TOKEN_BYTES = 24, 60
@@ -91,13 +93,17 @@ class Placement:
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Seconds: of the phases, of the whole step, and of each lane's own work over the step."""
+    """Seconds: of all forwards, of all backwards, of what comes after, of the step; and each lane's own work.
+
+    ``bound`` is the lane that bounds most of the time: of each phase the lane with the most work in it.
+    """
 
     forward_secs: float
     backward_secs: float
     tail_secs: float
     iteration_secs: float
     lane_secs: dict[Lane, float]
+    bound: Lane
 
 
 def eager_bytes(work: Workload) -> float:
@@ -123,115 +129,126 @@ def storage_secs(num_bytes: float, rate: float) -> float:
     return num_bytes / rate if rate > 0 else float("inf")
 
 
-def _storage_secs(read: float, write: float, machine: Machine) -> float:
-    """One resource for both directions, as far as they share it."""
-    return shared_secs(
-        storage_secs(read, machine.storage_read), storage_secs(write, machine.storage_write), machine.storage_duplex
-    )
-
-
 def shared_secs(read_secs: float, write_secs: float, duplex: float) -> float:
     """Of reads and writes together, from what each takes alone."""
     return max((read_secs + write_secs) / duplex, read_secs, write_secs)
 
 
-def bound_lane(lane_secs: dict[Lane, float], duplex: float) -> Lane:
+def bound_lane(lane_secs: Sequence[float], duplex: float) -> Lane:
     """The lane with the most work; the two of storage count together, and the busier one is named."""
     read, write = lane_secs[Lane.READ], lane_secs[Lane.WRITE]
-    others = max((lane for lane in Lane if lane not in (Lane.READ, Lane.WRITE)), key=lambda lane: lane_secs[lane])
+    others = max(_NOT_STORAGE, key=lane_secs.__getitem__)
     if shared_secs(read, write, duplex) > lane_secs[others]:
         return Lane.READ if read >= write else Lane.WRITE
     return others
 
 
+_Lanes = tuple[float, ...]  # seconds, in the order of Lane
+
+
+def _lanes(gpu: float = 0.0, down: float = 0.0, up: float = 0.0, read: float = 0.0, write: float = 0.0) -> _Lanes:
+    return (gpu, down, up, read, write, 0.0)
+
+
 @dataclass(frozen=True)
-class _Terms:
-    """The terms of the equations, for one micro-batch unless told; seconds on lanes, bytes on storage."""
+class _Phases:
+    """Work of the lanes, in seconds: of one micro-batch's forward and backward, of moving accumulators, of
+    spilling gradients, and of the optimizer.
+    """
 
-    forward: float
-    recompute: float
-    up: float
-    activations_down: float
-    activations_up: float
-    gradients_down: float
-    update: float  # a step
-    p_bytes: float
-    activation_bytes: float
-    accumulator_bytes: float
-    state_bytes: float  # a step
-    spilled_bytes: float  # a step
+    forward: _Lanes
+    backward: _Lanes
+    accumulate: _Lanes
+    spill: _Lanes
+    optimizer: _Lanes
 
 
-def _terms(work: Workload, machine: Machine, policy: Policy, place: Placement) -> _Terms:
+def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) -> _Phases:
     model, num_params = work.model, float(work.model.params)
     blocks, head = _compute_secs(work, machine, policy)
     recompute = place.recompute_flops / (machine.flops * policy.share_of_block_rate)
     if not policy.fused:
         recompute += model.layers * eager_bytes(work) / machine.gpu_memory_rate
     grad = policy.gradient_bytes * num_params
-    return _Terms(
-        forward=blocks + head,
-        recompute=recompute,
-        up=P16_BYTES * num_params / machine.link_up,
-        activations_down=place.swapped_bytes / machine.link_down,
-        activations_up=place.swapped_bytes / machine.link_up,
-        gradients_down=grad / machine.link_down,
-        update=num_params / machine.update_rate + num_params * policy.extra_pass_bytes / machine.pass_rate,
-        p_bytes=P16_BYTES * num_params * (1 - place.params),
-        activation_bytes=place.storage_activation_bytes * machine.num_gpus,
-        accumulator_bytes=ACCUMULATOR_BYTES * num_params * (1 - place.accumulators) if work.accumulation > 1 else 0.0,
-        state_bytes=STATE_BYTES * num_params * (1 - place.states),
-        spilled_bytes=grad * (1 - place.grads) if policy.keeps_gradients else 0.0,
+    stored = place.storage_activation_bytes * machine.num_gpus
+    p_bytes = P16_BYTES * num_params * (1 - place.params)
+    states = STATE_BYTES * num_params * (1 - place.states)
+    spilled = grad * (1 - place.grads) if policy.keeps_gradients else 0.0
+    sums = ACCUMULATOR_BYTES * num_params * (1 - place.accumulators) if work.accumulation > 1 else 0.0
+    up, act_up = P16_BYTES * num_params / machine.link_up, place.swapped_bytes / machine.link_up
+    p_read = storage_secs(p_bytes, machine.storage_read)
+    return _Phases(
+        forward=_lanes(
+            gpu=blocks + head,
+            up=up,
+            down=place.swapped_bytes / machine.link_down,
+            read=p_read,
+            write=storage_secs(stored, machine.storage_write),
+        ),
+        backward=_lanes(
+            gpu=2 * (blocks + head) + recompute,
+            up=up + act_up,
+            down=grad / machine.link_down,
+            read=p_read + storage_secs(stored, machine.storage_read),
+        ),
+        accumulate=_lanes(
+            read=storage_secs(sums, machine.storage_read), write=storage_secs(sums, machine.storage_write)
+        ),
+        spill=_lanes(write=storage_secs(spilled, machine.storage_write)),
+        optimizer=(
+            *(0.0, 0.0, 0.0),
+            storage_secs(states + spilled + sums, machine.storage_read),
+            storage_secs(states + p_bytes, machine.storage_write),
+            num_params / machine.update_rate + num_params * policy.extra_pass_bytes / machine.pass_rate,
+        ),
     )
+
+
+def _together(*parts: _Lanes) -> _Lanes:
+    return tuple(map(sum, zip(*parts, strict=True)))
 
 
 def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placement) -> ClosedForm:
     """Lane times and iteration time of one step under a placement."""
-    t, k = _terms(work, machine, policy, place), work.accumulation
-    compute = 2 * t.forward + t.recompute
-    up, down = t.up + t.activations_up, t.gradients_down
+    p, k = _phases(work, machine, policy, place), work.accumulation
+    by_lane = [0.0] * len(Lane)
 
-    def backward(read: float, write: float, *more: float) -> float:
-        storage = _storage_secs(t.p_bytes + t.activation_bytes + read, write, machine)
-        return _phase(policy, [compute, up, down, *more], storage)
+    def secs(count: int, *parts: _Lanes) -> float:
+        if count == 0:  # also where a phase would take for ever
+            return 0.0
+        lanes = _together(*parts)
+        if policy.in_a_row:
+            took = count * sum(lanes)
+        else:
+            took = count * max(*lanes, shared_secs(lanes[Lane.READ], lanes[Lane.WRITE], machine.storage_duplex))
+        by_lane[bound_lane(lanes, machine.storage_duplex)] += took
+        return took
 
-    forward = _phase(
-        policy, [t.forward, t.up, t.activations_down], _storage_secs(t.p_bytes, t.activation_bytes, machine)
-    )
-    plain = backward(t.accumulator_bytes, t.accumulator_bytes)
-    before = k * forward + (k - 1) * plain
-    read = t.state_bytes + t.spilled_bytes + t.accumulator_bytes
-    write = t.state_bytes + t.p_bytes
-    lanes = {
-        Lane.GPU: k * (3 * t.forward + t.recompute),
-        Lane.DOWN: k * (t.activations_down + down),
-        Lane.UP: k * (t.up + up),
-        Lane.READ: storage_secs(
-            k * (2 * t.p_bytes + t.activation_bytes) + (k - 1) * t.accumulator_bytes + read, machine.storage_read
-        ),
-        Lane.WRITE: storage_secs(
-            k * t.activation_bytes + t.spilled_bytes + (k - 1) * t.accumulator_bytes + write, machine.storage_write
-        ),
-        Lane.CPU: t.update,
-    }
-    if policy.updates is Updates.BACKWARD:
-        last, tail = backward(read, write, t.update), _drain_secs(work, machine, policy, place)
-    elif policy.updates is Updates.STEP:
-        last, tail = backward(0.0, t.spilled_bytes), _phase(policy, [t.update], _storage_secs(read, write, machine))
-    else:
-        last, tail = backward(0.0, t.spilled_bytes), _turn_secs(work, machine, policy, place)
+    total = _together(*[p.forward, p.backward] * k, *[p.accumulate] * (k - 1), p.spill, p.optimizer)
+    if policy.updates is Updates.DEADLINE:
         # Updates run beside the last backward and the next step's first forward, wherever there is room; activations
         # leave in forward and return in backward.
-        storage = _storage_secs(
-            2 * t.p_bytes + t.activation_bytes + read, t.activation_bytes + t.spilled_bytes + write, machine
-        )
-        turn = max(forward + last, storage, t.forward + compute, t.activations_down + down, t.up + up, t.update)
-        return ClosedForm(before, last, tail, (k - 1) * (forward + plain) + turn + tail, lanes)
-    return ClosedForm(before, last, tail, before + last + tail, lanes)
-
-
-def _phase(policy: Policy, lanes: list[float], storage: float) -> float:
-    return sum(lanes) + storage if policy.in_a_row else max(*lanes, storage)
+        forward = secs(k - 1, p.forward)
+        backward = secs(k - 1, p.backward, p.accumulate)
+        before = list(by_lane)
+        apart = secs(1, p.forward) + secs(1, p.backward, p.spill)
+        phased, by_lane[:] = list(by_lane), before
+        turn = secs(1, p.forward, p.backward, p.spill, p.optimizer)
+        if apart > turn:
+            by_lane[:] = phased
+        tail = _turn_secs(work, machine, policy, place)
+        step = forward + backward + max(turn, apart) + tail
+    else:
+        forward = secs(k, p.forward)
+        backward = secs(k - 1, p.backward, p.accumulate)
+        if policy.updates is Updates.BACKWARD:
+            backward += secs(1, p.backward, p.optimizer)
+            tail = _drain_secs(work, machine, policy, place)
+        else:
+            backward += secs(1, p.backward, p.spill)
+            tail = secs(1, p.optimizer)
+        step = forward + backward + tail
+    return ClosedForm(forward, backward, tail, step, dict(zip(Lane, total, strict=True)), bound_lane(by_lane, 1.0))
 
 
 def _chunk_secs(num_params: float, machine: Machine, policy: Policy, place: Placement) -> dict[str, float]:

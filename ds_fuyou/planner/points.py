@@ -147,7 +147,7 @@ def predict(row: Mapping[str, str], defaults: Defaults) -> dict[str, str]:
         **blank,
         "predicted_tokens_per_s": f"{chosen.tokens_per_s:.4g}",
         "predicted_tflops_8p": f"{chosen.tflops_8p:.4g}",
-        "bound_lane": chosen.simulated.bound.label,
+        "bound_lane": chosen.bound.label,
         "predicted_batch": str(chosen.work.batch),
         "predicted_model": model.name,
     }

@@ -49,7 +49,7 @@ def _predicted(chosen: Chosen) -> dict[str, Any]:
         "tokens_per_s": round(chosen.tokens_per_s, 2),
         "tflops_model": round(chosen.tflops_model, 2),
         "tflops_8p": round(chosen.tflops_8p, 2),
-        "bound_lane": chosen.simulated.bound.label,
+        "bound_lane": chosen.bound.label,
         "lane_secs": {lane.label: round(chosen.simulated.lane_secs[lane], 4) for lane in Lane},
         "bytes": {
             tier: {item.name: round(item.num_bytes) for item in chosen.needs.items if item.tier == tier}
@@ -127,7 +127,7 @@ def _lines(chosen: Chosen) -> Iterator[str]:
     yield "lanes, seconds of a step"
     for lane in Lane:
         secs = chosen.simulated.lane_secs[lane]
-        mark = "  <- bounds the step" if lane is chosen.simulated.bound else ""
+        mark = "  <- bounds the step" if lane is chosen.bound else ""
         yield f"  {lane.label:<20}{secs:>9.2f}{100 * secs / chosen.iteration_secs:>6.0f} %{mark}"
     yield ""
     yield f"step {chosen.iteration_secs:.2f} s (closed form {chosen.closed.iteration_secs:.2f} s)"

@@ -17,7 +17,6 @@ from ds_fuyou.planner.cost import (
     STATE_BYTES,
     Placement,
     Workload,
-    bound_lane,
     eager_bytes,
     storage_secs,
 )
@@ -42,7 +41,6 @@ class Simulated:
     iteration_secs: float
     lane_secs: dict[Lane, float]
     tasks: tuple[Task, ...]
-    bound: Lane
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def simulate(work: Workload, machine: Machine, policy: Policy, place: Placement)
     busy = dict.fromkeys(Lane, 0.0)
     for task in steady:
         busy[task.lane] += task.secs
-    return Simulated(secs, busy, steady, bound_lane(busy, machine.storage_duplex))
+    return Simulated(secs, busy, steady)
 
 
 def _units(work: Workload, machine: Machine, policy: Policy, place: Placement) -> list[_Unit]:

@@ -51,6 +51,7 @@ def test_a_step_by_hand() -> None:
     assert found.lane_secs[Lane.CPU] == pytest.approx(params / on.update_rate)
     storage = (14 * params + inputs) / on.storage_read + 14 * params / on.storage_write
     assert found.backward_secs == pytest.approx(storage)
+    assert found.bound is Lane.WRITE  # as many bytes as are read, at a lower rate
 
 
 def test_recomputed_flops_and_resident_shares_move_the_right_lanes() -> None:

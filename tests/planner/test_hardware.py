@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Presets, the rates a step sees, the engine of lanes, and what a plan needs of each tier."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import ds_fuyou.planner.hardware as hardware
+from ds_fuyou.errors import FuyouConfigError, FuyouStateError
+from ds_fuyou.planner.choose import choose, fits, largest_model
+from ds_fuyou.planner.cost import Placement, Workload
+from ds_fuyou.planner.fit import needs_of
+from ds_fuyou.planner.hardware import GIB, find_gpu, find_host, find_ssd, preset_names, source_of
+from ds_fuyou.planner.lanes import Lane, Schedule, Task
+from ds_fuyou.planner.policies import POLICIES, find_policy
+from tests.planner.support import chosen, machine, model
+
+
+def test_every_number_has_a_source() -> None:
+    presets = json.loads(Path(hardware.__file__).with_name("presets.json").read_text(encoding="utf-8"))
+    for kind in ("gpus", "ssds", "hosts"):
+        for name, entry in presets[kind].items():
+            for number, value in entry.items():
+                if number != "aliases":
+                    assert value[0] > 0
+                    assert len(source_of(kind, name, number)) > 10
+    for value in presets["constants"].values():
+        assert len(value[1]) > 10
+
+
+def test_names_are_found_whatever_their_spelling() -> None:
+    assert find_gpu("RTX 4090") == find_gpu("nvidia-geforce-rtx-4090") == find_gpu("4090")
+    assert find_gpu("A100").memory_bytes == 80 * GIB
+    for kind, find in (("gpus", find_gpu), ("ssds", find_ssd), ("hosts", find_host)):
+        for name in preset_names(kind):
+            assert find(name).name == name
+        with pytest.raises(FuyouConfigError, match=r"known are|did you mean"):
+            find("zzzz")
+
+
+def test_storage_grows_with_ssds_up_to_what_the_host_carries() -> None:
+    rates = [machine(n).storage_write for n in (1, 2, 3, 6, 12, 24)]
+    assert rates == sorted(rates)
+    assert rates[1] == pytest.approx(2 * rates[0], rel=0.02)
+    assert rates[-1] < 32e9 * hardware.constants().storage_under_load
+    assert machine(0).storage_read == 0
+
+
+def test_the_testbed_gets_its_published_rates() -> None:
+    on = machine()
+    assert on.flops == pytest.approx(159.7e12, rel=0.001)
+    assert 18e9 <= on.storage_write <= on.storage_read <= 21e9
+
+
+def test_the_earliest_deadline_runs_first_and_storage_is_shared() -> None:
+    schedule = Schedule()
+    first = schedule.add(Task("late", Lane.CPU, 1.0, deadline=5))
+    second = schedule.add(Task("soon", Lane.CPU, 1.0, deadline=1))
+    third = schedule.add(Task("after", Lane.GPU, 1.0, deadline=0), second)
+    assert schedule.run() == 2.0
+    assert [schedule.tasks[i].start for i in (first, second, third)] == [1.0, 0.0, 1.0]
+    for duplex, end in ((1.0, 4.0), (2.0, 3.0)):
+        shared = Schedule(duplex)
+        shared.add(Task("read", Lane.READ, 3.0, 0))
+        shared.add(Task("write", Lane.WRITE, 1.0, 0))
+        assert shared.run() == pytest.approx(end)
+
+
+def test_buffers_hold_back_and_a_circle_is_found() -> None:
+    schedule = Schedule(pools={"staging": 1})
+    for number in range(2):
+        read = schedule.add(Task("read", Lane.READ, 1.0, number, takes="staging"))
+        schedule.add(Task("update", Lane.CPU, 5.0, number, gives="staging"), read)
+    assert schedule.run() == 12.0  # without the pool: 11
+    circle = Schedule()
+    number = circle.add(Task("a", Lane.GPU, 1.0, 0))
+    circle.tasks[number].waits = 1
+    with pytest.raises(FuyouStateError, match="wait for each other"):
+        circle.run()
+
+
+@pytest.mark.parametrize("system", POLICIES)
+@pytest.mark.parametrize("dram_gib", [48, 128, 384, 768])
+def test_what_is_chosen_fits_every_tier(system: str, dram_gib: int) -> None:
+    on = machine(6, dram_gib)
+    for name in ("13B", "70B"):
+        work = Workload(model(name), 8)
+        if fits(work, on, find_policy(system)):
+            found = chosen(name, 8, system, on)
+            assert found.needs.missing() == {}
+            for tier, have in found.needs.have.items():
+                assert found.needs.total(tier) <= have
+
+
+def test_the_pinned_limit_counts() -> None:
+    on = replace(machine(6, 768), pinned_limit_bytes=30e9)
+    found = chosen("13B", 8, on=on)
+    assert found.needs.total("cpu") <= 30e9
+    assert found.iteration_secs > chosen("13B", 8, on=machine(6, 768)).iteration_secs
+
+
+def test_everything_in_host_memory_needs_no_storage_and_is_not_slower_than_offload() -> None:
+    found = chosen("13B", 8, on=machine(0, 768))
+    assert found.needs.total("nvme") == 0
+    assert found.simulated.lane_secs[Lane.READ] == found.simulated.lane_secs[Lane.WRITE] == 0
+    assert found.tokens_per_s >= chosen("13B", 8, "zero_offload", machine(0, 768)).tokens_per_s
+
+
+def test_more_host_memory_is_never_slower() -> None:
+    rates = [chosen("70B", 16, on=machine(4, dram)).tokens_per_s for dram in (48, 96, 192, 384, 768, 1536)]
+    for less, more in itertools.pairwise(rates):
+        assert more >= 0.995 * less
+
+
+def test_accumulators_are_a_class_of_their_own() -> None:
+    work = Workload(model("13B"), 8, accumulation=4)
+    needs = needs_of(work, machine(), find_policy("ds_fuyou"), Placement(accumulators=0.25))
+    by_tier = {item.tier: item.num_bytes for item in needs.items if item.name == "accumulators"}
+    assert by_tier == pytest.approx({"cpu": work.model.params, "nvme": 3 * work.model.params})
+    assert chosen("13B", 8, accumulation=4).tokens_per_s > 0
+
+
+def test_the_cheapest_change_really_fits() -> None:
+    work, on, policy = Workload(model("175B"), 64), machine(12, 256), find_policy("ds_fuyou")
+    with pytest.raises(FuyouConfigError, match=r"batch (\d+) fits") as raised:
+        choose(work, on, policy)
+    batch = int(str(raised.value).split("batch ")[-1].split()[0])
+    assert fits(replace(work, batch=batch), on, policy)
+    assert not fits(replace(work, batch=2 * batch), on, policy)
+    with pytest.raises(FuyouConfigError, match=r"it fits with .* of storage"):
+        choose(Workload(model("276B"), 1), machine(1, 768), find_policy("fuyou"))
+
+
+def test_no_model_where_nothing_trains() -> None:
+    models = [model(name) for name in ("6B", "13B")]
+    assert largest_model(models, 1, 1024, machine(1, 2), find_policy("ds_fuyou")) is None
+    assert largest_model(models, 1, 1024, machine(1, 64), find_policy("ds_fuyou")) is models[1]

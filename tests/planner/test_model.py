@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters, FLOPs and bytes of a model, from a shape or a Hugging Face config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.planner.hardware import model_shapes
+from ds_fuyou.planner.model import load_model, published_model
+
+GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_positions": 1024}
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+
+
+def _written(tmp_path: Path, config: object) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(("config", "params", "off"), [(GPT2, 124_439_808, 0.0), (LLAMA, 8_030_261_248, 5e-4)])
+def test_parameters_are_those_of_the_real_models(
+    config: dict[str, Any], params: int, off: float, tmp_path: Path
+) -> None:
+    """Exact for GPT-2; Llama has no biases, which the model counts (less than 0.05 %)."""
+    found = load_model(_written(tmp_path, config))
+    assert found.params == pytest.approx(params, rel=off, abs=1e-9)
+    assert load_model(str(tmp_path)).fingerprint == found.fingerprint
+
+
+def test_published_sizes_have_their_parameters() -> None:
+    for name in model_shapes():
+        found = published_model(f"GPT3-{name}")
+        assert found is not None
+        assert found.params == pytest.approx(found.nominal_params, rel=0.08)  # 70B is 64.8, the others within 3 %
+        assert found.operators[1].flops_per_byte(1024) == pytest.approx(found.hidden)
+        down = next(op for op in found.operators if op.name == "mlp_down")
+        assert down.flops_per_byte(1024) == pytest.approx(4 * found.hidden)
+        attention = next(op for op in found.operators if op.name == "attention")
+        assert attention.flops_per_byte(1024) == pytest.approx(2 * 1024)
+
+
+def test_flops_and_saved_bytes_of_a_gpt_block() -> None:
+    found = load_model("gpt:2,4,256,1000")
+    assert found.block_flops(0) == 24 * 256 * 256
+    assert found.block_flops(128) - found.block_flops(0) == 4 * 128 * 256
+    assert found.forward_flops(0) == 2 * 24 * 256 * 256 + 2 * 1000 * 256
+    assert found.saved_bytes == 32 * 256  # 34 s b h less dropout's masks
+    assert found.params == 2 * (12 * 256 * 256 + 13 * 256) + 1000 * 256 + 2 * 256
+
+
+def test_a_gated_model_saves_both_halves(tmp_path: Path) -> None:
+    found = load_model(_written(tmp_path, LLAMA))
+    sizes = {op.name: op.output_bytes for op in found.operators}
+    assert sizes["qkv"] == 2 * (4096 + 2 * 1024)
+    assert sizes["mlp_up"] == 2 * 2 * 14336
+    assert sizes["mlp_activation"] == 2 * 14336
+
+
+def test_a_nested_text_config_is_found(tmp_path: Path) -> None:
+    found = load_model(_written(tmp_path, {"model_type": "llava", "text_config": LLAMA}))
+    assert found.layers == 32
+    assert found.gated
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"n_layer": 0}, "n_layer must be a positive whole number, found 0"),
+        ({"n_layer": None}, "one of num_hidden_layers, n_layer"),
+        ({"n_embd": "768"}, "n_embd must be a positive whole number"),
+        ({"n_head": 7}, "must be a multiple of the 7 heads"),
+        ({"num_local_experts": 8}, "mixtures of experts"),
+    ],
+)
+def test_a_config_that_is_no_dense_stack_is_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(FuyouConfigError, match=said):
+        load_model(_written(tmp_path, {**GPT2, **change}))
+
+
+def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FuyouConfigError, match="JSON object, found list"):
+        load_model(_written(tmp_path, [1]))
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(FuyouConfigError, match="readable JSON"):
+        load_model(str(tmp_path))
+    with pytest.raises(FuyouConfigError, match=r"nearest sizes are .*13B"):
+        load_model("31B")
