@@ -12,6 +12,7 @@ from ds_fuyou.cli.machine_options import add_machine_options, machine_from
 from ds_fuyou.planner.choose import choose
 from ds_fuyou.planner.cost import Workload
 from ds_fuyou.planner.document import save
+from ds_fuyou.planner.fixed import limited, under_block
 from ds_fuyou.planner.model import load_model
 from ds_fuyou.planner.policies import find_policy
 from ds_fuyou.planner.report import document_of, largest_batch, plan_text, upgrades
@@ -24,10 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", required=True, help="Hugging Face config.json, gpt:layers,heads,hidden,vocab, or a size such as 13B"
     )
+    parser.add_argument("--config", type=Path, metavar="DS.JSON", help="DeepSpeed JSON: batch, accumulation, the block")
     add_machine_options(parser)
-    parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch on each GPU (%(default)s)")
+    parser.add_argument("--batch", type=int, help="sequences of a micro-batch on each GPU; default: --config's, or 1")
     parser.add_argument("--seq", type=int, default=1024, help="tokens of a sequence (%(default)s)")
-    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step (%(default)s)")
+    parser.add_argument("--accumulation", type=int, help="micro-batches a step; default: --config's, or 1")
     parser.add_argument("--system", default="ds_fuyou", help="policy to plan for (%(default)s)")
     parser.add_argument("--out", type=Path, metavar="PLAN.JSON", help="save the plan document")
     parser.add_argument("--json", action="store_true", help="print the plan document instead of the table")
@@ -39,9 +41,23 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         FuyouConfigError: something is misspelt or contradictory, or nothing fits.
     """
-    machine = machine_from(arguments)
-    work = Workload(load_model(arguments.model), arguments.batch, arguments.seq, arguments.accumulation)
-    chosen = choose(work, machine, find_policy(arguments.system))
+    machine, policy = machine_from(arguments), find_policy(arguments.system)
+    batch, accumulation = arguments.batch, arguments.accumulation
+    if arguments.config is not None:
+        from ds_fuyou.cli.ds_config import read_ds_config
+
+        given = read_ds_config(arguments.config)
+        batch = given.batch if batch is None else batch
+        accumulation = given.accumulation if accumulation is None else accumulation
+        if given.block is not None:
+            machine, policy = limited(machine, given.block), under_block(policy, given.block)
+    work = Workload(
+        load_model(arguments.model),
+        1 if batch is None else batch,
+        arguments.seq,
+        1 if accumulation is None else accumulation,
+    )
+    chosen = choose(work, machine, policy)
     document = document_of(chosen)
     if arguments.out is not None:
         save(document, arguments.out)

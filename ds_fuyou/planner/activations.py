@@ -89,13 +89,19 @@ def plan_activations(
 
     Convex in the bytes saved: whole operators are taken until the first one that is slower, then single blocks
     on both sides of the best. What fits ``gpu_free_bytes`` stays on the GPU (ours only), the next
-    ``dram_free_bytes`` in host memory, the rest goes to storage.
+    ``dram_free_bytes`` in host memory, the rest goes to storage. A mode that the user chose is taken as it is:
+    block inputs alone (recompute), everything swapped, everything kept (none).
     """
     ladder = _Ladder(work, policy)
 
+    mode = policy.fixed.mode
+    room = 0.0 if policy.fates is not Fates.OPERATORS or mode == "swap" else max(0.0, gpu_free_bytes)
+    if mode == "none":
+        room = float("inf")
+
     def tried(rung: int) -> Placement:
         num_bytes, flops = ladder.at(rung)
-        kept = min(num_bytes, max(0.0, gpu_free_bytes)) if policy.fates is Fates.OPERATORS else 0.0
+        kept = min(num_bytes, room)
         swapped = num_bytes - kept
         return replace(
             place,
@@ -108,6 +114,9 @@ def plan_activations(
     def secs(rung: int) -> float:
         return secs_of(tried(rung))
 
+    if mode in ("none", "swap", "recompute"):
+        best = 0 if mode == "recompute" else ladder.num_rungs
+        return _with_fates(work, ladder, best, tried(best))
     best, best_secs = 0, secs(0)
     for rung in range(ladder.rungs_each, ladder.num_rungs + 1, ladder.rungs_each):
         now = secs(rung)
@@ -116,9 +125,12 @@ def plan_activations(
         elif now > best_secs * (1 + 1e-6):
             break
     best = _least(secs, max(0, best - ladder.rungs_each), min(ladder.num_rungs, best + ladder.rungs_each), best)
-    chosen = tried(best)
-    kept_share = chosen.kept_bytes / max(1.0, chosen.kept_bytes + chosen.swapped_bytes)
-    return replace(chosen, fates=_fates(work, ladder.saved(best), kept_share))
+    return _with_fates(work, ladder, best, tried(best))
+
+
+def _with_fates(work: Workload, ladder: _Ladder, rung: int, place: Placement) -> Placement:
+    kept_share = place.kept_bytes / max(1.0, place.kept_bytes + place.swapped_bytes)
+    return replace(place, fates=_fates(work, ladder.saved(rung), kept_share))
 
 
 def _least(secs: Callable[[int], float], low: int, high: int, best: int) -> int:

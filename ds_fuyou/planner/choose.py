@@ -28,7 +28,7 @@ from ds_fuyou.planner.fit import Needs, needs_of, shown_bytes
 from ds_fuyou.planner.hardware import GIB, Machine
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
-from ds_fuyou.planner.policies import Fates, Policy, Tiers
+from ds_fuyou.planner.policies import Fates, Fixed, Policy, Tiers
 from ds_fuyou.planner.simulate import Simulated, simulate
 
 __all__ = [
@@ -144,6 +144,8 @@ def fits(work: Workload, machine: Machine, policy: Policy) -> bool:
     """Whether some placement fits. Ours: the one with the least in host memory, or the one without storage."""
     if policy.tiers is not Tiers.PLANNED:
         return _quick(work, machine, policy)[0] is not None
+    if policy.fixed != Fixed():
+        return _quick(work, machine, policy)[0] is not None
     inputs = float(work.model.layers * work.tokens * work.model.input_bytes)
     stored = Placement(0.0, 0.0, 0.0, 0.0 if work.accumulation > 1 else 1.0, swapped_bytes=inputs)
     resident = Placement(1.0, 1.0, 1.0, 1.0, swapped_bytes=inputs, dram_activation_bytes=inputs)
@@ -184,7 +186,12 @@ def _with_rest(work: Workload, machine: Machine, policy: Policy, place: Placemen
     bare = replace(place, swapped_bytes=0.0, dram_activation_bytes=0.0, kept_bytes=0.0, recompute_flops=0.0)
     left = machine.dram_usable_bytes - needs_of(work, machine, policy, bare).total("cpu")
     left -= 2.0 * work.model.saved_bytes * work.tokens * machine.num_gpus
-    return _with_activations(work, machine, policy, bare, max(0.0, left) / machine.num_gpus)
+    return _with_activations(work, machine, policy, bare, _activation_room(policy, left) / machine.num_gpus)
+
+
+def _activation_room(policy: Policy, left: float) -> float:
+    """Host memory for activations when ``left`` bytes are free, unless the user chose their tier."""
+    return {"cpu": float("inf"), "nvme": 0.0}.get(policy.fixed.activations, max(0.0, left))
 
 
 def _placements(work: Workload, machine: Machine, policy: Policy) -> Iterator[Placement]:
@@ -192,7 +199,7 @@ def _placements(work: Workload, machine: Machine, policy: Policy) -> Iterator[Pl
     if policy.tiers is Tiers.PLANNED:
         planned: dict[tuple[Placement, float], Placement] = {}
         for order in itertools.permutations(_classes(work)):
-            for two_versions in (True, False):
+            for two_versions in (True, False):  # the fixed classes come first in every order
                 yield from _filled(work, machine, policy, order, two_versions, planned)
         return
     resident = 1.0 if policy.tiers is Tiers.DRAM else 0.0
@@ -240,19 +247,24 @@ def _filled(
         return planned[key]
 
     place, activations = empty, 0.0
-    for name in order:
+    for name in sorted(order, key=lambda name: policy.fixed.tier(name) == "auto"):
         if name == "activations":
-            wanted = scanned(place, max(0.0, left) / gpus).swapped_bytes * gpus
-            activations = min(max(0.0, left), wanted)
+            room = _activation_room(policy, left)
+            activations = min(room, scanned(place, room / gpus).swapped_bytes * gpus)
             left -= activations
             continue
-        share = min(1.0, max(0.0, left) / cost[name])
-        if name == "params" and not two_versions and place.states < 1:
+        share = _share(policy.fixed.tier(name), left / cost[name])
+        if name == "params" and not two_versions and place.states < 1 and policy.fixed.params == "auto":
             share = 0.0
         place = _with_share(place, name, share)
         left -= share * cost[name]
     if (place, activations / gpus) not in planned or order[-1] == "activations":
         yield scanned(place, activations / gpus)
+
+
+def _share(tier: str, room: float) -> float:
+    """Resident share of a class whose bytes fit ``room`` times, unless the user chose its tier."""
+    return {"cpu": 1.0, "nvme": 0.0}.get(tier, min(1.0, max(0.0, room)))
 
 
 def _with_share(place: Placement, name: str, share: float) -> Placement:

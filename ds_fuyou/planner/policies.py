@@ -10,7 +10,7 @@ from enum import Enum
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.hardware import constants
 
-__all__ = ["POLICIES", "Fates", "Policy", "Tiers", "Updates", "find_policy"]
+__all__ = ["POLICIES", "Fates", "Fixed", "Policy", "Tiers", "Updates", "find_policy"]
 
 
 class Updates(Enum):
@@ -38,6 +38,24 @@ class Fates(Enum):
 
 
 @dataclass(frozen=True)
+class Fixed:
+    """What the user has decided. Tiers are "auto", "cpu" or "nvme"; ``mode`` is "auto", "none", "swap" or
+    "recompute".
+    """
+
+    params: str = "auto"
+    states: str = "auto"
+    grads: str = "auto"
+    activations: str = "auto"
+    mode: str = "auto"
+
+    def tier(self, name: str) -> str:
+        """Of a class by the planner's name; accumulators live where gradients do."""
+        found: str = getattr(self, "grads" if name == "accumulators" else name)
+        return found
+
+
+@dataclass(frozen=True)
 class Policy:
     """Facts about one system.
 
@@ -48,6 +66,7 @@ class Policy:
         keeps_gradients: they exist as a class until ``step()``; else a window of them.
         gradients_on_storage: that class lies on storage with the states.
         extra_pass_bytes: other passes over host memory an update costs, a parameter (unscale, norm, copies).
+        fixed: what the user has decided; looked at where tiers are planned.
     """
 
     name: str
@@ -60,6 +79,7 @@ class Policy:
     keeps_gradients: bool = False
     gradients_on_storage: bool = False
     extra_pass_bytes: int = 0
+    fixed: Fixed = Fixed()
 
     @property
     def share_of_block_rate(self) -> float:

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a ``fuyou`` block decides, so that the planner does not: tiers, activations, budgets. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.planner.fit import shown_bytes
+from ds_fuyou.planner.hardware import Machine
+from ds_fuyou.planner.policies import Fixed, Policy, Updates
+
+__all__ = ["limited", "under_block"]
+
+_UPDATES = {"none": Updates.STEP, "backward": Updates.BACKWARD, "backward_and_forward": Updates.DEADLINE}
+
+
+def under_block(policy: Policy, config: Any) -> Policy:
+    """The policy with what a ``FuyouConfig`` decides: tiers, activations, and when updates may run."""
+    fixed = Fixed(
+        params=config.parameters.tier,
+        states=config.optimizer.tier,
+        grads=config.gradients.tier,
+        activations=config.activations.tier,
+        mode=config.activations.mode,
+    )
+    return replace(policy, fixed=fixed, updates=_UPDATES[config.optimizer.overlap])
+
+
+def limited(machine: Machine, config: Any) -> Machine:
+    """The machine within the budgets of a block, which are those of one rank.
+
+    Raises:
+        FuyouConfigError: a budget is larger than what the machine has.
+    """
+    ranks = machine.num_gpus
+    dram = _budget("dram_budget_bytes", config, ranks, machine.dram_bytes, "of DRAM")
+    gpu = _budget("gpu_budget_bytes", config, 1, machine.gpu_bytes, "on a GPU")
+    storage = _budget("nvme_budget_bytes", config, ranks, machine.storage_bytes, "on the SSDs")
+    return replace(
+        machine,
+        pinned_limit_bytes=min(machine.pinned_limit_bytes, dram),
+        gpu_bytes=int(gpu),
+        storage_bytes=storage,
+    )
+
+
+def _budget(name: str, config: Any, ranks: int, have: float, where: str) -> float:
+    """Of all ranks together."""
+    value = getattr(config, name)
+    if value == "auto":
+        return have
+    if value * ranks > have:
+        each = f" for each of {ranks} ranks" if ranks > 1 else ""
+        raise FuyouConfigError(
+            f"fuyou.{name} must not exceed what there is: {shown_bytes(value)}{each}, {shown_bytes(have)} {where}"
+        )
+    return float(value) * ranks

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planning around a DeepSpeed JSON: what the block fixes is kept, what it contradicts is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_fuyou.cli import main
+
+BASE = {
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_accumulation_steps": 2,
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "AdamW"},
+}
+
+
+def _plan(tmp_path: Path, block: dict[str, Any] | None, *more: str, base: object = None) -> int:
+    config = tmp_path / "ds.json"
+    data = dict(BASE) if base is None else base
+    if block is not None and isinstance(data, dict):
+        data = {**data, "fuyou": {"nvme_path": "/nvme", **block}}
+    config.write_text(json.dumps(data), encoding="utf-8")
+    return main(["plan", "--model", "6B", "--num-ssds", "4", "--config", str(config), "--json", *more])
+
+
+def _shown(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    shown: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return shown
+
+
+def test_batch_and_accumulation_come_from_the_json_unless_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _plan(tmp_path, None) == 0
+    assert _shown(capsys)["workload"] == {"batch": 8, "seq": 1024, "accumulation": 2}
+    assert _plan(tmp_path, {}, "--batch", "4", "--accumulation", "1") == 0
+    assert _shown(capsys)["workload"] == {"batch": 4, "seq": 1024, "accumulation": 1}
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize(
+    ("section", "key"), [("parameters", "parameters"), ("optimizer", "optimizer"), ("gradients", "gradients")]
+)
+def test_a_chosen_tier_is_kept(
+    section: str, key: str, tier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _plan(tmp_path, {section: {"tier": tier}}) == 0
+    assert _shown(capsys)["residency"][key] == (1.0 if tier == "cpu" else 0.0)
+
+
+@pytest.mark.parametrize(("mode", "fate"), [("swap", "swap"), ("none", "keep")])
+def test_a_chosen_mode_is_kept(mode: str, fate: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _plan(tmp_path, {"activations": {"mode": mode}}, "--batch", "1") == 0
+    assert all(counts[fate] == 28 for counts in _shown(capsys)["activations"].values())
+
+
+def test_recompute_saves_block_inputs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _plan(tmp_path, {"activations": {"mode": "recompute"}}) == 0
+    activations = _shown(capsys)["activations"]
+    assert activations.pop("block_input")["recompute"] == 0
+    assert all(counts["recompute"] == 28 for counts in activations.values())
+
+
+def test_less_overlap_is_slower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secs = []
+    for overlap in ("backward_and_forward", "backward", "none"):
+        assert _plan(tmp_path, {"optimizer": {"overlap": overlap, "tier": "nvme"}}, "--accumulation", "1") == 0
+        secs.append(_shown(capsys)["predicted"]["iteration_secs"])
+    assert secs == sorted(secs)
+    assert secs[0] < secs[2]
+
+
+def test_budgets_bound_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    block = {"dram_budget_bytes": "30GB", "gpu_budget_bytes": "8GB", "nvme_budget_bytes": "300GB"}
+    assert _plan(tmp_path, block) == 0
+    used = {tier: sum(items.values()) for tier, items in _shown(capsys)["predicted"]["bytes"].items()}
+    assert used["cpu"] <= 30e9
+    assert used["gpu"] <= 8e9
+    assert used["nvme"] <= 300e9
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"dram_budget_bytes": "900GB"}, "fuyou.dram_budget_bytes must not exceed what there is: 900.0 GB"),
+        ({"gpu_budget_bytes": "80GB"}, "fuyou.gpu_budget_bytes must not exceed"),
+        ({"nvme_budget_bytes": "100TB"}, "fuyou.nvme_budget_bytes must not exceed"),
+        ({"dram_budget_bytes": "2GB"}, "of host memory"),
+        ({"nvme_budget_bytes": "1GB", "optimizer": {"tier": "nvme"}}, "of storage"),
+        ({"optimizer": {"teir": "nvme"}}, 'did you mean "fuyou.optimizer.tier"?'),
+    ],
+)
+def test_contradictions_are_refused(
+    block: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _plan(tmp_path, block) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [
+        ([], "must hold a JSON object"),
+        ({**BASE, "train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu must be a whole number"),
+    ],
+)
+def test_a_json_that_is_no_configuration_is_refused(
+    base: object, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _plan(tmp_path, None, base=base) == 2
+    assert said in capsys.readouterr().err
+    assert main(["plan", "--model", "6B", "--config", str(tmp_path / "none.json")]) == 2
+    assert "must be a readable JSON file" in capsys.readouterr().err
