@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the repeated blocks of a model: the unit by which activations move.
 
-The rule: among all lists of siblings (children of one module) that share a class, the ones that hold most
-parameters win, and every list of the same class elsewhere joins (encoder and decoder of one model). Works for
+The rule: among all siblings in a list (or other container) that share a class, the ones that hold most parameters
+win, and those of the same class elsewhere join (encoder and decoder of one model). Works for
 ``nn.ModuleList`` stacks, Hugging Face encoders and decoders, and ViT- and DiT-like models alike.
 """
 
@@ -18,6 +18,9 @@ from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.log import log_once
 
 __all__ = ["Block", "find_blocks"]
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True)
@@ -72,20 +75,26 @@ def _named_blocks(model: nn.Module, block_classes: Sequence[str]) -> list[Block]
 
 
 def _repeated_class(model: nn.Module, numel_of: Callable[[nn.Parameter], int]) -> type[nn.Module] | None:
-    """The class whose repeated siblings hold most parameters; the outermost one where several hold the same."""
-    held: dict[type[nn.Module], int] = {}
+    """The class whose repeated siblings hold most parameters; the outermost one where several hold the same.
+
+    Siblings in a container come first: an encoder beside a decoder, or the projections of one attention, share a class
+    too, but nobody would call them the blocks of the model.
+    """
+    in_containers: dict[type[nn.Module], int] = {}
+    anywhere: dict[type[nn.Module], int] = {}
     for parent in model.modules():
         siblings: dict[type[nn.Module], list[nn.Module]] = {}
         for child in parent.children():
             siblings.setdefault(type(child), []).append(child)
+        held = in_containers if isinstance(parent, _CONTAINERS) else anywhere
         for kind, modules in siblings.items():
-            if len(modules) > 1 and kind is not nn.ModuleList:
+            if len(modules) > 1 and not issubclass(kind, _CONTAINERS):
                 numel = sum(numel_of(param) for module in modules for param in module.parameters())
                 held[kind] = held.get(kind, 0) + numel
-    if not held:
-        return None
-    best = max(held, key=lambda kind: held[kind])  # dict order is outer before inner, and max takes the first
-    return best if held[best] > 0 else None
+    for held in (in_containers, anywhere):
+        if any(held.values()):
+            return max(held, key=lambda kind: held[kind])  # outer before inner, and max takes the first
+    return None
 
 
 def _outermost(model: nn.Module, matches: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:

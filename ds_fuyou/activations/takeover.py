@@ -3,7 +3,9 @@
 
 Such a region would drop what it saves and compute it again in backward. When its activations are swapped, that is
 work for nothing: inside of a swapped forward the region's function is called as if there were no checkpoint around it.
-Results are the same to the bit, because recomputing gives the same values.
+The result is that of the model without checkpointing, to the bit. (A non-re-entrant region has the same result; a
+re-entrant one may differ from it in rounding: what several operators of the region contribute to the gradient of its
+input, or under autocast of a weight, is summed in another order.)
 
 ``torch.utils.checkpoint.checkpoint`` looks up what does its work by name in its module at every call, so replacing two
 names there reaches every caller, however it imported the function. They are replaced while a swapped forward runs, for

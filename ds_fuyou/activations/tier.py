@@ -94,6 +94,7 @@ class SwapTier:
         self._unwritten: dict[int, weakref.ref[Record]] = {}
         self._clean: dict[int, weakref.ref[Record]] = {}
         self._next_sequence = 0
+        self.num_demand_reads = 0
         self._closed = False
 
     @property
@@ -307,6 +308,9 @@ class SwapTier:
         storage = self.storage
         if storage is None:
             raise FuyouStateError(f"{record.what} is on storage, but this tier has none")
+        if self._closed:
+            raise FuyouStateError(f"{record.what} is gone: the engine was closed between forward and backward")
+        self.num_demand_reads += demand
         if not demand and self._bytes_in_flight[False] >= storage.max_read_bytes:
             return False
         num_bytes = sum(lease.extent.num_bytes for lease in record.leases)

@@ -152,12 +152,14 @@ def gradients(model: nn.Module, step: Step) -> list[torch.Tensor | None]:
     return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
 
 
-def must_agree(model: nn.Module, step: Step, directory: Path, **options: object) -> Attached:
-    """Gradients, and the losses that ``step`` may collect, equal those of an untouched copy, bit for bit; twice, since
-    the second time storage and memory are used again. Nothing is left behind.
+def must_agree(
+    model: nn.Module, step: Step, directory: Path, *, reference: nn.Module | None = None, **options: object
+) -> Attached:
+    """Gradients equal those of an untouched copy (or ``reference``), bit for bit; twice, since the second time storage
+    and memory are used again. Nothing is left behind.
     """
     model.train()
-    expected = gradients(copy.deepcopy(model).train(), step)
+    expected = gradients((reference if reference is not None else copy.deepcopy(model)).train(), step)
     with attached(model, directory, **options) as swapped:  # type: ignore[arg-type]
         for _ in range(2):
             found = gradients(model, step)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stays on the device, and in host memory, does not grow with layers, sequence or vocabulary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.activations.support import MIB, Plain, attached
+
+SCRIPT = """
+import ctypes, json, sys
+from pathlib import Path
+import torch
+from tests.activations.support import MIB, Plain, attached
+
+def resident():
+    ctypes.CDLL(None).malloc_trim(0)
+    fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(fields["VmRSS"].split()[0]) * 1024
+
+torch.set_num_threads(1)
+found = {}
+for name, (layers, length, vocabulary) in json.loads(sys.argv[1]).items():
+    torch.manual_seed(0)
+    model = Plain(layers, 128, vocabulary).train()
+    ids = torch.randint(vocabulary, (4, length + 1))
+    with attached(model, Path(sys.argv[2]), arena_bytes=16 * MIB, smallest_bytes=65536) as swapped:
+        for _ in range(2):  # the first one touches what later ones use again
+            before = resident()
+            loss = model(ids)
+            after = resident()
+            loss.backward()
+            model.zero_grad(set_to_none=True)
+        saved = swapped.tier.counters.out_bytes // 2
+        found[name] = {
+            "saved": saved, "kept": after - before, "peak": swapped.tier.held.peak, "left": swapped.tier.held.now
+        }
+    del model, loss
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Bytes of several sizes of a model, from one process: saved by a forward, resident after it, held at most."""
+    import os
+    import subprocess
+    import sys
+
+    sizes = {
+        "6 layers": (6, 128, 300),
+        "12 layers": (12, 128, 300),
+        "24 layers": (24, 128, 300),
+        "long": (6, 256, 300),
+        "vocabulary": (2, 128, 30_000),
+    }
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    arguments = [sys.executable, "-c", SCRIPT, json.dumps(sizes), str(tmp_path_factory.mktemp("swap"))]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_device_holds_two_blocks_at_most_whatever_the_number_of_layers(measured: dict) -> None:
+    block = (measured["24 layers"]["saved"] - measured["12 layers"]["saved"]) / 12
+    assert block > MIB
+    for name in ("6 layers", "12 layers", "24 layers"):
+        assert measured[name]["peak"] <= 2 * block, name
+        assert measured[name]["left"] == 0
+    assert measured["24 layers"]["peak"] - measured["6 layers"]["peak"] < 18 * 1024 * 64
+
+
+def test_resident_memory_after_forward_is_flat_in_layers_and_sequence(measured: dict) -> None:
+    """The kernel's count, not ours: 18 more layers save 18 blocks, and keep almost nothing."""
+    more = measured["24 layers"]["saved"] - measured["6 layers"]["saved"]
+    assert more > 64 * MIB
+    assert measured["24 layers"]["kept"] - measured["6 layers"]["kept"] < more / 8
+    assert measured["long"]["saved"] > 1.9 * measured["6 layers"]["saved"]
+    assert measured["long"]["kept"] < measured["long"]["saved"] / 8
+
+
+def test_a_large_vocabulary_is_bounded(measured: dict) -> None:
+    """Logits are larger than all staging memory: they go to storage in pieces and nothing of them stays."""
+    logits = 4 * 128 * 30_000 * 4
+    assert measured["vocabulary"]["saved"] > logits
+    assert measured["vocabulary"]["kept"] < logits / 4
+    assert measured["vocabulary"]["peak"] <= 1.25 * logits, "one at a time is brought back"
+
+
+def test_waiting_instead_of_growing(tmp_path: Path) -> None:
+    """Storage far slower than compute: forward waits, host memory stays within the arena."""
+    torch.manual_seed(0)
+    model = Plain(num_layers=6).train()
+    with attached(model, tmp_path, arena_bytes=512 * 1024) as swapped:
+        swapped.io.engine.set_throttle(50e6, 50e6)
+        loss = model(torch.randint(300, (4, 33)))
+        assert swapped.tier.counters.waited_secs > 0.01
+        assert swapped.tier.counters.overflow_bytes == 0
+        assert swapped.tier.arena_used_bytes <= 512 * 1024
+        swapped.io.engine.set_throttle(0, 0)
+        loss.backward()
+
+
+def test_reads_run_ahead_of_need(tmp_path: Path) -> None:
+    """With room for it, backward asks for little that is not there or on its way."""
+    torch.manual_seed(0)
+    model = Plain(num_layers=12).train()
+    with attached(model, tmp_path, arena_bytes=4 * MIB) as swapped:
+        for _ in range(2):
+            model(torch.randint(300, (4, 65))).backward()
+        assert swapped.tier.counters.read_bytes > 8 * MIB
+        assert swapped.tier.num_demand_reads <= 4

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient checkpointing written in the script is taken over inside of a swapped forward, and nowhere else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.utils.checkpoint import checkpoint  # bound before anything is replaced
+
+from tests.activations.support import PlainBlock, attached, must_agree
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PlainBlock(32, 0.1) for _ in range(3))
+        self.reentrant = reentrant
+        self.num_calls = 0
+
+    def run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return block(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(self.run, block, x, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
+
+
+def train(model: nn.Module) -> None:
+    model(inputs()).backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_swapped_instead_of_recomputed(reentrant: bool, tmp_path: Path, told: Callable[[], str]) -> None:
+    model = Checkpointed(reentrant)
+    must_agree(model, train, tmp_path)
+    assert model.num_calls == 2 * 3, "each of two forwards calls each region once"
+    assert told().count("takes these regions over") == 1
+    train(model)
+    assert model.num_calls == 2 * 3 + 6, "outside of a session a region is computed twice again"
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_other_threads_keep_their_checkpoints(reentrant: bool, tmp_path: Path) -> None:
+    model, other = Checkpointed(reentrant).train(), Checkpointed(reentrant).train()
+    counts = []
+
+    def elsewhere(*_: object) -> None:
+        thread = threading.Thread(target=lambda: train(other))
+        thread.start()
+        thread.join(timeout=60)
+        counts.append(other.num_calls)
+
+    with attached(model, tmp_path):
+        handle = model.blocks[1].register_forward_pre_hook(elsewhere)
+        train(model)
+        handle.remove()
+    assert counts == [6], "three regions, computed twice"
+    assert model.num_calls == 3
+
+
+def test_nothing_stays_replaced_after_an_exception(tmp_path: Path) -> None:
+    names = ("CheckpointFunction", "_checkpoint_without_reentrant_generator")
+    before = [getattr(torch.utils.checkpoint, name) for name in names]
+    model = Checkpointed(False).train()
+    model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with attached(model, tmp_path) as swapped:
+        with pytest.raises(ZeroDivisionError):
+            train(model)
+        assert [getattr(torch.utils.checkpoint, name) for name in names] == before
+        assert not swapped.session.is_open
