@@ -38,7 +38,9 @@ PLAN_HEAD = """\
 ## fuyou.plan
 
 Expert values. `fuyou.plan` is an object with any of these keys, or the path of a JSON file holding one.
-Each overrides one value of the plan; the others stay planned.
+Each overrides one value of the plan; the others stay planned. It may also be a plan document
+([planner.md](planner.md)): then its `settings` are these values, and its placement is used where the block says
+`"auto"`.
 """
 
 AROUND = """\

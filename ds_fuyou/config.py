@@ -17,10 +17,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.log import log_once
+from ds_fuyou.planner.applied import completed_block
+from ds_fuyou.planner.document import PlanDocument, is_document, parse
 
 __all__ = [
     "BLOCK_KEY",
@@ -169,6 +171,12 @@ class PlanOverrides(_Settings):
     shares: list[Count] | None = Field(
         None, description="Relative share of the bytes each `nvme_path` receives, in their order."
     )
+    _document: PlanDocument | None = PrivateAttr(default=None)
+
+    @property
+    def document(self) -> PlanDocument | None:
+        """The plan document that these values came in, if they did."""
+        return self._document
 
 
 class FuyouConfig(_Settings):
@@ -194,7 +202,8 @@ class FuyouConfig(_Settings):
     trace: str | None = Field(None, description="File to write a lane trace to (opens in Perfetto).")
     keep_state: bool = Field(False, description="Leave the swap files in place when the process ends.")
     plan: PlanOverrides | None = Field(
-        None, description="Expert values: an object, or the path of a JSON file holding one."
+        None,
+        description="Expert values, or a plan that `fuyou plan --out` saved: an object, or the path of its JSON file.",
     )
 
 
@@ -224,7 +233,9 @@ def load_block(ds_config: Mapping[str, Any]) -> FuyouConfig | None:
         return None
     block = dict(block)
     _refuse_unknown_keys(block, FuyouConfig, BLOCK_KEY)
-    block["plan"] = _load_plan(block.get("plan"))
+    block["plan"], document = _load_plan(block.get("plan"))
+    if document is not None:
+        block = completed_block(block, document)
     config: FuyouConfig = _validated(FuyouConfig, block, BLOCK_KEY)
     return config
 
@@ -240,11 +251,13 @@ def misspelt_block_keys(ds_config: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _load_plan(plan: object) -> object:
-    """Reads the file when `plan` is a path; checks the keys of the object either way."""
+def _load_plan(plan: object) -> tuple[object, PlanDocument | None]:
+    """Reads the file when `plan` is a path; checks the keys of the object either way. A plan document is taken
+    apart: its settings are the overrides.
+    """
     where = f"{BLOCK_KEY}.plan"
     if plan is None or plan == "auto":
-        return None
+        return None, None
     if isinstance(plan, str):
         where += f" ({plan})"
         try:
@@ -256,8 +269,17 @@ def _load_plan(plan: object) -> object:
             ) from error
     if not isinstance(plan, Mapping):
         raise FuyouConfigError(f"{where}: must be an object or the path of a JSON file, found {_shown(plan)}")
+    document = None
+    if is_document(plan):
+        try:
+            document = parse(plan)
+        except FuyouConfigError as error:
+            raise FuyouConfigError(f"{where}: {error}") from error
+        plan, where = document.settings, f"{where}.settings"
     _refuse_unknown_keys(plan, PlanOverrides, where)
-    return _validated(PlanOverrides, plan, where)
+    overrides: PlanOverrides = _validated(PlanOverrides, plan, where)
+    overrides._document = document
+    return overrides, document
 
 
 def _refuse_unknown_keys(data: Mapping[str, Any], model: type[_Settings], where: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ds_fuyou.errors import FuyouConfigError
 
-__all__ = ["SCHEMA", "PlanDocument", "Residency", "Subject", "diff", "is_document", "load", "save"]
+__all__ = ["SCHEMA", "PlanDocument", "Residency", "Subject", "diff", "is_document", "load", "parse", "save"]
 
 SCHEMA = "ds_fuyou.plan/1"
 

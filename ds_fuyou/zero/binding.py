@@ -29,6 +29,7 @@ from ds_fuyou.optimizer.core import CoreOptions, OutOfCoreOptimizer, regions_for
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutLimits, ParamSpan, build_layout
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind
 from ds_fuyou.parameters.stored import StoredParameters
+from ds_fuyou.planner.applied import require_params
 from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.plan import Plan, PlanInput, make_plan
 from ds_fuyou.storage.io import IoSettings
@@ -67,6 +68,8 @@ class RankState:
         ]
         given = self._plan_input(entries, kind, grad_dtype, param_dtype)
         overrides = activation.config.plan.model_dump() if activation.config.plan is not None else {}
+        if activation.config.plan is not None and activation.config.plan.document is not None:
+            require_params(activation.config.plan.document, sum(param.ds_numel for param in names))
         self.plan: Plan = make_plan(given, overrides)
         limits = LayoutLimits(
             max_elements=max(CUT_ELEMENTS, self.plan.chunk_bytes // 4),

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan document put to use: what it says where the block says "auto". No torch, no pydantic."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.planner.document import PlanDocument
+
+__all__ = ["completed_block", "require_params"]
+
+_CLOSE = 0.05  # biases, positions and padding of the vocabulary that a model's config does not tell
+
+
+def completed_block(block: Mapping[str, Any], plan: PlanDocument) -> dict[str, Any]:
+    """The block with the plan's tiers, and its mode of activations, where the block leaves them open.
+
+    A run places whole classes: one that the plan keeps wholly in host memory goes there, any other to storage. A mixed
+    fate of activations cannot be run yet, so the mode is taken only where one is planned for all.
+
+    Raises:
+        FuyouConfigError: the plan is for another number of ranks than the launcher started.
+    """
+    ranks = os.environ.get("WORLD_SIZE", "")
+    if ranks.isdigit():
+        plan.require(world_size=int(ranks))
+    residency = plan.residency
+    wanted = {
+        "parameters": {"tier": _tier(residency.parameters)},
+        "optimizer": {"tier": _tier(residency.optimizer)},
+        "gradients": {"tier": _tier(residency.gradients)},
+    }
+    mode = _mode(plan)
+    if mode is not None:
+        wanted["activations"] = {"mode": mode}
+    completed = dict(block)
+    for section, values in wanted.items():
+        given = completed.get(section, {})
+        if isinstance(given, Mapping):  # anything else is the validator's to refuse
+            kept = {key: value for key, value in given.items() if value != "auto"}
+            completed[section] = {**values, **kept}
+    return completed
+
+
+def _tier(share: float) -> str:
+    return "cpu" if share >= 1 else "nvme"
+
+
+def _mode(plan: PlanDocument) -> str | None:
+    """ "none", "swap" or "recompute" where the plan says so for every output but block inputs."""
+    rows = [counts for name, counts in plan.activations.items() if name != "block_input"]
+    for fate, mode in (("keep", "none"), ("swap", "swap"), ("recompute", "recompute")):
+        if rows and all(counts[fate] == plan.model.layers for counts in rows):
+            return mode
+    return None
+
+
+def require_params(plan: PlanDocument, num_params: int) -> None:
+    """Refuses a plan whose model has another number of parameters than the one that runs.
+
+    Raises:
+        FuyouConfigError: with both numbers.
+    """
+    if abs(num_params - plan.model.params) > _CLOSE * plan.model.params:
+        raise FuyouConfigError(
+            f"fuyou.plan is for {plan.model.name} with {plan.model.params} parameters, this model has {num_params}; "
+            f"make a plan for it with fuyou plan"
+        )

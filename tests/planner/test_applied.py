@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A saved plan given back in the block: its placement is used where the block says "auto", and it must fit the run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_fuyou.config import FuyouConfig, load_block
+from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.planner.applied import require_params
+from ds_fuyou.planner.document import PlanDocument, Residency, Subject, save
+from tests.harness.runner import ds_config, run_case, with_fuyou
+
+OPERATORS = ("block_input", "qkv", "mlp_up")
+
+
+def _plan(num_params: int = 1000, world_size: int = 1, swap: int = 0, recompute: int = 0) -> PlanDocument:
+    counts = {"keep": 3 - swap - recompute, "swap": swap, "recompute": recompute}
+    return PlanDocument(
+        model=Subject("tiny", num_params, 3, "0" * 16),
+        world_size=world_size,
+        residency=Residency(parameters=1.0, optimizer=0.5, gradients=0.0),
+        activations=dict.fromkeys(OPERATORS, counts),
+        settings={"chunk_bytes": 1 << 20},
+    )
+
+
+def _loaded(plan: PlanDocument, tmp_path: Path, **block: Any) -> FuyouConfig:
+    path = tmp_path / "plan.json"
+    save(plan, path)
+    found = load_block({"fuyou": {"nvme_path": "/nvme", "plan": str(path), **block}})
+    assert found is not None
+    return found
+
+
+def test_whole_classes_go_where_the_plan_says(tmp_path: Path) -> None:
+    found = _loaded(_plan(), tmp_path)
+    assert (found.parameters.tier, found.optimizer.tier, found.gradients.tier) == ("cpu", "nvme", "nvme")
+    assert found.plan is not None
+    assert found.plan.chunk_bytes == 1 << 20
+    assert found.plan.document == _plan()
+
+
+def test_the_block_has_the_last_word(tmp_path: Path) -> None:
+    found = _loaded(
+        _plan(), tmp_path, optimizer={"tier": "cpu", "overlap": "none"}, gradients={"tier": "auto"}, parameters={}
+    )
+    assert (found.optimizer.tier, found.optimizer.overlap) == ("cpu", "none")
+    assert (found.gradients.tier, found.parameters.tier) == ("nvme", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("swap", "recompute", "mode"), [(0, 0, "none"), (3, 0, "swap"), (0, 3, "recompute"), (1, 1, "auto")]
+)
+def test_a_fate_planned_for_all_activations_is_the_mode(swap: int, recompute: int, mode: str, tmp_path: Path) -> None:
+    assert _loaded(_plan(swap=swap, recompute=recompute), tmp_path).activations.mode == mode
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"schema": "ds_fuyou.plan/0"}, "schema must be"),
+        ({"settings": {"chunk_byts": 1}}, 'did you mean "fuyou.plan'),
+        ({"settings": {"slots": 3}}, "slots"),
+        ({"world_size": "1"}, "world_size must be a whole number"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_named_with_it(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**_plan().to_json(), **change}), encoding="utf-8")
+    with pytest.raises(FuyouConfigError) as raised:
+        load_block({"fuyou": {"nvme_path": "/nvme", "plan": str(path)}})
+    assert said in str(raised.value)
+    assert str(path) in str(raised.value)
+
+
+def test_another_world_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert _loaded(_plan(world_size=2), tmp_path).plan is not None
+    with pytest.raises(FuyouConfigError, match="for 1 ranks, 2 run"):
+        _loaded(_plan(), tmp_path)
+
+
+def test_another_model_is_refused_but_small_differences_are_not() -> None:
+    require_params(_plan(1000), 1040)
+    for found in (900, 1100):
+        with pytest.raises(FuyouConfigError, match=f"1000 parameters, this model has {found}"):
+            require_params(_plan(1000), found)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_takes_its_placement_from_the_plan(tmp_path: Path) -> None:
+    """And refuses one that was made for another model."""
+    case = {"steps": 2, "model": {}, "groups": "one"}
+    plan = tmp_path / "plan.json"
+    block = {"nvme_path": str(tmp_path / "swap"), "plan": str(plan)}
+    (tmp_path / "swap").mkdir()
+    save(replace(_plan(300_000), residency=Residency(0.0, 0.0, 1.0)), plan)
+    wanted = with_fuyou({**case, "config": ds_config()}, block)
+    with pytest.raises(AssertionError, match=r"300000 parameters, this model has (\d+)") as raised:
+        run_case(wanted, tmp_path, "other")
+    assert "make a plan for it with fuyou plan" in str(raised.value)
+    real = int(str(raised.value).split("this model has ")[1].split(";")[0])
+    save(replace(_plan(real), residency=Residency(0.0, 0.0, 1.0)), plan)
+    (result,) = run_case(wanted, tmp_path, "same")
+    table = result["output"]
+    for name, tier in (("P16 (parameters)", "storage"), ("G16 (gradients)", "host memory")):
+        assert any(name in line and tier in line for line in table.splitlines()), table[-3000:]
