@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # One command a job; each prepares what it needs. Python 3.10+, a C++ compiler and a network suffice.
 #   make setup | demo | test | test-oldest | lint | format | docs | bench | clean
-# Overridable: PYTHON, VENV, DS_VERSION, TORCH, TORCH_FLAGS (for instance a package index), TEST_FLAGS.
+# Overridable: PYTHON, VENV, DS_VERSION, TORCH, TORCH_FLAGS (for instance a package index), EXTRAS, TEST_FLAGS.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,6 +9,7 @@ DS_VERSION ?= 0.19.8
 DS_OLDEST := 0.18.9
 TORCH ?= torch==2.13.0
 TORCH_FLAGS ?=
+EXTRAS ?= dev,huggingface
 # Two workers; a file stays on one of them, so that its tests share their stock runs.
 TEST_FLAGS ?= -n 2 --dist loadfile
 DEMO_CONFIG ?= configs/finetune_fuyou.json
@@ -34,7 +35,7 @@ $(STAMP): pyproject.toml setup.py
 	$(PIP) install --quiet $(TORCH_FLAGS) "$(TORCH)"
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 DS_BUILD_OPS=0 \
 		$(PIP) install --quiet --no-build-isolation "deepspeed==$(DS_VERSION)"
-	$(PIP) install --quiet --no-build-isolation --editable ".[dev]"
+	$(PIP) install --quiet --no-build-isolation --editable ".[$(EXTRAS)]"
 	rm -f $(VENV)/.installed-deepspeed-*
 	touch $(STAMP)
 
@@ -49,7 +50,7 @@ test: lint
 
 # A smaller selection (marker "compat") with the oldest DeepSpeed that works.
 test-oldest:
-	$(MAKE) setup VENV=.venv-ds0189 DS_VERSION=$(DS_OLDEST)
+	$(MAKE) setup VENV=.venv-ds0189 DS_VERSION=$(DS_OLDEST) EXTRAS=dev
 	PATH="$(abspath .venv-ds0189/bin):$$PATH" python tests/harness/prebuild.py
 	PATH="$(abspath .venv-ds0189/bin):$$PATH" python -m pytest -m compat $(TEST_FLAGS)
 

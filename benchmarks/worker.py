@@ -25,7 +25,8 @@ class Trainer:
     def __init__(self, spec: dict[str, Any]) -> None:
         import deepspeed
         import torch
-        from finetune import GPT, text
+        from finetune import GPT
+        from text import manual
 
         self.spec, self.torch = spec, torch
         torch.manual_seed(0)
@@ -36,7 +37,7 @@ class Trainer:
         self.numel = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=spec["config"])
         self.start_secs = time.perf_counter() - begin
-        self.data = text()
+        self.data = manual()
         self.generator = torch.Generator().manual_seed(0)
         self.state = getattr(self.engine.optimizer, "rank_state", None)
         self.loss = float("nan")

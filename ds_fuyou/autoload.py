@@ -11,6 +11,8 @@ the stack. One meta-path finder covers all three. When it is asked for the engin
 finders answer and makes the loader call back after the module body ran. Whenever it is asked for any
 other module it first looks whether the engine has become complete meanwhile; DeepSpeed imports more
 modules after its engine, so this happens at the latest before ``import deepspeed`` returns.
+
+The plugin waits in the same way for modules of other packages (`when_imported`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__: list[str] = []
+__all__ = ["forget", "is_awaited", "when_imported"]
 
 ENGINE_MODULE = "deepspeed.runtime.engine"
 DISABLE_VARIABLE = "DS_FUYOU_DISABLE"
@@ -32,23 +34,45 @@ def _autoload() -> None:
     try:
         if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
             return
-        if _engine_is_complete():
-            _install()
-        elif not any(isinstance(finder, _EngineFinder) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _EngineFinder())
+        when_imported(ENGINE_MODULE, _install)
     except Exception as error:  # [Note: when the hook fires]: never raise into `import torch`
         _report(error)
 
 
-def _engine_is_complete() -> bool:
-    module = sys.modules.get(ENGINE_MODULE)
+def when_imported(module: str, action: Callable[[], None]) -> None:
+    """Runs `action` once: now if `module` is imported, otherwise right after its body has run.
+
+    Whoever asks first for a module wins; `action` must not raise.
+    """
+    if _is_complete(module):
+        _fire(module, action)
+    elif not is_awaited(module):
+        sys.meta_path.insert(0, _ImportFinder(module, action))
+
+
+def is_awaited(module: str) -> bool:
+    """Whether an action waits for the import of `module`."""
+    return any(isinstance(finder, _ImportFinder) and finder.module == module for finder in sys.meta_path)
+
+
+def forget(module: str) -> None:
+    """Takes back what waits for `module`."""
+    sys.meta_path[:] = [f for f in sys.meta_path if not (isinstance(f, _ImportFinder) and f.module == module)]
+
+
+def _is_complete(name: str) -> bool:
+    module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     return module is not None and not getattr(spec, "_initializing", False)
 
 
+def _fire(module: str, action: Callable[[], None]) -> None:
+    forget(module)
+    action()
+
+
 def _install() -> None:
-    """Removes the hook and hands over to the plugin. Never raises."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _EngineFinder)]
+    """Hands over to the plugin. Never raises."""
     try:
         from ds_fuyou import plugin
 
@@ -69,17 +93,21 @@ def _report(error: Exception) -> None:
     )
 
 
-class _EngineFinder:
-    """Meta-path finder that waits for the engine module; answers for no module itself."""
+class _ImportFinder:
+    """Meta-path finder that waits for one module; answers for no module itself."""
+
+    def __init__(self, module: str, action: Callable[[], None]) -> None:
+        self.module = module
+        self._action = action
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         try:
-            if fullname == ENGINE_MODULE:
+            if fullname == self.module:
                 return self._spec_that_calls_back(fullname, path, target)
-            if ENGINE_MODULE in sys.modules and _engine_is_complete():
-                _install()
+            if self.module in sys.modules and _is_complete(self.module):
+                _fire(self.module, self._action)
         except Exception as error:
             _report(error)
         return None
@@ -87,7 +115,7 @@ class _EngineFinder:
     def _spec_that_calls_back(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
-        """The spec the other finders give, its loader told to call `_install` after the body ran.
+        """The spec the other finders give, its loader told to call back after the body ran.
 
         A loader that cannot carry the callback is left alone; the look at later imports then does it.
         """
@@ -98,18 +126,17 @@ class _EngineFinder:
                 continue
             body = getattr(spec.loader, "exec_module", None)
             if body is not None and hasattr(spec.loader, "__dict__"):
-                _call_back_after(spec, body)
+                self._call_back_after(spec, body)
             return spec
         return None
 
+    def _call_back_after(self, spec: ModuleSpec, body: Callable[[ModuleType], None]) -> None:
+        """Makes the loader instance of `spec` act once, after `body` executed the module."""
+        loader = spec.loader
 
-def _call_back_after(spec: ModuleSpec, body: Callable[[ModuleType], None]) -> None:
-    """Makes the loader instance of `spec` run `_install` once, after `body` executed the module."""
-    loader = spec.loader
+        def exec_module(module: ModuleType) -> None:
+            vars(loader).pop("exec_module", None)
+            body(module)
+            _fire(self.module, self._action)
 
-    def exec_module(module: ModuleType) -> None:
-        vars(loader).pop("exec_module", None)
-        body(module)
-        _install()
-
-    vars(loader)["exec_module"] = exec_module
+        vars(loader)["exec_module"] = exec_module

@@ -8,6 +8,12 @@ run. Everything else in `PATCH_POINTS` is applied when the first configuration w
 parsed. A process that never sees a block therefore runs DeepSpeed's own code everywhere else.
 `uninstall` undoes all. `VERIFY_POINTS` are applied in the runs of ``fuyou verify`` alone.
 
+[Note: accelerate]
+The Trainer and Accelerate fill in every value "auto" of the JSON before DeepSpeed sees it, and refuse
+those they do not know, which would be ours. `FOREIGN_POINTS` keeps their hands off the block. These
+points belong to another package: they are patched when it is imported, if ever, and pass everything
+but the block's own keys on.
+
 A configuration is parsed several times in one run (by zero.Init, by initialize, by the offload
 handler); each parse is rewritten in the same way and only the first is announced.
 """
@@ -25,6 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_fuyou.autoload import forget, when_imported
+from ds_fuyou.config import BLOCK_KEY
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.host_config import (
     SUPPORTED_OPTIMIZERS,
@@ -33,15 +41,15 @@ from ds_fuyou.host_config import (
     activation_scope,
     load_activation,
 )
-from ds_fuyou.log import log_once
+from ds_fuyou.log import get_logger, log_once
 from ds_fuyou.version import __version__
 
-__all__ = ["PATCH_POINTS", "PatchPoint", "announce", "install", "is_installed", "uninstall"]
+__all__ = ["FOREIGN_POINTS", "PATCH_POINTS", "PatchPoint", "announce", "install", "is_installed", "uninstall"]
 
 
 @dataclass(frozen=True)
 class PatchPoint:
-    """One replaced attribute of DeepSpeed.
+    """One replaced attribute of DeepSpeed, or of a package that completes its configuration.
 
     Attributes:
         module: module that holds it.
@@ -211,6 +219,26 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
     ),
 )
 
+
+def _fill_match(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def fill_match(self: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> Any:
+        if ds_key_long.partition(".")[0] == BLOCK_KEY:
+            return None
+        return original(self, ds_key_long, *args, **kwargs)
+
+    return fill_match
+
+
+FOREIGN_POINTS: tuple[PatchPoint, ...] = (
+    PatchPoint(
+        "accelerate.utils.dataclasses",
+        "DeepSpeedPlugin.fill_match",
+        'accelerate leaves values "auto" of the block alone',
+        _fill_match,
+    ),
+)
+
 _lock = threading.RLock()
 _originals: dict[PatchPoint, Any] = {}
 
@@ -218,11 +246,15 @@ _originals: dict[PatchPoint, Any] = {}
 def install() -> None:
     """Applies the patch that looks for the block. Idempotent; needs DeepSpeed's engine imported."""
     _apply(point for point in PATCH_POINTS if point.on_import)
+    for point in FOREIGN_POINTS:
+        when_imported(point.module, functools.partial(_patch_foreign, point))
 
 
 def uninstall() -> None:
     """Puts every original back. Engines that were built with a block keep working."""
     with _lock:
+        for point in FOREIGN_POINTS:
+            forget(point.module)
         for point, original in reversed(_originals.items()):
             owner, name = point.owner_and_name()
             setattr(owner, name, original)
@@ -261,6 +293,14 @@ def _apply(points: Iterable[PatchPoint]) -> None:
             original = getattr(owner, name)
             setattr(owner, name, point.replace(original))
             _originals[point] = original
+
+
+def _patch_foreign(point: PatchPoint) -> None:
+    """Never raises into the import of a package that the user may run without a block."""
+    try:
+        _apply([point])
+    except AttributeError as error:
+        get_logger().debug("%s.%s is not patched: %s", point.module, point.attribute, error)
 
 
 def _activate(ds_config: Any, activation: Activation) -> None:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a byte-level GPT on the Python documentation that ships with every CPython. An ordinary DeepSpeed script.
 
-deepspeed examples/finetune.py --deepspeed --deepspeed_config configs/gpt_cpu_nvme.json
+deepspeed examples/finetune.py --deepspeed --deepspeed_config configs/finetune_fuyou.json
 """
 
 import argparse
-import pydoc_data.topics
 import time
 
 import deepspeed
 import torch
+from text import manual
 from torch import nn
 from torch.nn import functional as F
 
@@ -50,11 +50,6 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def text() -> torch.Tensor:
-    pages = "".join(pydoc_data.topics.topics[key] for key in sorted(pydoc_data.topics.topics))
-    return torch.tensor(list(pages.encode()), dtype=torch.long)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=12)
@@ -75,7 +70,7 @@ def main() -> None:
         model = GPT(args.layers, args.width, args.heads, args.length, args.vocabulary)
     engine, _, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
 
-    data = text()
+    data = manual()
     generator = torch.Generator().manual_seed(args.seed + torch.distributed.get_rank())
     batch = engine.train_micro_batch_size_per_gpu()
     begin = time.perf_counter()

@@ -12,7 +12,7 @@ import torch
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.ops.core import load_core
 
-__all__ = ["PAGE_BYTES", "HeapGuard", "HostPool", "aligned_tensor", "round_up_to_page"]
+__all__ = ["PAGE_BYTES", "HeapGuard", "HostPool", "aligned_tensor", "own_storage", "round_up_to_page"]
 
 PAGE_BYTES = 4096
 _HUGE_BYTES = 8 * 1024 * 1024  # larger mappings ask for huge pages: fewer, larger disk requests
@@ -32,6 +32,15 @@ def aligned_tensor(num_bytes: int) -> torch.Tensor:
     if num_bytes >= _HUGE_BYTES:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes)
+
+
+def own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as a contiguous 1-D CPU tensor whose storage begins and ends with it.
+
+    Accelerate's ``save_model`` takes tensors of one storage for one tied tensor and drops all but the first. Where the
+    device is the host, gathered parameters of one rank are the partitions themselves.
+    """
+    return torch.from_numpy(view.detach().view(torch.uint8).numpy()).view(view.dtype)
 
 
 class _MallInfo(ctypes.Structure):

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.lanes.memory import HostPool, aligned_tensor, round_up_to_page
+from ds_fuyou.lanes.memory import HostPool, aligned_tensor, own_storage, round_up_to_page
 from ds_fuyou.lanes.waiting import wait_reporting
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.clip_policy import ClipPolicy, Overlap, UpdateStart
@@ -644,7 +644,7 @@ class OutOfCoreOptimizer:
 
     def param_view(self, span: ParamSpan) -> torch.Tensor:
         """P16 of a parameter in DRAM (tier cpu), the published version. Wait for it first."""
-        return self._param_memory[self.param_version][span.sub_group][span.begin : span.end]
+        return own_storage(self._param_memory[self.param_version][span.sub_group][span.begin : span.end])
 
     def flat_params(self, sub_group: int) -> torch.Tensor | None:
         return self._param_memory[self.param_version][sub_group] if self._param_memory else None

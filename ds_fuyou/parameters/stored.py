@@ -39,7 +39,8 @@ class StoredParameters:
     def __init__(self, core: OutOfCoreOptimizer, prefetch_bytes: int) -> None:
         self._core = core
         largest = max(round_up_to_page(s.numel * self._itemsize()) + PAGE_BYTES for s in core.layout.params)
-        self._pool = HostPool(max(prefetch_bytes, 2 * largest))
+        whole = sum(round_up_to_page(s.numel * self._itemsize()) + PAGE_BYTES for s in core.layout.params)
+        self._pool = HostPool(min(max(prefetch_bytes, 2 * largest), 2 * whole))
         core.io.engine.register_buffer(self._pool.pool.base, self._pool.capacity_bytes)
         self._in_flight: dict[int, InFlightParam] = {}
         self.trace = AccessTrace()

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.lanes.memory import HostPool
 from ds_fuyou.storage.anonymous import open_anonymous
-from ds_fuyou.storage.io import IoLane
+from ds_fuyou.storage.io import IoLane, Transfer
 from ds_fuyou.storage.store import Extent
 
 __all__ = ["StagingFile"]
@@ -25,12 +26,13 @@ _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 
 
 class StagingFile:
-    """Append-only extents of page multiples. Reads and writes return when they are complete."""
+    """Append-only extents of page multiples. ``read`` and ``write`` return when they are complete."""
 
     def __init__(self, directory: Path, make_io: Callable[[], IoLane]) -> None:
         self._directory = directory
         self._fd = open_anonymous(directory, "stage parameters")
         self._size = 0
+        self._pools: list[HostPool] = []
         self._io = make_io()
 
     def reserve(self, num_bytes: int) -> int:
@@ -52,7 +54,17 @@ class StagingFile:
         self._io.write([Extent(self._fd, offset, memory.numel())], memory, "staging a parameter").wait()
 
     def read(self, offset: int, memory: torch.Tensor) -> None:
-        self._io.read([Extent(self._fd, offset, memory.numel())], memory, "reading a staged parameter").wait()
+        self.begin_read(offset, memory).wait()
+
+    def begin_read(self, offset: int, memory: torch.Tensor, priority: int = 0) -> Transfer:
+        """Starts filling ``memory`` (whole pages); it belongs to the transfer until that has ended."""
+        extents = [Extent(self._fd, offset, memory.numel())]
+        return self._io.read(extents, memory, "reading a staged parameter", priority)
+
+    def register(self, pool: HostPool) -> None:
+        """Announces memory that many reads will go to; it stays mapped until :meth:`close`."""
+        self._pools.append(pool)
+        self._io.engine.register_buffer(pool.pool.base, pool.capacity_bytes)
 
     def forget(self, offset: int, num_bytes: int) -> None:
         """Gives the blocks back to the filesystem where it can punch holes; elsewhere they stay until close."""

@@ -23,8 +23,8 @@ class Placed:
 
 
 def placement_of(rank_state: Any) -> list[Placed]:
-    """Every model-sized class and every pool of a ``RankState``. Without frozen parameters, and without activations
-    that are not swapped: DeepSpeed and autograd keep those where they always do.
+    """Every model-sized class and every pool of a ``RankState``, without activations that are not swapped: autograd
+    keeps those where it always does.
     """
     core, plan = rank_state.core, rank_state.plan
     options, numel = core.options, core.layout.numel
@@ -37,6 +37,9 @@ def placement_of(rank_state: Any) -> list[Placed]:
         else Placed("P16 (parameters)", "nvme", options.num_slots * p16, on_storage),
         Placed("G16 (gradients)", options.gradients_tier, g16),
     ]
+    for tier, num_bytes in rank_state.frozen_bytes().items():
+        if num_bytes:
+            rows.append(Placed("frozen parameters", tier, num_bytes, "no gradient, no state"))
     state_copies = options.num_slots if options.optimizer_tier == "nvme" else 1
     note = on_storage if options.optimizer_tier == "nvme" else ""
     for name in ("P32 (master parameters)", *core.kind.moments):
@@ -46,6 +49,8 @@ def placement_of(rank_state: Any) -> list[Placed]:
         pool = getattr(rank_state.stored, "_pool", None)
         size = pool.capacity_bytes if pool is not None else plan.prefetch_bytes
         rows.append(Placed("look-ahead pool", "cpu", size, "parameters in use or read ahead"))
+    if rank_state.frozen is not None:
+        rows.append(Placed("look-ahead pool (frozen)", "cpu", rank_state.frozen.pool_bytes, "in use or read ahead"))
     session = getattr(rank_state, "activations", None)
     tier = session.swapper.tier if session is not None and session.swapper is not None else None
     if tier is not None:

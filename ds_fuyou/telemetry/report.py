@@ -36,17 +36,16 @@ class LaneTimes:
 
     @classmethod
     def of(cls, rank_state: Any) -> LaneTimes:
-        core, stored = rank_state.core, rank_state.stored
+        core = rank_state.core
         io = core.io.stats()
         session = getattr(rank_state, "activations", None)
         swap = session.counters if session is not None else None
+        readers = [r for r in (core, rank_state.stored, rank_state.frozen, swap) if r is not None]
         return cls(
             read_secs=io["read"].busy_secs,
             update_secs=core.pipeline.stats().update_busy_secs,
             write_secs=io["write"].busy_secs,
-            exposed_secs=core.waited_secs
-            + (stored.waited_secs if stored is not None else 0.0)
-            + (swap.waited_secs if swap is not None else 0.0),
+            exposed_secs=sum(r.waited_secs for r in readers),
             read_bytes=io["read"].num_bytes,
             write_bytes=io["write"].num_bytes,
             redone_chunks=core.num_redone_chunks,

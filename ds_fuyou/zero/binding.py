@@ -28,6 +28,7 @@ from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.core import CoreOptions, OutOfCoreOptimizer, regions_for
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutLimits, ParamSpan, build_layout
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind
+from ds_fuyou.parameters.frozen import FrozenParameters
 from ds_fuyou.parameters.stored import StoredParameters
 from ds_fuyou.planner.applied import require_params
 from ds_fuyou.planner.host_memory import available_host_bytes
@@ -81,6 +82,8 @@ class RankState:
         self.core = OutOfCoreOptimizer(self.layout, options, kind, hypers, self.store)
         self._forget_closer = register_closer(self.core.close)
         self.stored = StoredParameters(self.core, self.plan.prefetch_bytes) if options.params_tier == "nvme" else None
+        self._frozen_params = {p.ds_id: p for p in names if p.ds_id not in self._index}
+        self.frozen: FrozenParameters | None = None
         self._resident: set[int] = set()
         self.trace = LaneTrace(activation.config.trace) if activation.config.trace is not None else None
         self.activations: ActivationSession | None = None
@@ -205,6 +208,27 @@ class RankState:
                 param.ds_tensor.status = AVAILABLE
             else:
                 param.nvme_swapper.mark_away(param)
+        self._attach_frozen()
+
+    def _attach_frozen(self) -> None:
+        """Frozen parameters that zero.Init staged on storage stay there and are read ahead from now on."""
+        staged = [p for p in self._frozen_params.values() if p.nvme_swapper.is_staged(p)]
+        if not staged:
+            return
+        self.frozen = FrozenParameters({p.ds_id: p.nvme_swapper.staged(p) for p in staged}, self.plan.prefetch_bytes)
+        for swapper in {id(p.nvme_swapper): p.nvme_swapper for p in staged}.values():
+            swapper.read_frozen_from(self.frozen)
+
+    @property
+    def reads_parameters(self) -> bool:
+        """Whether any parameters, trainable or frozen, come from storage when they are used."""
+        return self.stored is not None or self.frozen is not None
+
+    def frozen_bytes(self) -> dict[str, int]:
+        """Bytes of this rank's partitions of frozen parameters by tier."""
+        total = sum(p.ds_tensor.ds_numel * p.ds_tensor.element_size() for p in self._frozen_params.values())
+        stored = self.frozen.num_bytes if self.frozen is not None else 0
+        return {"cpu": max(0, total - stored), "nvme": stored}
 
     # ---- parameters ---------------------------------------------------------------------------------------
 
@@ -241,6 +265,7 @@ class RankState:
         for param in params:
             index = self._index.get(param.ds_id)
             if index is None:
+                self._use_frozen(param)
                 continue
             if self.stored is not None:
                 self.stored.trace.use(index)
@@ -253,6 +278,19 @@ class RankState:
                 self._offer_ready(self.stored)
             self._heap.check()
             self.stored.look_ahead(self._resident)
+        if self.frozen is not None:
+            self._heap.check()
+            self.frozen.look_ahead(self._is_frozen_resident)
+
+    def _use_frozen(self, param: Any) -> None:
+        if self.frozen is None or param.ds_id not in self.frozen:
+            return
+        self.frozen.trace.use(param.ds_id)
+        if param.ds_tensor.status == NOT_AVAILABLE and param.ds_status.name == "NOT_AVAILABLE":
+            param.nvme_swapper.swap_in([param])
+
+    def _is_frozen_resident(self, ds_id: int) -> bool:
+        return bool(self._frozen_params[ds_id].ds_tensor.status == AVAILABLE)
 
     def _offer_ready(self, stored: StoredParameters) -> None:
         """Lets DeepSpeed gather ahead what was read ahead. On one rank only: which reads have ended differs between
@@ -273,6 +311,8 @@ class RankState:
         if self.stored is not None:
             self.stored.drop_all()
             self.stored.trace.end_step()
+        if self.frozen is not None:
+            self.frozen.trace.end_step()
         if not self._positions_known:
             self._positions_known = True
             order = self.stored.trace.first_uses() if self.stored is not None else list(self._seen)
@@ -295,5 +335,7 @@ class RankState:
         self._forget_closer()
         if self.store is not None:
             self.store.close()
-        for param in self._params:
+        if self.frozen is not None:
+            self.frozen.close()
+        for param in [*self._params, *self._frozen_params.values()]:
             param.nvme_swapper.close()

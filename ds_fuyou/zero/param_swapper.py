@@ -6,13 +6,13 @@ is NOT_AVAILABLE stops the prefetch scan, and a gather of it calls :meth:`FuyouP
 protocol serves every tier here: NOT_AVAILABLE means "on storage" or "its update is not published yet".
 
 Until the optimizer is built (inside ``zero.Init``) partitions live in DRAM or in an anonymous staging file;
-then :meth:`attach` hands the trainable ones to the out-of-core optimizer. Frozen ones stay where they are.
+then :meth:`attach` hands the trainable ones to the out-of-core optimizer. Frozen ones stay where they are;
+those on storage are read ahead (:meth:`read_frozen_from`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host_config import Activation, activation_of
 from ds_fuyou.lanes.memory import HeapGuard, aligned_tensor, round_up_to_page
+from ds_fuyou.parameters.frozen import FrozenParameters, StagedParam
 from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.staging_file import StagingFile
@@ -44,14 +45,6 @@ class ParameterSource(Protocol):
     def edit(self, param: Any, values: torch.Tensor) -> None: ...
 
 
-@dataclass
-class _Staged:
-    offset: int
-    numel: int
-    num_bytes: int
-    dtype: torch.dtype
-
-
 class FuyouParameterSwapper:
     """Duck-typed AsyncPartitionedParameterSwapper. Used by the training thread alone."""
 
@@ -65,7 +58,8 @@ class FuyouParameterSwapper:
         self.invalid_buffers: dict[torch.dtype, torch.Tensor] = {}
         self._source: ParameterSource | None = None
         self._attached: set[int] = set()
-        self._staged: dict[int, _Staged] = {}
+        self._staged: dict[int, StagedParam] = {}
+        self._frozen: FrozenParameters | None = None
         self._buffers: dict[int, torch.Tensor] = {}
         self._file: StagingFile | None = None
         self._dram_left = self._staging_budget()
@@ -117,9 +111,12 @@ class FuyouParameterSwapper:
             self._release(param)
 
     def swap_in(self, params: list[Any], async_op: bool = True, swap_in_buffers: Any = None) -> None:
-        """Makes the partitions available; returns when they are."""
+        """Makes the partitions available; returns when they are.
+
+        DeepSpeed asks the first parameter's swapper for all of them; others may have been built by another zero.Init.
+        """
         for param in params:
-            param.ds_tensor.data = self._values(param)
+            param.ds_tensor.data = param.nvme_swapper._values(param)
             param.ds_tensor.status = AVAILABLE
 
     def swap_into_buffer(self, param: Any, dest_buffer: torch.Tensor) -> None:
@@ -153,13 +150,23 @@ class FuyouParameterSwapper:
     def is_staged(self, param: Any) -> bool:
         return param.ds_id in self._staged
 
+    def staged(self, param: Any) -> StagedParam:
+        """Where a partition lies that is not attached."""
+        return self._staged[param.ds_id]
+
+    def read_frozen_from(self, frozen: FrozenParameters) -> None:
+        """From here on ``frozen`` reads the partitions it knows."""
+        self._frozen = frozen
+
     def _values(self, param: Any) -> torch.Tensor:
         if param.ds_id in self._attached and self._source is not None:
             return self._source.fetch(param)
+        if self._frozen is not None and param.ds_id in self._frozen:
+            return self._frozen.fetch(param.ds_id)
         staged = self._staged[param.ds_id]
         memory = aligned_tensor(staged.num_bytes)
-        self._staging_file().read(staged.offset, memory)
-        return memory.view(staged.dtype)[: staged.numel]
+        staged.file.read(staged.offset, memory)
+        return staged.view(memory)
 
     def staged_values(self, param: Any) -> torch.Tensor:
         """A partition's values before :meth:`attach`, wherever they are."""
@@ -174,9 +181,12 @@ class FuyouParameterSwapper:
             memory.view(values.dtype)[: values.numel()].copy_(values)
         staged = self._staged.get(param.ds_id)
         if staged is None:
-            staged = _Staged(self._staging_file().reserve(num_bytes), values.numel(), num_bytes, values.dtype)
+            file = self._staging_file()
+            staged = StagedParam(file, file.reserve(num_bytes), values.numel(), num_bytes, values.dtype)
             self._staged[param.ds_id] = staged
-        self._staging_file().write(staged.offset, memory)
+        if self._frozen is not None:
+            self._frozen.forget(param.ds_id)
+        staged.file.write(staged.offset, memory)
         self._heap.check()
 
     def replace_staged(self, param: Any, values: torch.Tensor) -> None:
@@ -184,7 +194,9 @@ class FuyouParameterSwapper:
         staged = self._staged[param.ds_id]
         memory = aligned_tensor(staged.num_bytes)
         memory.view(staged.dtype)[: staged.numel].copy_(values.view(-1))
-        self._staging_file().write(staged.offset, memory)
+        if self._frozen is not None:
+            self._frozen.forget(param.ds_id)
+        staged.file.write(staged.offset, memory)
         if param.ds_tensor.status == AVAILABLE:
             param.ds_tensor.data.copy_(values.view(-1))
 

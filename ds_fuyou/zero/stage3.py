@@ -116,7 +116,7 @@ class FuyouStage3Optimizer(
                 index.note(params)
 
         coordinator.fetch_sub_module = fetch_sub_module
-        if state.stored is not None and get_accelerator().device_name() == "cpu":
+        if state.reads_parameters and get_accelerator().device_name() == "cpu":
             # Gathered parameters are host memory here: keep as many alive as the look-ahead pool holds, not the 1e9
             # elements that stock allows a device.
             limit = state.plan.prefetch_bytes // self.dtype.itemsize

@@ -24,7 +24,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     (package / "later.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(autoload, "ENGINE_MODULE", "fake_speed.engine")
-    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if not isinstance(f, autoload._EngineFinder)])
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if not isinstance(f, autoload._ImportFinder)])
     monkeypatch.delenv(autoload.DISABLE_VARIABLE, raising=False)
 
     def write(body: str) -> str:
@@ -49,7 +49,7 @@ def installs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def armed() -> bool:
-    return any(isinstance(finder, autoload._EngineFinder) for finder in sys.meta_path)
+    return autoload.is_awaited(autoload.ENGINE_MODULE)
 
 
 def test_hook_fires_after_the_engine_was_imported(engine: Callable[[str], str], installs: list[bool]) -> None:

@@ -29,6 +29,7 @@ class State:
         )
         self.plan = SimpleNamespace(prefetch_bytes=500)
         self.stored = SimpleNamespace(waited_secs=0.0) if params == "nvme" else None
+        self.frozen = None
         self.core = SimpleNamespace(
             options=options,
             layout=SimpleNamespace(numel=1000),
@@ -40,6 +41,9 @@ class State:
             num_redone_chunks=0,
             _param_memory=[None] * versions,
         )
+
+    def frozen_bytes(self) -> dict:
+        return {"cpu": 0, "nvme": self.frozen.num_bytes if self.frozen is not None else 0}
 
     def work(self) -> None:
         self.lanes["read"].busy_secs += 0.5
@@ -75,6 +79,15 @@ def test_parameters_on_storage_have_slots_and_a_look_ahead_pool() -> None:
     rows = {row.name: (row.tier, row.num_bytes) for row in placement_of(State("nvme", "nvme", "nvme", 0))}
     assert rows["P16 (parameters)"] == ("nvme", 4000)
     assert rows["look-ahead pool"] == ("cpu", 500)
+
+
+def test_frozen_parameters_have_a_row_and_a_pool_and_their_waits_count() -> None:
+    state = State()
+    state.frozen = SimpleNamespace(num_bytes=12_000, pool_bytes=700, waited_secs=0.25)
+    rows = {row.name: (row.tier, row.num_bytes) for row in placement_of(state)}
+    assert rows["frozen parameters"] == ("nvme", 12_000)
+    assert rows["look-ahead pool (frozen)"] == ("cpu", 700)
+    assert LaneTimes.of(state).exposed_secs == pytest.approx(0.25)
 
 
 def test_state_in_memory_has_one_copy() -> None:

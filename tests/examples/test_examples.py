@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example runs as its docstring says, with small sizes, and with the configuration it names."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.huggingface.runner import BIN, ROOT, launcher, run_command
+
+LOSS = re.compile(r"step +(\d+)  loss ([0-9.]+)")
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture
+def config(tmp_path: Path):
+    """``config(name)``: a copy of a file in configs/ whose state goes to this test's directory."""
+
+    def copy(name: str) -> Path:
+        settings = json.loads((ROOT / "configs" / name).read_text())
+        settings["fuyou"]["nvme_path"] = str(tmp_path / "swap")
+        (tmp_path / "swap").mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(settings))
+        return tmp_path / name
+
+    return copy
+
+
+def losses(output: str) -> dict[int, str]:
+    assert "is active under DeepSpeed" in output
+    return {int(step): loss for step, loss in LOSS.findall(output)}
+
+
+def logged(directory: Path) -> dict[int, float]:
+    state = json.loads((directory / "trainer_state.json").read_text())
+    return {entry["step"]: entry["loss"] for entry in state["log_history"] if "loss" in entry}
+
+
+def test_two_ranks(config) -> None:
+    sizes = ["--layers", 2, "--width", 64, "--heads", 2, "--length", 32, "--steps", 3]
+    output = run_command(
+        ["bash", EXAMPLES / "two_ranks.sh", *sizes], num_ranks=2, CONFIG=str(config("finetune_fuyou.json"))
+    )
+    assert sorted(losses(output)) == [1, 2, 3]
+
+
+def test_resume_prints_what_one_run_would_have_printed(config, tmp_path: Path) -> None:
+    file = config("finetune_fuyou.json")
+
+    def run(directory: str, steps: int) -> dict[int, str]:
+        sizes = ["--layers", 2, "--width", 64, "--length", 32, "--save-every", 2, "--steps", steps]
+        script = [EXAMPLES / "resume.py", "--deepspeed_config", file, "--checkpoints", tmp_path / directory, *sizes]
+        return losses(run_command([*launcher("deepspeed", 1), *script]))
+
+    first, second = run("a", 4), run("a", 6)
+    assert (sorted(first), sorted(second)) == ([1, 2, 3, 4], [5, 6])
+    assert {**first, **second} == run("b", 6)
+
+
+def test_trainer_and_its_resume(config, tmp_path: Path) -> None:
+    def run(*more: object) -> None:
+        script = [EXAMPLES / "trainer.py", "--deepspeed", config("hf_trainer_fuyou.json"), "--output_dir", tmp_path]
+        sizes = ["--hidden", 64, "--layers", 2, "--length", 32, "--bf16", "--max_steps", 4, "--save_steps", 2]
+        flags = ["--use_cpu", "--logging_steps", 1, "--report_to", "none", "--save_total_limit", 1, *more]
+        run_command([*launcher("deepspeed", 1), *script, *sizes, *flags])
+
+    run()
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+    assert sorted(logged(tmp_path / "checkpoint-4")) == [1, 2, 3, 4]
+    assert (tmp_path / "model.safetensors").stat().st_size > 50_000
+    run("--resume_from_checkpoint", tmp_path / "checkpoint-4", "--max_steps", 6)
+    assert sorted(logged(tmp_path / "checkpoint-6")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_accelerate_and_its_saved_state(config, tmp_path: Path) -> None:
+    def run(steps: int, *more: object) -> dict[int, str]:
+        command = launcher("accelerate", 1, config("hf_trainer_fuyou.json"), mixed_precision="bf16")
+        sizes = ["--hidden", 64, "--layers", 2, "--length", 32, "--steps", steps]
+        return losses(run_command([*command, EXAMPLES / "accelerate_loop.py", *sizes, *more]))
+
+    assert sorted(run(3, "--save", tmp_path / "state")) == [1, 2, 3]
+    assert sorted(run(5, "--load", tmp_path / "state")) == [4, 5]
+
+
+def test_lora(config, tmp_path: Path) -> None:
+    script = [EXAMPLES / "lora.py", "--deepspeed", config("hf_lora_fuyou.json"), "--output_dir", tmp_path]
+    flags = [
+        "--use_cpu",
+        "--bf16",
+        "--max_steps",
+        3,
+        "--logging_steps",
+        1,
+        "--report_to",
+        "none",
+        "--save_strategy",
+        "no",
+    ]
+    output = run_command([*launcher("deepspeed", 1), *script, "--hidden", 64, "--layers", 2, "--length", 32, *flags])
+    assert "frozen parameters" in output
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    here = Path(__file__).read_text() + (ROOT / "Makefile").read_text() + (EXAMPLES / "two_ranks.sh").read_text()
+    names = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")} - {"text.py"}
+    assert {name for name in names if name not in here} == set()
+    assert (BIN / "deepspeed").exists()

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loop of its own under Accelerate: with the block it gives the numbers of stock; and values "auto" of the block."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import RunPython
+from tests.huggingface.runner import ds_json, weights, with_block
+from tests.huggingface.test_trainer import DEEPSPEED_SCHEDULER
+
+SCRIPT = "accelerate_script.py"
+DUMMY_OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
+COMMON = {"launcher": "accelerate", "flags": {"mixed_precision": "bf16", "gradient_clipping": "1.0"}, "steps": 6}
+CASES: dict[str, dict] = {
+    "torch-optimizer-deepspeed-schedule": {
+        **COMMON,
+        "model": "gpt2",
+        "optimizer": "torch",
+        "scheduler": "dummy",
+        "config": ds_json(**DEEPSPEED_SCHEDULER),
+    },
+    "deepspeed-optimizer-torch-schedule": {
+        **COMMON,
+        "model": "llama",
+        "optimizer": "dummy",
+        "scheduler": "callable",
+        "config": ds_json(**DUMMY_OPTIMIZER),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tiers"),
+    [
+        ("torch-optimizer-deepspeed-schedule", "all"),
+        ("deepspeed-optimizer-torch-schedule", "auto"),
+    ],
+)
+def test_numbers_and_weights_equal_stock(name: str, tiers: str, stock_run, ours_run, tmp_path: Path) -> None:
+    stock = stock_run(CASES[name], SCRIPT)
+    steps = [entry for entry in stock["history"] if "loss" in entry]
+    assert len(steps) == 6
+    assert any(entry["grad_norm"] > 1.0 for entry in steps)
+    assert len({tuple(entry["lr"]) for entry in steps}) >= 5
+    assert stock["num_groups"] == 2
+    ours = ours_run(with_block(CASES[name], tmp_path / "swap", tiers), SCRIPT)
+    assert ours["history"] == stock["history"]
+    # On the host Accelerate takes stock's partitions, which lie in one buffer, for tied weights, and saves few of them.
+    known, saved = weights(stock["saved"]), weights(ours["saved"])
+    assert len(saved) == ours["num_weights"]
+    assert [name for name in known if not torch.equal(known[name], saved[name])] == []
+
+
+AUTO = """
+import {first}
+import {second}
+from accelerate.utils import DeepSpeedPlugin
+config = {{"gradient_accumulation_steps": 1, "zero_optimization": {{"stage": 3}}, {more}
+          "fuyou": {{"dram_budget_bytes": "auto", "optimizer": {{"tier": "auto"}}}}}}
+plugin = DeepSpeedPlugin(hf_ds_config=config)
+plugin.deepspeed_config_process(must_match=False)
+assert plugin.deepspeed_config["fuyou"] == config["fuyou"]
+"""
+
+
+@pytest.mark.parametrize(("first", "second"), [("accelerate", "deepspeed"), ("deepspeed", "accelerate")])
+def test_accelerate_leaves_the_blocks_auto_alone(run_python: RunPython, first: str, second: str) -> None:
+    done = run_python(AUTO.format(first=first, second=second, more=""))
+    assert done.returncode == 0, done.stderr
+
+
+def test_other_unknown_auto_values_are_still_refused_by_accelerate(run_python: RunPython) -> None:
+    done = run_python(AUTO.format(first="accelerate", second="deepspeed", more='"fuyo": {"optimizer": "auto"},'))
+    assert "`fuyo.optimizer` not found in kwargs" in done.stderr

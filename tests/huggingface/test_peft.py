@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters on a frozen base that lives on storage: the numbers of stock, no state and no gradient of the base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.huggingface.runner import clean, ds_json, weight_differences, with_block
+
+SCRIPT = "lora_script.py"
+ARGUMENTS = {
+    "bf16": True,
+    "use_cpu": True,
+    "max_steps": 5,
+    "learning_rate": 1e-2,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.5,
+    "save_strategy": "no",
+}
+BASE = {"model": "llama-wide", "zero_init": True, "launcher": "deepspeed", "arguments": ARGUMENTS, "config": ds_json()}
+CASES: dict[str, dict] = {
+    "lora": {**BASE, "arguments": {**ARGUMENTS, "activation_checkpointing": True}},
+    # quantised base, and LoRA-FA: of the adapter only B is trained
+    "int8-base-frozen-a": {**BASE, "quantise": True, "frozen": ["lora_A"], "zero_init": False},
+}
+
+
+@pytest.mark.parametrize(("name", "tiers"), [("lora", "all"), ("int8-base-frozen-a", "lora")])
+def test_frozen_parameters_cost_one_copy(
+    name: str, tiers: str, pretrained, stock_run, ours_run, tmp_path: Path
+) -> None:
+    case = {**CASES[name], "pretrained": pretrained("llama-wide")}
+    stock = stock_run(case, SCRIPT)
+    ours = ours_run(with_block(case, tmp_path / "swap", tiers), SCRIPT)
+    assert clean(ours["history"]) == clean(stock["history"])
+    assert stock["history"][0]["loss"] > stock["history"][4]["loss"]
+    if name == "lora":
+        assert weight_differences(stock["saved"], ours["saved"]) == []
+
+    placed, trainable, total = ours["placement"], ours["trainable"], ours["total"]
+    assert trainable < total / 20
+    assert placed["layout_numel"] == trainable
+    assert all("lora_" in part for part in placed["names"])
+    if name == "int8-base-frozen-a":
+        assert not any("lora_A" in part for part in placed["names"])
+    assert placed["frozen_bytes"]["nvme"] > 0.8 * (total - trainable)
+    assert placed["ahead_reads"] > 20
+    pages = 4096 * 3 * len(placed["names"])  # what rounding up to pages may add
+    if tiers == "lora":  # states and gradients in host memory
+        assert placed["gradient_bytes"] <= 2 * trainable + pages
+    else:  # two slots of P32 and two moments and of P16, and G16
+        assert placed["store_bytes"] <= (2 * (12 + 2) + 2) * trainable + 8 * pages

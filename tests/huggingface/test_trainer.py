@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One Trainer script, the JSON with and without the block: the same log, digit for digit, and the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.huggingface.runner import clean, ds_json, weight_differences, with_block
+
+SCRIPT = "trainer_script.py"
+DEEPSPEED_OPTIMIZER = {
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+}
+DEEPSPEED_SCHEDULER = {
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+    },
+}
+RICH = {
+    "bf16": True,
+    "activation_checkpointing": True,
+    "use_cpu": True,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 6,
+    "learning_rate": 2e-3,
+    "weight_decay": 0.1,
+    "max_grad_norm": 1.0,
+    "warmup_steps": 2,
+    "lr_scheduler_type": "cosine",
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "no",
+}
+CASES: dict[str, dict] = {
+    # the model through from_pretrained under zero.Init; optimizer (two groups) and schedule of the Trainer
+    "llama-zero-init": {
+        "model": "llama",
+        "zero_init": True,
+        "launcher": "deepspeed",
+        "arguments": RICH,
+        "generate_after": [1, 2, 4],
+        "config": ds_json(),
+    },
+    # the model made before; tied embeddings, dropout; optimizer and schedule of DeepSpeed; two ranks
+    "gpt2-two-ranks": {
+        "model": "gpt2",
+        "zero_init": False,
+        "launcher": "accelerate",
+        "flags": {"mixed_precision": "bf16"},
+        "num_ranks": 2,
+        "arguments": RICH,
+        "generate_after": [3],
+        "config": ds_json(**DEEPSPEED_OPTIMIZER, **DEEPSPEED_SCHEDULER),
+    },
+}
+
+
+def case_of(name: str, pretrained) -> dict:
+    return {**CASES[name], "pretrained": pretrained(CASES[name]["model"])}
+
+
+def _exercised(result: dict, name: str) -> None:
+    """That the run did what its name says: equal logs prove little otherwise."""
+    steps = [entry for entry in result["history"] if "loss" in entry]
+    assert len(steps) == 6
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.2
+    assert any(entry["grad_norm"] > 1.0 for entry in steps)
+    assert len({entry["learning_rate"] for entry in steps}) >= 5
+    assert sum("eval_loss" in entry for entry in result["history"]) == 3
+    assert len(result["texts"]) == len(CASES[name]["generate_after"])
+    assert result["num_groups"] == (2 if name == "llama-zero-init" else 1)
+
+
+@pytest.mark.parametrize(("name", "tiers"), [("llama-zero-init", "all"), ("gpt2-two-ranks", "states")])
+def test_the_log_and_the_weights_equal_stock(
+    name: str, tiers: str, pretrained, stock_run, ours_run, tmp_path: Path
+) -> None:
+    case = case_of(name, pretrained)
+    stock = stock_run(case, SCRIPT)
+    _exercised(stock, name)
+    ours = ours_run(with_block(case, tmp_path / "swap", tiers), SCRIPT)
+    assert clean(ours["history"]) == clean(stock["history"])
+    assert ours["texts"] == stock["texts"]
+    assert weight_differences(stock["saved"], ours["saved"]) == []
