@@ -55,6 +55,18 @@ REQUIRED: tuple[RequiredName, ...] = (
         "plugin: the stage-3 class is substituted while it runs",
     ),
     RequiredName(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.offload_states",
+        ("self", "include", "device"),
+        "plugin: gathered parameters are released instead",
+    ),
+    RequiredName(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.empty_partition_cache",
+        ("self",),
+        "plugin: called by offload_states",
+    ),
+    RequiredName(
         "deepspeed.runtime.zero.partition_parameters",
         "AsyncPartitionedParameterSwapper",
         ("ds_config", "model_dtype"),
@@ -134,6 +146,12 @@ REQUIRED: tuple[RequiredName, ...] = (
         "DeepSpeedZeroOptimizer_Stage3._get_norm_groups",
         ("self",),
         "zero: called in step",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3.zero_grad",
+        ("self", "set_to_none"),
+        "zero: wrapped, gradients that have left param.grad are forgotten too",
     ),
     RequiredName(
         "deepspeed.runtime.zero.stage3",

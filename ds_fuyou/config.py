@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -71,11 +72,27 @@ def _parse_budget(value: object) -> object:
     return value if value == "auto" else parse_bytes(value)
 
 
+_PLACEHOLDERS = {"rank": ("RANK",), "local_rank": ("LOCAL_RANK",), "node": ("CROSS_RANK", "GROUP_RANK", "SLURM_NODEID")}
+"""Placeholders of a path and the variables that launchers (deepspeed, torchrun, Slurm) set for them."""
+
+
+def _of_this_rank(path: str) -> str:
+    """``$NAME`` and ``${NAME}`` from the environment; ``{rank}``, ``{local_rank}``, ``{node}``; ``{host}``."""
+    for name, variables in _PLACEHOLDERS.items():
+        found = [os.environ[variable] for variable in variables if os.environ.get(variable)]
+        path = re.sub(rf"(?<!\$)\{{{name}\}}", found[0] if found else "0", path)
+    path = re.sub(r"(?<!\$)\{host\}", socket.gethostname(), path)
+    unset = [name for name in re.findall(r"\$\{?(\w+)", path) if name not in os.environ]
+    if unset:
+        raise ValueError(f"must name environment variables that are set; not set: {', '.join(unset)}")
+    return os.path.expandvars(path)
+
+
 def _as_paths(value: object) -> object:
     paths = [value] if isinstance(value, str) else value
     if not isinstance(paths, (list, tuple)) or not all(isinstance(path, str) and path for path in paths):
         raise ValueError("must be a path or a list of paths")
-    expanded = tuple(os.path.abspath(os.path.expanduser(path)) for path in paths)
+    expanded = tuple(os.path.abspath(os.path.expanduser(_of_this_rank(path))) for path in paths)
     if not expanded:
         raise ValueError("must name at least one path; leave the key out to use the offload sections' path")
     if len(set(expanded)) != len(expanded):
@@ -186,7 +203,9 @@ class FuyouConfig(_Settings):
     nvme_path: Paths | None = Field(
         None,
         description="Directory, or list of directories striped over. Default: the `nvme_path` of the "
-        "`offload_optimizer` and `offload_param` sections.",
+        "`offload_optimizer` and `offload_param` sections. Every rank makes a state directory of its own in it. "
+        "Where nodes or ranks use other disks: `$NAME` is taken from the environment of the rank, `{host}`, `{node}`, "
+        "`{rank}` and `{local_rank}` are replaced.",
     )
     dram_budget_bytes: ByteBudget = Field("auto", description="Host memory this rank may use.")
     gpu_budget_bytes: ByteBudget = Field("auto", description="Device memory this rank may use.")

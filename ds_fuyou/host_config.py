@@ -247,6 +247,8 @@ _SWITCHES: tuple[tuple[str, str], ...] = (
     ("bfloat16.bf16_optimizer_states", "moments are kept in fp32"),
     ("fp16.fp16_master_weights_and_grads", "master parameters are kept in fp32"),
     ("compile.deepcompile", "it compiles stock's own gathers and reductions into the graph"),
+    ("expert_parallel.enabled", "experts would be partitioned over groups of their own"),
+    ("hybrid_engine.enabled", "its inference containers take the parameters over"),
     ("optimizer.params.amsgrad", "the CPU Adam of DeepSpeed has no AMSGrad"),
 )
 
@@ -254,6 +256,7 @@ _SWITCHES: tuple[tuple[str, str], ...] = (
 _LIMITS: tuple[tuple[str, float, str], ...] = (
     ("zero_optimization.zero_hpz_partition_size", 1, "parameters are partitioned over all ranks"),
     ("zero_optimization.mics_shard_size", 0, "parameters are partitioned over all ranks"),
+    ("tensor_parallel.autotp_size", 1, "norms and partitions would span tensor-parallel groups"),
 )
 
 
@@ -265,12 +268,14 @@ def refused_combinations() -> list[tuple[str, str]]:
         ("zero_optimization.zenflow", _ZENFLOW),
         ("zero_optimization.offload_optimizer.ratio < 1", _RATIO),
         ("optimizer.params.fp32_optimizer_states = false", _FP32_STATES),
+        ('torch_autocast.dtype = "float16"', _FP16_AUTOCAST),
     ]
 
 
 _ZENFLOW = "it replaces the same optimizer"
 _RATIO = "no part is updated on the GPU"
 _FP32_STATES = "moments are kept in fp32"
+_FP16_AUTOCAST = "torch's gradient scaler would step the optimizer itself; use bfloat16"
 
 
 def _clashes(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -287,6 +292,9 @@ def _clashes(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"zero_optimization.offload_optimizer.ratio = {ratio}", _RATIO
     if _lookup(ds_config, "optimizer.params.fp32_optimizer_states") is False:
         yield "optimizer.params.fp32_optimizer_states = false", _FP32_STATES
+    dtype = _lookup(ds_config, "torch_autocast.dtype")
+    if _lookup(ds_config, "torch_autocast.enabled") is True and dtype in ("fp16", "float16", "half", "torch.float16"):
+        yield f"torch_autocast.dtype = {dtype!r}", _FP16_AUTOCAST
     kind = _lookup(ds_config, "optimizer.type")
     names = [name.lower() for name in SUPPORTED_OPTIMIZERS]
     if isinstance(kind, str) and kind != "auto" and kind.lower() not in names:

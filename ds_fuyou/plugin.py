@@ -117,6 +117,7 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
         if activation is None:
             return original(self, optimizer)
         _refuse_optimizer(optimizer)
+        _refuse_model_parallelism(self)
         # SuperOffload derives from the stock class and is first imported in the original: it must not
         # be while the name below stands for ours.
         from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401
@@ -179,6 +180,19 @@ VERIFY_POINTS: tuple[PatchPoint, ...] = (
     PatchPoint("deepspeed.runtime.engine", "DeepSpeedEngine.step", "fuyou verify: notes the norm, stops", _step),
 )
 
+
+def _offload_states(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def offload_states(self: Any, *args: Any, **kwargs: Any) -> None:
+        if activation_of(self._config) is None or not hasattr(self.optimizer, "rank_state"):
+            return original(self, *args, **kwargs)
+        # States, gradients and partitions are not on the device to begin with; what is there are gathered parameters.
+        self.empty_partition_cache()
+        return None
+
+    return offload_states
+
+
 PATCH_POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         "deepspeed.runtime.config",
@@ -216,6 +230,12 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
         "DeepSpeedEngine.load_module_state_dict",
         "frozen parameters on storage are loaded to storage",
         _load_module_state_dict,
+    ),
+    PatchPoint(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.offload_states",
+        "releases gathered parameters; the stock function refuses offloaded ones",
+        _offload_states,
     ),
 )
 
@@ -370,3 +390,16 @@ def _refuse_optimizer(optimizer: Any) -> None:
         f"{', '.join(SUPPORTED_OPTIMIZERS)} in the DeepSpeed configuration, or an object of: "
         f"{', '.join(sorted(f'{module}.{name}' for module, name in _KNOWN_OPTIMIZERS))}"
     )
+
+
+def _refuse_model_parallelism(engine: Any) -> None:
+    """Tensor parallelism by an mpu object: norms and partitions would span groups that are not tested here."""
+    mpu = getattr(engine, "mpu", None)
+    size = getattr(mpu, "get_model_parallel_world_size", None) or getattr(
+        mpu, "get_tensor_model_parallel_world_size", None
+    )
+    if size is not None and size() > 1:
+        raise FuyouConfigError(
+            f"the fuyou block cannot be combined with: mpu (model parallelism over {size()} ranks). "
+            f"Use data parallelism over all ranks, or switch the block off"
+        )

@@ -139,6 +139,17 @@ class HostPool:
     def used_bytes(self) -> int:
         return int(self.pool.used_bytes)
 
+    def give_back(self) -> None:
+        """At the end of the run: unpins, and returns the pages to the system if no block is in use any more.
+
+        The object may live on (its owner is referenced by a destroyed engine that the script still holds).
+        """
+        self.unpin()
+        if self.used_bytes == 0:
+            ctypes.CDLL(None).madvise(
+                ctypes.c_void_p(self.pool.base), ctypes.c_size_t(self.capacity_bytes), mmap.MADV_DONTNEED
+            )
+
     def unpin(self) -> None:
         """Takes the registration back. No device copy may be in flight."""
         if self._pinned:

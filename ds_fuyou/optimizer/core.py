@@ -32,6 +32,7 @@ from ds_fuyou.optimizer.clip_policy import ClipPolicy, Overlap, UpdateStart
 from ds_fuyou.optimizer.commit import Committer
 from ds_fuyou.optimizer.gradients import DramGradients, GradientMemory, StoredGradients
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan
+from ds_fuyou.optimizer.param_access import ParamAccess
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind, RuleClock, StepRules
 from ds_fuyou.optimizer.state_access import StateAccess, prefix
 from ds_fuyou.storage.io import IoLane, IoSettings, storage_error
@@ -111,6 +112,7 @@ class OutOfCoreOptimizer:
         self.generation = 0
         self.waited_secs = 0.0
         self.num_redone_chunks = 0
+        self._closed = False
         core = load_core()
         self._types = {
             torch.float32: core.ElementType.FLOAT32,
@@ -120,7 +122,7 @@ class OutOfCoreOptimizer:
         self.io = IoLane(options.io, self._path_of)
         self.staging = HostPool(self._staging_bytes())
         self.io.engine.register_buffer(self.staging.pool.base, self.staging.capacity_bytes)
-        self.pipeline = core.ChunkPipeline(self.io.engine, self.staging.pool, options.num_update_threads)
+        self.pipeline: Any = core.ChunkPipeline(self.io.engine, self.staging.pool, options.num_update_threads)
         self.pipeline.set_checksum(options.checksum)
         self.policy = ClipPolicy(options.clip_policy, options.can_speculate)
         self._param_memory: list[list[torch.Tensor]] = self._allocate_params()
@@ -131,12 +133,12 @@ class OutOfCoreOptimizer:
         self.gradients = self._make_gradients()
         self._chunk_generation = [0] * len(layout.chunks)
         self.states = StateAccess(self)
+        self.params = ParamAccess(self)
         self._missed_steps: dict[int, int] = {}
         self._wide_gradients: dict[int, torch.Tensor] = {}
         self._read_wide_gradients: dict[int, torch.Tensor] = {}
         self._begin_window()
         self._committer = Committer(self.pipeline, store, self._slots) if store is not None else None
-        self._closed = False
 
     # ---- construction -------------------------------------------------------------------------------------
 
@@ -214,6 +216,10 @@ class OutOfCoreOptimizer:
     def param_extents(self, chunk: Chunk, slot: int) -> tuple[Extent, ...]:
         return self._range(param_region(chunk.sub_group), slot, chunk, self.options.param_dtype.itemsize)
 
+    def param_range(self, sub_group: int, slot: int, begin: int, end: int) -> tuple[Extent, ...]:
+        """Where bytes [begin, end) of a sub-group's P16 lie in a slot (tier nvme)."""
+        return self._store().range_extents(param_region(sub_group), slot, begin, end)
+
     def _grad_extents(self, index: int) -> tuple[Extent, ...]:
         chunk = self.layout.chunks[index]
         return self._range(grad_region(chunk.sub_group), 0, chunk, self.options.grad_dtype.itemsize)
@@ -284,8 +290,7 @@ class OutOfCoreOptimizer:
     def _begin_window(self) -> None:
         """A step's accumulation window opens: nothing has arrived."""
         self._arrived: set[int] = set()
-        self._final: set[int] = set()
-        self._missing = [len(chunk.params) for chunk in self.layout.chunks]
+        self._missing = [set(chunk.params) for chunk in self.layout.chunks]
         self._prepared: dict[int, StepRules] = {}
         self._prepared_multiplier = 0.0
         self._held: set[int] = set()
@@ -294,14 +299,15 @@ class OutOfCoreOptimizer:
         self._overrides: dict[int, torch.Tensor] = {}
         self._opened: set[int] = set()
 
-    def add_gradient(self, span: ParamSpan, gradient: torch.Tensor, *, accumulate: bool) -> list[torch.Tensor]:
-        """Stores or adds one parameter's gradient partition; returns the views that now hold it.
+    def add_gradient(self, span: ParamSpan, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """Adds one parameter's gradient partition to what arrived in this window; returns the views that hold the sum.
 
         A gradient that arrives for a chunk that was already prepared drops the prepared update.
         """
         for chunk in self.layout.chunks_of_param[span.index]:
             self._open_chunk(chunk)
-        add = accumulate and span.index in self._arrived
+            self._await_again(chunk, span.index)
+        add = span.index in self._arrived
         views = self.gradients.pieces(span)
         at = 0
         for view in views:
@@ -323,6 +329,13 @@ class OutOfCoreOptimizer:
         if chunk not in self._opened:
             self._wait_unread(chunk)
             self._opened.add(chunk)
+
+    def _await_again(self, chunk: int, param: int) -> None:
+        """A further backward began: a chunk that was complete is complete again when all its gradients came again."""
+        missing = self._missing[chunk]
+        if not missing:
+            missing.update(self.layout.chunks[chunk].params)
+        missing.add(param)
 
     def _detach_gradient(self, chunk: int, buffer: int) -> None:
         self.pipeline.read_gradient_from_storage(chunk, buffer)
@@ -388,19 +401,12 @@ class OutOfCoreOptimizer:
 
     def complete_gradient(self, span: ParamSpan) -> None:
         """The parameter's gradient of this step is final as far as backward knows; prepares complete chunks."""
-        if span.index in self._final:
-            return self._reprepare(span)
-        self._final.add(span.index)
         for chunk in self.layout.chunks_of_param[span.index]:
-            self._missing[chunk] -= 1
-            if self._missing[chunk] == 0:
-                self._prepare(chunk)
-        return None
-
-    def _reprepare(self, span: ParamSpan) -> None:
-        for chunk in self.layout.chunks_of_param[span.index]:
-            if self._missing[chunk] == 0 and chunk not in self._prepared:
-                self._prepare(chunk)
+            missing = self._missing[chunk]
+            if span.index in missing:
+                missing.remove(span.index)
+                if not missing:
+                    self._prepare(chunk)
 
     def _prepare(self, chunk: int) -> None:
         spec = self.layout.chunks[chunk]
@@ -461,6 +467,12 @@ class OutOfCoreOptimizer:
         self._drop_prepared()
         self._end_window()
 
+    def forget_gradients(self) -> None:
+        """zero_grad(): the window starts anew, as if no backward had run since the last step."""
+        if self._arrived or self._prepared or self._held:
+            self._drop_prepared()
+            self._end_window()
+
     def _drop_prepared(self) -> None:
         for chunk in [*self._prepared, *self._held]:
             self.pipeline.invalidate(chunk)
@@ -476,7 +488,9 @@ class OutOfCoreOptimizer:
         self.check()
         rules = self.clock.prepare(hypers)
         self.policy.record(multiplier != expected_multiplier)
-        work = {c.index: self._segments(c, rules) for c in self.layout.chunks if self._arrived.intersection(c.params)}
+        due = self.params.due(self._arrived)
+        work = {c.index: self._segments(c, rules) for c in self.layout.chunks if due.intersection(c.params)}
+        edits = self.params.before_step(self._arrived, work)
         kept = self._keep_prepared(rules, multiplier, work)
         self._release_held(work)
         version = self._next_version()
@@ -490,6 +504,7 @@ class OutOfCoreOptimizer:
         for chunk in work:
             self._chunk_generation[chunk] = self.generation
             self.states.updated(chunk)
+        self.params.after_step(edits)
         self.clock.commit(rules)
         self._count_missed()
         self._keep_wide_gradients()
@@ -603,6 +618,8 @@ class OutOfCoreOptimizer:
     # ---- readers ------------------------------------------------------------------------------------------
 
     def _wait(self, wait: Callable[[float], bool], what: Callable[[], str]) -> None:
+        if self._closed:
+            self.check()
         try:
             self.waited_secs += wait_reporting(wait, what)
         except RuntimeError as error:
@@ -632,7 +649,7 @@ class OutOfCoreOptimizer:
             self.wait_chunk(chunk)
 
     def is_ready(self, span: ParamSpan) -> bool:
-        return all(
+        return not self._closed and all(
             self.pipeline.is_published(c, self._chunk_generation[c]) for c in self.layout.chunks_of_param[span.index]
         )
 
@@ -686,6 +703,7 @@ class OutOfCoreOptimizer:
                 flat[chunk.sub_group][chunk.begin : chunk.end].copy_(params)
         else:
             self._write_param(chunk, params, self.pipeline.slot(chunk.index)).wait()
+        self.params.replaced(chunk.params)
 
     def set_positions(self, positions: Iterable[tuple[int, int]]) -> None:
         """Deadlines as observed: (parameter, forward position); a chunk takes the smallest of its parameters."""
@@ -708,3 +726,10 @@ class OutOfCoreOptimizer:
             self._committer.stop()
         self.gradients.close()
         self.io.close()
+        self._resident.clear()
+        self._param_memory.clear()
+        self._wide_gradients.clear()
+        self._read_wide_gradients.clear()
+        self.staging.give_back()
+        # Their threads are joined; descriptors go with the objects, though the script may still hold the engine.
+        self._committer = self.pipeline = None

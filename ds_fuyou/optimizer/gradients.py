@@ -20,6 +20,8 @@ class GradientMemory(Protocol):
     """One gradient element for every parameter element of this rank, in the accumulation dtype."""
 
     on_storage: bool
+    waited_secs: float
+    """Time the training thread stood waiting for transfers of gradients."""
 
     def pieces(self, span: ParamSpan) -> list[torch.Tensor]:
         """Writable views that together are the gradient of ``span``, with the values written in this step."""
@@ -37,7 +39,7 @@ class GradientMemory(Protocol):
         """No gradient of the last step is needed any more."""
 
     def close(self) -> None:
-        """Waits for transfers in flight."""
+        """Waits for transfers in flight and lets the memory go."""
 
 
 class DramGradients:
@@ -47,6 +49,7 @@ class DramGradients:
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype) -> None:
         self._layout = layout
+        self.waited_secs = 0.0
         itemsize = dtype.itemsize
         self._flat = [aligned_tensor(round_up_to_page(n * itemsize)).view(dtype)[:n] for n in layout.sub_group_numels]
 
@@ -67,7 +70,8 @@ class DramGradients:
         """The next step overwrites."""
 
     def close(self) -> None:
-        """Nothing is in flight."""
+        """Nothing is in flight; the memory goes with its last view."""
+        self._flat.clear()
 
 
 class StoredGradients:
@@ -91,6 +95,7 @@ class StoredGradients:
         self._layout, self._dtype, self._io, self._extents = layout, dtype, io, extents
         self._detach = detach
         self._max_buffers = max_buffers
+        self.waited_secs = 0.0
         self._open: dict[int, torch.Tensor] = {}
         self._sealed: dict[int, tuple[torch.Tensor, Transfer]] = {}
         self._free: list[torch.Tensor] = []
@@ -112,11 +117,12 @@ class StoredGradients:
             return self._open[index].view(self._dtype)[:numel]
         if index in self._sealed:
             memory, transfer = self._sealed.pop(index)
-            transfer.wait()
+            self.waited_secs += transfer.wait()
         else:
             memory = self._take()
             if index in self._stored:
-                self._io.read(self._extents(index), memory, f"reading the gradient of chunk {index}").wait()
+                what = f"reading the gradient of chunk {index}"
+                self.waited_secs += self._io.read(self._extents(index), memory, what).wait()
         self._open[index] = memory
         return memory.view(self._dtype)[:numel]
 
@@ -127,7 +133,7 @@ class StoredGradients:
 
     def _retire(self, index: int) -> None:
         memory, transfer = self._sealed.pop(index)
-        transfer.wait()
+        self.waited_secs += transfer.wait()
         self._detach(index, memory.data_ptr())
         self._free.append(memory)
 
@@ -157,3 +163,6 @@ class StoredGradients:
     def close(self) -> None:
         for _, transfer in self._sealed.values():
             transfer.wait()
+        self._sealed.clear()
+        self._open.clear()
+        self._free.clear()

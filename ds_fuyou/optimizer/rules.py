@@ -17,6 +17,9 @@ from ds_fuyou.ops.core import load_core
 
 __all__ = ["GroupHyper", "OptimizerKind", "RuleClock", "StepRules", "optimizer_kind"]
 
+_LATE_CLOCKS = 64
+"""Clocks kept for parameters that missed steps: one for each number of updates seen lately."""
+
 _SUPPORTED = (
     "DeepSpeedCPUAdam, FusedAdam, torch Adam and AdamW, DeepSpeedCPUAdagrad, torch Adagrad, DeepSpeedCPULion, FusedLion"
 )
@@ -98,6 +101,7 @@ class RuleClock:
         self.history: list[tuple[int, tuple[tuple[float, float], ...]]] = []
         self._first = first
         self._clock = self._fresh()
+        self._late: dict[tuple[float, float], dict[int, Any]] = {}
 
     def _fresh(self) -> Any:
         core, hyper = load_core(), self._first
@@ -132,10 +136,20 @@ class RuleClock:
 
     def rule_at(self, step: int, hyper: GroupHyper) -> Any:
         """The rule of a parameter that was updated ``step`` times, this one included (it missed some steps)."""
-        clock = self._fresh()
-        for past in range(1, step + 1):
-            clock.increment(past, *hyper.betas)
-        return clock.rule(hyper.lr, hyper.eps, hyper.weight_decay, hyper.bias_correction)
+        return self._clock_at(step, hyper.betas).rule(hyper.lr, hyper.eps, hyper.weight_decay, hyper.bias_correction)
+
+    def _clock_at(self, step: int, betas: tuple[float, float]) -> Any:
+        """A clock after ``step`` increments with ``betas``: continued from the nearest earlier one that is kept."""
+        kept = self._late.setdefault(betas, {})
+        if step not in kept:
+            nearest = max((number for number in kept if number < step), default=0)
+            clock = kept[nearest].clone() if nearest else self._fresh()
+            for past in range(nearest + 1, step + 1):
+                clock.increment(past, *betas)
+            kept[step] = clock
+            while len(kept) > _LATE_CLOCKS:
+                del kept[next(iter(kept))]  # the oldest
+        return kept[step]
 
     def replay(self, history: Sequence[tuple[int, Sequence[Sequence[float]]]]) -> None:
         """Restores a saved history by making its calls again: (number of steps, betas of every sub-group)."""

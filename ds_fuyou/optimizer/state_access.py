@@ -100,6 +100,8 @@ class StateAccess:
 
     def write_param(self, span: ParamSpan, part: int, values: torch.Tensor) -> None:
         """Replaces one parameter's fp32 value or moment; P16 follows with the next step, as in stock."""
+        if part == 0:
+            self._core.params.left_behind(span)
         for index in self._core.layout.chunks_of_param[span.index]:
             chunk = self._core.layout.chunks[index]
             begin, end = max(span.begin, chunk.begin), min(span.end, chunk.end)

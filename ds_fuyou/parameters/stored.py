@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from ds_fuyou.lanes.memory import PAGE_BYTES, HostPool, aligned_tensor, round_up_to_page
-from ds_fuyou.optimizer.core import OutOfCoreOptimizer, param_region
+from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import ParamSpan
 from ds_fuyou.parameters.trace import AccessTrace
 from ds_fuyou.storage.io import Transfer
-from ds_fuyou.storage.store import Extent
 
 __all__ = ["InFlightParam", "StoredParameters"]
 
@@ -58,33 +57,17 @@ class StoredParameters:
 
     def _start(self, span: ParamSpan, *, must: bool) -> InFlightParam | None:
         itemsize = self._itemsize()
-        low = span.begin * itemsize // PAGE_BYTES * PAGE_BYTES
-        high = round_up_to_page(span.end * itemsize)
+        low, high, extents = self._core.params.pages(span)
         memory = None if high - low < SMALL_BYTES else self._pool.try_allocate(high - low)
         if memory is None:
             if not must and high - low >= SMALL_BYTES:
                 return None
             memory = aligned_tensor(high - low)
-        extents = self.extents(span, low, high)
         what = f"reading parameter {span.name}"
         transfer = self._core.io.read(extents, memory, what, priority=-1 if must else 0)
         begin = span.begin * itemsize - low
         values = memory[begin : begin + span.numel * itemsize].view(self._core.options.param_dtype)
         return InFlightParam(span, transfer, values)
-
-    def extents(self, span: ParamSpan, low: int, high: int) -> list[Extent]:
-        """File extents of bytes [low, high) of the span's sub-group, each chunk in its published slot."""
-        found: list[Extent] = []
-        store = self._core.store
-        if store is None:
-            return found
-        for index in self._core.layout.chunks_of_param[span.index]:
-            chunk = self._core.layout.chunks[index]
-            begin = max(low, chunk.begin * self._itemsize())
-            end = min(high, round_up_to_page(chunk.end * self._itemsize()))
-            slot = self._core.pipeline.slot(index)
-            found.extend(store.range_extents(param_region(span.sub_group), slot, begin, end))
-        return found
 
     def fetch(self, span: ParamSpan) -> torch.Tensor:
         """The parameter's published values; waits for its update and its read."""
@@ -128,15 +111,7 @@ class StoredParameters:
             flight.transfer.wait()
         self._in_flight.clear()
 
-    def edit(self, span: ParamSpan, values: torch.Tensor) -> None:
-        """Writes new P16 values of one parameter into the published slot."""
-        itemsize = self._itemsize()
-        low = span.begin * itemsize // PAGE_BYTES * PAGE_BYTES
-        high = round_up_to_page(span.end * itemsize)
-        flight = self._start(span, must=True)
-        if flight is None:
-            return
-        flight.transfer.wait()
-        flight.values.copy_(values.view(-1))
-        memory = flight.transfer.memory
-        self._core.io.write(self.extents(span, low, high), memory, f"writing parameter {span.name}").wait()
+    def close(self) -> None:
+        """Lets the look-ahead memory go. The I/O lane is closed already: nothing is in flight."""
+        self._in_flight.clear()
+        self._pool.give_back()

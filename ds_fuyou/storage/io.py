@@ -79,7 +79,7 @@ class IoLane:
     def __init__(self, settings: IoSettings, path_of: Callable[[int], Path]) -> None:
         core = load_core()
         backends = {"auto": core.IoBackend.AUTO, "io_uring": core.IoBackend.IO_URING, "threads": core.IoBackend.THREADS}
-        self.engine = core.IoEngine(
+        self.engine: Any = core.IoEngine(
             backend=backends[settings.engine],
             queue_depth=settings.queue_depth,
             block_bytes=settings.block_bytes,
@@ -124,5 +124,8 @@ class IoLane:
         }
 
     def close(self) -> None:
-        self.engine.close()
-        self._registered.clear()
+        """Idempotent. The engine goes with its last transfer, and with the lanes that share it."""
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+            self._registered.clear()

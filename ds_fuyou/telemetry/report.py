@@ -40,12 +40,12 @@ class LaneTimes:
         io = core.io.stats()
         session = getattr(rank_state, "activations", None)
         swap = session.counters if session is not None else None
-        readers = [r for r in (core, rank_state.stored, rank_state.frozen, swap) if r is not None]
+        waiters = [core, core.gradients, rank_state.stored, rank_state.frozen, swap]
         return cls(
             read_secs=io["read"].busy_secs,
             update_secs=core.pipeline.stats().update_busy_secs,
             write_secs=io["write"].busy_secs,
-            exposed_secs=sum(r.waited_secs for r in readers),
+            exposed_secs=sum(waiter.waited_secs for waiter in waiters if waiter is not None),
             read_bytes=io["read"].num_bytes,
             write_bytes=io["write"].num_bytes,
             redone_chunks=core.num_redone_chunks,

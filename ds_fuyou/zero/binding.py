@@ -257,8 +257,11 @@ class RankState:
         return True
 
     def edit(self, param: Any, values: torch.Tensor) -> None:
+        """The script wrote a gathered parameter: ``values`` are its P16 now (in DRAM they lie in place already)."""
+        span = self.span(param)
+        self.core.params.edited(span)
         if self.stored is not None:
-            self.stored.edit(self.span(param), values)
+            self.core.params.write(span, values)
 
     def before_module(self, params: Iterable[Any]) -> None:
         """A module is about to run: fetch what it needs, then read ahead. Called before DeepSpeed's own fetch."""
@@ -332,10 +335,12 @@ class RankState:
         if self.trace is not None:
             self.trace.close()
         self.core.close()
+        if self.stored is not None:
+            self.stored.close()
         self._forget_closer()
         if self.store is not None:
             self.store.close()
         if self.frozen is not None:
             self.frozen.close()
         for param in [*self._params, *self._frozen_params.values()]:
-            param.nvme_swapper.close()
+            param.nvme_swapper.detach([param])

@@ -22,6 +22,7 @@ class GradientFlowMixin:
 
     def _init_gradient_flow(self: Any) -> None:
         self._pending: list[Any] = []
+        self._pending_ids: set[int] = set()
         self._pending_numel = 0
         self._block_of = {p.ds_id: block_of(n) for n, p in self.module.named_parameters()}
         self._in_copy: deque[tuple[Any, list[Any]]] = deque()
@@ -37,9 +38,12 @@ class GradientFlowMixin:
             return
         if hasattr(self, "_apply_autoep_folding_tp_correction"):
             self._apply_autoep_folding_tp_correction(param)
+        if param.ds_id in self._pending_ids:
+            return  # another phase of this backward: autograd added to the gradient that waits here
         if self._pending and self._must_flush_before(param):
             self._flush_pending()
         self._pending.append(param)
+        self._pending_ids.add(param.ds_id)
         self._pending_numel += param.ds_numel
         if self._is_alone(param):
             self._flush_pending()
@@ -64,7 +68,7 @@ class GradientFlowMixin:
 
     @torch.no_grad()
     def _flush_pending(self: Any) -> None:
-        params, self._pending, self._pending_numel = self._pending, [], 0
+        params, self._pending, self._pending_ids, self._pending_numel = self._pending, [], set(), 0
         if not params:
             return
         comm_dtype = self.get_param_comm_dtype(params[0])
@@ -124,9 +128,11 @@ class GradientFlowMixin:
             self._offload_boundary_param_ids.add(param.ds_id)
         if partition.numel() < span.numel:  # the last rank's padding carries zeros
             partition = torch.nn.functional.pad(partition.view(-1), (0, span.numel - partition.numel()))
-        views = core.add_gradient(span, partition, accumulate=self.micro_step_id != 0)
+        views = core.add_gradient(span, partition)
         if boundary:
             self._take_norm(param, views)
+        else:
+            self._forget_norm(param)
 
     def _take_norm(self: Any, param: Any, views: list[torch.Tensor]) -> None:
         """Remembers the gradient's norm: from one fast pass on the host, in stock's way on a device."""
@@ -137,6 +143,11 @@ class GradientFlowMixin:
         else:
             norm = self._constant_buffered_norm2(views[0] if len(views) == 1 else torch.cat(views))
         self.norm_for_param_grads[self.get_param_id(param)] = norm
+
+    def _forget_norm(self: Any, param: Any) -> None:
+        """The gradient changes after its norm was taken: step() takes it again."""
+        self._squares.pop(param.ds_id, None)
+        self.norm_for_param_grads.pop(self.get_param_id(param), None)
 
     def complete_grad_norm_calculation_for_cpu_offload(self: Any, params: list[Any]) -> torch.Tensor:
         """The norm of a sub-group, bit for bit stock's: fast norms serve where rounding cannot tell them apart."""
@@ -170,6 +181,16 @@ class GradientFlowMixin:
             event.synchronize()
             for param in params:
                 self.rank_state.core.complete_gradient(self.rank_state.span(param))
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        """As in PyTorch: no gradient of this step is left. Stock keeps its fp32 copies and may update with them."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        self._pending, self._pending_ids, self._pending_numel = [], set(), 0
+        while self._in_copy:
+            self._in_copy.popleft()[0].synchronize()
+        self.reset_cpu_buffers()
+        self._offload_boundary_param_ids: set[int] = set()
+        self.rank_state.core.forget_gradients()
 
     # ---- ends of backward and of the step -----------------------------------------------------------------
 

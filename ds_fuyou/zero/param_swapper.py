@@ -56,10 +56,10 @@ class FuyouParameterSwapper:
         self.dtype = model_dtype
         self.swap_element_size = model_dtype.itemsize
         self.invalid_buffers: dict[torch.dtype, torch.Tensor] = {}
-        self._source: ParameterSource | None = None
-        self._attached: set[int] = set()
+        # By ds_id: one zero.Init may build the models of several engines.
+        self._sources: dict[int, ParameterSource] = {}
         self._staged: dict[int, StagedParam] = {}
-        self._frozen: FrozenParameters | None = None
+        self._frozen: dict[int, FrozenParameters] = {}
         self._buffers: dict[int, torch.Tensor] = {}
         self._file: StagingFile | None = None
         self._dram_left = self._staging_budget()
@@ -104,8 +104,9 @@ class FuyouParameterSwapper:
     ) -> None:
         """The partition was built or edited; its new values are in ``param.ds_tensor``."""
         for param in params:
-            if param.ds_id in self._attached and self._source is not None:
-                self._source.edit(param, param.ds_tensor.data)
+            source = self._sources.get(param.ds_id)
+            if source is not None:
+                source.edit(param, param.ds_tensor.data)
             elif param.ds_tensor.final_location == OffloadDeviceEnum.nvme:
                 self._stage(param)
             self._release(param)
@@ -137,14 +138,24 @@ class FuyouParameterSwapper:
 
     def attach(self, source: ParameterSource, params: Iterable[Any]) -> None:
         """From here on ``source`` holds these parameters; their staged copies are dropped."""
-        self._source = source
         for param in params:
-            self._attached.add(param.ds_id)
+            self._sources[param.ds_id] = source
             staged = self._staged.pop(param.ds_id, None)
             if staged is not None and self._file is not None:
                 self._file.forget(staged.offset, staged.num_bytes)
             param.ds_tensor.final_location = OffloadDeviceEnum.nvme
         if self._file is not None and not self._staged:
+            self.close()
+
+    def detach(self, params: Iterable[Any]) -> None:
+        """Their engine was destroyed: nothing of these parameters is kept, and no reference to what held them."""
+        for param in params:
+            self._buffers.pop(param.ds_id, None)
+            self._frozen.pop(param.ds_id, None)
+            staged = self._staged.pop(param.ds_id, None)
+            if self._sources.pop(param.ds_id, None) is not None or staged is not None:
+                self.mark_away(param)
+        if not self._staged:
             self.close()
 
     def is_staged(self, param: Any) -> bool:
@@ -156,14 +167,20 @@ class FuyouParameterSwapper:
 
     def read_frozen_from(self, frozen: FrozenParameters) -> None:
         """From here on ``frozen`` reads the partitions it knows."""
-        self._frozen = frozen
+        self._frozen.update({ds_id: frozen for ds_id in self._staged if ds_id in frozen})
 
     def _values(self, param: Any) -> torch.Tensor:
-        if param.ds_id in self._attached and self._source is not None:
-            return self._source.fetch(param)
-        if self._frozen is not None and param.ds_id in self._frozen:
-            return self._frozen.fetch(param.ds_id)
-        staged = self._staged[param.ds_id]
+        source = self._sources.get(param.ds_id)
+        if source is not None:
+            return source.fetch(param)
+        if param.ds_id in self._frozen:
+            return self._frozen[param.ds_id].fetch(param.ds_id)
+        staged = self._staged.get(param.ds_id)
+        if staged is None:
+            raise FuyouStateError(
+                f"parameter {param.ds_id} has no values any more: the engine that held them was destroyed. "
+                "Read or save parameters before engine.destroy()"
+            )
         memory = aligned_tensor(staged.num_bytes)
         staged.file.read(staged.offset, memory)
         return staged.view(memory)
@@ -184,8 +201,8 @@ class FuyouParameterSwapper:
             file = self._staging_file()
             staged = StagedParam(file, file.reserve(num_bytes), values.numel(), num_bytes, values.dtype)
             self._staged[param.ds_id] = staged
-        if self._frozen is not None:
-            self._frozen.forget(param.ds_id)
+        if param.ds_id in self._frozen:
+            self._frozen[param.ds_id].forget(param.ds_id)
         staged.file.write(staged.offset, memory)
         self._heap.check()
 
@@ -194,8 +211,8 @@ class FuyouParameterSwapper:
         staged = self._staged[param.ds_id]
         memory = aligned_tensor(staged.num_bytes)
         memory.view(staged.dtype)[: staged.numel].copy_(values.view(-1))
-        if self._frozen is not None:
-            self._frozen.forget(param.ds_id)
+        if param.ds_id in self._frozen:
+            self._frozen[param.ds_id].forget(param.ds_id)
         staged.file.write(staged.offset, memory)
         if param.ds_tensor.status == AVAILABLE:
             param.ds_tensor.data.copy_(values.view(-1))
@@ -204,9 +221,8 @@ class FuyouParameterSwapper:
         """Lets the partition go, unless a gather in flight reads it (DeepSpeed releases persistent ones early)."""
         if param.ds_status == ZeroParamStatus.INFLIGHT:
             return
-        leaves = (
-            self._source.release(param) if param.ds_id in self._attached and self._source else self.is_staged(param)
-        )
+        source = self._sources.get(param.ds_id)
+        leaves = source.release(param) if source is not None else self.is_staged(param)
         if leaves:
             self.mark_away(param)
 

@@ -152,7 +152,6 @@ class FuyouStage3Optimizer(
         core.check()
         self._overflow_check_and_loss_scale_update_compat()
         if self.overflow:
-            core.skip()
             return
         multiplier = self._multiplier(self._scaled_norm)
         core.apply(self._hypers(), multiplier, expected_multiplier=self._multiplier(None))
@@ -173,6 +172,7 @@ class FuyouStage3Optimizer(
         self._update_scale(self.overflow)
         if self.overflow:
             self._global_grad_norm = float("inf")
+            self.rank_state.core.skip()
             self._overflow_clean_up(self.loss_scale)
             return
         self._global_grad_norm = self._scaled_norm / self.loss_scale
@@ -201,5 +201,8 @@ class FuyouStage3Optimizer(
         self.invalidate_secondary_tensor()
 
     def destroy(self) -> None:
-        super().destroy()
-        self.rank_state.close()
+        try:
+            super().destroy()
+        finally:
+            self.rank_state.close()
+            self.fp16_partitioned_groups_flat.clear()

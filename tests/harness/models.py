@@ -17,13 +17,41 @@ class TinyBlock(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+class TinyExperts(nn.Module):
+    """Tokens go to one of four experts each, by their largest feature: some experts get none."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        choice = x[..., :4].argmax(-1)
+        out = x
+        for index, expert in enumerate(self.experts):
+            chosen = choice == index
+            if bool(chosen.any()):
+                out = out + chosen.unsqueeze(-1) * expert(x)
+        return out
+
+
 class TinyGPT(nn.Module):
     def __init__(
-        self, num_layers: int = 3, width: int = 72, vocabulary: int = 500, tied: bool = False, skip: int = -1
+        self,
+        num_layers: int = 3,
+        width: int = 72,
+        vocabulary: int = 500,
+        tied: bool = False,
+        skip: int = -1,
+        experts: bool = False,
+        tied_blocks: bool = False,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(TinyBlock(width) for _ in range(num_layers))
+        if experts:
+            self.blocks[1] = TinyExperts(width)
+        if tied_blocks:
+            self.blocks[2].up.weight = self.blocks[0].up.weight
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.skip = skip
@@ -40,7 +68,7 @@ class TinyGPT(nn.Module):
 
 
 def build_model(spec: dict) -> nn.Module:
-    model = TinyGPT(**{k: v for k, v in spec.items() if k in ("num_layers", "width", "vocabulary", "tied", "skip")})
+    model = TinyGPT(**{k: v for k, v in spec.items() if k not in ("frozen", "skip_at")})
     for name, param in model.named_parameters():
         if any(part in name for part in spec.get("frozen", ())):
             param.requires_grad = False

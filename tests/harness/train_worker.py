@@ -7,7 +7,8 @@ saved dictionary holds losses, gradient norms, and P16, P32 and moments of every
 What a case may ask for in certain steps (lists of step numbers): ``eval_before``, ``edit_before`` (new values
 under GatheredParameters), ``look_at`` (fp32 states and gradients between backward and step, and after the
 step), ``set_states_before`` and ``set_gradient_in`` (safe_set_full_*). ``load``, ``save`` (at the end) and
-``export`` name folders; ``save_after`` steps, to ``save_to``, training goes on.
+``export`` name folders; ``save_after`` steps, to ``save_to``, training goes on. What scripts do inside a step is in
+script_actions.py. ``plain`` trains without DeepSpeed; ``leaf``: expert modules are leaves for ZeRO-3.
 """
 
 import json
@@ -24,8 +25,11 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
+    set_z3_leaf_modules,
 )
-from models import build_model, make_batch
+from models import TinyExperts, build_model, make_batch
+from plain import PlainEngine
+from script_actions import before_step, break_rank, forward_and_backward, within, wrapped
 
 MOMENTS = {
     "AdamW": ("exp_avg", "exp_avg_sq"),
@@ -56,6 +60,10 @@ def build_engine(case: dict):
     deepspeed.init_distributed("gloo")
     with deepspeed.zero.Init(config_dict_or_path=case["config"], enabled=case.get("zero_init", False)):
         model = build_model(case["model"])
+    if case.get("plain"):
+        return PlainEngine(model, parameter_groups(model, case.get("groups", "one")), case["config"])
+    if case.get("leaf"):
+        set_z3_leaf_modules(model, [TinyExperts])
     arguments = {"model": model, "config": case["config"]}
     if case.get("client_optimizer"):
         kind = getattr(torch.optim, case["client_optimizer"])
@@ -104,6 +112,10 @@ def look(engine, result: dict, with_gradients: bool) -> None:
 
 
 def prepare_step(engine, case: dict, step: int, result: dict) -> None:
+    break_rank(engine, case, step)
+    if step in case.get("offload_states_in", ()):
+        engine.offload_states()
+        engine.reload_states()
     if step in case.get("edit_before", ()):
         edit_parameters(engine)
     if step in case.get("set_states_before", ()):
@@ -118,19 +130,28 @@ def prepare_step(engine, case: dict, step: int, result: dict) -> None:
 
 def train(engine, case: dict, first: int, last: int, result: dict) -> None:
     managed = case["config"].get("managed_gradient_accumulation", True)
-    accumulation = engine.gradient_accumulation_steps() if managed else case["micro_batches"]
     for step in range(first, last):
+        if str(step) in case.get("batch_size_at", {}):
+            engine.set_train_batch_size(case["batch_size_at"][str(step)])
+        accumulation = engine.gradient_accumulation_steps() if managed else case["micro_batches"]
+        one_step = case.get("set_boundary") or not managed
         prepare_step(engine, case, step, result)
         for micro in range(accumulation):
             index = step * accumulation + micro
-            loss = engine(**make_batch(case["model"], index, torch.distributed.get_rank()))
-            engine.backward(loss)
             is_last = micro == accumulation - 1
+            if case.get("set_boundary"):
+                engine.set_gradient_accumulation_boundary(is_last)
+            with wrapped(engine, case):
+                loss = forward_and_backward(engine, case, step, index)
+            if micro == 0:
+                within(engine, case, step, edit_parameters, result)
+            if is_last:
+                before_step(engine, case, step, step * accumulation, accumulation)
             if is_last and step in case.get("set_gradient_in", ()):
                 set_gradients(engine)
             if is_last and step in case.get("look_at", ()):
                 look(engine, result, with_gradients=True)
-            if managed or is_last:
+            if is_last or not one_step:
                 engine.step()
         if step in case.get("look_at", ()):
             look(engine, result, with_gradients=False)
@@ -148,6 +169,9 @@ def train(engine, case: dict, first: int, last: int, result: dict) -> None:
 def collect(engine, case: dict, result: dict) -> None:
     moments = MOMENTS[case["config"].get("optimizer", {}).get("type", case.get("client_optimizer", "AdamW"))]
     for name, param in engine.module.named_parameters():
+        if case.get("plain"):
+            result["p32"][name] = param.data.detach().clone()
+            continue
         with deepspeed.zero.GatheredParameters([param]):
             result["p16"][name] = param.data.detach().clone().cpu()
         if not param.requires_grad:
@@ -188,12 +212,14 @@ def main() -> None:
     result["optimizer_class"] = type(engine.optimizer).__name__
     if hasattr(engine.optimizer, "rank_state"):
         core = engine.optimizer.rank_state.core
+        result["directories"] = [str(path) for path in core.store.directories] if core.store else []
         result["redone_chunks"] = core.num_redone_chunks
         result["num_chunks"] = len(core.layout.chunks)
         result["plan"] = repr(engine.optimizer.rank_state.plan)
         collect_activations(engine.optimizer.rank_state.activations, result)
     torch.save(result, f"{sys.argv[2]}.{torch.distributed.get_rank()}")
-    engine.destroy()
+    if not case.get("plain"):
+        engine.destroy()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,18 @@ def test_wrong_byte_counts(given: object) -> None:
 def test_paths_become_a_tuple_of_absolute_paths() -> None:
     assert block(nvme_path="/a/../b").nvme_path == ("/b",)
     assert block(nvme_path=["/a", "/b"]).nvme_path == ("/a", "/b")
+
+
+def test_paths_may_differ_between_nodes_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISK", "/mnt/a")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("CROSS_RANK", "2")
+    assert block(nvme_path="$DISK/x").nvme_path == ("/mnt/a/x",)
+    assert block(nvme_path="/d/{node}/{rank}-{local_rank}").nvme_path == ("/d/2/3-1",)
+    assert block(nvme_path="/d/${RANK}/{host}").nvme_path == (f"/d/3/{socket.gethostname()}",)
+    with pytest.raises(FuyouConfigError, match=r"fuyou\.nvme_path: must name .* that are set; not set: NO_SUCH_DISK"):
+        block(nvme_path="/d/${NO_SUCH_DISK}")
 
 
 @pytest.mark.parametrize(

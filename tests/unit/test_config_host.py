@@ -118,6 +118,10 @@ def test_shares_match_the_paths() -> None:
             "fp16_master_weights_and_grads",
         ),
         ({}, {"compile": {"deepcompile": True}}, "deepcompile"),
+        ({}, {"tensor_parallel": {"autotp_size": 2}}, "autotp_size"),
+        ({}, {"expert_parallel": {"enabled": True}}, "expert_parallel.enabled"),
+        ({}, {"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled"),
+        ({}, {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype"),
         ({}, {"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "amsgrad"),
         (
             {},
@@ -143,6 +147,8 @@ def test_the_same_features_switched_off_pass() -> None:
             "zenflow": None,
         },
         compile={"deepcompile": False},
+        torch_autocast={"enabled": True, "dtype": "bfloat16"},
+        tensor_parallel={"autotp_size": 1},
         optimizer={"type": "AdamW", "params": {"amsgrad": False, "lr": "auto"}},
     )
 

@@ -38,6 +38,7 @@ class State:
             io=SimpleNamespace(stats=lambda: self.lanes),
             pipeline=SimpleNamespace(stats=lambda: self.updates),
             waited_secs=0.0,
+            gradients=SimpleNamespace(waited_secs=0.0),
             num_redone_chunks=0,
             _param_memory=[None] * versions,
         )
@@ -49,7 +50,8 @@ class State:
         self.lanes["read"].busy_secs += 0.5
         self.lanes["write"].busy_secs += 0.25
         self.updates.update_busy_secs += 0.25
-        self.core.waited_secs += 0.1
+        self.core.waited_secs += 0.06
+        self.core.gradients.waited_secs += 0.04
 
 
 @pytest.fixture

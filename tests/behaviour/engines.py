@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several engines in one process: ``engines.py NAME SWAP_PATH``. Prints one JSON line that the tests judge."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+
+from tests.harness.models import build_model, make_batch
+from tests.harness.runner import ds_config
+from tests.parity.cases import block
+
+
+def make_engine(swap: str, tiers: str | None, seed: int, **model: Any) -> Any:
+    """An engine with a block, or a stock one where ``tiers`` is None."""
+    torch.manual_seed(seed)
+    config = ds_config(gradient_clipping=0.5)
+    if tiers is not None:
+        config["fuyou"] = block(swap, tiers, "speculate")
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=tiers == "all"):
+        module = build_model(model)
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
+    return engine
+
+
+def train(engine: Any, first: int, last: int) -> None:
+    for index in range(first, last):
+        engine.backward(engine(**make_batch({}, index, 0)))
+        engine.step()
+
+
+def evaluate(engine: Any, index: int) -> float:
+    engine.eval()
+    with torch.no_grad():
+        loss = float(engine(**make_batch({}, index, 0)))
+    engine.train()
+    return loss
+
+
+def states(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def files(swap: str) -> int:
+    return sum(path.is_file() for path in Path(swap).glob("**/*"))
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as handle:
+        return int(handle.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def together(swap: str) -> dict[str, Any]:
+    """An actor and a critic in turn, as each of them alone; then the critic goes on without the actor."""
+    alone = []
+    for seed, tiers in ((1, "states"), (2, "all")):
+        engine = make_engine(swap, tiers, seed)
+        train(engine, 0, 4)
+        alone.append(states(engine))
+        engine.destroy()
+    actor, critic = make_engine(swap, "states", 1), make_engine(swap, "all", 2)
+    places = [set(map(str, e.optimizer.rank_state.store.directories)) for e in (actor, critic)]
+    scores = []
+    for index in range(3):
+        scores.append(evaluate(critic, 100 + index))
+        train(actor, index, index + 1)
+        scores.append(evaluate(actor, 100 + index))
+        train(critic, index, index + 1)
+    train(actor, 3, 4)
+    as_alone = [equal(states(actor), alone[0])]
+    both = files(swap)
+    actor.destroy()
+    one = files(swap)
+    train(critic, 3, 4)
+    as_alone.append(equal(states(critic), alone[1]))
+    critic.destroy()
+    return {
+        "as alone": as_alone,
+        "own directories": places[0].isdisjoint(places[1]),
+        "files": [both > one > 0, files(swap)],
+        "scores": len(set(scores)),
+    }
+
+
+def reference(swap: str) -> dict[str, Any]:
+    """A frozen reference model without an optimizer beside the engine that trains."""
+    actor = make_engine(swap, "all", 1)
+    torch.manual_seed(1)
+    config = ds_config(optimizer=None)
+    config["fuyou"] = block(swap, "all")
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        module = build_model({})
+    frozen, *_ = deepspeed.initialize(model=module, config=config)
+    before = [evaluate(actor, 7), evaluate(frozen, 7)]
+    train(actor, 0, 3)
+    after = [evaluate(actor, 7), evaluate(frozen, 7)]
+    actor.destroy()
+    alone = evaluate(frozen, 7)
+    frozen.destroy()
+    return {
+        "equal at first": before[0] == before[1],
+        "actor moved": after[0] != before[0],
+        "reference stayed": after[1] == before[1] == alone,
+    }
+
+
+def counted(swap: str) -> dict[str, int]:
+    gc.collect()
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "files": files(swap),
+    }
+
+
+def freed(swap: str, tiers: str) -> dict[str, Any]:
+    """What is left after destroy(), the engine still referenced; and memory over many engines."""
+    wide = {"width": 512, "num_layers": 4}  # 9 million parameters
+    stock = make_engine(swap, None, 0)  # what torch and DeepSpeed start by themselves is there before counting
+    train(stock, 0, 1)
+    stock.destroy()
+    del stock
+    counts, sizes = [counted(swap)], []
+    for _ in range(6):
+        engine = make_engine(swap, tiers, 0, **wide)
+        train(engine, 0, 2)
+        sizes.append(resident_bytes())
+        engine.destroy()
+        counts.append(counted(swap))  # the engine is still there
+        del engine
+        gc.collect()
+    counts[0]["threads"] = counts[1]["threads"]  # the first one also starts threads that torch keeps
+    return {"before": counts[0], "after": counts[-1], "growth": max(sizes[3:]) - max(sizes[:3])}
+
+
+def say(what: dict[str, Any]) -> None:
+    sys.stdout.write(f"FOUND {json.dumps(what)}\n")
+
+
+SCENARIOS: dict[str, Any] = {
+    "together": together,
+    "reference": reference,
+    "freed-all": lambda swap: freed(swap, "all"),
+    "freed-none": lambda swap: freed(swap, "none"),
+}
+
+if __name__ == "__main__":
+    deepspeed.init_distributed("gloo")
+    say(SCENARIOS[sys.argv[1]](sys.argv[2]))

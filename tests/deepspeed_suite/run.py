@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs DeepSpeed's own unit tests, stock and with the block, and writes both pass sets side by side.
+
+    python -m tests.deepspeed_suite.run --repo PATH_OF_A_DEEPSPEED_CHECKOUT
+
+The tests come from the checkout, DeepSpeed itself is the installed one. The second run repeats those tests that pass in
+stock and whose configuration gets a block. Exits with 1 if one of them fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TEST_LIMIT_SECS = 150
+
+FILES = (
+    "runtime/half_precision/test_zero_optim_overflow.py",
+    "runtime/zero/test_zero_grad_clip.py",
+    "runtime/zero/test_ignore_unused_parameters.py",
+    "runtime/zero/test_nvme_checkpointing.py",
+    "runtime/zero/test_zero_tensor_fragment.py",
+    "runtime/zero/test_unwrap_model.py",
+    "runtime/zero/test_zero_late_module_attach.py",
+    "runtime/zero/test_zero_leaf_module.py",
+    "runtime/zero/test_zero_nesting_init.py",
+    "runtime/zero/test_zero_context.py",
+    "runtime/zero/test_zero_context_ancestry.py",
+    "runtime/zero/test_zero_context_return.py",
+    "runtime/zero/test_zero_dynamic_class.py",
+    "runtime/zero/test_zero_hook_attribute_delegation.py",
+    "runtime/zero/test_zero_linear_direct_init.py",
+    "v1/zero/test_zero_cpu_offload_grad_accum.py",
+    "v1/zero/test_zero_coalesce_grad_reduction.py",
+    "v1/zero/test_zero_activation_checkpoint_lifecycle.py",
+    "v1/zero/test_zero_hook_count_regression.py",
+    "v1/zero/test_offload_states.py",
+    "v1/zero/test_zero.py",
+    "v1/zero/test_zero_user_backward.py",
+)
+
+
+@dataclass
+class FileResult:
+    """Outcomes by test: in stock, and with the block for those that stock passes and that get one."""
+
+    stock: dict[str, dict] = field(default_factory=dict)
+    ours: dict[str, dict] = field(default_factory=dict)
+    finished: bool = True
+
+    def count(self, outcome: str) -> int:
+        return sum(result["outcome"] == outcome for result in self.stock.values())
+
+    def comparable(self) -> list[str]:
+        return [test for test, r in self.stock.items() if r["outcome"] == "passed" and "block" in r["notes"]]
+
+    def refused(self) -> list[str]:
+        """Passed by stock; the pair with the block is refused by name (in the configuration, or by the engine)."""
+        early = [
+            test
+            for test, r in self.stock.items()
+            if r["outcome"] == "passed" and any(note.startswith("refused") for note in r["notes"])
+        ]
+        return early + [test for test, r in self.ours.items() if r["outcome"] == "refused"]
+
+    def passed(self) -> int:
+        return sum(result["outcome"] == "passed" for result in self.ours.values())
+
+    def failing(self) -> list[str]:
+        return [
+            test for test in self.comparable() if self.ours.get(test, {}).get("outcome") not in ("passed", "refused")
+        ]
+
+
+def read_results(path: Path) -> dict[str, dict]:
+    """The last line of a test counts: the first one only says that it was started."""
+    found: dict[str, dict] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        entry = json.loads(line)
+        found[entry.pop("test")] = entry
+    return found
+
+
+def environment(mode: str, which: str, work: Path, results: Path, only: Path | None) -> dict[str, str]:
+    swap = work / "swap"
+    swap.mkdir(exist_ok=True)
+    env = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_SIZE": "4",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "FUYOU_SUITE_MODE": mode,
+        "FUYOU_SUITE_WHICH": which,
+        "FUYOU_SUITE_SWAP": str(swap),
+        "FUYOU_SUITE_RECORD": str(work / "record"),
+        "FUYOU_SUITE_RESULTS": str(results),
+    }
+    env.pop("FUYOU_SUITE_ONLY", None)
+    return env | ({"FUYOU_SUITE_ONLY": str(only)} if only else {})
+
+
+def run_file(repo: Path, file: str, env: dict[str, str], limit_secs: float) -> bool:
+    """Runs one file, again from where it broke off if a test takes the session down. Whether it came to its end."""
+    results = Path(env["FUYOU_SUITE_RESULTS"])
+    end = datetime.datetime.now().timestamp() + limit_secs
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "fuyou_suite_plugin", "-p", "no:cacheprovider"]
+    command += ["-o", "addopts=", f"--timeout={TEST_LIMIT_SECS}", "--timeout-method=thread", f"unit/{file}"]
+    while (left := end - datetime.datetime.now().timestamp()) > 0:
+        before = len(read_results(results))
+        with open(results.with_suffix(".log"), "ab") as log:
+            process = subprocess.Popen(
+                command, cwd=repo / "tests", env=env, stdout=log, stderr=log, start_new_session=True
+            )
+            try:
+                code = process.wait(timeout=left)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if code in (0, 1, 5):  # all ran; some failed; none left
+            return True
+        if code is not None and len(read_results(results)) == before:
+            return False  # no test was even started
+    return False
+
+
+def compare_file(repo: Path, file: str, which: str, work: Path, limit_secs: float) -> FileResult:
+    name = file.replace("/", "-").removesuffix(".py")
+    stock, ours, only = (work / f"{name}.{part}" for part in ("stock", "fuyou", "only"))
+    finished = run_file(repo, file, environment("watch", which, work, stock, None), limit_secs)
+    result = FileResult(read_results(stock), finished=finished)
+    if result.comparable():
+        only.write_text("\n".join(result.comparable()), encoding="utf-8")
+        result.finished &= run_file(repo, file, environment("inject", which, work, ours, only), limit_secs)
+        result.ours = read_results(ours)
+    return result
+
+
+def table(results: dict[str, FileResult], which: str, revision: str) -> str:
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("deepspeed", "torch"))
+    what = "stage-3 configuration that offloads" if which == "offload" else "stage-3 configuration"
+    lines = [
+        "# DeepSpeed's own unit tests, stock and with the fuyou block",
+        "",
+        f"{datetime.date.today()}, {versions}, Python {sys.version.split()[0]}, cpu accelerator; tests of revision",
+        f"{revision}. Every {what} gets a block with parameters, optimizer and gradients on storage.",
+        "fp16 counts as supported in both runs (it works eagerly on the CPU).",
+        "",
+        "| file under tests/unit | stock passed | failed | skipped | of these with a block | ours pass | refused |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for file, r in results.items():
+        note = "" if r.finished else " (cut off by the time limit)"
+        lines.append(
+            f"| {file}{note} | {r.count('passed')} | {r.count('failed') + r.count('died')} | {r.count('skipped')} | "
+            f"{len(r.comparable())} | {r.passed()} | {len(r.refused())} |"
+        )
+    failing = [test for r in results.values() for test in r.failing()]
+    refused = sorted(
+        {note for r in results.values() for x in r.stock.values() for note in x["notes"] if note != "block"}
+    )
+    lines += ["", f"Passed by stock and not by ours: {len(failing)}", ""] + [f"- `{test}`" for test in failing]
+    lines += ["", "Refused pairs:", ""] + [f"- {note.removeprefix('refused: ')}" for note in refused]
+    return "\n".join(lines) + "\n"
+
+
+def revision_of(repo: Path) -> str:
+    asked = subprocess.run(["git", "-C", str(repo), "describe", "--always", "--tags"], capture_output=True, text=True)
+    if asked.returncode == 0:
+        return asked.stdout.strip()
+    version = repo / "version.txt"
+    return version.read_text(encoding="utf-8").strip() if version.exists() else "unknown"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repo", type=Path, required=True, help="a checkout of DeepSpeed's repository")
+    parser.add_argument("--which", choices=("offload", "stage3"), default="offload", help="what gets a block")
+    parser.add_argument("--files", nargs="*", default=FILES, help="files under tests/unit")
+    parser.add_argument("--limit-secs", type=float, default=1200, help="for each file and run")
+    parser.add_argument("--revision", help="of the tests, where the checkout does not know it")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--work", type=Path, help="where results of single tests go and are continued from")
+    given = parser.parse_args()
+    if not (given.repo / "tests" / "unit" / "common.py").is_file():
+        parser.error(f"{given.repo} must be a checkout of DeepSpeed; it has no tests/unit/common.py")
+    work = given.work or Path(tempfile.mkdtemp(prefix="fuyou-suite-"))
+    work.mkdir(parents=True, exist_ok=True)
+    results: dict[str, FileResult] = {}
+    for file in given.files:
+        if (given.repo / "tests" / "unit" / file).is_file():
+            results[file] = compare_file(given.repo.resolve(), file, given.which, work, given.limit_secs)
+            r = results[file]
+            sys.stdout.write(f"{file}: stock {r.count('passed')}, block {len(r.comparable())}, ours {r.passed()}\n")
+            sys.stdout.flush()
+    text = table(results, given.which, given.revision or revision_of(given.repo))
+    sys.stdout.write(text)
+    given.out.mkdir(parents=True, exist_ok=True)
+    stem = f"{datetime.date.today()}-deepspeed-tests-{given.which}"
+    (given.out / f"{stem}.md").write_text(text, encoding="utf-8")
+    summary = {file: {"stock": r.stock, "ours": r.ours} for file, r in results.items()}
+    (work / f"{stem}.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    sys.stdout.write(f"details: {work}\n")
+    return 1 if any(r.failing() for r in results.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scripts do inside a step besides forward, backward and step. Keys of a case, most of them lists of step numbers:
+
+``zero_grad_in``        all backwards of the step, zero_grad(), then all of them again on other batches
+``forget_in``           zero_grad() after the last backward: the step has no gradient
+``pairs_in``            a second forward and backward, on the same batch, before the micro-batch ends
+``twice_in``            two backwards on one forward (retain_graph)
+``lr_changes_in``       learning rates are halved between backward and step
+``eval_within``         an evaluation forward between the first backward and what follows
+``edit_within``         an edit under GatheredParameters there
+``raise_in``            a forward that raises in its second block, and a backward that never comes
+``loss_factors``        factor of the loss by step, repeated: makes clipping come and go
+``set_boundary``        the script calls set_gradient_accumulation_boundary and one step() for all micro-batches
+``coalesce``            backwards run under coalesce_grad_reduction()
+``torch_backward``      loss.backward() instead of engine.backward(loss)
+``batch_size_at``       {step: train_batch_size}
+``break``               {"rank", "step", "how"}: "kill" ends the process, "read" and "write" make its storage fail
+``offload_states_in``   offload_states() and reload_states() before the step
+"""
+
+import contextlib
+import errno
+import os
+import signal
+
+import torch
+from models import make_batch
+
+
+class ScriptError(Exception):
+    """A mistake of the script."""
+
+
+def factor_of(case: dict, step: int) -> float:
+    factors = case.get("loss_factors", [1.0])
+    return factors[step % len(factors)]
+
+
+def batch_of(case: dict, index: int) -> dict:
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    return make_batch(case["model"], index, rank)
+
+
+def run_backward(engine, case: dict, loss: torch.Tensor, **how) -> None:
+    if case.get("torch_backward"):
+        engine.scale(loss).backward(**how)
+    else:
+        engine.backward(loss, **how)
+
+
+def forward_and_backward(engine, case: dict, step: int, index: int) -> torch.Tensor:
+    """One micro-batch as the case wants it; returns the loss of its first forward."""
+    batch = batch_of(case, index)
+    if step in case.get("raise_in", ()):
+        fail_in_forward(engine, batch)
+    loss = engine(**batch) * factor_of(case, step)
+    if step in case.get("twice_in", ()):
+        run_backward(engine, case, loss, retain_graph=True)
+    run_backward(engine, case, loss)
+    if step in case.get("pairs_in", ()):
+        run_backward(engine, case, engine(**batch) * factor_of(case, step))
+    return loss
+
+
+def fail_in_forward(engine, batch: dict) -> None:
+    def fail(*_) -> None:
+        raise ScriptError
+
+    hook = engine.module.blocks[1].register_forward_hook(fail)
+    with contextlib.suppress(ScriptError):
+        engine(**batch)
+    hook.remove()
+
+
+def within(engine, case: dict, step: int, edit, result: dict) -> None:
+    """Between the first backward of a step and what follows."""
+    if step in case.get("edit_within", ()):
+        edit(engine)
+    if step in case.get("eval_within", ()):
+        engine.eval()
+        with torch.no_grad():
+            result["evals"].append(float(engine(**batch_of(case, 20_000 + step))))
+        engine.train()
+
+
+def before_step(engine, case: dict, step: int, first_index: int, micro_batches: int) -> None:
+    """After the last backward of a step."""
+    if step in case.get("zero_grad_in", ()):
+        engine.optimizer.zero_grad()
+        for micro in range(micro_batches):
+            forward_and_backward(engine, case, step, 30_000 + first_index + micro)
+    if step in case.get("forget_in", ()):
+        engine.optimizer.zero_grad()
+    if step in case.get("lr_changes_in", ()):
+        for group in engine.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
+def break_rank(engine, case: dict, step: int) -> None:
+    """Storage of one rank fails from here on, or its process ends."""
+    found = case.get("break", {})
+    if found.get("step") != step or found["rank"] != torch.distributed.get_rank():
+        return
+    if found["how"] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    from ds_fuyou.ops.core import load_core
+
+    core = load_core()
+    kind = core.IoKind.READ if found["how"] == "read" else core.IoKind.WRITE
+    engine.optimizer.rank_state.core.io.engine.add_fault(kind, core.IoFaultEffect.ERROR, error=errno.EIO, count=1 << 40)
+
+
+def wrapped(engine, case: dict) -> contextlib.AbstractContextManager:
+    return engine.coalesce_grad_reduction() if case.get("coalesce") else contextlib.nullcontext()

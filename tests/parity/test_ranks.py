@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two launcher "nodes" on loopback, paths by node, and how a failing rank ends all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness.runner import HERE, differences, ds_config, environment, free_port, run_case, with_fuyou
+from tests.parity.cases import block
+
+LIMIT_SECS = 120
+"""Bound for both launchers to end, far above what they need; they are killed and the test fails after it."""
+
+
+def launch_nodes(case: dict, directory: Path, name: str) -> list[subprocess.CompletedProcess[str]]:
+    """The ``deepspeed`` command once a node, as a user without ssh between the nodes starts it."""
+    file, port = directory / f"{name}.json", free_port()
+    file.write_text(json.dumps(case))
+    hosts = directory / "hostfile"
+    hosts.write_text("first slots=1\nsecond slots=1\n")
+    kept = environment(0, 2, port)
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del kept[variable]
+    processes = []
+    for node in range(2):
+        command = [str(Path(sys.executable).with_name("deepspeed")), "--hostfile", str(hosts), "--no_ssh"]
+        command += ["--node_rank", str(node), "--master_addr", "127.0.0.1", "--master_port", str(port)]
+        command += ["--no_local_rank", str(HERE / "train_worker.py"), str(file), str(directory / name)]
+        processes.append(
+            subprocess.Popen(command, env=kept, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    done = []
+    try:
+        for process in processes:
+            output = process.communicate(timeout=LIMIT_SECS)[0]
+            done.append(subprocess.CompletedProcess(process.args, process.returncode, output))
+    finally:
+        for process in processes:
+            process.kill()
+    return done
+
+
+def files(directory: Path) -> list[Path]:
+    return [path for path in directory.glob("**/*") if path.is_file()]
+
+
+def test_two_nodes_with_paths_of_their_own_equal_two_ranks(stock_run, tmp_path: Path) -> None:
+    case = {"steps": 4, "model": {}, "groups": "two", "config": ds_config(gradient_clipping=1.0), "world_size": 2}
+    for node in range(2):
+        (tmp_path / f"disk{node}").mkdir()
+    nodes = launch_nodes(with_fuyou(case, block(str(tmp_path / "disk{node}"), "all")), tmp_path, "nodes")
+    assert [node.returncode for node in nodes] == [0, 0], nodes[0].stdout[-3000:] + nodes[1].stdout[-3000:]
+    ours = [torch.load(tmp_path / f"nodes.{rank}", weights_only=False) for rank in range(2)]
+    assert differences(stock_run(case), ours) == []
+    for rank, result in enumerate(ours):
+        assert result["directories"]
+        assert all(Path(path).is_relative_to(tmp_path / f"disk{rank}") for path in result["directories"])
+    assert files(tmp_path / "disk0") + files(tmp_path / "disk1") == []
+
+
+@pytest.mark.parametrize("how", ["read", "kill"])
+def test_a_failing_rank_ends_all_of_them(how: str, tmp_path: Path) -> None:
+    """Its error is told with path and reason; the other rank ends by itself and removes its files."""
+    (tmp_path / "swap").mkdir()
+    case = {"steps": 50, "model": {}, "config": ds_config(), "world_size": 2}
+    case["break"] = {"rank": 1, "step": 3, "how": how}
+    nodes = launch_nodes(with_fuyou(case, block(str(tmp_path / "swap"), "all")), tmp_path, "broken")
+    assert all(node.returncode != 0 for node in nodes), [node.returncode for node in nodes]
+    left = {path.relative_to(tmp_path / "swap").parts[0] for path in files(tmp_path / "swap")}
+    if how == "read":
+        assert "FuyouStorageError" in nodes[1].stdout
+        assert os.strerror(5) in nodes[1].stdout
+        assert str(tmp_path / "swap") in nodes[1].stdout
+        assert not left
+    else:
+        assert len(left) == 1, "only what the killed rank could not remove: `fuyou clean` does"
+
+
+def test_two_ranks_keep_directories_of_their_own_in_one_path(tmp_path: Path) -> None:
+    (tmp_path / "swap").mkdir()
+    case = {"steps": 1, "model": {}, "config": ds_config(), "world_size": 2}
+    first, second = run_case(with_fuyou(case, block(str(tmp_path / "swap"), "all")), tmp_path, "ours")
+    assert first["directories"]
+    assert not set(first["directories"]) & set(second["directories"])
