@@ -30,6 +30,7 @@ class Case:
     variants: tuple[str, ...]
     ratios: tuple[tuple[str, str, float], ...]
     num_timed: int = 3
+    checkpointing: bool = False  # the script's own gradient checkpointing of every block, in all variants
 
 
 CASES = (
@@ -74,6 +75,25 @@ CASES = (
         ("zero_offload", "fuyou_dram", "stock_off", "fuyou_off"),
         (("fuyou_dram", "zero_offload", 1.03),),
     ),
+    Case(
+        "activations",
+        2,
+        256,
+        0.0,
+        ("zero_infinity", "fuyou_optimizer_nvme", "fuyou_swap"),
+        (("fuyou_swap", "zero_infinity", 0.60), ("fuyou_swap", "fuyou_optimizer_nvme", 1.0)),
+        checkpointing=True,
+    ),
+    Case(
+        "activations_batch8",
+        8,
+        256,
+        0.0,
+        ("zero_infinity", "fuyou_optimizer_nvme", "fuyou_swap"),
+        (("fuyou_swap", "zero_infinity", 0.75), ("fuyou_swap", "fuyou_optimizer_nvme", 1.0)),
+        num_timed=2,
+        checkpointing=True,
+    ),
 )
 
 OFF = ("stock_off", "fuyou_off")
@@ -92,6 +112,7 @@ def spec_of(case: Case, variant: str, directory: Path, tuning: StockTuning) -> d
             "num_heads": 12,
             "length": case.length,
             "vocabulary": VOCABULARY,
+            "checkpointing": case.checkpointing,
         },
         "batch": case.batch,
         "mode": "off" if variant in OFF else "train",
@@ -163,13 +184,14 @@ def _zero_infinity_params(directory: str, tuning: StockTuning) -> dict[str, Any]
     return config
 
 
-def _fuyou(parameters: str, optimizer: str, gradients: str) -> Any:
+def _fuyou(parameters: str, optimizer: str, gradients: str, **more: Any) -> Any:
     def config(directory: str, tuning: StockTuning) -> dict[str, Any]:
         block = {
             "nvme_path": directory,
             "parameters": {"tier": parameters},
             "optimizer": {"tier": optimizer},
             "gradients": {"tier": gradients},
+            **more,
         }
         return {**_zero_offload(directory, tuning), "fuyou": block}
 
@@ -185,4 +207,5 @@ _CONFIGS = {
     "fuyou_dram": _fuyou("cpu", "cpu", "cpu"),
     "fuyou_optimizer_nvme": _fuyou("cpu", "nvme", "cpu"),
     "fuyou_all_nvme": _fuyou("nvme", "nvme", "nvme"),
+    "fuyou_swap": _fuyou("cpu", "nvme", "cpu", activations={"mode": "swap", "tier": "nvme"}),
 }

@@ -20,6 +20,8 @@ _CASES = {
     "storage_bound": "storage-bound (batch 1, sequence 32)",
     "compute_bound": "compute-bound (batch 8, sequence 256)",
     "dram": "everything in host memory",
+    "activations": "gradient checkpointing in the script, batch 2",
+    "activations_batch8": "gradient checkpointing in the script, batch 8",
 }
 _NAMES = {
     "zero_infinity": "ZeRO-Infinity",
@@ -27,6 +29,7 @@ _NAMES = {
     "fuyou_optimizer_nvme": "this, optimizer on NVMe",
     "fuyou_all_nvme": "this, all on NVMe",
     "fuyou_dram": "this, all in host memory",
+    "fuyou_swap": "this, optimizer and activations on NVMe",
     "stock_off": "stock without optimizer",
     "fuyou_off": "this without optimizer",
 }

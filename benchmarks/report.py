@@ -112,6 +112,9 @@ def _case_lines(result: dict[str, Any]) -> Iterator[str]:
     case = result["case"]
     yield f"## {case['name']}: batch {case['batch']}, sequence {case['length']}, clip {case['clip']}"
     yield ""
+    if case.get("checkpointing"):
+        yield "The script checkpoints every block; where activations are swapped, these regions are taken over."
+        yield ""
     yield f"{result['num_pairs']} rounds. Other processes used {result['foreign_cores']:.2f} cores meanwhile."
     yield ""
     yield "| variant | s a step | min to max | forward | backward | step() | measured / floor |"
@@ -153,6 +156,7 @@ def _lane_lines(result: dict[str, Any]) -> Iterator[str]:
             f"{lanes['update_busy_secs']:.3f} | {lanes['write_busy_secs']:.3f} | "
             f"{lanes['write_bytes'] / 1e9:.2f} | {lanes['waited_secs']:.3f} | {floors} |"
         )
+    yield from _swap_lines(result)
     rates = result["rates"]
     shown = ", ".join(
         f"{key} {' / '.join(f'{rate[key] / 1e9:.2f}' for rate in rates)}"
@@ -160,6 +164,19 @@ def _lane_lines(result: dict[str, Any]) -> Iterator[str]:
     )
     yield ""
     yield f"Rates before / after (10^9 bytes a second; update: 10^9 parameters a second): {shown}."
+
+
+def _swap_lines(result: dict[str, Any]) -> Iterator[str]:
+    for name, found in result["variants"].items():
+        lanes = found["lanes"]
+        if lanes.get("activation_out_bytes"):
+            yield ""
+            yield (
+                f"{name}: {lanes['activation_out_bytes'] / 1e9:.2f} GB of activations a step left the device, "
+                f"{lanes['activation_written_bytes'] / 1e9:.2f} GB were written to storage, "
+                f"{lanes['activation_read_bytes'] / 1e9:.2f} GB read from it; "
+                f"waited {lanes['activation_waited_secs']:.3f} s."
+            )
 
 
 def _memory_lines(results: dict[str, Any]) -> Iterator[str]:

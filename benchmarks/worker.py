@@ -90,6 +90,10 @@ class Trainer:
         lanes["update_busy_secs"] = core.pipeline.stats().update_busy_secs
         lanes["waited_secs"] = core.waited_secs + (stored.waited_secs if stored is not None else 0.0)
         lanes["redone_chunks"] = core.num_redone_chunks
+        if self.state.activations is not None:
+            swapped = self.state.activations.counters
+            for name in ("out_bytes", "written_bytes", "read_bytes", "waited_secs"):
+                lanes[f"activation_{name}"] = getattr(swapped, name)
         return lanes
 
     def drain(self) -> None:

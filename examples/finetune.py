@@ -12,6 +12,7 @@ import torch
 from text import manual
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):
@@ -34,8 +35,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, num_layers: int, width: int, num_heads: int, length: int, vocabulary: int) -> None:
+    def __init__(
+        self, num_layers: int, width: int, num_heads: int, length: int, vocabulary: int, checkpointing: bool = False
+    ) -> None:
         super().__init__()
+        self.checkpointing = checkpointing
         self.tokens = nn.Embedding(vocabulary, width)
         self.places = nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
@@ -45,7 +49,7 @@ class GPT(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.tokens(ids[:, :-1]) + self.places(torch.arange(ids.shape[1] - 1, device=ids.device))
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=True) if self.checkpointing and self.training else block(x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
@@ -60,6 +64,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--zero-init", action="store_true", help="build the model partitioned, for large models")
+    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing of every block")
     parser.add_argument("--local_rank", type=int, default=-1)
     parser = deepspeed.add_config_arguments(parser)
     args = parser.parse_args()
@@ -67,7 +72,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     deepspeed.init_distributed()
     with deepspeed.zero.Init(config_dict_or_path=args.deepspeed_config, enabled=args.zero_init):
-        model = GPT(args.layers, args.width, args.heads, args.length, args.vocabulary)
+        model = GPT(args.layers, args.width, args.heads, args.length, args.vocabulary, args.checkpointing)
     engine, _, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
 
     data = manual()
