@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from ds_fuyou.activations.policy import ActivationPolicy, Fate, SavedTensor
 from ds_fuyou.activations.records import HeldBytes, Record
 from ds_fuyou.activations.tier import SwapTier
 from ds_fuyou.activations.views import ALIGN_BYTES, ByteRange, ViewSpec, byte_view, is_movable
+from ds_fuyou.log import log_once
 
 __all__ = ["KeptTensor", "MovedTensor", "Packed", "Swapper", "Tape"]
 
@@ -187,6 +189,11 @@ class Swapper:
         version = alias._version
         record = self.tier.put(byte_view(tensor, whole), self._name(tensor), lambda: alias._version == version)
         if record is None:
+            log_once(
+                logging.WARNING,
+                f"host memory for swapped activations ({self.tier.arena_bytes} bytes) is full and there is no storage "
+                f"behind it: what does not fit stays on the device. Raise dram_budget_bytes, or name an nvme_path",
+            )
             return KeptTensor(tensor, self.held, span.num_bytes)
         tape, place = self._tape, len(self._tape.records)
         tape.records.append(weakref.ref(record))

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_fuyou.activations.copies import CopyLane
+from ds_fuyou.activations.copies import CopyLane, InFlightCopy
 from ds_fuyou.activations.records import HeldBytes, InFlightIo, Record, RecordState
 from ds_fuyou.activations.space import SwapSpace
 from ds_fuyou.errors import FuyouStateError
@@ -90,6 +90,8 @@ class SwapTier:
             storage.io.register_memory(self._arena)
         self._lock = threading.RLock()
         self._flights: deque[InFlightIo] = deque()
+        self._copying: deque[InFlightCopy] = deque()  # owns them: a record may die before its copy has ended
+        self._leaving: deque[weakref.ref[Record]] = deque()
         self._bytes_in_flight = {True: 0, False: 0}  # by is_write
         self._unwritten: dict[int, weakref.ref[Record]] = {}
         self._clean: dict[int, weakref.ref[Record]] = {}
@@ -146,9 +148,22 @@ class SwapTier:
         else:
             record.unchanged = unchanged
             record.count(record.num_bytes)
+            self._copying.append(record.copy_out)
+            self._leaving.append(weakref.ref(record))
         if self._trace is not None:
             self._trace.add(Lane.COPY_OUT, record.what, begin, time.perf_counter_ns())
         self._unwritten[record.sequence] = weakref.ref(record)
+
+    def _settle_copies(self) -> None:
+        """Lets go of device memory whose copy has ended, and of copies that nobody waits for."""
+        while self._leaving:
+            record = self._leaving[0]()
+            if record is not None and record.copy_out is not None:
+                if not record.copy_out.done():
+                    break
+                self._settle_copy(record)
+            self._leaving.popleft()
+        self._copying = deque(copy for copy in self._copying if not copy.done())
 
     def _settle_copy(self, record: Record) -> None:
         """The copy out has ended, or is waited for: LEAVING → HOST."""
@@ -170,12 +185,14 @@ class SwapTier:
         """One step towards free host memory; False when there is none left."""
         if self._forget_oldest_clean(self._next_sequence):
             return True
+        if self.storage is None:
+            return False
         oldest = next((flight for flight in self._flights if flight.is_write), None)
         if oldest is not None:
             self._wait_flight(oldest)
             self._reap()
             return True
-        return self.storage is not None and self._start_oldest_write(self.storage, wait_for_copy=True)
+        return self._start_oldest_write(self.storage, wait_for_copy=True)
 
     def _forget_oldest_clean(self, below: int) -> bool:
         """Drops the host copy of the record needed last, if it was saved before number ``below``."""
@@ -272,6 +289,8 @@ class SwapTier:
     def _copy_in(self, record: Record) -> None:
         if record.coming is None and record.memory is not None:
             record.coming = self.copies.copy_in(record.memory[: record.num_bytes])
+            if record.coming is not None:
+                self._copying.append(record.coming)
 
     def _to_host(self, record: Record) -> None:
         """Waits until the bytes are in host memory, reading them now if nobody did before."""
@@ -354,6 +373,8 @@ class SwapTier:
 
     def _reap(self) -> None:
         """Finishes every transfer that has ended; raises the first failure when all of them are accounted for."""
+        if self._copying:
+            self._settle_copies()
         failure: OSError | None = None
         for flight in [flight for flight in self._flights if flight.transfer.done()]:
             try:
@@ -411,6 +432,9 @@ class SwapTier:
             self._closed = True
             for flight in list(self._flights):
                 flight.transfer.wait_ended()
+            for copy in self._copying:
+                copy.wait()
+            self._copying.clear()
             self._flights.clear()
             self._unwritten.clear()
             self._clean.clear()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_fuyou.activations.blocks import find_blocks
-from ds_fuyou.activations.copies import copy_lane
+from ds_fuyou.activations.copies import CopyLane, copy_lane
 from ds_fuyou.activations.parameters import ResidentParameters
 from ds_fuyou.activations.policy import ActivationPolicy, SwapEverything
 from ds_fuyou.activations.session import ActivationSession
@@ -45,7 +45,7 @@ class PlainBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm(x)).view(batch, length, 3, 4, -1).permute(2, 0, 3, 1, 4)
-        allowed = torch.ones(length, length, dtype=torch.bool).tril()
+        allowed = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
         weights = (q @ k.transpose(-1, -2)).masked_fill(~allowed, float("-inf")).softmax(-1)
         weights = F.dropout(weights, self.dropout, self.training)
         x = x + self.out((weights @ v).transpose(1, 2).reshape(batch, length, width))
@@ -101,7 +101,10 @@ class Attached:
         gc.collect()
         for flight in list(self.tier._flights):
             flight.transfer.wait_ended()
+        for moved in list(self.tier._copying):
+            moved.wait()
         self.tier.poll()
+        gc.collect()
 
     def nothing_is_left(self) -> bool:
         self.settle()
@@ -120,11 +123,14 @@ def attached(
     policy: ActivationPolicy | None = None,
     recompute: Callable[[str], bool] = lambda name: False,
     trace: LaneTrace | None = None,
+    copies: CopyLane | None = None,
+    on_storage: bool = True,
 ) -> Iterator[Attached]:
     """Swaps the model's activations to ``directory`` until the end of the block."""
     space = SwapSpace([directory], budget_bytes)
     io = IoLane(IoSettings(), space.path_of)
-    tier = SwapTier(arena_bytes, copy_lane(torch.device("cpu")), StorageHome(io, space, eager), trace=trace)
+    home = StorageHome(io, space, eager) if on_storage else None
+    tier = SwapTier(arena_bytes, copies or copy_lane(torch.device("cpu")), home, trace=trace)
     swapper = Swapper(
         tier,
         ResidentParameters(model.parameters()),

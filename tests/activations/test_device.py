@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same on an accelerator, where copies run on streams of their own. Deselected where there is none."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ds_fuyou.activations.blocks import find_blocks
+from ds_fuyou.activations.copies import copy_lane
+from ds_fuyou.activations.parameters import ResidentParameters
+from ds_fuyou.activations.policy import SwapEverything
+from ds_fuyou.activations.session import ActivationSession
+from ds_fuyou.activations.space import SwapSpace
+from ds_fuyou.activations.swapper import Swapper
+from ds_fuyou.activations.tier import StorageHome, SwapTier
+from ds_fuyou.storage.io import IoLane, IoSettings
+from tests.activations.support import MIB, Plain, gradients
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("on_storage", [False, True], ids=["cpu", "nvme"])
+@pytest.mark.parametrize("arena_bytes", [MIB, 64 * MIB], ids=["small", "large"])
+def test_gradients_on_the_device(arena_bytes: int, on_storage: bool, tmp_path: Path) -> None:
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    model = Plain(num_layers=6, width=128, dropout=0.1).to(device).train()
+    ids = torch.randint(300, (4, 129), device=device)
+
+    def step(model: nn.Module) -> None:
+        for _ in range(3):
+            model(ids).backward()
+
+    expected = gradients(copy.deepcopy(model), step)
+    space = SwapSpace([tmp_path])
+    io = IoLane(IoSettings(), space.path_of)
+    tier = SwapTier(arena_bytes, copy_lane(device), StorageHome(io, space) if on_storage else None, pin=True)
+    index = ResidentParameters(model.parameters())
+    swapper = Swapper(tier, index, SwapEverything(), device_type="cuda", smallest_bytes=4096)
+    session = ActivationSession(model, find_blocks(model), swapper)
+    for _ in range(3):
+        found = gradients(model, step)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert tier.counters.out_bytes > 0
+    session.close()
+    io.close()
+    space.close()
+
+
+def test_device_memory_is_flat_in_layers(tmp_path: Path) -> None:
+    """The allocator's own peak: with everything swapped, more layers need more parameters, not more activations."""
+    device = torch.device("cuda")
+    peaks, saved = [], []
+    for num_layers in (6, 24):
+        torch.manual_seed(0)
+        model = Plain(num_layers=num_layers, width=256).to(device).train()
+        ids = torch.randint(300, (8, 257), device=device)
+        space = SwapSpace([tmp_path])
+        io = IoLane(IoSettings(), space.path_of)
+        tier = SwapTier(512 * MIB, copy_lane(device), StorageHome(io, space), pin=True)
+        swapper = Swapper(tier, ResidentParameters(model.parameters()), SwapEverything(), device_type="cuda")
+        session = ActivationSession(model, find_blocks(model), swapper)
+        model(ids).backward()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(ids).backward()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        saved.append(tier.counters.out_bytes // 2)
+        session.close()
+        io.close()
+    block = (saved[1] - saved[0]) / 18
+    assert peaks[1] - peaks[0] <= 2 * block
