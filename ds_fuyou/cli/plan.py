@@ -16,6 +16,7 @@ from ds_fuyou.planner.fixed import limited, under_block
 from ds_fuyou.planner.model import load_model
 from ds_fuyou.planner.policies import find_policy
 from ds_fuyou.planner.report import document_of, largest_batch, plan_text, upgrades
+from ds_fuyou.planner.simulate import chrome_trace
 
 __all__ = ["add_arguments", "run"]
 
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accumulation", type=int, help="micro-batches a step; default: --config's, or 1")
     parser.add_argument("--system", default="ds_fuyou", help="policy to plan for (%(default)s)")
     parser.add_argument("--out", type=Path, metavar="PLAN.JSON", help="save the plan document")
+    parser.add_argument("--trace", type=Path, metavar="TRACE.JSON", help="save the simulated step, for fuyou report")
     parser.add_argument("--json", action="store_true", help="print the plan document instead of the table")
 
 
@@ -61,6 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     document = document_of(chosen)
     if arguments.out is not None:
         save(document, arguments.out)
+    if arguments.trace is not None:
+        arguments.trace.write_text(json.dumps(chrome_trace(chosen.simulated, machine)), encoding="utf-8")
     if arguments.json:
         shown = document.to_json()
         shown["predicted"]["largest_batch"] = largest_batch(chosen)

@@ -10,6 +10,7 @@ computations; every lane takes the earliest one that is ready.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ds_fuyou.planner.cost import (
     ACCUMULATOR_BYTES,
@@ -24,7 +25,7 @@ from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.lanes import Lane, Schedule, Task
 from ds_fuyou.planner.policies import Policy, Updates
 
-__all__ = ["Simulated", "simulate"]
+__all__ = ["Simulated", "chrome_trace", "simulate"]
 
 _STEPS = 4  # simulated where steps overlap; the last one is in steady state
 _WINDOW = 2  # units of parameters, gradients and activations in flight on the GPU and in host memory
@@ -35,12 +36,40 @@ _CHUNKS_IN_FLIGHT = 3  # one read, one updated, one written
 class Simulated:
     """Outcome: seconds of a step in steady state and how long each lane worked in it.
 
-    ``tasks`` are those of the steady step with start and end, for a trace; times count from the run's start.
+    ``tasks`` are those that run in that step, some of the one before or after; ``begin_secs`` is when it begins.
     """
 
     iteration_secs: float
     lane_secs: dict[Lane, float]
     tasks: tuple[Task, ...]
+    begin_secs: float
+
+
+def chrome_trace(simulated: Simulated, machine: Machine) -> dict[str, Any]:
+    """The steady step as a Chrome trace, in the form of a run's lane trace. Tasks are cut at its begin and end; storage
+    spans carry the bytes they move inside.
+    """
+    rates = {Lane.READ: machine.storage_read, Lane.WRITE: machine.storage_write}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": int(lane), "args": {"name": lane.label}} for lane in Lane
+    ]
+    origin, until = simulated.begin_secs, simulated.begin_secs + simulated.iteration_secs
+    for task in simulated.tasks:
+        start, end = max(task.start, origin), min(task.end, until)
+        event: dict[str, Any] = {
+            "ph": "X",
+            "name": task.label,
+            "cat": task.lane.label,
+            "pid": 0,
+            "tid": int(task.lane),
+            "ts": round(1e6 * (start - origin), 1),
+            "dur": round(1e6 * (end - start), 1),
+        }
+        if task.lane in rates:
+            inside = (end - start) / (task.end - task.start)
+            event["args"] = {"bytes": round(task.secs * rates[task.lane] * inside)}
+        events.append(event)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 @dataclass(frozen=True)
@@ -72,16 +101,16 @@ def simulate(work: Workload, machine: Machine, policy: Policy, place: Placement)
     steps = _STEPS if policy.updates is Updates.DEADLINE else 1
     graph = _Graph(units, work, machine, policy, place)
     bounds = [graph.step(number) for number in range(steps)]
-    secs = graph.schedule.run()
+    end, begin = graph.schedule.run(), 0.0
     tasks = graph.schedule.tasks
-    if steps > 1:
-        secs = tasks[graph.last_compute[-1]].end - tasks[graph.last_compute[-2]].end
+    if steps > 1:  # from backward's end to backward's end
+        begin, end = (tasks[number].end for number in graph.last_compute[-2:])
     first, last = bounds[-1]
-    steady = tuple(tasks[first:last])
     busy = dict.fromkeys(Lane, 0.0)
-    for task in steady:
+    for task in tasks[first:last]:
         busy[task.lane] += task.secs
-    return Simulated(secs, busy, steady)
+    shown = tuple(task for task in tasks if task.start < end and task.end > begin)
+    return Simulated(end - begin, busy, shown, begin)
 
 
 def _units(work: Workload, machine: Machine, policy: Policy, place: Placement) -> list[_Unit]:
@@ -137,6 +166,11 @@ class _Pieces:
             "update": params / machine.update_rate + params * policy.extra_pass_bytes / machine.pass_rate,
             "s_write": storage_secs(states + p16, machine.storage_write),
         }
+
+
+def _append(tasks: list[int | None], task: int | None) -> None:
+    """A unit without that work holds back as the one before it does."""
+    tasks.append(task if task is not None else tasks[-1] if tasks else None)
 
 
 class _Graph:
@@ -203,7 +237,7 @@ class _Graph:
         held = self._past(self._ups, 2 * _WINDOW)
         read = self._add("read P16", unit, Lane.READ, unit.p_read, position, *after, held)
         up = self._add("P16 up", unit, Lane.UP, unit.p_up, position, read, *after, self._past(self._computes, _WINDOW))
-        self._ups.append(up)
+        _append(self._ups, up)
         return up
 
     def _forward(self, base: int, index: int) -> int | None:
@@ -211,20 +245,20 @@ class _Graph:
         up = self._parameters(unit, position, *self._published[index])
         done = self._compute("forward", unit, unit.forward, position, up)
         down = self._add("A16 down", unit, Lane.DOWN, unit.a_down, position + _WINDOW, done)
-        self._drains.append(down)
+        _append(self._drains, down)
         return self._add("write A16", unit, Lane.WRITE, unit.a_write, position + 2 * _WINDOW, down) or down
 
     def _backward(self, position: int, index: int, is_last: bool) -> int | None:
         unit, at = self._units[index], float(position)
-        up = self._parameters(unit, at)
+        up = self._parameters(unit, at, *self._published[index])
         saved = self._activations[index]
         held = self._past(self._window_reads, 2 * _WINDOW)
         read = self._add("read A16", unit, Lane.READ, unit.a_read, at, saved, held)
         back = self._add("A16 up", unit, Lane.UP, unit.a_up, at, read, saved, self._past(self._computes, _WINDOW))
-        self._window_reads.append(back)
+        _append(self._window_reads, back)
         done = self._compute("backward", unit, unit.backward, at, up, back)
         down = self._add("G16 down", unit, Lane.DOWN, unit.g_down, at + _WINDOW, done)
-        self._drains.append(down)
+        _append(self._drains, down)
         if not is_last:
             loaded = self._add("read accumulator", unit, Lane.READ, unit.acc_read, at + 2 * _WINDOW, down)
             self._add("write accumulator", unit, Lane.WRITE, unit.acc_write, at + 3 * _WINDOW, loaded or down)

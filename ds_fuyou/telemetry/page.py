@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lane trace as one HTML page that needs nothing else: lanes over time, sums, bytes, plan against measurement."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ds_fuyou.telemetry.lane_times import COMPUTE, LaneSum, Span, TraceContent
+
+__all__ = ["COLOURS", "Endurance", "colour_of", "merged_spans", "render_page"]
+
+COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2", "#9c6b4e", "#9498a0")
+_WIDTH, _ROW, _LEFT = 1100, 22, 130
+_STYLE = """body{font:14px/1.45 system-ui,sans-serif;max-width:1280px;margin:2em auto;padding:0 1em;color:#222}
+table{border-collapse:collapse;margin:.6em 0 1.6em}
+td,th{padding:.25em .9em;border-bottom:1px solid #ddd;text-align:right}
+td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto;background:#fafafa}
+text{font:12px system-ui,sans-serif;fill:#333}.note{color:#666}"""
+
+
+@dataclass(frozen=True)
+class Endurance:
+    """SSDs that take ``rated_bytes`` in all; ``name`` says which."""
+
+    name: str
+    rated_bytes: float
+
+
+def colour_of(lane: str, lanes: Sequence[str]) -> str:
+    return COLOURS[lanes.index(lane) % len(COLOURS)]
+
+
+def merged_spans(content: TraceContent, track: str, least_secs: float) -> Iterator[tuple[float, float, Span]]:
+    """Spans of a track, those closer than ``least_secs`` drawn as one: a page of a long run stays small."""
+    begin = end = -1.0
+    first: Span | None = None
+    for span in (s for s in content.spans if s.track == track):
+        if first is not None and span.begin - end < least_secs:
+            end = max(end, span.end)
+            continue
+        if first is not None:
+            yield begin, end, first
+        begin, end, first = span.begin, span.end, span
+    if first is not None:
+        yield begin, end, first
+
+
+def tracks_of(content: TraceContent) -> list[tuple[str, str]]:
+    """(track, lane) from top to bottom."""
+    found = dict.fromkeys((span.track, span.lane) for span in content.spans)
+    return sorted(found, key=lambda pair: (content.lanes.index(pair[1]), pair[0]))
+
+
+def render_page(
+    title: str,
+    content: TraceContent,
+    sums: Sequence[LaneSum],
+    planned: Mapping[str, float] | None,
+    endurance: Endurance | None,
+) -> str:
+    """The page. ``planned``: seconds of a step by lane, as the plan document names them."""
+    body = [f"<h1>{html.escape(title)}</h1>", _summary(content), "<h2>Lanes over time</h2>", _chart(content)]
+    body += ["<h2>Hidden and exposed</h2>", _sums_table(content, sums)]
+    body += ["<h2>Bytes by tier over time</h2>", _tiers_chart(content)]
+    if planned is not None:
+        body += ["<h2>Plan against measurement</h2>", _plan_table(content, sums, planned)]
+    body += ["<h2>Writes and endurance</h2>", _endurance(content, sums, endurance)]
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{chr(10).join(body)}</body></html>\n'
+
+
+def _summary(content: TraceContent) -> str:
+    step = content.secs / content.num_steps
+    text = f"{content.secs:.2f} s, {content.num_steps} steps of {step:.3f} s, {len(content.spans)} spans"
+    if content.num_ranks > 1:
+        text += f"; the first of {content.num_ranks} ranks is shown"
+    if content.num_dropped:
+        text += f"; {content.num_dropped} spans were dropped at the end of the run"
+    return f"<p>{text}.</p>"
+
+
+def _axis(secs: float, height: int) -> Iterator[str]:
+    for part in range(11):
+        x = _LEFT + _WIDTH * part / 10
+        yield f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height}" stroke="#ddd"/>'
+        yield f'<text x="{x:.1f}" y="{height + 15}" text-anchor="middle">{secs * part / 10:.2f} s</text>'
+
+
+def _chart(content: TraceContent) -> str:
+    tracks, scale = tracks_of(content), _WIDTH / content.secs
+    height = _ROW * len(tracks)
+    parts = [f'<svg viewBox="0 0 {_LEFT + _WIDTH + 30} {height + 24}" role="img" aria-label="lanes over time">']
+    parts += _axis(content.secs, height)
+    for row, (track, lane) in enumerate(tracks):
+        y = row * _ROW
+        parts.append(f'<text x="4" y="{y + 15}">{html.escape(track)}</text>')
+        for begin, end, span in merged_spans(content, track, 0.4 / scale):
+            width = max(0.4, (end - begin) * scale)
+            parts.append(
+                f'<rect x="{_LEFT + begin * scale:.2f}" y="{y + 3}" width="{width:.2f}" height="{_ROW - 6}" '
+                f'fill="{colour_of(lane, content.lanes)}"><title>{html.escape(span.name)}: '
+                f"{1000 * begin:.1f} to {1000 * end:.1f} ms</title></rect>"
+            )
+    return "".join([*parts, "</svg>"])
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+    lines = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{cells}</tr>{lines}</table>"
+
+
+def _sums_table(content: TraceContent, sums: Sequence[LaneSum]) -> str:
+    steps, rows = content.num_steps, []
+    for lane in sums:
+        own = lane.lane in COMPUTE
+        rows.append(
+            (
+                lane.lane,
+                f"{lane.busy_secs / steps:.3f} s",
+                f"{100 * lane.busy_secs / content.secs:.0f} %",
+                "–" if own else f"{lane.hidden_secs / steps:.3f} s",
+                "–" if own else f"{lane.exposed_secs / steps:.3f} s",
+                f"{lane.num_bytes / steps / 1e9:.2f} GB" if lane.num_bytes else "–",
+            )
+        )
+    note = '<p class="note">A step, on average. Hidden: while compute runs; exposed: while it does not.</p>'
+    return note + _table(("lane", "busy", "of the time", "hidden", "exposed", "bytes"), rows)
+
+
+def _tiers_chart(content: TraceContent) -> str:
+    if len(content.tiers) < 2:
+        return '<p class="note">The trace holds no byte counters.</p>'
+    tiers = sorted({tier for _, values in content.tiers for tier in values})
+    most = max(1.0, max(value for _, values in content.tiers for value in values.values()))
+    height, scale = 160, _WIDTH / content.secs
+    parts = [f'<svg viewBox="0 0 {_LEFT + _WIDTH + 30} {height + 24}" role="img" aria-label="bytes by tier">']
+    parts += _axis(content.secs, height)
+    parts.append(f'<text x="4" y="15">{most / 1e9:.2f} GB</text>')
+    for index, tier in enumerate(tiers):
+        points, y = [], float(height)
+        for at, values in content.tiers:
+            x = _LEFT + max(0.0, at) * scale
+            points.append(f"{x:.1f},{y:.1f}")
+            y = height * (1 - values.get(tier, 0.0) / most)
+            points.append(f"{x:.1f},{y:.1f}")
+        colour = COLOURS[index % len(COLOURS)]
+        parts.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="4" y="{40 + 18 * index}" style="fill:{colour}">{html.escape(tier)}</text>')
+    return "".join([*parts, "</svg>"])
+
+
+def _plan_table(content: TraceContent, sums: Sequence[LaneSum], planned: Mapping[str, float]) -> str:
+    same = {
+        "compute": "gpu compute",
+        "device to host": "gpu->cpu",
+        "host to device": "cpu->gpu",
+    }
+    rows = []
+    for lane in sums:
+        wanted = planned.get(same.get(lane.lane, lane.lane))
+        if wanted is None:
+            continue
+        measured = lane.busy_secs / content.num_steps
+        gap = "–" if wanted <= 0 else f"{100 * (measured / wanted - 1):+.0f} %"
+        rows.append((lane.lane, f"{wanted:.3f} s", f"{measured:.3f} s", gap))
+    if "iteration" in planned:
+        measured = content.secs / content.num_steps
+        gap = f"{100 * (measured / planned['iteration'] - 1):+.0f} %"
+        rows.append(("step", f"{planned['iteration']:.3f} s", f"{measured:.3f} s", gap))
+    return _table(("lane, a step", "planned", "measured", "gap"), rows)
+
+
+def _endurance(content: TraceContent, sums: Sequence[LaneSum], endurance: Endurance | None) -> str:
+    written = next((lane.num_bytes for lane in sums if lane.lane == "storage write"), 0.0) / content.num_steps
+    if written <= 0:
+        return '<p class="note">The trace does not say how many bytes were written to storage.</p>'
+    text = f"<p>{written / 1e9:.3f} GB written to storage a step"
+    if endurance is None or endurance.rated_bytes <= 0:
+        return text + ". Name the SSDs (--ssd, --num-ssds) to see what that means.</p>"
+    days = endurance.rated_bytes / written * content.secs / content.num_steps / 86400
+    return text + f"; without a pause the rated writes of {html.escape(endurance.name)} last {days:,.0f} days.</p>"
