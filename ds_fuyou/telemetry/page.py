@@ -7,7 +7,7 @@ import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_fuyou.telemetry.lane_times import COMPUTE, LaneSum, Span, TraceContent
+from ds_fuyou.telemetry.lane_times import COMPUTE, LaneSum, TraceContent
 
 __all__ = ["COLOURS", "Endurance", "colour_of", "merged_spans", "render_page"]
 
@@ -32,25 +32,26 @@ def colour_of(lane: str, lanes: Sequence[str]) -> str:
     return COLOURS[lanes.index(lane) % len(COLOURS)]
 
 
-def merged_spans(content: TraceContent, track: str, least_secs: float) -> Iterator[tuple[float, float, Span]]:
-    """Spans of a track, those closer than ``least_secs`` drawn as one: a page of a long run stays small."""
+def merged_spans(content: TraceContent, lane: str, least_secs: float) -> Iterator[tuple[float, float, str]]:
+    """(begin, end, what) of a lane's busy times; those closer than ``least_secs`` are drawn as one, and so are spans
+    that overlap: a page of a long run stays small.
+    """
     begin = end = -1.0
-    first: Span | None = None
-    for span in (s for s in content.spans if s.track == track):
-        if first is not None and span.begin - end < least_secs:
+    names: list[str] = []
+    for span in (s for s in content.spans if s.lane == lane):
+        if names and span.begin - end < least_secs:
             end = max(end, span.end)
+            names.append(span.name)
             continue
-        if first is not None:
-            yield begin, end, first
-        begin, end, first = span.begin, span.end, span
-    if first is not None:
-        yield begin, end, first
+        if names:
+            yield begin, end, _what(names)
+        begin, end, names = span.begin, span.end, [span.name]
+    if names:
+        yield begin, end, _what(names)
 
 
-def tracks_of(content: TraceContent) -> list[tuple[str, str]]:
-    """(track, lane) from top to bottom."""
-    found = dict.fromkeys((span.track, span.lane) for span in content.spans)
-    return sorted(found, key=lambda pair: (content.lanes.index(pair[1]), pair[0]))
+def _what(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def render_page(
@@ -89,18 +90,17 @@ def _axis(secs: float, height: int) -> Iterator[str]:
 
 
 def _chart(content: TraceContent) -> str:
-    tracks, scale = tracks_of(content), _WIDTH / content.secs
-    height = _ROW * len(tracks)
+    scale, height = _WIDTH / content.secs, _ROW * len(content.lanes)
     parts = [f'<svg viewBox="0 0 {_LEFT + _WIDTH + 30} {height + 24}" role="img" aria-label="lanes over time">']
     parts += _axis(content.secs, height)
-    for row, (track, lane) in enumerate(tracks):
+    for row, lane in enumerate(content.lanes):
         y = row * _ROW
-        parts.append(f'<text x="4" y="{y + 15}">{html.escape(track)}</text>')
-        for begin, end, span in merged_spans(content, track, 0.4 / scale):
+        parts.append(f'<text x="4" y="{y + 15}">{html.escape(lane)}</text>')
+        for begin, end, what in merged_spans(content, lane, 0.4 / scale):
             width = max(0.4, (end - begin) * scale)
             parts.append(
                 f'<rect x="{_LEFT + begin * scale:.2f}" y="{y + 3}" width="{width:.2f}" height="{_ROW - 6}" '
-                f'fill="{colour_of(lane, content.lanes)}"><title>{html.escape(span.name)}: '
+                f'fill="{colour_of(lane, content.lanes)}"><title>{html.escape(what)}: '
                 f"{1000 * begin:.1f} to {1000 * end:.1f} ms</title></rect>"
             )
     return "".join([*parts, "</svg>"])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ds_fuyou.telemetry.lane_times import COMPUTE, LaneSum, TraceContent
-from ds_fuyou.telemetry.page import colour_of, merged_spans, tracks_of
+from ds_fuyou.telemetry.page import colour_of, merged_spans
 
 __all__ = ["draw_png"]
 
@@ -22,18 +22,17 @@ def draw_png(path: Path, title: str, content: TraceContent, sums: Sequence[LaneS
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    tracks = tracks_of(content)
-    figure = Figure(figsize=(12, 2.4 + 0.32 * len(tracks)), layout="constrained")
+    figure = Figure(figsize=(12, 2.8 + 0.36 * len(content.lanes)), layout="constrained")
     FigureCanvasAgg(figure)
-    lanes, bars = figure.subplots(2, 1, height_ratios=[max(3, len(tracks)), 3])
-    for row, (track, lane) in enumerate(tracks):
+    lanes, bars = figure.subplots(2, 1, height_ratios=[max(3, len(content.lanes)), 3])
+    for row, lane in enumerate(content.lanes):
         spans = [
             (begin, max(end - begin, content.secs / 4000))
-            for begin, end, _ in merged_spans(content, track, content.secs / 3000)
+            for begin, end, _ in merged_spans(content, lane, content.secs / 3000)
         ]
         lanes.broken_barh(spans, (row - 0.38, 0.76), facecolors=colour_of(lane, content.lanes))
-    lanes.set_yticks(range(len(tracks)), [track for track, _ in tracks])
-    lanes.set_ylim(len(tracks) - 0.5, -0.5)
+    lanes.set_yticks(range(len(content.lanes)), content.lanes)
+    lanes.set_ylim(len(content.lanes) - 0.5, -0.5)
     lanes.set_xlim(0, content.secs)
     lanes.set_xlabel("seconds")
     lanes.set_title(title)
