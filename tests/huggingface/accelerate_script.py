@@ -83,8 +83,10 @@ def main() -> None:
     set_seed(5)
     model = fresh_model(case["model"])
     optimizer, scheduler = make_optimizer(case, model)
-    data = torch.utils.data.DataLoader(sequences(64), batch_size=2)
-    eval_data = torch.utils.data.DataLoader(sequences(4, skip=100), batch_size=2)
+    # Without generators of their own, loaders draw a seed from the global state, which dropout draws from as well: a
+    # resumed run makes its loader's iterator after the state was restored, the uninterrupted one long before.
+    data = torch.utils.data.DataLoader(sequences(64), batch_size=2, generator=torch.Generator())
+    eval_data = torch.utils.data.DataLoader(sequences(4, skip=100), batch_size=2, generator=torch.Generator())
     prepared = accelerator.prepare(model, optimizer, data, eval_data, scheduler)
     result = {
         "history": [],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop of its own under Accelerate: with the block it gives the numbers of stock; and values "auto" of the block."""
+"""A loop of its own under Accelerate equals stock and resumes from its saved state; values "auto" of the block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import RunPython
-from tests.huggingface.runner import ds_json, weights, with_block
+from tests.huggingface.runner import ds_json, weight_differences, weights, with_block
 from tests.huggingface.test_trainer import DEEPSPEED_SCHEDULER
 
 SCRIPT = "accelerate_script.py"
@@ -40,19 +40,25 @@ CASES: dict[str, dict] = {
         ("deepspeed-optimizer-torch-schedule", "auto"),
     ],
 )
-def test_numbers_and_weights_equal_stock(name: str, tiers: str, stock_run, ours_run, tmp_path: Path) -> None:
+def test_equals_stock_and_resumes(name: str, tiers: str, stock_run, ours_run, tmp_path: Path) -> None:
     stock = stock_run(CASES[name], SCRIPT)
     steps = [entry for entry in stock["history"] if "loss" in entry]
     assert len(steps) == 6
     assert any(entry["grad_norm"] > 1.0 for entry in steps)
     assert len({tuple(entry["lr"]) for entry in steps}) >= 5
     assert stock["num_groups"] == 2
-    ours = ours_run(with_block(CASES[name], tmp_path / "swap", tiers), SCRIPT)
+    block = with_block(CASES[name], tmp_path / "swap", tiers)
+    ours = ours_run({**block, "save_after": 3, "state": str(tmp_path / "state")}, SCRIPT)
     assert ours["history"] == stock["history"]
     # On the host Accelerate takes stock's partitions, which lie in one buffer, for tied weights, and saves few of them.
     known, saved = weights(stock["saved"]), weights(ours["saved"])
     assert len(saved) == ours["num_weights"]
     assert [name for name in known if not torch.equal(known[name], saved[name])] == []
+
+    resumed = ours_run({**block, "load": str(tmp_path / "state")}, SCRIPT, "resumed")
+    assert resumed["history"] == ours["history"][-len(resumed["history"]) :]
+    assert len(resumed["history"]) == 5  # three steps and the evaluations after the fourth and the sixth
+    assert weight_differences(ours["saved"], resumed["saved"]) == []
 
 
 AUTO = """

@@ -21,7 +21,10 @@ ARGUMENTS = {
 }
 BASE = {"model": "llama-wide", "zero_init": True, "launcher": "deepspeed", "arguments": ARGUMENTS, "config": ds_json()}
 CASES: dict[str, dict] = {
-    "lora": {**BASE, "arguments": {**ARGUMENTS, "activation_checkpointing": True}},
+    "lora": {
+        **BASE,
+        "arguments": {**ARGUMENTS, "activation_checkpointing": True, "save_strategy": "steps", "save_steps": 3},
+    },
     # quantised base, and LoRA-FA: of the adapter only B is trained
     "int8-base-frozen-a": {**BASE, "quantise": True, "frozen": ["lora_A"], "zero_init": False},
 }
@@ -38,6 +41,10 @@ def test_frozen_parameters_cost_one_copy(
     assert stock["history"][0]["loss"] > stock["history"][4]["loss"]
     if name == "lora":
         assert weight_differences(stock["saved"], ours["saved"]) == []
+        resumed = {**with_block(case, tmp_path / "swap", tiers), "resume": str(ours["out"] / "checkpoint-3")}
+        again = ours_run(resumed, SCRIPT, "again")
+        assert clean(again["history"])[:-1] == clean(ours["history"])[:-1]
+        assert weight_differences(ours["saved"], again["saved"]) == []
 
     placed, trainable, total = ours["placement"], ours["trainable"], ours["total"]
     assert trainable < total / 20

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One Trainer script, the JSON with and without the block: the same log, digit for digit, and the same weights."""
+"""One Trainer script, the JSON with and without the block: the same log, digit for digit, and the same weights.
+
+The run with the block saves as it goes; a fresh process that starts from its last checkpoint but one ends like it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,9 @@ RICH = {
     "lr_scheduler_type": "cosine",
     "eval_strategy": "steps",
     "eval_steps": 2,
-    "save_strategy": "no",
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "save_total_limit": 2,
 }
 CASES: dict[str, dict] = {
     # the model through from_pretrained under zero.Init; optimizer (two groups) and schedule of the Trainer
@@ -41,7 +46,7 @@ CASES: dict[str, dict] = {
         "zero_init": True,
         "launcher": "deepspeed",
         "arguments": RICH,
-        "generate_after": [1, 2, 4],
+        "generate_after": [1, 2, 5],
         "config": ds_json(),
     },
     # the model made before; tied embeddings, dropout; optimizer and schedule of DeepSpeed; two ranks
@@ -52,7 +57,7 @@ CASES: dict[str, dict] = {
         "flags": {"mixed_precision": "bf16"},
         "num_ranks": 2,
         "arguments": RICH,
-        "generate_after": [3],
+        "generate_after": [3, 6],
         "config": ds_json(**DEEPSPEED_OPTIMIZER, **DEEPSPEED_SCHEDULER),
     },
 }
@@ -75,9 +80,7 @@ def _exercised(result: dict, name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "tiers"), [("llama-zero-init", "all"), ("gpt2-two-ranks", "states")])
-def test_the_log_and_the_weights_equal_stock(
-    name: str, tiers: str, pretrained, stock_run, ours_run, tmp_path: Path
-) -> None:
+def test_equals_stock_and_resumes(name: str, tiers: str, pretrained, stock_run, ours_run, tmp_path: Path) -> None:
     case = case_of(name, pretrained)
     stock = stock_run(case, SCRIPT)
     _exercised(stock, name)
@@ -85,3 +88,11 @@ def test_the_log_and_the_weights_equal_stock(
     assert clean(ours["history"]) == clean(stock["history"])
     assert ours["texts"] == stock["texts"]
     assert weight_differences(stock["saved"], ours["saved"]) == []
+
+    assert sorted(path.name for path in ours["out"].glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    resumed = {**with_block(case, tmp_path / "swap", tiers), "resume": str(ours["out"] / "checkpoint-4")}
+    again = ours_run(resumed, SCRIPT, "again")
+    # The last entry is the mean over the steps of the process.
+    assert clean(again["history"])[:-1] == clean(ours["history"])[:-1]
+    assert again["texts"] == ours["texts"][-1:]
+    assert weight_differences(ours["saved"], again["saved"]) == []
