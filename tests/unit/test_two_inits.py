@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model put together from parts: two ``zero.Init`` contexts, each with a swapper of its own, and a part built without.
+"""A model put together from parts: two of ``zero.Init`` contexts, each with a swapper of its own, one built without.
 
 DeepSpeed asks the first parameter's swapper for all parameters of a gather.
 """
