@@ -390,7 +390,7 @@ class SwapTier:
         self._bytes_in_flight[flight.is_write] -= flight.num_bytes
         if self._trace is not None:
             lane = Lane.STORAGE_WRITE if flight.is_write else Lane.STORAGE_READ
-            self._trace.add(lane, flight.what, flight.began_ns, time.perf_counter_ns())
+            self._trace.add(lane, flight.what, flight.began_ns, time.perf_counter_ns(), flight.num_bytes)
         record = flight.record()
         if record is not None:
             record.io = None

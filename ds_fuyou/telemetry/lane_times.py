@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a lane trace (Chrome format) and adds it up: time hidden and exposed by lane, bytes by tier. No torch.
 
-A span of a lane is hidden while compute runs, exposed while it does not. Lanes may have several tracks ("storage read
-2"); they count as one. Counter events ("ph": "C", name "bytes") give bytes by tier over time where a trace has them,
-and ``args.bytes`` of a span the bytes it moved.
+A span of a lane is hidden while compute runs and does not wait, exposed while it does not. A lane may have several
+tracks ("storage read 2"); they count as one. Counter events ("ph": "C", name "bytes") give bytes by tier over time
+where a trace has them, and ``args.bytes`` of a span the bytes it moved.
 """
 
 from __future__ import annotations
@@ -181,14 +181,32 @@ def _overlap(left: Sequence[tuple[float, float]], right: Sequence[tuple[float, f
     return total
 
 
+def _without(kept: Sequence[tuple[float, float]], cut: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Disjoint sorted intervals less others."""
+    left, first = [], 0
+    for begin, end in kept:
+        while first < len(cut) and cut[first][1] <= begin:
+            first += 1
+        at, index = begin, first
+        while index < len(cut) and cut[index][0] < end:
+            if cut[index][0] > at:
+                left.append((at, cut[index][0]))
+            at = max(at, cut[index][1])
+            index += 1
+        if at < end:
+            left.append((at, end))
+    return left
+
+
 def sum_lanes(content: TraceContent) -> list[LaneSum]:
     """Every lane but the waits and ``step()``, which are no work of a lane. Compute itself hides nothing."""
-    compute = _union((s.begin, s.end) for s in content.spans if s.lane in COMPUTE)
+    waits = _union((s.begin, s.end) for s in content.spans if s.lane == _WAITS)
+    compute = _without(_union((s.begin, s.end) for s in content.spans if s.lane in COMPUTE), waits)
     sums = []
     for lane in content.lanes:
         if lane in (_WAITS, STEP):
             continue
-        own = _union((s.begin, s.end) for s in content.spans if s.lane == lane)
+        own = compute if lane in COMPUTE else _union((s.begin, s.end) for s in content.spans if s.lane == lane)
         busy = sum(end - begin for begin, end in own)
         hidden = busy if lane in COMPUTE else _overlap(own, compute)
         moved = sum(s.num_bytes for s in content.spans if s.lane == lane)

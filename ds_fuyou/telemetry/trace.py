@@ -35,6 +35,7 @@ class Lane(enum.Enum):
     COPY_IN = "host to device"
     STORAGE_READ = "storage read"
     STORAGE_WRITE = "storage write"
+    UPDATE = "cpu optimizer"
     OPTIMIZER = "step()"
     WAIT = "waits"
 
@@ -53,7 +54,7 @@ class LaneTrace:
         except OSError as error:
             message = "fuyou.trace must name a file that can be written; create its directory or name another"
             raise FuyouStorageError(error.errno or 0, message, str(self.path)) from error
-        self._spans: list[tuple[Lane, str, int, int]] = []
+        self._spans: list[tuple[Lane, str, int, int, int]] = []
         self._max_spans = max_spans
         self._origin_ns = time.perf_counter_ns()
         self._pid = os.getpid()
@@ -62,12 +63,12 @@ class LaneTrace:
         self.num_dropped = 0
         atexit.register(self.close)
 
-    def add(self, lane: Lane, name: str, begin_ns: int, end_ns: int) -> None:
-        """One span; times are those of ``time.perf_counter_ns``."""
+    def add(self, lane: Lane, name: str, begin_ns: int, end_ns: int, num_bytes: int = 0) -> None:
+        """One span; times are those of ``time.perf_counter_ns``, ``num_bytes`` what it moved."""
         if len(self._spans) >= self._max_spans:
             self.num_dropped += 1
             return
-        self._spans.append((lane, name, begin_ns, end_ns))
+        self._spans.append((lane, name, begin_ns, end_ns, num_bytes))
 
     @contextmanager
     def span(self, lane: Lane, name: str) -> Iterator[None]:
@@ -83,22 +84,23 @@ class LaneTrace:
         rank = current_rank()
         events: list[dict[str, Any]] = []
         tracks: dict[tuple[Lane, int], int] = {}
-        for lane, name, begin, end in sorted(self._spans, key=lambda span: span[2]):
+        for lane, name, begin, end, num_bytes in sorted(self._spans, key=lambda span: span[2]):
             track = 0
             while tracks.get((lane, track), -1) > begin:
                 track += 1
             tracks[lane, track] = end
-            events.append(
-                {
-                    "ph": "X",
-                    "name": name,
-                    "cat": lane.value,
-                    "pid": rank,
-                    "tid": _tid(lane, track),
-                    "ts": (begin - self._origin_ns) / 1000,
-                    "dur": (end - begin) / 1000,
-                }
-            )
+            event: dict[str, Any] = {
+                "ph": "X",
+                "name": name,
+                "cat": lane.value,
+                "pid": rank,
+                "tid": _tid(lane, track),
+                "ts": (begin - self._origin_ns) / 1000,
+                "dur": (end - begin) / 1000,
+            }
+            if num_bytes:
+                event["args"] = {"bytes": num_bytes}
+            events.append(event)
         named: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"ds_fuyou rank {rank}"}}
         ]

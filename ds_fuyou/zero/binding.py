@@ -36,6 +36,7 @@ from ds_fuyou.planner.plan import Plan, PlanInput, make_plan
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.store import RunIdentity, SlotStore, choose_num_slots
+from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
 from ds_fuyou.telemetry.report import report_close
 from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.blocks import block_of
@@ -86,6 +87,11 @@ class RankState:
         self.frozen: FrozenParameters | None = None
         self._resident: set[int] = set()
         self.trace = LaneTrace(activation.config.trace) if activation.config.trace is not None else None
+        self._lanes: PipelineLanes | None = None
+        if self.trace is not None:
+            states = 4 * (1 + len(kind.moments)) if options.optimizer_tier == "nvme" else 0
+            p16 = param_dtype.itemsize if options.params_tier == "nvme" else 0
+            self._lanes = PipelineLanes(self.trace, self.core.pipeline, self.layout, states, p16)
         self.activations: ActivationSession | None = None
         self._heap = HeapGuard()
         self._positions_known = False
@@ -311,6 +317,8 @@ class RankState:
 
     def step_applied(self) -> None:
         """Every parameter may have changed: its next use waits for its update."""
+        if self._lanes is not None:
+            self._lanes.collect()
         if self.stored is not None:
             self.stored.drop_all()
             self.stored.trace.end_step()
@@ -332,6 +340,8 @@ class RankState:
         report_close(self)
         if self.activations is not None:
             self.activations.close()
+        if self._lanes is not None:
+            self._lanes.collect()
         if self.trace is not None:
             self.trace.close()
         self.core.close()
