@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 from ds_fuyou.cli.machine_options import add_machine_options, machine_from
+from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.choose import choose
 from ds_fuyou.planner.cost import Workload
 from ds_fuyou.planner.document import save
 from ds_fuyou.planner.fixed import limited, under_block
+from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.model import load_model
 from ds_fuyou.planner.policies import find_policy
 from ds_fuyou.planner.report import document_of, largest_batch, plan_text, upgrades
@@ -28,6 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", type=Path, metavar="DS.JSON", help="DeepSpeed JSON: batch, accumulation, the block")
     add_machine_options(parser)
+    parser.add_argument(
+        "--measure",
+        nargs="+",
+        type=Path,
+        metavar="DIRECTORY",
+        help="measure this machine, storage in these directories",
+    )
     parser.add_argument("--batch", type=int, help="sequences of a micro-batch on each GPU; default: --config's, or 1")
     parser.add_argument("--seq", type=int, default=1024, help="tokens of a sequence (%(default)s)")
     parser.add_argument("--accumulation", type=int, help="micro-batches a step; default: --config's, or 1")
@@ -43,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         FuyouConfigError: something is misspelt or contradictory, or nothing fits.
     """
-    machine, policy = machine_from(arguments), find_policy(arguments.system)
+    machine, policy = _machine(arguments), find_policy(arguments.system)
     batch, accumulation = arguments.batch, arguments.accumulation
     if arguments.config is not None:
         from ds_fuyou.cli.ds_config import read_ds_config
@@ -73,3 +82,17 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         sys.stdout.write(plan_text(chosen) + "\n")
     return 0
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    """Of the presets, or measured; what fell while it was measured is said on stderr."""
+    if arguments.measure is None:
+        return machine_from(arguments)
+    if arguments.num_gpus < 1:
+        raise FuyouConfigError(f"--num-gpus must be positive, found {arguments.num_gpus}")
+    from ds_fuyou.profiling.machine import machine_of_measured, measure_machine
+
+    measured = measure_machine(arguments.measure)
+    for line in measured.drift():
+        sys.stderr.write(f"fuyou plan: {line}\n")
+    return machine_of_measured(measured, arguments.num_gpus)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures this machine for the planner: storage, CPU optimizer, device compute and its link, memory.
+
+:func:`measure_machine` starts a process of its own (``python -m ds_fuyou.profiling.machine DIRECTORY...``), so that the
+caller needs no torch and the measurement has the threads it wants. About 15 s a directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.planner.hardware import Machine, constants
+from ds_fuyou.planner.host_memory import available_host_bytes
+from ds_fuyou.storage.probe import probe_path
+
+__all__ = ["MeasuredMachine", "machine_of_measured", "measure_machine"]
+
+_ROUNDS = 4
+_FELL = 0.8  # a last round below this share of the first is told as drift
+_TIMEOUT_SECS = 600
+
+
+@dataclass(frozen=True)
+class MeasuredMachine:
+    """Rates in bytes, FLOP or parameters a second. ``first_*`` are those of the first round of 1 GiB, the others of
+    the last: consumer SSDs fall once their cache is full.
+    """
+
+    device: str
+    device_bytes: int
+    device_is_host: bool
+    matmul_flops: float
+    link_up: float
+    link_down: float
+    first_read: float
+    first_write: float
+    read: float
+    write: float
+    mixed: float
+    update: float
+    dram_bytes: int
+    storage_bytes: int
+
+    def drift(self) -> list[str]:
+        """What fell during the measurement, in words."""
+        pairs = (("read", self.first_read, self.read), ("write", self.first_write, self.write))
+        return [
+            f"storage {name} fell from {first / 1e9:.2f} to {last / 1e9:.2f} GB/s within {_ROUNDS} GiB; "
+            f"a longer run may be slower still"
+            for name, first, last in pairs
+            if last < _FELL * first
+        ]
+
+
+def measure_machine(directories: Sequence[Path]) -> MeasuredMachine:
+    """Measures with files in ``directories``, which are deleted.
+
+    Raises:
+        FuyouStorageError: a directory cannot be used.
+        FuyouStateError: the measuring process failed; with the last line it wrote.
+    """
+    for directory in directories:
+        probe_path(directory)
+    command = [sys.executable, "-m", "ds_fuyou.profiling.machine", *map(str, directories)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_SECS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise FuyouStateError(f"this machine could not be measured within {_TIMEOUT_SECS} s") from None
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise FuyouStateError(f"this machine could not be measured: {last}; run fuyou doctor, or name presets")
+    return MeasuredMachine(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def machine_of_measured(found: MeasuredMachine, num_gpus: int) -> Machine:
+    """As the planner sees it. Where the device is the host, both share memory, and it is given to host memory."""
+    share = constants().block_share_of_matmul
+    apart = 1 / found.read + 1 / found.write
+    return Machine(
+        name=f"{num_gpus} x {found.device}, measured",
+        num_gpus=num_gpus,
+        gpu_bytes=found.device_bytes,
+        flops=found.matmul_flops * share,
+        gpu_memory_rate=found.link_up,
+        link_up=found.link_up,
+        link_down=found.link_down,
+        dram_bytes=float(found.dram_bytes),
+        pinned_limit_bytes=float("inf"),
+        storage_read=found.read,
+        storage_write=found.write,
+        storage_duplex=min(2.0, max(0.5, found.mixed * apart / 2)),
+        storage_bytes=float(found.storage_bytes),
+        endurance_bytes=0.0,
+        update_rate=found.update,
+        pass_rate=found.update * 30,
+    )
+
+
+def _best_secs(work: Callable[[], object], wait: Callable[[], object], rounds: int = 4) -> float:
+    work()
+    wait()
+    best = float("inf")
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        work()
+        wait()
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def _device_rates() -> dict[str, Any]:
+    """Matmul of a block's shape and copies of 256 MiB, on the first CUDA device or on the host."""
+    import torch
+
+    on_cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if on_cuda else "cpu")
+    if not on_cuda:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    wait = torch.cuda.synchronize if on_cuda else (lambda: None)
+    size = 8192 if on_cuda else 1024
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    flops = 2 * size**3 / _best_secs(lambda: left @ right, wait)
+    num_bytes = 256 << 20
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_cuda)
+    there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    up = num_bytes / _best_secs(lambda: there.copy_(host, non_blocking=True), wait)
+    down = num_bytes / _best_secs(lambda: host.copy_(there, non_blocking=True), wait)
+    total = torch.cuda.mem_get_info()[0] if on_cuda else available_host_bytes() // 2
+    name = torch.cuda.get_device_name() if on_cuda else f"host of {len(os.sched_getaffinity(0))} cores"
+    return {
+        "device": name,
+        "device_bytes": int(total),
+        "device_is_host": not on_cuda,
+        "matmul_flops": flops,
+        "link_up": up,
+        "link_down": down,
+    }
+
+
+def _storage_rates(directories: Sequence[Path]) -> dict[str, float]:
+    """Sums over the directories, each measured alone."""
+    from ds_fuyou.profiling.rates import Storage
+
+    sums = dict.fromkeys(("first_read", "first_write", "read", "write", "mixed"), 0.0)
+    for directory in directories:
+        storage = Storage(directory)
+        writes = [storage.rate("write") for _ in range(_ROUNDS)]
+        reads = [storage.rate("read") for _ in range(_ROUNDS)]
+        mixed = [storage.rate("mixed") for _ in range(2)]
+        storage.close()
+        found = (reads[0], writes[0], reads[-1], writes[-1], mixed[-1])
+        for name, value in zip(sums, found, strict=True):
+            sums[name] += value
+    return sums
+
+
+def main() -> None:
+    """Measures and writes one JSON object."""
+    from ds_fuyou.profiling.rates import update_rate
+
+    directories = [Path(text) for text in sys.argv[1:]]
+    rates = _storage_rates(directories)
+    update = update_rate(len(os.sched_getaffinity(0)))
+    found = _device_rates()
+    dram = available_host_bytes()
+    if found["device_is_host"]:
+        dram -= found["device_bytes"]
+    free = {facts.device: facts.free_bytes for facts in map(probe_path, directories)}
+    sizes = {"dram_bytes": dram, "storage_bytes": sum(free.values())}
+    sys.stdout.write(json.dumps({**found, **rates, **sizes, "update": update}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

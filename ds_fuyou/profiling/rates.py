@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the lanes of this machine can do alone: storage through our engine, DeepSpeed's Adam on all cores.
+
+Run as ``python -m ds_fuyou.profiling.rates DIRECTORY`` in a process of its own (one OpenMP thread, so that the
+threads made here are the only ones); writes one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_fuyou.errors import FuyouStateError
+
+__all__ = ["Rates", "Storage", "measure_rates", "update_rate"]
+
+FILE_BYTES = 1 << 30
+TRANSFER_BYTES = 16 << 20
+NUM_IN_FLIGHT = 6
+CHUNK_ELEMENTS = 4 << 20
+SLICE_ELEMENTS = 64 << 10  # P32, M, V, gradient and scratch of a slice stay in the cache
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes a second, elements a second; ``io_cpu_secs_per_byte`` is what the host pays to move a byte."""
+
+    read: float
+    write: float
+    mixed: float
+    io_cpu_secs_per_byte: float
+    update: float
+    num_cores: int
+
+
+def measure_rates(directory: Path) -> Rates:
+    """Measures in a fresh process, about 10 s. Raises FuyouStateError with its output if it fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-m", "ds_fuyou.profiling.rates", str(directory)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode != 0:
+        raise FuyouStateError(f"the rates of the lanes could not be measured: {done.stderr[-2000:]}")
+    return Rates(**json.loads(done.stdout.splitlines()[-1]))
+
+
+class Storage:
+    """A file of FILE_BYTES, fully written, and the engine with the settings the plan uses."""
+
+    def __init__(self, directory: Path) -> None:
+        from ds_fuyou.lanes.memory import HostPool
+        from ds_fuyou.ops.core import load_core
+
+        self._core = load_core()
+        self._file = tempfile.NamedTemporaryFile(dir=directory)  # noqa: SIM115 (lives as long as this object)
+        os.posix_fallocate(self._file.fileno(), 0, FILE_BYTES)
+        self._fd = os.open(self._file.name, os.O_RDWR | os.O_DIRECT)
+        self._pool = HostPool(NUM_IN_FLIGHT * TRANSFER_BYTES)
+        self._blocks: list[Any] = [self._pool.try_allocate(TRANSFER_BYTES) for _ in range(NUM_IN_FLIGHT)]
+        self._engine = self._core.IoEngine(
+            backend=self._core.IoBackend.AUTO, queue_depth=32, block_bytes=1 << 20, num_threads=4
+        )
+        self._engine.register_buffer(self._pool.pool.base, self._pool.capacity_bytes)
+
+    def rate(self, mode: str) -> float:
+        """Bytes a second over the whole file, once; ``mixed`` alternates reads and writes of 16 MiB."""
+        read, write = self._core.IoKind.READ, self._core.IoKind.WRITE
+        kinds = {"read": [read], "write": [write], "mixed": [read, write]}[mode]
+        tickets: list[Any] = [None] * NUM_IN_FLIGHT
+        begin = time.perf_counter()
+        for index in range(FILE_BYTES // TRANSFER_BYTES):
+            place = index % NUM_IN_FLIGHT
+            self._finish(tickets[place])
+            block = self._blocks[place]
+            tickets[place] = self._engine.submit(
+                kind=kinds[index % len(kinds)],
+                ranges=[(self._fd, index * TRANSFER_BYTES, TRANSFER_BYTES)],
+                buffer=block.data_ptr(),
+                priority=0,
+            )
+        for ticket in tickets:
+            self._finish(ticket)
+        return FILE_BYTES / (time.perf_counter() - begin)
+
+    @staticmethod
+    def _finish(ticket: Any) -> None:
+        if ticket is None:
+            return
+        while not ticket.wait(60.0):
+            raise FuyouStateError("a transfer of 16 MiB did not end within 60 s")
+        if ticket.outcome().error:
+            raise OSError(ticket.outcome().error, "a transfer of the rate measurement failed")
+
+    def close(self) -> None:
+        self._engine.close()
+        os.close(self._fd)
+        self._file.close()
+
+
+def update_rate(num_threads: int) -> float:
+    """Elements a second of unscale, Adam and narrowing to bf16, by threads on chunks of their own."""
+    import torch
+
+    from ds_fuyou.ops.core import load_core
+
+    core = load_core()
+    clock = core.make_adam_clock(3e-4, 0.9, 0.999, 1e-8, 0.1, True)
+    clock.increment(1, 0.9, 0.999)
+    rule, kind = clock.rule(3e-4, 1e-8, 0.1, True), core.ElementType.BFLOAT16
+    chunks = [[torch.rand(CHUNK_ELEMENTS) for _ in range(3)] for _ in range(2 * num_threads)]
+    narrow = [torch.rand(2, CHUNK_ELEMENTS).bfloat16() for _ in chunks]
+
+    def work(first: int) -> None:
+        scratch = torch.empty(SLICE_ELEMENTS)
+        for index in range(first, len(chunks), num_threads):
+            for at in range(0, CHUNK_ELEMENTS, SLICE_ELEMENTS):
+                param, *moments = [part[at : at + SLICE_ELEMENTS] for part in chunks[index]]
+                grad, half = (part[at : at + SLICE_ELEMENTS] for part in narrow[index])
+                core.scale_gradient(kind, grad.data_ptr(), scratch.data_ptr(), SLICE_ELEMENTS, 1.0)
+                rule.apply(param, scratch, moments)
+                core.narrow_parameter(kind, param.data_ptr(), half.data_ptr(), SLICE_ELEMENTS)
+
+    def round_secs() -> float:
+        threads = [threading.Thread(target=work, args=(first,)) for first in range(num_threads)]
+        begin = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - begin
+
+    round_secs()
+    return len(chunks) * CHUNK_ELEMENTS / min(round_secs() for _ in range(5))
+
+
+def main() -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    storage = Storage(Path(sys.argv[1]))
+    storage.rate("write")  # blocks that were never written read as zeros, for free
+    before, best = resource.getrusage(resource.RUSAGE_SELF), {}
+    for mode in ("read", "write", "mixed"):
+        best[mode] = max(storage.rate(mode) for _ in range(3))
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    storage.close()
+    cpu_secs = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    rates = Rates(
+        **best,
+        io_cpu_secs_per_byte=cpu_secs / (9 * FILE_BYTES),
+        update=update_rate(num_cores),
+        num_cores=num_cores,
+    )
+    sys.stdout.write(json.dumps(asdict(rates)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

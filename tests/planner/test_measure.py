@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fuyou plan --measure``: this machine instead of presets."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ds_fuyou.cli import main
+from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.planner.hardware import constants
+from ds_fuyou.profiling.machine import MeasuredMachine, machine_of_measured, measure_machine
+
+FOUND = MeasuredMachine(
+    device="a GPU",
+    device_bytes=24 << 30,
+    device_is_host=False,
+    matmul_flops=100e12,
+    link_up=20e9,
+    link_down=21e9,
+    first_read=6e9,
+    first_write=5e9,
+    read=6e9,
+    write=3e9,
+    mixed=4e9,
+    update=2e9,
+    dram_bytes=64 << 30,
+    storage_bytes=10**12,
+)
+
+
+def test_measured_rates_become_those_of_the_planner() -> None:
+    machine = machine_of_measured(FOUND, 2)
+    assert (machine.num_gpus, machine.storage_read, machine.storage_write) == (2, 6e9, 3e9)
+    assert machine.flops == 100e12 * constants().block_share_of_matmul
+    # equal bytes both ways: in turn 1/6 + 1/3 = 0.5 ns a pair, mixed 2/4 = 0.5 ns: they share one resource
+    assert machine.storage_duplex == pytest.approx(1.0)
+    assert machine_of_measured(replace(FOUND, mixed=6e9), 1).storage_duplex == pytest.approx(1.5)
+
+
+def test_a_rate_that_falls_is_told() -> None:
+    (told,) = FOUND.drift()
+    assert "write fell from 5.00 to 3.00 GB/s" in told
+    assert replace(FOUND, first_write=3.1e9).drift() == []
+
+
+@pytest.mark.timeout(300)
+def test_this_machine_is_measured_and_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "gpt:4,4,256,1000", "--batch", "1", "--seq", "128", "--json"]
+    assert main(["plan", "--measure", str(tmp_path), *arguments]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert "measured" in shown["machine"]
+    assert shown["predicted"]["tokens_per_s"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_measured_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for directory, said in ((tmp_path / "none", "does not exist"), (Path("/proc"), "nvme_path must be writable")):
+        assert main(["plan", "--model", "6B", "--measure", str(directory)]) == 2
+        assert said in capsys.readouterr().err
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(FuyouStateError, match=r"could not be measured: .* fuyou doctor"):
+        measure_machine([tmp_path])
