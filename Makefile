@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # One command a job; each prepares what it needs. Python 3.10+, a C++ compiler and a network suffice.
-#   make setup | demo | test | test-oldest | lint | format | docs | bench | clean
+#   make setup | demo | test | test-oldest | test-deepspeed | lint | format | docs | bench | clean
 # Overridable: PYTHON, VENV, DS_VERSION, TORCH, TORCH_FLAGS (for instance a package index), EXTRAS, TEST_FLAGS.
 
 PYTHON ?= python3
@@ -25,7 +25,7 @@ RUN := PATH="$(abspath $(BIN)):$$PATH"
 BUILD_TOOLS := "setuptools>=77" wheel packaging ninja psutil py-cpuinfo numpy tqdm hjson "pydantic>=2" \
 	einops msgpack
 
-.PHONY: setup demo test test-oldest lint format docs bench clean
+.PHONY: setup demo test test-oldest test-deepspeed lint format docs bench clean
 
 setup: $(STAMP)
 
@@ -47,6 +47,13 @@ demo: setup
 test: lint
 	$(RUN) python tests/harness/prebuild.py
 	$(RUN) python -m pytest $(TEST_FLAGS)
+
+# DeepSpeed's own unit tests from a checkout of its repository, stock and with the block: make test-deepspeed
+# DEEPSPEED_REPO=path. SUITE_FLAGS="--which stage3" gives every stage-3 configuration a block, not only those that offload.
+test-deepspeed: setup
+	@test -n "$(DEEPSPEED_REPO)" || { echo "DEEPSPEED_REPO must name a checkout of DeepSpeed's repository"; exit 2; }
+	$(RUN) python tests/harness/prebuild.py
+	$(RUN) python -m tests.deepspeed_suite.run --repo "$(DEEPSPEED_REPO)" $(SUITE_FLAGS)
 
 # A smaller selection (marker "compat") with the oldest DeepSpeed that works.
 test-oldest:

@@ -8,7 +8,8 @@ What a case may ask for in certain steps (lists of step numbers): ``eval_before`
 under GatheredParameters), ``look_at`` (fp32 states and gradients between backward and step, and after the
 step), ``set_states_before`` and ``set_gradient_in`` (safe_set_full_*). ``load``, ``save`` (at the end) and
 ``export`` name folders; ``save_after`` steps, to ``save_to``, training goes on. What scripts do inside a step is in
-script_actions.py. ``plain`` trains without DeepSpeed; ``leaf``: expert modules are leaves for ZeRO-3.
+script_actions.py. ``compile`` names a backend of torch.compile; ``plain`` trains without DeepSpeed; ``leaf``: expert
+modules are leaves for ZeRO-3.
 """
 
 import json
@@ -71,6 +72,8 @@ def build_engine(case: dict):
     else:
         arguments["model_parameters"] = parameter_groups(model, case.get("groups", "one"))
     engine, *_ = deepspeed.initialize(**arguments)
+    if case.get("compile"):
+        engine.compile(backend=case["compile"])
     return engine
 
 

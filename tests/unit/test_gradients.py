@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ds_fuyou.lanes.memory import round_up_to_page
+from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.gradients import DramGradients, StoredGradients
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.storage.io import IoLane, IoSettings
@@ -108,3 +109,12 @@ def test_a_new_step_does_not_read_the_last_ones_values(stored: tuple[StoredGradi
     write_all(memory)
     assert before == 0 or reads >= before
     assert io.stats()["read"].num_operations >= reads
+
+
+def test_waits_for_transfers_are_counted(stored: tuple[StoredGradients, list[int]], io: IoLane) -> None:
+    core = load_core()
+    io.engine.add_fault(core.IoKind.WRITE, core.IoFaultEffect.DELAY, delay_secs=0.1, count=1 << 40)
+    memory, detached = stored
+    write_all(memory)
+    assert detached
+    assert memory.waited_secs > 0

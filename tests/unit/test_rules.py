@@ -65,3 +65,19 @@ def test_history_is_kept_in_runs_of_equal_betas_and_replayed() -> None:
         one.prepare([HYPER]).rules[0].apply(param, torch.full((100,), 0.01), moments)
         values.append(param)
     assert torch.equal(*values)
+
+
+def test_late_parameters_continue_from_the_nearest_clock() -> None:
+    """The rule after 41 updates is the same whether 1 or 40 were known before; kept clocks are bounded."""
+
+    def updated(rule: object) -> torch.Tensor:
+        param, moments = torch.full((64,), 0.3), [torch.full((64,), 0.1), torch.full((64,), 0.2)]
+        rule.apply(param, torch.full((64,), 0.01), moments)
+        return param
+
+    fresh, stepped = RuleClock(KIND, HYPER), RuleClock(KIND, HYPER)
+    for number in range(1, 101):
+        stepped.rule_at(number, HYPER)
+    assert len(stepped._late[HYPER.betas]) <= 64
+    assert torch.equal(updated(fresh.rule_at(41, HYPER)), updated(stepped.rule_at(41, HYPER)))
+    assert not torch.equal(updated(fresh.rule_at(41, HYPER)), updated(fresh.rule_at(40, HYPER)))

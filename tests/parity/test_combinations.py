@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed features beside the block: equal to stock. What the block refuses is in test_config_host.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.runner import differences, ds_config, run_case, with_fuyou
+from tests.parity.cases import block
+
+AUTOCAST = ds_config(bf16=None, torch_autocast={"enabled": True, "dtype": "bfloat16"}, gradient_clipping=1.0)
+WIDE = ds_config(data_types={"grad_accum_dtype": "fp32"}, gradient_accumulation_steps=2, gradient_clipping=1.0)
+SEQUENCE = ds_config(sequence_parallel_size=2, data_parallel_size=1, gradient_clipping=1.0)
+
+CASES: dict[str, dict] = {
+    "torch.compile": {"compile": "eager"},
+    "torch_autocast": {"config": AUTOCAST},
+    "gradients-in-fp32": {"config": WIDE},
+    "sequence-parallel": {"config": SEQUENCE, "world_size": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tiers"),
+    [
+        ("torch.compile", "all"),
+        ("torch_autocast", "all"),
+        ("gradients-in-fp32", "all"),
+        ("sequence-parallel", "states"),
+    ],
+)
+def test_equals_stock(name: str, tiers: str, must_equal, tmp_path: Path) -> None:
+    case = {"steps": 4, "model": {}, "groups": "two", "config": ds_config(), **CASES[name]}
+    must_equal(case, block(str(tmp_path / "swap"), tiers, "speculate"))
+
+
+def test_offload_and_reload_states_change_nothing(stock_run, tmp_path: Path) -> None:
+    case = {"steps": 4, "model": {}, "groups": "two", "config": ds_config()}
+    (tmp_path / "swap").mkdir()
+    ours = with_fuyou({**case, "offload_states_in": [1, 3]}, block(str(tmp_path / "swap"), "all"))
+    assert differences(stock_run(case), run_case(ours, tmp_path, "ours")) == []

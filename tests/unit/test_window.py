@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The accumulation window of a step: when a chunk is prepared, dropped and prepared again; edits that steps keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_fuyou.optimizer.clip_policy import Overlap
+from ds_fuyou.optimizer.core import CoreOptions, OutOfCoreOptimizer, regions_for
+from ds_fuyou.optimizer.layout import CUT_ELEMENTS, build_layout
+from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind
+from ds_fuyou.storage.io import IoSettings
+from ds_fuyou.storage.store import RunIdentity, SlotStore
+
+KIND = OptimizerKind("adam", ("exp_avg", "exp_avg_sq"))
+HYPERS = (GroupHyper(1e-2, (0.9, 0.999), 1e-8, 0.0, True),)
+LAYOUT = build_layout([[("block.a", "block", CUT_ELEMENTS, 0), ("block.b", "block", CUT_ELEMENTS + 10, 1)]])
+A, B = LAYOUT.params
+
+
+@pytest.fixture(params=["cpu", "nvme"])
+def core(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OutOfCoreOptimizer]:
+    """One chunk of two parameters; its state is on storage, P16 and gradients are where the parameter says."""
+    options = CoreOptions(
+        params_tier=request.param,
+        optimizer_tier="nvme",
+        gradients_tier=request.param,
+        num_slots=2,
+        overlap=Overlap.BACKWARD_AND_FORWARD,
+        clip_policy="speculate",
+        param_dtype=torch.bfloat16,
+        grad_dtype=torch.bfloat16,
+        staging_bytes=1 << 20,
+        num_update_threads=1,
+        io=IoSettings(engine="threads"),
+    )
+    regions = regions_for(LAYOUT, options, 2, 2)
+    store = SlotStore.create([tmp_path], regions, RunIdentity("test", 0, 1, "run"), budget_bytes=None)
+    made = OutOfCoreOptimizer(LAYOUT, options, KIND, HYPERS, store)
+    made.initialize(lambda span: torch.ones(span.numel, dtype=torch.bfloat16), lambda count: None)
+    yield made
+    made.close()
+    store.close()
+
+
+def arrive(core: OutOfCoreOptimizer, *spans: object) -> list[bool]:
+    """A backward delivers gradients of one; says after each whether the chunk is prepared."""
+    core.open_window(HYPERS, 1.0, managed=True)
+    prepared = []
+    for span in spans:
+        core.add_gradient(span, torch.ones(span.numel, dtype=torch.bfloat16))
+        core.complete_gradient(span)
+        prepared.append(0 in core._prepared)
+    core.end_micro_batch()
+    return prepared
+
+
+def step(core: OutOfCoreOptimizer) -> None:
+    core.apply(HYPERS, 1.0, expected_multiplier=1.0)
+    core.wait_all()
+
+
+def test_a_second_backward_prepares_when_the_chunk_is_complete_again(core: OutOfCoreOptimizer) -> None:
+    assert arrive(core, B, A) == [False, True]
+    assert arrive(core, B, A) == [False, True]
+    assert float(core.gradient(A)[0]) == 2.0
+    step(core)
+    assert core.num_redone_chunks == 0
+
+
+def test_a_gradient_that_comes_alone_leaves_the_update_to_the_step(core: OutOfCoreOptimizer) -> None:
+    arrive(core, B, A)
+    assert arrive(core, A) == [False]
+    step(core)
+    assert float(core.states.read_param(A, 1)[0]) == pytest.approx(0.2)  # 0.1 times the sum
+    assert float(core.states.read_param(B, 1)[0]) == pytest.approx(0.1)
+
+
+def test_forgotten_gradients_change_nothing(core: OutOfCoreOptimizer) -> None:
+    arrive(core, B, A)
+    core.forget_gradients()
+    step(core)
+    assert set(core.params.read(A).tolist()) == {1.0}
+    arrive(core, B)
+    step(core)
+    assert set(core.params.read(A).tolist()) == {1.0}
+    assert core.missed_steps()[A.index] == 2
+
+
+def test_an_edit_lasts_until_its_parameter_is_updated(core: OutOfCoreOptimizer) -> None:
+    core.params.edited(A)
+    core.params.write(A, torch.full((A.numel,), 5.0))
+    for _ in range(2):
+        arrive(core, B)
+        step(core)
+        assert set(core.params.read(A).tolist()) == {5.0}
+    arrive(core, B, A)
+    step(core)
+    assert set(core.params.read(A).tolist()) == {float(torch.tensor(0.99).bfloat16())}
+
+
+def test_a_state_set_by_the_script_reaches_p16_in_the_next_step(core: OutOfCoreOptimizer) -> None:
+    """Also where the parameter has no gradient, as in stock."""
+    core.states.write_param(A, 0, torch.full((A.numel,), 3.0))
+    assert set(core.params.read(A).tolist()) == {1.0}
+    step(core)
+    assert set(core.params.read(A).tolist()) == {3.0}
+    assert set(core.params.read(B).tolist()) == {1.0}
+
+
+def test_memory_and_threads_go_with_close(core: OutOfCoreOptimizer) -> None:
+    arrive(core, B, A)
+    core.close()
+    core.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        core.wait_all()
+    with pytest.raises(RuntimeError, match="closed"):
+        core.params.read(A)
