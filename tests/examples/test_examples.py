@@ -11,6 +11,8 @@ import pytest
 
 from tests.huggingface.runner import BIN, ROOT, launcher, run_command
 
+pytestmark = pytest.mark.timeout(900)  # several processes a test, each with a limit of its own
+
 LOSS = re.compile(r"step +(\d+)  loss ([0-9.]+)")
 EXAMPLES = ROOT / "examples"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA with PEFT and the Trainer, told by a JSON file what to do. With the block it also says what lives where.
+"""LoRA with PEFT and the Trainer, told by a JSON file what to do. With the block it also says what rank 0 keeps where.
 
 ``frozen``: names of adapter matrices that are not trained (LoRA-FA: "lora_A"). ``quantise``: the base's linear layers
 hold int8 codes and a scale (as quantised bases do) instead of a weight.
@@ -108,8 +108,9 @@ def main() -> None:
     }
     if not case.get("quantise"):
         trainer.save_model(case["save_model"])
-    with open(case["result"], "w", encoding="utf-8") as handle:
-        json.dump(result, handle)
+    if trainer.is_world_process_zero():
+        with open(case["result"], "w", encoding="utf-8") as handle:
+            json.dump(result, handle)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ def run_command(command: list, num_ranks: int = 1, cwd: Path = ROOT, **env: str)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
     if process.returncode != 0:
         raise AssertionError(f"{command} exited with {process.returncode}:\n{output[-8000:]}")
     return output

@@ -9,6 +9,8 @@ import pytest
 
 from tests.huggingface.runner import clean, ds_json, weight_differences, with_block
 
+pytestmark = pytest.mark.timeout(900)  # several processes a test, each with a limit of its own
+
 SCRIPT = "lora_script.py"
 ARGUMENTS = {
     "bf16": True,
@@ -25,8 +27,15 @@ CASES: dict[str, dict] = {
         **BASE,
         "arguments": {**ARGUMENTS, "activation_checkpointing": True, "save_strategy": "steps", "save_steps": 3},
     },
-    # quantised base, and LoRA-FA: of the adapter only B is trained
-    "int8-base-frozen-a": {**BASE, "quantise": True, "frozen": ["lora_A"], "zero_init": False},
+    # quantised base, LoRA-FA (of the adapter only B is trained), two ranks
+    "int8-base-frozen-a": {
+        **BASE,
+        "quantise": True,
+        "frozen": ["lora_A"],
+        "zero_init": False,
+        "num_ranks": 2,
+        "arguments": {**ARGUMENTS, "max_steps": 3},
+    },
 }
 
 
@@ -38,7 +47,8 @@ def test_frozen_parameters_cost_one_copy(
     stock = stock_run(case, SCRIPT)
     ours = ours_run(with_block(case, tmp_path / "swap", tiers), SCRIPT)
     assert clean(ours["history"]) == clean(stock["history"])
-    assert stock["history"][0]["loss"] > stock["history"][4]["loss"]
+    losses = [entry["loss"] for entry in stock["history"] if "loss" in entry]
+    assert losses[-1] < losses[0]
     if name == "lora":
         assert weight_differences(stock["saved"], ours["saved"]) == []
         resumed = {**with_block(case, tmp_path / "swap", tiers), "resume": str(ours["out"] / "checkpoint-3")}
@@ -46,14 +56,15 @@ def test_frozen_parameters_cost_one_copy(
         assert clean(again["history"])[:-1] == clean(ours["history"])[:-1]
         assert weight_differences(ours["saved"], again["saved"]) == []
 
-    placed, trainable, total = ours["placement"], ours["trainable"], ours["total"]
+    placed, ranks = ours["placement"], case.get("num_ranks", 1)
+    trainable, total = ours["trainable"] // ranks, ours["total"] // ranks
     assert trainable < total / 20
     assert placed["layout_numel"] == trainable
     assert all("lora_" in part for part in placed["names"])
     if name == "int8-base-frozen-a":
         assert not any("lora_A" in part for part in placed["names"])
     assert placed["frozen_bytes"]["nvme"] > 0.8 * (total - trainable)
-    assert placed["ahead_reads"] > 20
+    assert placed["ahead_reads"] > 5
     pages = 4096 * 3 * len(placed["names"])  # what rounding up to pages may add
     if tiers == "lora":  # states and gradients in host memory
         assert placed["gradient_bytes"] <= 2 * trainable + pages

@@ -57,8 +57,6 @@ def main() -> None:
         eval_dataset=sequences(4, skip=100),
         callbacks=[generate],
     )
-    if case.get("evaluate_first"):
-        trainer.evaluate()
     trainer.train(resume_from_checkpoint=case.get("resume"))
     if case.get("save_model"):
         trainer.save_model(case["save_model"])
