@@ -5,22 +5,26 @@
 Files are written to ``.incomplete-<tag>`` beside the final folder; every file is flushed by whoever wrote it.
 Then one rename gives the folder its name. Where a folder of that name exists the two are exchanged in one
 system call and the old one is deleted afterwards, so that at every instant the name leads to a whole
-checkpoint. ``latest`` is replaced by a rename, after the folder.
+checkpoint. (A filesystem that cannot exchange takes two renames; :func:`recover` undoes half of one.) ``latest`` is
+replaced by a rename, after the folder.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import shutil
 from pathlib import Path
 
-from ds_fuyou.errors import FuyouStateError, FuyouStorageError
+from ds_fuyou.errors import FuyouConfigError, FuyouStateError, FuyouStorageError
 
-__all__ = ["discard", "incomplete_tag", "is_incomplete", "publish", "require_space", "write_text"]
+__all__ = ["checked_tag", "discard", "incomplete_tag", "publish", "recover", "require_space", "write_text"]
 
+logger = logging.getLogger("ds_fuyou")
 _PREFIX = ".incomplete-"
+_REPLACED = ".replaced-"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -31,14 +35,24 @@ def incomplete_tag(tag: str) -> str:
     return os.path.join(folder, _PREFIX + name)
 
 
-def is_incomplete(tag: str) -> bool:
-    return os.path.basename(tag).startswith(_PREFIX)
+def checked_tag(tag: str) -> str:
+    """The tag as a relative path below the folder of checkpoints. FuyouConfigError if it leads elsewhere."""
+    parts = Path(tag).parts
+    if not parts or os.path.isabs(tag) or ".." in parts or parts[-1].startswith((_PREFIX, _REPLACED)):
+        raise FuyouConfigError(f"a checkpoint's tag must name a folder below save_dir, found {tag!r}")
+    return os.path.join(*parts)
 
 
 def discard(folder: Path) -> None:
-    """Removes what a save that was cut short left behind."""
-    if folder.exists():
-        shutil.rmtree(folder)
+    """Removes what a save that was cut short left behind. Several ranks may do so at once."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def recover(final: Path) -> None:
+    """Where folders are exchanged in two steps: puts the old one back if a save died between them."""
+    aside = final.with_name(_REPLACED + final.name)
+    if aside.exists() and not final.exists():
+        aside.rename(final)
 
 
 def require_space(folder: Path, num_bytes: int, of_others: int) -> str | None:
@@ -64,9 +78,9 @@ def publish(incomplete: Path, final: Path) -> None:
         for name in files:
             _flush(Path(folder, name))
         _flush(Path(folder))
-    if final.exists():
+    if final.exists() or final.is_symlink():
         _exchange(incomplete, final)
-        shutil.rmtree(incomplete)
+        _remove(incomplete)
     else:
         incomplete.rename(final)
     _flush(final.parent)
@@ -104,8 +118,19 @@ def _exchange(one: Path, other: Path) -> None:
         number = ctypes.get_errno()
         if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise FuyouStorageError(number, f"exchanging a checkpoint with {other}", os.fspath(one))
-    aside = other.with_name(_PREFIX + other.name + ".replaced")
+    aside = other.with_name(_REPLACED + other.name)
     discard(aside)
     other.rename(aside)
     one.rename(other)
     aside.rename(one)
+
+
+def _remove(replaced: Path) -> None:
+    """Deletes the checkpoint that was replaced; the new one is in place, whatever happens here."""
+    try:
+        if replaced.is_symlink() or not replaced.is_dir():
+            replaced.unlink()
+        else:
+            shutil.rmtree(replaced)
+    except OSError as error:
+        logger.warning("the replaced checkpoint %s could not be deleted: %s", replaced, error)

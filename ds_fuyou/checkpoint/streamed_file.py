@@ -7,15 +7,17 @@ piece by piece for stand-ins. The result is an ordinary file for `torch.load`, w
 `torch.save` would have written.
 
 [Note: which hole belongs to which tensor]
-torch numbers storages (records ``data/0``, ``data/1``, ...) in the order in which it pickles them, which for
-nested dicts, lists and tuples is their own order. A tree that hides tensors inside other objects has more
-records than leaves; it is then saved from memory, stand-ins filled, which is slower but right.
+torch numbers storages (records ``data/0``, ``data/1``, ...) while it pickles. The pickler that it derives its
+own from is ours, and notes the number that each storage gets: no order is assumed. A tree that cannot be laid
+out (it holds a kind of tensor that torch saves in another way) is saved from memory, stand-ins filled.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import struct
+import types
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +50,7 @@ class StandIns:
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode()
+        self._storages: set[int] = set()
         self._passes: list[tuple[list[torch.Tensor], Callable[[], _Pass]]] = []
 
     def add(self, shape: Sequence[int], dtype: torch.dtype, pieces: Callable[[], Pieces]) -> torch.Tensor:
@@ -68,7 +71,8 @@ class StandIns:
         Each of them must come in ascending order and without gaps; they may take turns.
         """
         with self._mode:
-            made = [torch.empty(tuple(shape), dtype=dtype) for shape, dtype in tensors]
+            made = [torch.empty(tuple(shape), dtype=dtype, device="cpu") for shape, dtype in tensors]
+        self._storages.update(tensor.untyped_storage()._cdata for tensor in made)
         self._passes.append((made, pieces))
         return made
 
@@ -78,8 +82,12 @@ class StandIns:
             if any(wanted(tensor) for tensor in made):
                 yield made, pieces()
 
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        return any(tensor is other for made, _ in self._passes for other in made)
+    def __bool__(self) -> bool:
+        return bool(self._passes)
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is that of a stand-in."""
+        return storage._cdata in self._storages
 
 
 class _Hole:
@@ -108,31 +116,42 @@ def save(tree: Any, path: Path, stand_ins: StandIns) -> None:
         OSError: the disk is full or failed.
         FuyouStateError: a source did not give all elements of its stand-in.
     """
-    leaves = [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    if not any(leaf in stand_ins for leaf in leaves):
-        torch.save(tree, path)
+    storages = _lay_out(tree, path) if stand_ins else {}
+    if any(stand_ins.owns(storage) for storage in storages.values()):
+        _fill(path, storages, stand_ins)
     else:
-        with skip_data(materialize_fake_tensors=True):
-            torch.save(tree, path)
-        storages = _distinct_storages(leaves)
-        holes = _holes(path)
-        if [hole.info.file_size for hole in holes] == [leaf.untyped_storage().nbytes() for leaf in storages]:
-            _fill(path, storages, holes, stand_ins)
-        else:
-            torch.save(_filled_tree(tree, stand_ins), path)
+        torch.save(_filled_tree(tree, stand_ins), path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
-def _distinct_storages(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """One tensor of every storage, in the order of first appearance."""
-    found: dict[Any, torch.Tensor] = {}
-    for leaf in leaves:
-        found.setdefault(leaf.untyped_storage()._cdata, leaf)
-    return list(found.values())
+def _lay_out(tree: Any, path: Path) -> dict[int, torch.UntypedStorage]:
+    """Writes everything but the bytes of storages; the storage of every record. Empty: it cannot be done."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    class Pickler(pickle.Pickler):
+        def __init_subclass__(cls) -> None:
+            names = cls.persistent_id
+
+            def persistent_id(self: Any, value: Any) -> Any:
+                name = names(self, value)
+                if name is not None:
+                    storages[int(name[2])] = getattr(value, "_untyped_storage", value)
+                return name
+
+            cls.persistent_id = persistent_id  # type: ignore[method-assign]
+
+    recording = types.ModuleType("pickle")
+    recording.Pickler = Pickler  # type: ignore[attr-defined]
+    try:
+        with skip_data(materialize_fake_tensors=True):
+            torch.save(tree, path, pickle_module=recording)
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError, pickle.PicklingError):
+        return {}
+    return storages
 
 
-def _holes(path: Path) -> list[_Hole]:
+def _holes(path: Path) -> dict[int, _Hole]:
     """The records of storages by number, with the offset of their bytes."""
     holes = {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
@@ -144,17 +163,18 @@ def _holes(path: Path) -> list[_Hole]:
             *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
             offset = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
             holes[int(name)] = _Hole(info, offset)
-    return [holes[i] for i in sorted(holes)]
+    return holes
 
 
-def _fill(path: Path, storages: Sequence[torch.Tensor], holes: Sequence[_Hole], stand_ins: StandIns) -> None:
-    hole_of = {leaf.untyped_storage()._cdata: hole for leaf, hole in zip(storages, holes, strict=True)}
+def _fill(path: Path, storages: dict[int, torch.UntypedStorage], stand_ins: StandIns) -> None:
+    holes = _holes(path)
+    hole_of = {storage._cdata: holes[number] for number, storage in storages.items()}
     fd = os.open(path, os.O_RDWR)
     try:
-        for leaf in storages:
-            if leaf not in stand_ins:
-                whole = torch.empty(0, dtype=torch.uint8).set_(leaf.untyped_storage().cpu())
-                hole_of[leaf.untyped_storage()._cdata].write(fd, whole)
+        for storage in storages.values():
+            if not stand_ins.owns(storage):
+                whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.cpu())
+                hole_of[storage._cdata].write(fd, whole)
         for made, pieces in stand_ins.passes(lambda tensor: tensor.untyped_storage()._cdata in hole_of):
             places = [hole_of.get(tensor.untyped_storage()._cdata) for tensor in made]
             for which, begin, values in pieces:
@@ -162,12 +182,12 @@ def _fill(path: Path, storages: Sequence[torch.Tensor], holes: Sequence[_Hole], 
                 if hole is None or begin * values.element_size() != hole.num_written:
                     raise FuyouStateError(f"values of a stand-in came out of order at element {begin}")
                 hole.write(fd, values)
-        for hole in holes:
+        for hole in holes.values():
             if hole.num_written != hole.info.file_size:
                 raise FuyouStateError(
                     f"{hole.info.filename} holds {hole.info.file_size} bytes; its source gave {hole.num_written}"
                 )
-        _write_checksums(path, fd, {hole.info.filename: hole for hole in holes})
+        _write_checksums(path, fd, {hole.info.filename: hole for hole in holes.values()})
     finally:
         os.close(fd)
 
@@ -192,6 +212,8 @@ def _write_checksums(path: Path, fd: int, holes: dict[str, _Hole]) -> None:
 
 def _filled_tree(tree: Any, stand_ins: StandIns) -> Any:
     """The tree with real tensors instead of stand-ins: needs their memory."""
+    if not stand_ins:
+        return tree
     wanted = {id(leaf) for leaf in _pytree.tree_leaves(tree)}
     real: dict[int, torch.Tensor] = {}
     for made, pieces in stand_ins.passes(lambda tensor: id(tensor) in wanted):

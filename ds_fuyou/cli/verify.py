@@ -9,14 +9,16 @@ cannot be compared.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError
 
@@ -88,14 +90,7 @@ def _recorded(command: Sequence[str], mode: str, arguments: argparse.Namespace, 
     log = folder / "output"
     try:
         with log.open("wb") as stream:
-            status = subprocess.run(
-                list(command),
-                env={**os.environ, **recording},
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                timeout=arguments.timeout,
-                check=False,
-            ).returncode
+            status = _status(command, recording, stream, arguments.timeout)
     except FileNotFoundError as error:
         raise FuyouConfigError(f"{command[0]} must be a program on the PATH; it is not") from error
     except subprocess.TimeoutExpired as error:
@@ -107,6 +102,20 @@ def _recorded(command: Sequence[str], mode: str, arguments: argparse.Namespace, 
         last = log.read_text(encoding="utf-8", errors="replace")[-3000:]
         raise FuyouStateError(f"the {mode} run {why}; the end of its output:\n{last}")
     return results
+
+
+def _status(command: Sequence[str], recording: dict[str, str], log: IO[bytes], timeout: float) -> int:
+    """Runs the command in a process group of its own, so that a launcher's ranks end with it."""
+    process = subprocess.Popen(
+        list(command), env={**os.environ, **recording}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        return process.wait(timeout)
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
 
 
 def compare(stock: Results, ours: Results) -> list[str]:

@@ -64,13 +64,12 @@ class _MallInfo(ctypes.Structure):
 
 
 class HeapGuard:
-    """Keeps the resident holes of the C heap below ``limit_bytes``.
+    """Keeps the holes of the C heap below ``limit_bytes``.
 
     Large buffers that are freed between small ones that stay leave pages that glibc keeps: measured 1.6 bytes a
-    parameter while ``zero.Init`` built a model, and 1.1 in every forward on the host. Holes are what the process's
-    resident memory grew by since they were last given back, beyond what the heap says is in use. (The heap's own
-    count of free bytes does not fall when their pages are given back: it would ask for more at every call, and
-    each call makes the next large buffers fault their pages in again.) Without glibc it does nothing.
+    parameter while ``zero.Init`` built a model, and 1.1 in every forward on the host. The heap's count of free bytes
+    stays high after their pages were given back, so what counts is its growth since then. Without glibc this does
+    nothing.
     """
 
     def __init__(self, limit_bytes: int = 16 * 1024 * 1024) -> None:
@@ -80,27 +79,18 @@ class HeapGuard:
         self._info = getattr(libc, "mallinfo2", None)
         if self._info is not None:
             self._info.restype = _MallInfo
-        self._base = self._unexplained_bytes()
+        self._given_back = 0
 
     def check(self) -> None:
         """Gives the holes back to the system if there are too many."""
         if self._trim is None or self._info is None:
             return
-        found = self._unexplained_bytes()
-        if found - self._base > self._limit:
+        free = int(self._info().fordblks)
+        if free - self._given_back > self._limit:
             self._trim(0)
-            found = self._unexplained_bytes()
-            self._base = found
-        self._base = min(self._base, found)
-
-    def _unexplained_bytes(self) -> int:
-        """Resident anonymous memory that the heap does not count as in use."""
-        if self._info is None:
-            return 0
-        with open("/proc/self/statm", "rb") as file:
-            _, resident, shared, *_ = file.read().split()
-        heap = self._info()
-        return (int(resident) - int(shared)) * PAGE_BYTES - int(heap.uordblks + heap.hblkhd)
+            free = int(self._info().fordblks)
+            self._given_back = free
+        self._given_back = min(self._given_back, free)
 
 
 class HostPool:

@@ -262,6 +262,13 @@ class RankState:
         self._resident.discard(self.span(param).index)
         return True
 
+    def replace(self, param: Any, values: torch.Tensor) -> None:
+        """P16 of a parameter := ``values`` (this rank's part), wherever it lives."""
+        if self.stored is not None:
+            self.edit(param, values)
+        else:
+            self.fetch(param).copy_(values.view(-1))
+
     def edit(self, param: Any, values: torch.Tensor) -> None:
         """The script wrote a gathered parameter: ``values`` are its P16 now (in DRAM they lie in place already)."""
         span = self.span(param)

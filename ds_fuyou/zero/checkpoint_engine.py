@@ -22,7 +22,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 
 from ds_fuyou.checkpoint import atomic, streamed_file
 from ds_fuyou.checkpoint.streamed_file import StandIns
-from ds_fuyou.errors import FuyouStateError, FuyouStorageError
+from ds_fuyou.errors import FuyouError, FuyouStateError, FuyouStorageError
 from ds_fuyou.log import log_once
 from ds_fuyou.zero.checkpoint_state import CheckpointStateMixin
 
@@ -38,27 +38,29 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
     def __init__(self, config_params: Any) -> None:
         super().__init__(config_params)
         self.stand_ins = StandIns()
+        self.failure: Exception | None = None
         self._written: list[Path] = []
 
     def begin(self) -> StandIns:
         """A new checkpoint: stand-ins made from now on belong to it."""
-        self.stand_ins, self._written = StandIns(), []
+        self.stand_ins, self._written, self.failure = StandIns(), [], None
         return self.stand_ins
 
     def save(self, state_dict: Any, path: str) -> None:
+        """Writes one file. A failure is kept for the end of the save: until then this rank goes on with the others."""
+        if self.failure is not None:
+            return
         self._written.append(Path(path))
         try:
             streamed_file.save(state_dict, Path(path), self.stand_ins)
-        except (OSError, RuntimeError) as error:
-            if isinstance(error, (FuyouStateError, FuyouStorageError)):
-                raise
-            number = getattr(error, "errno", None) or 0
-            raise FuyouStorageError(number, f"writing a checkpoint file failed: {error}", path) from error
+        except Exception as error:  # whatever it is, all ranks are told: see _settle
+            self.failure = error
 
     def discard(self) -> None:
         """Removes the files of a checkpoint that failed: they would fill the disk to no use."""
         for path in self._written:
             path.unlink(missing_ok=True)
+        self._written = []
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """As stock's, but bytes come from the mapped file when they are used, not all at once."""
@@ -103,15 +105,10 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
                 save_latest=save_latest,
                 exclude_frozen_parameters=exclude_frozen_parameters,
             )
-        tag = str(tag if tag is not None else f"global_step{self.global_steps}")
+        tag = _common_tag(str(tag if tag is not None else f"global_step{self.global_steps}"))
         folder, hidden = Path(save_dir), atomic.incomplete_tag(tag)
-        is_first = (self.local_rank if self.use_node_local_storage() else dist.get_rank()) == 0
-        if is_first:
-            folder.mkdir(parents=True, exist_ok=True)
-            atomic.discard(folder / hidden)
-        dist.barrier()
-        _require_space(self, folder, exclude_frozen_parameters)
-        with _streaming(self):
+        _prepare(self, folder, tag, exclude_frozen_parameters)
+        with _streaming(self) as writer:
             result = original(
                 self,
                 save_dir,
@@ -120,26 +117,79 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
                 save_latest=False,
                 exclude_frozen_parameters=exclude_frozen_parameters,
             )
-        if is_first:
-            atomic.publish(folder / hidden, folder / tag)
-        if save_latest and dist.get_rank() == 0:
-            atomic.write_text(folder / "latest", tag)
-        dist.barrier()
+            _settle(writer.failure)
+        _settle(_outcome(lambda: _publish(self, folder, hidden, tag, is_local=False)))
+        _settle(_outcome(lambda: _publish(self, folder, hidden, tag, is_local=True)))
+        if save_latest:
+            is_writer = dist.get_rank() == 0
+            _settle(_outcome(lambda: atomic.write_text(folder / "latest", tag) if is_writer else None))
         return result
 
     return save_checkpoint
 
 
+def _common_tag(tag: str) -> str:
+    """The tag, checked. Ranks that name different ones would leave parts of several checkpoints."""
+    tags: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(tags, tag)
+    if len(set(tags)) > 1:
+        raise FuyouStateError(f"every rank must save to the same tag; found {sorted(set(tags))}")
+    return atomic.checked_tag(tag)
+
+
+def _prepare(engine: Any, folder: Path, tag: str, exclude_frozen_parameters: bool) -> None:
+    """Clears what earlier saves left, and raises on every rank if the files will not fit."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if engine.local_rank <= 0:
+        atomic.recover(folder / tag)
+        atomic.discard(folder / atomic.incomplete_tag(tag))
+    dist.barrier()
+    _require_space(engine, folder, exclude_frozen_parameters)
+
+
+def _outcome(call: Callable[[], object]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:  # told to every rank by _settle
+        return error
+    return None
+
+
+def _settle(failure: Exception | None) -> None:
+    """Every rank comes here with its own outcome; if one failed all raise, the failing one its own error.
+
+    Raises:
+        FuyouStorageError: a rank could not write, flush or rename.
+    """
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, None if failure is None else (getattr(failure, "errno", None) or 0, str(failure)))
+    if failure is not None:
+        if isinstance(failure, FuyouError) or not isinstance(failure, OSError):
+            raise failure
+        raise FuyouStorageError(failure.errno or 0, f"saving a checkpoint failed: {failure}") from failure
+    for rank, found in enumerate(said):
+        if found is not None:
+            raise FuyouStorageError(found[0], f"rank {rank} could not save its part of a checkpoint: {found[1]}")
+
+
+def _publish(engine: Any, folder: Path, hidden: str, tag: str, *, is_local: bool) -> None:
+    """Names the folder: first rank 0, then the first rank of every node whose folder is its own."""
+    mine = engine.local_rank <= 0 and (folder / hidden).is_dir() if is_local else dist.get_rank() == 0
+    if mine:
+        atomic.publish(folder / hidden, folder / tag)
+
+
 @contextmanager
-def _streaming(engine: Any) -> Iterator[None]:
+def _streaming(engine: Any) -> Iterator[FuyouCheckpointEngine]:
     """While it lasts, large tensors in state dictionaries are stand-ins."""
     writer: FuyouCheckpointEngine = engine.checkpoint_engine
     stand_ins = writer.begin()
     fragment_of = engine._get_param_fragment_func
     engine.optimizer.stand_ins = stand_ins
-    engine._get_param_fragment_func = lambda param: _frozen_fragment(param, stand_ins, fragment_of)
+    rank_state = engine.optimizer.rank_state
+    engine._get_param_fragment_func = lambda param: _frozen_fragment(param, rank_state, stand_ins, fragment_of)
     try:
-        yield
+        yield writer
     except BaseException:
         writer.discard()
         raise
@@ -149,10 +199,21 @@ def _streaming(engine: Any) -> Iterator[None]:
         writer.begin()
 
 
-def _frozen_fragment(param: Any, stand_ins: StandIns, fragment_of: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    """This rank's part of a frozen parameter; a stand-in if it is on storage."""
+def _frozen_fragment(
+    param: Any, rank_state: Any, stand_ins: StandIns, fragment_of: Callable[[Any], torch.Tensor]
+) -> torch.Tensor:
+    """This rank's part of a parameter that is frozen now; a stand-in if it is on storage or the optimizer's."""
     swapper = getattr(param, "nvme_swapper", None)
-    if swapper is None or not swapper.is_staged(param):
+    if swapper is None or not hasattr(param, "ds_id"):
+        return fragment_of(param)
+    if rank_state.owns(param):  # frozen for the time being
+
+        def pieces() -> Iterator[tuple[int, torch.Tensor]]:
+            yield 0, rank_state.fetch(param)
+            rank_state.release(param)
+
+        return stand_ins.add((rank_state.span(param).numel,), param.ds_tensor.dtype, pieces)
+    if not swapper.is_staged(param):
         return fragment_of(param)
     numel, dtype = param.ds_tensor.ds_numel, param.ds_tensor.dtype
     return stand_ins.add((numel,), dtype, lambda: iter([(0, swapper.staged_values(param))]))
@@ -167,8 +228,7 @@ def _require_space(engine: Any, folder: Path, exclude_frozen_parameters: bool) -
             frozen = [p for p in engine.module.parameters() if not p.requires_grad and hasattr(p, "ds_tensor")]
             num_bytes += sum(p.ds_tensor.ds_numel * p.ds_tensor.element_size() for p in frozen)
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    device = os.stat(folder).st_dev
-    where = (os.uname().nodename, device) if engine.use_node_local_storage() else (None, None)
+    where = (os.uname().nodename, os.stat(folder).st_dev)
     dist.all_gather_object(of_ranks, (where, num_bytes))
     of_others = sum(size for place, size in of_ranks if place == where) - num_bytes
     messages: list[Any] = [None] * len(of_ranks)
@@ -189,9 +249,15 @@ def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
             for param in self.module.parameters():
                 swapper = getattr(param, "nvme_swapper", None)
                 name = self.param_names.get(param)
-                if swapper is not None and name in fragments and swapper.is_staged(param):
+                if swapper is None or name not in fragments:
+                    continue
+                if self.optimizer.rank_state.owns(param):
+                    self.optimizer.rank_state.replace(param, fragments[name])
+                elif swapper.is_staged(param):
                     swapper.replace_staged(param, fragments[name])
-                    fragments[name] = param.ds_tensor.data  # what the original copies onto itself
+                else:
+                    continue
+                fragments[name] = param.ds_tensor.data  # what the original copies onto itself
             checkpoint = {**checkpoint, _FROZEN_FRAGMENTS: fragments}
         return original(self, checkpoint, *arguments, **named)
 

@@ -47,44 +47,58 @@ class CheckpointStateMixin:
             },
         }
 
+    def _saved_names(self: Any) -> list[str]:
+        """Names of the moments as stock's optimizer of this kind saves them."""
+        kind = self.rank_state.core.kind
+        if kind.name == "lion":
+            return ["exp_avg", "exp_avg_sq"]  # DeepSpeedCPULion keeps a second one, zero, that nothing reads
+        if kind.name == "adagrad" and type(self.optimizer).__module__.startswith("torch."):
+            return ["sum"]
+        return list(kind.moments)
+
     def _flat_states(self: Any, stand_ins: StandIns | None) -> list[list[torch.Tensor]]:
-        """``[sub-group][P32, moments...]``, fp32, flat; collected now, or streamed later through stand-ins."""
+        """``[sub-group][P32, moments...]``, fp32, flat; collected now, or streamed later through stand-ins.
+
+        Before the first step there are no moments, as ``_optimizer_state_dict`` saves none.
+        """
         core = self.rank_state.core
-        num_parts = 1 + len(core.kind.moments)
+        num_parts = 1 + (len(self._saved_names()) if core.clock.step else 0)
         numels = [n for n in core.layout.sub_group_numels for _ in range(num_parts)]
 
         def pieces() -> Iterator[tuple[int, int, torch.Tensor]]:
             for chunk, parts in core.states.read_all(range(len(core.layout.chunks))):
-                for part, values in enumerate(parts):
+                parts += [torch.zeros_like(parts[0])] * (num_parts - len(parts))
+                for part, values in enumerate(parts[:num_parts]):
                     yield chunk.sub_group * num_parts + part, chunk.begin, values
 
         if stand_ins is not None:
             flats = stand_ins.add_together([((n,), torch.float32) for n in numels], pieces)
         else:
-            flats = [torch.empty(n, dtype=torch.float32) for n in numels]
+            flats = [torch.empty(n, dtype=torch.float32, device="cpu") for n in numels]
             for which, begin, values in pieces():
                 flats[which][begin : begin + values.numel()].copy_(values)
         return [flats[i : i + num_parts] for i in range(0, len(flats), num_parts)]
 
     def checkpoint_bytes(self: Any) -> int:
         """Size of this rank's optimizer file, without its small entries."""
-        core = self.rank_state.core
-        return 4 * (1 + len(core.kind.moments)) * int(core.layout.numel)
+        return 4 * (1 + len(self._saved_names())) * int(self.rank_state.core.layout.numel)
 
     def _optimizer_state_dict(self: Any, flats: list[list[torch.Tensor]]) -> dict[str, Any]:
         """As ``optimizer.state_dict()`` of stock: one "parameter" a sub-group, in the order of the groups."""
         core = self.rank_state.core
         groups: list[dict[str, Any]] = []
         state: dict[int, dict[str, Any]] = {}
+        num_before = 0
         for group_index, group in enumerate(self.optimizer.param_groups):
             members = [i for i, g in enumerate(self._group_of_sub_group) if g == group_index]
-            ids = list(range(len(state), len(state) + len(members)))
+            ids = list(range(num_before, num_before + len(members)))
+            num_before += len(members)
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": ids})
-            for place, sub_group in zip(ids, members, strict=True):
-                state[place] = {"step": core.clock.step}
-                for name, values in zip(core.kind.moments, flats[sub_group][1:], strict=True):
-                    state[place][name] = values
-        return {"state": state if core.clock.step else {}, "param_groups": groups}
+            if core.clock.step:
+                for place, sub_group in zip(ids, members, strict=True):
+                    moments = dict(zip(self._saved_names(), flats[sub_group][1:], strict=True))
+                    state[place] = {"step": core.clock.step, **moments}
+        return {"state": state, "param_groups": groups}
 
     def _rigid_load_state_dict(self: Any, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
         self.loss_scaler = state_dict[LOSS_SCALER]
@@ -113,9 +127,15 @@ class CheckpointStateMixin:
         order = [
             i for g in range(len(self.optimizer.param_groups)) for i, o in enumerate(self._group_of_sub_group) if o == g
         ]
+        names = self._saved_names()[: len(self.rank_state.core.kind.moments)]
         found: list[list[torch.Tensor]] = [[] for _ in order]
         for place, sub_group in enumerate(order):
-            found[sub_group] = [saved["state"][place][name] for name in self.rank_state.core.kind.moments]
+            if not all(name in saved["state"][place] for name in names):
+                raise FuyouStateError(
+                    f"the checkpoint's optimizer kept {sorted(saved['state'][place])}, this run's keeps {names}; load "
+                    "it with the optimizer it was saved with, or with load_optimizer_states=False"
+                )
+            found[sub_group] = [saved["state"][place][name] for name in names]
         return found
 
     def _write_all(self: Any, fp32: Sequence[torch.Tensor], moments: list[list[torch.Tensor]] | None) -> None:
@@ -137,19 +157,23 @@ class CheckpointStateMixin:
         if ours is not None:
             core.restore_clock(ours["history"], ours["missed_steps"])
             return
+        # A stock checkpoint: the betas it was made with are those it saved.
         steps = {int(entry["step"]) for entry in saved["state"].values()}
-        if steps:  # a stock checkpoint: the betas it was made with are those it saved
-            betas = [list(hyper.betas) for hyper in self._hypers()]
-            core.restore_clock([(max(steps), betas)], {})
+        betas = [list(hyper.betas) for hyper in self._hypers()]
+        core.restore_clock([(max(steps), betas)] if steps else [], {})
 
     def _restore_from_bit16_weights(self: Any) -> None:
         """P32 := P16 (loading a module without its optimizer)."""
         core = self.rank_state.core
-        for chunk, parts in core.states.read_all(range(len(core.layout.chunks))):
-            parts[0].copy_(self._chunk_of(chunk, self._present_values))
-            core.states.write(chunk.index, parts)
+        last: dict[Any, torch.Tensor] = {}
 
-    def _present_values(self: Any, param: Any) -> torch.Tensor:
-        values = self.rank_state.fetch(param).clone()
-        self.rank_state.release(param)
-        return values.view(-1)
+        def present(param: Any) -> torch.Tensor:
+            if param not in last:  # a large one spans many chunks
+                last.clear()
+                last[param] = self.rank_state.fetch(param).view(-1).clone()
+                self.rank_state.release(param)
+            return last[param]
+
+        for chunk, parts in core.states.read_all(range(len(core.layout.chunks))):
+            parts[0].copy_(self._chunk_of(chunk, present))
+            core.states.write(chunk.index, parts)

@@ -107,11 +107,12 @@ def _digests(engine: Any) -> dict[str, list[str]]:
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
+    trained = {param.ds_id for group in engine.optimizer.fp16_groups for param in group}
     digests: dict[str, list[str]] = {}
     for name, param in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([param]):
             found = [_digest(param.data)]
-        if param.requires_grad:
+        if param.ds_id in trained:
             found.append(_digest(safe_get_full_fp32_param(param)))
         digests[name] = found
     return digests

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_fuyou.checkpoint import atomic
-from ds_fuyou.errors import FuyouStateError, FuyouStorageError
+from ds_fuyou.errors import FuyouConfigError, FuyouStateError, FuyouStorageError
 
 
 def written(save_dir: Path, tag: str, text: str) -> Path:
@@ -23,8 +23,37 @@ def written(save_dir: Path, tag: str, text: str) -> Path:
 def test_names() -> None:
     assert atomic.incomplete_tag("global_step3") == ".incomplete-global_step3"
     assert atomic.incomplete_tag("run/best") == "run/.incomplete-best"
-    assert atomic.is_incomplete("run/.incomplete-best")
-    assert not atomic.is_incomplete(".incomplete-run/best")
+    assert atomic.checked_tag("run//best/") == "run/best"
+
+
+@pytest.mark.parametrize("tag", ["", ".", "..", "a/..", "/abs", "../up", ".incomplete-x", "a/.replaced-x"])
+def test_a_tag_that_is_no_folder_below_save_dir_is_refused(tag: str) -> None:
+    with pytest.raises(FuyouConfigError, match="below save_dir"):
+        atomic.checked_tag(tag)
+
+
+def test_half_an_exchange_in_two_steps_is_undone(tmp_path: Path) -> None:
+    atomic.publish(written(tmp_path, "tag", "first"), tmp_path / "tag")
+    (tmp_path / "tag").rename(tmp_path / ".replaced-tag")
+    atomic.recover(tmp_path / "tag")
+    atomic.recover(tmp_path / "tag")
+    assert (tmp_path / "tag" / "nested" / "file").read_text() == "first"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_link_and_what_cannot_be_deleted_do_not_stop_a_save(tmp_path: Path, monkeypatch, caplog) -> None:
+    atomic.publish(written(tmp_path, "real", "first"), tmp_path / "real")
+    (tmp_path / "tag").symlink_to(tmp_path / "real")
+    atomic.publish(written(tmp_path, "tag", "second"), tmp_path / "tag")
+    assert not (tmp_path / "tag").is_symlink()
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "not empty")
+
+    monkeypatch.setattr(atomic.shutil, "rmtree", fail)
+    atomic.publish(written(tmp_path, "tag", "third"), tmp_path / "tag")
+    assert (tmp_path / "tag" / "nested" / "file").read_text() == "third"
+    assert "could not be deleted" in caplog.text
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])

@@ -15,29 +15,40 @@ from tests.parity.cases import block
 CASE = {"steps": 2, "model": {}, "config": ds_config()}
 
 
-def run(what: str, case: dict, directory: Path) -> tuple[int, str]:
+def run(what: str, case: dict, directory: Path) -> list[tuple[int, str]]:
+    """Exit status and output of every rank."""
     (directory / "swap").mkdir(exist_ok=True)
     file = directory / "case.json"
     file.write_text(json.dumps(with_fuyou(case, block(str(directory / "swap"), "all"))))
-    done = subprocess.run(
-        [sys.executable, str(HERE / "save_worker.py"), str(file), what, str(directory / "folder")],
-        env=environment(0, 1, free_port()),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    return done.returncode, done.stderr
+    world_size, port = case.get("world_size", 1), free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "save_worker.py"), str(file), what, str(directory / "folder")],
+            env=environment(rank, world_size, port),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=200)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
-def result(what: str, case: dict, directory: Path) -> dict:
-    status, output = run(what, case, directory)
-    assert status == 0, output[-4000:]
-    found: dict = json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
+def results(what: str, case: dict, directory: Path) -> list[dict]:
+    found = []
+    for status, output in run(what, case, directory):
+        assert status == 0, output[-4000:]
+        found.append(json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{"))))
     return found
 
 
 def test_a_full_disk_costs_neither_the_run_nor_the_earlier_checkpoint(tmp_path: Path) -> None:
-    said = result("failures", CASE, tmp_path)
+    (said,) = results("failures", CASE, tmp_path)
     assert "0.00 GB are free" in said["too small"]
     assert said["too small left"] == []
     assert "No space left on device" in said["full"]
@@ -55,7 +66,7 @@ def test_a_full_disk_costs_neither_the_run_nor_the_earlier_checkpoint(tmp_path: 
 
 
 def test_a_killed_save_leaves_the_checkpoint_it_was_to_replace(tmp_path: Path) -> None:
-    status, output = run("killed", CASE, tmp_path)
+    ((status, output),) = run("killed", CASE, tmp_path)
     assert status == -signal.SIGKILL, output[-4000:]
     folder = tmp_path / "folder"
     assert (folder / ".incomplete-best").is_dir()
@@ -71,7 +82,28 @@ def test_a_killed_save_leaves_the_checkpoint_it_was_to_replace(tmp_path: Path) -
 def test_saving_and_loading_need_no_memory_for_the_model(tmp_path: Path) -> None:
     """12 bytes a parameter are written and read; two chunks of them may be in memory."""
     case = {**CASE, "model": {"num_layers": 12, "width": 640, "vocabulary": 1000}, "zero_init": True}
-    found = result("memory", case, tmp_path)
+    (found,) = results("memory", case, tmp_path)
     assert found["numel"] > 10_000_000
     assert found["save"] < 2 * found["numel"], found
     assert found["load"] < 2 * found["numel"], found
+
+
+def test_a_rank_that_fails_keeps_the_others_from_publishing(tmp_path: Path) -> None:
+    said = results("one_rank", {**CASE, "world_size": 2}, tmp_path)
+    assert "rank 1 could not save its part" in said[0]["full"]
+    assert "No space left on device" in said[1]["full"]
+    assert all("same tag" in each["other tag"] for each in said)
+    folder = tmp_path / "folder"
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".") == ["second"]
+    assert (folder / "latest").read_text() == "second"
+
+
+def test_before_the_first_step_and_frozen_for_the_time_being(tmp_path: Path) -> None:
+    """A stock checkpoint without moments, loaded into a trained engine, starts its bias correction anew."""
+    run_case({**CASE, "steps": 0, "save": str(tmp_path / "stock")}, tmp_path, "stock")
+    case = {**CASE, "stock": str(tmp_path / "stock"), "before": str(tmp_path / "before")}
+    (found,) = results("edges", case, tmp_path)
+    assert found == {"exported": [], "again": []}
+    ours = with_fuyou({**CASE, "load": str(tmp_path / "before")}, block(str(tmp_path / "swap"), "states"))
+    fresh = with_fuyou(CASE, block(str(tmp_path / "swap"), "states"))
+    assert differences(run_case(fresh, tmp_path, "fresh"), run_case(ours, tmp_path, "ours")) == []

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves under failures: ``save_worker.py CASE_JSON WHAT FOLDER``; prints one JSON line. One rank.
+"""Saves under failures: ``save_worker.py CASE_JSON WHAT FOLDER``; every rank prints one JSON line.
 
-WHAT: "failures" (a disk that is too small, a disk that fills up, another writer), "killed" (dies in the middle of
-replacing a checkpoint), "memory" (anonymous memory of the process before and while it saves and loads).
+WHAT: "failures" (a disk that is too small, a disk that fills up), "killed" (dies in the middle of replacing a
+checkpoint), "one_rank" (of two: its disk is full, the other's is not), "edges" (frozen for the time being; a
+checkpoint of before the first step loaded into a trained engine), "memory" (anonymous memory of the process before
+and while it saves and loads).
 """
 
 import errno
@@ -16,12 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 from train_worker import build_engine, make_batch
 
 
 def train(engine, case: dict, num_steps: int) -> None:
     for step in range(num_steps):
-        loss = engine(**make_batch(case["model"], step, 0))
+        loss = engine(**make_batch(case["model"], step, torch.distributed.get_rank()))
         engine.backward(loss)
         engine.step()
 
@@ -29,7 +32,7 @@ def train(engine, case: dict, num_steps: int) -> None:
 def raised(call: Callable[[], object]) -> str:
     try:
         call()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
@@ -78,6 +81,36 @@ def killed(engine, case: dict, folder: Path) -> dict:
     return {"survived": True}
 
 
+def one_rank(engine, case: dict, folder: Path) -> dict:
+    pwrite = os.pwrite
+    if torch.distributed.get_rank() == 1:
+        os.pwrite = failing_pwrite(100_000, full_disk)
+    said = {"full": raised(lambda: engine.save_checkpoint(str(folder), tag="first"))}
+    os.pwrite = pwrite
+    said["other tag"] = raised(lambda: engine.save_checkpoint(str(folder), tag=f"t{torch.distributed.get_rank()}"))
+    engine.save_checkpoint(str(folder), tag="second")
+    return said
+
+
+def edges(engine, case: dict, folder: Path) -> dict:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    chosen = dict(engine.module.named_parameters())
+    chosen["blocks.1.down.weight"].requires_grad_(False)
+    engine.save_checkpoint(str(folder / "toggled"))
+    exported = get_fp32_state_dict_from_zero_checkpoint(str(folder / "toggled"))
+    engine.load_checkpoint(str(folder / "toggled"))
+    chosen["blocks.1.down.weight"].requires_grad_(True)
+    states: dict = {name: safe_get_full_fp32_param(param).clone() for name, param in chosen.items()}
+    engine.load_checkpoint(case["stock"])
+    train(engine, case, 2)
+    again = {name: safe_get_full_fp32_param(param).clone() for name, param in chosen.items()}
+    return {
+        "exported": [n for n in states if not torch.equal(exported[n].bfloat16(), states[n].bfloat16())],
+        "again": [n for n in states if not torch.equal(again[n], states[n])],
+    }
+
+
 def anonymous_bytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
@@ -115,8 +148,11 @@ def memory(engine, case: dict, folder: Path) -> dict:
 def main() -> None:
     case, what, folder = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2], Path(sys.argv[3])
     engine = build_engine(case)
+    if case.get("before"):
+        engine.save_checkpoint(case["before"])
     train(engine, case, 2)
-    found = {"failures": failures, "killed": killed, "memory": memory}[what](engine, case, folder)
+    tasks = {"failures": failures, "killed": killed, "one_rank": one_rank, "edges": edges, "memory": memory}
+    found = tasks[what](engine, case, folder)
     sys.stderr.write(json.dumps(found) + "\n")
     engine.destroy()
     torch.distributed.destroy_process_group()

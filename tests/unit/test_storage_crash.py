@@ -45,6 +45,7 @@ def test_a_kill_at_any_instant_leaves_a_whole_committed_state(tmp_path: Path, se
     time.sleep(draw.uniform(0.0, 0.02))
     writer.kill()
     said += writer.stdout.read().splitlines()  # not communicate(): it loses what readline() had buffered
+    writer.stdout.close()
     writer.wait(timeout=60)
     done = max([int(line.split()[1]) for line in said if line.startswith("done")], default=0)
     begun = max([int(line.split()[1]) for line in said if line.startswith("begin")])
