@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slot store on other filesystems, in loop files: what docs/filesystems.md says. Those this machine can mount."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_fuyou.lanes.memory import aligned_tensor
+from ds_fuyou.storage.io import IoLane, IoSettings
+from ds_fuyou.storage.store import RegionSpec, RunIdentity, SlotStore
+
+LOOP_BYTES = 512 << 20
+DIRECT = {"ext4", "xfs", "btrfs", "overlay"}
+"""Where files are reached by O_DIRECT."""
+
+MAKE = {
+    "ext4": ["mkfs.ext4", "-q"],
+    "xfs": ["mkfs.xfs", "-q"],
+    "btrfs": ["mkfs.btrfs", "-q"],
+}
+
+
+def can_mount() -> bool:
+    """Root, with loop devices and the right to mount."""
+    return os.geteuid() == 0 and os.path.exists("/dev/loop-control") and shutil.which("mount") is not None
+
+
+def available() -> list[str]:
+    """tmpfs is on every Linux; the others need tools and rights."""
+    made = [name for name, command in MAKE.items() if shutil.which(command[0])]
+    return ["tmpfs", *(["overlay", *made] if can_mount() else [])]
+
+
+def mount(kind: str, root: Path) -> Path:
+    """Mounts an empty filesystem of a kind below ``root``."""
+    target = root / "mounted"
+    target.mkdir(parents=True)
+    if kind == "overlay":
+        layers = {name: root / name for name in ("lower", "upper", "work")}
+        for layer in layers.values():
+            layer.mkdir()
+        options = ",".join(f"{name}dir={path}" for name, path in layers.items())
+        subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, target], check=True)
+    else:
+        image = root / "image"
+        with image.open("wb") as file:
+            file.truncate(LOOP_BYTES)
+        subprocess.run([*MAKE[kind], image], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(["mount", "-o", "loop", image, target], check=True)
+    return target
+
+
+@pytest.fixture(params=available())
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    if request.param == "tmpfs":
+        target = Path("/dev/shm") / f"fuyou-test-{os.getpid()}"
+        target.mkdir()
+        yield "tmpfs", target
+        shutil.rmtree(target)
+        return
+    target = mount(request.param, tmp_path / "fs")
+    yield request.param, target
+    subprocess.run(["umount", target], check=True)
+
+
+@pytest.mark.parametrize("engine", ["auto", "threads"])
+def test_a_store_is_written_committed_and_read_again(place: tuple[str, Path], engine: str) -> None:
+    kind, target = place
+    identity = RunIdentity("test", 0, 1, f"run-{engine}")
+    regions = [RegionSpec("state", 1 << 20, 2)]
+    store = SlotStore.create([target], regions, identity, budget_bytes=None, keep=True)
+    lane = IoLane(IoSettings(engine=engine), store.paths_of_fd)
+    values = aligned_tensor(1 << 20)
+    values.copy_(torch.arange(1 << 20).to(torch.uint8))
+    lane.write(store.extents("state", 1), values, "writing").wait()
+    store.commit(1, {"state": 1}, {})
+    lane.close()
+    directories = store.directories
+    assert store.direct is (kind in DIRECT), "what docs/filesystems.md says"
+    store.close()
+    again = SlotStore.open(directories, identity)
+    lane = IoLane(IoSettings(engine=engine), again.paths_of_fd)
+    found = aligned_tensor(1 << 20)
+    commit = again.last_commit()
+    assert commit is not None
+    lane.read(again.extents("state", commit.slots["state"]), found, "reading").wait()
+    lane.close()
+    again.close(remove=True)
+    assert torch.equal(found, values)
+    assert [path for path in target.glob("**/*") if path.is_file()] == []
