@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of one rank and the rule that makes it until a planner with a cost model does. No torch.
+"""The plan of one rank and the rule that makes it. No torch.
 
-The rule for every "auto": all classes in DRAM if they fit the budget; else the optimizer states go to storage,
-then the gradients, then the parameters. What is left of the budget becomes staging and look-ahead memory.
+The rule for every "auto": of the placements of whole classes that fit the DRAM budget the one that moves the fewest
+bytes to and from storage in a step, by the counts of the cost model (``cost.py``). What is left of the budget becomes
+staging and look-ahead memory. Nothing of the machine is measured for it: which lane is the slowest does not matter as
+long as fewer bytes are never slower.
 """
 
 from __future__ import annotations
@@ -80,31 +82,47 @@ def _resident(given: PlanInput, params: str, optimizer: str, gradients: str, dou
 
 
 def _candidates(given: PlanInput) -> list[tuple[str, str, str]]:
-    """(params, optimizer, gradients) from the most memory to the least, as far as the user left it open."""
-    order = [("cpu", "cpu", "cpu"), ("cpu", "nvme", "cpu"), ("cpu", "nvme", "nvme"), ("nvme", "nvme", "nvme")]
+    """(params, optimizer, gradients) from the fewest bytes moved to the most, as far as the user left it open."""
+    known = [
+        ("cpu", "cpu", "cpu"),
+        ("nvme", "cpu", "cpu"),
+        ("cpu", "nvme", "cpu"),
+        ("cpu", "nvme", "nvme"),
+        ("nvme", "nvme", "cpu"),
+        ("nvme", "nvme", "nvme"),
+    ]
     wanted = (given.params_tier, given.optimizer_tier, given.gradients_tier)
     chosen: list[tuple[str, str, str]] = []
-    for tiers in order:
+    for tiers in known:
         merged = tuple(w if w != "auto" else t for w, t in zip(wanted, tiers, strict=True))
         if merged not in chosen:
             chosen.append((merged[0], merged[1], merged[2]))
-    return chosen
+    return sorted(chosen, key=lambda tiers: _moved_bytes_each(given, *tiers))
+
+
+def _moved_bytes_each(given: PlanInput, params: str, optimizer: str, gradients: str) -> int:
+    """Bytes a parameter and step to and from storage: P16 read in both passes and written once, states read and
+    written, gradients written and (by updates that wait for ``step()``) read.
+    """
+    moved = 3 * given.param_bytes_each if params == "nvme" else 0
+    moved += 2 * 4 * (1 + given.num_moments) if optimizer == "nvme" else 0
+    return moved + (2 * given.grad_bytes_each if gradients == "nvme" else 0)
 
 
 def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
-    """The first placement that fits the DRAM budget; ``overrides`` replaces single values of it.
+    """The placement that fits the DRAM budget and moves least; ``overrides`` replaces single values of the plan.
 
     Raises :class:`FuyouConfigError` with the bytes needed and found when none fits.
     """
     over = {key: value for key, value in overrides.items() if value is not None}
-    smallest = 0
+    needs: list[int] = []
     swaps = given.swaps_activations
     for params, optimizer, gradients in _candidates(given):
         double = params == "cpu" and optimizer == "nvme" and given.may_speculate
         resident = _resident(given, params, optimizer, gradients, double)
         left = given.dram_budget_bytes - resident
         minimum = _minimum_lane_bytes(given, params, optimizer, gradients)
-        smallest = resident + minimum
+        needs.append(resident + minimum)
         if left < minimum:
             continue
         return Plan(
@@ -123,8 +141,8 @@ def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
             smallest_swapped_bytes=over.get("smallest_swapped_bytes", _SMALLEST_SWAPPED_BYTES),
         )
     raise FuyouConfigError(
-        f"the smallest placement that the tiers allow needs {smallest / MIB:.0f} MiB of host memory, dram_budget_bytes "
-        f"is {given.dram_budget_bytes / MIB:.0f} MiB; raise it, or set more tiers to nvme"
+        f"the smallest placement that the tiers allow needs {min(needs) / MIB:.0f} MiB of host memory, "
+        f"dram_budget_bytes is {given.dram_budget_bytes / MIB:.0f} MiB; raise it, or set more tiers to nvme"
     )
 
 

@@ -26,12 +26,14 @@ GIVEN = PlanInput(
     ("budget", "tiers"),
     [
         (64 * GIB, ("cpu", "cpu", "cpu")),
+        (14 * GIB, ("nvme", "cpu", "cpu")),
         (10 * GIB, ("cpu", "nvme", "cpu")),
         (5 * GIB, ("cpu", "nvme", "nvme")),
+        (3 * GIB, ("nvme", "nvme", "cpu")),
         (1 * GIB, ("nvme", "nvme", "nvme")),
     ],
 )
-def test_states_leave_dram_first_then_gradients_then_parameters(budget: int, tiers: tuple[str, str, str]) -> None:
+def test_the_placement_that_fits_and_moves_least_is_taken(budget: int, tiers: tuple[str, str, str]) -> None:
     given = replace(GIVEN, dram_budget_bytes=budget)
     plan = make_plan(given, {})
     assert (plan.params_tier, plan.optimizer_tier, plan.gradients_tier) == tiers
@@ -59,6 +61,19 @@ def test_what_cannot_fit_is_refused_with_the_bytes_needed_and_found() -> None:
         make_plan(replace(GIVEN, dram_budget_bytes=100 * MIB), {})
     with pytest.raises(FuyouConfigError, match="set more tiers to nvme"):
         make_plan(replace(GIVEN, dram_budget_bytes=8 * GIB, optimizer_tier="cpu"), {})
+
+
+def test_less_memory_never_moves_fewer_bytes() -> None:
+    """And every plan fits its budget, whatever the user fixed."""
+    each = {"params_tier": 3 * 2, "optimizer_tier": 2 * 12, "gradients_tier": 2 * 2}
+    for fixed in ({}, {"gradients_tier": "nvme"}, {"params_tier": "nvme"}, {"optimizer_tier": "nvme"}):
+        moved = []
+        for gib in range(20, 0, -1):
+            given = replace(GIVEN, dram_budget_bytes=gib * GIB, **fixed)
+            plan = make_plan(given, {})
+            assert plan.resident_bytes(given) <= given.dram_budget_bytes
+            moved.append(sum(num_bytes for tier, num_bytes in each.items() if getattr(plan, tier) == "nvme"))
+        assert moved == sorted(moved)
 
 
 def test_single_values_are_overridden() -> None:
