@@ -10,8 +10,12 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+from ds_fuyou.errors import FuyouConfigError, FuyouError, FuyouStorageError
 
 __all__ = ["Finding", "add_arguments", "findings", "run"]
 
@@ -38,12 +42,19 @@ class Finding:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the paths to check."""
     parser.add_argument("paths", nargs="*", metavar="PATH", help="nvme_path directories to check as well")
+    parser.add_argument("--measure", action="store_true", help="measure bandwidths in these directories, 10 s each")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints one line a check. Status 1 if something keeps training from working."""
+    """Prints one line a check. Status 1 if something keeps training from working.
+
+    Raises:
+        FuyouConfigError: something is to be measured and no directory is named.
+    """
+    if arguments.measure and not arguments.paths:
+        raise FuyouConfigError("--measure must know where: name the nvme_path directories behind it")
     healthy = True
-    for finding in findings(arguments.paths):
+    for finding in findings(arguments.paths, measure=arguments.measure):
         healthy = healthy and finding.ok
         mark = "note" if finding.ok and finding.fix else "ok  " if finding.ok else "FAIL"
         sys.stdout.write(f"{mark}  {finding.what}: {finding.found}\n")
@@ -52,10 +63,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if healthy else 1
 
 
-def findings(paths: list[str]) -> Iterator[Finding]:
+def findings(paths: list[str], *, measure: bool = False) -> Iterator[Finding]:
     """Every check in order; a check that itself fails is a finding, not an exception."""
-    checks: list[Callable[[], Finding]] = [_hook, _versions, _compiler, _io_uring, _locked_memory]
-    checks += [_path_check(path) for path in paths]
+    checks: list[Callable[[], Finding]] = [_hook, _other_ways, _versions, _compiler, _io_uring, _locked_memory]
+    checks += [_host_memory, *(_path_check(path) for path in paths)]
+    if measure:
+        checks += [_rates_check(path) for path in paths]
     for check in checks:
         try:
             yield check()
@@ -80,6 +93,36 @@ def _hook() -> Finding:
         return Finding("hook", "switched off by TORCH_DEVICE_BACKEND_AUTOLOAD=0", ok=False, fix=fix)
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
     return Finding("hook", f"not live: {last}", ok=False, fix="pip install --force-reinstall --no-deps ds_fuyou")
+
+
+def _other_ways() -> Finding:
+    """The two ways that work without torch's plugin loading: an import in the script, and ``--module ds_fuyou``."""
+    check = (
+        "import deepspeed, sys; plugin = sys.modules.get('ds_fuyou.plugin'); "
+        "sys.exit(not (plugin and plugin.is_installed()))"
+    )
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    with tempfile.TemporaryDirectory() as folder:
+        script = os.path.join(folder, "script.py")
+        with open(script, "w", encoding="utf-8") as file:
+            file.write(check)
+        ways = {
+            "import ds_fuyou": [sys.executable, "-c", f"import ds_fuyou; {check}"],
+            "deepspeed --module ds_fuyou": [sys.executable, "-m", "ds_fuyou", script],
+        }
+        running = {
+            way: subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            for way, command in ways.items()
+        }
+        try:
+            dead = [way for way, process in running.items() if process.wait(timeout=300) != 0]
+        finally:
+            for process in running.values():
+                process.kill()
+    if dead:
+        fix = "pip install --force-reinstall --no-deps ds_fuyou"
+        return Finding("without plugin loading", f"not live: {', '.join(dead)}", ok=False, fix=fix)
+    return Finding("without plugin loading", f"live by {' and by '.join(ways)}")
 
 
 def _versions() -> Finding:
@@ -125,13 +168,54 @@ def _locked_memory() -> Finding:
     return Finding("locked memory", f"{limit} bytes; buffers are not registered with the kernel", fix=fix)
 
 
+def _host_memory() -> Finding:
+    from ds_fuyou.planner.host_memory import available_host_bytes
+
+    return Finding("host memory", f"{available_host_bytes() / 1e9:.1f} GB available, a run plans with 80 % of it")
+
+
 def _path_check(path: str) -> Callable[[], Finding]:
     def nvme_path() -> Finding:
+        from ds_fuyou.storage.probe import probe_path
+
         if not os.path.isdir(path):
             return Finding(path, "no such directory", ok=False, fix=f"mkdir -p {path}")
         if not os.access(path, os.W_OK | os.X_OK):
             return Finding(path, "not writable", ok=False, fix=f"chown {os.geteuid()} {path}, or name another path")
-        info = os.statvfs(path)
-        return Finding(path, f"{info.f_bavail * info.f_frsize} bytes free")
+        try:
+            facts = probe_path(Path(path))
+        except FuyouStorageError as error:
+            return Finding(path, "cannot be used", ok=False, fix=str(error))
+        found = f"{facts.free_bytes / 1e9:.1f} GB free, {facts.filesystem}"
+        if facts.is_tmpfs:
+            return Finding(path, f"{found}: this is host memory", fix="name a directory on the SSD")
+        if not facts.supports_direct:
+            fix = "use ext4 or xfs without encryption; buffered I/O works, slower and through the page cache"
+            return Finding(path, f"{found}, O_DIRECT refused", fix=fix)
+        return Finding(path, f"{found}, O_DIRECT works")
 
     return nvme_path
+
+
+def _rates_check(path: str) -> Callable[[], Finding]:
+    def measured_rates() -> Finding:
+        from ds_fuyou.profiling.machine import measure_machine
+
+        try:
+            rates = measure_machine([Path(path)])
+        except FuyouError as error:
+            return Finding(f"rates in {path}", "not measured", ok=False, fix=str(error))
+        found = (
+            f"read {rates.read / 1e9:.2f} GB/s, write {rates.write / 1e9:.2f} GB/s, both {rates.mixed / 1e9:.2f} GB/s; "
+            f"Adam {rates.update / 1e9:.2f} billion parameters/s; "
+            f"{rates.device}: {rates.matmul_flops / 1e12:.2f} TFLOPS"
+        )
+        drift = rates.drift()
+        if drift:
+            found += f"; {'; '.join(drift)}"
+            return Finding(
+                f"rates in {path}", found, fix="plan with the lower rate; cool the SSD or give it more free space"
+            )
+        return Finding(f"rates in {path}", found)
+
+    return measured_rates

@@ -98,7 +98,7 @@ def test_doctor_reports_a_check_that_fails(monkeypatch: pytest.MonkeyPatch, caps
     def broken() -> doctor.Finding:
         raise RuntimeError("this check is broken")
 
-    for check in ("_hook", "_compiler", "_versions"):
+    for check in ("_hook", "_other_ways", "_compiler", "_versions"):
         monkeypatch.setattr(doctor, check, lambda: doctor.Finding("stub", "fine"))
     assert main(["doctor"]) == 0
     monkeypatch.setattr(doctor, "_hook", broken)
@@ -126,8 +126,34 @@ def test_doctor_finds_the_live_hook() -> None:
     assert doctor._hook().ok
 
 
+def test_doctor_tries_the_ways_without_plugin_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = doctor._other_ways()
+    assert finding.ok
+    assert "import ds_fuyou" in finding.found
+    assert "deepspeed --module ds_fuyou" in finding.found
+    monkeypatch.setenv("DS_FUYOU_DISABLE", "1")
+    finding = doctor._other_ways()
+    assert not finding.ok
+    assert "not live: import ds_fuyou, deepspeed --module ds_fuyou" in finding.found
+
+
+def test_doctor_measures_where_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--measure"]) == 2
+    assert "name the nvme_path directories" in capsys.readouterr().err
+    finding = doctor._rates_check(str(tmp_path))()
+    assert finding.ok
+    assert "GB/s" in finding.found
+    assert not doctor._rates_check(str(tmp_path / "none"))().ok
+
+
 def test_doctor_checks_paths(tmp_path: Path) -> None:
-    assert doctor._path_check(str(tmp_path))().ok
+    found = doctor._path_check(str(tmp_path))()
+    assert found.ok
+    assert "GB free" in found.found
+    memory = doctor._path_check("/dev/shm")()
+    assert memory.ok
+    assert "this is host memory" in memory.found
+    assert doctor._host_memory().ok
     missing = doctor._path_check(str(tmp_path / "no"))()
     assert (missing.ok, missing.fix) == (False, f"mkdir -p {tmp_path / 'no'}")
 
