@@ -19,7 +19,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-deepspeed-$(DS_VERSION)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CPP := $(shell find ds_fuyou/csrc tests/csrc -name '*.cpp' -o -name '*.h')
-RUN := PATH="$(abspath $(BIN)):$$PATH"
+# Operators that torch and DeepSpeed compile belong to one environment: shared, two environments rebuild each other's.
+RUN := PATH="$(abspath $(BIN)):$$PATH" TORCH_EXTENSIONS_DIR="$(abspath $(VENV))/torch_extensions"
+OLDEST := PATH="$(abspath .venv-ds0189/bin):$$PATH" TORCH_EXTENSIONS_DIR="$(abspath .venv-ds0189)/torch_extensions"
 
 # DeepSpeed's setup.py imports torch and these; without build isolation they must be there before.
 BUILD_TOOLS := "setuptools>=77" wheel packaging ninja psutil py-cpuinfo numpy tqdm hjson "pydantic>=2" \
@@ -58,8 +60,8 @@ test-deepspeed: setup
 # A smaller selection (marker "compat") with the oldest DeepSpeed that works.
 test-oldest:
 	$(MAKE) setup VENV=.venv-ds0189 DS_VERSION=$(DS_OLDEST) EXTRAS=dev
-	PATH="$(abspath .venv-ds0189/bin):$$PATH" python tests/harness/prebuild.py
-	PATH="$(abspath .venv-ds0189/bin):$$PATH" python -m pytest -m compat $(TEST_FLAGS)
+	$(OLDEST) python tests/harness/prebuild.py
+	$(OLDEST) python -m pytest -m compat $(TEST_FLAGS)
 
 lint: setup
 	$(RUN) ruff check

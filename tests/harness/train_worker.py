@@ -211,7 +211,8 @@ def main() -> None:
         engine.save_checkpoint(case["save"])
     if case.get("export"):
         engine.save_16bit_model(case["export"])
-    collect(engine, case, result)
+    if case["steps"] or not case.get("save"):  # stock has no moments before its first step
+        collect(engine, case, result)
     result["optimizer_class"] = type(engine.optimizer).__name__
     if hasattr(engine.optimizer, "rank_state"):
         core = engine.optimizer.rank_state.core
