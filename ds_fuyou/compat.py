@@ -268,6 +268,18 @@ REQUIRED: tuple[RequiredName, ...] = (
         "zero: watched, the order of use",
     ),
     RequiredName(
+        "deepspeed.runtime.activation_checkpointing.checkpointing",
+        "CheckpointFunction.forward",
+        ("ctx", "run_function", "all_outputs", "args"),
+        "activations: DeepSpeed's own checkpointing is taken over",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.partition_parameters",
+        "ZeroParamStatus.AVAILABLE",
+        (),
+        "activations: whether a saved tensor lies in a gathered parameter",
+    ),
+    RequiredName(
         "deepspeed.runtime.zero.partitioned_param_coordinator",
         "iter_params",
         ("module", "recurse"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import types
 import weakref
 from typing import Any
@@ -13,8 +14,12 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ds_fuyou.activations.takeover import CheckpointTakeover
+from ds_fuyou.log import log_once
 
 __all__ = ["RecomputedForward"]
+
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 class _RecomputeFirst(torch.autograd.Function):
@@ -64,15 +69,27 @@ class RecomputedForward:
         if module is None:
             raise RuntimeError("the module of this forward is gone; call the copy's own forward")
         forward = self._own if self._own is not None else types.MethodType(type(module).forward, module)
-        if not (torch.is_grad_enabled() and module.training):
+        if not (torch.is_grad_enabled() and module.training) or self._changes_a_cache(kwargs):
             return forward(*args, **kwargs)
+
+        def region(*inputs: Any, **named: Any) -> Any:
+            with self._takeover.region():
+                return _recompute_first(forward(*inputs, **named))
+
         with self._takeover.suspended(), torch.utils.checkpoint.set_checkpoint_early_stop(False):
-            return torch.utils.checkpoint.checkpoint(
-                lambda *inputs, **named: _recompute_first(forward(*inputs, **named)),
-                *args,
-                use_reentrant=False,
-                **kwargs,
+            return torch.utils.checkpoint.checkpoint(region, *args, use_reentrant=False, **kwargs)
+
+    @staticmethod
+    def _changes_a_cache(named: dict[str, Any]) -> bool:
+        """Whether the block would add to a key-value cache of Hugging Face's: done twice, the cache would be wrong."""
+        found = [name for name in _CACHES if named.get(name) is not None]
+        if found:
+            log_once(
+                logging.WARNING,
+                f"blocks are called with {found[0]} in training; these calls are not recomputed, because that would "
+                f"add to the cache twice. Set use_cache to False",
             )
+        return bool(found)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self._module()))

@@ -16,9 +16,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_fuyou.activations.blocks import Block
+from ds_fuyou.activations.policy import SwapBlocks
 from ds_fuyou.activations.recompute import RecomputedForward
 from ds_fuyou.activations.swapper import Swapper
-from ds_fuyou.activations.takeover import CheckpointTakeover
+from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover, TakeoverPoint
 from ds_fuyou.activations.tier import SwapCounters
 
 __all__ = ["ActivationSession"]
@@ -33,17 +34,26 @@ class ActivationSession:
         blocks: known by name to the swapper and its policy.
         swapper: takes what is saved; None saves as ever.
         recomputed: those of the blocks that are computed again in backward.
+        points: how gradient checkpointing is recognised in forward, and taken over.
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[Block], swapper: Swapper | None, recomputed: Sequence[Block] = ()
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        swapper: Swapper | None,
+        recomputed: Sequence[Block] = (),
+        points: Sequence[TakeoverPoint] = TORCH_POINTS,
     ) -> None:
         self.blocks = tuple(blocks)
         self.swapper = swapper
         self._takeover = CheckpointTakeover(
-            "their activations are swapped, not recomputed" if swapper is not None else "it recomputes whole blocks"
+            "their activations are swapped, not recomputed" if swapper is not None else "it recomputes whole blocks",
+            points,
         )
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self.num_forwards = 0
+        self._cached_configs: list[Any] = []
         self._depth = 0
         self._handles: list[RemovableHandle] = []
         self._watch(model, self._enter_model, self._leave_model)
@@ -90,7 +100,10 @@ class ActivationSession:
         self._depth += 1
         if self._depth > 1 or not (torch.is_grad_enabled() and model.training):
             return
-        self._takeover.begin()
+        self.num_forwards += 1
+        self._forbid_cache(model)
+        if self.swapper is not None or self._forwards:
+            self._takeover.begin()
         if self.swapper is not None:
             self.swapper.begin_forward()
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self.swapper.pack, self.swapper.unpack)
@@ -106,6 +119,29 @@ class ActivationSession:
         if hooks is not None:
             hooks.__exit__()
         self._takeover.end()
+        for config in self._cached_configs:
+            config.use_cache = True
+        self._cached_configs.clear()
+
+    def _forbid_cache(self, model: nn.Module) -> None:
+        """Until the forward ends a Hugging Face model keeps no key-value cache where blocks are recomputed: recomputing
+        would add to it twice, and training has no use for it.
+        """
+        config = getattr(model, "config", None)
+        if self._forwards and getattr(config, "use_cache", False) is True:
+            self._cached_configs.append(config)
+            config.use_cache = False  # type: ignore[union-attr]
+
+    def decide(self, swapped: Sequence[Block], recomputed: Sequence[Block]) -> None:
+        """From the next forward on these blocks are swapped (and what lies around blocks, if any is), these are
+        recomputed, and the others keep what they save on the device. Between forwards only.
+        """
+        for forward in self._forwards:
+            forward.undo()
+        self._forwards = [RecomputedForward(block.module, self._takeover) for block in recomputed]
+        if self.swapper is not None:
+            names = [block.name for block in swapped]
+            self.swapper.policy = SwapBlocks([*names, ""] if names else ())
 
     def end_step(self) -> None:
         """A step ended: a region that an interrupt (Ctrl-C is no ``Exception``) left open is closed.

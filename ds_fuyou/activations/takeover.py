@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -25,10 +26,19 @@ import torch.utils.checkpoint
 
 from ds_fuyou.log import log_once
 
-__all__ = ["CheckpointTakeover"]
+__all__ = ["TORCH_POINTS", "CheckpointTakeover", "TakeoverPoint"]
 
-_GENERATOR = "_checkpoint_without_reentrant_generator"
-_FUNCTION = "CheckpointFunction"
+
+@dataclass(frozen=True)
+class TakeoverPoint:
+    """A name that a checkpoint function looks up in its module at every call, and what to call a region by instead.
+
+    ``replace`` gets the takeover and the original.
+    """
+
+    module: ModuleType
+    name: str
+    replace: Callable[[CheckpointTakeover, Any], Any]
 
 
 class _DirectFunction:
@@ -44,16 +54,35 @@ class _DirectFunction:
         return function(*args)
 
 
+def _direct_generator(owner: CheckpointTakeover, original: Any) -> Callable[..., Generator[None, None, None]]:
+    """Stands for what brackets the region of a non-re-entrant checkpoint."""
+
+    def generator(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
+        if not owner.is_mine():
+            yield from original(*args, **kwargs)
+            return
+        owner.told()
+        yield
+
+    return generator
+
+
+TORCH_POINTS = (
+    TakeoverPoint(torch.utils.checkpoint, "CheckpointFunction", _DirectFunction),
+    TakeoverPoint(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _direct_generator),
+)
+
+
 class CheckpointTakeover:
     """:meth:`begin` and :meth:`end` around a swapped forward; both in the same thread. Idempotent.
 
     ``instead`` completes the one line of the log: what happens to the regions.
     """
 
-    def __init__(self, instead: str) -> None:
+    def __init__(self, instead: str, points: Sequence[TakeoverPoint] = TORCH_POINTS) -> None:
         self._instead = instead
-        self._module: ModuleType = torch.utils.checkpoint
-        self._originals: dict[str, Any] = {}
+        self._points = tuple(points)
+        self._originals: list[tuple[TakeoverPoint, Any]] = []
         self._thread = 0
         self._suspended = False
 
@@ -61,18 +90,32 @@ class CheckpointTakeover:
         if self._originals:
             return
         self._thread = threading.get_ident()
-        self._originals = {name: getattr(self._module, name) for name in (_FUNCTION, _GENERATOR)}
-        setattr(self._module, _FUNCTION, _DirectFunction(self, self._originals[_FUNCTION]))
-        setattr(self._module, _GENERATOR, self._direct_generator)
+        for point in self._points:
+            original = getattr(point.module, point.name)
+            self._originals.append((point, original))
+            setattr(point.module, point.name, point.replace(self, original))
 
     def end(self) -> None:
-        originals, self._originals = self._originals, {}
-        for name, original in originals.items():
-            setattr(self._module, name, original)
+        originals, self._originals = self._originals, []
+        for point, original in originals:
+            setattr(point.module, point.name, original)
 
     def is_mine(self) -> bool:
         """Whether a checkpoint that begins now is taken over."""
         return threading.get_ident() == self._thread and not self._suspended
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """Checkpoints that begin inside, in this thread, are taken over, in forward and in backward alike."""
+        begun, thread, suspended = bool(self._originals), self._thread, self._suspended
+        self.begin()
+        self._thread, self._suspended = threading.get_ident(), False
+        try:
+            yield
+        finally:
+            self._thread, self._suspended = thread, suspended
+            if not begun:
+                self.end()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -88,10 +131,3 @@ class CheckpointTakeover:
             logging.INFO,
             f"gradient checkpointing is switched on in the model; ds_fuyou takes these regions over: {self._instead}",
         )
-
-    def _direct_generator(self, *args: Any, **kwargs: Any) -> Generator[None, None, None]:
-        if not self.is_mine():
-            yield from self._originals[_GENERATOR](*args, **kwargs)
-            return
-        self.told()
-        yield

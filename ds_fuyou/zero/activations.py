@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_fuyou.activations.blocks import Block, find_blocks
@@ -20,14 +21,35 @@ from ds_fuyou.activations.policy import SwapEverything
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.activations.space import SwapSpace
 from ds_fuyou.activations.swapper import Swapper
+from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover, TakeoverPoint
 from ds_fuyou.activations.tier import StorageHome, SwapTier
 from ds_fuyou.activations.views import ViewSpec
+from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.host_config import Activation
 from ds_fuyou.log import log_once
 from ds_fuyou.storage.io import IoLane
 from ds_fuyou.telemetry.trace import LaneTrace
+from ds_fuyou.zero.auto_activations import AutoActivations
 
-__all__ = ["ActivationInput", "GatheredIndex", "attach_activations"]
+__all__ = ["ActivationInput", "GatheredIndex", "attach_activations", "attach_auto"]
+
+
+class _DirectDeepSpeedFunction:
+    """Stands for the autograd function of ``deepspeed.checkpointing.checkpoint``, which collects outputs in a list."""
+
+    def __init__(self, owner: CheckpointTakeover, original: Any) -> None:
+        self._owner, self._original = owner, original
+
+    def apply(self, function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
+        if not self._owner.is_mine():
+            return self._original.apply(function, all_outputs, *args)
+        self._owner.told()
+        outputs = function(*args)
+        all_outputs += [outputs] if torch.is_tensor(outputs) else outputs
+        return outputs
+
+
+_POINTS = (*TORCH_POINTS, TakeoverPoint(checkpointing, "CheckpointFunction", _DirectDeepSpeedFunction))
 
 
 class GatheredIndex:
@@ -99,20 +121,24 @@ def attach_activations(
         FuyouConfigError: ``block_classes`` names what the model does not have.
         FuyouStorageError: a path is not writable.
     """
-    settings = given.activation.config.activations
-    if settings.mode in ("none", "auto"):
+    config = given.activation.config
+    settings = config.activations
+    if settings.mode == "none" or (settings.mode == "auto" and config.gpu_budget_bytes == "auto"):
         return None
     blocks = find_blocks(module, settings.block_classes, lambda param: int(getattr(param, "ds_numel", param.numel())))
     if settings.mode == "recompute":
         _tell(f"activations of {_shown(blocks)} are recomputed in backward")
-        return ActivationSession(module, blocks, None, blocks)
+        return ActivationSession(module, blocks, None, blocks, _POINTS)
     device = torch.device(get_accelerator().current_device_name())
     tier = _build_tier(device, given)
+    if tier is None and settings.mode == "auto":
+        return None
     if tier is None:
         _tell("activations stay in host memory, where the device has its memory: nothing is moved")
     else:
         where = "host memory" if tier.storage is None else "storage"
-        _tell(f"activations of {_shown(blocks)} and of what lies around them are swapped to {where}")
+        until = "; mode auto decides after two steps" if settings.mode == "auto" else ""
+        _tell(f"activations of {_shown(blocks)} and of what lies around them are swapped to {where}{until}")
     swapper = Swapper(
         tier,
         index,
@@ -121,7 +147,26 @@ def attach_activations(
         smallest_bytes=given.smallest_bytes,
         resident=lambda: {buffer.untyped_storage()._cdata for buffer in module.buffers()},
     )
-    return ActivationSession(module, blocks, swapper)
+    return ActivationSession(module, blocks, swapper, (), _POINTS)
+
+
+def attach_auto(session: ActivationSession | None, given: ActivationInput) -> AutoActivations | None:
+    """What decides for mode "auto" after the first steps; None for any other mode.
+
+    Raises:
+        FuyouConfigError: ``gpu_budget_bytes`` is more than the device has.
+    """
+    budget = given.activation.config.gpu_budget_bytes
+    if budget == "auto":
+        return None
+    have = int(get_accelerator().total_memory())
+    if int(budget) > have:
+        raise FuyouConfigError(
+            f"fuyou.gpu_budget_bytes must not exceed what there is: {budget} bytes, the device has {have}; lower it"
+        )
+    if session is None or given.activation.config.activations.mode != "auto":
+        return None
+    return AutoActivations(session, given.io, int(budget))
 
 
 def _build_tier(device: torch.device, given: ActivationInput) -> SwapTier | None:
@@ -132,7 +177,7 @@ def _build_tier(device: torch.device, given: ActivationInput) -> SwapTier | None
     if copies.device_is_host and not on_storage:
         return None
     home = None
-    if paths:
+    if on_storage:
         space = SwapSpace(paths, given.storage_budget_bytes)
         home = StorageHome(given.io.sharing(space.path_of), space, eager=wanted == "nvme")
     return SwapTier(given.arena_bytes, copies, home, pin=not copies.device_is_host, trace=given.trace)

@@ -121,7 +121,8 @@ class RankState:
             may_speculate=config.optimizer.clip_policy != "defer" and config.optimizer.overlap != "none",
             num_cpus=len(os.sched_getaffinity(0)) // local_ranks,
             device_is_host=get_accelerator().device_name() == "cpu",
-            swaps_activations=config.activations.mode == "swap",
+            swaps_activations=config.activations.mode == "swap"
+            or (config.activations.mode == "auto" and config.gpu_budget_bytes != "auto"),
         )
 
     def _core_options(self, num_slots: int, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> CoreOptions:

@@ -19,7 +19,7 @@ from ds_fuyou.host_config import Activation, current_activation
 from ds_fuyou.optimizer.rules import GroupHyper, optimizer_kind
 from ds_fuyou.telemetry.report import report_step
 from ds_fuyou.telemetry.trace import Lane
-from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations
+from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations, attach_auto
 from ds_fuyou.zero.binding import RankState
 from ds_fuyou.zero.checkpoint_state import CheckpointStateMixin
 from ds_fuyou.zero.compute_spans import ComputeSpans
@@ -93,6 +93,7 @@ class FuyouStage3Optimizer(
             trace=state.trace,
         )
         state.activations = attach_activations(self.module, index, given)
+        self._auto_activations = attach_auto(state.activations, given)
         return index
 
     def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
@@ -159,6 +160,8 @@ class FuyouStage3Optimizer(
         self.reset_cpu_buffers()
         self.invalidate_secondary_tensor()
         report_step(self.rank_state)
+        if self._auto_activations is not None and self._auto_activations.step_applied():
+            self._auto_activations = None
 
     def _overflow_check_and_loss_scale_update_compat(self) -> None:
         """Stock's order of decisions: raw overflow, norm, invalid norm, loss scale, clean-up, global norm."""

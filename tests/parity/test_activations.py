@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ RUNS = [
     ("fp32-always-1-two_lrs", "states", {"mode": "swap"}),
     ("bf16-rarely-1-two-2ranks", "all", {"mode": "swap", "tier": "nvme", "block_classes": ["TinyBlock"]}),
     ("bf16-always-1-two", "all", {"mode": "recompute"}),
+    ("bf16-always-1-two", "states", {"mode": "auto"}),
 ]
 
 
@@ -27,8 +29,12 @@ def test_equals_stock(name: str, tiers: str, activations: dict, must_equal, tmp_
     trace = tmp_path / "trace.json"
     fuyou |= {"activations": activations, "trace": str(trace)}
     fuyou["plan"] = {**fuyou.get("plan", {}), "smallest_swapped_bytes": 1024, "activation_bytes": 65536}
+    if activations["mode"] == "auto":
+        fuyou["gpu_budget_bytes"] = 150_000  # room for two blocks of three
     _, ours = must_equal(STOCK[name], fuyou)
-    swaps = activations["mode"] == "swap"
+    swaps = activations["mode"] != "recompute"
+    if activations["mode"] == "auto":
+        assert re.search(r"of 3 blocks \d are swapped, \d recomputed, [0-2] kept", ours[0]["output"])
     assert (ours[0]["swapped_bytes"] > 0) == swaps
     if swaps:
         assert ours[0]["swap_read_bytes"] > 0, "an arena this small cannot hold what a forward saves"

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains each model under the stock engine and under swapping and recomputing ones, and compares P16 and losses.
+
+Run by test_engine.py with a directory; prints one line of JSON: per model and mode what differs, what was swapped.
+"""
+
+import copy
+import json
+import sys
+
+import deepspeed
+import torch
+from torch import nn
+
+from tests.activations.huggingface import TINY
+from tests.activations.support import Plain
+from tests.harness.runner import ds_config
+
+STEPS, MICRO = 2, 2
+MODES = {
+    "swap": {"mode": "swap", "tier": "nvme"},
+    "recompute": {"mode": "recompute"},
+}
+
+
+class DeepSpeedCheckpointed(Plain):
+    """DeepSpeed's own checkpointing around every block."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids[:, :-1])
+        for block in self.blocks:
+            x = deepspeed.checkpointing.checkpoint(block, x) if self.training else block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def ids(seed: int) -> torch.Tensor:
+    return torch.randint(300, (2, 33), generator=torch.Generator().manual_seed(seed))
+
+
+def plain(**options) -> tuple:
+    torch.manual_seed(0)
+    return Plain(width=64, **options), lambda model, seed: model(ids(seed))
+
+
+def deepspeed_checkpointed() -> tuple:
+    torch.manual_seed(0)
+    return DeepSpeedCheckpointed(width=64), lambda model, seed: model(ids(seed))
+
+
+def hugging_face(name: str, checkpointing: bool) -> tuple:
+    torch.manual_seed(0)
+    model, batch = TINY[name]()
+    if checkpointing:
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
+    floats = {key: value.bfloat16() if value.is_floating_point() else value for key, value in batch.items()}
+    return model, lambda model, seed: model(**floats).loss
+
+
+# what is trained by stock, what is trained by ours: they differ where stock cannot have the checkpointing
+MODELS = {
+    "everything": (lambda: plain(dropout=0.1, tied=True, frozen=(1,), twice=True),) * 2,
+    "llama": (lambda: hugging_face("llama", False), lambda: hugging_face("llama", True)),
+    "deepspeed": (lambda: plain(), deepspeed_checkpointed),
+}
+
+
+def train(made: tuple, block: dict | None) -> dict:
+    model, loss_of = made
+    config = ds_config(gradient_accumulation_steps=MICRO)
+    if block is not None:
+        config["fuyou"] = block
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=copy.deepcopy(config))
+    losses = []
+    for step in range(STEPS):
+        if step == 1:
+            engine.eval()
+            with torch.no_grad():
+                losses.append(float(loss_of(engine, 99)))
+            engine.train()
+        for micro in range(MICRO):
+            torch.manual_seed(step * MICRO + micro)
+            loss = loss_of(engine, step * MICRO + micro)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+    found = {"losses": losses, "params": {}}
+    for name, param in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            found["params"][name] = param.data.detach().clone()
+    session = engine.optimizer.rank_state.activations if block is not None else None
+    if session is not None:
+        found["swapped"] = session.counters.out_bytes
+        found["read"] = session.counters.read_bytes
+        if session.swapper is not None and session.swapper.tier is not None:
+            found["left"] = session.swapper.held.now
+    engine.destroy()
+    return found
+
+
+def compare(stock: dict, ours: dict) -> list[str]:
+    found = [] if stock["losses"] == ours["losses"] else [f"losses {stock['losses']} {ours['losses']}"]
+    return found + [name for name, value in stock["params"].items() if not torch.equal(value, ours["params"][name])]
+
+
+def main() -> None:
+    torch.set_num_threads(2)
+    deepspeed.init_distributed("gloo")
+    result = {}
+    for name, (stock_model, our_model) in MODELS.items():
+        stock = train(stock_model(), None)
+        for mode, activations in MODES.items():
+            if (name, mode) == ("deepspeed", "recompute"):
+                continue  # a few seconds for what "llama" shows already
+            block = {
+                "nvme_path": sys.argv[1],
+                "parameters": {"tier": "nvme" if name == "everything" else "cpu"},
+                "optimizer": {"tier": "nvme"},
+                "activations": activations,
+                "plan": {"smallest_swapped_bytes": 1024, "activation_bytes": 262144, "chunk_bytes": 65536},
+            }
+            ours = train(our_model(), block)
+            result[f"{name} {mode}"] = {
+                "differs": compare(stock, ours),
+                **{key: ours.get(key) for key in ("swapped", "read", "left")},
+            }
+    sys.stdout.write("RESULT " + json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
