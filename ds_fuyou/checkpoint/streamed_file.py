@@ -9,11 +9,13 @@ piece by piece for stand-ins. The result is an ordinary file for `torch.load`, w
 [Note: which hole belongs to which tensor]
 torch numbers storages (records ``data/0``, ``data/1``, ...) while it pickles. The pickler that it derives its
 own from is ours, and notes the number that each storage gets: no order is assumed. A tree that cannot be laid
-out (it holds a kind of tensor that torch saves in another way) is saved from memory, stand-ins filled.
+out (it holds a kind of tensor that torch saves in another way) is saved from memory, stand-ins filled, and a warning
+says so.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import struct
@@ -32,6 +34,8 @@ from torch.utils import _pytree
 from ds_fuyou.errors import FuyouStateError
 
 __all__ = ["StandIns", "save"]
+
+logger = logging.getLogger("ds_fuyou")
 
 Pieces = Iterator[tuple[int, torch.Tensor]]
 """``(first element, values)`` of one stand-in, in ascending order and without gaps."""
@@ -146,7 +150,8 @@ def _lay_out(tree: Any, path: Path) -> dict[int, torch.UntypedStorage]:
     try:
         with skip_data(materialize_fake_tensors=True):
             torch.save(tree, path, pickle_module=recording)
-    except (RuntimeError, NotImplementedError, AttributeError, TypeError, pickle.PicklingError):
+    except (RuntimeError, AttributeError, TypeError, pickle.PicklingError) as error:
+        logger.warning("%s is written from host memory as a whole, it cannot be laid out first: %s", path, error)
         return {}
     return storages
 

@@ -31,7 +31,7 @@ from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.clip_policy import ClipPolicy, Overlap, UpdateStart
 from ds_fuyou.optimizer.commit import Committer
 from ds_fuyou.optimizer.gradients import DramGradients, GradientMemory, StoredGradients
-from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan
+from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan, overlap
 from ds_fuyou.optimizer.param_access import ParamAccess
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind, RuleClock, StepRules
 from ds_fuyou.optimizer.state_access import StateAccess, prefix
@@ -241,7 +241,7 @@ class OutOfCoreOptimizer:
         """
         pending: list[Any] = []
         for chunk in self.layout.chunks:
-            values = self._gather(chunk, source)
+            values = self.gather(chunk, source, self.options.param_dtype)
             if self.options.params_tier == "cpu":
                 for flat in self._param_memory:
                     flat[chunk.sub_group][chunk.begin : chunk.end].copy_(values)
@@ -254,11 +254,12 @@ class OutOfCoreOptimizer:
         if self._committer is not None:
             self._committer.commit_now(0)
 
-    def _gather(self, chunk: Chunk, source: Callable[[ParamSpan], torch.Tensor]) -> torch.Tensor:
-        values = torch.empty(chunk.numel, dtype=self.options.param_dtype)
+    def gather(self, chunk: Chunk, source: Callable[[ParamSpan], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """A chunk of ``dtype`` put together from its parameters' partitions; ``source`` gives them as 1-D tensors."""
+        values = torch.empty(chunk.numel, dtype=dtype, device="cpu")
         for index in chunk.params:
             span = self.layout.params[index]
-            begin, end = max(span.begin, chunk.begin), min(span.end, chunk.end)
+            begin, end = overlap(span, chunk)
             piece = source(span)[begin - span.begin : end - span.begin]
             values[begin - chunk.begin : end - chunk.begin].copy_(piece)
         return values
@@ -563,7 +564,7 @@ class OutOfCoreOptimizer:
         for index in spec.params:
             if index in self._arrived:
                 span = self.layout.params[index]
-                begin, end = max(span.begin, spec.begin), min(span.end, spec.end)
+                begin, end = overlap(span, spec)
                 values = self.gradient(span)[begin - span.begin : end - span.begin]
                 wide[begin - spec.begin : end - spec.begin].copy_(values)
         self._wide_gradients[chunk] = wide
@@ -584,7 +585,7 @@ class OutOfCoreOptimizer:
         segments: list[Any] = []
         for index in chunk.params:
             span = self.layout.params[index]
-            begin, end = max(span.begin, chunk.begin) - chunk.begin, min(span.end, chunk.end) - chunk.begin
+            begin, end = (at - chunk.begin for at in overlap(span, chunk))
             one: Any = rule
             if index not in self._arrived:
                 one = None

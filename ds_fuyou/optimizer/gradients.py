@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from ds_fuyou.lanes.memory import aligned_tensor, round_up_to_page
-from ds_fuyou.optimizer.layout import FlatLayout, ParamSpan
+from ds_fuyou.optimizer.layout import FlatLayout, ParamSpan, overlap
 from ds_fuyou.storage.io import IoLane, Transfer
 from ds_fuyou.storage.store import Extent
 
@@ -106,7 +106,7 @@ class StoredGradients:
         views = []
         for index in self._layout.chunks_of_param[span.index]:
             chunk = self._layout.chunks[index]
-            begin, end = max(span.begin, chunk.begin), min(span.end, chunk.end)
+            begin, end = overlap(span, chunk)
             views.append(self._buffer(index)[begin - chunk.begin : end - chunk.begin])
         return views
 

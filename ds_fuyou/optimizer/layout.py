@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 CUT_ELEMENTS = 2048
 
-__all__ = ["CUT_ELEMENTS", "Chunk", "FlatLayout", "LayoutLimits", "ParamSpan", "build_layout"]
+__all__ = ["CUT_ELEMENTS", "Chunk", "FlatLayout", "LayoutLimits", "ParamSpan", "build_layout", "overlap"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,11 @@ class FlatLayout:
     @property
     def numel(self) -> int:
         return sum(self.sub_group_numels)
+
+
+def overlap(span: ParamSpan, chunk: Chunk) -> tuple[int, int]:
+    """[begin, end) of the elements that a parameter and a chunk share, counted from the sub-group's start."""
+    return max(span.begin, chunk.begin), min(span.end, chunk.end)
 
 
 def build_layout(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ds_fuyou.lanes.memory import aligned_tensor, round_up_to_page
-from ds_fuyou.optimizer.layout import Chunk, ParamSpan
+from ds_fuyou.optimizer.layout import Chunk, ParamSpan, overlap
 from ds_fuyou.storage.store import Extent
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class StateAccess:
         """One parameter's fp32 value (part 0) or moment, a copy."""
         pieces = []
         for chunk, parts in self.read_all(self._core.layout.chunks_of_param[span.index]):
-            begin, end = max(span.begin, chunk.begin), min(span.end, chunk.end)
+            begin, end = overlap(span, chunk)
             pieces.append(parts[part][begin - chunk.begin : end - chunk.begin])
         return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
 
@@ -104,7 +104,7 @@ class StateAccess:
             self._core.params.left_behind(span)
         for index in self._core.layout.chunks_of_param[span.index]:
             chunk = self._core.layout.chunks[index]
-            begin, end = max(span.begin, chunk.begin), min(span.end, chunk.end)
+            begin, end = overlap(span, chunk)
             parts = self.read(index)
             new = values.view(-1)[begin - span.begin : end - span.begin]
             parts[part][begin - chunk.begin : end - chunk.begin].copy_(new)

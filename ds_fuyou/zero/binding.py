@@ -265,10 +265,9 @@ class RankState:
 
     def replace(self, param: Any, values: torch.Tensor) -> None:
         """P16 of a parameter := ``values`` (this rank's part), wherever it lives."""
-        if self.stored is not None:
-            self.edit(param, values)
-        else:
-            self.fetch(param).copy_(values.view(-1))
+        span = self.span(param)
+        self.core.params.edited(span)
+        self.core.params.write(span, values)
 
     def edit(self, param: Any, values: torch.Tensor) -> None:
         """The script wrote a gathered parameter: ``values`` are its P16 now (in DRAM they lie in place already)."""

@@ -207,12 +207,9 @@ def _frozen_fragment(
     if swapper is None or not hasattr(param, "ds_id"):
         return fragment_of(param)
     if rank_state.owns(param):  # frozen for the time being
-
-        def pieces() -> Iterator[tuple[int, torch.Tensor]]:
-            yield 0, rank_state.fetch(param)
-            rank_state.release(param)
-
-        return stand_ins.add((rank_state.span(param).numel,), param.ds_tensor.dtype, pieces)
+        span = rank_state.span(param)
+        params = rank_state.core.params
+        return stand_ins.add((span.numel,), param.ds_tensor.dtype, lambda: iter([(0, params.read(span))]))
     if not swapper.is_staged(param):
         return fragment_of(param)
     numel, dtype = param.ds_tensor.ds_numel, param.ds_tensor.dtype

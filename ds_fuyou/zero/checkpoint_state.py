@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from ds_fuyou.checkpoint.streamed_file import StandIns
 from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.optimizer.layout import ParamSpan
 
 __all__ = ["CLOCK_KEY", "CheckpointStateMixin"]
 
@@ -165,15 +166,14 @@ class CheckpointStateMixin:
     def _restore_from_bit16_weights(self: Any) -> None:
         """P32 := P16 (loading a module without its optimizer)."""
         core = self.rank_state.core
-        last: dict[Any, torch.Tensor] = {}
+        last: dict[int, torch.Tensor] = {}
 
-        def present(param: Any) -> torch.Tensor:
-            if param not in last:  # a large one spans many chunks
+        def present(span: ParamSpan) -> torch.Tensor:
+            if span.index not in last:  # a large one spans many chunks
                 last.clear()
-                last[param] = self.rank_state.fetch(param).view(-1).clone()
-                self.rank_state.release(param)
-            return last[param]
+                last[span.index] = core.params.read(span)
+            return last[span.index]
 
         for chunk, parts in core.states.read_all(range(len(core.layout.chunks))):
-            parts[0].copy_(self._chunk_of(chunk, present))
+            parts[0].copy_(core.gather(chunk, present, torch.float32))
             core.states.write(chunk.index, parts)

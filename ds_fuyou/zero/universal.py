@@ -6,8 +6,8 @@ Stock reads each parameter whole for every key; so does this, one parameter at a
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.optimizer.layout import Chunk
+from ds_fuyou.optimizer.layout import ParamSpan
 
 __all__ = ["UniversalMixin"]
 
@@ -39,7 +39,7 @@ class UniversalMixin:
         reader = _ParamReader(self, folder)
         for chunk in core.layout.chunks:
             parts = [
-                self._chunk_of(chunk, lambda param, key=key: reader.read(param, key))
+                core.gather(chunk, functools.partial(reader.read, key=key), torch.float32)
                 if has_moments or key == "fp32"
                 else torch.zeros(chunk.numel)
                 for key in keys
@@ -56,7 +56,7 @@ class UniversalMixin:
         core = self.rank_state.core
         reader = _ParamReader(self, Path(checkpoint_dir, "zero"))
         for chunk, parts in core.states.read_all(range(len(core.layout.chunks))):
-            values = self._chunk_of(chunk, lambda param: reader.read(param, "fp32"))
+            values = core.gather(chunk, functools.partial(reader.read, key="fp32"), torch.float32)
             params = values.to(core.options.param_dtype)
             parts[0].copy_(values if load_from_fp32_weights else params)
             core.states.write(chunk.index, parts, params)
@@ -73,16 +73,6 @@ class UniversalMixin:
         for group, values in zip(self.optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
 
-    def _chunk_of(self: Any, chunk: Chunk, values_of: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        """A chunk put together from its parameters' partitions; the result has their dtype."""
-        core = self.rank_state.core
-        pieces = []
-        for index in chunk.params:
-            span = core.layout.params[index]
-            begin, end = max(span.begin, chunk.begin), min(span.end, chunk.end)
-            pieces.append(values_of(self.rank_state.param(span))[begin - span.begin : end - span.begin])
-        return torch.cat(pieces)
-
 
 class _ParamReader:
     """This rank's partitions out of a universal checkpoint; keeps those of the last parameter."""
@@ -93,7 +83,8 @@ class _ParamReader:
         self._param: Any = None
         self._values: dict[str, torch.Tensor] = {}
 
-    def read(self, param: Any, key: str) -> torch.Tensor:
+    def read(self, span: ParamSpan, key: str) -> torch.Tensor:
+        param = self._optimizer.rank_state.param(span)
         if param is not self._param:
             self._param, self._values = param, {}
         if key not in self._values:
