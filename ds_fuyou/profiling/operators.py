@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLOPs and bytes of every operator output of each block, seen while one forward runs.
+
+A dispatch mode sees every operator below autograd, after composite operators have been taken apart, in the order in
+which a selective checkpoint policy sees them too. Results do not change. What autograd saves is seen by saved-tensor
+hooks, so an output is known to be needed by backward or not. FLOPs are those of ``torch.utils.flop_counter``: matmuls,
+convolutions and attention; everything else counts as none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from ds_fuyou.activations.blocks import Block
+
+__all__ = ["BlockProfile", "OperatorOutput", "OperatorRecorder", "SavedHooks", "profile_blocks"]
+
+SavedHooks: TypeAlias = "tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]"
+
+
+@dataclass(frozen=True)
+class OperatorOutput:
+    """What one call of an operator in a block's forward made.
+
+    Attributes:
+        name: module within the block and operator, ``mlp.up/addmm``; ``/2`` is added to the second of its name.
+        operator: as ``str`` of the overload that a dispatch mode gets, ``aten.addmm.default``.
+        occurrence: of this operator in this call of the block, from 0.
+        flops: forward FLOPs of the call.
+        num_bytes: memory that the outputs made; 0 for views and for operators in place.
+        saved: backward needs it. A view that is saved counts for the operator that made the memory, the input of a
+            block for the operator that ended the block before.
+    """
+
+    name: str
+    operator: str
+    occurrence: int
+    flops: int
+    num_bytes: int
+    saved: bool
+
+    @property
+    def flops_per_byte(self) -> float:
+        """What recomputing costs for each byte that is then not moved."""
+        return self.flops / self.num_bytes if self.num_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class BlockProfile:
+    """One call of one block. ``name`` "" is what the model does outside of its blocks.
+
+    Attributes:
+        outputs: in the order of the calls; those that made no memory and have no FLOPs are left out.
+        input_bytes: of the tensors that came in.
+        tokens, seq: rows of the first input, of ``[…, seq, width]``; 0 where it has less than two dimensions.
+        saves_known: autograd's saving could be seen. It cannot inside of a gradient checkpoint; then no output has
+            ``saved``.
+    """
+
+    name: str
+    outputs: tuple[OperatorOutput, ...]
+    input_bytes: int = 0
+    tokens: int = 0
+    seq: int = 0
+    saves_known: bool = True
+
+    @property
+    def flops(self) -> int:
+        return sum(output.flops for output in self.outputs)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Of outputs that backward needs."""
+        return sum(output.num_bytes for output in self.outputs if output.saved)
+
+
+class _Kept:
+    """A saved tensor without history: the node that saves it must not own itself. Refuses to come back changed."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._version = self._tensor._version
+
+    def value(self) -> torch.Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self._tensor.shape)} needed for gradient computation was modified by an "
+                f"in-place operation: it is at version {self._tensor._version}, expected {self._version}"
+            )
+        return self._tensor
+
+
+def _keep(tensor: torch.Tensor) -> Any:
+    return tensor if tensor.is_leaf else _Kept(tensor)  # a leaf has no history, and ZeRO-3 fills parameters again
+
+
+def _give(kept: Any) -> torch.Tensor:
+    return kept.value() if isinstance(kept, _Kept) else kept
+
+
+class _Calls:
+    """Calls of operators within one block."""
+
+    def __init__(self, block: str) -> None:
+        self.block = block
+        self.outputs: list[OperatorOutput] = []
+        self.input_bytes = self.tokens = self.seq = 0
+        self.num_saved = 0
+        self._occurrences: Counter[str] = Counter()
+        self._names: Counter[str] = Counter()
+
+    def add(self, module: str, func: Any, flops: int, num_bytes: int) -> int:
+        """Place of the output in the list; -1 if it is none worth a line."""
+        operator = str(func)
+        occurrence = self._occurrences[operator]
+        self._occurrences[operator] += 1
+        if not flops and not num_bytes:
+            return -1
+        short = operator.split(".")[1] if operator.count(".") else operator
+        name = f"{module}/{short}" if module else short
+        self._names[name] += 1
+        if self._names[name] > 1:
+            name = f"{name}/{self._names[name]}"
+        self.outputs.append(OperatorOutput(name, operator, occurrence, flops, num_bytes, saved=False))
+        return len(self.outputs) - 1
+
+    def took(self, args: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        self.input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        first = next((tensor for tensor in tensors if tensor.dim() >= 2), None)
+        if first is not None and first.shape[-1]:
+            self.tokens, self.seq = first.numel() // first.shape[-1], int(first.shape[-2])
+
+    def profile(self) -> BlockProfile:
+        known = self.num_saved > 0 or not self.outputs
+        return BlockProfile(self.block, tuple(self.outputs), self.input_bytes, self.tokens, self.seq, known)
+
+
+class OperatorRecorder(TorchDispatchMode):
+    """Records what ``model`` does while this is entered: around one forward.
+
+    Args:
+        blocks: the units of the result. A block that runs twice is recorded the first time.
+        hooks: pack and unpack that take what is saved inside of blocks, so that who swaps activations goes on doing
+            so; None keeps them as autograd does.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], hooks: SavedHooks | None = None) -> None:
+        super().__init__()
+        self._model = model
+        self._blocks = blocks
+        self._pack, self._unpack = hooks if hooks is not None else (_keep, _give)
+        self._outside = _Calls("")
+        self._calls: dict[str, _Calls] = {}
+        self._current = self._outside
+        self._module: list[str] = []
+        self._made: dict[int, tuple[StorageWeakRef, _Calls, int]] = {}
+        self._handles: list[Any] = []
+        self._paused = 0
+
+    def __enter__(self) -> OperatorRecorder:
+        for block in self._blocks:
+            self._watch_block(block)
+            for name, module in block.module.named_modules():
+                if name:
+                    self._watch_module(name, module)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._made.clear()
+        self._current = self._outside
+        self._module.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is no work of the model: fetching its parameters, say."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def profiles(self) -> tuple[BlockProfile, ...]:
+        """The blocks that ran, in the order in which they ran first; last, under "", what lay outside of them."""
+        return (
+            *(calls.profile() for calls in self._calls.values()),
+            replace(self._outside.profile(), saves_known=False),
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not self._paused:
+            self._note(func, args, kwargs, out)
+        return out
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        flops = _flops(func, args, kwargs, out)
+        there = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+        fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in there]
+        num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in fresh)
+        place = self._current.add(self._module[-1] if self._module else "", func, flops, num_bytes)
+        for tensor in fresh if place >= 0 else ():
+            storage = tensor.untyped_storage()
+            self._made[storage._cdata] = (StorageWeakRef(storage), self._current, place)
+
+    def _saved(self, tensor: torch.Tensor) -> Any:
+        with self.paused():
+            made = self._made.get(tensor.untyped_storage()._cdata)
+            if made is not None:
+                _, calls, place = made
+                calls.outputs[place] = replace(calls.outputs[place], saved=True)
+            self._current.num_saved += 1
+            return self._pack(tensor)
+
+    def _watch_block(self, block: Block) -> None:
+        hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if block.name in self._calls:
+                return
+            self._current = self._calls[block.name] = _Calls(block.name)
+            self._current.took((args, kwargs))
+            if torch.is_grad_enabled():
+                hooks.append(torch.autograd.graph.saved_tensors_hooks(self._saved, self._unpack))
+                hooks[-1].__enter__()
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._current = self._outside
+            if hooks:
+                hooks.pop().__exit__()
+
+        self._handles.append(block.module.register_forward_pre_hook(enter, with_kwargs=True))
+        self._handles.append(block.module.register_forward_hook(leave, always_call=True))
+
+    def _watch_module(self, name: str, module: nn.Module) -> None:
+        def enter(called: nn.Module, args: Any) -> None:
+            self._module.append(name)
+
+        def leave(called: nn.Module, args: Any, output: Any) -> None:
+            if self._module:
+                self._module.pop()
+
+        self._handles.append(module.register_forward_pre_hook(enter))
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    packet = func._overloadpacket
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # torch's table knows only those of CUDA
+        query, key, value = args[:3]
+        return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+    count = flop_registry.get(packet)
+    return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
+
+
+def profile_blocks(
+    model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any], hooks: SavedHooks | None = None
+) -> tuple[BlockProfile, ...]:
+    """Runs ``forward`` once and tells what each block did; see :meth:`OperatorRecorder.profiles`."""
+    recorder = OperatorRecorder(model, blocks, hooks)
+    with recorder:
+        forward()
+    return recorder.profiles()

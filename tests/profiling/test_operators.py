@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLOPs and bytes of operators are those of the shapes, and recording changes neither values nor what is kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ds_fuyou.activations.blocks import find_blocks
+from ds_fuyou.profiling.operators import OperatorRecorder, profile_blocks
+
+BATCH, LENGTH, WIDTH, HEADS = 2, 8, 16, 2
+TOKENS = BATCH * LENGTH
+
+
+class Block(nn.Module):
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        if self.checkpointed:
+            return checkpoint(self.inner, x, use_reentrant=False)
+        return self.inner(x) * scale
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(BATCH, LENGTH, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(BATCH, LENGTH, WIDTH)
+        return self.down(F.gelu(self.up(x)))
+
+
+def model(checkpointed: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block(checkpointed) for _ in range(2)))
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def test_flops_and_bytes_are_those_of_the_shapes() -> None:
+    net = model()
+    *blocks, outside = profile_blocks(net, find_blocks(net, ["Block"]), lambda: net(batch()).sum())
+    assert [profile.name for profile in blocks] == ["1", "2"]
+    found = {output.name: output for output in blocks[0].outputs}
+    assert found["qkv/addmm"].flops == 2 * TOKENS * WIDTH * 3 * WIDTH
+    assert found["qkv/addmm"].num_bytes == 4 * TOKENS * 3 * WIDTH
+    assert found["up/mm"].flops == 2 * TOKENS * WIDTH * 4 * WIDTH
+    assert found["gelu"].num_bytes == 4 * TOKENS * 4 * WIDTH
+    attention = next(output for name, output in found.items() if name.startswith("_scaled_dot_product"))
+    assert attention.flops == 4 * BATCH * LENGTH * LENGTH * WIDTH
+    assert blocks[0].flops == TOKENS * WIDTH * WIDTH * 22 + attention.flops
+    assert outside.flops == 2 * TOKENS * WIDTH * WIDTH
+    assert (blocks[0].tokens, blocks[0].seq, blocks[0].input_bytes) == (TOKENS, LENGTH, 4 * TOKENS * WIDTH)
+    names = [[(output.name, output.operator, output.occurrence) for output in block.outputs] for block in blocks]
+    assert names[0] == names[1]
+
+
+def test_what_backward_needs_is_told_from_what_it_does_not() -> None:
+    net = model()
+    first, *_ = profile_blocks(net, find_blocks(net, ["Block"]), lambda: net(batch()).sum())
+    needed = {output.name: output.saved for output in first.outputs}
+    assert first.saves_known
+    assert needed["qkv/addmm"]  # a view of it: q, k and v
+    assert needed["gelu"]
+    assert needed["up/mm"]
+    assert not needed["down/addmm"]  # only scaled by a number
+    assert needed["mul"]  # the input of the next block
+
+
+def test_inside_a_checkpoint_nobody_knows_what_is_saved() -> None:
+    net = model(checkpointed=True)
+    loss: list[torch.Tensor] = []
+    first, *_ = profile_blocks(net, find_blocks(net, ["Block"]), lambda: loss.append(net(batch()).sum()))
+    assert not first.saves_known
+    assert first.saved_bytes == 0
+    assert first.flops > 0
+    loss[0].backward()
+    assert all(param.grad is not None for param in net.parameters())
+
+
+def test_gradients_are_the_same_and_hooks_of_others_go_on() -> None:
+    net, packed = model(), []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.numel())
+        return tensor.clone()
+
+    reference = torch.autograd.grad(net(batch()).sum(), list(net.parameters()))
+    losses: list[torch.Tensor] = []
+    for hooks in (None, (pack, lambda tensor: tensor)):
+        profile_blocks(net, find_blocks(net, ["Block"]), lambda: losses.append(net(batch()).sum()), hooks)
+    assert packed
+    for loss in losses:
+        found = torch.autograd.grad(loss, list(net.parameters()))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, reference, strict=True))
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in net.modules())
+
+
+def test_a_saved_tensor_that_is_changed_is_refused_as_ever() -> None:
+    net = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid()))
+    outputs: list[torch.Tensor] = []
+    profile_blocks(net, find_blocks(net, ["Sequential"]), lambda: outputs.append(net(batch())))
+    outputs[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an in-place operation"):
+        outputs[0].sum().backward()
+
+
+def test_what_runs_while_paused_and_after_an_error_is_not_counted() -> None:
+    net = model()
+    recorder = OperatorRecorder(net, find_blocks(net, ["Block"]))
+
+    def forward() -> None:
+        with recorder:
+            with recorder.paused():
+                torch.ones(3) * 2
+            net(torch.ones(2, LENGTH, WIDTH + 1))
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        forward()
+    *_, outside = recorder.profiles()
+    assert not [output for output in outside.outputs if output.operator == "aten.mul.Tensor"]
+    assert not any(module._forward_hooks for module in net.modules())
