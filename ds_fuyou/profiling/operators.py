@@ -64,8 +64,8 @@ class BlockProfile:
         outputs: in the order of the calls; those that made no memory and have no FLOPs are left out.
         input_bytes: of the tensors that came in.
         tokens, seq: rows of the first input, of ``[…, seq, width]``; 0 where it has less than two dimensions.
-        saves_known: autograd's saving could be seen. It cannot inside of a gradient checkpoint; then no output has
-            ``saved``.
+        saves_known: autograd's saving could be seen. It cannot inside of a gradient checkpoint; then at most the
+            output that is the input of the next block has ``saved``.
     """
 
     name: str
@@ -118,7 +118,7 @@ class _Calls:
         self.block = block
         self.outputs: list[OperatorOutput] = []
         self.input_bytes = self.tokens = self.seq = 0
-        self.num_saved = 0
+        self.saves_own = False
         self._occurrences: Counter[str] = Counter()
         self._names: Counter[str] = Counter()
 
@@ -145,7 +145,7 @@ class _Calls:
             self.tokens, self.seq = first.numel() // first.shape[-1], int(first.shape[-2])
 
     def profile(self) -> BlockProfile:
-        known = self.num_saved > 0 or not self.outputs
+        known = self.saves_own or not self.outputs
         return BlockProfile(self.block, tuple(self.outputs), self.input_bytes, self.tokens, self.seq, known)
 
 
@@ -231,7 +231,7 @@ class OperatorRecorder(TorchDispatchMode):
             if made is not None:
                 _, calls, place = made
                 calls.outputs[place] = replace(calls.outputs[place], saved=True)
-            self._current.num_saved += 1
+                self._current.saves_own |= calls is self._current
             return self._pack(tensor)
 
     def _watch_block(self, block: Block) -> None:
