@@ -22,7 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The trace, and what to compare it with."""
     parser.add_argument("trace", type=Path, metavar="TRACE.JSON", help='file that "fuyou": {"trace": ...} wrote')
     parser.add_argument("--out", type=Path, metavar="PAGE.HTML", help="page to write; default: beside the trace")
-    parser.add_argument("--plan", type=Path, metavar="PLAN.JSON", help="plan to compare lane times with")
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        metavar="PLAN.JSON",
+        help="plan to compare lane times with; default: what the run predicted",
+    )
     parser.add_argument("--ssd", help="SSD preset, to turn writes into days of endurance")
     parser.add_argument("--num-ssds", type=int, default=1, help="how many of them (%(default)s)")
     parser.add_argument("--no-png", action="store_true", help="write the page alone")
@@ -39,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise FuyouConfigError(f"--num-ssds must be at least 1, found {arguments.num_ssds}")
     content = read_trace(arguments.trace)
     sums = sum_lanes(content)
-    planned = _planned(arguments.plan) if arguments.plan is not None else None
+    planned = _planned(arguments.plan) if arguments.plan is not None else content.planned or None
     endurance = None
     if arguments.ssd is not None:
         ssd = find_ssd(arguments.ssd)

@@ -61,6 +61,11 @@ class FrozenParameters:
         return sum(param.num_bytes for param in self._params.values())
 
     @property
+    def pool(self) -> HostPool:
+        """The look-ahead memory."""
+        return self._pool
+
+    @property
     def pool_bytes(self) -> int:
         return self._pool.capacity_bytes
 

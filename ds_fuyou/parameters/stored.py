@@ -48,6 +48,11 @@ class StoredParameters:
         self.waited_secs = 0.0
 
     @property
+    def pool(self) -> HostPool:
+        """The look-ahead memory."""
+        return self._pool
+
+    @property
     def pool_bytes(self) -> int:
         """Memory of the look-ahead pool."""
         return self._pool.capacity_bytes

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,16 @@ class Span:
 
 @dataclass(frozen=True)
 class TraceContent:
-    """Spans of the smallest rank in the file, lanes in their order there; ``tiers``: (seconds, bytes by tier)."""
+    """Spans of the smallest rank in the file, lanes in their order there; ``tiers``: (seconds, bytes by tier);
+    ``planned``: seconds of a step by lane that the run itself predicted, empty if it did not.
+    """
 
     spans: tuple[Span, ...]
     lanes: tuple[str, ...]
     tiers: tuple[tuple[float, Mapping[str, float]], ...]
     num_ranks: int
     num_dropped: int
+    planned: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -91,9 +94,10 @@ def read_trace(path: Path) -> TraceContent:
         raise FuyouConfigError(
             f"{path}: must hold traceEvents as Chrome's format has them, found {type(data).__name__}"
         )
-    dropped = data.get("otherData", {}).get("dropped_spans", 0) if isinstance(data, Mapping) else 0
+    other = data.get("otherData", {}) if isinstance(data, Mapping) else {}
     try:
-        return _content(events, int(dropped))
+        content = _content(events, int(other.get("dropped_spans", 0)))
+        return replace(content, planned=_planned(other.get("planned_secs", {})))
     except _Wrong as wrong:
         raise FuyouConfigError(f"{path}: {wrong}") from None
 
@@ -133,6 +137,12 @@ def _content(events: Sequence[Any], num_dropped: int) -> TraceContent:
         num_ranks=len(ranks),
         num_dropped=num_dropped,
     )
+
+
+def _planned(values: object) -> dict[str, float]:
+    if not isinstance(values, Mapping) or not all(isinstance(value, (int, float)) for value in values.values()):
+        raise _Wrong(f"otherData.planned_secs must hold seconds by lane, found {str(values)[:60]!r}")
+    return {str(lane): float(secs) for lane, secs in values.items()}
 
 
 def _number(number: int, event: Mapping[str, Any], key: str) -> float:

@@ -26,7 +26,7 @@ def placement_of(rank_state: Any) -> list[Placed]:
     """Every model-sized class and every pool of a ``RankState``, without activations that are not swapped: autograd
     keeps those where it always does.
     """
-    core, plan = rank_state.core, rank_state.plan
+    core = rank_state.core
     options, numel = core.options, core.layout.numel
     on_storage = f"{options.num_slots} slot{'s' if options.num_slots > 1 else ''}"
     versions = len(core._param_memory)
@@ -46,9 +46,7 @@ def placement_of(rank_state: Any) -> list[Placed]:
         rows.append(Placed(name, options.optimizer_tier, state_copies * 4 * numel, note))
     rows.append(Placed("staging pool", "cpu", core.staging.capacity_bytes, "chunks in flight"))
     if rank_state.stored is not None:
-        pool = getattr(rank_state.stored, "_pool", None)
-        size = pool.capacity_bytes if pool is not None else plan.prefetch_bytes
-        rows.append(Placed("look-ahead pool", "cpu", size, "parameters in use or read ahead"))
+        rows.append(Placed("look-ahead pool", "cpu", rank_state.stored.pool_bytes, "parameters in use or read ahead"))
     if rank_state.frozen is not None:
         rows.append(Placed("look-ahead pool (frozen)", "cpu", rank_state.frozen.pool_bytes, "in use or read ahead"))
     session = getattr(rank_state, "activations", None)

@@ -16,7 +16,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ class LaneTrace:
             message = "fuyou.trace must name a file that can be written; create its directory or name another"
             raise FuyouStorageError(error.errno or 0, message, str(self.path)) from error
         self._spans: list[tuple[Lane, str, int, int, int]] = []
+        self._counts: list[tuple[int, Mapping[str, float]]] = []
+        self._plan: Mapping[str, float] = {}
         self._max_spans = max_spans
         self._origin_ns = time.perf_counter_ns()
         self._pid = os.getpid()
@@ -69,6 +71,15 @@ class LaneTrace:
             self.num_dropped += 1
             return
         self._spans.append((lane, name, begin_ns, end_ns, num_bytes))
+
+    def count(self, bytes_by_tier: Mapping[str, float]) -> None:
+        """Bytes held by tier from now on. As many as spans are kept."""
+        if len(self._counts) < self._max_spans:
+            self._counts.append((time.perf_counter_ns(), bytes_by_tier))
+
+    def planned(self, lane_secs: Mapping[str, float]) -> None:
+        """Predicted seconds of a step by lane (and "iteration"), for the report; the last ones are kept."""
+        self._plan = lane_secs
 
     @contextmanager
     def span(self, lane: Lane, name: str) -> Iterator[None]:
@@ -111,7 +122,13 @@ class LaneTrace:
                 {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": lane.value + number}}
             )
             named.append({"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": tid, "args": {"sort_index": tid}})
-        return named + events
+        return named + events + self._counters(rank)
+
+    def _counters(self, rank: int) -> list[dict[str, Any]]:
+        return [
+            {"ph": "C", "name": "bytes", "pid": rank, "ts": (at - self._origin_ns) / 1000, "args": dict(values)}
+            for at, values in self._counts
+        ]
 
     def close(self) -> None:
         """Writes the file. Idempotent; does nothing in a forked child."""
@@ -123,7 +140,7 @@ class LaneTrace:
         document = {
             "traceEvents": self.events(),
             "displayTimeUnit": "ms",
-            "otherData": {"dropped_spans": self.num_dropped},
+            "otherData": {"dropped_spans": self.num_dropped, "planned_secs": dict(self._plan)},
         }
         self.path.write_text(json.dumps(document))
 

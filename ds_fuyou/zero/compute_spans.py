@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ds_fuyou.telemetry.tier_bytes import TierBytes
 from ds_fuyou.telemetry.trace import Lane, LaneTrace
 from ds_fuyou.zero.blocks import block_of
 
@@ -15,10 +16,13 @@ __all__ = ["ComputeSpans"]
 
 
 class ComputeSpans:
-    """A span lasts from the first fetch for a block to the first fetch for the next one, in either direction."""
+    """A span lasts from the first fetch for a block to the first fetch for the next one, in either direction. At its
+    end the bytes of every tier are counted.
+    """
 
-    def __init__(self, trace: LaneTrace, model: torch.nn.Module) -> None:
+    def __init__(self, trace: LaneTrace, model: torch.nn.Module, tiers: TierBytes) -> None:
         self._trace = trace
+        self._tiers = tiers
         self._names = {id(module): block_of(name) for name, module in model.named_modules()}
         self._name = ""
         self._began_ns = 0
@@ -37,4 +41,5 @@ class ComputeSpans:
         """The current block has ended."""
         if self._name:
             self._trace.add(Lane.COMPUTE, self._name, self._began_ns, time.perf_counter_ns())
+            self._trace.count(self._tiers.now())
         self._name = ""

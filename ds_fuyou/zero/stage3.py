@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from ds_fuyou.host_config import Activation, current_activation
 from ds_fuyou.optimizer.rules import GroupHyper, optimizer_kind
 from ds_fuyou.telemetry.report import report_step
+from ds_fuyou.telemetry.tier_bytes import TierBytes
 from ds_fuyou.telemetry.trace import Lane
 from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations, attach_auto
 from ds_fuyou.zero.binding import RankState
@@ -31,6 +32,12 @@ from ds_fuyou.zero.universal import UniversalMixin
 __all__ = ["FuyouStage3Optimizer"]
 
 logger = logging.getLogger("ds_fuyou")
+
+
+def _allocated_on_device() -> int:
+    """Where the device is the host, what it holds is in host memory already."""
+    accelerator: Any = get_accelerator()
+    return 0 if accelerator.device_name() == "cpu" else int(accelerator.memory_allocated())
 
 
 class FuyouStage3Optimizer(
@@ -105,7 +112,9 @@ class FuyouStage3Optimizer(
         coordinator = self.parameter_offload.get_param_coordinator()
         stock_fetch = coordinator.fetch_sub_module
         state = self.rank_state
-        compute = self._compute_spans = None if state.trace is None else ComputeSpans(state.trace, self.module)
+        self._tier_bytes = TierBytes(state, _allocated_on_device)
+        compute = None if state.trace is None else ComputeSpans(state.trace, self.module, self._tier_bytes)
+        self._compute_spans = compute
 
         def fetch_sub_module(current_submodule: Any, forward: bool) -> None:
             if compute is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_fuyou.telemetry.lane_times import read_trace
 from tests.parity.cases import STOCK, TIERS, block
 
 NUM_MATRICES = 7  # weights of linear layers: each is saved once in every forward, and must be known for a parameter
@@ -40,6 +41,9 @@ def test_equals_stock(name: str, tiers: str, activations: dict, must_equal, tmp_
         assert ours[0]["swap_read_bytes"] > 0, "an arena this small cannot hold what a forward saves"
         micro_batches = len(ours[0]["losses"]) * STOCK[name]["config"]["gradient_accumulation_steps"]
         assert ours[0]["saved_parameters"] >= NUM_MATRICES * micro_batches
+    content = read_trace(trace)
+    assert max(tiers["storage"] for _, tiers in content.tiers) > 0
+    assert (max(tiers["device"] for _, tiers in content.tiers) > 0) == swaps, "recomputed blocks save nothing by hooks"
     spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert {"compute", "step()", "cpu optimizer"} <= {span["cat"] for span in spans}
     saved = {span["cat"] for span in spans if not span["name"].startswith("step ")}  # those are the optimizer's

@@ -65,8 +65,14 @@ def test_the_trace_that_a_run_writes_is_read(tmp_path: Path) -> None:
     trace = LaneTrace(str(path))
     for lane, begin, end in ((Lane.COMPUTE, 0, 10), (Lane.STORAGE_READ, 2, 6), (Lane.STORAGE_READ, 4, 14)):
         trace.add(lane, "block 1", begin * 10**9, end * 10**9)
+    trace.count({"storage": 5.0})
+    trace.planned({"iteration": 7.0, "storage read": 6.0})
     trace.close()
     content = read_trace(path)
+    assert [values for _, values in content.tiers] == [{"storage": 5.0}]
+    assert main(["report", str(path), "--no-png"]) == 0
+    page = path.with_suffix(".html").read_text(encoding="utf-8")
+    assert "<td>storage read</td><td>6.000 s</td><td>12.000 s</td><td>+100 %</td>" in page
     assert content.lanes == ("compute", "storage read")
     read = sum_lanes(content)[1]
     assert (read.busy_secs, read.hidden_secs) == (pytest.approx(12.0), pytest.approx(8.0))

@@ -27,8 +27,7 @@ class State:
             param_dtype=torch.bfloat16,
             grad_dtype=torch.bfloat16,
         )
-        self.plan = SimpleNamespace(prefetch_bytes=500)
-        self.stored = SimpleNamespace(waited_secs=0.0) if params == "nvme" else None
+        self.stored = SimpleNamespace(waited_secs=0.0, pool_bytes=500) if params == "nvme" else None
         self.frozen = None
         self.core = SimpleNamespace(
             options=options,

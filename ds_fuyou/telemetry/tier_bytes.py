@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes the package holds in each tier now, for the trace; and the most it ever held, for the plan's check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ds_fuyou.telemetry.placement import placement_of
+
+__all__ = ["TierBytes"]
+
+_POOLS = ("staging pool", "look-ahead pool", "look-ahead pool (frozen)", "activation staging")
+
+
+class TierBytes:
+    """Bytes by tier of one rank.
+
+    Tensor classes count as they were placed, pools by the bytes in use. The device is counted as saved activations,
+    or as what ``device_bytes`` says if that is more (everything that an accelerator's allocator has given out).
+    """
+
+    def __init__(self, rank_state: Any, device_bytes: Callable[[], int] = lambda: 0) -> None:
+        self._state = rank_state
+        self._device_bytes = device_bytes
+        rows = [row for row in placement_of(rank_state) if row.name not in _POOLS and "activations" not in row.name]
+        self._resident = {tier: sum(row.num_bytes for row in rows if row.tier == tier) for tier in ("cpu", "nvme")}
+        self._peaks: dict[str, float] = {}
+
+    def _pools(self) -> list[Any]:
+        state = self._state
+        owners = (state.stored, state.frozen)
+        return [state.core.staging, *(owner.pool for owner in owners if owner is not None)]
+
+    def now(self) -> dict[str, float]:
+        """By the names that reports show; peaks are noted in passing."""
+        host = self._resident["cpu"] + sum(pool.used_bytes for pool in self._pools())
+        storage, device = self._resident["nvme"], self._device_bytes()
+        session = self._state.activations
+        tier = session.swapper.tier if session is not None and session.swapper is not None else None
+        if tier is not None:
+            host += tier.arena_used_bytes
+            device = max(device, tier.held.now)
+            storage += tier.storage.space.leased_bytes if tier.storage is not None else 0
+        found = {"device": float(device), "host memory": float(host), "storage": float(storage)}
+        self._peaks = {name: max(value, self._peaks.get(name, 0.0)) for name, value in found.items()}
+        return found
+
+    def peaks(self) -> dict[str, float]:
+        """The most seen by :meth:`now`; pools and saved activations by their own high-water marks."""
+        found = self.now()
+        pools = sum(pool.pool.peak_bytes - pool.used_bytes for pool in self._pools())
+        peaks = dict(self._peaks)
+        peaks["host memory"] = max(peaks["host memory"], found["host memory"] + pools)
+        session = self._state.activations
+        if session is not None and session.swapper is not None:
+            peaks["device"] = max(peaks["device"], session.swapper.held.peak)
+        return peaks
