@@ -1,33 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``activations.mode: auto``: a simple rule over whole blocks, until a planner that knows operators decides.
+"""``activations.mode: auto``: fates of operators' outputs by what one measured step tells. No torch is run here.
 
-The last blocks are kept, as many as the device has room for: backward needs them first. Of the others the first ones
-are swapped, as many as storage can move while the step computes: they have the longest time to come back. What is left
-in the middle is recomputed.
+[Note: the rule of mode auto]
+What cannot be computed again comes first: inputs of blocks, and what lies around blocks. Then the outputs of operators
+by the FLOPs that each byte saves, most first, each in every block: they are swapped until the storage lane would have
+more to do than the step lasts. What does not fit that is kept as far as the device has room, and computed again
+otherwise. One operator may have several fates: it is swapped in the first blocks, which have the longest time to get
+it back, kept in the last ones, which need it first, and recomputed in between.
+
+Whole blocks are kept, the last ones, where the device has room for them; backward works on two more. Where storage can
+take all that the other blocks save, they are swapped whole, and nothing is recomputed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_fuyou.activations.blocks import Block
+from ds_fuyou.activations.calls import OperatorCall
+from ds_fuyou.activations.policy import BlockFate, Fate
 
-__all__ = ["BlockFates", "BlockMeasurement", "choose_fates"]
+__all__ = ["Choice", "Counts", "OutputCost", "StepMeasurement", "choose"]
 
 _WORKING_BLOCKS = 2
-"""What backward works on, and what is on its way to it, takes as much room as this many blocks."""
 
 
 @dataclass(frozen=True)
-class BlockMeasurement:
-    """One step in which everything was swapped.
+class OutputCost:
+    """One operator's output in one forward of one block."""
+
+    name: str
+    call: OperatorCall
+    flops: float
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class StepMeasurement:
+    """One step in which everything was swapped. Blocks are taken to be alike.
 
     Attributes:
-        num_blocks: all of them, assumed alike.
+        num_blocks: all of them.
         block_bytes: what one block saves in one forward.
+        input_bytes: of the tensors that go into a block.
+        outside_bytes: what is saved around blocks in one forward.
+        outputs: of one block, in the order of its forward; only those worth saving.
         num_forwards: forwards in the step.
-        step_secs: wall time of the step.
+        step_secs: wall time of the step without waits for activations.
         storage_bytes_per_sec: measured, reads and writes together; None without storage: then nothing bounds swapping.
         other_storage_bytes: moved in the step for parameters, gradients and states.
         device_bytes: room for activations on the device.
@@ -35,6 +54,9 @@ class BlockMeasurement:
 
     num_blocks: int
     block_bytes: float
+    input_bytes: float
+    outside_bytes: float
+    outputs: tuple[OutputCost, ...]
     num_forwards: int
     step_secs: float
     storage_bytes_per_sec: float | None
@@ -43,29 +65,87 @@ class BlockMeasurement:
 
 
 @dataclass(frozen=True)
-class BlockFates:
-    """How many blocks, in the order of forward, are swapped, recomputed, kept."""
+class Counts:
+    """In how many blocks, in the order of forward, an output is swapped, recomputed, kept."""
 
-    num_swapped: int
-    num_recomputed: int
-    num_kept: int
+    swapped: int
+    recomputed: int
+    kept: int
 
-    def split(self, blocks: Sequence[Block]) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-        """(swapped, recomputed) of the blocks in their order."""
-        middle = self.num_swapped + self.num_recomputed
-        return tuple(blocks[: self.num_swapped]), tuple(blocks[self.num_swapped : middle])
+    def fate(self, index: int) -> Fate:
+        """In the block of that number."""
+        if index < self.swapped:
+            return Fate.SWAP
+        return Fate.RECOMPUTE if index < self.swapped + self.recomputed else Fate.KEEP
 
 
-def choose_fates(measured: BlockMeasurement) -> BlockFates:
-    """Applies the rule. Bytes of a swapped block cross the storage lane twice in every forward and backward."""
-    if measured.block_bytes <= 0:
-        return BlockFates(0, 0, measured.num_blocks)
-    room = int(measured.device_bytes / measured.block_bytes)
-    num_kept = measured.num_blocks if room >= measured.num_blocks else max(0, room - _WORKING_BLOCKS)
-    rest = measured.num_blocks - num_kept
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of everything: ``inputs`` of blocks, ``outputs`` by (name, call), and whether what lies around
+    blocks is swapped. A block of which nothing is recomputed is swapped or kept whole.
+    """
+
+    num_blocks: int
+    inputs: Counts
+    outputs: Mapping[tuple[str, OperatorCall], Counts]
+    swaps_outside: bool
+
+    def fates(self, names: Sequence[str]) -> dict[str, BlockFate]:
+        """For :meth:`ActivationSession.decide`; ``names`` are the blocks in the order of forward."""
+        fates = {name: self._block(index) for index, name in enumerate(names)}
+        return {**fates, "": BlockFate(Fate.SWAP if self.swaps_outside else Fate.KEEP)}
+
+    def _block(self, index: int) -> BlockFate:
+        outputs = {call: counts.fate(index) for (_, call), counts in self.outputs.items()}
+        found = {*outputs.values(), self.inputs.fate(index)}
+        if Fate.RECOMPUTE not in found:
+            return BlockFate(Fate.SWAP if Fate.SWAP in found else Fate.KEEP)
+        saved = {call: fate for call, fate in outputs.items() if fate is not Fate.RECOMPUTE}
+        return BlockFate(Fate.KEEP if self.inputs.fate(index) is Fate.KEEP else Fate.SWAP, saved)
+
+    def table(self) -> str:
+        """One line an output, for the log."""
+        rows = {"block inputs": self.inputs, **{name: counts for (name, _), counts in self.outputs.items()}}
+        lines = [f"  {'output of':<44}{'swapped':>9}{'recomputed':>12}{'kept':>6}"]
+        for name, counts in rows.items():
+            lines.append(f"  {name:<44}{counts.swapped:>9}{counts.recomputed:>12}{counts.kept:>6}")
+        return "\n".join(lines)
+
+
+def choose(measured: StepMeasurement) -> Choice:
+    """Applies the rule, [Note: the rule of mode auto]. Bytes that are swapped cross the storage lane twice."""
+    total, block = measured.num_blocks, measured.block_bytes
+    if measured.device_bytes >= total * block + measured.outside_bytes:
+        return _whole(measured, num_swapped=0)
+    room = max(0.0, measured.device_bytes - _WORKING_BLOCKS * block)
+    kept = min(total, int(room / block)) if block > 0 else total
+    rest = total - kept
     if measured.storage_bytes_per_sec is None:
-        return BlockFates(rest, 0, num_kept)
-    free_bytes = measured.step_secs * measured.storage_bytes_per_sec - measured.other_storage_bytes
-    affordable = int(max(0.0, free_bytes) / (2 * measured.block_bytes * max(1, measured.num_forwards)))
-    num_swapped = min(rest, affordable)
-    return BlockFates(num_swapped, rest - num_swapped, num_kept)
+        return _whole(measured, rest)
+    free = measured.step_secs * measured.storage_bytes_per_sec - measured.other_storage_bytes
+    allowance = max(0.0, free) / (2 * max(1, measured.num_forwards))
+    if allowance >= rest * block + measured.outside_bytes:
+        return _whole(measured, rest)
+    allowance = max(0.0, allowance - measured.outside_bytes - rest * measured.input_bytes)
+    outputs = _ladder(measured, kept, allowance, room - kept * block)
+    return Choice(total, Counts(rest, 0, kept), outputs, swaps_outside=True)
+
+
+def _whole(measured: StepMeasurement, num_swapped: int) -> Choice:
+    counts = Counts(num_swapped, 0, measured.num_blocks - num_swapped)
+    return Choice(measured.num_blocks, counts, {}, swaps_outside=num_swapped > 0)
+
+
+def _ladder(
+    measured: StepMeasurement, kept: int, allowance: float, room: float
+) -> dict[tuple[str, OperatorCall], Counts]:
+    """Counts of every output where the last ``kept`` blocks are kept, in the order of worth."""
+    rest = measured.num_blocks - kept
+    found = {}
+    for output in sorted(measured.outputs, key=lambda output: -output.flops / output.num_bytes):
+        swapped = min(rest, int(allowance / output.num_bytes))
+        allowance = allowance - swapped * output.num_bytes if swapped == rest else 0.0
+        more = min(rest - swapped, int(room / output.num_bytes))
+        room -= more * output.num_bytes
+        found[output.name, output.call] = Counts(swapped, rest - swapped - more, kept + more)
+    return found

@@ -4,18 +4,23 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["ActivationPolicy", "Fate", "SavedTensor", "SwapBlocks", "SwapEverything"]
+from ds_fuyou.activations.calls import OperatorCall
+
+__all__ = ["ActivationPolicy", "BlockFate", "Fate", "FateByBlock", "SavedTensor", "SwapEverything"]
 
 
 class Fate(enum.Enum):
-    """Keep: it stays on the device. Swap: it goes to host memory or storage. (What is recomputed is not saved.)"""
+    """Keep: it stays on the device. Swap: it goes to host memory or storage. Recompute: it is not saved at all, so no
+    saved tensor has this fate; outputs of operators may (:mod:`ds_fuyou.activations.selective`).
+    """
 
     KEEP = enum.auto()
     SWAP = enum.auto()
+    RECOMPUTE = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,24 @@ class SwapEverything:
         return Fate.SWAP
 
 
-class SwapBlocks:
-    """Swaps what the named blocks save, keeps the rest."""
+@dataclass(frozen=True)
+class BlockFate:
+    """What becomes of one block.
 
-    def __init__(self, blocks: Collection[str]) -> None:
-        self._blocks = frozenset(blocks)
+    Attributes:
+        saved: fate of what autograd saves in it; of its inputs alone, if it is recomputed.
+        outputs: the block is recomputed, but for the outputs of these calls. None: it is not recomputed.
+    """
+
+    saved: Fate
+    outputs: Mapping[OperatorCall, Fate] | None = None
+
+
+class FateByBlock:
+    """One fate for all that a block saves; "" stands for what lies around blocks. What is not named is kept."""
+
+    def __init__(self, fates: Mapping[str, Fate]) -> None:
+        self._fates = dict(fates)
 
     def fate(self, saved: SavedTensor) -> Fate:
-        return Fate.SWAP if saved.block in self._blocks else Fate.KEEP
+        return self._fates.get(saved.block, Fate.KEEP)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that are computed again in backward instead of being saved, by ``torch.utils.checkpoint``."""
+"""Blocks that are computed again in backward instead of being saved, whole or but for some of their operators, by
+``torch.utils.checkpoint``.
+"""
 
 from __future__ import annotations
 
 import logging
 import types
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,10 +16,15 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ds_fuyou.activations.selective import OutputSelection, RegionOutputs
 from ds_fuyou.activations.takeover import CheckpointTakeover
 from ds_fuyou.log import log_once
 
 __all__ = ["RecomputedForward"]
+
+
+def _no_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return nullcontext(), nullcontext()
 
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -30,22 +38,25 @@ class _RecomputeFirst(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, output: torch.Tensor, token: torch.Tensor, saved: RegionOutputs | None) -> torch.Tensor:
         ctx.save_for_backward(token)
+        ctx.saved = saved
         return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if ctx.saved is not None:
+            ctx.saved.come()
         _ = ctx.saved_tensors
-        return grads[0], None
+        return grads[0], None, None
 
 
-def _recompute_first(output: Any) -> Any:
+def _recompute_first(output: Any, saved: RegionOutputs | None) -> Any:
     token = torch.empty(1)
 
     def mark(value: Any) -> Any:
         wanted = isinstance(value, torch.Tensor) and value.requires_grad
-        return _RecomputeFirst.apply(value, token) if wanted else value
+        return _RecomputeFirst.apply(value, token, saved) if wanted else value
 
     return tree_map(mark, output)
 
@@ -56,10 +67,15 @@ class RecomputedForward:
     The module's hooks run outside, once; those of its submodules run again in backward, which is what ZeRO-3 needs to
     gather their parameters again. Checkpointing is non-re-entrant and without early stop, so every hook that began
     also ends. A deep copy of the module gets its class's own forward.
+
+    ``selection`` names operators whose outputs are not computed again; None: all of them are.
     """
 
-    def __init__(self, module: nn.Module, takeover: CheckpointTakeover) -> None:
+    def __init__(
+        self, module: nn.Module, takeover: CheckpointTakeover, selection: OutputSelection | None = None
+    ) -> None:
         self._module = weakref.ref(module)
+        self._selection = selection
         self._takeover = takeover
         self._own = module.__dict__.get("forward")  # what accelerate, say, put there
         module.forward = self
@@ -72,12 +88,17 @@ class RecomputedForward:
         if not (torch.is_grad_enabled() and module.training) or self._changes_a_cache(kwargs):
             return forward(*args, **kwargs)
 
+        saved = self._selection.region() if self._selection is not None else None
+
         def region(*inputs: Any, **named: Any) -> Any:
             with self._takeover.region():
-                return _recompute_first(forward(*inputs, **named))
+                return _recompute_first(forward(*inputs, **named), saved)
 
+        contexts = saved.contexts if saved is not None else _no_contexts
         with self._takeover.suspended(), torch.utils.checkpoint.set_checkpoint_early_stop(False):
-            return torch.utils.checkpoint.checkpoint(region, *args, use_reentrant=False, **kwargs)
+            return torch.utils.checkpoint.checkpoint(
+                region, *args, use_reentrant=False, context_fn=contexts, **kwargs
+            )
 
     @staticmethod
     def _changes_a_cache(named: dict[str, Any]) -> bool:

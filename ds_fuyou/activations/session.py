@@ -8,7 +8,7 @@ reference, so a deep copy of the model (an EMA copy, a reference model) is not s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_fuyou.activations.blocks import Block
-from ds_fuyou.activations.policy import SwapBlocks
+from ds_fuyou.activations.policy import BlockFate, FateByBlock
 from ds_fuyou.activations.recompute import RecomputedForward
+from ds_fuyou.activations.selective import OutputSelection
 from ds_fuyou.activations.swapper import Swapper
 from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover, TakeoverPoint
 from ds_fuyou.activations.tier import SwapCounters
@@ -132,16 +133,20 @@ class ActivationSession:
             self._cached_configs.append(config)
             config.use_cache = False  # type: ignore[union-attr]
 
-    def decide(self, swapped: Sequence[Block], recomputed: Sequence[Block]) -> None:
-        """From the next forward on these blocks are swapped (and what lies around blocks, if any is), these are
-        recomputed, and the others keep what they save on the device. Between forwards only.
+    def decide(self, fates: Mapping[str, BlockFate]) -> None:
+        """From the next forward on, each block by its name as said, and "" for what lies around blocks; what is not
+        named stays on the device. Between forwards only.
         """
         for forward in self._forwards:
             forward.undo()
-        self._forwards = [RecomputedForward(block.module, self._takeover) for block in recomputed]
+        self._forwards = []
+        for block in self.blocks:
+            fate = fates.get(block.name)
+            if fate is not None and fate.outputs is not None:
+                chosen = OutputSelection(self.swapper, fate.outputs) if self.swapper and fate.outputs else None
+                self._forwards.append(RecomputedForward(block.module, self._takeover, chosen))
         if self.swapper is not None:
-            names = [block.name for block in swapped]
-            self.swapper.policy = SwapBlocks([*names, ""] if names else ())
+            self.swapper.policy = FateByBlock({name: fate.saved for name, fate in fates.items()})
 
     def end_step(self) -> None:
         """A step ended: a region that an interrupt (Ctrl-C is no ``Exception``) left open is closed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ from ds_fuyou.activations.tier import SwapTier
 from ds_fuyou.activations.views import ALIGN_BYTES, ByteRange, ViewSpec, byte_view, is_movable
 from ds_fuyou.log import log_once
 
-__all__ = ["KeptTensor", "MovedTensor", "Packed", "Swapper", "Tape"]
+__all__ = ["PACKED", "KeptTensor", "MovedTensor", "Packed", "Swapper", "Tape"]
 
 SOON = 8
 """So many records, well below what a block saves, are copied to a device before backward asks for them."""
@@ -36,8 +36,11 @@ class KeptTensor:
         self._held, self._num_bytes = held, num_bytes
         held.add(num_bytes)
 
+    def is_intact(self) -> bool:
+        return self._tensor._version == self._version
+
     def value(self) -> torch.Tensor:
-        if self._tensor._version != self._version:
+        if not self.is_intact():
             raise RuntimeError(
                 f"a tensor of shape {tuple(self._tensor.shape)} needed for gradient computation was modified by an "
                 f"in-place operation: it is at version {self._tensor._version}, expected {self._version}"
@@ -88,6 +91,7 @@ class MovedTensor:
 
 
 Packed: TypeAlias = "KeptTensor | MovedTensor | SavedParameter"
+PACKED = (KeptTensor, MovedTensor, SavedParameter)
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,17 @@ class Swapper:
             return KeptTensor(tensor, self.held, 0)
         if span.num_bytes < self._smallest_bytes:
             return self._keep_small(tensor, view, span, storage.nbytes())
-        return self._move(tensor, view, span, storage)
+        return self._move(tensor, view, span, storage, self._fate)
+
+    def pack_output(self, tensor: torch.Tensor, fate: Fate) -> Packed:
+        """An operator's output that a recomputation will not compute again; no parameter, and not saved by autograd."""
+        if not is_movable(tensor, self._device_type):
+            return KeptTensor(tensor, self.held, 0)
+        view = ViewSpec.of(tensor)
+        span = view.bytes()
+        if fate is not Fate.SWAP or span.num_bytes < self._smallest_bytes:
+            return KeptTensor(tensor, self.held, span.num_bytes)
+        return self._move(tensor, view, span, tensor.untyped_storage(), lambda num_bytes: fate)
 
     def _keep_small(self, tensor: torch.Tensor, view: ViewSpec, span: ByteRange, storage_bytes: int) -> Packed:
         """Small tensors stay; a small part of something large stays as a copy that does not hold on to the rest."""
@@ -173,14 +187,16 @@ class Swapper:
             tensor = view.over(byte_view(tensor, ByteRange(begin, span.end)).clone(), begin)
         return KeptTensor(tensor, self.held, span.num_bytes)
 
-    def _move(self, tensor: torch.Tensor, view: ViewSpec, span: ByteRange, storage: Any) -> Packed:
+    def _move(
+        self, tensor: torch.Tensor, view: ViewSpec, span: ByteRange, storage: Any, fate_of: Callable[[int], Fate]
+    ) -> Packed:
         key = (storage._cdata, tensor._version)
         entries = self._moved.get(key, [])
         for entry in entries:
             record = entry.record()
             if record is not None and entry.span.covers(span):
                 return MovedTensor(record, view, entry.span.begin, entry.tape, entry.place)
-        if self.tier is None or self._fate(span.num_bytes) is Fate.KEEP:
+        if self.tier is None or fate_of(span.num_bytes) is Fate.KEEP:
             return KeptTensor(tensor, self.held, span.num_bytes)
         whole = ByteRange(0, storage.nbytes())
         if span.num_bytes * 2 < whole.num_bytes:  # a small part of something large: take no more than that
@@ -221,6 +237,22 @@ class Swapper:
             self.tier.read_ahead(packed.tape.before(packed.place), packed.tape.soon(packed.place))
             return packed.view.over(memory, packed.begin)
         raise TypeError(f"a saved tensor came back as {type(packed).__name__}")
+
+    def is_intact(self, packed: Packed) -> bool:
+        """Whether the value at the time of saving can still be had."""
+        if isinstance(packed, KeptTensor):
+            return packed.is_intact()
+        return not isinstance(packed, MovedTensor) or self.tier is None or self.tier.is_intact(packed.record)
+
+    def unpack_output(self, packed: Packed) -> torch.Tensor:
+        """A tensor object of its own each time: autograd will write a history to it."""
+        return self.unpack(packed).detach()
+
+    def read_ahead(self, packed: Sequence[Packed]) -> None:
+        """Backward is about to ask for these, in this order."""
+        records = [item.record for item in packed if isinstance(item, MovedTensor)]
+        if self.tier is not None and records:
+            self.tier.read_ahead(records, records)
 
     def _parameter(self, saved: SavedParameter) -> torch.Tensor:
         values = self.parameters.values(saved)

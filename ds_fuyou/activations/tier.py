@@ -286,6 +286,13 @@ class SwapTier:
                 raise FuyouStateError(f"{record.what} must be in host memory, it is {record.state.name}")
             return record.memory[: record.num_bytes]
 
+    def is_intact(self, record: Record) -> bool:
+        """Whether the record holds what its source was when it was saved; waits for the copy out."""
+        with self._lock:
+            if record.state is RecordState.LEAVING:
+                self._settle_copy(record)
+            return not record.spoilt
+
     def _copy_in(self, record: Record) -> None:
         if record.coming is None and record.memory is not None:
             record.coming = self.copies.copy_in(record.memory[: record.num_bytes])
