@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.policy import BlockFate, Fate
 
-__all__ = ["Choice", "Counts", "OutputCost", "StepMeasurement", "choose"]
+__all__ = ["Choice", "Counts", "OutputCost", "StepMeasurement", "choose", "swap_allowance"]
 
 _WORKING_BLOCKS = 2
 
@@ -45,10 +45,7 @@ class StepMeasurement:
         input_bytes: of the tensors that go into a block.
         outside_bytes: what is saved around blocks in one forward.
         outputs: of one block, in the order of its forward; only those worth saving.
-        num_forwards: forwards in the step.
-        step_secs: wall time of the step without waits for activations.
-        storage_bytes_per_sec: measured, reads and writes together; None without storage: then nothing bounds swapping.
-        other_storage_bytes: moved in the step for parameters, gradients and states.
+        swap_bytes: what storage can take of one forward (:func:`swap_allowance`); None: nothing bounds swapping.
         device_bytes: room for activations on the device.
     """
 
@@ -57,11 +54,19 @@ class StepMeasurement:
     input_bytes: float
     outside_bytes: float
     outputs: tuple[OutputCost, ...]
-    num_forwards: int
-    step_secs: float
-    storage_bytes_per_sec: float | None
-    other_storage_bytes: float
+    swap_bytes: float | None
     device_bytes: float
+
+
+def swap_allowance(step_secs: float, storage_bytes_per_sec: float, other_bytes: float, num_forwards: int) -> float:
+    """Bytes of one forward that can cross the storage lane out and in again before it becomes the bound of a step.
+
+    Args:
+        step_secs: wall time of the step without waits for activations.
+        storage_bytes_per_sec: reads and writes together.
+        other_bytes: moved in the step for parameters, gradients and states.
+    """
+    return max(0.0, step_secs * storage_bytes_per_sec - other_bytes) / (2 * max(1, num_forwards))
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of everything: ``inputs`` of blocks, ``outputs`` by (name, call), and whether what lies around
-    blocks is swapped. A block of which nothing is recomputed is swapped or kept whole.
+    """What becomes of everything: ``inputs`` of blocks (recomputed: the whole block is, and its inputs are swapped),
+    ``outputs`` by (name, call), and whether what lies around blocks is swapped. A block of which nothing is recomputed
+    is swapped or kept whole.
     """
 
     num_blocks: int
@@ -96,12 +102,15 @@ class Choice:
         return {**fates, "": BlockFate(Fate.SWAP if self.swaps_outside else Fate.KEEP)}
 
     def _block(self, index: int) -> BlockFate:
+        whole = self.inputs.fate(index)
+        if whole is Fate.RECOMPUTE:
+            return BlockFate(Fate.SWAP, {})
         outputs = {call: counts.fate(index) for (_, call), counts in self.outputs.items()}
-        found = {*outputs.values(), self.inputs.fate(index)}
+        found = {*outputs.values(), whole}
         if Fate.RECOMPUTE not in found:
             return BlockFate(Fate.SWAP if Fate.SWAP in found else Fate.KEEP)
         saved = {call: fate for call, fate in outputs.items() if fate is not Fate.RECOMPUTE}
-        return BlockFate(Fate.KEEP if self.inputs.fate(index) is Fate.KEEP else Fate.SWAP, saved)
+        return BlockFate(whole, saved)
 
     def table(self) -> str:
         """One line an output, for the log."""
@@ -113,19 +122,19 @@ class Choice:
 
 
 def choose(measured: StepMeasurement) -> Choice:
-    """Applies the rule, [Note: the rule of mode auto]. Bytes that are swapped cross the storage lane twice."""
+    """Applies the rule, [Note: the rule of mode auto]."""
     total, block = measured.num_blocks, measured.block_bytes
     if measured.device_bytes >= total * block + measured.outside_bytes:
         return _whole(measured, num_swapped=0)
     room = max(0.0, measured.device_bytes - _WORKING_BLOCKS * block)
     kept = min(total, int(room / block)) if block > 0 else total
     rest = total - kept
-    if measured.storage_bytes_per_sec is None:
+    allowance = measured.swap_bytes
+    if allowance is None or allowance >= rest * block + measured.outside_bytes:
         return _whole(measured, rest)
-    free = measured.step_secs * measured.storage_bytes_per_sec - measured.other_storage_bytes
-    allowance = max(0.0, free) / (2 * max(1, measured.num_forwards))
-    if allowance >= rest * block + measured.outside_bytes:
-        return _whole(measured, rest)
+    if not measured.outputs:  # nothing is known of operators: whole blocks it is
+        swapped = min(rest, int(max(0.0, allowance - measured.outside_bytes) / block))
+        return Choice(total, Counts(swapped, rest - swapped, kept), {}, swaps_outside=True)
     allowance = max(0.0, allowance - measured.outside_bytes - rest * measured.input_bytes)
     outputs = _ladder(measured, kept, allowance, room - kept * block)
     return Choice(total, Counts(rest, 0, kept), outputs, swaps_outside=True)

@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which call of which operator: how a block's forward and its recomputation agree about outputs.
 
-Counted are calls that autograd records and whose output is new memory. What a block does besides (building masks or
-rotary tables, casts, views, fetching parameters) may happen in forward and not in the recomputation, or the other way
-round, and must not shift the count.
+Counted are calls with an input that requires a gradient and new memory as output. What a block does besides (building
+masks or rotary tables, casts, views, fetching parameters) may happen in forward and not in the recomputation, or the
+other way round, and must not shift the count.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["CallCounter", "OperatorCall", "written_tensors"]
+__all__ = ["CallCounter", "OperatorCall", "is_view", "written_tensors"]
 
-_CHEAP = frozenset({"aten._to_copy.default", "aten.empty_like.default", "aten.clone.default"})
+_CHEAP = frozenset(
+    {"aten._to_copy.default", "aten.empty_like.default", "aten.clone.default", "aten._unsafe_view.default"}
+)
 _PROBABILITIES = ("dropout_p", "p")
 
 
@@ -37,17 +39,19 @@ class _Kind:
     counts: bool
     random: bool
     writes: bool
+    is_view: bool
 
 
-@lru_cache(maxsize=None)
+@cache
 def _kind(func: Any) -> _Kind:
     if not isinstance(func, torch._ops.OpOverload):
-        return _Kind(str(func), counts=False, random=False, writes=False)
+        return _Kind(str(func), counts=False, random=False, writes=False, is_view=False)
     schema = func._schema
     makes_tensors = any("Tensor" in str(item.type) for item in schema.returns)
-    is_view = any(item.alias_info is not None for item in schema.returns)
-    counts = makes_tensors and not is_view and not schema.is_mutable and str(func) not in _CHEAP
-    return _Kind(str(func), counts, torch.Tag.nondeterministic_seeded in func.tags, schema.is_mutable)
+    aliases = any(item.alias_info is not None for item in schema.returns)
+    counts = makes_tensors and not aliases and not schema.is_mutable and str(func) not in _CHEAP
+    view = (aliases and not schema.is_mutable) or str(func) == "aten._unsafe_view.default"
+    return _Kind(str(func), counts, torch.Tag.nondeterministic_seeded in func.tags, schema.is_mutable, view)
 
 
 class CallCounter:
@@ -70,7 +74,7 @@ class CallCounter:
         draw different ones.
         """
         kind = _kind(func)
-        if not kind.counts or not torch.is_grad_enabled() or (kind.random and _draws(func, args, kwargs)):
+        if not kind.counts or (kind.random and _draws(func, args, kwargs)):
             return None
         if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))):
             return None
@@ -86,6 +90,11 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             value = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
             return value != 0
     return True
+
+
+def is_view(func: Any) -> bool:
+    """Whether the operator neither reads nor writes elements."""
+    return _kind(func).is_view
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

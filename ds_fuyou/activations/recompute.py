@@ -40,13 +40,14 @@ class _RecomputeFirst(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, token: torch.Tensor, saved: RegionOutputs | None) -> torch.Tensor:
         ctx.save_for_backward(token)
-        ctx.saved = saved
+        ctx.saved = None if saved is None else weakref.ref(saved)  # they belong to what backward frees, not to the node
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        if ctx.saved is not None:
-            ctx.saved.come()
+        saved = None if ctx.saved is None else ctx.saved()
+        if saved is not None:
+            saved.come()
         _ = ctx.saved_tensors
         return grads[0], None, None
 
@@ -96,9 +97,7 @@ class RecomputedForward:
 
         contexts = saved.contexts if saved is not None else _no_contexts
         with self._takeover.suspended(), torch.utils.checkpoint.set_checkpoint_early_stop(False):
-            return torch.utils.checkpoint.checkpoint(
-                region, *args, use_reentrant=False, context_fn=contexts, **kwargs
-            )
+            return torch.utils.checkpoint.checkpoint(region, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     @staticmethod
     def _changes_a_cache(named: dict[str, Any]) -> bool:

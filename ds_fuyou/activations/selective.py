@@ -8,6 +8,13 @@ need, by the same way as any saved tensor.
 
 In the recomputation a saved output is handed out instead of running its operator; all others run again, in order. So
 results are those of the block without any of this, to the bit: the values are the same, wherever they lay.
+
+[Note: outputs that are changed in place]
+An output that the block changes later cannot be handed out, since somebody may have read it before: it is computed
+again, and changed again. One case is common and safe: an autograd function completes its output in place before it
+returns it, as DeepSpeed's linear layer adds the bias to the product. There, in a forward without gradients and with no
+other operator in between, the change belongs to the output: what is saved is the complete one, and the recomputation
+leaves the change out. So an output is saved when the operator after it is seen, not at once.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ds_fuyou.activations.calls import CallCounter, OperatorCall, written_tensors
+from ds_fuyou.activations.calls import CallCounter, OperatorCall, is_view, written_tensors
 from ds_fuyou.activations.policy import Fate
 from ds_fuyou.activations.swapper import PACKED, Swapper
 
@@ -32,10 +39,32 @@ Shapes: TypeAlias = "tuple[torch.Size, ...]"
 
 @dataclass(frozen=True)
 class _Saved:
-    """The outputs of one call (their nested structure, tensors packed), and the shapes that went in."""
+    """The outputs of one call (their nested structure, tensors packed), the shapes that went in, and how many changes
+    in place are part of the outputs.
+    """
 
     outputs: Any
     inputs: Shapes
+    num_completions: int
+
+
+@dataclass
+class _Made:
+    """Outputs that were just made, and may yet be completed."""
+
+    call: OperatorCall
+    inputs: Shapes
+    outputs: Any
+    num_completions: int = 0
+
+    def is_completed_by(self, written: list[torch.Tensor]) -> bool:
+        """Whether a change of these is part of making the output: see [Note: outputs that are changed in place]."""
+        return (
+            not torch.is_grad_enabled()
+            and isinstance(self.outputs, torch.Tensor)
+            and len(written) == 1
+            and _address(written[0]) == _address(self.outputs)
+        )
 
 
 class OutputSelection:
@@ -58,35 +87,50 @@ class RegionOutputs:
         self._fates = fates
         self._saved: dict[OperatorCall, _Saved] = {}
         self._by_storage: dict[int, OperatorCall] = {}
+        self._made: _Made | None = None
         self.counts: dict[str, int] = {}
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """For the ``context_fn`` of a checkpoint: around the forward, and around every recomputation."""
         return _Forward(self), _Recomputation(self)
 
-    def save(self, call: OperatorCall, inputs: Shapes, outputs: Any) -> None:
-        """The call has just run. Raises what moving a tensor may raise."""
-        fate = self._fates.get(call)
-        if fate is None:
-            return
-        for tensor in _tensors(outputs):
-            self._by_storage[tensor.untyped_storage()._cdata] = call
-        packed = tree_map_only(torch.Tensor, lambda tensor: self._swapper.pack_output(tensor, fate), outputs)
-        self._saved[call] = _Saved(packed, inputs)
+    def made(self, call: OperatorCall, inputs: Shapes, outputs: Any) -> None:
+        """The call has just run."""
+        if call in self._fates:
+            self._made = _Made(call, inputs, outputs)
 
-    def changed(self, tensors: list[torch.Tensor]) -> None:
-        """These are about to be changed in place: an output among them must be computed again, and changed again."""
-        for tensor in tensors:
-            call = self._by_storage.pop(tensor.untyped_storage()._cdata, None)
+    def changes(self, written: list[torch.Tensor]) -> None:
+        """An operator that is no view is about to run, and changes these in place.
+
+        Raises:
+            FuyouStorageError: what was made before it could not be moved.
+        """
+        if self._made is not None and self._made.is_completed_by(written):
+            self._made.num_completions += 1
+            return
+        self.save()
+        for tensor in written:
+            call = self._by_storage.pop(_address(tensor), None)
             if call is not None:
                 self._saved.pop(call, None)
+
+    def save(self) -> None:
+        """Saves what was made last, if anything. Raises what moving a tensor may raise."""
+        made, self._made = self._made, None
+        if made is None:
+            return
+        fate = self._fates[made.call]
+        for tensor in _tensors(made.outputs):
+            self._by_storage[_address(tensor)] = made.call
+        packed = tree_map_only(torch.Tensor, lambda tensor: self._swapper.pack_output(tensor, fate), made.outputs)
+        self._saved[made.call] = _Saved(packed, made.inputs, made.num_completions)
 
     def end_forward(self, counts: dict[str, int]) -> None:
         self.counts = counts
         self._by_storage.clear()
 
-    def take(self, call: OperatorCall, inputs: Shapes) -> Any:
-        """The saved outputs of the call, or None if it has to run.
+    def take(self, call: OperatorCall, inputs: Shapes) -> tuple[Any, int] | None:
+        """The saved outputs of the call, and how many changes in place are in them; None if it has to run.
 
         Raises:
             RuntimeError: the recomputation does something else than the forward did.
@@ -103,7 +147,7 @@ class RegionOutputs:
         if not all(self._swapper.is_intact(packed) for packed in _packed(saved.outputs)):
             del self._saved[call]  # changed in place after the block had ended: the value of then is gone
             return None
-        return tree_map_only(PACKED, self._swapper.unpack_output, saved.outputs)
+        return tree_map_only(PACKED, self._swapper.unpack_output, saved.outputs), saved.num_completions
 
     def come(self) -> None:
         """Backward is about to need all of it."""
@@ -121,15 +165,18 @@ class _Forward(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        self._region.changed(written_tensors(func, args, named))
+        if not is_view(func):
+            self._region.changes(written_tensors(func, args, named))
         call = self._calls.place(func, args, named)
         outputs = func(*args, **named)
         if call is not None:
-            self._region.save(call, _shapes(args), outputs)
+            self._region.made(call, _shapes(args), outputs)
         return outputs
 
-    def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
+    def __exit__(self, kind: Any, *exc: Any) -> None:
+        super().__exit__(kind, *exc)
+        if kind is None:
+            self._region.save()
         self._region.end_forward(self._calls.counts())
 
 
@@ -138,18 +185,30 @@ class _Recomputation(TorchDispatchMode):
         super().__init__()
         self._region = region
         self._calls = CallCounter()
+        self._complete: dict[int, int] = {}  # address of a storage → changes in place that it has behind it already
 
     def __enter__(self) -> Any:
         self._calls.restart()
+        self._complete.clear()
         return super().__enter__()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
+        for tensor in written_tensors(func, args, named):
+            left = self._complete.get(_address(tensor), 0)
+            if left > 0:
+                self._complete[_address(tensor)] = left - 1
+                return tensor
         call = self._calls.place(func, args, named)
-        outputs = None if call is None else self._region.take(call, _shapes(args))
-        return func(*args, **named) if outputs is None else outputs
+        taken = None if call is None else self._region.take(call, _shapes(args))
+        if taken is None:
+            return func(*args, **named)
+        outputs, num_completions = taken
+        if num_completions:
+            self._complete[_address(outputs)] = num_completions
+        return outputs
 
     def __exit__(self, kind: Any, *exc: Any) -> None:
         super().__exit__(kind, *exc)
@@ -162,6 +221,11 @@ class _Recomputation(TorchDispatchMode):
                 f"{self._region.counts.get(differ[0], 0)} times then and {counts.get(differ[0], 0)} times now. Set "
                 f"activations.mode to swap"
             )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Of the tensor's storage; its own while it lives."""
+    return tensor.untyped_storage()._cdata
 
 
 def _shapes(args: tuple[Any, ...]) -> Shapes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class ActivationSession:
             points,
         )
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._observer: AbstractContextManager[Any] | None = None
+        self._observing: AbstractContextManager[Any] | None = None
         self.num_forwards = 0
         self._cached_configs: list[Any] = []
         self._depth = 0
@@ -109,6 +112,9 @@ class ActivationSession:
             self.swapper.begin_forward()
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self.swapper.pack, self.swapper.unpack)
             self._hooks.__enter__()
+        self._observing, self._observer = self._observer, None
+        if self._observing is not None:
+            self._observing.__enter__()
 
     def _leave_model(self) -> None:
         self._depth = max(0, self._depth - 1)
@@ -116,6 +122,9 @@ class ActivationSession:
             self._close_region()
 
     def _close_region(self) -> None:
+        observing, self._observing = self._observing, None
+        if observing is not None:
+            observing.__exit__(None, None, None)
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__()
@@ -132,6 +141,10 @@ class ActivationSession:
         if self._forwards and getattr(config, "use_cache", False) is True:
             self._cached_configs.append(config)
             config.use_cache = False  # type: ignore[union-attr]
+
+    def observe(self, observer: AbstractContextManager[Any]) -> None:
+        """The next forward in training mode runs inside of ``observer``, once."""
+        self._observer = observer
 
     def decide(self, fates: Mapping[str, BlockFate]) -> None:
         """From the next forward on, each block by its name as said, and "" for what lies around blocks; what is not

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -133,6 +134,7 @@ class Swapper:
         self.held = tier.held if tier is not None else HeldBytes()
         self.block = ""
         self.num_saved_parameters = 0
+        self.moved_bytes: Counter[str] = Counter()  # by block, since the start
         self._places: dict[str, int] = {}
         self._device_type = device_type
         self._smallest_bytes = smallest_bytes
@@ -211,6 +213,7 @@ class Swapper:
                 f"behind it: what does not fit stays on the device. Raise dram_budget_bytes, or name an nvme_path",
             )
             return KeptTensor(tensor, self.held, span.num_bytes)
+        self.moved_bytes[self.block] += whole.num_bytes
         tape, place = self._tape, len(self._tape.records)
         tape.records.append(weakref.ref(record))
         self._moved.setdefault(key, []).append(_Moved(StorageWeakRef(storage), whole, weakref.ref(record), place, tape))

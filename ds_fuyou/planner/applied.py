@@ -18,8 +18,8 @@ _CLOSE = 0.05  # biases, positions and padding of the vocabulary that a model's 
 def completed_block(block: Mapping[str, Any], plan: PlanDocument) -> dict[str, Any]:
     """The block with the plan's tiers, and its mode of activations, where the block leaves them open.
 
-    A run places whole classes: one that the plan keeps wholly in host memory goes there, any other to storage. A mixed
-    fate of activations cannot be run yet, so the mode is taken only where one is planned for all.
+    A run places whole classes: one that the plan keeps wholly in host memory goes there, any other to storage. Where
+    one fate of activations is planned for all, it becomes the mode; a mixed one is what mode "auto" then does.
 
     Raises:
         FuyouConfigError: the plan is for another number of ranks than the launcher started.

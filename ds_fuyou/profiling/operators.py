@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ds_fuyou.activations.blocks import Block
+from ds_fuyou.activations.calls import CallCounter, OperatorCall
 
 __all__ = ["BlockProfile", "OperatorOutput", "OperatorRecorder", "SavedHooks", "profile_blocks"]
 
@@ -37,6 +38,8 @@ class OperatorOutput:
         name: module within the block and operator, ``mlp.up/addmm``; ``/2`` is added to the second of its name.
         operator: as ``str`` of the overload that a dispatch mode gets, ``aten.addmm.default``.
         occurrence: of this operator in this call of the block, from 0.
+        call: by which a recomputation knows the output; None for a call that it always runs again
+            (:mod:`ds_fuyou.activations.calls`).
         flops: forward FLOPs of the call.
         num_bytes: memory that the outputs made; 0 for views and for operators in place.
         saved: backward needs it. A view that is saved counts for the operator that made the memory, the input of a
@@ -49,6 +52,7 @@ class OperatorOutput:
     flops: int
     num_bytes: int
     saved: bool
+    call: OperatorCall | None = None
 
     @property
     def flops_per_byte(self) -> float:
@@ -119,10 +123,11 @@ class _Calls:
         self.outputs: list[OperatorOutput] = []
         self.input_bytes = self.tokens = self.seq = 0
         self.saves_own = False
+        self.counter = CallCounter()
         self._occurrences: Counter[str] = Counter()
         self._names: Counter[str] = Counter()
 
-    def add(self, module: str, func: Any, flops: int, num_bytes: int) -> int:
+    def add(self, module: str, func: Any, flops: int, num_bytes: int, call: OperatorCall | None) -> int:
         """Place of the output in the list; -1 if it is none worth a line."""
         operator = str(func)
         occurrence = self._occurrences[operator]
@@ -134,7 +139,7 @@ class _Calls:
         self._names[name] += 1
         if self._names[name] > 1:
             name = f"{name}/{self._names[name]}"
-        self.outputs.append(OperatorOutput(name, operator, occurrence, flops, num_bytes, saved=False))
+        self.outputs.append(OperatorOutput(name, operator, occurrence, flops, num_bytes, False, call))
         return len(self.outputs) - 1
 
     def took(self, args: Any) -> None:
@@ -220,7 +225,8 @@ class OperatorRecorder(TorchDispatchMode):
         made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.layout == torch.strided]
         fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in there]
         num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in fresh)
-        place = self._current.add(self._module[-1] if self._module else "", func, flops, num_bytes)
+        call = self._current.counter.place(func, args, kwargs)
+        place = self._current.add(self._module[-1] if self._module else "", func, flops, num_bytes, call)
         for tensor in fresh if place >= 0 else ():
             storage = tensor.untyped_storage()
             self._made[storage._cdata] = (StorageWeakRef(storage), self._current, place)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ds_fuyou.activations.swapper import Swapper
 from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover, TakeoverPoint
 from ds_fuyou.activations.tier import StorageHome, SwapTier
 from ds_fuyou.activations.views import ViewSpec
+from ds_fuyou.config import FuyouConfig
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.host_config import Activation
 from ds_fuyou.log import log_once
@@ -31,7 +32,7 @@ from ds_fuyou.storage.io import IoLane
 from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.auto_activations import AutoActivations
 
-__all__ = ["ActivationInput", "GatheredIndex", "attach_activations", "attach_auto"]
+__all__ = ["ActivationInput", "GatheredIndex", "attach_activations", "attach_auto", "handles_activations"]
 
 
 class _DirectDeepSpeedFunction:
@@ -121,10 +122,9 @@ def attach_activations(
         FuyouConfigError: ``block_classes`` names what the model does not have.
         FuyouStorageError: a path is not writable.
     """
-    config = given.activation.config
-    settings = config.activations
-    if settings.mode == "none" or (settings.mode == "auto" and config.gpu_budget_bytes == "auto"):
+    if not handles_activations(given.activation.config):
         return None
+    settings = given.activation.config.activations
     blocks = find_blocks(module, settings.block_classes, lambda param: int(getattr(param, "ds_numel", param.numel())))
     if settings.mode == "recompute":
         _tell(f"activations of {_shown(blocks)} are recomputed in backward")
@@ -137,7 +137,7 @@ def attach_activations(
         _tell("activations stay in host memory, where the device has its memory: nothing is moved")
     else:
         where = "host memory" if tier.storage is None else "storage"
-        until = "; mode auto decides after two steps" if settings.mode == "auto" else ""
+        until = "; mode auto decides after the first steps" if settings.mode == "auto" else ""
         _tell(f"activations of {_shown(blocks)} and of what lies around them are swapped to {where}{until}")
     swapper = Swapper(
         tier,
@@ -150,23 +150,38 @@ def attach_activations(
     return ActivationSession(module, blocks, swapper, (), _POINTS)
 
 
-def attach_auto(session: ActivationSession | None, given: ActivationInput) -> AutoActivations | None:
+def handles_activations(config: FuyouConfig) -> bool:
+    """Whether anything is to be done. Mode "auto" needs a device with memory of its own, a budget, or a plan."""
+    if config.activations.mode != "auto":
+        return config.activations.mode != "none"
+    budgeted = config.gpu_budget_bytes != "auto" or get_accelerator().device_name() != "cpu"
+    return budgeted or _planned(config) is not None
+
+
+def _planned(config: FuyouConfig) -> Mapping[str, Mapping[str, int]] | None:
+    """Fates of a plan document, where there is one."""
+    document = config.plan.document if config.plan is not None else None
+    return document.activations if document is not None and document.activations else None
+
+
+def attach_auto(
+    session: ActivationSession | None, module: torch.nn.Module, given: ActivationInput
+) -> AutoActivations | None:
     """What decides for mode "auto" after the first steps; None for any other mode.
 
     Raises:
         FuyouConfigError: ``gpu_budget_bytes`` is more than the device has.
     """
-    budget = given.activation.config.gpu_budget_bytes
-    if budget == "auto":
-        return None
+    config = given.activation.config
+    budget = None if config.gpu_budget_bytes == "auto" else int(config.gpu_budget_bytes)
     have = int(get_accelerator().total_memory())
-    if int(budget) > have:
+    if budget is not None and budget > have:
         raise FuyouConfigError(
             f"fuyou.gpu_budget_bytes must not exceed what there is: {budget} bytes, the device has {have}; lower it"
         )
-    if session is None or given.activation.config.activations.mode != "auto":
+    if session is None or config.activations.mode != "auto":
         return None
-    return AutoActivations(session, given.io, int(budget))
+    return AutoActivations(session, module, given.io, budget, _planned(config))
 
 
 def _build_tier(device: torch.device, given: ActivationInput) -> SwapTier | None:

@@ -1,90 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the rule of ``activations.mode: auto`` in the engine: measures one step, decides once, the same on all ranks."""
+"""Runs the rule of ``activations.mode: auto`` in the engine: watches one forward, measures one step, decides once, the
+same on all ranks. Where a plan document says what becomes of activations, that is done instead.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from ds_fuyou.activations.auto import BlockFates, BlockMeasurement, choose_fates
+from ds_fuyou.activations.auto import Choice, OutputCost, StepMeasurement, choose, swap_allowance
+from ds_fuyou.activations.named_outputs import planned_choice
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.log import log_once
+from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
 from ds_fuyou.storage.io import IoLane
 
 __all__ = ["AutoActivations"]
 
-_MEASURED_STEP = 2  # the first one also builds what later ones use again
+_MEASURED_STEP = 2  # the first one builds what later ones use again, and is slowed down by being watched
+_OF_DEVICE = 0.9  # of the device's memory, where no budget is given; the rest is the allocator's
 
 
 class AutoActivations:
-    """To be told of every applied step, until it has decided."""
+    """To be told of every applied step, until it has decided.
 
-    def __init__(self, session: ActivationSession, io: IoLane, budget_bytes: int) -> None:
+    Args:
+        budget_bytes: of the device; None: most of what it has.
+        planned: ``activations`` of a plan document, which then decides after the first step; None: the rule does.
+    """
+
+    def __init__(
+        self,
+        session: ActivationSession,
+        model: torch.nn.Module,
+        io: IoLane,
+        budget_bytes: int | None,
+        planned: Mapping[str, Mapping[str, int]] | None,
+    ) -> None:
         self._session = session
         self._io = io
         self._budget_bytes = budget_bytes
+        self._planned = planned
         self._num_steps = 0
         self._at = self._look()
+        swapper = session.swapper
+        hooks = (swapper.pack, swapper.unpack) if swapper is not None else None
+        self._recorder: OperatorRecorder | None = OperatorRecorder(model, session.blocks, hooks)
+        self._profile: BlockProfile | None = None
+        session.observe(self._recorder)
 
     def _look(self) -> dict[str, float]:
         """Counters since the start."""
         lanes = self._io.stats().values()
         moved = self._session.counters
+        swapper = self._session.swapper
         return {
             "time": time.perf_counter(),
             "bytes": float(sum(lane.num_bytes for lane in lanes)),
             "busy": float(sum(lane.busy_secs for lane in lanes)),
             "out": float(moved.out_bytes),
+            "outside": float(swapper.moved_bytes[""]) if swapper is not None else 0.0,
+            "waited": moved.waited_secs,
             "swapped": float(moved.written_bytes + moved.read_bytes),
             "forwards": float(self._session.num_forwards),
         }
 
     def step_applied(self) -> bool:
-        """Whether the decision has fallen, so that this object is of no more use."""
+        """Whether the decision has fallen, so that this object is of no more use.
+
+        Raises:
+            FuyouConfigError: the plan is for another number of blocks.
+        """
         self._num_steps += 1
+        self._take_profile()
+        choice: Choice | None = None
         if self._num_steps < _MEASURED_STEP:
+            choice = self._by_plan()
             self._at = self._look()
+        else:
+            now = self._look()
+            choice = choose(self._measured({key: now[key] - self._at[key] for key in now}))
+        if choice is None:
             return False
-        now = self._look()
-        fates = self._agreed(choose_fates(self._measured({key: now[key] - self._at[key] for key in now})))
-        swapped, recomputed = fates.split(self._session.blocks)
-        self._session.decide(swapped, recomputed)
+        choice = self._of_rank_0(choice)
+        self._session.decide(choice.fates([block.name for block in self._session.blocks]))
         log_once(
             logging.INFO,
-            f"activations, decided after step {self._num_steps}: of {len(self._session.blocks)} blocks {len(swapped)} "
-            f"are swapped, {len(recomputed)} recomputed, {fates.num_kept} kept on the device",
+            f"activations, decided after step {self._num_steps}, in how many of {len(self._session.blocks)} blocks:\n"
+            f"{choice.table()}",
         )
         return True
 
-    def _measured(self, step: dict[str, float]) -> BlockMeasurement:
-        num_blocks = len(self._session.blocks)
+    def _take_profile(self) -> None:
+        if self._recorder is not None:
+            blocks = [profile for profile in self._recorder.profiles() if profile.name]
+            self._profile = blocks[0] if blocks else None
+            self._recorder = None
+
+    def _outputs(self) -> tuple[OutputCost, ...]:
+        """Of one block: what it can be spared to compute again, if that is work or backward asks for it."""
+        outputs = self._profile.outputs if self._profile is not None else ()
+        return tuple(
+            OutputCost(output.name, output.call, output.flops, output.num_bytes)
+            for output in outputs
+            if output.call is not None and output.num_bytes > 0 and (output.flops > 0 or output.saved)
+        )
+
+    def _by_plan(self) -> Choice | None:
+        if self._planned is None:
+            return None
+        choice = planned_choice(self._planned, len(self._session.blocks), self._outputs())
+        if choice is None:
+            log_once(
+                logging.WARNING,
+                "fuyou.plan names operators of attention and MLP that the blocks of this model do not have; what "
+                "becomes of activations is decided by what the next step shows instead",
+            )
+        return choice
+
+    def _measured(self, step: dict[str, float]) -> StepMeasurement:
+        num_blocks = max(1, len(self._session.blocks))
         forwards = max(1, int(step["forwards"]))
         swapper = self._session.swapper
         on_storage = swapper is not None and swapper.tier is not None and swapper.tier.storage is not None
-        return BlockMeasurement(
+        allowance = float("inf")
+        if on_storage and step["busy"] > 0:
+            others = max(0.0, step["bytes"] - step["swapped"])
+            secs = max(0.0, step["time"] - step["waited"])
+            allowance = swap_allowance(secs, step["bytes"] / step["busy"], others, forwards)
+        allowance, device_bytes = self._least(allowance, float(self._device_bytes()))
+        return StepMeasurement(
             num_blocks=num_blocks,
-            block_bytes=step["out"] / forwards / max(1, num_blocks),
-            num_forwards=forwards,
-            step_secs=step["time"],
-            storage_bytes_per_sec=step["bytes"] / step["busy"] if on_storage and step["busy"] > 0 else None,
-            other_storage_bytes=max(0.0, step["bytes"] - step["swapped"]),
-            device_bytes=max(0, self._budget_bytes - self._device_peak_bytes()),
+            block_bytes=(step["out"] - step["outside"]) / forwards / num_blocks,
+            input_bytes=float(self._profile.input_bytes) if self._profile is not None else 0.0,
+            outside_bytes=step["outside"] / forwards,
+            outputs=self._outputs(),
+            swap_bytes=None if allowance == float("inf") else allowance,
+            device_bytes=device_bytes,
         )
 
-    @staticmethod
-    def _device_peak_bytes() -> int:
-        """What the rest of training needs of the device; on the host it is counted by the other budgets."""
+    def _device_bytes(self) -> int:
+        """Room for activations: the budget, less what the rest of training needs of the device. On the host that is
+        counted by the other budgets.
+        """
         accelerator: Any = get_accelerator()
-        return 0 if accelerator.device_name() == "cpu" else int(accelerator.max_memory_allocated())
+        budget = self._budget_bytes
+        if budget is None:
+            budget = int(_OF_DEVICE * accelerator.total_memory())
+        taken = 0 if accelerator.device_name() == "cpu" else int(accelerator.max_memory_allocated())
+        return max(0, budget - taken)
 
-    def _agreed(self, fates: BlockFates) -> BlockFates:
-        """The smallest counts of all ranks: recomputed blocks gather parameters, which is a collective."""
-        counts = torch.tensor([fates.num_swapped, fates.num_kept], device=get_accelerator().current_device_name())
-        dist.all_reduce(counts, op=dist.ReduceOp.MIN)
-        num_swapped, num_kept = (int(count) for count in counts.tolist())
-        return BlockFates(num_swapped, len(self._session.blocks) - num_swapped - num_kept, num_kept)
+    @staticmethod
+    def _least(*values: float) -> list[float]:
+        """The smallest of each over all ranks."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=get_accelerator().current_device_name())
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+        return [float(value) for value in tensor.tolist()]
+
+    @staticmethod
+    def _of_rank_0(choice: Choice) -> Choice:
+        """One choice for all ranks: recomputed blocks gather parameters, which is a collective."""
+        if dist.get_world_size() == 1:
+            return choice
+        box: list[Any] = [choice]
+        dist.broadcast_object_list(box, src=0)
+        found: Choice = box[0]
+        return found

@@ -39,6 +39,7 @@ from ds_fuyou.storage.store import RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
 from ds_fuyou.telemetry.report import report_close
 from ds_fuyou.telemetry.trace import LaneTrace
+from ds_fuyou.zero.activations import handles_activations
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.param_swapper import AVAILABLE, NOT_AVAILABLE, FuyouParameterSwapper
 
@@ -121,8 +122,7 @@ class RankState:
             may_speculate=config.optimizer.clip_policy != "defer" and config.optimizer.overlap != "none",
             num_cpus=len(os.sched_getaffinity(0)) // local_ranks,
             device_is_host=get_accelerator().device_name() == "cpu",
-            swaps_activations=config.activations.mode == "swap"
-            or (config.activations.mode == "auto" and config.gpu_budget_bytes != "auto"),
+            swaps_activations=config.activations.mode != "recompute" and handles_activations(config),
         )
 
     def _core_options(self, num_slots: int, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> CoreOptions:

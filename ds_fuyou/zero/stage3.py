@@ -100,7 +100,7 @@ class FuyouStage3Optimizer(
             trace=state.trace,
         )
         state.activations = attach_activations(self.module, index, given)
-        self._auto_activations = attach_auto(state.activations, given)
+        self._auto_activations = attach_auto(state.activations, self.module, given)
         return index
 
     def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:

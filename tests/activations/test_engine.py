@@ -13,7 +13,15 @@ import pytest
 from tests.harness.runner import environment, free_port
 
 SCRIPT = Path(__file__).with_name("engine_script.py")
-RUNS = ("everything swap", "everything recompute", "llama swap", "llama recompute", "deepspeed swap")
+RUNS = (
+    "everything swap",
+    "everything recompute",
+    "everything planned",
+    "llama swap",
+    "llama recompute",
+    "llama planned",
+    "deepspeed swap",
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +43,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
 def test_equals_stock(name: str, trained: tuple[dict, str]) -> None:
     found = trained[0][name]
     assert found["differs"] == []
-    if "swap" in name:
+    if "recompute" not in name:
         assert found["swapped"] > 0
         assert found["read"] > 0
         assert found["left"] == 0
+
+
+def test_the_plan_decided_after_the_first_step(trained: tuple[dict, str]) -> None:
+    assert trained[1].count("activations, decided after step 1, in how many of") == 2
+    assert "mlp_up (mlp.up_proj/mm)" in trained[1]
 
 
 def test_checkpointing_was_taken_over(trained: tuple[dict, str]) -> None:

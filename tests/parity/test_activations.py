@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 
 from ds_fuyou.telemetry.lane_times import read_trace
+from tests.harness.models import build_model
+from tests.harness.plans import plan_document
 from tests.parity.cases import STOCK, TIERS, block
 
 NUM_MATRICES = 7  # weights of linear layers: each is saved once in every forward, and must be known for a parameter
+PLANNED = {"block_input": (0, 3, 0), "mlp_up": (1, 1, 1), "mlp_activation": (0, 1, 2)}
 RUNS = [
     # stock case, tiers of the states, activations
     ("bf16-rarely-3-two_lrs", "all", {"mode": "swap", "tier": "nvme"}),
     ("fp32-always-1-two_lrs", "states", {"mode": "swap"}),
-    ("bf16-rarely-1-two-2ranks", "all", {"mode": "swap", "tier": "nvme", "block_classes": ["TinyBlock"]}),
+    ("bf16-rarely-1-two-2ranks", "all", {"mode": "auto", "tier": "nvme", "block_classes": ["TinyBlock"]}),
     ("bf16-always-1-two", "all", {"mode": "recompute"}),
     ("bf16-always-1-two", "states", {"mode": "auto"}),
 ]
@@ -30,12 +33,17 @@ def test_equals_stock(name: str, tiers: str, activations: dict, must_equal, tmp_
     trace = tmp_path / "trace.json"
     fuyou |= {"activations": activations, "trace": str(trace)}
     fuyou["plan"] = {**fuyou.get("plan", {}), "smallest_swapped_bytes": 1024, "activation_bytes": 65536}
-    if activations["mode"] == "auto":
+    by_plan = "block_classes" in activations
+    if by_plan:  # everything is swapped in the first step, and then as the plan says
+        numel = sum(param.numel() for param in build_model({}).parameters())
+        fuyou["plan"] = plan_document(numel, 3, PLANNED, **fuyou["plan"]) | {"world_size": 2}
+    elif activations["mode"] == "auto":
         fuyou["gpu_budget_bytes"] = 150_000  # room for two blocks of three
     _, ours = must_equal(STOCK[name], fuyou)
     swaps = activations["mode"] != "recompute"
     if activations["mode"] == "auto":
-        assert re.search(r"of 3 blocks \d are swapped, \d recomputed, [0-2] kept", ours[0]["output"])
+        step, row = (1, r"mlp_up \(up/mm\) +1 +1 +1") if by_plan else (2, r"block inputs +\d +0 +[0-2]\n")
+        assert re.search(rf"decided after step {step}, in how many of 3 blocks:[^\[]*{row}", ours[0]["output"])
     assert (ours[0]["swapped_bytes"] > 0) == swaps
     if swaps:
         assert ours[0]["swap_read_bytes"] > 0, "an arena this small cannot hold what a forward saves"

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks whose operators' outputs are kept, swapped or recomputed: gradients equal those of the untouched model."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ds_fuyou.activations.blocks import find_blocks
+from ds_fuyou.activations.calls import OperatorCall
+from ds_fuyou.activations.policy import BlockFate, Fate
+from ds_fuyou.profiling.operators import profile_blocks
+from tests.activations.support import Attached, Plain, attached, gradients
+
+SMALL = 256 * 1024
+AROUND = {"": BlockFate(Fate.SWAP)}
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(300, (4, 33), generator=torch.Generator().manual_seed(0))
+
+
+def train(model: nn.Module) -> None:
+    model(ids()).backward()
+
+
+def train_in_autocast(model: nn.Module) -> None:
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(ids())
+        loss.backward()
+
+
+def train_twice_through_one_graph(model: nn.Module) -> None:
+    loss = model(ids())
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def calls_of(model: nn.Module, step: Callable[[nn.Module], None]) -> list[OperatorCall]:
+    copied = copy.deepcopy(model)
+    profile = profile_blocks(copied, find_blocks(copied), lambda: step(copied))[0]
+    return [output.call for output in profile.outputs if output.call is not None]
+
+
+def agrees(swapped: Attached, step: Callable[[nn.Module], None], expected: Sequence[torch.Tensor | None]) -> bool:
+    found = gradients(swapped.model, step)
+    swapped.model.zero_grad(set_to_none=True)
+    return all(
+        (a is None and b is None) or torch.equal(a, b)  # type: ignore[arg-type]
+        for a, b in zip(expected, found, strict=True)
+    )
+
+
+STEPS = (train, train_in_autocast, train_twice_through_one_graph)
+MODELS: dict[str, dict] = {
+    "plain": {},
+    "awkward": {"dropout": 0.1, "twice": True, "tied": True, "frozen": (0, 2)},
+}
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("name", MODELS)
+def test_any_mixture_of_fates(name: str, step: Callable[[nn.Module], None], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Plain(num_layers=4, **MODELS[name]).train()
+    expected = gradients(copy.deepcopy(model), step)
+    calls = calls_of(model, step)
+    assert {"aten.addmm.default", "aten.gelu.default", "aten._softmax.default"} <= {call.operator for call in calls}
+    drawn = random.Random(0)
+    with attached(model, tmp_path, arena_bytes=SMALL) as swapped:
+        for _ in range(4):
+            fates = {f"blocks.{i}": {call: drawn.choice(list(Fate)) for call in calls} for i in range(4)}
+            swapped.session.decide({block: BlockFate(Fate.SWAP, chosen) for block, chosen in fates.items()} | AROUND)
+            assert agrees(swapped, step, expected), fates
+        assert swapped.tier.counters.read_bytes > 0
+        assert swapped.nothing_is_left()
+
+
+def test_what_is_saved_is_not_computed_again_and_what_is_swapped_is_not_held(tmp_path: Path) -> None:
+    """Counts runs of the products, and bytes on the device between forward and backward, for one operator's fates."""
+    torch.manual_seed(0)
+    model = Plain(num_layers=3).train()
+    expected = gradients(copy.deepcopy(model), train)
+    up = OperatorCall("aten.addmm.default", 2)
+    out_bytes = 4 * 32 * 193 * 4
+    held, moved, runs = {}, {}, {}
+    with attached(model, tmp_path, arena_bytes=SMALL) as swapped:
+        for fate in Fate:
+            swapped.session.decide({f"blocks.{i}": BlockFate(Fate.SWAP, {up: fate}) for i in range(3)} | AROUND)
+            before = swapped.tier.counters.out_bytes
+            loss = model(ids())
+            held[fate], moved[fate] = swapped.tier.held.now, swapped.tier.counters.out_bytes - before
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+                loss.backward()
+            runs[fate] = sum(event.count for event in seen.key_averages() if event.key == "aten::addmm")
+            assert swapped.tier.held.now == 0, "while the loss, and so the graph, still lives"
+            del loss
+            assert agrees(swapped, train, expected)
+    assert held[Fate.KEEP] - held[Fate.RECOMPUTE] == 3 * out_bytes
+    assert held[Fate.SWAP] == held[Fate.RECOMPUTE]
+    assert moved[Fate.SWAP] - moved[Fate.RECOMPUTE] == 3 * out_bytes
+    assert moved[Fate.KEEP] == moved[Fate.RECOMPUTE]
+    assert [runs[Fate.RECOMPUTE] - runs[fate] for fate in (Fate.KEEP, Fate.SWAP)] == [3, 3], "one in each block"
+
+
+class InPlaceBlock(nn.Module):
+    """Changes an output inside of the block, draws random numbers, and hands out a tensor that is changed later."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.num_calls = 0
+        self.extra_in_call = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls == self.extra_in_call:
+            x = x + 0.0  # saves nothing: PyTorch's own count of saved tensors is as before
+        hidden = self.up(x)
+        hidden.mul_(0.5)
+        hidden = F.dropout(F.relu(hidden, inplace=True), 0.3, self.training)
+        return self.down(hidden)
+
+
+class InPlaceModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(InPlaceBlock(48) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x += 1.0
+        return x.square().mean()
+
+
+def train_in_place(model: nn.Module) -> None:
+    model(torch.ones(64, 48)).backward()
+
+
+@pytest.mark.parametrize("fate", [Fate.KEEP, Fate.SWAP])
+def test_outputs_that_are_changed_in_place(fate: Fate, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = InPlaceModel().train()
+    expected = gradients(copy.deepcopy(model), train_in_place)
+    calls = calls_of(model, train_in_place)
+    with attached(model, tmp_path, arena_bytes=SMALL) as swapped:
+        fates = {f"blocks.{i}": BlockFate(Fate.SWAP, dict.fromkeys(calls, fate)) for i in range(3)}
+        swapped.session.decide(fates | AROUND)
+        for _ in range(2):
+            assert agrees(swapped, train_in_place, expected)
+        assert swapped.nothing_is_left()
+
+
+def test_a_recomputation_that_does_something_else_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = InPlaceModel().train()
+    calls = calls_of(model, train_in_place)
+    with attached(model, tmp_path) as swapped:
+        swapped.session.decide({"blocks.1": BlockFate(Fate.SWAP, dict.fromkeys(calls, Fate.KEEP))} | AROUND)
+        model.blocks[1].extra_in_call = model.blocks[1].num_calls + 2
+        with pytest.raises(RuntimeError, match=r"must do what it did in forward: aten.add.Tensor ran 0 times then"):
+            train_in_place(model)
+
+
+def test_fates_change_between_steps(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Plain(num_layers=4, dropout=0.1).train()
+    expected = gradients(copy.deepcopy(model), train)
+    swap, recompute = BlockFate(Fate.SWAP), BlockFate(Fate.KEEP, {})
+    moved = []
+    with attached(model, tmp_path) as swapped:
+        for num_swapped, num_recomputed in ((4, 0), (2, 1), (0, 4), (0, 0)):
+            before = swapped.tier.counters.out_bytes
+            fates = [swap] * num_swapped + [recompute] * num_recomputed
+            decided = {f"blocks.{i}": fate for i, fate in enumerate(fates)}
+            swapped.session.decide(decided | (AROUND if num_swapped else {}))
+            assert agrees(swapped, train, expected)
+            moved.append(swapped.tier.counters.out_bytes - before)
+        assert swapped.nothing_is_left()
+    assert moved[0] > 1.5 * moved[1] > 0
+    assert moved[2:] == [0, 0]
