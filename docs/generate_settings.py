@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ds_fuyou.config import FuyouConfig, PlanOverrides
+from ds_fuyou.config import FuyouConfig, PlanOverrides, ResidentShares
 from ds_fuyou.host_config import SUPPORTED_OPTIMIZERS, refused_combinations
 
 TARGET = Path(__file__).with_name("settings.md")
@@ -115,12 +115,14 @@ def _parts(annotation: object) -> Iterator[object]:
 def _kind(part: object) -> str:
     if part is bool:
         return "`true`, `false`"
-    if part is int:
+    if part in (int, float):
         return "number"
     if part is str:
         return "path"
     if part is PlanOverrides:
         return "object, path"
+    if part is ResidentShares:
+        return "object"
     if typing.get_origin(part) is tuple:
         return "path, list of paths"
     if typing.get_origin(part) is list:
@@ -135,6 +137,8 @@ def render() -> str:
         summary = (model.__doc__ or "").strip()
         pages.append(f"## {path}\n\n{summary}\n\n{table(model)}")
     pages.append(f"{PLAN_HEAD}\n{table(PlanOverrides)}")
+    summary = (ResidentShares.__doc__ or "").strip().replace("\n    ", "\n")
+    pages.append(f"## fuyou.plan.residency\n\n{summary}\n\n{table(ResidentShares)}")
     refused = "\n".join(f"- `{key}`: {reason}" for key, reason in refused_combinations())
     optimizers = ", ".join(f"`{name}`" for name in SUPPORTED_OPTIMIZERS)
     pages.append(AROUND.format(optimizers=optimizers, refused=refused))

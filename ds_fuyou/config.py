@@ -22,7 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.log import log_once
-from ds_fuyou.planner.applied import completed_block
+from ds_fuyou.planner.applied import CLASSES, completed_block, planned_shares
 from ds_fuyou.planner.document import PlanDocument, is_document, parse
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "OptimizerSettings",
     "ParameterSettings",
     "PlanOverrides",
+    "ResidentShares",
     "load_block",
     "misspelt_block_keys",
     "parse_bytes",
@@ -105,6 +106,7 @@ ByteBudget = Annotated[int | Literal["auto"], BeforeValidator(_parse_budget)]
 ByteCount = Annotated[int, BeforeValidator(parse_bytes)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_as_paths)]
 Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Settings(BaseModel):
@@ -168,6 +170,21 @@ class IoSettings(_Settings):
     )
 
 
+class ResidentShares(_Settings):
+    """Shares of the classes in host memory, 0 to 1, where `tier` is "auto"; the rest lives on storage.
+
+    Whole chunks stay, those first that the next forward needs first.
+    """
+
+    parameters: Share | None = Field(None, description="Of P16.")
+    optimizer: Share | None = Field(None, description="Of P32 and the moments.")
+    gradients: Share | None = Field(None, description="Of G16.")
+
+    def given(self) -> dict[str, float]:
+        """The shares that are set, by class."""
+        return self.model_dump(exclude_none=True)
+
+
 class PlanOverrides(_Settings):
     """Single values of the plan, set by hand; each one not given is planned."""
 
@@ -184,9 +201,20 @@ class PlanOverrides(_Settings):
     queue_depth: Count | None = Field(None, description="I/O requests in flight at once.")
     block_bytes: ByteCount | None = Field(None, description="Largest single I/O request, in bytes.")
     slots: Literal[1, 2] | None = Field(None, description="Slots of a chunk on storage.")
-    small_param_bytes: ByteCount | None = Field(None, description="P16 tensors below this stay in memory.")
+    small_param_bytes: ByteCount | None = Field(
+        None,
+        description="P16 partitions on storage of fewer bytes stay in host memory once a step has read them, until "
+        "they are updated: backward and further micro-batches read them no second time.",
+    )
     shares: list[Count] | None = Field(
-        None, description="Relative share of the bytes each `nvme_path` receives, in their order."
+        None,
+        description="Relative share of the bytes each `nvme_path` receives, in their order: its bandwidth, say. Equal "
+        "when not given.",
+    )
+    residency: ResidentShares | None = Field(
+        None,
+        description="Shares of `parameters`, `optimizer` and `gradients` in host memory, 0 to 1, where their `tier` is "
+        '"auto"; the rest lives on storage. Whole chunks stay, those first that the next forward needs first.',
     )
     _document: PlanDocument | None = PrivateAttr(default=None)
 
@@ -194,6 +222,10 @@ class PlanOverrides(_Settings):
     def document(self) -> PlanDocument | None:
         """The plan document that these values came in, if they did."""
         return self._document
+
+    def resident_shares(self) -> dict[str, float]:
+        """Shares that are set, by class."""
+        return self.residency.given() if self.residency is not None else {}
 
 
 class FuyouConfig(_Settings):
@@ -254,9 +286,23 @@ def load_block(ds_config: Mapping[str, Any]) -> FuyouConfig | None:
     _refuse_unknown_keys(block, FuyouConfig, BLOCK_KEY)
     block["plan"], document = _load_plan(block.get("plan"))
     if document is not None:
+        shares = ResidentShares(**planned_shares(block, document))
         block = completed_block(block, document)
+        block["plan"] = block["plan"].model_copy(update={"residency": shares})
     config: FuyouConfig = _validated(FuyouConfig, block, BLOCK_KEY)
+    _refuse_two_homes(config)
     return config
+
+
+def _refuse_two_homes(config: FuyouConfig) -> None:
+    shares = config.plan.resident_shares() if config.plan is not None else {}
+    for name in CLASSES:
+        tier = getattr(config, name).tier
+        if tier != "auto" and name in shares:
+            raise FuyouConfigError(
+                f'{BLOCK_KEY}.{name}.tier is "{tier}" and {BLOCK_KEY}.plan.residency.{name} is {shares[name]:g}; '
+                f'leave one of them out ("nvme" is a share of 0, "cpu" of 1)'
+            )
 
 
 def misspelt_block_keys(ds_config: Mapping[str, Any]) -> list[str]:
@@ -295,6 +341,8 @@ def _load_plan(plan: object) -> tuple[object, PlanDocument | None]:
         except FuyouConfigError as error:
             raise FuyouConfigError(f"{where}: {error}") from error
         plan, where = document.settings, f"{where}.settings"
+        if "residency" in plan:
+            raise FuyouConfigError(f"{where}.residency: must stand beside settings in a plan document, not in them")
     _refuse_unknown_keys(plan, PlanOverrides, where)
     overrides: PlanOverrides = _validated(PlanOverrides, plan, where)
     overrides._document = document

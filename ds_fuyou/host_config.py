@@ -149,13 +149,11 @@ def absorb_offload_sections(ds_config: Mapping[str, Any], config: FuyouConfig) -
         for key, value in _section(zero, name).items():
             dotted = f"zero_optimization.{name}.{key}"
             if key == "device" and value in ("cpu", "nvme"):
-                _take(
-                    getattr(config, part).tier == "auto",
-                    f"fuyou.{part}.tier is set",
-                    dotted,
-                    honoured,
-                    ignored,
-                )
+                if part in _planned(config):
+                    ignored.append(IgnoredKey(dotted, f"fuyou.plan decides how much of {part} is in host memory"))
+                    continue
+                open_tier = getattr(config, part).tier == "auto"
+                _take(open_tier, f"fuyou.{part}.tier is set", dotted, honoured, ignored)
                 tiers[part] = value
             elif key == "nvme_path" and isinstance(value, str) and value != "auto":
                 _take(config.nvme_path is None, "fuyou.nvme_path is set", dotted, honoured, ignored)
@@ -173,6 +171,11 @@ def absorb_offload_sections(ds_config: Mapping[str, Any], config: FuyouConfig) -
     completed = _completed(config, paths, tiers)
     _require_path(completed)
     return Absorbed(completed, tuple(honoured), tuple(ignored), pin_memory=all(pins))
+
+
+def _planned(config: FuyouConfig) -> dict[str, float]:
+    """Resident shares that the plan sets, by class."""
+    return config.plan.resident_shares() if config.plan is not None else {}
 
 
 def _take(wanted: bool, why_not: str, key: str, honoured: list[str], ignored: list[IgnoredKey]) -> None:
@@ -196,13 +199,16 @@ def _completed(config: FuyouConfig, paths: list[str], tiers: dict[str, str]) -> 
 
 def _require_path(config: FuyouConfig) -> None:
     on_storage = [
-        f"fuyou.{part}.tier"
+        f'fuyou.{part}.tier is "nvme"'
         for part in ("parameters", "optimizer", "gradients", "activations")
         if getattr(config, part).tier == "nvme"
     ]
+    on_storage += [
+        f"fuyou.plan puts a part of the {part} on storage" for part, share in _planned(config).items() if share < 1
+    ]
     if on_storage and config.nvme_path is None:
         raise FuyouConfigError(
-            f'{", ".join(on_storage)} is "nvme" but no path is named; set fuyou.nvme_path, or nvme_path in '
+            f"{', '.join(on_storage)} but no path is named; set fuyou.nvme_path, or nvme_path in "
             f"zero_optimization.offload_optimizer or offload_param"
         )
     shares = config.plan.shares if config.plan else None

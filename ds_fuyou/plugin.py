@@ -26,13 +26,13 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_fuyou.autoload import forget, when_imported
-from ds_fuyou.config import BLOCK_KEY
+from ds_fuyou.config import BLOCK_KEY, FuyouConfig
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.host_config import (
     SUPPORTED_OPTIMIZERS,
@@ -286,6 +286,14 @@ def is_installed() -> bool:
     return any(point.on_import for point in _originals)
 
 
+def _homes(config: FuyouConfig) -> Iterator[str]:
+    """Class and tier, or how much of it the plan keeps in host memory."""
+    shares = config.plan.resident_shares() if config.plan is not None else {}
+    for name in ("parameters", "optimizer", "gradients"):
+        share = shares.get(name)
+        yield f"{name} {getattr(config, name).tier if share is None else f'{share:.0%} in host memory'}"
+
+
 def announce(activation: Activation) -> None:
     """Says once, on rank 0, what was patched, where state lives, and which keys have no effect."""
     from deepspeed import __version__ as deepspeed_version
@@ -296,8 +304,7 @@ def announce(activation: Activation) -> None:
         logging.INFO,
         f"ds_fuyou {__version__} is active under DeepSpeed {deepspeed_version}; "
         f"patched {', '.join(point.attribute for point in _originals)}; "
-        f"tiers: parameters {config.parameters.tier}, optimizer {config.optimizer.tier}, "
-        f"gradients {config.gradients.tier}, activations {config.activations.tier}; state in {where}",
+        f"tiers: {', '.join(_homes(config))}, activations {config.activations.tier}; state in {where}",
     )
     if activation.absorbed.ignored:
         keys = "; ".join(f"{item.key} ({item.reason})" for item in activation.absorbed.ignored)

@@ -19,81 +19,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.lanes.memory import HostPool, aligned_tensor, own_storage, round_up_to_page
+from ds_fuyou.lanes.memory import HostPool, aligned_tensor, round_up_to_page
 from ds_fuyou.lanes.waiting import wait_reporting
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.clip_policy import ClipPolicy, Overlap, UpdateStart
 from ds_fuyou.optimizer.commit import Committer
 from ds_fuyou.optimizer.gradients import DramGradients, GradientMemory, StoredGradients
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan, overlap
+from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.param_access import ParamAccess
+from ds_fuyou.optimizer.placement import ChunkPlacement
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind, RuleClock, StepRules
 from ds_fuyou.optimizer.state_access import StateAccess, prefix
-from ds_fuyou.storage.io import IoLane, IoSettings, storage_error
-from ds_fuyou.storage.store import Extent, RegionSpec, SlotStore
+from ds_fuyou.storage.io import IoLane, storage_error
+from ds_fuyou.storage.store import Extent, SlotStore
 
-__all__ = ["CoreOptions", "OutOfCoreOptimizer", "param_region", "regions_for"]
+__all__ = ["OutOfCoreOptimizer"]
 
 logger = logging.getLogger("ds_fuyou")
-
-
-@dataclass(frozen=True)
-class CoreOptions:
-    """What the plan decided for this rank. Tiers are "cpu" or "nvme"; sizes in bytes."""
-
-    params_tier: str
-    optimizer_tier: str
-    gradients_tier: str
-    num_slots: int
-    overlap: Overlap
-    clip_policy: str
-    param_dtype: torch.dtype
-    grad_dtype: torch.dtype
-    staging_bytes: int
-    num_update_threads: int
-    io: IoSettings
-    pin: bool = False
-    checksum: bool = True
-
-    @property
-    def can_speculate(self) -> bool:
-        """Speculation needs a spare slot, and backward to hide behind."""
-        return self.optimizer_tier == "nvme" and self.num_slots == 2 and self.overlap is not Overlap.NONE
-
-
-def state_region(chunk: int) -> str:
-    return f"state/{chunk}"
-
-
-def param_region(sub_group: int) -> str:
-    return f"param16/{sub_group}"
-
-
-def grad_region(sub_group: int) -> str:
-    return f"grad16/{sub_group}"
-
-
-def regions_for(layout: FlatLayout, options: CoreOptions, num_moments: int, num_slots: int) -> list[RegionSpec]:
-    """Everything that lives on storage, with its size; empty when all classes are in DRAM."""
-    regions = []
-    if options.optimizer_tier == "nvme":
-        for chunk in layout.chunks:
-            num_bytes = (1 + num_moments) * round_up_to_page(chunk.numel * 4)
-            regions.append(RegionSpec(state_region(chunk.index), num_bytes, num_slots))
-    for sub_group, numel in enumerate(layout.sub_group_numels):
-        if options.params_tier == "nvme":
-            num_bytes = round_up_to_page(numel * options.param_dtype.itemsize)
-            regions.append(RegionSpec(param_region(sub_group), num_bytes, num_slots))
-        if options.gradients_tier == "nvme":
-            num_bytes = round_up_to_page(numel * options.grad_dtype.itemsize)
-            regions.append(RegionSpec(grad_region(sub_group), num_bytes, 1))
-    return regions
 
 
 class OutOfCoreOptimizer:
@@ -120,16 +68,22 @@ class OutOfCoreOptimizer:
             torch.bfloat16: core.ElementType.BFLOAT16,
         }
         self.io = IoLane(options.io, self._path_of)
-        self.staging = HostPool(self._staging_bytes())
+        self.place = ChunkPlacement(layout, options, len(kind.moments), store)
+        self.staging = HostPool(self.place.staging_bytes())
         self.io.engine.register_buffer(self.staging.pool.base, self.staging.capacity_bytes)
         self.pipeline: Any = core.ChunkPipeline(self.io.engine, self.staging.pool, options.num_update_threads)
         self.pipeline.set_checksum(options.checksum)
         self.policy = ClipPolicy(options.clip_policy, options.can_speculate)
-        self._param_memory: list[list[torch.Tensor]] = self._allocate_params()
         self.param_version = 0
-        self._resident: list[torch.Tensor] = []
         for chunk in layout.chunks:
-            self._add_chunk(chunk)
+            self.pipeline.add_chunk(
+                numel=chunk.numel,
+                position=chunk.position,
+                num_moments=len(kind.moments),
+                param_type=self._types[options.param_dtype],
+                grad_type=self._types[options.grad_dtype],
+                **self.place.of_chunk(chunk),
+            )
         self.gradients = self._make_gradients()
         self._chunk_generation = [0] * len(layout.chunks)
         self.states = StateAccess(self)
@@ -145,93 +99,13 @@ class OutOfCoreOptimizer:
     def _path_of(self, fd: int) -> Any:
         return self.store.paths_of_fd(fd) if self.store is not None else None
 
-    def _job_bytes(self, chunk: Chunk) -> int:
-        options = self.options
-        state = (1 + len(self.kind.moments)) * round_up_to_page(chunk.numel * 4)
-        param = round_up_to_page(chunk.numel * options.param_dtype.itemsize)
-        grad = round_up_to_page(chunk.numel * options.grad_dtype.itemsize)
-        return (
-            (state if options.optimizer_tier == "nvme" else 0)
-            + (param if options.params_tier == "nvme" else 0)
-            + (grad if options.gradients_tier == "nvme" else 0)
-        )
-
-    def _staging_bytes(self) -> int:
-        """The plan's size, at least two of the largest chunks, at most all of them."""
-        jobs = [self._job_bytes(chunk) for chunk in self.layout.chunks]
-        return max(4096, min(max(self.options.staging_bytes, 2 * max(jobs)), sum(jobs)))
-
-    def _allocate_params(self) -> list[list[torch.Tensor]]:
-        """P16 in DRAM: one flat tensor a sub-group and version; two versions where updates speculate."""
-        if self.options.params_tier == "nvme":
-            return []
-        dtype = self.options.param_dtype
-        num_versions = 2 if self.options.can_speculate and self.options.clip_policy != "defer" else 1
-        return [
-            [aligned_tensor(round_up_to_page(n * dtype.itemsize)).view(dtype)[:n] for n in self.layout.sub_group_numels]
-            for _ in range(num_versions)
-        ]
-
-    def _extents(self, region: str, slot: int) -> list[tuple[int, int, int]]:
-        return [(e.fd, e.offset, e.num_bytes) for e in self._store().extents(region, slot)]
-
-    def _store(self) -> SlotStore:
-        if self.store is None:
-            raise FuyouStateError("this placement has nothing on storage")
-        return self.store
-
-    def _add_chunk(self, chunk: Chunk) -> None:
-        options = self.options
-        num_moments = len(self.kind.moments)
-        state_slots, param_slots, grad_slot = [], [], []
-        resident, memory = 0, []
-        if options.optimizer_tier == "nvme":
-            state_slots = [self._extents(state_region(chunk.index), s) for s in range(options.num_slots)]
-        else:
-            self._resident.append(aligned_tensor((1 + num_moments) * round_up_to_page(chunk.numel * 4)))
-            resident = self._resident[-1].data_ptr()
-        if options.params_tier == "nvme":
-            param_slots = [
-                [(e.fd, e.offset, e.num_bytes) for e in self.param_extents(chunk, slot)]
-                for slot in range(options.num_slots)
-            ]
-        else:
-            memory = [flat[chunk.sub_group][chunk.begin :].data_ptr() for flat in self._param_memory]
-        if options.gradients_tier == "nvme":
-            grad_slot = [(e.fd, e.offset, e.num_bytes) for e in self._grad_extents(chunk.index)]
-        self.pipeline.add_chunk(
-            numel=chunk.numel,
-            position=chunk.position,
-            num_moments=num_moments,
-            param_type=self._types[options.param_dtype],
-            grad_type=self._types[options.grad_dtype],
-            state_slots=state_slots,
-            param_slots=param_slots,
-            grad_slot=grad_slot,
-            num_slots=options.num_slots,
-            resident_state=resident,
-            param_memory=memory,
-        )
-
-    def param_extents(self, chunk: Chunk, slot: int) -> tuple[Extent, ...]:
-        return self._range(param_region(chunk.sub_group), slot, chunk, self.options.param_dtype.itemsize)
-
-    def param_range(self, sub_group: int, slot: int, begin: int, end: int) -> tuple[Extent, ...]:
-        """Where bytes [begin, end) of a sub-group's P16 lie in a slot (tier nvme)."""
-        return self._store().range_extents(param_region(sub_group), slot, begin, end)
-
-    def _grad_extents(self, index: int) -> tuple[Extent, ...]:
-        chunk = self.layout.chunks[index]
-        return self._range(grad_region(chunk.sub_group), 0, chunk, self.options.grad_dtype.itemsize)
-
-    def _range(self, region: str, slot: int, chunk: Chunk, itemsize: int) -> tuple[Extent, ...]:
-        begin, end = chunk.begin * itemsize, round_up_to_page(chunk.end * itemsize)
-        return self._store().range_extents(region, slot, begin, end)
-
     def _make_gradients(self) -> GradientMemory:
-        if self.options.gradients_tier == "cpu":
-            return DramGradients(self.layout, self.options.grad_dtype)
-        return StoredGradients(self.layout, self.options.grad_dtype, self.io, self._grad_extents, self._detach_gradient)
+        options, place = self.options, self.place
+        if all(options.residency.grads):
+            return DramGradients(self.layout, options.grad_dtype)
+        stored = StoredGradients(self.layout, options.grad_dtype, self.io, place.grad_extents, self._detach_gradient)
+        stored.keep(index for index, resident in enumerate(options.residency.grads) if resident)
+        return stored
 
     def initialize(self, source: Callable[[ParamSpan], torch.Tensor], progress: Callable[[int], None]) -> None:
         """Writes P32 (and P16) of every chunk from the model's parameters; moments stay a flag.
@@ -242,9 +116,6 @@ class OutOfCoreOptimizer:
         pending: list[Any] = []
         for chunk in self.layout.chunks:
             values = self.gather(chunk, source, self.options.param_dtype)
-            if self.options.params_tier == "cpu":
-                for flat in self._param_memory:
-                    flat[chunk.sub_group][chunk.begin : chunk.end].copy_(values)
             pending.extend(self._write_initial(chunk, values))
             while len(pending) > 4:
                 pending.pop(0).wait()
@@ -267,24 +138,27 @@ class OutOfCoreOptimizer:
     def _write_initial(self, chunk: Chunk, values: torch.Tensor) -> list[Any]:
         transfers = []
         part = round_up_to_page(chunk.numel * 4)
-        if self.options.optimizer_tier == "cpu":
-            state = self._resident[chunk.index]
+        state = self.place.state(chunk.index)
+        if state is not None:
             state[part:].zero_()
             state[:part].view(torch.float32)[: chunk.numel].copy_(values)
         else:
             memory = aligned_tensor(part)
             memory.view(torch.float32)[: chunk.numel].copy_(values)
-            extents = prefix(self._store().extents(state_region(chunk.index), 0), part)
+            extents = prefix(self.place.state_extents(chunk.index, 0), part)
             transfers.append(self.io.write(extents, memory, f"writing P32 of chunk {chunk.index}"))
-        if self.options.params_tier == "nvme":
-            transfers.append(self._write_param(chunk, values, self.pipeline.slot(chunk.index)))
-        return transfers
+        return transfers + self._put_params(chunk, values)
 
-    def _write_param(self, chunk: Chunk, values: torch.Tensor, slot: int) -> Any:
-        extents = self.param_extents(chunk, slot)
+    def _put_params(self, chunk: Chunk, values: torch.Tensor) -> list[Any]:
+        """P16 of a chunk := ``values``, in every version in DRAM or in its place on storage; the write in flight."""
+        if self.place.residency.params[chunk.index]:
+            for version in range(self.place.num_param_versions):
+                self.place.chunk_params(chunk, version).copy_(values)
+            return []
+        extents = self.place.param_extents(chunk.index, self.pipeline.slot(chunk.index))
         memory = aligned_tensor(sum(e.num_bytes for e in extents))
         memory.view(self.options.param_dtype)[: chunk.numel].copy_(values)
-        return self.io.write(extents, memory, f"writing P16 of chunk {chunk.index}")
+        return [self.io.write(extents, memory, f"writing P16 of chunk {chunk.index}")]
 
     # ---- gradients ----------------------------------------------------------------------------------------
 
@@ -390,11 +264,10 @@ class OutOfCoreOptimizer:
 
     def _read_ahead(self) -> None:
         """Reads, in deadline order and as far as staging memory reaches, the state that step() will update."""
-        if self.options.optimizer_tier == "cpu":
-            return
         left = self.staging.capacity_bytes
-        for chunk in sorted(self.layout.chunks, key=lambda c: c.position):
-            left -= self._job_bytes(chunk)
+        stored = [chunk for chunk in self.layout.chunks if not self.place.residency.states[chunk.index]]
+        for chunk in sorted(stored, key=lambda c: c.position):
+            left -= self.place.job_bytes(chunk)
             if left < 0:
                 break
             self._held.add(chunk.index)
@@ -410,9 +283,13 @@ class OutOfCoreOptimizer:
                     self._prepare(chunk)
 
     def _prepare(self, chunk: int) -> None:
-        spec = self.layout.chunks[chunk]
-        if self._start is UpdateStart.SPECULATE and self._window_rules is not None and self._is_plain(spec):
-            rules = self._window_rules
+        """Updates a complete chunk into its spare slot if this window speculates.
+
+        A resident state has one version, which an update overwrites: nothing touches it before ``step()``.
+        """
+        spec, rules = self.layout.chunks[chunk], self._window_rules
+        speculates = self._start is UpdateStart.SPECULATE and not self.place.residency.states[chunk]
+        if speculates and rules is not None and self._is_plain(spec):
             segments = [(0, spec.numel, rules.rules[spec.sub_group])]
             self._enqueue(chunk, segments, self._prepared_multiplier, gradient=self.gradients.pointer(chunk))
             self._prepared[chunk] = rules
@@ -458,7 +335,7 @@ class OutOfCoreOptimizer:
             raise
 
     def _next_version(self) -> int:
-        return 1 - self.param_version if len(self._param_memory) == 2 else 0
+        return 1 - self.param_version if self.place.num_param_versions == 2 else 0
 
     # ---- the step -----------------------------------------------------------------------------------------
 
@@ -599,13 +476,12 @@ class OutOfCoreOptimizer:
 
     def _copy_untouched(self, work: dict[int, Any], version: int) -> None:
         """With two versions of P16 in DRAM, chunks without an update carry their values over."""
-        if len(self._param_memory) != 2 or len(work) == len(self.layout.chunks):
+        if self.place.num_param_versions != 2 or len(work) == len(self.layout.chunks):
             return
         for chunk in self.layout.chunks:
-            if chunk.index not in work:
-                source = self._param_memory[1 - version][chunk.sub_group][chunk.begin : chunk.end]
+            if chunk.index not in work and self.place.residency.params[chunk.index]:
                 self.wait_chunk(chunk.index)
-                self._param_memory[version][chunk.sub_group][chunk.begin : chunk.end].copy_(source)
+                self.place.chunk_params(chunk, version).copy_(self.place.chunk_params(chunk, 1 - version))
 
     def _count_missed(self) -> None:
         for span in self.layout.params:
@@ -661,11 +537,12 @@ class OutOfCoreOptimizer:
         )
 
     def param_view(self, span: ParamSpan) -> torch.Tensor:
-        """P16 of a parameter in DRAM (tier cpu), the published version. Wait for it first."""
-        return own_storage(self._param_memory[self.param_version][span.sub_group][span.begin : span.end])
+        """P16 of a parameter that is in DRAM as a whole, the published version. Wait for it first."""
+        return self.place.span_params(span, self.param_version)
 
     def flat_params(self, sub_group: int) -> torch.Tensor | None:
-        return self._param_memory[self.param_version][sub_group] if self._param_memory else None
+        """P16 of a sub-group that is in DRAM as a whole, the published version."""
+        return self.place.flat_params(sub_group, self.param_version)
 
     def missed_steps(self) -> dict[int, int]:
         """Parameters that had no gradient in some applied steps, and in how many."""
@@ -678,15 +555,11 @@ class OutOfCoreOptimizer:
         self._missed_steps = {by_name[name]: number for name, number in missed.items()}
 
     def _slots(self) -> dict[str, int]:
-        return {state_region(c.index): self.pipeline.slot(c.index) for c in self.layout.chunks}
+        return self.place.slotted(self.pipeline.slot)
 
     def state_extents(self, index: int) -> Sequence[Extent]:
-        """Where the committed or last applied state of a chunk lies (tier nvme)."""
-        return self._store().extents(state_region(index), self.pipeline.slot(index))
-
-    def resident_state(self, index: int) -> torch.Tensor:
-        """The state of a chunk in DRAM (tier cpu), bytes."""
-        return self._resident[index]
+        """Where the committed or last applied state of a chunk on storage lies."""
+        return self.place.state_extents(index, self.pipeline.slot(index))
 
     def drop_prepared(self, index: int) -> None:
         """Drops what backward prepared for a chunk, and waits until nothing works on it."""
@@ -699,11 +572,8 @@ class OutOfCoreOptimizer:
 
     def replace_params(self, chunk: Chunk, params: torch.Tensor) -> None:
         """P16 of a chunk := ``params`` (1-D, model dtype), in its place."""
-        if self.options.params_tier == "cpu":
-            for flat in self._param_memory:
-                flat[chunk.sub_group][chunk.begin : chunk.end].copy_(params)
-        else:
-            self._write_param(chunk, params, self.pipeline.slot(chunk.index)).wait()
+        for transfer in self._put_params(chunk, params):
+            transfer.wait()
         self.params.replaced(chunk.params)
 
     def set_positions(self, positions: Iterable[tuple[int, int]]) -> None:
@@ -720,15 +590,14 @@ class OutOfCoreOptimizer:
         if self._closed:
             return
         self._closed = True
-        if self._committer is not None and self._store().keep:
+        if self._committer is not None and self.store is not None and self.store.keep:
             self._committer.stop()  # the state stays: let the last step become durable
         self.pipeline.stop()
         if self._committer is not None:
             self._committer.stop()
         self.gradients.close()
         self.io.close()
-        self._resident.clear()
-        self._param_memory.clear()
+        self.place.close()
         self._wide_gradients.clear()
         self._read_wide_gradients.clear()
         self.staging.give_back()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -19,7 +19,6 @@ __all__ = ["DramGradients", "GradientMemory", "StoredGradients"]
 class GradientMemory(Protocol):
     """One gradient element for every parameter element of this rank, in the accumulation dtype."""
 
-    on_storage: bool
     waited_secs: float
     """Time the training thread stood waiting for transfers of gradients."""
 
@@ -44,8 +43,6 @@ class GradientMemory(Protocol):
 
 class DramGradients:
     """The whole class in DRAM: one flat tensor a sub-group."""
-
-    on_storage = False
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype) -> None:
         self._layout = layout
@@ -77,11 +74,10 @@ class DramGradients:
 class StoredGradients:
     """One buffer a chunk while its gradients arrive; afterwards the chunk's gradient lives on storage.
 
+    Chunks given to :meth:`keep` stay in DRAM instead.
     At most ``max_buffers`` sealed buffers are alive; taking one more waits for the oldest write, after which an
     update that still needs that gradient reads it from storage (``detach``). The training thread alone calls this.
     """
-
-    on_storage = True
 
     def __init__(
         self,
@@ -96,11 +92,18 @@ class StoredGradients:
         self._detach = detach
         self._max_buffers = max_buffers
         self.waited_secs = 0.0
+        self._kept: dict[int, torch.Tensor] = {}
         self._open: dict[int, torch.Tensor] = {}
         self._sealed: dict[int, tuple[torch.Tensor, Transfer]] = {}
         self._free: list[torch.Tensor] = []
         self._stored: set[int] = set()
         self._largest = max(round_up_to_page(c.numel * dtype.itemsize) for c in layout.chunks)
+
+    def keep(self, chunks: Iterable[int]) -> None:
+        """Gives these chunks memory for good. To be called before any gradient arrives."""
+        for index in chunks:
+            num_bytes = round_up_to_page(self._layout.chunks[index].numel * self._dtype.itemsize)
+            self._kept[index] = aligned_tensor(num_bytes)
 
     def pieces(self, span: ParamSpan) -> list[torch.Tensor]:
         views = []
@@ -113,8 +116,9 @@ class StoredGradients:
     def _buffer(self, index: int) -> torch.Tensor:
         """The chunk's open buffer. A sealed one is taken back; from storage its values are read again."""
         numel = self._layout.chunks[index].numel
-        if index in self._open:
-            return self._open[index].view(self._dtype)[:numel]
+        there = self._kept.get(index, self._open.get(index))
+        if there is not None:
+            return there.view(self._dtype)[:numel]
         if index in self._sealed:
             memory, transfer = self._sealed.pop(index)
             self.waited_secs += transfer.wait()
@@ -138,6 +142,8 @@ class StoredGradients:
         self._free.append(memory)
 
     def pointer(self, chunk: int) -> int:
+        if chunk in self._kept:
+            return self._kept[chunk].data_ptr()
         if chunk in self._open:
             return self._open[chunk].data_ptr()
         if chunk in self._sealed:
@@ -164,5 +170,6 @@ class StoredGradients:
         for _, transfer in self._sealed.values():
             transfer.wait()
         self._sealed.clear()
+        self._kept.clear()
         self._open.clear()
         self._free.clear()

@@ -50,8 +50,9 @@ class StateAccess:
     def _start_reading(self, index: int) -> tuple[Chunk, torch.Tensor, Any]:
         core = self._core
         chunk = core.layout.chunks[index]
-        if core.options.optimizer_tier == "cpu":
-            return chunk, core.resident_state(index).clone(), None
+        resident = core.place.state(index)
+        if resident is not None:
+            return chunk, resident.clone(), None
         state = aligned_tensor(self._num_parts * self._part_bytes(chunk))
         extents = prefix(core.state_extents(index), self._num_stored_bytes(chunk))
         return chunk, state, core.io.read(extents, state, f"reading the state of chunk {index}")
@@ -81,8 +82,9 @@ class StateAccess:
         state = aligned_tensor(self._num_parts * self._part_bytes(chunk))
         for own, values in zip(self._parts(chunk, state), parts, strict=True):
             own.copy_(values)
-        if core.options.optimizer_tier == "cpu":
-            core.resident_state(index).copy_(state)
+        resident = core.place.state(index)
+        if resident is not None:
+            resident.copy_(state)
         else:
             core.io.write(core.state_extents(index), state, f"writing the state of chunk {index}").wait()
         self._has_moments[index] = True

@@ -1,31 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P16 on storage: reads of parameter partitions ahead of their use."""
+"""P16 on storage, as a whole or in part: reads of parameter partitions ahead of their use."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 
 from ds_fuyou.lanes.memory import PAGE_BYTES, HostPool, aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import ParamSpan
+from ds_fuyou.optimizer.param_access import ParamRead
 from ds_fuyou.parameters.trace import AccessTrace
-from ds_fuyou.storage.io import Transfer
 
-__all__ = ["InFlightParam", "StoredParameters"]
+__all__ = ["StoredParameters"]
 
 SMALL_BYTES = 256 * 1024
 """Smaller partitions are read into memory of their own: they often stay gathered and would fragment the pool."""
-
-
-@dataclass(frozen=True)
-class InFlightParam:
-    """A read in flight and the view of its memory that will hold the parameter."""
-
-    span: ParamSpan
-    transfer: Transfer
-    values: torch.Tensor
 
 
 class StoredParameters:
@@ -37,11 +26,11 @@ class StoredParameters:
 
     def __init__(self, core: OutOfCoreOptimizer, prefetch_bytes: int) -> None:
         self._core = core
-        largest = max(round_up_to_page(s.numel * self._itemsize()) + PAGE_BYTES for s in core.layout.params)
-        whole = sum(round_up_to_page(s.numel * self._itemsize()) + PAGE_BYTES for s in core.layout.params)
-        self._pool = HostPool(min(max(prefetch_bytes, 2 * largest), 2 * whole))
+        spans = [span for span in core.layout.params if not core.place.is_in_memory(span)]
+        sizes = [round_up_to_page(s.numel * core.options.param_dtype.itemsize) + PAGE_BYTES for s in spans]
+        self._pool = HostPool(min(max(prefetch_bytes, 2 * max(sizes)), 2 * sum(sizes)))
         core.io.engine.register_buffer(self._pool.pool.base, self._pool.capacity_bytes)
-        self._in_flight: dict[int, InFlightParam] = {}
+        self._in_flight: dict[int, ParamRead] = {}
         self.trace = AccessTrace()
         self.num_demand_reads = 0
         self.num_ahead_reads = 0
@@ -57,22 +46,15 @@ class StoredParameters:
         """Memory of the look-ahead pool."""
         return self._pool.capacity_bytes
 
-    def _itemsize(self) -> int:
-        return self._core.options.param_dtype.itemsize
-
-    def _start(self, span: ParamSpan, *, must: bool) -> InFlightParam | None:
-        itemsize = self._itemsize()
-        low, high, extents = self._core.params.pages(span)
+    def _start(self, span: ParamSpan, *, must: bool) -> ParamRead | None:
+        low, high = self._core.params.page_range(span)
         memory = None if high - low < SMALL_BYTES else self._pool.try_allocate(high - low)
         if memory is None:
             if not must and high - low >= SMALL_BYTES:
                 return None
             memory = aligned_tensor(high - low)
         what = f"reading parameter {span.name}"
-        transfer = self._core.io.read(extents, memory, what, priority=-1 if must else 0)
-        begin = span.begin * itemsize - low
-        values = memory[begin : begin + span.numel * itemsize].view(self._core.options.param_dtype)
-        return InFlightParam(span, transfer, values)
+        return self._core.params.start_reading(span, memory, what, priority=-1 if must else 0)
 
     def fetch(self, span: ParamSpan) -> torch.Tensor:
         """The parameter's published values; waits for its update and its read."""
@@ -83,25 +65,30 @@ class StoredParameters:
             self.num_demand_reads += 1
         if flight is None:
             raise RuntimeError(f"a demand read of {span.name} was refused")  # _start(must=True) always starts
-        self.waited_secs += flight.transfer.wait()
+        self.waited_secs += flight.wait()
         return flight.values
 
-    def take_ready(self) -> list[InFlightParam]:
+    def take_ready(self) -> list[ParamRead]:
         """Look-ahead reads that have ended; the caller owns their memory from here on."""
-        ready = [f for f in self._in_flight.values() if f.transfer.done()]
+        ready = [f for f in self._in_flight.values() if f.done()]
         for flight in ready:
-            flight.transfer.wait()
+            flight.wait()
             del self._in_flight[flight.span.index]
         return ready
 
     def look_ahead(self, resident: set[int]) -> None:
-        """Starts reads in the recorded order until pool memory ends or an unpublished parameter is met."""
+        """Starts reads in the recorded order until pool memory ends or an unpublished parameter is met.
+
+        Parameters in DRAM as a whole need none.
+        """
         seen: set[int] = set()
         for index in self.trace.upcoming():
             if index in resident or index in self._in_flight or index in seen:
                 continue
             seen.add(index)
             span = self._core.layout.params[index]
+            if self._core.place.is_in_memory(span):
+                continue
             if not self._core.is_ready(span):
                 return
             flight = self._start(span, must=False)
@@ -113,7 +100,7 @@ class StoredParameters:
     def drop_all(self) -> None:
         """Forgets what was read ahead (the parameters are about to change)."""
         for flight in self._in_flight.values():
-            flight.transfer.wait()
+            flight.wait()
         self._in_flight.clear()
 
     def close(self) -> None:

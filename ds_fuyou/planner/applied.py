@@ -10,7 +10,10 @@ from typing import Any
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import PlanDocument
 
-__all__ = ["completed_block", "require_params"]
+__all__ = ["CLASSES", "completed_block", "planned_shares", "require_params"]
+
+CLASSES = ("parameters", "optimizer", "gradients")
+"""Sections of the block whose home a plan decides; fields of its residency."""
 
 _CLOSE = 0.05  # biases, positions and padding of the vocabulary that a model's config does not tell
 
@@ -18,7 +21,7 @@ _CLOSE = 0.05  # biases, positions and padding of the vocabulary that a model's 
 def completed_block(block: Mapping[str, Any], plan: PlanDocument) -> dict[str, Any]:
     """The block with the plan's tiers, and its mode of activations, where the block leaves them open.
 
-    A run places whole classes: one that the plan keeps wholly in host memory goes there, any other to storage. Where
+    A class that the plan keeps wholly in one place gets that tier; of one in between see :func:`planned_shares`. Where
     one fate of activations is planned for all, it becomes the mode; a mixed one is what mode "auto" then does.
 
     Raises:
@@ -27,12 +30,9 @@ def completed_block(block: Mapping[str, Any], plan: PlanDocument) -> dict[str, A
     ranks = os.environ.get("WORLD_SIZE", "")
     if ranks.isdigit():
         plan.require(world_size=int(ranks))
-    residency = plan.residency
-    wanted = {
-        "parameters": {"tier": _tier(residency.parameters)},
-        "optimizer": {"tier": _tier(residency.optimizer)},
-        "gradients": {"tier": _tier(residency.gradients)},
-    }
+    whole = {0.0: "nvme", 1.0: "cpu"}
+    shares = {name: float(getattr(plan.residency, name)) for name in CLASSES}
+    wanted = {name: {"tier": whole[share]} for name, share in shares.items() if share in whole}
     mode = _mode(plan)
     if mode is not None:
         wanted["activations"] = {"mode": mode}
@@ -45,8 +45,16 @@ def completed_block(block: Mapping[str, Any], plan: PlanDocument) -> dict[str, A
     return completed
 
 
-def _tier(share: float) -> str:
-    return "cpu" if share >= 1 else "nvme"
+def planned_shares(block: Mapping[str, Any], plan: PlanDocument) -> dict[str, float]:
+    """Resident shares between 0 and 1, by class, of classes whose tier the block leaves open."""
+    shares = {}
+    for name in CLASSES:
+        share = getattr(plan.residency, name)
+        section = block.get(name, {})
+        is_open = isinstance(section, Mapping) and section.get("tier", "auto") == "auto"
+        if is_open and 0 < share < 1:
+            shares[name] = float(share)
+    return shares
 
 
 def _mode(plan: PlanDocument) -> str | None:

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of one rank and the rule that makes it. No torch.
 
-The rule for every "auto": of the placements of whole classes that fit the DRAM budget the one that moves the fewest
-bytes to and from storage in a step, by the counts of the cost model (``cost.py``). What is left of the budget becomes
-staging and look-ahead memory. Nothing of the machine is measured for it: which lane is the slowest does not matter as
-long as fewer bytes are never slower.
+The rule for every "auto": of the placements that fit the DRAM budget the one that moves the fewest bytes to and from
+storage in a step, by the counts of the cost model (``cost.py``). Each class saves a fixed number of bytes moved for
+each byte resident, so the best placement fills the classes in some order, the last one in part; all orders are tried.
+Staging and look-ahead memory come first: a quarter of the budget, at most what they can use. Nothing of the machine is
+measured for it: which lane is the slowest does not matter as long as fewer bytes are never slower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.planner.document import Residency
 
 __all__ = ["MIB", "Plan", "PlanInput", "make_plan"]
 
@@ -26,7 +30,10 @@ _SMALLEST_SWAPPED_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class PlanInput:
-    """What the rule needs to know of one rank. Tiers are "auto", "cpu" or "nvme"; sizes in bytes."""
+    """What the rule needs to know of one rank. Tiers are "auto", "cpu" or "nvme"; sizes in bytes.
+
+    ``shares``: resident shares that a plan fixes, by field of :class:`Residency`; used where the tier is "auto".
+    """
 
     numel: int
     param_bytes_each: int
@@ -41,15 +48,20 @@ class PlanInput:
     num_cpus: int = 1
     device_is_host: bool = False
     swaps_activations: bool = False
+    shares: Mapping[str, float] = field(default_factory=dict)
+
+    def fixed_shares(self) -> dict[str, float]:
+        """Resident shares that are not the rule's to choose: 1 and 0 for tiers "cpu" and "nvme", else the plan's."""
+        tiers = {"parameters": self.params_tier, "optimizer": self.optimizer_tier, "gradients": self.gradients_tier}
+        whole = {"cpu": 1.0, "nvme": 0.0}
+        return {**self.shares, **{name: whole[tier] for name, tier in tiers.items() if tier != "auto"}}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every class of one rank lives and how much memory the lanes get."""
+    """How much of every class of one rank is in host memory, and how much memory the lanes get."""
 
-    params_tier: str
-    optimizer_tier: str
-    gradients_tier: str
+    residency: Residency
     chunk_bytes: int
     staging_bytes: int
     prefetch_bytes: int
@@ -60,53 +72,90 @@ class Plan:
     double_params: bool
     activation_bytes: int = 0  # host memory of swapped activations
     smallest_swapped_bytes: int = _SMALLEST_SWAPPED_BYTES
+    small_param_bytes: int = 0  # P16 partitions on storage of fewer bytes stay once they are read, until the step
 
     def resident_bytes(self, given: PlanInput) -> int:
         """Host bytes that grow with the model under this plan."""
-        return _resident(given, self.params_tier, self.optimizer_tier, self.gradients_tier, self.double_params)
+        return _resident_bytes(given, self.residency)
+
+    def moved_bytes(self, given: PlanInput) -> float:
+        """Bytes to and from storage in a step under this plan, without activations."""
+        return _moved_bytes_each(given, self.residency) * given.numel
 
     @property
     def needs_storage(self) -> bool:
-        return "nvme" in (self.params_tier, self.optimizer_tier, self.gradients_tier)
+        return _is_stored(self.residency)
 
 
-def _resident(given: PlanInput, params: str, optimizer: str, gradients: str, double_params: bool) -> int:
-    each = 0
-    if params == "cpu":
-        each += given.param_bytes_each * (2 if double_params else 1)
-    if optimizer == "cpu":
-        each += 4 * (1 + given.num_moments)
-    if gradients == "cpu":
-        each += given.grad_bytes_each
-    return each * given.numel
+_CLASSES = ("parameters", "optimizer", "gradients")
 
 
-def _candidates(given: PlanInput) -> list[tuple[str, str, str]]:
-    """(params, optimizer, gradients) from the fewest bytes moved to the most, as far as the user left it open."""
-    known = [
-        ("cpu", "cpu", "cpu"),
-        ("nvme", "cpu", "cpu"),
-        ("cpu", "nvme", "cpu"),
-        ("cpu", "nvme", "nvme"),
-        ("nvme", "nvme", "cpu"),
-        ("nvme", "nvme", "nvme"),
-    ]
-    wanted = (given.params_tier, given.optimizer_tier, given.gradients_tier)
-    chosen: list[tuple[str, str, str]] = []
-    for tiers in known:
-        merged = tuple(w if w != "auto" else t for w, t in zip(wanted, tiers, strict=True))
-        if merged not in chosen:
-            chosen.append((merged[0], merged[1], merged[2]))
-    return sorted(chosen, key=lambda tiers: _moved_bytes_each(given, *tiers))
+def _is_stored(residency: Residency) -> bool:
+    """Whether any part of any class is on storage."""
+    return any(getattr(residency, name) < 1 for name in _CLASSES)
 
 
-def _moved_bytes_each(given: PlanInput, params: str, optimizer: str, gradients: str) -> int:
+def _has_two_versions(given: PlanInput, residency: Residency) -> bool:
+    """P16 in memory has two versions where states on storage may be updated before ``step()`` publishes them."""
+    return residency.parameters > 0 and residency.optimizer < 1 and given.may_speculate
+
+
+def _bytes_each(given: PlanInput, name: str, two_versions: bool) -> int:
+    """Host bytes of one resident element of a class."""
+    sizes = {
+        "parameters": given.param_bytes_each * (2 if two_versions else 1),
+        "optimizer": 4 * (1 + given.num_moments),
+        "gradients": given.grad_bytes_each,
+    }
+    return sizes[name]
+
+
+def _resident_bytes(given: PlanInput, residency: Residency) -> int:
+    two = _has_two_versions(given, residency)
+    each = sum(getattr(residency, name) * _bytes_each(given, name, two) for name in _CLASSES)
+    return int(each * given.numel)
+
+
+def _moved_bytes_each(given: PlanInput, residency: Residency) -> float:
     """Bytes a parameter and step to and from storage: P16 read in both passes and written once, states read and
     written, gradients written and (by updates that wait for ``step()``) read.
     """
-    moved = 3 * given.param_bytes_each if params == "nvme" else 0
-    moved += 2 * 4 * (1 + given.num_moments) if optimizer == "nvme" else 0
-    return moved + (2 * given.grad_bytes_each if gradients == "nvme" else 0)
+    moved = 3 * given.param_bytes_each * (1 - residency.parameters)
+    moved += 2 * 4 * (1 + given.num_moments) * (1 - residency.optimizer)
+    return moved + 2 * given.grad_bytes_each * (1 - residency.gradients)
+
+
+def _candidates(given: PlanInput, chunk_bytes: int) -> Iterator[Residency]:
+    """Every placement worth a look that keeps what is fixed."""
+    fixed = given.fixed_shares()
+    open_classes = [name for name in _CLASSES if name not in fixed]
+    none = Residency(**{name: fixed.get(name, 0.0) for name in _CLASSES})
+    yield _changed(none, dict.fromkeys(open_classes, 1.0))
+    for two_versions in (False, True):
+        for order in itertools.permutations(open_classes):
+            left = float(given.dram_budget_bytes - _resident_bytes(given, none) - _lane_bytes(given, chunk_bytes))
+            shares: dict[str, float] = {}
+            for name in order:
+                size = _bytes_each(given, name, two_versions) * given.numel
+                shares[name] = min(1.0, max(0.0, left / size))
+                left -= shares[name] * size
+            filled = _changed(none, shares)
+            if _has_two_versions(given, filled) == two_versions:
+                yield filled
+    yield none
+
+
+def _changed(residency: Residency, shares: Mapping[str, float]) -> Residency:
+    changes: dict[str, Any] = dict(shares)
+    return replace(residency, **changes)
+
+
+def _lane_bytes(given: PlanInput, chunk_bytes: int) -> int:
+    """Host memory left to the lanes where anything is on storage, whatever is: staging, look-ahead, activations."""
+    wanted = _STAGING_BYTES + _PREFETCH_BYTES + (_ACTIVATION_BYTES if given.swaps_activations else 0)
+    return max(
+        _minimum_lane_bytes(given, Residency(0.0, 0.0, 0.0), chunk_bytes), min(wanted, given.dram_budget_bytes // 4)
+    )
 
 
 def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
@@ -115,43 +164,47 @@ def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
     Raises :class:`FuyouConfigError` with the bytes needed and found when none fits.
     """
     over = {key: value for key, value in overrides.items() if value is not None}
-    needs: list[int] = []
-    swaps = given.swaps_activations
-    for params, optimizer, gradients in _candidates(given):
-        double = params == "cpu" and optimizer == "nvme" and given.may_speculate
-        resident = _resident(given, params, optimizer, gradients, double)
-        left = given.dram_budget_bytes - resident
-        minimum = _minimum_lane_bytes(given, params, optimizer, gradients)
-        needs.append(resident + minimum)
-        if left < minimum:
-            continue
-        return Plan(
-            params_tier=params,
-            optimizer_tier=optimizer,
-            gradients_tier=gradients,
-            chunk_bytes=over.get("chunk_bytes", _CHUNK_BYTES),
-            staging_bytes=over.get("staging_bytes", max(minimum // 2, min(_STAGING_BYTES, left // 2))),
-            prefetch_bytes=over.get("prefetch_bytes", min(_PREFETCH_BYTES, left // 4)),
-            num_threads=over.get("num_threads", _num_threads(given)),
-            queue_depth=over.get("queue_depth", 32),
-            block_bytes=over.get("block_bytes", MIB),
-            slots=over.get("slots", 2),
-            double_params=double,
-            activation_bytes=over.get("activation_bytes", min(_ACTIVATION_BYTES, left // 8) if swaps else 0),
-            smallest_swapped_bytes=over.get("smallest_swapped_bytes", _SMALLEST_SWAPPED_BYTES),
+    chunk_bytes = over.get("chunk_bytes", _CHUNK_BYTES)
+    needs = []
+    fitting = []
+    for residency in _candidates(given, chunk_bytes):
+        needed = _resident_bytes(given, residency) + _minimum_lane_bytes(given, residency, chunk_bytes)
+        needs.append(needed)
+        if needed <= given.dram_budget_bytes:
+            fitting.append(residency)
+    if not fitting:
+        raise FuyouConfigError(
+            f"the smallest placement that the tiers allow needs {min(needs) / MIB:.0f} MiB of host memory, "
+            f"dram_budget_bytes is {given.dram_budget_bytes / MIB:.0f} MiB; raise it, set more tiers to nvme, or plan "
+            f"smaller shares"
         )
-    raise FuyouConfigError(
-        f"the smallest placement that the tiers allow needs {min(needs) / MIB:.0f} MiB of host memory, "
-        f"dram_budget_bytes is {given.dram_budget_bytes / MIB:.0f} MiB; raise it, or set more tiers to nvme"
+    residency = min(fitting, key=lambda tried: _moved_bytes_each(given, tried))
+    minimum = _minimum_lane_bytes(given, residency, chunk_bytes)
+    left = given.dram_budget_bytes - _resident_bytes(given, residency)
+    swaps = given.swaps_activations
+    return Plan(
+        residency=residency,
+        chunk_bytes=chunk_bytes,
+        staging_bytes=over.get("staging_bytes", max(minimum // 2, min(_STAGING_BYTES, left // 2))),
+        prefetch_bytes=over.get("prefetch_bytes", min(_PREFETCH_BYTES, left // 4)),
+        num_threads=over.get("num_threads", _num_threads(given)),
+        queue_depth=over.get("queue_depth", 32),
+        block_bytes=over.get("block_bytes", MIB),
+        slots=over.get("slots", 2),
+        double_params=_has_two_versions(given, residency),
+        activation_bytes=over.get("activation_bytes", min(_ACTIVATION_BYTES, left // 8) if swaps else 0),
+        smallest_swapped_bytes=over.get("smallest_swapped_bytes", _SMALLEST_SWAPPED_BYTES),
+        small_param_bytes=over.get("small_param_bytes", 0),
     )
 
 
-def _minimum_lane_bytes(given: PlanInput, params: str, optimizer: str, gradients: str) -> int:
-    """Two chunks in flight, gradient buffers, and two of the largest parameter where they live on storage."""
-    if "nvme" not in (params, optimizer, gradients):
+def _minimum_lane_bytes(given: PlanInput, residency: Residency, chunk_bytes: int) -> int:
+    """Two chunks in flight, gradient buffers, and two of the largest parameter where some are on storage."""
+    if not _is_stored(residency):
         return 0
-    chunk = _CHUNK_BYTES * (1 + given.num_moments) + _CHUNK_BYTES
-    return 2 * chunk + (2 * given.largest_param_numel * given.param_bytes_each if params == "nvme" else 0)
+    chunk = chunk_bytes * (1 + given.num_moments) + chunk_bytes
+    in_use = 2 * given.largest_param_numel * given.param_bytes_each if residency.parameters < 1 else 0
+    return 2 * chunk + in_use
 
 
 def _num_threads(given: PlanInput) -> int:

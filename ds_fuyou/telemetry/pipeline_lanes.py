@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ds_fuyou.optimizer.layout import FlatLayout
+from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.telemetry.trace import Lane, LaneTrace
 
 __all__ = ["PipelineLanes"]
@@ -17,13 +18,21 @@ class PipelineLanes:
     """Moves what the core recorded into the trace. The core's clock is that of ``time.perf_counter``.
 
     Args:
-        state_bytes: of a parameter's P32 and moments if they live on storage, else 0.
-        param_bytes: of a parameter's P16 if it lives on storage, else 0; written with the state.
+        state_bytes: of one element's P32 and moments, read and written where they live on storage.
+        param_bytes: of one element's P16; written with the state where it lives on storage.
     """
 
-    def __init__(self, trace: LaneTrace, pipeline: Any, layout: FlatLayout, state_bytes: int, param_bytes: int) -> None:
-        self._trace, self._pipeline, self._layout = trace, pipeline, layout
-        self._bytes = (state_bytes, 0, state_bytes + param_bytes)
+    def __init__(
+        self,
+        trace: LaneTrace,
+        pipeline: Any,
+        layout: FlatLayout,
+        residency: ChunkResidency,
+        state_bytes: int,
+        param_bytes: int,
+    ) -> None:
+        self._trace, self._pipeline, self._layout, self._residency = trace, pipeline, layout, residency
+        self._state_bytes, self._param_bytes = state_bytes, param_bytes
         pipeline.set_tracing(True)
 
     def collect(self) -> None:
@@ -33,5 +42,11 @@ class PipelineLanes:
             name = (
                 f"step {generation}, {self._layout.params[chunk.params[0]].name}" if chunk.params else f"chunk {index}"
             )
-            moved = self._bytes[lane] * chunk.numel
+            moved = self._moved_bytes_each(_LANES[lane], index) * chunk.numel
             self._trace.add(_LANES[lane], name, int(begin * 1e9), int(end * 1e9), moved)
+
+    def _moved_bytes_each(self, lane: Lane, chunk: int) -> int:
+        if lane is Lane.UPDATE:
+            return 0
+        moved = 0 if self._residency.states[chunk] else self._state_bytes
+        return moved + (self._param_bytes if lane is Lane.STORAGE_WRITE and not self._residency.params[chunk] else 0)

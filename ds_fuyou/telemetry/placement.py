@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ds_fuyou.optimizer.layout import FlatLayout
+
 __all__ = ["Placed", "placement_of", "placement_table", "shown_bytes"]
 
 _TIERS = {"cpu": "host memory", "nvme": "storage"}
@@ -22,28 +24,48 @@ class Placed:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class _Split:
+    """One copy of a class: bytes of the chunks in host memory and on storage."""
+
+    name: str
+    memory_bytes: int
+    storage_bytes: int
+
+    def rows(self, versions: int, slots: int, in_memory: str = "", on_storage: str = "") -> list[Placed]:
+        """A row for each tier that holds a part; the share in host memory is noted where both do."""
+        total = self.memory_bytes + self.storage_bytes
+        share = f"{100 * self.memory_bytes / total:.0f} % of the elements" if 0 < self.memory_bytes < total else ""
+        rows = [
+            Placed(self.name, "cpu", versions * self.memory_bytes, ", ".join(n for n in (share, in_memory) if n)),
+            Placed(self.name, "nvme", slots * self.storage_bytes, on_storage),
+        ]
+        return [row for row in rows if row.num_bytes]
+
+
+def _split(name: str, layout: FlatLayout, resident: Sequence[bool], itemsize: int) -> _Split:
+    numel = sum(chunk.numel for chunk in layout.chunks if resident[chunk.index])
+    return _Split(name, itemsize * numel, itemsize * (layout.numel - numel))
+
+
 def placement_of(rank_state: Any) -> list[Placed]:
     """Every model-sized class and every pool of a ``RankState``, without activations that are not swapped: autograd
     keeps those where it always does.
     """
     core = rank_state.core
-    options, numel = core.options, core.layout.numel
-    on_storage = f"{options.num_slots} slot{'s' if options.num_slots > 1 else ''}"
-    versions = len(core._param_memory)
-    p16, g16 = options.param_dtype.itemsize * numel, options.grad_dtype.itemsize * numel
-    rows = [
-        Placed("P16 (parameters)", "cpu", versions * p16, f"{versions} version{'s' if versions > 1 else ''}")
-        if options.params_tier == "cpu"
-        else Placed("P16 (parameters)", "nvme", options.num_slots * p16, on_storage),
-        Placed("G16 (gradients)", options.gradients_tier, g16),
-    ]
+    options, residency = core.options, core.options.residency
+    slots, versions = options.num_slots, options.num_param_versions
+    on_storage = f"{slots} slot{'s' if slots > 1 else ''}"
+    in_memory = f"{versions} version{'s' if versions > 1 else ''}"
+    rows = _split("P16 (parameters)", core.layout, residency.params, options.param_dtype.itemsize).rows(
+        versions, slots, in_memory, on_storage
+    )
+    rows += _split("G16 (gradients)", core.layout, residency.grads, options.grad_dtype.itemsize).rows(1, 1)
     for tier, num_bytes in rank_state.frozen_bytes().items():
         if num_bytes:
             rows.append(Placed("frozen parameters", tier, num_bytes, "no gradient, no state"))
-    state_copies = options.num_slots if options.optimizer_tier == "nvme" else 1
-    note = on_storage if options.optimizer_tier == "nvme" else ""
     for name in ("P32 (master parameters)", *core.kind.moments):
-        rows.append(Placed(name, options.optimizer_tier, state_copies * 4 * numel, note))
+        rows += _split(name, core.layout, residency.states, 4).rows(1, slots, "", on_storage)
     rows.append(Placed("staging pool", "cpu", core.staging.capacity_bytes, "chunks in flight"))
     if rank_state.stored is not None:
         rows.append(Placed("look-ahead pool", "cpu", rank_state.stored.pool_bytes, "parameters in use or read ahead"))

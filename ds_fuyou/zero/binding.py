@@ -25,8 +25,11 @@ from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.host_config import Activation
 from ds_fuyou.lanes.memory import HeapGuard
 from ds_fuyou.optimizer.clip_policy import Overlap
-from ds_fuyou.optimizer.core import CoreOptions, OutOfCoreOptimizer, regions_for
+from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutLimits, ParamSpan, build_layout
+from ds_fuyou.optimizer.options import CoreOptions
+from ds_fuyou.optimizer.placement import regions_for
+from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind
 from ds_fuyou.parameters.frozen import FrozenParameters
 from ds_fuyou.parameters.stored import StoredParameters
@@ -70,9 +73,10 @@ class RankState:
             [(names[p], block_of(names[p]), p.partition_numel(), order[p.ds_id]) for p in group] for group in sub_groups
         ]
         given = self._plan_input(entries, kind, grad_dtype, param_dtype)
-        overrides = activation.config.plan.model_dump() if activation.config.plan is not None else {}
-        if activation.config.plan is not None and activation.config.plan.document is not None:
-            require_params(activation.config.plan.document, sum(param.ds_numel for param in names))
+        expert = activation.config.plan
+        overrides = expert.model_dump(exclude={"residency", "shares"}) if expert is not None else {}
+        if expert is not None and expert.document is not None:
+            require_params(expert.document, sum(param.ds_numel for param in names))
         self.plan: Plan = make_plan(given, overrides)
         limits = LayoutLimits(
             max_elements=max(CUT_ELEMENTS, self.plan.chunk_bytes // 4),
@@ -83,16 +87,16 @@ class RankState:
         options = self._core_options(num_slots, grad_dtype, param_dtype)
         self.core = OutOfCoreOptimizer(self.layout, options, kind, hypers, self.store)
         self._forget_closer = register_closer(self.core.close)
-        self.stored = StoredParameters(self.core, self.plan.prefetch_bytes) if options.params_tier == "nvme" else None
+        in_memory = all(options.residency.params)
+        self.stored = None if in_memory else StoredParameters(self.core, self.plan.prefetch_bytes)
         self._frozen_params = {p.ds_id: p for p in names if p.ds_id not in self._index}
         self.frozen: FrozenParameters | None = None
         self._resident: set[int] = set()
         self.trace = LaneTrace(activation.config.trace) if activation.config.trace is not None else None
         self._lanes: PipelineLanes | None = None
         if self.trace is not None:
-            states = 4 * (1 + len(kind.moments)) if options.optimizer_tier == "nvme" else 0
-            p16 = param_dtype.itemsize if options.params_tier == "nvme" else 0
-            self._lanes = PipelineLanes(self.trace, self.core.pipeline, self.layout, states, p16)
+            states, p16 = 4 * (1 + len(kind.moments)), param_dtype.itemsize
+            self._lanes = PipelineLanes(self.trace, self.core.pipeline, self.layout, options.residency, states, p16)
         self.activations: ActivationSession | None = None
         self._heap = HeapGuard()
         self._positions_known = False
@@ -123,14 +127,14 @@ class RankState:
             num_cpus=len(os.sched_getaffinity(0)) // local_ranks,
             device_is_host=get_accelerator().device_name() == "cpu",
             swaps_activations=config.activations.mode != "recompute" and handles_activations(config),
+            shares=config.plan.resident_shares() if config.plan is not None else {},
         )
 
     def _core_options(self, num_slots: int, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> CoreOptions:
         config, plan = self.activation.config, self.plan
+        shares = plan.residency
         return CoreOptions(
-            params_tier=plan.params_tier,
-            optimizer_tier=plan.optimizer_tier,
-            gradients_tier=plan.gradients_tier,
+            residency=ChunkResidency.by_deadline(self.layout, shares.parameters, shares.optimizer, shares.gradients),
             num_slots=num_slots,
             overlap=Overlap(config.optimizer.overlap),
             clip_policy=config.optimizer.clip_policy,
@@ -147,8 +151,9 @@ class RankState:
         """The slot store, with as many slots as the disks hold; None when nothing lives on storage."""
         if not self.plan.needs_storage:
             return None, 1
+        config = self.activation.config
         paths = [Path(path) for path in self.activation.state_paths]
-        budget = self.activation.config.nvme_budget_bytes
+        budget = config.nvme_budget_bytes
         budget_bytes = None if budget == "auto" else int(budget)
         by_slots = {
             n: regions_for(self.layout, self._core_options(n, grad_dtype, param_dtype), len(kind.moments), n)
@@ -166,9 +171,10 @@ class RankState:
             paths,
             by_slots[num_slots],
             identity,
+            weights=config.plan.shares if config.plan is not None else None,
             budget_bytes=budget_bytes,
-            keep=self.activation.config.keep_state,
-            checksum=self.activation.config.checksum,
+            keep=config.keep_state,
+            checksum=config.checksum,
         )
         return store, num_slots
 
@@ -210,7 +216,7 @@ class RankState:
         for swapper, params in swappers.values():
             swapper.attach(self, params)
         for param in self._params:
-            if self.stored is None:
+            if self._in_memory(param):
                 param.ds_tensor.data = self.core.param_view(self.span(param))
                 param.ds_tensor.status = AVAILABLE
             else:
@@ -248,9 +254,13 @@ class RankState:
     def owns(self, param: Any) -> bool:
         return param.ds_id in self._index
 
+    def _in_memory(self, param: Any) -> bool:
+        """Whether P16 of a trainable parameter is in host memory for good."""
+        return self.core.place.is_in_memory(self.span(param))
+
     def fetch(self, param: Any) -> torch.Tensor:
         span = self.span(param)
-        if self.stored is None:
+        if self.stored is None or self._in_memory(param):
             self.core.wait_param(span)
             return self.core.param_view(span)
         self._resident.add(span.index)
@@ -258,9 +268,11 @@ class RankState:
         return self.stored.fetch(span)
 
     def release(self, param: Any) -> bool:
-        if self.stored is None:
+        span = self.span(param)
+        stays = span.numel * self.core.options.param_dtype.itemsize < self.plan.small_param_bytes
+        if stays or self._in_memory(param):
             return False
-        self._resident.discard(self.span(param).index)
+        self._resident.discard(span.index)
         return True
 
     def replace(self, param: Any, values: torch.Tensor) -> None:
@@ -273,7 +285,7 @@ class RankState:
         """The script wrote a gathered parameter: ``values`` are its P16 now (in DRAM they lie in place already)."""
         span = self.span(param)
         self.core.params.edited(span)
-        if self.stored is not None:
+        if not self._in_memory(param):
             self.core.params.write(span, values)
 
     def before_module(self, params: Iterable[Any]) -> None:
@@ -336,10 +348,10 @@ class RankState:
             order = self.stored.trace.first_uses() if self.stored is not None else list(self._seen)
             self.core.set_positions(zip(order, range(len(order)), strict=True))
         for param in self._params:
-            if self.stored is not None:
-                param.nvme_swapper.mark_away(param)
-            else:
+            if self._in_memory(param):
                 param.ds_tensor.status = NOT_AVAILABLE
+            else:
+                param.nvme_swapper.mark_away(param)
         self._resident.clear()
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ modules are leaves for ZeRO-3.
 import json
 import random
 import sys
+from pathlib import Path
 
 import deepspeed
 import torch
@@ -202,6 +203,28 @@ def collect_activations(session, result: dict) -> None:
         result["saved_parameters"] = session.swapper.num_saved_parameters
 
 
+def shares_of(core) -> dict[str, float]:
+    """How much of every class really is in host memory, of the elements."""
+    chunks, residency = core.layout.chunks, core.place.residency
+    return {
+        name: sum(chunk.numel for chunk in chunks if resident[chunk.index]) / core.layout.numel
+        for name, resident in (
+            ("optimizer", residency.states),
+            ("parameters", residency.params),
+            ("gradients", residency.grads),
+        )
+    }
+
+
+def param_reads(engine) -> tuple[int, int] | None:
+    """(reads of parameters from storage so far, parameters that lie there)."""
+    state = getattr(engine.optimizer, "rank_state", None)
+    if state is None or state.stored is None:
+        return None
+    num_stored = sum(not state.core.place.is_in_memory(span) for span in state.layout.params)
+    return state.stored.num_demand_reads + state.stored.num_ahead_reads, num_stored
+
+
 def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as handle:
         case = json.load(handle)
@@ -214,6 +237,7 @@ def main() -> None:
         engine.load_checkpoint(case["load"])
         first = engine.global_steps
     train(engine, case, first, case["steps"], result)
+    result["param_reads"] = param_reads(engine)
     if case.get("save"):
         engine.save_checkpoint(case["save"])
     if case.get("export"):
@@ -227,6 +251,8 @@ def main() -> None:
         result["redone_chunks"] = core.num_redone_chunks
         result["num_chunks"] = len(core.layout.chunks)
         result["plan"] = repr(engine.optimizer.rank_state.plan)
+        result["shares"] = shares_of(core)
+        result["file_bytes"] = [sum(f.stat().st_size for f in Path(d).glob("*")) for d in result["directories"]]
         collect_activations(engine.optimizer.rank_state.activations, result)
     torch.save(result, f"{sys.argv[2]}.{torch.distributed.get_rank()}")
     if not case.get("plain"):

@@ -16,7 +16,7 @@ import torch
 
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.ops import load_core
-from ds_fuyou.optimizer.core import state_region
+from ds_fuyou.optimizer.placement import state_region
 from tests.harness.models import build_model, make_batch
 from tests.harness.runner import ds_config
 from tests.parity.cases import block

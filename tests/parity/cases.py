@@ -51,12 +51,16 @@ STOCK: dict[str, dict] = {
     "fp32-off-1-two_lrs-2ranks": _case("fp32", 0.0, 1, "two_lrs", 2),
 }
 
-TIERS = {  # optimizer, parameters, gradients
+TIERS: dict[str, tuple[str | float, str | float, str | float]] = {
+    # optimizer, parameters, gradients: a tier, or the share in host memory
     "states": ("nvme", "cpu", "cpu"),
     "all": ("nvme", "nvme", "nvme"),
     "none": ("cpu", "cpu", "cpu"),
     "grads_cpu": ("nvme", "nvme", "cpu"),
     "params_only": ("cpu", "nvme", "cpu"),
+    "quarter": (0.25, "cpu", 0.5),
+    "half": (0.5, 0.5, 0.5),
+    "most": (0.75, 0.25, "nvme"),
 }
 
 
@@ -69,14 +73,12 @@ def block(
     **plan: int,
 ) -> dict:
     """A fuyou block whose chunks are small enough that the little model has about ten."""
-    optimizer, parameters, gradients = TIERS[tiers]
-    return {
-        "nvme_path": path,
-        "optimizer": {"tier": optimizer, "clip_policy": policy, "overlap": overlap},
-        "parameters": {"tier": parameters},
-        "gradients": {"tier": gradients},
-        "plan": {"chunk_bytes": 65536, "slots": slots, **plan},
-    }
+    homes = dict(zip(("optimizer", "parameters", "gradients"), TIERS[tiers], strict=True))
+    shares = {name: home for name, home in homes.items() if not isinstance(home, str)}
+    sections: dict[str, dict] = {name: {"tier": home} for name, home in homes.items() if isinstance(home, str)}
+    sections.setdefault("optimizer", {}).update(clip_policy=policy, overlap=overlap)
+    more = {"residency": shares} if shares else {}
+    return {"nvme_path": path, **sections, "plan": {"chunk_bytes": 65536, "slots": slots, **more, **plan}}
 
 
 # (stock case, tiers, clip_policy, overlap, slots)
@@ -87,18 +89,21 @@ MATRIX: list[tuple[str, str, str, str, int]] = [
     ("bf16-always-1-two", "states", "auto", "backward_and_forward", 2),
     ("bf16-always-1-two", "all", "speculate", "none", 2),
     ("bf16-always-1-two", "grads_cpu", "defer", "backward", 1),
-    ("bf16-rarely-3-two_lrs", "all", "speculate", "backward_and_forward", 2),
-    ("bf16-rarely-3-two_lrs", "states", "defer", "none", 1),
+    ("bf16-rarely-3-two_lrs", "quarter", "speculate", "backward_and_forward", 2),
+    ("bf16-rarely-3-two_lrs", "half", "speculate", "backward_and_forward", 2),
+    ("bf16-rarely-3-two_lrs", "most", "defer", "none", 1),
     ("fp16-off-1-one", "states", "speculate", "backward", 2),
     ("fp16-off-1-one", "grads_cpu", "auto", "backward_and_forward", 2),
-    ("fp16-rarely-3-two", "all", "speculate", "backward_and_forward", 2),
     ("fp16-rarely-3-two", "none", "defer", "backward", 1),
+    ("fp16-rarely-3-two", "quarter", "defer", "backward_and_forward", 1),
+    ("fp16-rarely-3-two", "half", "auto", "backward_and_forward", 2),
+    ("fp16-rarely-3-two", "most", "speculate", "backward_and_forward", 2),
     ("fp32-always-1-two_lrs", "grads_cpu", "speculate", "backward_and_forward", 2),
     ("fp32-always-1-two_lrs", "all", "auto", "backward_and_forward", 1),
     ("fp32-off-3-one", "states", "auto", "backward", 2),
     ("fp32-off-3-one", "none", "speculate", "none", 1),
     ("bf16-rarely-1-two-2ranks", "states", "speculate", "backward_and_forward", 2),
-    ("bf16-rarely-1-two-2ranks", "all", "defer", "backward_and_forward", 1),
+    ("bf16-rarely-1-two-2ranks", "half", "defer", "backward_and_forward", 1),
     ("fp16-always-3-one-2ranks", "all", "speculate", "backward", 2),
     ("fp32-off-1-two_lrs-2ranks", "grads_cpu", "auto", "backward_and_forward", 2),
 ]

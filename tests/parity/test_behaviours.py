@@ -35,11 +35,11 @@ def case_of(name: str) -> dict:
     ("name", "tiers"),
     [
         ("edited-parameters", "states"),
-        ("edited-parameters", "all"),
-        ("states-set", "all"),
+        ("edited-parameters", "half"),
+        ("states-set", "half"),
         ("states-set", "none"),
         ("gradients-set", "states"),
-        ("gradients-set", "all"),
+        ("gradients-set", "half"),
         ("user-managed-accumulation", "states"),
         ("user-managed-accumulation", "all"),
         ("tied", "all"),
@@ -50,7 +50,7 @@ def case_of(name: str) -> dict:
     ],
 )
 def test_equals_stock(name: str, tiers: str, must_equal, tmp_path: Path) -> None:
-    must_equal(case_of(name), block(str(tmp_path / "swap"), tiers))
+    must_equal(case_of(name), block(str(tmp_path / "swap"), tiers, small_param_bytes=2048))
 
 
 @pytest.mark.parametrize(

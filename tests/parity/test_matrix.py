@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.cases import MATRIX, STOCK, block
+from tests.parity.cases import MATRIX, STOCK, TIERS, block
 
 
 def _exercised(stock: dict, case: dict, name: str) -> None:
@@ -34,6 +34,9 @@ def test_equals_stock(name: str, tiers: str, policy: str, overlap: str, slots: i
     stock, ours = must_equal(case, fuyou)
     _exercised(stock[0], case, name)
     assert ours[0]["num_chunks"] >= 6
+    for section, home in zip(("optimizer", "parameters", "gradients"), TIERS[tiers], strict=True):
+        wanted = home if isinstance(home, float) else {"cpu": 1.0, "nvme": 0.0}[home]
+        assert ours[0]["shares"][section] == pytest.approx(wanted, abs=0.12)
     can_speculate = tiers != "none" and overlap != "none" and slots == 2
     if policy == "defer" or not can_speculate:
         assert ours[0]["redone_chunks"] == 0
@@ -43,12 +46,16 @@ def test_equals_stock(name: str, tiers: str, policy: str, overlap: str, slots: i
 
 def test_the_matrix_covers_every_pair_of_values() -> None:
     """Each value of a setting meets each of dtype, clip, accumulation and tiers at least once."""
-    rows = [(*name.split("-")[:3], tiers, policy, overlap, slots) for name, tiers, policy, overlap, slots in MATRIX]
-    for column in range(7):
-        assert len({row[column] for row in rows}) == (2 if column in (2, 6) else 4 if column == 3 else 3)
+    rows = [(*name.split("-")[:3], *rest) for name, *rest in MATRIX]
+    wanted = [("bf16", "fp16", "fp32"), ("off", "rarely", "always"), ("1", "3"), tuple(set(TIERS) - {"params_only"})]
+    wanted += [("auto", "defer", "speculate"), ("none", "backward", "backward_and_forward"), (1, 2)]
+    for column, values in enumerate(wanted):
+        assert {row[column] for row in rows} == set(values)
     for dtype, clip in itertools.product(("bf16", "fp16", "fp32"), ("off", "always")):
         assert any(row[:2] == (dtype, clip) for row in rows)
-    for dtype, tiers in itertools.product(("bf16", "fp16", "fp32"), ("states", "all", "none", "grads_cpu")):
+    for dtype, tiers in itertools.product(("bf16", "fp16", "fp32"), ("all", "none", "grads_cpu")):
         assert any(row[0] == dtype and row[3] == tiers for row in rows), (dtype, tiers)
+    for dtype, tiers in itertools.product(("bf16", "fp16"), ("quarter", "half", "most")):
+        assert any(row[:2] == (dtype, "rarely") and row[3] == tiers for row in rows), (dtype, tiers)
     for policy, overlap in itertools.product(("auto", "speculate"), ("backward", "backward_and_forward")):
         assert any(row[4:6] == (policy, overlap) for row in rows), (policy, overlap)

@@ -38,10 +38,11 @@ def _loaded(plan: PlanDocument, tmp_path: Path, **block: Any) -> FuyouConfig:
     return found
 
 
-def test_whole_classes_go_where_the_plan_says(tmp_path: Path) -> None:
+def test_classes_go_where_the_plan_says_as_a_whole_or_in_part(tmp_path: Path) -> None:
     found = _loaded(_plan(), tmp_path)
-    assert (found.parameters.tier, found.optimizer.tier, found.gradients.tier) == ("cpu", "nvme", "nvme")
+    assert (found.parameters.tier, found.optimizer.tier, found.gradients.tier) == ("cpu", "auto", "nvme")
     assert found.plan is not None
+    assert found.plan.resident_shares() == {"optimizer": 0.5}
     assert found.plan.chunk_bytes == 1 << 20
     assert found.plan.document == _plan()
 
@@ -51,6 +52,8 @@ def test_the_block_has_the_last_word(tmp_path: Path) -> None:
         _plan(), tmp_path, optimizer={"tier": "cpu", "overlap": "none"}, gradients={"tier": "auto"}, parameters={}
     )
     assert (found.optimizer.tier, found.optimizer.overlap) == ("cpu", "none")
+    assert found.plan is not None
+    assert found.plan.resident_shares() == {}
     assert (found.gradients.tier, found.parameters.tier) == ("nvme", "cpu")
 
 
@@ -95,19 +98,37 @@ def test_another_model_is_refused_but_small_differences_are_not() -> None:
 
 @pytest.mark.timeout(300)
 def test_a_run_takes_its_placement_from_the_plan(tmp_path: Path) -> None:
-    """And refuses one that was made for another model."""
+    """In part as in whole, with weights of the paths; and refuses one that was made for another model."""
     case = {"steps": 2, "model": {}, "groups": "one"}
     plan = tmp_path / "plan.json"
-    block = {"nvme_path": str(tmp_path / "swap"), "plan": str(plan)}
-    (tmp_path / "swap").mkdir()
-    save(replace(_plan(300_000), residency=Residency(0.0, 0.0, 1.0)), plan)
-    wanted = with_fuyou({**case, "config": ds_config()}, block)
+    paths = [tmp_path / "first", tmp_path / "second"]
+    for path in paths:
+        path.mkdir()
+    settings = {"chunk_bytes": 65536, "shares": [3, 1], "small_param_bytes": "1MB"}
+    residency = Residency(parameters=0.25, optimizer=0.5, gradients=1.0)
+    save(replace(_plan(300_000), residency=residency, settings=settings), plan)
+    wanted = with_fuyou({**case, "config": ds_config()}, {"nvme_path": [str(p) for p in paths], "plan": str(plan)})
     with pytest.raises(AssertionError, match=r"300000 parameters, this model has (\d+)") as raised:
         run_case(wanted, tmp_path, "other")
     assert "make a plan for it with fuyou plan" in str(raised.value)
     real = int(str(raised.value).split("this model has ")[1].split(";")[0])
-    save(replace(_plan(real), residency=Residency(0.0, 0.0, 1.0)), plan)
+    save(replace(_plan(real), residency=residency, settings=settings), plan)
     (result,) = run_case(wanted, tmp_path, "same")
-    table = result["output"]
-    for name, tier in (("P16 (parameters)", "storage"), ("G16 (gradients)", "host memory")):
-        assert any(name in line and tier in line for line in table.splitlines()), table[-3000:]
+    output = result["output"]
+    assert "parameters 25% in host memory, optimizer 50% in host memory, gradients cpu" in output
+    assert "zero_optimization.offload_param.device (fuyou.plan decides" in output
+    table = [line.split() for line in output.splitlines() if line.startswith("  ")]
+    found = {(row[0], "storage" in row) for row in table if row and row[0] in ("P16", "G16", "P32", "exp_avg")}
+    assert found == {(name, stored) for name in ("P16", "P32", "exp_avg") for stored in (False, True)} | {
+        ("G16", False)
+    }
+    assert result["shares"] == {
+        "parameters": pytest.approx(0.25, abs=0.12),
+        "optimizer": pytest.approx(0.5, abs=0.12),
+        "gradients": 1.0,
+    }
+    first, second = result["file_bytes"]
+    assert first / second == pytest.approx(3, rel=0.1)
+    reads, num_stored = result["param_reads"]
+    assert num_stored
+    assert reads == case["steps"] * num_stored, "small parameters are read once a step, not once a pass"

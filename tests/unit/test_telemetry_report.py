@@ -7,31 +7,44 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ds_fuyou.optimizer.clip_policy import Overlap
+from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
+from ds_fuyou.optimizer.options import CoreOptions
+from ds_fuyou.optimizer.residency import ChunkResidency
+from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.telemetry import report
 from ds_fuyou.telemetry.placement import placement_of, shown_bytes
 from ds_fuyou.telemetry.report import LaneTimes, StepReport
+
+K = CUT_ELEMENTS
+LAYOUT = build_layout(
+    [[(f"block.{i}", f"block.{i}", K, i) for i in range(4)]], LayoutLimits(max_elements=K, min_elements=K)
+)
 
 
 class State:
     """A rank state's counters, set by hand."""
 
-    def __init__(self, params="cpu", optimizer="nvme", gradients="cpu", versions=2) -> None:
+    def __init__(self, params=1.0, states=0.0, grads=1.0) -> None:
         lane = SimpleNamespace(busy_secs=0.0, num_bytes=0)
         self.lanes = {"read": lane, "write": SimpleNamespace(busy_secs=0.0, num_bytes=0)}
         self.updates = SimpleNamespace(update_busy_secs=0.0)
-        options = SimpleNamespace(
-            params_tier=params,
-            optimizer_tier=optimizer,
-            gradients_tier=gradients,
+        options = CoreOptions(
+            residency=ChunkResidency.by_deadline(LAYOUT, params, states, grads),
             num_slots=2,
+            overlap=Overlap.BACKWARD,
+            clip_policy="auto",
             param_dtype=torch.bfloat16,
             grad_dtype=torch.bfloat16,
+            staging_bytes=4096,
+            num_update_threads=1,
+            io=IoSettings(),
         )
-        self.stored = SimpleNamespace(waited_secs=0.0, pool_bytes=500) if params == "nvme" else None
+        self.stored = SimpleNamespace(waited_secs=0.0, pool_bytes=500) if params < 1 else None
         self.frozen = None
         self.core = SimpleNamespace(
             options=options,
-            layout=SimpleNamespace(numel=1000),
+            layout=LAYOUT,
             kind=SimpleNamespace(moments=("exp_avg", "exp_avg_sq")),
             staging=SimpleNamespace(capacity_bytes=4096),
             io=SimpleNamespace(stats=lambda: self.lanes),
@@ -39,7 +52,6 @@ class State:
             waited_secs=0.0,
             gradients=SimpleNamespace(waited_secs=0.0),
             num_redone_chunks=0,
-            _param_memory=[None] * versions,
         )
 
     def frozen_bytes(self) -> dict:
@@ -67,18 +79,31 @@ def lines():
 def test_bytes_of_every_class_and_copy_are_counted() -> None:
     rows = {row.name: (row.tier, row.num_bytes) for row in placement_of(State())}
     assert rows == {
-        "P16 (parameters)": ("cpu", 4000),
-        "G16 (gradients)": ("cpu", 2000),
-        "P32 (master parameters)": ("nvme", 8000),
-        "exp_avg": ("nvme", 8000),
-        "exp_avg_sq": ("nvme", 8000),
+        "P16 (parameters)": ("cpu", 16 * K),
+        "G16 (gradients)": ("cpu", 8 * K),
+        "P32 (master parameters)": ("nvme", 32 * K),
+        "exp_avg": ("nvme", 32 * K),
+        "exp_avg_sq": ("nvme", 32 * K),
         "staging pool": ("cpu", 4096),
     }
 
 
+def test_a_share_in_memory_has_a_row_a_tier() -> None:
+    """A share that whole chunks cannot hold is rounded down; G16 on storage has one copy."""
+    rows = [(r.name, r.tier, r.num_bytes, r.note) for r in placement_of(State(0.25, 0.5, 0.7))]
+    assert rows[:6] == [
+        ("P16 (parameters)", "cpu", 4 * K, "25 % of the elements, 2 versions"),
+        ("P16 (parameters)", "nvme", 12 * K, "2 slots"),
+        ("G16 (gradients)", "cpu", 4 * K, "50 % of the elements"),
+        ("G16 (gradients)", "nvme", 4 * K, ""),
+        ("P32 (master parameters)", "cpu", 8 * K, "50 % of the elements"),
+        ("P32 (master parameters)", "nvme", 16 * K, "2 slots"),
+    ]
+
+
 def test_parameters_on_storage_have_slots_and_a_look_ahead_pool() -> None:
-    rows = {row.name: (row.tier, row.num_bytes) for row in placement_of(State("nvme", "nvme", "nvme", 0))}
-    assert rows["P16 (parameters)"] == ("nvme", 4000)
+    rows = {row.name: (row.tier, row.num_bytes) for row in placement_of(State(0.0, 0.0, 0.0))}
+    assert rows["P16 (parameters)"] == ("nvme", 16 * K)
     assert rows["look-ahead pool"] == ("cpu", 500)
 
 
@@ -92,8 +117,9 @@ def test_frozen_parameters_have_a_row_and_a_pool_and_their_waits_count() -> None
 
 
 def test_state_in_memory_has_one_copy() -> None:
-    rows = {row.name: (row.tier, row.num_bytes) for row in placement_of(State(optimizer="cpu", versions=1))}
-    assert rows["exp_avg"] == ("cpu", 4000)
+    rows = {row.name: (row.tier, row.num_bytes) for row in placement_of(State(states=1.0))}
+    assert rows["exp_avg"] == ("cpu", 16 * K)
+    assert rows["P16 (parameters)"] == ("cpu", 8 * K), "nothing speculates: one version"
 
 
 def test_hidden_is_what_the_training_thread_did_not_wait_for() -> None:

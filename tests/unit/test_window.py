@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from ds_fuyou.optimizer.clip_policy import Overlap
-from ds_fuyou.optimizer.core import CoreOptions, OutOfCoreOptimizer, regions_for
+from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, build_layout
+from ds_fuyou.optimizer.options import CoreOptions
+from ds_fuyou.optimizer.placement import regions_for
+from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.store import RunIdentity, SlotStore
@@ -25,10 +28,9 @@ A, B = LAYOUT.params
 @pytest.fixture(params=["cpu", "nvme"])
 def core(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OutOfCoreOptimizer]:
     """One chunk of two parameters; its state is on storage, P16 and gradients are where the parameter says."""
+    rest = {"cpu": 1.0, "nvme": 0.0}[request.param]
     options = CoreOptions(
-        params_tier=request.param,
-        optimizer_tier="nvme",
-        gradients_tier=request.param,
+        residency=ChunkResidency.by_deadline(LAYOUT, rest, 0.0, rest),
         num_slots=2,
         overlap=Overlap.BACKWARD_AND_FORWARD,
         clip_policy="speculate",

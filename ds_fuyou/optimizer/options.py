@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plan decided for the out-of-core optimizer of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ds_fuyou.optimizer.clip_policy import Overlap
+from ds_fuyou.optimizer.residency import ChunkResidency
+from ds_fuyou.storage.io import IoSettings
+
+__all__ = ["CoreOptions"]
+
+
+@dataclass(frozen=True)
+class CoreOptions:
+    """Where every chunk lives, and how updates run. ``num_slots`` is that of what is on storage; sizes in bytes."""
+
+    residency: ChunkResidency
+    num_slots: int
+    overlap: Overlap
+    clip_policy: str
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    staging_bytes: int
+    num_update_threads: int
+    io: IoSettings
+    pin: bool = False
+    checksum: bool = True
+
+    @property
+    def can_speculate(self) -> bool:
+        """Speculation needs chunks with a spare slot, and backward to hide behind."""
+        return not all(self.residency.states) and self.num_slots == 2 and self.overlap is not Overlap.NONE
+
+    @property
+    def num_param_versions(self) -> int:
+        """Versions of P16 in DRAM: two where an update may come before ``step()`` has published it."""
+        return 2 if self.can_speculate and self.clip_policy != "defer" else 1

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where P16, state and G16 of every chunk are: the memory of the resident ones, the extents of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.lanes.memory import aligned_tensor, own_storage, round_up_to_page
+from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan
+from ds_fuyou.optimizer.options import CoreOptions
+from ds_fuyou.storage.store import Extent, RegionSpec, SlotStore
+
+__all__ = ["ChunkPlacement", "regions_for", "state_region"]
+
+
+def state_region(chunk: int) -> str:
+    return f"state/{chunk}"
+
+
+def param_region(chunk: int) -> str:
+    return f"param16/{chunk}"
+
+
+def grad_region(chunk: int) -> str:
+    return f"grad16/{chunk}"
+
+
+def regions_for(layout: FlatLayout, options: CoreOptions, num_moments: int, num_slots: int) -> list[RegionSpec]:
+    """Everything that lives on storage, with its size; empty when all chunks of all classes are in DRAM."""
+    regions = []
+    for chunk in layout.chunks:
+        if not options.residency.states[chunk.index]:
+            regions.append(RegionSpec(state_region(chunk.index), state_bytes(chunk, num_moments), num_slots))
+        if not options.residency.params[chunk.index]:
+            num_bytes = round_up_to_page(chunk.numel * options.param_dtype.itemsize)
+            regions.append(RegionSpec(param_region(chunk.index), num_bytes, num_slots))
+        if not options.residency.grads[chunk.index]:
+            num_bytes = round_up_to_page(chunk.numel * options.grad_dtype.itemsize)
+            regions.append(RegionSpec(grad_region(chunk.index), num_bytes, 1))
+    return regions
+
+
+def state_bytes(chunk: Chunk, num_moments: int) -> int:
+    """Of the block [P32 | moments], each part padded to pages."""
+    return (1 + num_moments) * round_up_to_page(chunk.numel * 4)
+
+
+class _Params:
+    """One version of P16 of a sub-group: memory that spans its resident chunks, the elements [begin, end).
+
+    Chunks become resident in deadline order, so they lie side by side where that is the flat order. Pages of others
+    between them are never touched and take no memory.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], dtype: torch.dtype) -> None:
+        self.begin = min(chunk.begin for chunk in chunks)
+        self.end = max(chunk.end for chunk in chunks)
+        numel = self.end - self.begin
+        self._values = aligned_tensor(round_up_to_page(numel * dtype.itemsize)).view(dtype)[:numel]
+
+    def range(self, begin: int, end: int) -> torch.Tensor:
+        """Elements [begin, end) of the sub-group."""
+        return self._values[begin - self.begin : end - self.begin]
+
+
+class ChunkPlacement:
+    """Memory and extents of one rank. Memory is touched by the training thread, and by the pipeline's jobs."""
+
+    def __init__(self, layout: FlatLayout, options: CoreOptions, num_moments: int, store: SlotStore | None) -> None:
+        self._layout, self._options, self._num_moments, self._store = layout, options, num_moments, store
+        self.residency = options.residency
+        self._params: list[dict[int, _Params]] = [self._allocate_params() for _ in range(options.num_param_versions)]
+        self._states = {
+            chunk.index: aligned_tensor(state_bytes(chunk, num_moments))
+            for chunk in layout.chunks
+            if self.residency.states[chunk.index]
+        }
+        self._in_memory = [
+            all(self.residency.params[index] for index in layout.chunks_of_param[span.index]) for span in layout.params
+        ]
+
+    def _allocate_params(self) -> dict[int, _Params]:
+        found: dict[int, list[Chunk]] = {}
+        for chunk in self._layout.chunks:
+            if self.residency.params[chunk.index]:
+                found.setdefault(chunk.sub_group, []).append(chunk)
+        return {sub_group: _Params(chunks, self._options.param_dtype) for sub_group, chunks in found.items()}
+
+    # ---- host memory --------------------------------------------------------------------------------------
+
+    @property
+    def num_param_versions(self) -> int:
+        """Of P16 in DRAM; 0 where all of it is on storage."""
+        return len(self._params) if any(self.residency.params) else 0
+
+    def is_in_memory(self, span: ParamSpan) -> bool:
+        """Whether a parameter's P16 is in DRAM as a whole. One whose chunks are apart is read like one on storage."""
+        return self._in_memory[span.index]
+
+    def span_params(self, span: ParamSpan, version: int) -> torch.Tensor:
+        """P16 of a parameter that is in memory, with a storage of its own."""
+        return own_storage(self._params[version][span.sub_group].range(span.begin, span.end))
+
+    def chunk_params(self, chunk: Chunk, version: int) -> torch.Tensor:
+        """P16 of a chunk in memory."""
+        return self._params[version][chunk.sub_group].range(chunk.begin, chunk.end)
+
+    def flat_params(self, sub_group: int, version: int) -> torch.Tensor | None:
+        """P16 of a whole sub-group, None unless all of it is in memory."""
+        chunks = [chunk for chunk in self._layout.chunks if chunk.sub_group == sub_group]
+        if not chunks or not all(self.residency.params[chunk.index] for chunk in chunks):
+            return None
+        return self._params[version][sub_group].range(0, self._layout.sub_group_numels[sub_group])
+
+    def state(self, index: int) -> torch.Tensor | None:
+        """The state block of a chunk in DRAM, bytes; None if it lives on storage."""
+        return self._states.get(index)
+
+    # ---- storage ------------------------------------------------------------------------------------------
+
+    def state_extents(self, index: int, slot: int) -> tuple[Extent, ...]:
+        return self._need_store().extents(state_region(index), slot)
+
+    def param_extents(self, index: int, slot: int) -> tuple[Extent, ...]:
+        return self._need_store().extents(param_region(index), slot)
+
+    def param_pages(self, index: int, slot: int, begin: int, end: int) -> tuple[Extent, ...]:
+        """Where bytes [begin, end) of a chunk's P16 lie, counted from the chunk's start, whole pages."""
+        return self._need_store().range_extents(param_region(index), slot, begin, end)
+
+    def grad_extents(self, index: int) -> tuple[Extent, ...]:
+        return self._need_store().extents(grad_region(index), 0)
+
+    def _need_store(self) -> SlotStore:
+        if self._store is None:
+            raise FuyouStateError("this placement has nothing on storage")
+        return self._store
+
+    def slotted(self, slot_of: Any) -> dict[str, int]:
+        """The slots to be committed: of every chunk that has any, as ``slot_of(chunk)`` says."""
+        keeps = self.residency.keeps_slots
+        return {state_region(c.index): slot_of(c.index) for c in self._layout.chunks if keeps(c.index)}
+
+    # ---- the pipeline's view ------------------------------------------------------------------------------
+
+    def job_bytes(self, chunk: Chunk) -> int:
+        """Staging memory of one update: what it reads from storage or writes there."""
+        residency, options = self.residency, self._options
+        num_bytes = 0 if residency.states[chunk.index] else state_bytes(chunk, self._num_moments)
+        if not residency.params[chunk.index]:
+            num_bytes += round_up_to_page(chunk.numel * options.param_dtype.itemsize)
+        if not residency.grads[chunk.index]:
+            num_bytes += round_up_to_page(chunk.numel * options.grad_dtype.itemsize)
+        return num_bytes
+
+    def staging_bytes(self) -> int:
+        """The plan's size, at least two of the largest jobs, at most all of them."""
+        jobs = [self.job_bytes(chunk) for chunk in self._layout.chunks]
+        return max(4096, min(max(self._options.staging_bytes, 2 * max(jobs)), sum(jobs)))
+
+    def of_chunk(self, chunk: Chunk) -> dict[str, Any]:
+        """The places of a chunk as ``ChunkPipeline.add_chunk`` takes them.
+
+        A chunk without anything in slots counts as one-slotted: its update overwrites nothing that a commit names, so
+        it never waits for one.
+        """
+        residency, index = self.residency, chunk.index
+        num_slots = self._options.num_slots if residency.keeps_slots(index) else 1
+        slots = range(num_slots)
+        state = self._states.get(index)
+        in_memory = residency.params[index]
+        return {
+            "state_slots": [] if state is not None else [_ranges(self.state_extents(index, s)) for s in slots],
+            "resident_state": 0 if state is None else state.data_ptr(),
+            "param_slots": [] if in_memory else [_ranges(self.param_extents(index, s)) for s in slots],
+            "param_memory": [self.chunk_params(chunk, v).data_ptr() for v in range(len(self._params))]
+            if in_memory
+            else [],
+            "grad_slot": [] if residency.grads[index] else _ranges(self.grad_extents(index)),
+            "num_slots": num_slots,
+        }
+
+    def close(self) -> None:
+        """Lets the memory go; nothing may work on it any more."""
+        self._states.clear()
+        self._params.clear()
+
+
+def _ranges(extents: Sequence[Extent]) -> list[tuple[int, int, int]]:
+    return [(extent.fd, extent.offset, extent.num_bytes) for extent in extents]
