@@ -109,7 +109,6 @@ class RankState:
         self, entries: Any, kind: OptimizerKind, grad_dtype: torch.dtype, param_dtype: torch.dtype
     ) -> PlanInput:
         config = self.activation.config
-        budget = config.dram_budget_bytes
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         numels = [entry[2] for group in entries for entry in group]
         no_storage = not self.activation.state_paths
@@ -119,7 +118,7 @@ class RankState:
             grad_bytes_each=grad_dtype.itemsize,
             num_moments=len(kind.moments),
             largest_param_numel=max(numels),
-            dram_budget_bytes=available_host_bytes() * 8 // 10 // local_ranks if budget == "auto" else int(budget),
+            dram_budget_bytes=self._dram_budget(local_ranks),
             params_tier="cpu" if no_storage else config.parameters.tier,
             optimizer_tier="cpu" if no_storage else config.optimizer.tier,
             gradients_tier="cpu" if no_storage else config.gradients.tier,
@@ -129,6 +128,19 @@ class RankState:
             swaps_activations=config.activations.mode != "recompute" and handles_activations(config),
             shares=config.plan.resident_shares() if config.plan is not None else {},
         )
+
+    def _dram_budget(self, local_ranks: int) -> int:
+        """Bytes of host memory, the same on every rank: where parameters are decides which gathers may run ahead, and
+        a gather must be the same collective everywhere.
+        """
+        budget = self.activation.config.dram_budget_bytes
+        if budget != "auto":
+            return int(budget)
+        found = torch.tensor([available_host_bytes() * 8 // 10 // local_ranks], dtype=torch.int64)
+        if dist.get_world_size() > 1:
+            found = found.to(get_accelerator().current_device_name())
+            dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        return int(found.item())
 
     def _core_options(self, num_slots: int, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> CoreOptions:
         config, plan = self.activation.config, self.plan
