@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.harness.forked import finish, start
 from tests.harness.runner import environment, free_port
 
 ROOT = Path(__file__).parents[2]
@@ -20,17 +18,12 @@ LIMIT_SECS = 150
 
 def run(name: str, swap: Path) -> dict[str, Any]:
     swap.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.behaviour.engines", name, str(swap)],
-        cwd=ROOT,
-        env={**environment(0, 1, free_port()), "PYTHONPATH": os.fspath(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
+    log = swap.with_name("log")
+    process = start(ROOT / "tests/behaviour/engines.py", [name, str(swap)], environment(0, 1, free_port()), log)
+    finish([process], LIMIT_SECS)
+    output = log.read_text()
+    assert process.exitcode == 0, output[-4000:]
+    line = next(line for line in output.splitlines() if line.startswith("FOUND "))
     return json.loads(line.removeprefix("FOUND "))
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.harness.forked import finish, start
 from tests.harness.runner import HERE, differences, ds_config, environment, free_port, run_case, with_fuyou
 from tests.parity.cases import block
 
@@ -21,22 +20,14 @@ def run(what: str, case: dict, directory: Path) -> list[tuple[int, str]]:
     file = directory / "case.json"
     file.write_text(json.dumps(with_fuyou(case, block(str(directory / "swap"), "all"))))
     world_size, port = case.get("world_size", 1), free_port()
+    logs = [directory / f"{what}.{rank}.log" for rank in range(world_size)]
+    arguments = [str(file), what, str(directory / "folder")]
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "save_worker.py"), str(file), what, str(directory / "folder")],
-            env=environment(rank, world_size, port),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
+        start(HERE / "save_worker.py", arguments, environment(rank, world_size, port), log)
+        for rank, log in enumerate(logs)
     ]
-    try:
-        outputs = [process.communicate(timeout=200)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+    finish(processes, limit_secs=200)
+    return [(process.exitcode, log.read_text()) for process, log in zip(processes, logs, strict=True)]
 
 
 def results(what: str, case: dict, directory: Path) -> list[dict]:

@@ -4,7 +4,8 @@
 ``FUYOU_SUITE_MODE`` is "watch" (stock: only note what would get a block) or "inject". What happened is appended to the
 file ``FUYOU_SUITE_RECORD``, one line a configuration: "block" or "refused: reason".
 
-In both modes fp16 counts as supported: eager fp16 works on the CPU, DeepSpeed asks for native kernels.
+In both modes fp16 counts as supported: eager fp16 works on the CPU, DeepSpeed asks for native kernels. What costs every
+engine seconds is done once, in the fork server: some imports, and asking for the kind of CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import cpuinfo
 import deepspeed.runtime.config as ds_config_module
+import deepspeed.runtime.zero.muon.muon_optimizer
+import torch._dynamo  # noqa: F401
 from deepspeed.accelerator import get_accelerator
 
 from ds_fuyou.errors import FuyouConfigError
@@ -79,3 +83,4 @@ def _inject(original: Callable[..., None]) -> Callable[..., None]:
 
 ds_config_module.DeepSpeedConfig.__init__ = _inject(ds_config_module.DeepSpeedConfig.__init__)
 type(get_accelerator()).is_fp16_supported = lambda self: True
+cpuinfo.get_cpu_info = functools.partial(dict, cpuinfo.get_cpu_info())

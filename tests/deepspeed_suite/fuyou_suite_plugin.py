@@ -32,6 +32,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [item for item in items if item.nodeid not in done and (wanted is None or item.nodeid in wanted)]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
+    RESULTS.with_name(RESULTS.name + ".left").write_text(str(len(kept)), encoding="utf-8")
 
 
 def lines_of(path: Path) -> list[str]:

@@ -5,11 +5,11 @@ import copy
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
+
+from tests.harness.forked import finish, start
 
 HERE = Path(__file__).parent
 TIMEOUT_SECS = 240
@@ -43,26 +43,16 @@ def run_case(case: dict, directory: Path, name: str) -> list[dict]:
     file = directory / f"{name}.json"
     file.write_text(json.dumps(case))
     world_size, port = case.get("world_size", 1), free_port()
+    logs = [directory / f"{name}.{rank}.log" for rank in range(world_size)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "train_worker.py"), str(file), str(directory / name)],
-            env=environment(rank, world_size, port) | case.get("env", {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
+        start(HERE / "train_worker.py", [str(file), str(directory / name)], environment(rank, world_size, port), log)
+        for rank, log in enumerate(logs)
     ]
-    outputs = []
-    try:
-        for process in processes:
-            outputs.append(process.communicate(timeout=TIMEOUT_SECS)[0])
-    finally:
-        for process in processes:
-            process.kill()
+    finish(processes, TIMEOUT_SECS)
+    outputs = [log.read_text(errors="replace") for log in logs]
     for process, output in zip(processes, outputs, strict=True):
-        if process.returncode != 0:
-            raise AssertionError(f"{name} exited with {process.returncode}:\n{output[-6000:]}")
+        if process.exitcode != 0:
+            raise AssertionError(f"{name} exited with {process.exitcode}:\n{output[-6000:]}")
     results = [torch.load(f"{directory / name}.{rank}", weights_only=False) for rank in range(world_size)]
     for result, output in zip(results, outputs, strict=True):
         result["output"] = output
