@@ -79,7 +79,8 @@ class FuyouStage3Optimizer(
             self.fp16_partitioned_groups_flat[sub_group] = self.rank_state.core.flat_params(sub_group)
         for group in self.optimizer.param_groups:
             group["params"] = []
-        self.grad_partitions_flat_buffer = None
+        # Nothing of stock's buffer, but of its type: DeepSpeed's own helpers ask for its device.
+        self.grad_partitions_flat_buffer = torch.empty(0, dtype=self.gradient_accumulation_dtype)
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor] = {}
         self.subgroup_to_device = dict.fromkeys(range(len(self.fp16_groups)), "cpu")
         self._init_gradient_flow()

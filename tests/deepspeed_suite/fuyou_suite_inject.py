@@ -18,7 +18,7 @@ from typing import Any
 
 import cpuinfo
 import deepspeed.runtime.config as ds_config_module
-import deepspeed.runtime.zero.muon.muon_optimizer
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 import torch._dynamo  # noqa: F401
 from deepspeed.accelerator import get_accelerator
 

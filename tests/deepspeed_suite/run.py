@@ -146,9 +146,8 @@ def run_file(repo: Path, file: str, env: dict[str, str], limit_secs: float) -> b
                 command, cwd=repo / "tests", env=env, stdout=log, stderr=log, start_new_session=True
             )
             try:
-                code = process.wait(timeout=left)
-            except subprocess.TimeoutExpired:
-                code = None
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=left)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)

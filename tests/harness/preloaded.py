@@ -3,6 +3,8 @@
 which DeepSpeed starts two processes and waits for seconds, is known already.
 """
 
+# ruff: noqa: F401
+
 import functools
 import importlib.util
 import os
@@ -14,7 +16,7 @@ import cpuinfo
 import deepspeed.module_inject
 import deepspeed.runtime.zero.muon.muon_optimizer
 import deepspeed.runtime.zero.stage3
-import torch._dynamo  # noqa: F401
+import torch._dynamo
 
 if importlib.util.find_spec("transformers") is not None:
     import accelerate.utils.deepspeed
@@ -22,6 +24,6 @@ if importlib.util.find_spec("transformers") is not None:
     import transformers.integrations.deepspeed
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama
-    import transformers.trainer  # noqa: F401
+    import transformers.trainer
 
 cpuinfo.get_cpu_info = functools.partial(dict, cpuinfo.get_cpu_info())
