@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_fuyou.activations.blocks import Block
+from ds_fuyou.activations.open_hooks import OpenHooks, computes_its_loss
 from ds_fuyou.activations.policy import BlockFate, FateByBlock
 from ds_fuyou.activations.recompute import RecomputedForward
 from ds_fuyou.activations.selective import OutputSelection
@@ -53,7 +54,8 @@ class ActivationSession:
             "their activations are swapped, not recomputed" if swapper is not None else "it recomputes whole blocks",
             points,
         )
-        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._hooks = OpenHooks(swapper.pack, swapper.unpack) if swapper is not None else None
+        self._is_running = False
         self._observer: AbstractContextManager[Any] | None = None
         self._observing: AbstractContextManager[Any] | None = None
         self.num_forwards = 0
@@ -66,7 +68,7 @@ class ActivationSession:
                 self._watch_block(block, swapper)
         self._forwards = [RecomputedForward(block.module, self._takeover) for block in recomputed]
 
-    def _watch(self, module: nn.Module, enter: Callable[[nn.Module], None], leave: Callable[[], None]) -> None:
+    def _watch(self, module: nn.Module, enter: Callable[[nn.Module], None], leave: Callable[[Any], None]) -> None:
         own = weakref.ref(module)
 
         def before(called: nn.Module, args: Any) -> None:
@@ -75,7 +77,7 @@ class ActivationSession:
 
         def after(called: nn.Module, args: Any, output: Any) -> None:
             if called is own():
-                leave()
+                leave(output)
 
         self._handles.append(module.register_forward_pre_hook(before))
         self._handles.append(module.register_forward_hook(after, always_call=True))
@@ -84,7 +86,7 @@ class ActivationSession:
         def enter(module: nn.Module) -> None:
             swapper.block = block.name
 
-        def leave() -> None:
+        def leave(output: Any) -> None:
             swapper.block = ""
 
         self._watch(block.module, enter, leave)
@@ -98,36 +100,47 @@ class ActivationSession:
     @property
     def is_open(self) -> bool:
         """Whether a swapped forward is running."""
-        return self._hooks is not None
+        return self._is_running
 
     def _enter_model(self, model: nn.Module) -> None:
         self._depth += 1
+        if self._depth == 1:
+            self._close_hooks()
         if self._depth > 1 or not (torch.is_grad_enabled() and model.training):
             return
         self.num_forwards += 1
+        self._is_running = True
         self._forbid_cache(model)
         if self.swapper is not None or self._forwards:
             self._takeover.begin()
-        if self.swapper is not None:
+        if self.swapper is not None and self._hooks is not None:
             self.swapper.begin_forward()
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(self.swapper.pack, self.swapper.unpack)
-            self._hooks.__enter__()
+            self._hooks.open()
         self._observing, self._observer = self._observer, None
         if self._observing is not None:
             self._observing.__enter__()
 
-    def _leave_model(self) -> None:
+    def _leave_model(self, output: Any) -> None:
+        """``output`` is None after an exception. Where the model has no loss in its output, the script will compute
+        one, and what it saves for that is swapped too: until backward begins, or another forward.
+        """
         self._depth = max(0, self._depth - 1)
-        if self._depth == 0:
-            self._close_region()
+        if self._depth > 0:
+            return
+        stays = self._is_running and output is not None and not computes_its_loss(output)
+        if self._hooks is not None and not (stays and self._hooks.may_stay):
+            self._hooks.close()
+        self._close_region()
+
+    def _close_hooks(self) -> None:
+        if self._hooks is not None:
+            self._hooks.close_if_on_top()
 
     def _close_region(self) -> None:
+        self._is_running = False
         observing, self._observing = self._observing, None
         if observing is not None:
             observing.__exit__(None, None, None)
-        hooks, self._hooks = self._hooks, None
-        if hooks is not None:
-            hooks.__exit__()
         self._takeover.end()
         for config in self._cached_configs:
             config.use_cache = True
@@ -168,6 +181,7 @@ class ActivationSession:
             FuyouStorageError: a transfer of an activation failed and nobody has seen it yet.
         """
         self._depth = 0
+        self._close_hooks()
         self._close_region()
         if self.swapper is not None and self.swapper.tier is not None:
             self.swapper.tier.poll()
@@ -175,6 +189,7 @@ class ActivationSession:
     def close(self) -> None:
         """Takes everything off the model and gives memory and storage back. Idempotent."""
         self._depth = 0
+        self._close_hooks()
         self._close_region()
         for handle in self._handles:
             handle.remove()

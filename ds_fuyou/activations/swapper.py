@@ -133,6 +133,7 @@ class Swapper:
         self.parameters = parameters
         self.held = tier.held if tier is not None else HeldBytes()
         self.block = ""
+        self._in_backward = False
         self.num_saved_parameters = 0
         self.moved_bytes: Counter[str] = Counter()  # by block, since the start
         self._places: dict[str, int] = {}
@@ -147,6 +148,7 @@ class Swapper:
         """A forward begins: its records are a tape of their own. Forgets storages that are gone."""
         self._tape = Tape()
         self.block = ""
+        self._in_backward = False
         self._places = {}
         self._resident = self._resident_of()
         self._moved = {key: entries for key, entries in self._moved.items() if not entries[0].storage.expired()}
@@ -156,8 +158,11 @@ class Swapper:
     # ---- pack ---------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Packed:
-        """The hook that autograd calls for every tensor it saves. Raises what moving it may raise."""
-        if not is_movable(tensor, self._device_type):
+        """The hook that autograd calls for every tensor it saves. Raises what moving it may raise.
+
+        Once backward has begun, what is saved is for second derivatives, or no part of this training: it stays.
+        """
+        if self._in_backward or not is_movable(tensor, self._device_type):
             return KeptTensor(tensor, self.held, 0)
         saved = self.parameters.find(tensor)
         if saved is not None:
@@ -231,6 +236,10 @@ class Swapper:
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The hook that autograd calls when it needs the tensor. Raises what bringing it back may raise."""
+        self._in_backward = True
+        return self._value(packed)
+
+    def _value(self, packed: Packed) -> torch.Tensor:
         if isinstance(packed, KeptTensor):
             return packed.value()
         if isinstance(packed, SavedParameter):
@@ -249,7 +258,7 @@ class Swapper:
 
     def unpack_output(self, packed: Packed) -> torch.Tensor:
         """A tensor object of its own each time: autograd will write a history to it."""
-        return self.unpack(packed).detach()
+        return self._value(packed).detach()
 
     def read_ahead(self, packed: Sequence[Packed]) -> None:
         """Backward is about to ask for these, in this order."""

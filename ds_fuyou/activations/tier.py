@@ -237,10 +237,10 @@ class SwapTier:
         """A record too large for the arena goes to storage in pieces, and is there when this returns."""
         piece_bytes = max(self._arena.capacity_bytes // 4 // 4096 * 4096, 4096)
         record.count(record.num_bytes)
-        flights = []
+        pieces = []
         for begin in range(0, record.num_bytes, piece_bytes):
             part = source[begin : begin + piece_bytes]
-            memory = self._room(round_up_to_page(part.numel()))
+            memory = self._room(round_up_to_page(part.numel()))  # waits for earlier pieces; so nothing here owns theirs
             if memory is None:
                 memory = self._own_memory(round_up_to_page(part.numel()))
             copy = self.copies.copy_out(part, memory[: part.numel()])
@@ -248,11 +248,12 @@ class SwapTier:
                 copy.wait()
             piece = Record(part.numel(), record.sequence, record.what, RecordState.WRITING, self.held)
             piece.leases = [storage.space.lease(memory.numel())]
-            flights.append((piece, self._start_io(storage, piece, memory, is_write=True)))
+            self._start_io(storage, piece, memory, is_write=True)
+            del memory, copy
             record.leases += piece.leases
-        for piece, flight in flights:
-            if piece.state is RecordState.WRITING:
-                self._wait_flight(flight)
+            pieces.append(piece)
+        for flight in [flight for flight in self._flights if flight.record() in pieces]:
+            self._wait_flight(flight)
         self._reap()
         record.state = RecordState.STORED
         record.count(0)

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
-from tests.activations.support import MIB, Plain, attached
+from tests.activations.support import MIB, Plain, attached, gradients
 
 SCRIPT = """
 import ctypes, json, sys
@@ -89,6 +92,73 @@ def test_a_large_vocabulary_is_bounded(measured: dict) -> None:
     assert measured["vocabulary"]["saved"] > logits
     assert measured["vocabulary"]["kept"] < logits / 4
     assert measured["vocabulary"]["peak"] <= 1.25 * logits, "one at a time is brought back"
+
+
+class Logits(Plain):
+    """Leaves the loss to the script."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_loss_outside_of_the_model_is_swapped_until_backward_begins(tmp_path: Path) -> None:
+    """Three micro-batches in flight: what their losses save is as large as logits, and none of it stays."""
+    torch.manual_seed(0)
+    model = Logits(2, 64, 20_000).train()
+    batches = [torch.randint(20_000, (2, 33), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    logits_bytes = 2 * 32 * 20_000 * 4
+
+    def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+    def step(model: nn.Module) -> None:
+        sum(loss_of(model, ids) for ids in batches).backward()
+
+    expected = gradients(copy.deepcopy(model), step)
+    with attached(model, tmp_path, arena_bytes=MIB, smallest_bytes=4096) as swapped:
+        moved = swapped.tier.counters.out_bytes
+        losses = [loss_of(model, ids) for ids in batches]
+        assert swapped.tier.counters.out_bytes - moved >= 3 * logits_bytes
+        assert swapped.tier.held.now < logits_bytes / 10
+        assert swapped.tier.counters.overflow_bytes == 0, "tensors larger than host memory go through it in pieces"
+        sum(losses).backward()
+        assert swapped.tier.held.peak < 1.5 * logits_bytes, "one at a time is brought back"
+        after = swapped.tier.counters.out_bytes
+        torch.rand(64, 4096, requires_grad=True).square().sum().backward()
+        assert swapped.tier.counters.out_bytes == after, "once backward began, what the script computes is its own"
+        swapped.session.end_step()
+        model.zero_grad(set_to_none=True)
+        del losses
+        assert all(torch.equal(a, b) for a, b in zip(expected, gradients(model, step), strict=True))
+        model.zero_grad(set_to_none=True)
+        swapped.session.end_step()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        assert swapped.nothing_is_left()
+
+
+def test_hooks_of_the_script_stay_its_own(tmp_path: Path) -> None:
+    """Hooks opened around the forward and closed before the loss; hooks opened after it, closed after backward."""
+    model = Logits(2, 64, 300).train()
+    ids = torch.randint(300, (2, 32))
+    seen = []
+    theirs = torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(1) or tensor, lambda tensor: tensor)
+    with attached(model, tmp_path) as swapped:
+        with theirs:
+            logits = model(ids)
+        moved, num_seen = swapped.tier.counters.out_bytes, len(seen)
+        logits.square().mean().backward()
+        assert (swapped.tier.counters.out_bytes, len(seen)) == (moved, num_seen), "no hooks are left"
+        logits = model(ids)
+        with theirs:
+            logits.square().mean().backward()
+            swapped.session.end_step()
+        assert len(seen) > num_seen
+        model(ids).square().mean().backward()
+        swapped.session.end_step()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 def test_waiting_instead_of_growing(tmp_path: Path) -> None:

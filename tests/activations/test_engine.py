@@ -15,7 +15,6 @@ from tests.harness.runner import environment, free_port
 SCRIPT = Path(__file__).with_name("engine_script.py")
 RUNS = (
     "everything swap",
-    "everything recompute",
     "everything planned",
     "llama swap",
     "llama recompute",
