@@ -251,7 +251,11 @@ class FuyouConfig(_Settings):
         True, description="Verify every state block that an update reads back against what this run wrote."
     )
     trace: str | None = Field(None, description="File to write a lane trace to (opens in Perfetto).")
-    keep_state: bool = Field(False, description="Leave the swap files in place when the process ends.")
+    keep_state: bool = Field(
+        False,
+        description="Leave the state files in place when the process ends: `fuyou recover` takes the fp32 weights of "
+        "the last step out of them. To continue training, save a checkpoint.",
+    )
     plan: PlanOverrides | None = Field(
         None,
         description="Expert values, or a plan that `fuyou plan --out` saved: an object, or the path of its JSON file.",

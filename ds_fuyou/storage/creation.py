@@ -21,7 +21,7 @@ from ds_fuyou.storage.probe import PathFacts, Probe, open_path, probe_path
 from ds_fuyou.storage.records import Manifest, ProcessMark, read_manifest, write_manifest
 from ds_fuyou.storage.types import RegionSpec, RunIdentity
 
-__all__ = ["CreateOptions", "StoreFiles", "create_files", "open_files"]
+__all__ = ["CreateOptions", "StoreFiles", "create_files", "open_files", "read_directory_manifest"]
 
 logger = logging.getLogger("ds_fuyou")
 
@@ -139,6 +139,30 @@ def open_files(directories: Sequence[Path], identity: RunIdentity | None) -> Sto
         undo.pop_all()
     _tell_buffered(files)
     return StoreFiles(first, runs, files)
+
+
+def read_directory_manifest(directory: Path) -> Manifest:
+    """The manifest of a state directory, without taking the directory over.
+
+    Raises:
+        FuyouStorageError: it is missing, no state of this package, or cannot be read.
+        FuyouChecksumError: it is torn or was altered.
+    """
+    directory = Path(directory).absolute()
+    _open_root(directory).close(drop_if_empty=False)
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        message = "the state directory must exist and be readable; check the path"
+        raise FuyouStorageError(error.errno or errno.EIO, message, str(directory)) from error
+    try:
+        manifest = read_manifest(fd, directory)
+    finally:
+        os.close(fd)
+    if manifest is None:
+        message = "there is no manifest: the run ended while this was made; remove it with `fuyou clean`"
+        raise FuyouStorageError(errno.ENOENT, message, str(directory))
+    return manifest
 
 
 def _validate(paths: Sequence[Path], regions: Sequence[RegionSpec], options: CreateOptions) -> None:

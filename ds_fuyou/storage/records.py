@@ -22,6 +22,7 @@ from ds_fuyou.storage.types import JsonValue, RegionSpec, RunIdentity
 
 __all__ = [
     "COMMIT_NAME",
+    "CONTENTS_NAME",
     "MANIFEST_NAME",
     "Manifest",
     "ProcessMark",
@@ -33,6 +34,7 @@ __all__ = [
 
 MANIFEST_NAME = "manifest.json"
 COMMIT_NAME = "commit.json"
+CONTENTS_NAME = "contents.json"
 _VERSION = 1
 
 

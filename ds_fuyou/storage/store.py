@@ -15,13 +15,14 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
 from ds_fuyou.storage import cleanup, lifetime
 from ds_fuyou.storage.creation import CreateOptions, StoreFiles, create_files, open_files
 from ds_fuyou.storage.layout import Piece, SlotChoice, choose_num_slots
 from ds_fuyou.storage.probe import Probe, probe_path
-from ds_fuyou.storage.records import COMMIT_NAME, read_record, write_record
+from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, read_record, write_record
 from ds_fuyou.storage.types import PAGE_BYTES, CommitRecord, Extent, JsonValue, RegionSpec, RunIdentity
 
 __all__ = [
@@ -236,6 +237,31 @@ class SlotStore:
                 self._failure = str(error)
                 raise
             self._last = CommitRecord(step, dict(slots), dict(meta), _is_intact(slots, self._regions))
+
+    def describe(self, contents: Mapping[str, JsonValue]) -> None:
+        """Leaves a description of what the regions hold, for :meth:`contents` of whoever opens the state later.
+
+        Raises:
+            FuyouStorageError: it could not be made durable.
+        """
+        self._check_open()
+        run = self._files.runs[0]
+        write_record(run.fd, run.path, CONTENTS_NAME, contents)
+
+    def contents(self) -> dict[str, Any]:
+        """What :meth:`describe` left.
+
+        Raises:
+            FuyouStorageError: nothing, or it cannot be read.
+            FuyouChecksumError: it is torn or was altered.
+        """
+        self._check_open()
+        run = self._files.runs[0]
+        found = read_record(run.fd, run.path, CONTENTS_NAME)
+        if found is None:
+            message = "nothing says what the state holds: the run ended while it was made"
+            raise FuyouStorageError(errno.ENOENT, message, str(run.path / CONTENTS_NAME))
+        return found
 
     def last_commit(self) -> CommitRecord | None:
         """What :meth:`commit` recorded last, in this process or before; None when nothing was committed."""

@@ -22,6 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
 from ds_fuyou.activations.session import ActivationSession
+from ds_fuyou.checkpoint.recovery import contents_of
 from ds_fuyou.host_config import Activation
 from ds_fuyou.lanes.memory import HeapGuard
 from ds_fuyou.optimizer.clip_policy import Overlap
@@ -188,6 +189,7 @@ class RankState:
             keep=config.keep_state,
             checksum=config.checksum,
         )
+        store.describe(contents_of(self.layout, [tuple(param.ds_shape) for param in self._params]))
         return store, num_slots
 
     def _fingerprint(self) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ds_fuyou.cli import main
 from tests.harness.runner import HERE, differences, ds_config, environment, free_port, run_case, with_fuyou
 from tests.parity.cases import block
 
@@ -83,9 +84,21 @@ def test_a_failing_rank_ends_all_of_them(how: str, tmp_path: Path) -> None:
         assert len(left) == 1, "only what the killed rank could not remove: `fuyou clean` does"
 
 
-def test_two_ranks_keep_directories_of_their_own_in_one_path(tmp_path: Path) -> None:
+def test_two_ranks_keep_directories_of_their_own_and_what_they_keep_is_recovered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "swap").mkdir()
     case = {"steps": 1, "model": {}, "config": ds_config(), "world_size": 2}
-    first, second = run_case(with_fuyou(case, block(str(tmp_path / "swap"), "all")), tmp_path, "ours")
+    kept = block(str(tmp_path / "swap"), "all") | {"keep_state": True}
+    first, second = run_case(with_fuyou(case, kept), tmp_path, "ours")
     assert first["directories"]
     assert not set(first["directories"]) & set(second["directories"])
+    directories = [*second["directories"], *first["directories"]]
+    weights = tmp_path / "weights.pt"
+    assert main(["recover", *directories, "--out", str(weights)]) == 0
+    assert "as of step 1" in capsys.readouterr().out
+    recovered = torch.load(weights)
+    assert recovered.keys() == first["p32"].keys()
+    assert all(torch.equal(recovered[name], values) for name, values in first["p32"].items())
+    assert main(["recover", directories[0], "--out", str(weights)]) == 2
+    assert "all 2 ranks of one run must be named, found those of ranks 1" in capsys.readouterr().err

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp32 weights out of the state files that a run left: kept (``keep_state``), or there because it was killed.
+
+The state of the last committed step is whole on storage (two slots, see storage/store.py). It is not a checkpoint:
+learning rate, loss scale, the place in the data and what was in host memory are gone. So what is taken out is P32,
+parameter by parameter, as a state dictionary that any script can load. No DeepSpeed, and no model-sized memory.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ds_fuyou.checkpoint import streamed_file
+from ds_fuyou.errors import FuyouStateError, FuyouStorageError
+from ds_fuyou.lanes.memory import PAGE_BYTES, aligned_tensor, round_up_to_page
+from ds_fuyou.optimizer.layout import FlatLayout
+from ds_fuyou.optimizer.placement import state_region
+from ds_fuyou.storage.creation import read_directory_manifest
+from ds_fuyou.storage.store import CommitRecord, JsonValue, SlotStore
+
+__all__ = ["Recovered", "contents_of", "recover"]
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """``step``: the committed step, 0 before the first; ``num_params``: tensors in the file."""
+
+    step: int
+    num_params: int
+
+
+def contents_of(layout: FlatLayout, shapes: Sequence[Sequence[int]]) -> dict[str, JsonValue]:
+    """What a rank's files hold: ``shapes`` are those of the whole parameters, by index."""
+    params: list[JsonValue] = [
+        [span.name, list(shapes[span.index]), span.sub_group, span.begin, span.end] for span in layout.params
+    ]
+    chunks: list[JsonValue] = [[chunk.sub_group, chunk.begin, chunk.end] for chunk in layout.chunks]
+    return {"params": params, "chunks": chunks}
+
+
+def recover(directories: Sequence[Path], out: Path) -> Recovered:
+    """Writes ``{name: fp32 tensor}`` of the trainable parameters to ``out``, which appears whole or not at all.
+
+    Args:
+        directories: a state directory (``PATH/ds_fuyou/RUN-rankN``) of every rank; those in other paths are found.
+
+    Raises:
+        FuyouStateError: a rank is missing, a process holds the files, ranks committed different steps, nothing was
+            committed, there is one slot a chunk, or P32 of some chunks was in host memory.
+        FuyouStorageError: a directory or file is missing or cannot be read.
+        FuyouChecksumError: manifest or commit record is torn.
+    """
+    with ExitStack() as opened:
+        ranks = _open_ranks(directories, opened)
+        step = _common_step(ranks)
+        stand_ins = streamed_file.StandIns()
+        state = {}
+        for index, (name, shape, *_) in enumerate(ranks[0].params):
+            pieces = _Param(ranks, index, math.prod(shape))
+            state[name] = stand_ins.add(shape, torch.float32, pieces)
+        part = out.with_name(f".{out.name}.part-{os.getpid()}")
+        try:
+            streamed_file.save(state, part, stand_ins)
+            os.replace(part, out)
+        finally:
+            part.unlink(missing_ok=True)
+    return Recovered(step, len(state))
+
+
+class _Rank:
+    """One rank's files and what is in them."""
+
+    def __init__(self, store: SlotStore, rank: int, world_size: int) -> None:
+        self.store, self.rank, self.world_size = store, rank, world_size
+        contents = store.contents()
+        self.params: list[tuple[str, list[int], int, int, int]] = [(*entry,) for entry in contents["params"]]
+        self.chunks: list[tuple[int, int, int]] = [(*entry,) for entry in contents["chunks"]]
+        self.commit = self._checked_commit()
+
+    def _checked_commit(self) -> CommitRecord:
+        where, commit = self.store.directories[0], self.store.last_commit()
+        if commit is None:
+            raise FuyouStateError(f"{where}: the run ended before its state was written; there is nothing to recover")
+        missing = sum(state_region(index) not in self.store.regions for index in range(len(self.chunks)))
+        if missing:
+            raise FuyouStateError(
+                f"{where}: P32 of {missing} of {len(self.chunks)} chunks was in host memory and is lost; use the last "
+                f'checkpoint. To be able to recover, set optimizer.tier to "nvme"'
+            )
+        if not commit.intact:
+            raise FuyouStateError(
+                f"{where}: the run had one slot a chunk, so its files may be a mixture of two steps; use the last "
+                f"checkpoint"
+            )
+        return commit
+
+    def values(self, index: int) -> Iterator[torch.Tensor]:
+        """P32 of this rank's part of a parameter, chunk by chunk."""
+        _, _, sub_group, begin, end = self.params[index]
+        for number, (group, chunk_begin, chunk_end) in enumerate(self.chunks):
+            low, high = max(begin, chunk_begin), min(end, chunk_end)
+            if group == sub_group and low < high:
+                yield self._read(number, low - chunk_begin, high - chunk_begin)
+
+    def _read(self, chunk: int, begin: int, end: int) -> torch.Tensor:
+        first = begin * 4 // PAGE_BYTES * PAGE_BYTES
+        memory = aligned_tensor(round_up_to_page(end * 4) - first)
+        view, at = memoryview(memory.numpy()), 0
+        name = state_region(chunk)
+        for extent in self.store.range_extents(name, self.commit.slots[name], first, first + len(view)):
+            done = 0
+            while done < extent.num_bytes:
+                taken = os.preadv(extent.fd, [view[at + done : at + extent.num_bytes]], extent.offset + done)
+                if taken == 0:
+                    message = f"the file ends inside of chunk {chunk}"
+                    raise FuyouStorageError(61, message, str(self.store.paths_of_fd(extent.fd)))
+                done += taken
+            at += extent.num_bytes
+        return memory[begin * 4 - first : end * 4 - first].view(torch.float32)
+
+
+class _Param:
+    """Pieces of one parameter over all ranks; the last rank's padding is left out."""
+
+    def __init__(self, ranks: Sequence[_Rank], index: int, numel: int) -> None:
+        self._ranks, self._index, self._numel = ranks, index, numel
+
+    def __call__(self) -> Iterator[tuple[int, torch.Tensor]]:
+        at = 0
+        for rank in self._ranks:
+            for values in rank.values(self._index):
+                kept = values[: self._numel - at]
+                if kept.numel():
+                    yield at, kept
+                at += kept.numel()
+
+
+def _open_ranks(directories: Sequence[Path], opened: ExitStack) -> list[_Rank]:
+    """All ranks of one run, in order."""
+    found: dict[str, _Rank] = {}
+    fingerprints = set()
+    for directory in directories:
+        manifest = read_directory_manifest(directory)
+        if manifest.store_id in found:
+            continue
+        store = SlotStore.open([Path(path) for path in manifest.directories], None)
+        opened.callback(store.close, remove=False)
+        identity = manifest.identity
+        found[manifest.store_id] = _Rank(store, identity.rank, identity.world_size)
+        fingerprints.add(identity.model_fingerprint)
+    ranks = sorted(found.values(), key=lambda rank: rank.rank)
+    if not ranks:
+        raise FuyouStateError("at least one state directory must be named")
+    wanted = list(range(ranks[0].world_size))
+    if [rank.rank for rank in ranks] != wanted or len({rank.world_size for rank in ranks}) > 1 or len(fingerprints) > 1:
+        raise FuyouStateError(
+            f"state directories of all {len(wanted)} ranks of one run must be named, found those of ranks "
+            f"{', '.join(str(rank.rank) for rank in ranks)}"
+        )
+    return ranks
+
+
+def _common_step(ranks: Sequence[_Rank]) -> int:
+    steps: Mapping[int, int] = {rank.rank: rank.commit.step for rank in ranks}
+    if len(set(steps.values())) > 1:
+        said = ", ".join(f"rank {rank}: step {step}" for rank, step in steps.items())
+        raise FuyouStateError(f"the ranks were killed between two commits ({said}); use the last checkpoint")
+    return ranks[0].commit.step
