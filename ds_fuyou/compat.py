@@ -67,6 +67,12 @@ REQUIRED: tuple[RequiredName, ...] = (
         "plugin: called by offload_states",
     ),
     RequiredName(
+        "deepspeed.monitor.monitor",
+        "MonitorMaster.write_events",
+        ("self", "event_list"),
+        "zero: is told of every step",
+    ),
+    RequiredName(
         "deepspeed.runtime.zero.partition_parameters",
         "AsyncPartitionedParameterSwapper",
         ("ds_config", "model_dtype"),

@@ -131,9 +131,12 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
         stage3.DeepSpeedZeroOptimizer_Stage3 = FuyouStage3Optimizer
         try:
             with activation_scope(activation):
-                return original(self, optimizer)
+                built = original(self, optimizer)
         finally:
             stage3.DeepSpeedZeroOptimizer_Stage3 = stock
+        if isinstance(built, FuyouStage3Optimizer):
+            built.report_to(self)
+        return built
 
     return configure
 

@@ -17,7 +17,10 @@ from typing import Any
 from ds_fuyou.log import current_rank, get_logger
 from ds_fuyou.telemetry.placement import placement_of, placement_table, shown_bytes
 
-__all__ = ["LaneTimes", "StepReport", "report_close", "report_step"]
+__all__ = ["BOUND_LANES", "LaneTimes", "StepReport", "report_close", "report_step"]
+
+
+BOUND_LANES = ("compute", "storage", "cpu optimizer")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class LaneTimes:
     redone_chunks: float = 0.0
     swapped_bytes: float = 0.0  # activations that left the device
     swap_wait_secs: float = 0.0  # part of exposed_secs: the training thread or backward waited for activations
+    returned_bytes: float = 0.0  # activations that came back to the device
+    tokens: float = 0.0
 
     @classmethod
     def of(cls, rank_state: Any) -> LaneTimes:
@@ -51,6 +56,8 @@ class LaneTimes:
             redone_chunks=core.num_redone_chunks,
             swapped_bytes=swap.out_bytes if swap is not None else 0.0,
             swap_wait_secs=swap.waited_secs if swap is not None else 0.0,
+            returned_bytes=swap.in_bytes if swap is not None else 0.0,
+            tokens=getattr(rank_state, "num_tokens", 0),
         )
 
     def since(self, earlier: LaneTimes) -> LaneTimes:
@@ -67,6 +74,13 @@ class LaneTimes:
     @property
     def hidden_secs(self) -> float:
         return max(0.0, self.busy_secs - self.exposed_secs)
+
+    def bound_lane(self, secs: float) -> str:
+        """Of :data:`BOUND_LANES` the one that works longest in ``secs`` of wall time, the first of equal ones. Compute
+        is what is left of them without waiting; reads and writes share storage, and cannot last longer than the step.
+        """
+        busy = (secs - self.exposed_secs, min(secs, self.read_secs + self.write_secs), min(secs, self.update_secs))
+        return BOUND_LANES[busy.index(max(busy))]
 
     def line(self) -> str:
         share = 100 * self.hidden_secs / self.busy_secs if self.busy_secs > 0 else 100.0
@@ -107,7 +121,16 @@ class StepReport:
         now, lanes = time.perf_counter(), LaneTimes.of(rank_state)
         count = self._num_steps - self._logged_steps
         mean, secs = lanes.since(self._at_log).over(count), (now - self._logged_at) / count
-        get_logger().info("steps %d-%d, mean %.2f s: %s", self._logged_steps + 1, self._num_steps, secs, mean.line())
+        speed = f", {mean.tokens / secs:.0f} tokens/s" if mean.tokens else ""
+        get_logger().info(
+            "steps %d-%d, mean %.2f s%s, bound by %s: %s",
+            self._logged_steps + 1,
+            self._num_steps,
+            secs,
+            speed,
+            mean.bound_lane(secs),
+            mean.line(),
+        )
         self._logged_steps, self._logged_at, self._at_log = self._num_steps, now, lanes
 
     def close(self, rank_state: Any) -> None:

@@ -99,6 +99,7 @@ class RankState:
             states, p16 = 4 * (1 + len(kind.moments)), param_dtype.itemsize
             self._lanes = PipelineLanes(self.trace, self.core.pipeline, self.layout, options.residency, states, p16)
         self.activations: ActivationSession | None = None
+        self.num_tokens = 0
         self._heap = HeapGuard()
         self._positions_known = False
         self._seen: dict[int, int] = {}

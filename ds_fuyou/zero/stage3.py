@@ -26,6 +26,7 @@ from ds_fuyou.zero.checkpoint_state import CheckpointStateMixin
 from ds_fuyou.zero.compute_spans import ComputeSpans
 from ds_fuyou.zero.gradient_flow import GradientFlowMixin
 from ds_fuyou.zero.hp_access import HpAccessMixin
+from ds_fuyou.zero.monitoring import StepMonitor, count_tokens
 from ds_fuyou.zero.stock import combined_grad_norm, iter_module_params
 from ds_fuyou.zero.universal import UniversalMixin
 
@@ -46,6 +47,7 @@ class FuyouStage3Optimizer(
     """Drop-in for DeepSpeedZeroOptimizer_Stage3 when the JSON has an active fuyou block."""
 
     rank_state: RankState
+    _monitor: StepMonitor | None = None
 
     # ---- memory: none of stock's model-sized buffers -------------------------------------------------------
 
@@ -104,6 +106,10 @@ class FuyouStage3Optimizer(
         self._auto_activations = attach_auto(state.activations, self.module, given)
         return index
 
+    def report_to(self, engine: Any) -> None:
+        """The engine that this optimizer was built for: its monitors are told of every step."""
+        self._monitor = StepMonitor(engine, self.rank_state, self._tier_bytes)
+
     def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
         """True: readers and writers of single states go through our overrides, which write back."""
         return True
@@ -113,6 +119,7 @@ class FuyouStage3Optimizer(
         coordinator = self.parameter_offload.get_param_coordinator()
         stock_fetch = coordinator.fetch_sub_module
         state = self.rank_state
+        count_tokens(state, self.module)
         self._tier_bytes = TierBytes(state, _allocated_on_device)
         compute = None if state.trace is None else ComputeSpans(state.trace, self.module, self._tier_bytes)
         self._compute_spans = compute
@@ -170,6 +177,8 @@ class FuyouStage3Optimizer(
         self.reset_cpu_buffers()
         self.invalidate_secondary_tensor()
         report_step(self.rank_state)
+        if self._monitor is not None:
+            self._monitor.step_applied()
         if self._auto_activations is not None and self._auto_activations.step_applied():
             self._auto_activations = None
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains each model under the stock engine and under swapping and recomputing ones, and compares P16 and losses.
 
-Run by test_engine.py with a directory; prints one line of JSON: per model and mode what differs, what was swapped.
+Run by test_engine.py with a directory for state and one for monitors; prints one line of JSON: per model and mode what
+differs, what was swapped.
 """
 
 import copy
@@ -87,12 +88,13 @@ def planned(model: nn.Module, settings: dict) -> dict:
     return plan_document(sum(param.numel() for param in model.parameters()), layers, fates, **settings)
 
 
-def train(made: tuple, block: dict | None, mode: str = "") -> dict:
+def train(made: tuple, block: dict | None, name: str = "") -> dict:
     model, loss_of = made
     config = ds_config(gradient_accumulation_steps=MICRO)
     if block is not None:
         config["fuyou"] = block
-        if mode == "planned":
+        config["csv_monitor"] = {"enabled": True, "output_path": sys.argv[2], "job_name": name}
+        if "planned" in name:
             block["plan"] = planned(model, block["plan"])
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=copy.deepcopy(config))
     losses = []
@@ -143,7 +145,7 @@ def main() -> None:
                 "activations": activations,
                 "plan": {"smallest_swapped_bytes": 1024, "activation_bytes": 262144, "chunk_bytes": 65536},
             }
-            ours = train(our_model(), block, mode)
+            ours = train(our_model(), block, f"{name}-{mode}")
             result[f"{name} {mode}"] = {
                 "differs": compare(stock, ours),
                 **{key: ours.get(key) for key in ("swapped", "read", "left")},

@@ -13,6 +13,7 @@ import pytest
 from tests.harness.runner import environment, free_port
 
 SCRIPT = Path(__file__).with_name("engine_script.py")
+MICRO_BATCHES, TOKENS = 2, 3 * 24
 RUNS = (
     "everything swap",
     "everything planned",
@@ -24,13 +25,23 @@ RUNS = (
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
+def monitors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("monitors")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, monitors: Path) -> tuple[dict, str]:
     """Results of all models from one process, and what it logged."""
     directory = tmp_path_factory.mktemp("swap")
     env = environment(0, 1, free_port())
     env["PYTHONPATH"] = str(SCRIPT.parents[2])
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(directory)], capture_output=True, text=True, timeout=280, check=False, env=env
+        [sys.executable, str(SCRIPT), str(directory), str(monitors)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env=env,
     )
     assert done.returncode == 0, done.stderr[-5000:]
     assert not [path for path in directory.glob("**/*") if path.is_file()]
@@ -56,3 +67,25 @@ def test_the_plan_decided_after_the_first_step(trained: tuple[dict, str]) -> Non
 def test_checkpointing_was_taken_over(trained: tuple[dict, str]) -> None:
     assert trained[1].count("their activations are swapped, not recomputed") == 1
     assert trained[1].count("it recomputes whole blocks") == 1
+
+
+def test_monitors_are_told_of_every_step(trained: tuple[dict, str], monitors: Path) -> None:
+    """DeepSpeed's CSV monitor: from the second step on, beside its own events, at the same number of samples."""
+
+    def rows(name: str) -> list[list[float]]:
+        lines = (monitors / "llama-swap" / f"Train_{name}.csv").read_text().splitlines()
+        return [[float(value) for value in line.split(",")] for line in lines[1:]]
+
+    def last(name: str) -> float:
+        return rows(f"Fuyou_{name}")[-1][1]
+
+    stock = rows("Samples_lr")
+    assert [row[0] for row in rows("Fuyou_step_secs")] == [row[0] for row in stock[1:]]
+    assert last("step_secs") > last("exposed_secs") >= 0
+    assert last("hidden_secs") >= 0
+    assert last("tokens_per_sec") == pytest.approx(MICRO_BATCHES * TOKENS / last("step_secs"))
+    assert last("device_to_host_bytes") == last("host_to_device_bytes") == trained[0]["llama swap"]["swapped"] / 2
+    assert last("storage_write_bytes") > last("device_to_host_bytes")
+    assert last("storage_read_bytes") > 0
+    assert last("bytes_in_storage") > last("bytes_in_host_memory") > 0
+    assert last("bound_lane") in (0, 1, 2)

@@ -185,3 +185,10 @@ def test_closing_before_the_second_step_says_nothing(lines) -> None:
 )
 def test_bytes_are_shown_in_decimal_units(num_bytes, text) -> None:
     assert shown_bytes(num_bytes) == text
+
+
+def test_the_bound_lane_works_longest() -> None:
+    assert LaneTimes(read_secs=0.5, write_secs=0.4, exposed_secs=0.05).bound_lane(1.0) == "compute"
+    assert LaneTimes(read_secs=0.5, write_secs=0.4, exposed_secs=0.2).bound_lane(1.0) == "storage"
+    assert LaneTimes(read_secs=0.1, update_secs=0.9, exposed_secs=0.2).bound_lane(1.0) == "cpu optimizer"
+    assert LaneTimes(read_secs=2.0, write_secs=2.0).bound_lane(1.0) == "compute", "side by side, neither is the bound"

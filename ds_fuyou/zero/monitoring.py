@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each step was like, given to DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet) beside stock's own events."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from torch.utils._pytree import tree_leaves
+
+from ds_fuyou.telemetry.report import LaneTimes
+from ds_fuyou.telemetry.step_metrics import StepMetrics
+from ds_fuyou.telemetry.tier_bytes import TierBytes
+
+__all__ = ["StepMonitor", "count_tokens"]
+
+
+def count_tokens(rank_state: Any, module: torch.nn.Module) -> None:
+    """From now on ``rank_state.num_tokens`` counts elements of the first input of whole numbers, of two dimensions or
+    more, in every forward in training mode: token ids, as a rule. A model without such an input counts nothing.
+    """
+    state = weakref.ref(rank_state)
+
+    def before(called: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        known = state()
+        if known is not None and called.training and torch.is_grad_enabled():
+            known.num_tokens += _num_tokens(tree_leaves((args, kwargs)))
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _num_tokens(values: Iterable[Any]) -> int:
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.dtype in (torch.int64, torch.int32):
+            return value.numel()
+    return 0
+
+
+class StepMonitor:
+    """Writes one set of events a step, from the second one on, if a monitor is enabled. Rank 0 of the run alone.
+
+    The x axis is that of stock's events: samples after the step.
+    """
+
+    def __init__(self, engine: Any, rank_state: Any, tiers: TierBytes) -> None:
+        self._engine = weakref.ref(engine)
+        self._state = rank_state
+        self._tiers = tiers
+        self._writes = bool(engine.monitor.enabled) and dist.get_rank() == 0
+        self._at: tuple[float, LaneTimes] | None = None
+
+    def step_applied(self) -> None:
+        engine = self._engine()
+        if engine is None or not self._writes:
+            return
+        before, self._at = self._at, (time.perf_counter(), LaneTimes.of(self._state))
+        if before is None:  # the first step also built what later ones use again
+            return
+        secs, lanes = self._at[0] - before[0], self._at[1].since(before[1])
+        metrics = StepMetrics(secs, lanes, self._tiers.now(), dist.get_world_size())
+        samples = engine.global_samples + engine.train_batch_size()  # stock adds them after the optimizer's step
+        engine.monitor.write_events([(tag, value, samples) for tag, value in metrics.events()])
