@@ -79,6 +79,18 @@ REQUIRED: tuple[RequiredName, ...] = (
         "plugin: zero.Init builds it by this module-level name",
     ),
     RequiredName(
+        "deepspeed.runtime.zero.partition_parameters",
+        "NoGatherHandle.__init__",
+        ("self", "param"),
+        "gather_handles: subclassed under this module-level name",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.partition_parameters",
+        "NoGatherCoalescedHandle.__init__",
+        ("self", "params"),
+        "gather_handles: subclassed under this module-level name",
+    ),
+    RequiredName(
         "deepspeed.runtime.zero.stage3",
         "DeepSpeedZeroOptimizer_Stage3.__init__",
         (

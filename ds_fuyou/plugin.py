@@ -110,6 +110,12 @@ def _swapper_factory(original: Callable[..., Any]) -> Callable[..., Any]:
     return make_swapper
 
 
+def _event_ordered(original: type) -> Callable[[Any], Any]:
+    from ds_fuyou.zero.gather_handles import event_ordered
+
+    return event_ordered(original)
+
+
 def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def configure(self: Any, optimizer: Any) -> Any:
@@ -209,6 +215,18 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
         "AsyncPartitionedParameterSwapper",
         "zero.Init builds our parameter swapper",
         _swapper_factory,
+    ),
+    PatchPoint(
+        "deepspeed.runtime.zero.partition_parameters",
+        "NoGatherHandle",
+        "a gather on one rank does not stop the host",
+        _event_ordered,
+    ),
+    PatchPoint(
+        "deepspeed.runtime.zero.partition_parameters",
+        "NoGatherCoalescedHandle",
+        "a gather on one rank does not stop the host",
+        _event_ordered,
     ),
     PatchPoint(
         "deepspeed.runtime.engine",

@@ -12,7 +12,7 @@ import torch
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.ops.core import load_core
 
-__all__ = ["PAGE_BYTES", "HeapGuard", "HostPool", "aligned_tensor", "own_storage", "round_up_to_page"]
+__all__ = ["PAGE_BYTES", "HeapGuard", "HostPool", "PageLocks", "aligned_tensor", "own_storage", "round_up_to_page"]
 
 PAGE_BYTES = 4096
 _HUGE_BYTES = 8 * 1024 * 1024  # larger mappings ask for huge pages: fewer, larger disk requests
@@ -93,6 +93,43 @@ class HeapGuard:
         self._given_back = min(self._given_back, free)
 
 
+def _call_cuda(name: str, *arguments: int) -> None:
+    result: Any = getattr(torch.cuda.cudart(), name)(*arguments)
+    if int(result) != 0:
+        raise FuyouStateError(
+            f"{name} of {arguments[1] if len(arguments) > 1 else 0} bytes failed with CUDA error {int(result)}; "
+            "raise the locked-memory limit (ulimit -l), lower dram_budget_bytes, or set pin_memory of offload_param "
+            "and offload_optimizer to false"
+        )
+
+
+class PageLocks:
+    """Host tensors that a device copies to and from, registered with CUDA until :meth:`release`.
+
+    Not ``enabled``, it does nothing. The tensors are kept alive as long as they are registered.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._locked: list[torch.Tensor] = []
+
+    def lock(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Registers the pages of a contiguous tensor, which no other registered tensor may share; returns it.
+
+        Raises:
+            FuyouStateError: CUDA refuses.
+        """
+        if self._enabled and tensor.numel():
+            _call_cuda("cudaHostRegister", tensor.data_ptr(), tensor.numel() * tensor.element_size(), 0)
+            self._locked.append(tensor)
+        return tensor
+
+    def release(self) -> None:
+        """Takes all registrations back. No device copy may be in flight."""
+        while self._locked:
+            _call_cuda("cudaHostUnregister", self._locked.pop().data_ptr())
+
+
 class HostPool:
     """One arena of page-aligned memory, cut into exactly sized blocks.
 
@@ -105,16 +142,7 @@ class HostPool:
         self.pool = load_core().AlignedPool(num_bytes)
         self._pinned = pin
         if pin:
-            self._call_cuda("cudaHostRegister", self.pool.base, self.pool.capacity_bytes, 0)
-
-    @staticmethod
-    def _call_cuda(name: str, *arguments: int) -> None:
-        result: Any = getattr(torch.cuda.cudart(), name)(*arguments)
-        if int(result) != 0:
-            raise FuyouStateError(
-                f"{name} of {arguments[1] if len(arguments) > 1 else 0} bytes failed with CUDA error {int(result)}; "
-                "raise the locked-memory limit (ulimit -l) or lower dram_budget_bytes"
-            )
+            _call_cuda("cudaHostRegister", self.pool.base, self.pool.capacity_bytes, 0)
 
     def try_allocate(self, num_bytes: int) -> torch.Tensor | None:
         """A byte tensor of exactly ``num_bytes``, or None when no free run is large enough now."""
@@ -144,4 +172,4 @@ class HostPool:
         """Takes the registration back. No device copy may be in flight."""
         if self._pinned:
             self._pinned = False
-            self._call_cuda("cudaHostUnregister", self.pool.base)
+            _call_cuda("cudaHostUnregister", self.pool.base)

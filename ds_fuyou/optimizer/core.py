@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.lanes.memory import HostPool, aligned_tensor, round_up_to_page
+from ds_fuyou.lanes.memory import HostPool, PageLocks, aligned_tensor, round_up_to_page
 from ds_fuyou.lanes.waiting import wait_reporting
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.clip_policy import ClipPolicy, Overlap, UpdateStart
@@ -68,7 +68,8 @@ class OutOfCoreOptimizer:
             torch.bfloat16: core.ElementType.BFLOAT16,
         }
         self.io = IoLane(options.io, self._path_of)
-        self.place = ChunkPlacement(layout, options, len(kind.moments), store)
+        self._locks = PageLocks(enabled=options.pin)
+        self.place = ChunkPlacement(layout, options, len(kind.moments), store, self._locks)
         self.staging = HostPool(self.place.staging_bytes())
         self.io.engine.register_buffer(self.staging.pool.base, self.staging.capacity_bytes)
         self.pipeline: Any = core.ChunkPipeline(self.io.engine, self.staging.pool, options.num_update_threads)
@@ -102,8 +103,10 @@ class OutOfCoreOptimizer:
     def _make_gradients(self) -> GradientMemory:
         options, place = self.options, self.place
         if all(options.residency.grads):
-            return DramGradients(self.layout, options.grad_dtype)
-        stored = StoredGradients(self.layout, options.grad_dtype, self.io, place.grad_extents, self._detach_gradient)
+            return DramGradients(self.layout, options.grad_dtype, self._locks)
+        stored = StoredGradients(
+            self.layout, options.grad_dtype, self.io, place.grad_extents, self._detach_gradient, self._locks
+        )
         stored.keep(index for index, resident in enumerate(options.residency.grads) if resident)
         return stored
 
@@ -175,26 +178,23 @@ class OutOfCoreOptimizer:
         self._opened: set[int] = set()
 
     def add_gradient(self, span: ParamSpan, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """Adds one parameter's gradient partition to what arrived in this window; returns the views that hold the sum.
+        """Adds one parameter's gradient partition to what arrived in this window; returns the pieces of the sum.
 
-        A gradient that arrives for a chunk that was already prepared drops the prepared update.
+        The pieces lie where ``gradient`` lies. From a device the copies to host memory run on its current stream and
+        have not ended on return. A gradient that arrives for a chunk that was already prepared drops the prepared
+        update.
         """
         for chunk in self.layout.chunks_of_param[span.index]:
             self._open_chunk(chunk)
             self._await_again(chunk, span.index)
         add = span.index in self._arrived
-        views = self.gradients.pieces(span)
-        at = 0
-        for view in views:
-            piece = gradient.view(-1)[at : at + view.numel()]
-            if add:
-                view.add_(piece.to(view.dtype))
-            else:
-                view.copy_(piece)
+        sums, at = [], 0
+        for view in self.gradients.pieces(span):
+            sums.append(_accumulate(view, gradient.view(-1)[at : at + view.numel()], add=add))
             at += view.numel()
         self._arrived.add(span.index)
         self._overrides.pop(span.index, None)
-        return views
+        return sums
 
     def _open_chunk(self, chunk: int) -> None:
         """Before a chunk's gradient memory is written: nothing may still read it."""
@@ -598,8 +598,23 @@ class OutOfCoreOptimizer:
         self.gradients.close()
         self.io.close()
         self.place.close()
+        self._locks.release()
         self._wide_gradients.clear()
         self._read_wide_gradients.clear()
         self.staging.give_back()
         # Their threads are joined; descriptors go with the objects, though the script may still hold the engine.
         self._committer = self.pipeline = None
+
+
+def _accumulate(kept: torch.Tensor, piece: torch.Tensor, *, add: bool) -> torch.Tensor:
+    """``kept`` (host memory) := ``piece``, or += ``piece``; the sum, on the device of ``piece``.
+
+    On a device the sum is made there, as in stock, and its copy to the host is ordered by the current stream alone.
+    """
+    if piece.device == kept.device:
+        return kept.add_(piece.to(kept.dtype)) if add else kept.copy_(piece)
+    total = piece.to(kept.dtype)
+    if add:
+        total = kept.to(piece.device, non_blocking=True).add_(total)
+    kept.copy_(total, non_blocking=True)
+    return total

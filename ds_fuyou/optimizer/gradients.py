@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ds_fuyou.lanes.memory import aligned_tensor, round_up_to_page
+from ds_fuyou.lanes.memory import PageLocks, aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.layout import FlatLayout, ParamSpan, overlap
 from ds_fuyou.storage.io import IoLane, Transfer
 from ds_fuyou.storage.store import Extent
@@ -44,11 +44,12 @@ class GradientMemory(Protocol):
 class DramGradients:
     """The whole class in DRAM: one flat tensor a sub-group."""
 
-    def __init__(self, layout: FlatLayout, dtype: torch.dtype) -> None:
+    def __init__(self, layout: FlatLayout, dtype: torch.dtype, locks: PageLocks) -> None:
         self._layout = layout
         self.waited_secs = 0.0
         itemsize = dtype.itemsize
-        self._flat = [aligned_tensor(round_up_to_page(n * itemsize)).view(dtype)[:n] for n in layout.sub_group_numels]
+        sizes = layout.sub_group_numels
+        self._flat = [locks.lock(aligned_tensor(round_up_to_page(n * itemsize))).view(dtype)[:n] for n in sizes]
 
     def pieces(self, span: ParamSpan) -> list[torch.Tensor]:
         return [self._flat[span.sub_group][span.begin : span.end]]
@@ -86,10 +87,11 @@ class StoredGradients:
         io: IoLane,
         extents: Callable[[int], tuple[Extent, ...]],
         detach: Callable[[int, int], None],
+        locks: PageLocks,
         max_buffers: int = 4,
     ) -> None:
         self._layout, self._dtype, self._io, self._extents = layout, dtype, io, extents
-        self._detach = detach
+        self._detach, self._locks = detach, locks
         self._max_buffers = max_buffers
         self.waited_secs = 0.0
         self._kept: dict[int, torch.Tensor] = {}
@@ -103,7 +105,7 @@ class StoredGradients:
         """Gives these chunks memory for good. To be called before any gradient arrives."""
         for index in chunks:
             num_bytes = round_up_to_page(self._layout.chunks[index].numel * self._dtype.itemsize)
-            self._kept[index] = aligned_tensor(num_bytes)
+            self._kept[index] = self._locks.lock(aligned_tensor(num_bytes))
 
     def pieces(self, span: ParamSpan) -> list[torch.Tensor]:
         views = []
@@ -133,7 +135,7 @@ class StoredGradients:
     def _take(self) -> torch.Tensor:
         while len(self._sealed) >= self._max_buffers:
             self._retire(next(iter(self._sealed)))
-        return self._free.pop() if self._free else aligned_tensor(self._largest)
+        return self._free.pop() if self._free else self._locks.lock(aligned_tensor(self._largest))
 
     def _retire(self, index: int) -> None:
         memory, transfer = self._sealed.pop(index)

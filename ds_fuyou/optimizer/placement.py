@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.lanes.memory import aligned_tensor, own_storage, round_up_to_page
+from ds_fuyou.lanes.memory import PAGE_BYTES, PageLocks, aligned_tensor, own_storage, round_up_to_page
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.storage.store import Extent, RegionSpec, SlotStore
@@ -62,6 +62,20 @@ class _Params:
         numel = self.end - self.begin
         self._values = aligned_tensor(round_up_to_page(numel * dtype.itemsize)).view(dtype)[:numel]
 
+    def lock(self, chunks: Sequence[Chunk], locks: PageLocks) -> None:
+        """Registers the pages of the resident chunks, run by run: those between would take memory."""
+        page = PAGE_BYTES // self._values.element_size()
+        runs: list[list[int]] = []
+        for chunk in sorted(chunks, key=lambda one: one.begin):
+            begin = (chunk.begin - self.begin) // page * page
+            end = min(-(-(chunk.end - self.begin) // page) * page, len(self._values))
+            if runs and begin <= runs[-1][1]:
+                runs[-1][1] = end
+            else:
+                runs.append([begin, end])
+        for begin, end in runs:
+            locks.lock(self._values[begin:end])
+
     def range(self, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of the sub-group."""
         return self._values[begin - self.begin : end - self.begin]
@@ -70,8 +84,12 @@ class _Params:
 class ChunkPlacement:
     """Memory and extents of one rank. Memory is touched by the training thread, and by the pipeline's jobs."""
 
-    def __init__(self, layout: FlatLayout, options: CoreOptions, num_moments: int, store: SlotStore | None) -> None:
+    def __init__(
+        self, layout: FlatLayout, options: CoreOptions, num_moments: int, store: SlotStore | None, locks: PageLocks
+    ) -> None:
+        """``locks`` registers P16 in memory with the device; the fp32 state stays with the host."""
         self._layout, self._options, self._num_moments, self._store = layout, options, num_moments, store
+        self._locks = locks
         self.residency = options.residency
         self._params: list[dict[int, _Params]] = [self._allocate_params() for _ in range(options.num_param_versions)]
         self._states = {
@@ -88,7 +106,10 @@ class ChunkPlacement:
         for chunk in self._layout.chunks:
             if self.residency.params[chunk.index]:
                 found.setdefault(chunk.sub_group, []).append(chunk)
-        return {sub_group: _Params(chunks, self._options.param_dtype) for sub_group, chunks in found.items()}
+        params = {sub_group: _Params(chunks, self._options.param_dtype) for sub_group, chunks in found.items()}
+        for sub_group, chunks in found.items():
+            params[sub_group].lock(chunks, self._locks)
+        return params
 
     # ---- host memory --------------------------------------------------------------------------------------
 

@@ -41,10 +41,10 @@ class FrozenParameters:
     no room there is read on demand into memory of its own.
     """
 
-    def __init__(self, params: Mapping[int, StagedParam], pool_bytes: int) -> None:
+    def __init__(self, params: Mapping[int, StagedParam], pool_bytes: int, *, pin: bool = False) -> None:
         self._params = dict(params)
         largest = max(param.num_bytes for param in self._params.values())
-        self._pool = HostPool(min(max(pool_bytes, 2 * largest), 2 * self.num_bytes))
+        self._pool = HostPool(min(max(pool_bytes, 2 * largest), 2 * self.num_bytes), pin=pin)
         for file in {id(param.file): param.file for param in self._params.values()}.values():
             file.register(self._pool)
         self._in_flight: dict[int, Transfer] = {}

@@ -243,7 +243,11 @@ class RankState:
         staged = [p for p in self._frozen_params.values() if p.nvme_swapper.is_staged(p)]
         if not staged:
             return
-        self.frozen = FrozenParameters({p.ds_id: p.nvme_swapper.staged(p) for p in staged}, self.plan.prefetch_bytes)
+        self.frozen = FrozenParameters(
+            {p.ds_id: p.nvme_swapper.staged(p) for p in staged},
+            self.plan.prefetch_bytes,
+            pin=self.core.options.pin,
+        )
         for swapper in {id(p.nvme_swapper): p.nvme_swapper for p in staged}.values():
             swapper.read_frozen_from(self.frozen)
 
@@ -372,6 +376,8 @@ class RankState:
     def close(self) -> None:
         """Stops everything of this rank and lets its files go. Idempotent."""
         report_close(self)
+        if not get_accelerator().is_synchronized_device():
+            get_accelerator().synchronize()  # no copy may be in flight when memory is unpinned
         if self.activations is not None:
             self.activations.close()
         if self._lanes is not None:

@@ -119,8 +119,7 @@ class GradientFlowMixin:
             if not get_accelerator().is_synchronized_device() and param.grad is not None:
                 param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
-        if boundary:
-            self._complete(arrived)
+        self._complete(arrived if boundary else [])
 
     def _store_gradient(self: Any, param: Any, partition: torch.Tensor, boundary: bool) -> None:
         core, span = self.rank_state.core, self.rank_state.span(param)
@@ -165,7 +164,10 @@ class GradientFlowMixin:
         self._squares.clear()
 
     def _complete(self: Any, params: list[Any]) -> None:
-        """Chunks whose gradients are all there may be prepared, once the copies to the host have ended."""
+        """Chunks whose gradients are all there may be prepared, once the copies to the host have ended.
+
+        Before the boundary ``params`` is empty: only the copies are remembered.
+        """
         if get_accelerator().is_synchronized_device():
             for param in params:
                 self.rank_state.core.complete_gradient(self.rank_state.span(param))
@@ -195,9 +197,9 @@ class GradientFlowMixin:
     # ---- ends of backward and of the step -----------------------------------------------------------------
 
     def independent_gradient_partition_epilogue(self: Any) -> None:
-        """Backward of a micro-batch (or of one phase of it) has ended."""
+        """Backward of a micro-batch (or of one phase of it) has ended. What leaves for storage must have arrived."""
         self._flush_pending()
-        self._complete_copied(wait=False)
+        self._complete_copied(wait=not all(self.rank_state.core.options.residency.grads))
         self.rank_state.core.end_micro_batch()
         for param_id in self.params_already_reduced:
             self.params_already_reduced[param_id] = False
@@ -206,6 +208,7 @@ class GradientFlowMixin:
     def _finalize_offload_gradient_accumulation(self: Any) -> None:
         """User-managed accumulation: only step() is the boundary, so norms are taken and updates start there."""
         state = self.rank_state
+        self._complete_copied(wait=True)
         state.core.open_window(self._hypers(), self._multiplier(None), managed=False)
         for group in self.fp16_groups:
             for param in group:

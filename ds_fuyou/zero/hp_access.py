@@ -45,6 +45,7 @@ class HpAccessMixin:
     def _get_fp32_grad_state_partition(self: Any, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
         span = self.rank_state.span(param)
         core = self.rank_state.core
+        self._complete_copied(wait=True)
         if core.has_arrived(span):
             values = core.gradient(span).to(torch.float32, copy=True)
         else:

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host_config import Activation, activation_of
+from ds_fuyou.lanes.fence import ReleaseFence
 from ds_fuyou.lanes.memory import HeapGuard, aligned_tensor, round_up_to_page
 from ds_fuyou.parameters.frozen import FrozenParameters, StagedParam
 from ds_fuyou.planner.host_memory import available_host_bytes
@@ -32,6 +34,12 @@ from ds_fuyou.storage.staging_file import StagingFile
 __all__ = ["FuyouParameterSwapper", "ParameterSource"]
 
 AVAILABLE, NOT_AVAILABLE = PartitionedParamStatus.AVAILABLE, PartitionedParamStatus.NOT_AVAILABLE
+
+
+def _recorded_event() -> Any:
+    event = get_accelerator().Event()
+    event.record()
+    return event
 
 
 class ParameterSource(Protocol):
@@ -64,6 +72,7 @@ class FuyouParameterSwapper:
         self._file: StagingFile | None = None
         self._dram_left = self._staging_budget()
         self._heap = HeapGuard()
+        self._fence = ReleaseFence(None if get_accelerator().is_synchronized_device() else _recorded_event)
 
     def _staging_budget(self) -> int:
         """Bytes of P16 that zero.Init may keep in DRAM before the tiers are decided for the whole model."""
@@ -116,6 +125,7 @@ class FuyouParameterSwapper:
 
         DeepSpeed asks the first parameter's swapper for all of them; others may have been built by another zero.Init.
         """
+        self._fence.sweep()
         for param in params:
             param.ds_tensor.data = param.nvme_swapper._values(param)
             param.ds_tensor.status = AVAILABLE
@@ -229,6 +239,7 @@ class FuyouParameterSwapper:
     def mark_away(self, param: Any) -> None:
         """The partition is not in DRAM: a gather has to ask for it. A one-element tensor stands in."""
         dtype = param.ds_tensor.dtype
+        self._fence.hold(param.ds_tensor.data)
         if dtype not in self.invalid_buffers:
             self.invalid_buffers[dtype] = torch.empty(1, dtype=dtype)
         param.ds_tensor.data = self.invalid_buffers[dtype].data

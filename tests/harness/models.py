@@ -2,6 +2,7 @@
 """Small models with awkward shapes, and their batches: the same for every run of a case."""
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.nn import functional as F
 
@@ -78,4 +79,5 @@ def build_model(spec: dict) -> nn.Module:
 def make_batch(spec: dict, index: int, rank: int) -> dict:
     generator = torch.Generator().manual_seed(1000 * index + rank)
     ids = torch.randint(spec.get("vocabulary", 500), (2, 17), generator=generator)
+    ids = ids.to(get_accelerator().current_device_name())
     return {"ids": ids, "skip": index in spec.get("skip_at", ())}

@@ -59,7 +59,7 @@ def build_engine(case: dict):
         )  # eager fp16 works on the CPU; DeepSpeed asks for native kernels
     torch.manual_seed(case.get("seed", 0))
     random.seed(0)
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed("gloo" if get_accelerator().device_name() == "cpu" else None)
     with deepspeed.zero.Init(config_dict_or_path=case["config"], enabled=case.get("zero_init", False)):
         model = build_model(case["model"])
     if case.get("plain"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_fuyou.lanes.memory import round_up_to_page
+from ds_fuyou.lanes.memory import PageLocks, round_up_to_page
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.gradients import DramGradients, StoredGradients
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
@@ -21,6 +21,7 @@ LAYOUT = build_layout(
     [[(f"block{i}.weight", f"block{i}", 2 * CUT_ELEMENTS + 100, i) for i in range(8)]],
     LayoutLimits(max_elements=2 * CUT_ELEMENTS, min_elements=CUT_ELEMENTS),
 )
+UNLOCKED = PageLocks(enabled=False)
 CHUNK_BYTES = round_up_to_page(2 * CUT_ELEMENTS * 2)
 
 
@@ -44,7 +45,7 @@ def stored(io: IoLane, tmp_path: Path) -> Iterator[tuple[StoredGradients, list[i
     def detach(chunk: int, *_: int) -> None:
         detached.append(chunk)
 
-    memory = StoredGradients(LAYOUT, torch.bfloat16, io, extents, detach, max_buffers=2)
+    memory = StoredGradients(LAYOUT, torch.bfloat16, io, extents, detach, UNLOCKED, max_buffers=2)
     yield memory, detached
     memory.close()
     os.close(fd)
@@ -71,7 +72,7 @@ def check_all(memory: StoredGradients | DramGradients) -> None:
 
 
 def test_dram_gradients_are_one_piece_and_have_an_address() -> None:
-    memory = DramGradients(LAYOUT, torch.bfloat16)
+    memory = DramGradients(LAYOUT, torch.bfloat16, UNLOCKED)
     write_all(memory)
     check_all(memory)
     assert all(len(memory.pieces(span)) == 1 for span in LAYOUT.params)
