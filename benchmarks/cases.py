@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CASES", "OFF", "Case", "StockTuning", "memory_spec", "spec_of"]
+__all__ = ["BESIDE_IO", "CASES", "OFF", "Case", "StockTuning", "memory_spec", "spec_of"]
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class StockTuning:
 
 @dataclass(frozen=True)
 class Case:
-    """``ratios`` names (numerator, denominator, bar): what is quoted, and what it must not exceed."""
+    """``ratios`` names (numerator, denominator, bar): what is quoted, and what it must not exceed, if anything."""
 
     name: str
     batch: int
     length: int
     clip: float
     variants: tuple[str, ...]
-    ratios: tuple[tuple[str, str, float], ...]
+    ratios: tuple[tuple[str, str, float | None], ...]
     num_timed: int = 3
     checkpointing: bool = False  # the script's own gradient checkpointing of every block, in all variants
 
@@ -63,8 +63,13 @@ CASES = (
         8,
         256,
         0.0,
-        ("fuyou_optimizer_nvme", "stock_off", "fuyou_off"),
-        (("fuyou_optimizer_nvme", "stock_off", 1.03), ("fuyou_optimizer_nvme", "fuyou_off", 1.03)),
+        ("fuyou_optimizer_nvme", "stock_off", "fuyou_off", "fuyou_dram", "fuyou_off_beside_io"),
+        (
+            ("fuyou_optimizer_nvme", "stock_off", 1.03),
+            ("fuyou_optimizer_nvme", "fuyou_off", 1.03),
+            ("fuyou_dram", "fuyou_off", None),
+            ("fuyou_off_beside_io", "fuyou_off", None),
+        ),
         num_timed=2,
     ),
     Case(
@@ -99,6 +104,9 @@ CASES = (
 OFF = ("stock_off", "fuyou_off")
 """Forward and backward alone, with stock's engine and with ours; the faster one enters the floor."""
 
+BESIDE_IO = "fuyou_off_beside_io"
+"""A control: our "off" while fio moves the bytes that the optimizer on storage would, and nothing is done with them."""
+
 VOCABULARY = 8192  # with 12 layers of width 768 about 98 million parameters
 
 
@@ -115,7 +123,7 @@ def spec_of(case: Case, variant: str, directory: Path, tuning: StockTuning) -> d
             "checkpointing": case.checkpointing,
         },
         "batch": case.batch,
-        "mode": "off" if variant in OFF else "train",
+        "mode": "off" if variant in (*OFF, BESIDE_IO) else "train",
         "config": config,
     }
 
@@ -202,6 +210,7 @@ _CONFIGS = {
     "zero_offload": _zero_offload,
     "stock_off": _zero_offload,
     "fuyou_off": _fuyou("cpu", "cpu", "cpu"),
+    BESIDE_IO: _fuyou("cpu", "cpu", "cpu"),
     "zero_infinity": _zero_infinity,
     "zero_infinity_params": _zero_infinity_params,
     "fuyou_dram": _fuyou("cpu", "cpu", "cpu"),

@@ -23,7 +23,9 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +67,7 @@ def run(directory: Path, num_pairs: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="fuyou-io-bench-", dir=directory) as scratch:
         driver = _build_driver(Path(scratch))
         data = Path(scratch) / "data"
-        with data.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, NUM_BYTES)
+        allocate(data)
         _engine(driver, data, "write", "io_uring")  # blocks that were never written read as zeros, for free
         results: dict[str, Any] = {
             "settings": {
@@ -81,6 +82,18 @@ def run(directory: Path, num_pairs: int) -> dict[str, Any]:
         for mode in MODES:
             results[mode] = _compare(driver, data, mode, num_pairs)
         return results
+
+
+def allocate(data: Path) -> None:
+    """Makes a file of NUM_BYTES whose blocks are reserved."""
+    with data.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, NUM_BYTES)
+
+
+def fill(data: Path) -> None:
+    """Makes such a file and writes it once: blocks that were never written read as zeros, for free."""
+    allocate(data)
+    _fio(data, "write")
 
 
 def _compare(driver: Path, data: Path, mode: str, num_pairs: int) -> dict[str, Any]:
@@ -138,6 +151,31 @@ def _fio(data: Path, mode: str, options: Sequence[str] = (), environment: dict[s
         raise RuntimeError(f"fio must move {NUM_BYTES} bytes to be compared, but moved {num_bytes}")
     secs: float = max(job["read"]["runtime"], job["write"]["runtime"]) / 1000
     return num_bytes / secs
+
+
+@contextmanager
+def steady_load(data: Path, bytes_per_sec: float) -> Iterator[None]:
+    """fio, tuned, reads and writes ``data`` with O_DIRECT at this rate each while the context is open.
+
+    ``data`` comes from :func:`fill`. RuntimeError when fio ended by itself.
+    """
+    _require("fio", "install the package fio of your distribution")
+    rate = round(bytes_per_sec / 1e6)
+    command = [
+        *("fio", "--name=load", f"--filename={data}", "--rw=rw", f"--size={NUM_BYTES}", f"--bs={BLOCK_BYTES}"),
+        *(f"--iodepth={QUEUE_DEPTH}", "--direct=1", "--ioengine=io_uring", "--invalidate=0", "--time_based"),
+        *("--runtime=600", f"--rate={rate}M,{rate}M", "--kb_base=1000", *_TUNED),
+    ]
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command, env={**os.environ, **_HUGE_PAGES}, stdout=quiet, stderr=quiet)
+    try:
+        time.sleep(1.0)  # its start is not the load
+        yield
+        if process.poll() is not None:
+            raise RuntimeError(f"fio ended with status {process.returncode} while it should have been the load")
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _build_driver(scratch: Path) -> Path:

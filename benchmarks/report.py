@@ -131,11 +131,12 @@ def _case_lines(result: dict[str, Any]) -> Iterator[str]:
     yield "| ratio, round by round | median | quartiles | min to max | bar | reached |"
     yield "|---|---|---|---|---|---|"
     for ratio in result["ratios"]:
-        reached = "yes" if ratio["median"] <= ratio["bar"] else "no"
+        bar = ratio["bar"]
+        reached = "–" if bar is None else "yes" if ratio["median"] <= bar else "no"
         yield (
             f"| {ratio['of']} / {ratio['to']} | {ratio['median']:.3f} | {ratio['quartile_1']:.3f} to "
             f"{ratio['quartile_3']:.3f} | {ratio['min']:.3f} to {ratio['max']:.3f} | "
-            f"{ratio['bar']} | {reached} |"
+            f"{'–' if bar is None else bar} | {reached} |"
         )
     yield ""
     yield from _lane_lines(result)

@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,10 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import io_engine
-from benchmarks.cases import CASES, OFF, Case, StockTuning, spec_of
+from benchmarks.cases import BESIDE_IO, CASES, OFF, Case, StockTuning, spec_of
 from benchmarks.floor import BYTES_A_PARAMETER, floor_of
 from benchmarks.memory import measure_memory
-from benchmarks.processes import ForeignLoad, started
+from benchmarks.processes import ForeignLoad, Worker, started
 from benchmarks.rates import Rates, measure_rates
 from benchmarks.report import environment_of, markdown, write_results
 from ds_fuyou.ops.core import load_core
@@ -54,10 +55,12 @@ def measure(case: Case, num_pairs: int, directory: Path, tuning: StockTuning) ->
         bursts: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}
         for worker in workers:
             worker.ask(do="steps", lead=2, timed=1)
+        beside = _load_of(case, directory, workers)
         load = ForeignLoad(workers)
         for index in range(num_pairs):
             for worker in workers if index % 2 == 0 else reversed(workers):
-                bursts[worker.name].append(worker.ask(do="steps", lead=1, timed=case.num_timed))
+                with beside() if worker.name == BESIDE_IO else nullcontext():
+                    bursts[worker.name].append(worker.ask(do="steps", lead=1, timed=case.num_timed))
             times = "  ".join(f"{name} {runs[-1]['secs']:.3f}" for name, runs in bursts.items())
             print(f"{case.name} round {index}: {times}", flush=True)
         foreign_cores = load.cores()
@@ -81,6 +84,18 @@ def measure(case: Case, num_pairs: int, directory: Path, tuning: StockTuning) ->
         "rates": [asdict(rate) for rate in rates],
         "floors": _floors(bursts, about, rates),
     }
+
+
+def _load_of(case: Case, directory: Path, workers: Sequence[Worker]) -> Callable[[], AbstractContextManager[None]]:
+    """The load of BESIDE_IO: what ``fuyou_optimizer_nvme`` moves in a step, at the pace of its steps."""
+    if BESIDE_IO not in case.variants:
+        return nullcontext
+    optimizer = next(worker for worker in workers if worker.name == "fuyou_optimizer_nvme")
+    secs = optimizer.ask(do="steps", lead=1, timed=case.num_timed)["secs"]
+    read, written = BYTES_A_PARAMETER["fuyou_optimizer_nvme"]
+    data = directory / "load"
+    io_engine.fill(data)
+    return lambda: io_engine.steady_load(data, (read + written) / 2 * optimizer.about["numel"] / secs)
 
 
 def _parts(runs: Sequence[dict[str, Any]]) -> list[float]:
