@@ -7,13 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 # DeepSpeed looks at this when it is first imported.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("MAX_JOBS", "2")
+# Profiles of runs are not kept beyond a test.
+_PROFILES = tempfile.TemporaryDirectory(prefix="ds_fuyou-tests-")
+os.environ["DS_FUYOU_PROFILES"] = _PROFILES.name
 # A shell that runs us in the background ignores this signal, and so would every process that a test interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -48,6 +53,14 @@ def run_python() -> RunPython:
         )
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def profiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the runs of this test keep their profiles: a directory of its own, made when one is kept."""
+    directory = Path(_PROFILES.name) / f"{abs(hash(request.node.nodeid)):x}"
+    monkeypatch.setenv("DS_FUYOU_PROFILES", str(directory))
+    return directory
 
 
 @pytest.fixture(autouse=True)

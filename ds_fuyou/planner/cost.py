@@ -26,6 +26,7 @@ __all__ = [
     "Workload",
     "bound_lane",
     "closed_form",
+    "cores_secs",
     "eager_bytes",
     "shared_secs",
     "storage_secs",
@@ -143,6 +144,14 @@ def bound_lane(lane_secs: Sequence[float], duplex: float) -> Lane:
     return others
 
 
+def cores_secs(lane_secs: Sequence[float], machine: Machine) -> float:
+    """What all lanes ask of the cores where compute has no device of its own; else 0."""
+    if not machine.shares_cores:
+        return 0.0
+    moved = lane_secs[Lane.READ] * machine.storage_read + lane_secs[Lane.WRITE] * machine.storage_write
+    return lane_secs[Lane.GPU] + lane_secs[Lane.CPU] + moved * machine.io_cpu_secs_per_byte
+
+
 _Lanes = tuple[float, ...]  # seconds, in the order of Lane
 
 
@@ -171,11 +180,12 @@ def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) 
         recompute += model.layers * eager_bytes(work) / machine.gpu_memory_rate
     grad = policy.gradient_bytes * num_params
     stored = place.storage_activation_bytes * machine.num_gpus
-    p_bytes = P16_BYTES * num_params * (1 - place.params)
-    states = STATE_BYTES * num_params * (1 - place.states)
+    p_bytes = policy.param_bytes * num_params * (1 - place.params)
+    states = policy.state_bytes * num_params * (1 - place.states)
     spilled = grad * (1 - place.grads) if policy.keeps_gradients else 0.0
+    read_back = spilled if policy.reads_spilled else 0.0
     sums = ACCUMULATOR_BYTES * num_params * (1 - place.accumulators) if work.accumulation > 1 else 0.0
-    up, act_up = P16_BYTES * num_params / machine.link_up, place.swapped_bytes / machine.link_up
+    up, act_up = policy.param_bytes * num_params / machine.link_up, place.swapped_bytes / machine.link_up
     p_read = storage_secs(p_bytes, machine.storage_read)
     return _Phases(
         forward=_lanes(
@@ -186,7 +196,7 @@ def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) 
             write=storage_secs(stored, machine.storage_write),
         ),
         backward=_lanes(
-            gpu=2 * (blocks + head) + recompute,
+            gpu=machine.backward_over_forward * (blocks + head) + recompute,
             up=up + act_up,
             down=grad / machine.link_down,
             read=p_read + storage_secs(stored, machine.storage_read),
@@ -197,7 +207,7 @@ def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) 
         spill=_lanes(write=storage_secs(spilled, machine.storage_write)),
         optimizer=(
             *(0.0, 0.0, 0.0),
-            storage_secs(states + spilled + sums, machine.storage_read),
+            storage_secs(states + read_back + sums, machine.storage_read),
             storage_secs(states + p_bytes, machine.storage_write),
             num_params / machine.update_rate + num_params * policy.extra_pass_bytes / machine.pass_rate,
         ),
@@ -220,7 +230,8 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
         if policy.in_a_row:
             took = count * sum(lanes)
         else:
-            took = count * max(*lanes, shared_secs(lanes[Lane.READ], lanes[Lane.WRITE], machine.storage_duplex))
+            storage = shared_secs(lanes[Lane.READ], lanes[Lane.WRITE], machine.storage_duplex)
+            took = count * max(*lanes, storage, cores_secs(lanes, machine))
         by_lane[bound_lane(lanes, machine.storage_duplex)] += took
         return took
 
@@ -238,6 +249,12 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
             by_lane[:] = phased
         tail = _turn_secs(work, machine, policy, place)
         step = forward + backward + max(turn, apart) + tail
+    elif policy.updates is Updates.FORWARD:
+        forward = secs(k - 1, p.forward)
+        backward = secs(k - 1, p.backward, p.accumulate) + secs(1, p.backward, p.spill)
+        turn = secs(1, p.forward, p.optimizer)
+        tail = _turn_secs(work, machine, policy, place)
+        step = forward + backward + turn + tail
     else:
         forward = secs(k, p.forward)
         backward = secs(k - 1, p.backward, p.accumulate)
@@ -253,14 +270,14 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
 
 def _chunk_secs(num_params: float, machine: Machine, policy: Policy, place: Placement) -> dict[str, float]:
     """Gradient out, state in, update, state and P16 out of ``num_params`` parameters."""
-    states = STATE_BYTES * num_params * (1 - place.states)
-    written = states + P16_BYTES * num_params * (1 - place.params)
+    states = policy.state_bytes * num_params * (1 - place.states)
+    written = states + policy.param_bytes * num_params * (1 - place.params)
     return {
         "down": policy.gradient_bytes * num_params / machine.link_down,
         "read": storage_secs(states, machine.storage_read),
         "update": num_params / machine.update_rate,
         "write": storage_secs(written, machine.storage_write),
-        "up": P16_BYTES * num_params / machine.link_up,
+        "up": policy.param_bytes * num_params / machine.link_up,
     }
 
 

@@ -97,6 +97,8 @@ class Machine:
         storage_duplex: 1 where reads and writes share one resource; 2 where they do not disturb each other.
         update_rate: parameters/s of CPU Adam; ``pass_rate`` bytes/s of other passes over host memory.
         storage_bytes, endurance_bytes: of all SSDs together; 0 without SSDs.
+        backward_over_forward: compute time of backward, in forwards.
+        shares_cores: the device is the host: its compute, the updates and ``io_cpu_secs_per_byte`` take turns.
     """
 
     name: str
@@ -115,6 +117,9 @@ class Machine:
     endurance_bytes: float
     update_rate: float
     pass_rate: float
+    backward_over_forward: float = 2.0
+    shares_cores: bool = False
+    io_cpu_secs_per_byte: float = 0.0
 
     @property
     def dram_usable_bytes(self) -> float:

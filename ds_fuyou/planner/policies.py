@@ -18,6 +18,7 @@ class Updates(Enum):
 
     STEP = "inside step(), reads, updates and writes of neighbouring chunks overlap"
     BACKWARD = "in backward, all done before the next forward"
+    FORWARD = "behind backward, beside the next forward"
     DEADLINE = "in backward and the next forward, each before its parameters are read"
 
 
@@ -62,8 +63,10 @@ class Policy:
     Attributes:
         in_a_row: transfers, compute and updates wait for each other; nothing overlaps.
         fused: attention and element-wise operators are fused (no s x s matrix in memory).
-        gradient_bytes: a parameter, on the link and where gradients wait.
-        keeps_gradients: they exist as a class until ``step()``; else a window of them.
+        gradient_bytes: a parameter, on the link and where gradients wait; ``param_bytes`` of P16, ``state_bytes`` of
+            P32 and the moments.
+        keeps_gradients: they exist as a class until ``step()``; else a window of them. ``reads_spilled``: those on
+            storage are read back for the update.
         gradients_on_storage: that class lies on storage with the states.
         extra_pass_bytes: other passes over host memory an update costs, a parameter (unscale, norm, copies).
         fixed: what the user has decided; looked at where tiers are planned.
@@ -76,7 +79,10 @@ class Policy:
     in_a_row: bool = False
     fused: bool = True
     gradient_bytes: int = 2
+    param_bytes: int = 2
+    state_bytes: int = 12
     keeps_gradients: bool = False
+    reads_spilled: bool = True
     gradients_on_storage: bool = False
     extra_pass_bytes: int = 0
     fixed: Fixed = Fixed()

@@ -175,6 +175,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._made: dict[int, tuple[StorageWeakRef, _Calls, int]] = {}
         self._handles: list[Any] = []
         self._paused = 0
+        self.is_open = False
 
     def __enter__(self) -> OperatorRecorder:
         for block in self._blocks:
@@ -183,9 +184,11 @@ class OperatorRecorder(TorchDispatchMode):
                 if name:
                     self._watch_module(name, module)
         super().__enter__()
+        self.is_open = True
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        self.is_open = False
         super().__exit__(*exc)
         for handle in self._handles:
             handle.remove()
@@ -194,14 +197,21 @@ class OperatorRecorder(TorchDispatchMode):
         self._current = self._outside
         self._module.clear()
 
+    def pause(self) -> None:
+        """What runs until :meth:`resume` is no work of the model: fetching its parameters, say. May be nested."""
+        self._paused += 1
+
+    def resume(self) -> None:
+        self._paused -= 1
+
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs inside is no work of the model: fetching its parameters, say."""
-        self._paused += 1
+        """What runs inside is no work of the model."""
+        self.pause()
         try:
             yield
         finally:
-            self._paused -= 1
+            self.resume()
 
     def profiles(self) -> tuple[BlockProfile, ...]:
         """The blocks that ran, in the order in which they ran first; last, under "", what lay outside of them."""
@@ -273,12 +283,16 @@ class OperatorRecorder(TorchDispatchMode):
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """0 where torch's formula does not understand the call: a count must not end a training run."""
     packet = func._overloadpacket
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # torch's table knows only those of CUDA
         query, key, value = args[:3]
         return int(sdpa_flop_count(query.shape, key.shape, value.shape))
     count = flop_registry.get(packet)
-    return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
+    try:
+        return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
+    except Exception:
+        return 0
 
 
 def profile_blocks(

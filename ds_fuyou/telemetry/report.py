@@ -17,7 +17,7 @@ from typing import Any
 from ds_fuyou.log import current_rank, get_logger
 from ds_fuyou.telemetry.placement import placement_of, placement_table, shown_bytes
 
-__all__ = ["BOUND_LANES", "LaneTimes", "StepReport", "report_close", "report_step"]
+__all__ = ["BOUND_LANES", "LaneTimes", "StepReport", "report_close", "report_leave_out", "report_step"]
 
 
 BOUND_LANES = ("compute", "storage", "cpu optimizer")
@@ -62,6 +62,10 @@ class LaneTimes:
 
     def since(self, earlier: LaneTimes) -> LaneTimes:
         return LaneTimes(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
+    def after(self, work: LaneTimes) -> LaneTimes:
+        """Both added up."""
+        return LaneTimes(*(getattr(self, f.name) + getattr(work, f.name) for f in fields(self)))
 
     def over(self, num_steps: int) -> LaneTimes:
         """The mean of a step."""
@@ -133,6 +137,11 @@ class StepReport:
         )
         self._logged_steps, self._logged_at, self._at_log = self._num_steps, now, lanes
 
+    def leave_out(self, secs: float, work: LaneTimes) -> None:
+        """``work`` done within ``secs`` was no work of a step."""
+        self._start, self._at_log = self._start.after(work), self._at_log.after(work)
+        self._began, self._logged_at = self._began + secs, self._logged_at + secs
+
     def close(self, rank_state: Any) -> None:
         """The summary of all steps but the first. Once; nothing when fewer than two were applied."""
         if self._closed or self._num_steps < 2:
@@ -157,6 +166,13 @@ def report_step(rank_state: Any) -> None:
         reference = weakref.ref(rank_state)
         atexit.register(lambda: _close_at_exit(reference))
     report.step(rank_state)
+
+
+def report_leave_out(rank_state: Any, secs: float, work: LaneTimes) -> None:
+    """Measurements beside the steps are no part of their reports."""
+    report = _reports.get(rank_state)
+    if report is not None:
+        report.leave_out(secs, work)
 
 
 def _close_at_exit(reference: weakref.ref[Any]) -> None:

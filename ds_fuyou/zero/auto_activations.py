@@ -51,9 +51,10 @@ class AutoActivations:
         self._at = self._look()
         swapper = session.swapper
         hooks = (swapper.pack, swapper.unpack) if swapper is not None else None
-        self._recorder: OperatorRecorder | None = OperatorRecorder(model, session.blocks, hooks)
+        self.recorder: OperatorRecorder | None = OperatorRecorder(model, session.blocks, hooks)
+        self.profiles: tuple[BlockProfile, ...] = ()
         self._profile: BlockProfile | None = None
-        session.observe(self._recorder)
+        session.observe(self.recorder)
 
     def _look(self) -> dict[str, float]:
         """Counters since the start."""
@@ -98,10 +99,11 @@ class AutoActivations:
         return True
 
     def _take_profile(self) -> None:
-        if self._recorder is not None:
-            blocks = [profile for profile in self._recorder.profiles() if profile.name]
+        if self.recorder is not None:
+            self.profiles = self.recorder.profiles()
+            blocks = [profile for profile in self.profiles if profile.name]
             self._profile = blocks[0] if blocks else None
-            self._recorder = None
+            self.recorder = None
 
     def _outputs(self) -> tuple[OutputCost, ...]:
         """Of one block: what it can be spared to compute again, if that is work or backward asks for it."""

@@ -79,6 +79,7 @@ class RankState:
         if expert is not None and expert.document is not None:
             require_params(expert.document, sum(param.ds_numel for param in names))
         self.plan: Plan = make_plan(given, overrides)
+        self.host_budget_bytes = given.dram_budget_bytes
         limits = LayoutLimits(
             max_elements=max(CUT_ELEMENTS, self.plan.chunk_bytes // 4),
             min_elements=min(512 * 1024, max(CUT_ELEMENTS, self.plan.chunk_bytes // 8)),

@@ -109,7 +109,8 @@ class GradientFlowMixin:
         state = self.rank_state
         boundary = is_boundary(self)
         if boundary:
-            state.core.open_window(self._hypers(), self._multiplier(None), managed=True)
+            holds = self._run_plan is not None and self._run_plan.holds_updates
+            state.core.open_window(self._hypers(), self._multiplier(None), managed=not holds)
         arrived = []
         for param, partition in zip(params_to_release, grad_partitions, strict=True):
             rank = dist.get_rank(group=param.ds_process_group)
@@ -204,6 +205,8 @@ class GradientFlowMixin:
         for param_id in self.params_already_reduced:
             self.params_already_reduced[param_id] = False
         self._epilogue_ran_this_backward = True
+        if self._run_plan is not None:
+            self._run_plan.clock.backward_ended()
 
     def _finalize_offload_gradient_accumulation(self: Any) -> None:
         """User-managed accumulation: only step() is the boundary, so norms are taken and updates start there."""

@@ -53,6 +53,11 @@ class StepMonitor:
         self._writes = bool(engine.monitor.enabled) and dist.get_rank() == 0
         self._at: tuple[float, LaneTimes] | None = None
 
+    def leave_out(self, secs: float, work: LaneTimes) -> None:
+        """``work`` done within ``secs`` since the last call of :meth:`step_applied` is no part of the next step."""
+        if self._at is not None:
+            self._at = (self._at[0] + secs, self._at[1].after(work))
+
     def step_applied(self) -> None:
         engine = self._engine()
         if engine is None or not self._writes:

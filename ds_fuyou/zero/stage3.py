@@ -27,6 +27,7 @@ from ds_fuyou.zero.compute_spans import ComputeSpans
 from ds_fuyou.zero.gradient_flow import GradientFlowMixin
 from ds_fuyou.zero.hp_access import HpAccessMixin
 from ds_fuyou.zero.monitoring import StepMonitor, count_tokens
+from ds_fuyou.zero.planning import PlanningMixin
 from ds_fuyou.zero.stock import combined_grad_norm, iter_module_params
 from ds_fuyou.zero.universal import UniversalMixin
 
@@ -42,7 +43,12 @@ def _allocated_on_device() -> int:
 
 
 class FuyouStage3Optimizer(
-    GradientFlowMixin, HpAccessMixin, CheckpointStateMixin, UniversalMixin, DeepSpeedZeroOptimizer_Stage3
+    GradientFlowMixin,
+    HpAccessMixin,
+    CheckpointStateMixin,
+    UniversalMixin,
+    PlanningMixin,
+    DeepSpeedZeroOptimizer_Stage3,
 ):
     """Drop-in for DeepSpeedZeroOptimizer_Stage3 when the JSON has an active fuyou block."""
 
@@ -104,6 +110,7 @@ class FuyouStage3Optimizer(
         )
         state.activations = attach_activations(self.module, index, given)
         self._auto_activations = attach_auto(state.activations, self.module, given)
+        self._attach_plan(given)
         return index
 
     def report_to(self, engine: Any) -> None:
@@ -128,8 +135,13 @@ class FuyouStage3Optimizer(
             if compute is not None:
                 compute.enter(current_submodule, forward)
             params = iter_module_params(current_submodule)
+            recorder = self._recorder()
+            if recorder is not None:
+                recorder.pause()
             state.before_module(params)
             stock_fetch(current_submodule, forward)
+            if recorder is not None:
+                recorder.resume()
             if state.activations is not None:
                 index.note(params)
 
@@ -170,6 +182,8 @@ class FuyouStage3Optimizer(
         core.check()
         self._overflow_check_and_loss_scale_update_compat()
         if self.overflow:
+            if self._run_plan is not None:
+                self._run_plan.step_skipped()
             return
         multiplier = self._multiplier(self._scaled_norm)
         core.apply(self._hypers(), multiplier, expected_multiplier=self._multiplier(None))
@@ -181,6 +195,8 @@ class FuyouStage3Optimizer(
             self._monitor.step_applied()
         if self._auto_activations is not None and self._auto_activations.step_applied():
             self._auto_activations = None
+        if self._run_plan is not None:
+            self._run_plan.step_applied()
 
     def _overflow_check_and_loss_scale_update_compat(self) -> None:
         """Stock's order of decisions: raw overflow, norm, invalid norm, loss scale, clean-up, global norm."""
@@ -226,5 +242,7 @@ class FuyouStage3Optimizer(
         try:
             super().destroy()
         finally:
+            if self._run_plan is not None:
+                self._run_plan.close()
             self.rank_state.close()
             self.fp16_partitioned_groups_flat.clear()

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the first steps of a run measured, and where it is kept for the next run. No torch.
+
+A profile belongs to one machine and one model. It lies in ``$DS_FUYOU_PROFILES`` (a directory, or "off"), else in
+``profiles`` of the package's cache directory (``$FUYOU_CACHE``, ``$XDG_CACHE_HOME/ds_fuyou`` or ``~/.cache/ds_fuyou``),
+one JSON file for each pair of fingerprints, written atomically.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ds_fuyou.log import log_once
+
+__all__ = [
+    "SCHEMA",
+    "BlockCost",
+    "OperatorCost",
+    "RunProfile",
+    "StorageRates",
+    "fingerprint_of",
+    "load_profile",
+    "machine_fingerprint",
+    "profile_directory",
+    "save_profile",
+]
+
+SCHEMA = "ds_fuyou.profile/1"
+OFF = "off"
+
+
+@dataclass(frozen=True)
+class OperatorCost:
+    """One operator output of a block, for the micro-batch that was measured. ``saved``: backward needs it."""
+
+    name: str
+    flops: float
+    num_bytes: float
+    saved: bool
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """One block; ``name`` "" is what the model does outside of its blocks."""
+
+    name: str
+    flops: float
+    input_bytes: float
+    operators: tuple[OperatorCost, ...]
+
+
+@dataclass(frozen=True)
+class StorageRates:
+    """Bytes a second of all paths together, in requests of the size the run uses: read and write alone, both at once.
+
+    Attributes:
+        cpu_secs_per_byte: what the host's cores pay to move a byte.
+        probed_bytes: that each of the three moved. A short probe: a consumer SSD may be slower for long.
+    """
+
+    read: float
+    write: float
+    mixed: float
+    cpu_secs_per_byte: float
+    probed_bytes: float
+
+
+@dataclass(frozen=True)
+class RunProfile:
+    """Measured in the first two steps of a run on one rank.
+
+    Attributes:
+        machine, model: fingerprints; a profile is used only where both are the same.
+        shape: of the first tensor of the batch, one micro-batch.
+        accumulation: micro-batches a step.
+        blocks: FLOPs and bytes of every operator output; empty where they could not be recorded.
+        forward_secs, backward_secs: of one micro-batch while nothing else ran, waits not counted.
+        update_rate: parameters a second of the CPU optimizer.
+        storage: None where nothing of the run lives on storage.
+        link_up, link_down: bytes a second to the device and from it; copies within host memory where that is one.
+        device_is_host: compute, updates and the host's part of I/O share the cores.
+        num_cores: that this rank may use.
+        host_bytes, device_bytes: available when it was measured.
+    """
+
+    machine: str
+    model: str
+    shape: tuple[int, ...]
+    accumulation: int
+    blocks: tuple[BlockCost, ...]
+    forward_secs: float
+    backward_secs: float
+    update_rate: float
+    storage: StorageRates | None
+    link_up: float
+    link_down: float
+    device_is_host: bool
+    num_cores: int
+    host_bytes: float
+    device_bytes: float
+
+    @property
+    def forward_flops(self) -> float:
+        """Of one micro-batch; 0 where operators were not recorded."""
+        return sum(block.flops for block in self.blocks)
+
+    @property
+    def flops_rate(self) -> float:
+        """Achieved FLOP/s of forward; 0 where operators were not recorded."""
+        return self.forward_flops / self.forward_secs
+
+    @property
+    def num_elements(self) -> int:
+        """Of the first tensor of a micro-batch: its tokens, where that is token numbers."""
+        return math.prod(self.shape)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RunProfile:
+        """Raises ValueError, TypeError or KeyError where the data is not what :meth:`to_json` gives."""
+        if data["schema"] != SCHEMA:
+            raise ValueError(f"schema {data['schema']!r} instead of {SCHEMA!r}")
+        values = {item.name: data[item.name] for item in fields(cls)}
+        values["shape"] = tuple(int(size) for size in data["shape"])
+        values["blocks"] = tuple(
+            BlockCost(**{**block, "operators": tuple(OperatorCost(**one) for one in block["operators"])})
+            for block in data["blocks"]
+        )
+        values["storage"] = None if data["storage"] is None else StorageRates(**data["storage"])
+        profile = cls(**values)
+        measured = [
+            profile.forward_secs,
+            profile.backward_secs,
+            profile.update_rate,
+            profile.link_up,
+            profile.link_down,
+        ]
+        measured += (
+            [] if profile.storage is None else [profile.storage.read, profile.storage.write, profile.storage.mixed]
+        )
+        if not all(math.isfinite(value) and value > 0 for value in measured):
+            raise ValueError(f"rates and times must be positive, found {measured}")
+        return profile
+
+
+def fingerprint_of(*parts: object) -> str:
+    """Short and stable for equal parts."""
+    return hashlib.sha256(json.dumps([str(part) for part in parts]).encode()).hexdigest()[:16]
+
+
+def machine_fingerprint(device: str, storage: Sequence[str], settings: object) -> str:
+    """Of this machine: processor, cores of this process, memory, the device, what the paths lie on, I/O settings."""
+    cpu = next((line for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
+    memory = next((line for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), "")
+    return fingerprint_of(cpu, len(os.sched_getaffinity(0)), memory, device, *storage, settings)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def profile_directory() -> Path | None:
+    """Where profiles lie; None where they are switched off. Nothing is created."""
+    named = os.environ.get("DS_FUYOU_PROFILES", "")
+    if named.lower() == OFF:
+        return None
+    if named:
+        return Path(named).expanduser()
+    cache = os.environ.get("FUYOU_CACHE")
+    if cache:
+        return Path(cache).expanduser() / "profiles"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ds_fuyou" / "profiles"
+
+
+def _path(machine: str, model: str) -> Path | None:
+    directory = profile_directory()
+    return None if directory is None else directory / f"{machine}-{model}.json"
+
+
+def load_profile(machine: str, model: str) -> RunProfile | None:
+    """The kept profile of this machine and model, None if there is none. A broken one is told and ignored."""
+    path = _path(machine, model)
+    if path is None:
+        return None
+    try:
+        profile = RunProfile.from_json(json.loads(path.read_text(encoding="utf-8")))
+        if (profile.machine, profile.model) != (machine, model):
+            raise ValueError("it was made for another machine or model")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        log_once(logging.WARNING, f"the kept profile {path} is ignored and measured again: {error!r}")
+        return None
+    return profile
+
+
+def save_profile(profile: RunProfile) -> Path | None:
+    """Keeps a profile for the next run; returns where. What fails is told: training needs no cache."""
+    path = _path(profile.machine, profile.model)
+    if path is None:
+        return None
+    part = path.with_name(f"{path.name}.part-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_text(json.dumps(profile.to_json()) + "\n", encoding="utf-8")
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        log_once(logging.WARNING, f"the profile could not be kept for the next run: {error}")
+        return None
+    return path

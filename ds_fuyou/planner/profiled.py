@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost model fed with what a run measured: predicted lane times of its placement and of others. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ds_fuyou.planner.cost import ClosedForm, Placement, Workload, closed_form, cores_secs, shared_secs
+from ds_fuyou.planner.hardware import Machine, constants
+from ds_fuyou.planner.lanes import Lane
+from ds_fuyou.planner.model import ModelSpec
+from ds_fuyou.planner.policies import Fates, Policy, Tiers, Updates
+from ds_fuyou.planner.profile import RunProfile
+
+__all__ = ["Prediction", "RunPlacement", "alternatives", "predict", "prediction_table", "profile_line"]
+
+CORES = "cores"
+"""The bound where compute, updates and I/O share the host's cores and ask most of them."""
+
+
+@dataclass(frozen=True)
+class RunPlacement:
+    """What a run placed where, on one rank.
+
+    Attributes:
+        params, states, grads: share of P16, of P32 and the moments, of G16 in host memory.
+        updates: when chunks are updated whose state is on storage; resident ones wait for ``step()``.
+        num_params: trainable parameters of this rank; ``first_params`` of them are used before the first block.
+        param_bytes, grad_bytes, state_bytes: each, of a parameter.
+        speculates: updates may start in backward, so P16 in host memory has two versions beside states on storage.
+        swapped_bytes: activations that a micro-batch moves to storage.
+    """
+
+    params: float
+    states: float
+    grads: float
+    updates: Updates
+    num_params: int
+    first_params: int
+    param_bytes: int
+    grad_bytes: int
+    state_bytes: int
+    speculates: bool
+    swapped_bytes: float = 0.0
+
+    @property
+    def host_bytes(self) -> float:
+        """Of the classes in host memory, buffers not counted."""
+        versions = 2 if self.speculates and self.states < 1 else 1
+        each = versions * self.param_bytes * self.params + self.state_bytes * self.states + self.grad_bytes * self.grads
+        return each * self.num_params
+
+    @property
+    def shown(self) -> tuple[str, str, str]:
+        """Where P16, states and gradients are, for a table."""
+        p, s, g = (_shown_share(share) for share in (self.params, self.states, self.grads))
+        return p, s, g
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one step. ``lane_secs``: each lane's own work, by the lane's name; ``thread_secs``: what the training thread
+    runs, or shares cores with; ``bound``: what bounds the step.
+    """
+
+    placement: RunPlacement
+    iteration_secs: float
+    lane_secs: Mapping[str, float]
+    thread_secs: float
+    read_bytes: float
+    write_bytes: float
+    bound: str
+
+    @property
+    def storage_bytes(self) -> float:
+        return self.read_bytes + self.write_bytes
+
+
+@dataclass(frozen=True)
+class _ProfiledModel(ModelSpec):
+    """A model by what was measured of it, for one micro-batch as one token; only ``layers`` of its shape is true."""
+
+    measured_block_flops: float = 0.0
+    measured_head_flops: float = 0.0
+    num_params: int = 0
+    first_params: int = 0
+
+    @classmethod
+    def of(cls, profile: RunProfile, placement: RunPlacement) -> _ProfiledModel:
+        """Where no FLOPs could be counted, all of it is one FLOP: the measured seconds then say the rest."""
+        inside = [block for block in profile.blocks if block.name]
+        layers = max(1, len(inside))
+        known = profile.forward_flops > 0
+        return cls(
+            *("the model of this run", layers, 1, 1, 1, 1, 1, 1),
+            measured_block_flops=sum(block.flops for block in inside) / layers,
+            measured_head_flops=sum(block.flops for block in profile.blocks if not block.name) if known else 1.0,
+            num_params=placement.num_params,
+            first_params=placement.first_params,
+        )
+
+    @cached_property
+    def params(self) -> int:
+        return self.num_params
+
+    @cached_property
+    def embedding_params(self) -> int:
+        return self.first_params
+
+    @cached_property
+    def head_flops(self) -> float:
+        return self.measured_head_flops
+
+    def block_flops(self, seq: int) -> float:
+        return self.measured_block_flops
+
+
+def _machine(profile: RunProfile, model: ModelSpec) -> Machine:
+    forward_flops = model.layers * model.block_flops(1) + model.head_flops
+    storage = profile.storage
+    duplex = 1.0
+    if storage is not None:
+        duplex = min(2.0, max(0.5, storage.mixed * (1 / storage.read + 1 / storage.write) / 2))
+    return Machine(
+        name="measured in this run",
+        num_gpus=1,
+        gpu_bytes=int(profile.device_bytes),
+        flops=forward_flops / profile.forward_secs / constants().streamed_share_of_block,
+        gpu_memory_rate=profile.link_up,
+        link_up=profile.link_up,
+        link_down=profile.link_down,
+        dram_bytes=profile.host_bytes,
+        pinned_limit_bytes=float("inf"),
+        storage_read=storage.read if storage is not None else 0.0,
+        storage_write=storage.write if storage is not None else 0.0,
+        storage_duplex=duplex,
+        storage_bytes=0.0,
+        endurance_bytes=0.0,
+        update_rate=profile.update_rate,
+        pass_rate=float("inf"),
+        backward_over_forward=profile.backward_secs / profile.forward_secs,
+        shares_cores=profile.device_is_host,
+        io_cpu_secs_per_byte=storage.cpu_secs_per_byte / profile.num_cores if storage is not None else 0.0,
+    )
+
+
+def predict(profile: RunProfile, placement: RunPlacement) -> Prediction:
+    """What a step of this placement takes by the closed form, with the measured rates."""
+    model = _ProfiledModel.of(profile, placement)
+    machine = _machine(profile, model)
+    updates = placement.updates
+    if updates is Updates.DEADLINE and placement.states >= 1:
+        updates = Updates.FORWARD
+    policy = Policy(
+        "ds_fuyou",
+        updates,
+        Tiers.PLANNED,
+        Fates.OPERATORS,
+        gradient_bytes=placement.grad_bytes,
+        param_bytes=placement.param_bytes,
+        state_bytes=placement.state_bytes,
+        keeps_gradients=True,
+        reads_spilled=updates is not Updates.DEADLINE,
+    )
+    place = Placement(placement.params, placement.states, placement.grads, swapped_bytes=placement.swapped_bytes)
+    found = closed_form(Workload(model, 1, 1, profile.accumulation), machine, policy, place)
+    return Prediction(
+        placement,
+        found.iteration_secs,
+        {lane.label: found.lane_secs[lane] for lane in Lane},
+        max(found.lane_secs[Lane.GPU], cores_secs([found.lane_secs[lane] for lane in Lane], machine)),
+        found.lane_secs[Lane.READ] * machine.storage_read,
+        found.lane_secs[Lane.WRITE] * machine.storage_write,
+        _bound(found, machine),
+    )
+
+
+def _bound(found: ClosedForm, machine: Machine) -> str:
+    lanes = [found.lane_secs[lane] for lane in Lane]
+    storage = shared_secs(lanes[Lane.READ], lanes[Lane.WRITE], machine.storage_duplex)
+    if cores_secs(lanes, machine) > max(*lanes, storage):
+        return CORES
+    return found.bound.label
+
+
+def alternatives(profile: RunProfile, placement: RunPlacement) -> list[Prediction]:
+    """The same run with whole classes elsewhere, fastest first; only what needs no storage where none was measured."""
+    places = [(p, s, g) for p in (1.0, 0.0) for s in (1.0, 0.0) for g in (1.0, 0.0)]
+    if profile.storage is None:
+        places = [(1.0, 1.0, 1.0)]
+    here = (placement.params, placement.states, placement.grads)
+    found = [
+        predict(profile, replace(placement, params=p, states=s, grads=g)) for p, s, g in places if (p, s, g) != here
+    ]
+    return sorted(found, key=lambda prediction: prediction.iteration_secs)
+
+
+def prediction_table(chosen: Prediction, others: Sequence[Prediction], budget_bytes: float) -> str:
+    """What was chosen, what others would cost, which lane bounds each; then the chosen one's lanes."""
+    head = ("", "P16", "P32 and moments", "G16", "host memory", "storage a step", "predicted", "bound by")
+    rows = [head, ("chosen", *_row(chosen, None))]
+    rows += [("", *_row(other, budget_bytes)) for other in others]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    lanes = ", ".join(f"{lane} {secs:.3f} s" for lane, secs in chosen.lane_secs.items() if secs > 0)
+    return "\n".join([*lines, f"  lanes of the chosen one, a step: {lanes}"])
+
+
+def _row(prediction: Prediction, budget_bytes: float | None) -> tuple[str, ...]:
+    host = prediction.placement.host_bytes
+    lacks = budget_bytes is not None and host > budget_bytes
+    return (
+        *prediction.placement.shown,
+        f"{host / 1e9:.2f} GB{', too much' if lacks else ''}",
+        f"{prediction.storage_bytes / 1e9:.2f} GB",
+        f"{prediction.iteration_secs:.3f} s",
+        prediction.bound,
+    )
+
+
+def _shown_share(share: float) -> str:
+    if 0 < share < 1:
+        return f"{100 * share:.0f} % in host memory"
+    return "host memory" if share >= 1 else "storage"
+
+
+def profile_line(profile: RunProfile) -> str:
+    """The measured rates in one line."""
+    parts = [f"forward {profile.forward_secs:.3f} s and backward {profile.backward_secs:.3f} s a micro-batch"]
+    if profile.forward_flops:
+        parts[0] += f" ({profile.flops_rate / 1e12:.3g} TFLOP/s)"
+    parts.append(f"updates {profile.update_rate / 1e6:.0f} M parameters/s")
+    if profile.storage is not None:
+        rates = profile.storage
+        parts.append(
+            f"storage {rates.read / 1e9:.2f} GB/s read, {rates.write / 1e9:.2f} write, {rates.mixed / 1e9:.2f} mixed"
+        )
+    parts.append(f"link {profile.link_up / 1e9:.1f} GB/s up, {profile.link_down / 1e9:.1f} down")
+    return ", ".join(parts)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured steps against the plan: a gap that lasts is told once, with its cause and its numbers. No torch.
+
+The rule: a quantity that is off by more than ``GAP`` of what was expected in ``LASTING`` steps in a row. Expected of
+compute, bytes and the whole step is what the plan predicts. Of a lane's rate it is what this run itself reached in the
+first ``LASTING`` steps, because a lane that works beside others is slower than alone: this is drift. A cause is told
+again only after the plan was made anew.
+"""
+
+from __future__ import annotations
+
+import enum
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ds_fuyou.planner.profiled import Prediction
+
+__all__ = ["GAP", "LASTING", "Cause", "Finding", "LaneWatch", "StepMeasurement"]
+
+GAP = 0.25
+LASTING = 5
+
+
+class Cause(enum.Enum):
+    """Why a step is not what the plan says."""
+
+    WORKLOAD = "another batch"
+    READS = "storage reads more slowly"
+    WRITES = "storage writes more slowly"
+    UPDATES = "the cpu optimizer is slower"
+    COMPUTE = "compute takes longer"
+    BYTES = "more bytes go to and from storage"
+    STEP = "the whole step"
+
+    @property
+    def replans(self) -> bool:
+        """Whether a plan made anew would be another one."""
+        return self in (Cause.WORKLOAD, Cause.READS, Cause.WRITES)
+
+
+@dataclass(frozen=True)
+class StepMeasurement:
+    """One step: wall seconds, seconds in which the training thread did not wait for us, busy seconds and bytes of
+    lanes, updated parameters, and elements of the batch in a micro-batch.
+    """
+
+    secs: float
+    compute_secs: float
+    read_secs: float
+    write_secs: float
+    update_secs: float
+    read_bytes: float
+    write_bytes: float
+    num_updated: float
+    num_elements: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A lasting gap. ``ratio``: measured over expected (of rates: what is left of them)."""
+
+    cause: Cause
+    expected: float
+    measured: float
+    text: str
+
+    @property
+    def ratio(self) -> float:
+        return self.measured / self.expected
+
+
+class LaneWatch:
+    """To be told of every step; one object a plan.
+
+    Args:
+        compute_secs: of a step by the plan, everything included that the training thread runs or shares cores with.
+        num_elements: of a micro-batch the plan was made for.
+        usual: rates of lanes that an earlier plan's watch found; see :meth:`usual`.
+    """
+
+    def __init__(
+        self,
+        predicted: Prediction,
+        compute_secs: float,
+        num_elements: int,
+        usual: Mapping[Cause, float] | None = None,
+    ) -> None:
+        self._predicted = predicted
+        self._compute_secs = compute_secs
+        self._num_elements = num_elements
+        self._off: dict[Cause, list[tuple[float, float]]] = {cause: [] for cause in Cause}
+        self._told: set[Cause] = set()
+        self._usual: dict[Cause, float] = dict(usual or {})
+        self._first: dict[Cause, list[float]] = {cause: [] for cause in _RATES if cause not in self._usual}
+
+    def usual(self) -> dict[Cause, float]:
+        """The rates this run reached in its first steps, where these are over; what was found slower since is usual."""
+        return dict(self._usual)
+
+    def step(self, measured: StepMeasurement) -> list[Finding]:
+        """What lasts now and was not told before. Another batch explains everything else."""
+        for cause, expected, found, is_off in self._quantities(measured):
+            if is_off:
+                self._off[cause].append((expected, found))
+            else:
+                self._off[cause].clear()
+        self._note_first(measured)
+        lasting = [cause for cause in Cause if len(self._off[cause]) >= LASTING]
+        if Cause.WORKLOAD in lasting:
+            lasting = [Cause.WORKLOAD]
+        if len(lasting) > 1:
+            lasting = [cause for cause in lasting if cause is not Cause.STEP]  # the others explain it
+        findings = [self._finding(cause) for cause in lasting if cause not in self._told]
+        self._told.update(lasting)
+        self._usual.update({found.cause: found.measured for found in findings if found.cause in _RATES})
+        return findings
+
+    def _note_first(self, measured: StepMeasurement) -> None:
+        for cause, rates in list(self._first.items()):
+            rate = _rate_of(cause, measured)
+            if rate > 0:
+                rates.append(rate)
+            if len(rates) == LASTING:
+                self._usual[cause] = statistics.median(rates)
+                del self._first[cause]
+
+    def _quantities(self, now: StepMeasurement) -> Iterator[tuple[Cause, float, float, bool]]:
+        """(cause, expected, found, whether that is off)."""
+        planned = self._predicted
+        elements = float(self._num_elements)
+        yield Cause.WORKLOAD, elements, now.num_elements, abs(now.num_elements / elements - 1) > GAP
+        yield Cause.COMPUTE, self._compute_secs, now.compute_secs, now.compute_secs > (1 + GAP) * self._compute_secs
+        moved = now.read_bytes + now.write_bytes
+        yield Cause.BYTES, planned.storage_bytes, moved, moved > (1 + GAP) * planned.storage_bytes > 0
+        step = planned.iteration_secs
+        yield Cause.STEP, step, now.secs, not step / (1 + GAP) <= now.secs <= step * (1 + GAP)
+        for cause, usual in self._usual.items():
+            rate = _rate_of(cause, now)
+            yield cause, usual, rate, 0 < rate < usual / (1 + GAP)
+
+    def _finding(self, cause: Cause) -> Finding:
+        lately = self._off[cause][-LASTING:]
+        expected = statistics.median(pair[0] for pair in lately)
+        measured = statistics.median(pair[1] for pair in lately)
+        return Finding(cause, expected, measured, _text(cause, expected, measured))
+
+
+_RATES = (Cause.READS, Cause.WRITES, Cause.UPDATES)
+
+
+def _rate_of(cause: Cause, step: StepMeasurement) -> float:
+    """Amount a busy second of the lane; 0 where it did nothing."""
+    amount, secs = {
+        Cause.READS: (step.read_bytes, step.read_secs),
+        Cause.WRITES: (step.write_bytes, step.write_secs),
+        Cause.UPDATES: (step.num_updated, step.update_secs),
+    }[cause]
+    return amount / secs if secs > 0 else 0.0
+
+
+def _text(cause: Cause, expected: float, measured: float) -> str:
+    lasting = f"in {LASTING} steps in a row"
+    if cause is Cause.WORKLOAD:
+        return f"micro-batches have {measured:.0f} elements {lasting}, the plan was made for {expected:.0f}"
+    if cause in (Cause.READS, Cause.WRITES):
+        return f"{cause.value}: {measured / 1e9:.2f} GB/s {lasting}, at first it was {expected / 1e9:.2f} GB/s"
+    if cause is Cause.UPDATES:
+        return f"{cause.value}: {measured / 1e6:.0f} M parameters/s {lasting}, at first it was {expected / 1e6:.0f} M"
+    if cause is Cause.BYTES:
+        return f"{cause.value}: {measured / 1e9:.2f} GB a step {lasting}, planned were {expected / 1e9:.2f} GB"
+    gap = 100 * (measured / expected - 1)
+    return f"{cause.value}: {measured:.3f} s {lasting}, planned were {expected:.3f} s ({gap:+.0f} %)"

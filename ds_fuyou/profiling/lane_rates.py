@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short probes of a run's own lanes: storage through its I/O engine, and the link to its device."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_fuyou.lanes.memory import aligned_tensor
+from ds_fuyou.planner.profile import StorageRates
+from ds_fuyou.storage.anonymous import open_anonymous
+from ds_fuyou.storage.io import IoLane, Transfer
+from ds_fuyou.storage.types import Extent
+
+__all__ = ["probe_link", "probe_storage"]
+
+_NUM_IN_FLIGHT = 4
+_LINK_ROUNDS = 3
+
+
+def probe_storage(io: IoLane, paths: Sequence[Path], num_bytes: int, transfer_bytes: int) -> StorageRates:
+    """Writes, reads and does both by turns, ``num_bytes`` each, in transfers of ``transfer_bytes`` (a multiple of 4096)
+    in nameless files. Several paths are measured one after the other and added up.
+
+    Raises:
+        FuyouStorageError: a path is not writable, or a transfer fails.
+    """
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    found = [_probe_path(io, path, num_bytes, transfer_bytes) for path in paths]
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_secs = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    write, read, mixed = (sum(rates[place] for rates in found) for place in range(3))
+    moved = 4.0 * num_bytes * len(paths)  # the first writing is not timed: it allocates
+    return StorageRates(read, write, mixed, cpu_secs / moved, float(num_bytes))
+
+
+def _probe_path(io: IoLane, path: Path, num_bytes: int, transfer_bytes: int) -> tuple[float, float, float]:
+    """(write, read, mixed) bytes a second."""
+    fd = open_anonymous(path, "measure storage")
+    lane = io.sharing(lambda _: path)
+    blocks = [aligned_tensor(transfer_bytes) for _ in range(_NUM_IN_FLIGHT)]
+    try:
+        places = range(max(_NUM_IN_FLIGHT, num_bytes // transfer_bytes))
+        os.posix_fallocate(fd, 0, len(places) * transfer_bytes)
+        extents = [Extent(fd, place * transfer_bytes, transfer_bytes) for place in places]
+        _moved(blocks, extents, (lane.write,))
+        write, read, mixed = (
+            _moved(blocks, extents, kinds) for kinds in ((lane.write,), (lane.read,), (lane.read, lane.write))
+        )
+        return write, read, mixed
+    finally:
+        os.close(fd)
+
+
+def _moved(blocks: Sequence[Any], extents: Sequence[Extent], kinds: Sequence[Callable[..., Transfer]]) -> float:
+    flights: list[Transfer | None] = [None] * _NUM_IN_FLIGHT
+    begin = time.perf_counter()
+    for index, extent in enumerate(extents):
+        place = index % _NUM_IN_FLIGHT
+        _finish(flights[place])
+        flights[place] = kinds[index % len(kinds)]([extent], blocks[place], "measuring storage")
+    for flight in flights:
+        _finish(flight)
+    return sum(extent.num_bytes for extent in extents) / (time.perf_counter() - begin)
+
+
+def _finish(flight: Transfer | None) -> None:
+    if flight is not None:
+        flight.wait()
+
+
+def probe_link(device: torch.device, num_bytes: int, pin: bool) -> tuple[float, float]:
+    """(up, down) bytes a second of copies between host memory and ``device``; on CUDA by its events."""
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin and device.type == "cuda")
+    there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    host.fill_(1)
+    copy: Any = _timed_by_events if device.type == "cuda" else _timed
+    up = min(copy(lambda: there.copy_(host, non_blocking=True)) for _ in range(_LINK_ROUNDS))
+    down = min(copy(lambda: host.copy_(there, non_blocking=True)) for _ in range(_LINK_ROUNDS))
+    return num_bytes / up, num_bytes / down
+
+
+def _timed(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def _timed_by_events(work: Callable[[], object]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000

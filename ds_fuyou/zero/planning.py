@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner's place in stage 3: what it watches, and what it may change during a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ds_fuyou.activations.blocks import Block, find_blocks
+from ds_fuyou.activations.policy import BlockFate, Fate
+from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
+from ds_fuyou.telemetry.report import LaneTimes, report_leave_out
+from ds_fuyou.zero.activations import ActivationInput, attach_auto
+from ds_fuyou.zero.auto_activations import AutoActivations
+from ds_fuyou.zero.run_plan import RunPlan
+
+__all__ = ["PlanningMixin"]
+
+
+class PlanningMixin:
+    """Needs ``rank_state``. Until :meth:`_attach_plan` there is no plan."""
+
+    _run_plan: RunPlan | None = None
+    _auto_activations: AutoActivations | None = None
+
+    def _attach_plan(self: Any, given: ActivationInput) -> None:
+        """Where mode "auto" watches the first forward itself, what it records serves both."""
+        self._activation_input = given
+        auto = self._auto_activations
+
+        def recorded() -> tuple[BlockProfile, ...]:
+            profiles: tuple[BlockProfile, ...] = auto.profiles
+            return profiles
+
+        self._run_plan = RunPlan(
+            self.rank_state,
+            self.module,
+            self._blocks,
+            self._decide_activations_anew,
+            self._leave_out,
+            None if auto is None else recorded,
+        )
+
+    def _leave_out(self: Any, secs: float, work: LaneTimes) -> None:
+        report_leave_out(self.rank_state, secs, work)
+        if self._monitor is not None:
+            self._monitor.leave_out(secs, work)
+
+    def _blocks(self: Any) -> Sequence[Block]:
+        session = self.rank_state.activations
+        if session is not None:
+            blocks: Sequence[Block] = session.blocks
+            return blocks
+        names = self.rank_state.activation.config.activations.block_classes
+        return find_blocks(self.module, names, lambda param: int(getattr(param, "ds_numel", param.numel())))
+
+    def _recorder(self: Any) -> OperatorRecorder | None:
+        """Whoever records the forward that runs now."""
+        if self._auto_activations is not None and self._auto_activations.recorder is not None:
+            recorder: OperatorRecorder | None = self._auto_activations.recorder
+            return recorder
+        return self._run_plan.clock.recorder if self._run_plan is not None else None
+
+    def _decide_activations_anew(self: Any) -> bool:
+        """Mode "auto" swaps everything again, measures, and decides. Whether it does."""
+        session = self.rank_state.activations
+        if session is None or self._auto_activations is not None:
+            return False
+        auto = attach_auto(session, self.module, self._activation_input)
+        if auto is None:
+            return False
+        session.decide({name: BlockFate(Fate.SWAP) for name in (*(block.name for block in session.blocks), "")})
+        self._auto_activations = auto
+        return True

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner must know of a run: whose it is, and what it has placed where."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+from ds_fuyou.optimizer.clip_policy import Overlap, UpdateStart
+from ds_fuyou.optimizer.layout import FlatLayout
+from ds_fuyou.planner.policies import Updates
+from ds_fuyou.planner.profile import RunProfile, fingerprint_of, machine_fingerprint
+from ds_fuyou.planner.profiled import RunPlacement
+from ds_fuyou.storage.probe import probe_path
+from ds_fuyou.zero.blocks import block_of
+
+__all__ = ["RunIdentity", "placement_of_run", "run_identity"]
+
+_STARTS = {
+    # overlap: (updates start in backward, they wait for step())
+    Overlap.NONE: (Updates.STEP, Updates.STEP),
+    Overlap.BACKWARD: (Updates.BACKWARD, Updates.STEP),
+    Overlap.BACKWARD_AND_FORWARD: (Updates.DEADLINE, Updates.FORWARD),
+}
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """Fingerprints of a run's machine and model, and what it has of the machine."""
+
+    machine: str
+    model: str
+    num_cores: int
+    local_ranks: int
+
+
+def run_identity(rank_state: Any) -> RunIdentity:
+    """The machine: its parts, the disks below the paths, how they are reached. The model: its parameters, their dtype
+    and partitions, the optimizer, and what is done to activations.
+    """
+    core, config = rank_state.core, rank_state.activation.config
+    accelerator: Any = get_accelerator()
+    device = accelerator.device_name()
+    if device != "cpu":
+        device = f"{accelerator.device_count()} {accelerator.device_name(accelerator.current_device())}"
+    disks = [_disk(Path(path)) for path in rank_state.activation.state_paths]
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    model = fingerprint_of(
+        [(span.name, span.numel) for span in core.layout.params],
+        (core.options.param_dtype, core.options.grad_dtype, core.kind),
+        (dist.get_world_size(), config.activations.mode, config.activations.tier, config.gpu_budget_bytes),
+    )
+    return RunIdentity(
+        machine_fingerprint(device, disks, (core.options.io, core.options.num_update_threads)),
+        model,
+        max(1, len(os.sched_getaffinity(0)) // local_ranks),
+        local_ranks,
+    )
+
+
+def _disk(path: Path) -> str:
+    facts = probe_path(path)
+    return f"{facts.device} {facts.filesystem} {facts.supports_direct}"
+
+
+def placement_of_run(rank_state: Any, profile: RunProfile) -> RunPlacement | None:
+    """The placement as it was built; None where it is on storage and the profile has no rates of that."""
+    core = rank_state.core
+    options, residency = core.options, core.options.residency
+    params, states, grads = (_share(core.layout, r) for r in (residency.params, residency.states, residency.grads))
+    if min(params, states, grads) < 1 and profile.storage is None:
+        return None
+    speculated, deferred = _STARTS[options.overlap]
+    session = rank_state.activations
+    moved = session.counters.written_bytes / max(1, session.num_forwards) if session is not None else 0.0
+    return RunPlacement(
+        params,
+        states,
+        grads,
+        updates=speculated if core.policy.choose() is UpdateStart.SPECULATE else deferred,
+        num_params=core.layout.numel,
+        first_params=_first_params(rank_state, profile),
+        param_bytes=options.param_dtype.itemsize,
+        grad_bytes=options.grad_dtype.itemsize,
+        state_bytes=4 * (1 + len(core.kind.moments)),
+        speculates=options.num_param_versions == 2,
+        swapped_bytes=moved,
+    )
+
+
+def _share(layout: FlatLayout, resident: Sequence[bool]) -> float:
+    """Of a class, by elements."""
+    return sum(chunk.numel for chunk in layout.chunks if resident[chunk.index]) / layout.numel
+
+
+def _first_params(rank_state: Any, profile: RunProfile) -> int:
+    """Parameters whose gradient comes last and which are needed first: those before the first block."""
+    blocks = {block.name for block in profile.blocks if block.name}
+    total = 0
+    layout = rank_state.core.layout
+    for chunk in sorted(layout.chunks, key=lambda chunk: chunk.position):
+        if any(block_of(layout.params[index].name) in blocks for index in chunk.params):
+            return total
+        total += chunk.numel
+    return 0

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner beside a run: two conservative steps are measured, then every step is compared with what they predict.
+
+Step 1 records operators and leaves no update behind; in step 2 nothing is updated before ``step()``, so forward,
+backward and the optimizer are each timed alone. A profile that an earlier run kept takes the place of both. Results are
+the same with and without: only the order of work changes. Rank 0 measures storage, keeps the profile, and tells.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ds_fuyou.activations.blocks import Block
+from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.log import current_rank, get_logger, log_once
+from ds_fuyou.planner.host_memory import available_host_bytes
+from ds_fuyou.planner.profile import (
+    BlockCost,
+    OperatorCost,
+    RunProfile,
+    StorageRates,
+    load_profile,
+    profile_directory,
+    save_profile,
+)
+from ds_fuyou.planner.profiled import Prediction, alternatives, predict, prediction_table, profile_line
+from ds_fuyou.planner.watch import Finding, LaneWatch, StepMeasurement
+from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
+from ds_fuyou.profiling.operators import BlockProfile
+from ds_fuyou.telemetry.report import LaneTimes
+from ds_fuyou.zero.run_facts import RunIdentity, placement_of_run, run_identity
+from ds_fuyou.zero.step_clock import StepClock, StepTimes
+
+__all__ = ["RunPlan"]
+
+_SMALLEST_PROBE, _LARGEST_PROBE = 4 << 20, 256 << 20
+_TIMED_STEP = 2
+
+
+class RunPlan:
+    """Of one rank; told of forwards by its clock, of everything else by the stage-3 optimizer.
+
+    Args:
+        rank_state: the rank's placement and lanes.
+        blocks: finds the repeated blocks of the model.
+        replan: activations are decided anew; called when the batch or the disk is another one.
+        leave_out: seconds and work of lanes that were spent on measuring, to be left out of reports.
+        recorded: what another watcher of the first forward recorded; None: it is recorded here.
+    """
+
+    def __init__(
+        self,
+        rank_state: Any,
+        model: torch.nn.Module,
+        blocks: Callable[[], Sequence[Block]],
+        replan: Callable[[], bool],
+        leave_out: Callable[[float, LaneTimes], None],
+        recorded: Callable[[], tuple[BlockProfile, ...]] | None = None,
+    ) -> None:
+        self._state = rank_state
+        self._replan = replan
+        self._leave_out = leave_out
+        self._identity: RunIdentity = run_identity(rank_state)
+        self.clock = StepClock(model, lambda: LaneTimes.of(rank_state).exposed_secs)
+        self._recorded = recorded if recorded is not None else self.clock.profiles
+        self.profile: RunProfile | None = None
+        self.prediction: Prediction | None = None
+        self.findings: list[Finding] = []
+        self._kept_at: Path | None = None
+        self._watch: LaneWatch | None = None
+        self._num_steps = 0
+        self._blocks: tuple[BlockCost, ...] = ()
+        self._at = self._look()
+        if profile_directory() is None:
+            self._measures = False
+            return
+        self.profile = load_profile(self._identity.machine, self._identity.model)
+        if self.profile is not None and self.profile.storage is None and rank_state.store is not None:
+            self.profile = None  # measured while nothing was on storage
+        self._measures = self.profile is None
+        if recorded is None and self._measures and current_rank() == 0 and not _is_compiled(model):
+            swapper = rank_state.activations.swapper if rank_state.activations is not None else None
+            self.clock.record_next(blocks(), None if swapper is None else (swapper.pack, swapper.unpack))
+
+    def _look(self) -> tuple[float, LaneTimes, int]:
+        stats = self._state.core.pipeline.stats()
+        return time.perf_counter(), LaneTimes.of(self._state), stats.num_updated_elements
+
+    # ---- told by the optimizer ----------------------------------------------------------------------------
+
+    @property
+    def holds_updates(self) -> bool:
+        """Whether this step updates nothing before ``step()``, so that backward can be timed alone."""
+        return self._measures and self._num_steps == _TIMED_STEP - 1
+
+    def step_skipped(self) -> None:
+        """Gradients overflowed: what was timed belongs to no step."""
+        self.clock.end_step()
+        self._at = self._look()
+
+    def step_applied(self) -> None:
+        """A step was applied; its updates may still run."""
+        self._num_steps += 1
+        times = self.clock.end_step()
+        if self._measures:
+            self._measure(times)
+        elif self.prediction is None and self.profile is not None:
+            self._use_kept(self.profile, times)
+        elif self._watch is not None and current_rank() == 0:
+            self._compare(self._watch, times)
+        self._at = self._look()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.clock.close()
+
+    # ---- measuring ----------------------------------------------------------------------------------------
+
+    def _measure(self, times: StepTimes) -> None:
+        """The first step also builds what later ones use again; the second is timed."""
+        state = self._state
+        if self._num_steps < _TIMED_STEP:
+            self._blocks = tuple(_block_cost(profile) for profile in self._recorded())
+            state.core.wait_all()
+            self.clock.synchronizes = True
+            return
+        self._measures = self.clock.synchronizes = False
+        state.core.wait_all()
+        _, lanes, updated = self._at
+        now, num_updated = LaneTimes.of(state), state.core.pipeline.stats().num_updated_elements
+        if current_rank() != 0:
+            return
+        update_secs = now.update_secs - lanes.update_secs
+        if not times.num_forwards or update_secs <= 0 or times.forward_secs <= 0 or times.backward_secs <= 0:
+            log_once(logging.INFO, "no plan: the second step had no forward, backward or update that could be timed")
+            return
+        self._probed(times, (num_updated - updated) / update_secs)
+
+    def _probed(self, times: StepTimes, update_rate: float) -> None:
+        """Measures what is left, keeps the profile and tells the plan."""
+        state, began, before = self._state, time.perf_counter(), LaneTimes.of(self._state)
+        try:
+            storage = self._storage_rates()
+        except (FuyouStorageError, OSError) as error:
+            log_once(logging.WARNING, f"no plan: storage could not be measured ({error}); training goes on without")
+            return
+        accelerator: Any = get_accelerator()
+        on_host = accelerator.device_name() == "cpu"
+        size = max(_SMALLEST_PROBE, min(64 << 20, 2 * state.layout.numel))
+        up, down = probe_link(torch.device(accelerator.current_device_name()), size, state.core.options.pin)
+        self.profile = RunProfile(
+            machine=self._identity.machine,
+            model=self._identity.model,
+            shape=self.clock.shape,
+            accumulation=times.num_forwards,
+            blocks=self._blocks,
+            forward_secs=times.forward_secs / times.num_forwards,
+            backward_secs=times.backward_secs / times.num_forwards,
+            update_rate=update_rate,
+            storage=storage,
+            link_up=up,
+            link_down=down,
+            device_is_host=on_host,
+            num_cores=self._identity.num_cores,
+            host_bytes=float(available_host_bytes()),
+            device_bytes=0.0 if on_host else float(accelerator.available_memory()),
+        )
+        self._leave_out(time.perf_counter() - began, LaneTimes.of(state).since(before))
+        self._kept_at = save_profile(self.profile)
+        self._begin(self.profile, f"kept for the next run in {self._kept_at}" if self._kept_at else "not kept")
+
+    def _storage_rates(self) -> StorageRates | None:
+        state = self._state
+        if state.store is None:
+            return None
+        num_bytes = min(_LARGEST_PROBE, max(_SMALLEST_PROBE, state.store.total_bytes // 4))
+        transfer = min(state.plan.chunk_bytes, max(256 << 10, num_bytes // 16)) // 4096 * 4096
+        paths = [Path(path) for path in state.activation.state_paths]
+        rates = probe_storage(state.core.io, paths, num_bytes, transfer)
+        share = 1.0 / self._identity.local_ranks  # the others wait now, and will not wait then
+        return replace(rates, read=share * rates.read, write=share * rates.write, mixed=share * rates.mixed)
+
+    # ---- planned ------------------------------------------------------------------------------------------
+
+    def _use_kept(self, profile: RunProfile, times: StepTimes) -> None:
+        """The first step of a run that has a profile: plans from it, or drops it if the batch is another one."""
+        self._state.core.check()
+        if (self.clock.shape, times.num_forwards) != (profile.shape, profile.accumulation):
+            profile = _scaled(profile, times, self.clock.shape)
+            self.profile = profile
+        if current_rank() == 0:
+            self._begin(profile, "measured in an earlier run")
+
+    def _begin(self, profile: RunProfile, origin: str) -> None:
+        """Predicts, tells, and watches from the next step on."""
+        placement = placement_of_run(self._state, profile)
+        if placement is None:
+            log_once(logging.INFO, "no plan: nothing was measured of storage, which this placement needs")
+            return
+        self.prediction = predict(profile, placement)
+        others = alternatives(profile, placement)
+        budget = self._state.host_budget_bytes
+        get_logger().info(
+            "plan (%s): %s\n%s", origin, profile_line(profile), prediction_table(self.prediction, others, budget)
+        )
+        if self._state.trace is not None:
+            self._state.trace.planned({**self.prediction.lane_secs, "iteration": self.prediction.iteration_secs})
+        usual = self._watch.usual() if self._watch is not None else None
+        self._watch = LaneWatch(self.prediction, self.prediction.thread_secs, profile.num_elements, usual)
+
+    def _compare(self, watch: LaneWatch, times: StepTimes) -> None:
+        """This step against the plan."""
+        began, lanes, updated = self._at
+        now, current, num_updated = self._look()
+        step = current.since(lanes)
+        secs = now - began
+        found = watch.step(
+            StepMeasurement(
+                secs=secs,
+                compute_secs=max(0.0, secs - step.exposed_secs),
+                read_secs=step.read_secs,
+                write_secs=step.write_secs,
+                update_secs=step.update_secs,
+                read_bytes=step.read_bytes,
+                write_bytes=step.write_bytes,
+                num_updated=num_updated - updated,
+                num_elements=times.num_elements or 1.0,
+            )
+        )
+        for finding in found:
+            self.findings.append(finding)
+            get_logger().warning("step %d departs from the plan: %s", self._num_steps, finding.text)
+        replans = [finding for finding in found if finding.cause.replans]
+        if replans:
+            self._again(replans, times)
+
+    def _again(self, findings: Sequence[Finding], times: StepTimes) -> None:
+        """The plan made anew for what is true now. Activations may change at the next step, tiers only in a new run."""
+        if self.profile is None:
+            return
+        profile = _scaled(self.profile, times, self.clock.shape)
+        for finding in findings:
+            profile = _with_finding(profile, finding)
+        self.profile = profile
+        self._begin(profile, "made anew")
+        if self.prediction is None:
+            return
+        budget, now = self._state.host_budget_bytes, self.prediction.iteration_secs
+        fitting = [p for p in alternatives(profile, self.prediction.placement) if p.placement.host_bytes <= budget]
+        if fitting and fitting[0].iteration_secs < 0.95 * now:
+            best = fitting[0]
+            where = ", ".join(f"{n}: {t}" for n, t in zip(("P16", "states", "G16"), best.placement.shown, strict=True))
+            get_logger().warning(
+                "another placement would be better now (%s): %.3f s a step instead of %.3f s; tiers do not move during "
+                "a run, so set them in the block and start again",
+                where,
+                best.iteration_secs,
+                now,
+            )
+        if self._replan():
+            get_logger().info("activations are decided anew within the next steps")
+
+
+def _block_cost(profile: BlockProfile) -> BlockCost:
+    known = profile.saves_known
+    operators = (
+        OperatorCost(o.name, float(o.flops), float(o.num_bytes), o.saved or not known) for o in profile.outputs
+    )
+    return BlockCost(profile.name, float(profile.flops), float(profile.input_bytes), tuple(operators))
+
+
+def _scaled(profile: RunProfile, times: StepTimes, shape: tuple[int, ...]) -> RunProfile:
+    """The profile for another batch: compute in proportion to the elements of a micro-batch."""
+    known = profile.num_elements > 0 and times.num_elements > 0
+    factor = times.num_elements / profile.num_elements if known else 1.0
+    blocks = tuple(
+        replace(
+            block,
+            flops=factor * block.flops,
+            input_bytes=factor * block.input_bytes,
+            operators=tuple(
+                replace(one, flops=factor * one.flops, num_bytes=factor * one.num_bytes) for one in block.operators
+            ),
+        )
+        for block in profile.blocks
+    )
+    return replace(
+        profile,
+        shape=shape,
+        accumulation=max(1, times.num_forwards),
+        blocks=blocks,
+        forward_secs=factor * profile.forward_secs,
+        backward_secs=factor * profile.backward_secs,
+    )
+
+
+def _with_finding(profile: RunProfile, finding: Finding) -> RunProfile:
+    """Storage is as much slower as was seen."""
+    if profile.storage is None or finding.ratio >= 1 or finding.cause.name not in ("READS", "WRITES"):
+        return profile
+    side = "read" if finding.cause.name == "READS" else "write"
+    rates = profile.storage
+    slower = {side: getattr(rates, side) * finding.ratio, "mixed": rates.mixed * finding.ratio}
+    return replace(profile, storage=replace(rates, **slower))
+
+
+def _is_compiled(model: torch.nn.Module) -> bool:
+    """Compiled code does not reach a dispatch mode operator by operator."""
+    return any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())

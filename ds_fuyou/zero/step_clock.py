@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long forwards and backwards of a step took, what went in, and once: what every operator made."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from ds_fuyou.activations.blocks import Block
+from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder, SavedHooks
+
+__all__ = ["StepClock", "StepTimes"]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of all forwards and backwards of a step without the waits in them; ``num_elements`` of a micro-batch."""
+
+    num_forwards: int
+    forward_secs: float
+    backward_secs: float
+    num_elements: float
+
+
+class StepClock:
+    """Watches the model's forwards in training. Used by the training thread alone.
+
+    Args:
+        waited: seconds that the training thread has waited for lanes since the start.
+    """
+
+    def __init__(self, model: nn.Module, waited: Callable[[], float]) -> None:
+        self._waited = waited
+        self.recorder: OperatorRecorder | None = None
+        self.shape: tuple[int, ...] = ()
+        self.synchronizes = False
+        self._wanted: tuple[Sequence[Block], SavedHooks | None] | None = None
+        self._depth = 0
+        self._began: tuple[float, float] | None = None
+        self._turned: tuple[float, float] | None = None
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            model.register_forward_hook(self._leave, always_call=True),
+        ]
+        self._reset()
+
+    def _reset(self) -> None:
+        self._num_forwards, self._num_elements = 0, 0
+        self._forward_secs = self._backward_secs = 0.0
+        self._began = self._turned = None
+
+    def record_next(self, blocks: Sequence[Block], hooks: SavedHooks | None) -> None:
+        """The next forward tells what its operators make."""
+        self._wanted = (blocks, hooks)
+
+    def profiles(self) -> tuple[BlockProfile, ...]:
+        """Of the recorded forward; empty if there was none. Forgotten afterwards."""
+        recorder, self.recorder = self.recorder, None
+        return () if recorder is None else recorder.profiles()
+
+    def _now(self) -> tuple[float, float]:
+        """(time, seconds waited until then)"""
+        if self.synchronizes and not get_accelerator().is_synchronized_device():
+            get_accelerator().synchronize()
+        return time.perf_counter(), self._waited()
+
+    def _since(self, then: tuple[float, float]) -> float:
+        now = self._now()
+        return max(0.0, now[0] - then[0] - (now[1] - then[1]))
+
+    def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if self._depth > 1 or not (torch.is_grad_enabled() and model.training):
+            return
+        self.shape = _shape_of((args, kwargs))
+        self._num_forwards += 1
+        self._num_elements += math.prod(self.shape)
+        if self._wanted is not None:
+            self.recorder = OperatorRecorder(model, *self._wanted)
+            self._wanted = None
+            self.recorder.__enter__()
+        self._began = self._now()
+
+    def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth or self._began is None:
+            return
+        if self.recorder is not None and self.recorder.is_open:
+            self.recorder.__exit__(None, None, None)
+        self._forward_secs += self._since(self._began)
+        self._began, self._turned = None, self._now()
+
+    def backward_ended(self) -> None:
+        """All gradients of a micro-batch have arrived. The script's loss counts too."""
+        if self._turned is not None:
+            self._backward_secs += self._since(self._turned)
+            self._turned = None
+
+    def end_step(self) -> StepTimes:
+        """The step's times; a new step begins. Closes what an interrupt left open."""
+        self._depth = 0
+        if self.recorder is not None and self.recorder.is_open:
+            self.recorder.__exit__(None, None, None)
+        count = max(1, self._num_forwards)
+        times = StepTimes(self._num_forwards, self._forward_secs, self._backward_secs, self._num_elements / count)
+        self._reset()
+        return times
+
+    def close(self) -> None:
+        """Takes its hooks off the model. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _shape_of(batch: Any) -> tuple[int, ...]:
+    """Of the first tensor with at least two dimensions, else of the first; () where there is none."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    first = next((tensor for tensor in tensors if tensor.dim() >= 2), tensors[0] if tensors else None)
+    return () if first is None else tuple(first.shape)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A measured profile and a placement with round numbers."""
+
+from __future__ import annotations
+
+from ds_fuyou.planner.policies import Updates
+from ds_fuyou.planner.profile import BlockCost, OperatorCost, RunProfile, StorageRates
+from ds_fuyou.planner.profiled import RunPlacement
+
+__all__ = ["PLACEMENT", "PROFILE"]
+
+PROFILE = RunProfile(
+    machine="m" * 16,
+    model="n" * 16,
+    shape=(2, 100),
+    accumulation=1,
+    blocks=(
+        BlockCost("blocks.0", 4e9, 100.0, (OperatorCost("up/mm", 4e9, 400.0, True),)),
+        BlockCost("blocks.1", 4e9, 100.0, (OperatorCost("up/mm", 4e9, 400.0, True),)),
+        BlockCost("", 2e9, 0.0, ()),
+    ),
+    forward_secs=1.0,
+    backward_secs=3.0,
+    update_rate=100e6,
+    storage=StorageRates(read=2e9, write=1e9, mixed=4e9 / 3, cpu_secs_per_byte=0.0, probed_bytes=1e8),
+    link_up=10e9,
+    link_down=10e9,
+    device_is_host=False,
+    num_cores=2,
+    host_bytes=8e9,
+    device_bytes=4e9,
+)
+"""4 s of compute; reads and writes share storage exactly (duplex 1)."""
+
+PLACEMENT = RunPlacement(
+    params=1.0,
+    states=0.0,
+    grads=1.0,
+    updates=Updates.DEADLINE,
+    num_params=100_000_000,
+    first_params=0,
+    param_bytes=2,
+    grad_bytes=2,
+    state_bytes=12,
+    speculates=True,
+)
+"""States on storage: 1.2 GB read, 1.2 GB written, 1.8 s of storage; 1 s of updates."""

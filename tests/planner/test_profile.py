@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kept profile comes back as it was, and only for the machine and model it was made for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ds_fuyou.planner.profile import load_profile, machine_fingerprint, profile_directory, save_profile
+from tests.planner.profiles import PROFILE
+
+
+def test_what_is_kept_comes_back(profiles: Path) -> None:
+    assert load_profile(PROFILE.machine, PROFILE.model) is None
+    path = save_profile(PROFILE)
+    assert path is not None
+    assert path.parent == profiles
+    assert load_profile(PROFILE.machine, PROFILE.model) == PROFILE
+    assert load_profile(PROFILE.machine, "another") is None
+    bare = replace(PROFILE, storage=None, blocks=())
+    save_profile(bare)
+    assert load_profile(PROFILE.machine, PROFILE.model) == bare
+    assert [file.name for file in profiles.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: text.replace("ds_fuyou.profile/1", "ds_fuyou.profile/0"),
+        lambda text: json.dumps({**json.loads(text), "update_rate": 0}),
+        lambda text: json.dumps({**json.loads(text), "forward_secs": "1"}),
+        lambda text: json.dumps({**json.loads(text), "machine": "x"}),
+        lambda text: json.dumps({key: value for key, value in json.loads(text).items() if key != "blocks"}),
+    ],
+    ids=["cut short", "no object", "another schema", "no rate", "text", "another machine", "a key lacks"],
+)
+def test_what_is_damaged_is_told_and_ignored(damage: Callable[[str], str], told: Callable[[], str]) -> None:
+    path = save_profile(PROFILE)
+    assert path is not None
+    path.write_text(damage(path.read_text()))
+    assert load_profile(PROFILE.machine, PROFILE.model) is None
+    assert f"{path} is ignored and measured again" in told()
+
+
+def test_where_profiles_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: Callable[[], str]) -> None:
+    monkeypatch.delenv("DS_FUYOU_PROFILES")
+    monkeypatch.delenv("FUYOU_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert profile_directory() == tmp_path / "xdg/ds_fuyou/profiles"
+    monkeypatch.setenv("FUYOU_CACHE", str(tmp_path / "own"))
+    assert profile_directory() == tmp_path / "own/profiles"
+    monkeypatch.setenv("DS_FUYOU_PROFILES", "off")
+    assert profile_directory() is None
+    assert save_profile(PROFILE) is None
+    assert load_profile(PROFILE.machine, PROFILE.model) is None
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DS_FUYOU_PROFILES", str(tmp_path / "file"))
+    assert save_profile(PROFILE) is None
+    assert "could not be kept for the next run" in told()
+
+
+def test_another_disk_or_device_is_another_machine() -> None:
+    names = {machine_fingerprint(*parts) for parts in (("cpu", ["8:1"], 1), ("cpu", ["8:2"], 1), ("gpu", ["8:1"], 1))}
+    assert len(names) == 3
+    assert machine_fingerprint("cpu", ["8:1"], 1) in names

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gap is told when it lasts, once, with its cause and its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ds_fuyou.planner.profiled import predict
+from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement
+from tests.planner.profiles import PLACEMENT, PROFILE
+
+GOOD = StepMeasurement(
+    secs=4.0,
+    compute_secs=3.9,
+    read_secs=0.7,
+    write_secs=1.4,
+    update_secs=1.2,
+    read_bytes=1.2e9,
+    write_bytes=1.2e9,
+    num_updated=100e6,
+    num_elements=200.0,
+)
+
+
+def _watch() -> LaneWatch:
+    predicted = predict(PROFILE, PLACEMENT)
+    return LaneWatch(predicted, predicted.thread_secs, PROFILE.num_elements)
+
+
+def _steps(watch: LaneWatch, step: StepMeasurement, count: int) -> list[Finding]:
+    return [finding for _ in range(count) for finding in watch.step(step)]
+
+
+def test_a_run_as_planned_says_nothing() -> None:
+    assert _steps(_watch(), GOOD, 30) == []
+
+
+def test_a_gap_must_last_and_is_told_once() -> None:
+    watch, slow = _watch(), replace(GOOD, compute_secs=6.0, secs=6.1)
+    assert _steps(watch, GOOD, LASTING) == []
+    assert _steps(watch, slow, LASTING - 1) == []
+    assert _steps(watch, GOOD, 1) == []
+    (finding,) = _steps(watch, slow, 3 * LASTING)
+    assert finding.cause is Cause.COMPUTE, "that the whole step is longer follows from it"
+    assert "6.000 s in 5 steps in a row, planned were 4.000 s (+50 %)" in finding.text
+    assert not finding.cause.replans
+
+
+def test_a_lane_is_measured_against_its_own_first_steps() -> None:
+    watch = _watch()
+    _steps(watch, GOOD, LASTING)
+    (finding,) = _steps(watch, replace(GOOD, write_secs=2.8), 20)
+    assert (finding.cause, finding.ratio) == (Cause.WRITES, 0.5)
+    assert "0.43 GB/s in 5 steps in a row, at first it was 0.86 GB/s" in finding.text
+    assert finding.cause.replans
+    later = LaneWatch(predict(PROFILE, PLACEMENT), 4.0, 200, watch.usual())
+    assert _steps(later, replace(GOOD, write_secs=2.8), 20) == [], "what was told is what a new plan counts on"
+    (finding,) = _steps(later, replace(GOOD, update_secs=2.4, read_secs=0.8), 20)
+    assert finding.cause is Cause.UPDATES
+
+
+def test_another_batch_explains_everything_else() -> None:
+    watch = _watch()
+    longer = replace(GOOD, num_elements=400.0, compute_secs=8.0, secs=8.0)
+    (finding,) = _steps(watch, longer, 2 * LASTING)
+    assert finding.cause is Cause.WORKLOAD
+    assert "400 elements in 5 steps in a row, the plan was made for 200" in finding.text
+    assert _steps(_watch(), replace(GOOD, num_elements=220.0), 20) == []
+
+
+def test_more_bytes_and_an_unexplained_step_are_told() -> None:
+    (finding,) = _steps(_watch(), replace(GOOD, read_bytes=2.4e9, read_secs=1.4), 20)
+    assert finding.cause is Cause.BYTES
+    assert "3.60 GB a step" in finding.text
+    for secs in (6.0, 2.0):
+        (finding,) = _steps(_watch(), replace(GOOD, secs=secs), 20)
+        assert (finding.cause, finding.measured) == (Cause.STEP, secs)

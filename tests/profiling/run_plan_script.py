@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three engines one after the other: nothing known, planned from what the first one kept, and without any profile.
+
+Run by test_run_plan.py with a directory; prints one line of JSON. The second engine is given larger batches, then a
+slower disk.
+"""
+
+import json
+import os
+import sys
+
+import deepspeed
+import torch
+
+from tests.harness.models import TinyGPT, make_batch
+from tests.harness.runner import ds_config
+
+MODEL = {"num_layers": 3, "width": 72, "vocabulary": 500}
+SLOW = 10e6  # bytes a second
+
+
+def engine_of(directory: str, **block) -> deepspeed.DeepSpeedEngine:
+    torch.manual_seed(0)
+    model = TinyGPT(**MODEL)
+    fuyou = {"nvme_path": directory, "optimizer": {"tier": "nvme"}, **block}
+    config = ds_config(gradient_clipping=0.0, fuyou=fuyou)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine
+
+
+def train(engine, first: int, last: int, repeat: int = 1) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        loss = engine(make_batch(MODEL, step, 0)["ids"].repeat(repeat, 1))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def about(engine, losses: list[float]) -> dict:
+    plan = engine.optimizer._run_plan
+    profile = None if plan.profile is None else plan.profile.to_json()
+    found = {"losses": losses, "profile": profile, "causes": [finding.cause.name for finding in plan.findings]}
+    if plan.prediction is not None:
+        found["predicted"] = {"secs": plan.prediction.iteration_secs, "written": plan.prediction.write_bytes}
+    numel = engine.optimizer.rank_state.layout.numel
+    engine.destroy()
+    return {**found, "numel": numel}
+
+
+def main() -> None:
+    directory, trace = sys.argv[1], os.path.join(sys.argv[1], "trace.json")
+    deepspeed.init_distributed("gloo")
+    results = {}
+    engine = engine_of(directory, trace=trace)
+    results["cold"] = about(engine, train(engine, 0, 4))
+    engine = engine_of(directory)
+    losses = train(engine, 0, 8)
+    losses += train(engine, 8, 14, repeat=2)
+    engine.optimizer.rank_state.core.io.engine.set_throttle(SLOW, SLOW)
+    results["warm"] = about(engine, losses + train(engine, 14, 20, repeat=2))
+    os.environ["DS_FUYOU_PROFILES"] = "off"
+    engine = engine_of(directory)
+    results["off"] = about(engine, train(engine, 0, 4))
+    sys.stdout.write(f"RESULT {json.dumps(results)}\n")
+
+
+if __name__ == "__main__":
+    main()

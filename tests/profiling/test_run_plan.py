@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run profiles its first steps, tells its plan, keeps the profile, and notices when it no longer holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_fuyou.cli import main
+from ds_fuyou.planner.profile import RunProfile
+from tests.harness.runner import environment, free_port
+
+SCRIPT = Path(__file__).with_name("run_plan_script.py")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str, Path]:
+    """Results of the three engines, the log, and the directory, from one process."""
+    directory = tmp_path_factory.mktemp("plan")
+    env = environment(0, 1, free_port())
+    env |= {"PYTHONPATH": str(SCRIPT.parents[2]), "DS_FUYOU_PROFILES": str(directory / "profiles")}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(directory)], capture_output=True, text=True, timeout=280, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return json.loads(line.removeprefix("RESULT ")), done.stderr, directory
+
+
+def test_the_first_steps_are_measured_and_kept(trained: tuple[dict, str, Path]) -> None:
+    results, log, directory = trained
+    profile = RunProfile.from_json(results["cold"]["profile"])
+    (kept,) = (directory / "profiles").iterdir()
+    assert RunProfile.from_json(json.loads(kept.read_text())) == profile
+    assert f"plan (kept for the next run in {kept}): forward" in log
+    assert [block.name for block in profile.blocks] == ["blocks.0", "blocks.1", "blocks.2", ""]
+    tokens, width = profile.shape[0] * (profile.shape[1] - 1), 72
+    assert profile.blocks[0].flops == 2 * 2 * tokens * width * (3 * width + 1)
+    assert profile.storage is not None
+    assert profile.accumulation == 1
+
+
+def test_the_plan_is_told_in_one_table_and_compared_in_the_report(trained: tuple[dict, str, Path]) -> None:
+    results, log, directory = trained
+    table = log.split("plan (kept for the next run")[1].split("lanes of the chosen one")[0].splitlines()[1:]
+    assert "bound by" in table[0]
+    assert table[1].split()[0] == "chosen"
+    assert len(table[2:-1]) == 7, "all other placements of whole classes"
+    assert results["cold"]["predicted"]["written"] == pytest.approx(12 * results["cold"]["numel"])
+    assert main(["report", str(directory / "trace.json"), "--no-png"]) == 0
+    page = (directory / "trace.html").read_text(encoding="utf-8")
+    assert "Plan against measurement" in page
+    assert "no byte counters" not in page
+
+
+def test_the_next_run_starts_planned_and_notices_batch_and_disk(trained: tuple[dict, str, Path]) -> None:
+    results, log, _ = trained
+    assert log.count("plan (measured in an earlier run)") == 1
+    causes = results["warm"]["causes"]
+    assert "WORKLOAD" in causes
+    assert {"READS", "WRITES"} & set(causes)
+    assert log.count("plan (made anew)") >= 2
+    cold, warm = results["cold"]["profile"], results["warm"]["profile"]
+    assert warm["shape"] == [2 * cold["shape"][0], cold["shape"][1]]
+    assert warm["forward_secs"] == pytest.approx(2 * cold["forward_secs"])
+    slower = [warm["storage"][side] / cold["storage"][side] for side in ("read", "write")]
+    assert min(slower) < 0.8
+
+
+def test_results_do_not_depend_on_what_is_known(trained: tuple[dict, str, Path]) -> None:
+    results, _, _ = trained
+    assert results["off"]["profile"] is None
+    assert "predicted" not in results["off"]
+    assert results["cold"]["losses"] == results["off"]["losses"] == results["warm"]["losses"][:4]
+    assert os.environ["DS_FUYOU_PROFILES"] != "off"
