@@ -59,6 +59,7 @@ class ActivationSession:
         self._observer: AbstractContextManager[Any] | None = None
         self._observing: AbstractContextManager[Any] | None = None
         self.num_forwards = 0
+        self.fates: dict[str, BlockFate] = {}  # as decided last
         self._cached_configs: list[Any] = []
         self._depth = 0
         self._handles: list[RemovableHandle] = []
@@ -163,6 +164,7 @@ class ActivationSession:
         """From the next forward on, each block by its name as said, and "" for what lies around blocks; what is not
         named stays on the device. Between forwards only.
         """
+        self.fates = dict(fates)
         for forward in self._forwards:
             forward.undo()
         self._forwards = []

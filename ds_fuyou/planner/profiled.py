@@ -31,6 +31,7 @@ class RunPlacement:
         param_bytes, grad_bytes, state_bytes: each, of a parameter.
         speculates: updates may start in backward, so P16 in host memory has two versions beside states on storage.
         swapped_bytes: activations that a micro-batch moves to storage.
+        recompute_flops: that backward repeats of a micro-batch, and did not when the profile was made.
     """
 
     params: float
@@ -44,6 +45,7 @@ class RunPlacement:
     state_bytes: int
     speculates: bool
     swapped_bytes: float = 0.0
+    recompute_flops: float = 0.0
 
     @property
     def host_bytes(self) -> float:
@@ -164,7 +166,13 @@ def predict(profile: RunProfile, placement: RunPlacement) -> Prediction:
         keeps_gradients=True,
         reads_spilled=updates is not Updates.DEADLINE,
     )
-    place = Placement(placement.params, placement.states, placement.grads, swapped_bytes=placement.swapped_bytes)
+    place = Placement(
+        placement.params,
+        placement.states,
+        placement.grads,
+        swapped_bytes=placement.swapped_bytes,
+        recompute_flops=placement.recompute_flops,
+    )
     found = closed_form(Workload(model, 1, 1, profile.accumulation), machine, policy, place)
     return Prediction(
         placement,

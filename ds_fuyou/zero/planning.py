@@ -17,6 +17,33 @@ from ds_fuyou.zero.run_plan import RunPlan
 __all__ = ["PlanningMixin"]
 
 
+class _AutoChoice:
+    """Mode "auto" as the plan sees it. ``optimizer`` is the stage-3 optimizer that the mode is told of steps by."""
+
+    def __init__(self, optimizer: Any, given: ActivationInput) -> None:
+        self._optimizer = optimizer
+        self._given = given
+        self._latest: AutoActivations | None = optimizer._auto_activations
+
+    def undecided(self) -> bool:
+        return self._optimizer._auto_activations is not None
+
+    def profiles(self) -> tuple[BlockProfile, ...]:
+        return () if self._latest is None else self._latest.profiles
+
+    def decide_anew(self) -> bool:
+        """Everything is swapped again until the next step has been measured."""
+        session = self._optimizer.rank_state.activations
+        if session is None or self.undecided():
+            return False
+        auto = attach_auto(session, self._optimizer.module, self._given)
+        if auto is None:
+            return False
+        session.decide({name: BlockFate(Fate.SWAP) for name in (*(block.name for block in session.blocks), "")})
+        self._optimizer._auto_activations = self._latest = auto
+        return True
+
+
 class PlanningMixin:
     """Needs ``rank_state``. Until :meth:`_attach_plan` there is no plan."""
 
@@ -24,22 +51,8 @@ class PlanningMixin:
     _auto_activations: AutoActivations | None = None
 
     def _attach_plan(self: Any, given: ActivationInput) -> None:
-        """Where mode "auto" watches the first forward itself, what it records serves both."""
-        self._activation_input = given
-        auto = self._auto_activations
-
-        def recorded() -> tuple[BlockProfile, ...]:
-            profiles: tuple[BlockProfile, ...] = auto.profiles
-            return profiles
-
-        self._run_plan = RunPlan(
-            self.rank_state,
-            self.module,
-            self._blocks,
-            self._decide_activations_anew,
-            self._leave_out,
-            None if auto is None else recorded,
-        )
+        choice = _AutoChoice(self, given)
+        self._run_plan = RunPlan(self.rank_state, self.module, self._blocks, choice, self._leave_out)
 
     def _leave_out(self: Any, secs: float, work: LaneTimes) -> None:
         report_leave_out(self.rank_state, secs, work)
@@ -60,15 +73,3 @@ class PlanningMixin:
             recorder: OperatorRecorder | None = self._auto_activations.recorder
             return recorder
         return self._run_plan.clock.recorder if self._run_plan is not None else None
-
-    def _decide_activations_anew(self: Any) -> bool:
-        """Mode "auto" swaps everything again, measures, and decides. Whether it does."""
-        session = self.rank_state.activations
-        if session is None or self._auto_activations is not None:
-            return False
-        auto = attach_auto(session, self.module, self._activation_input)
-        if auto is None:
-            return False
-        session.decide({name: BlockFate(Fate.SWAP) for name in (*(block.name for block in session.blocks), "")})
-        self._auto_activations = auto
-        return True

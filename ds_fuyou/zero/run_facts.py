@@ -12,15 +12,17 @@ from typing import Any
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.optimizer.clip_policy import Overlap, UpdateStart
 from ds_fuyou.optimizer.layout import FlatLayout
 from ds_fuyou.planner.policies import Updates
 from ds_fuyou.planner.profile import RunProfile, fingerprint_of, machine_fingerprint
 from ds_fuyou.planner.profiled import RunPlacement
+from ds_fuyou.profiling.operators import BlockProfile
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.zero.blocks import block_of
 
-__all__ = ["RunIdentity", "placement_of_run", "run_identity"]
+__all__ = ["ActivationWork", "RunIdentity", "placement_of_run", "recomputed_flops", "run_identity"]
 
 _STARTS = {
     # overlap: (updates start in backward, they wait for step())
@@ -38,6 +40,27 @@ class RunIdentity:
     model: str
     num_cores: int
     local_ranks: int
+
+
+@dataclass(frozen=True)
+class ActivationWork:
+    """``written_bytes`` of activations to storage in ``num_forwards``; FLOPs that one backward repeats."""
+
+    written_bytes: float = 0.0
+    num_forwards: int = 0
+    recompute_flops: float = 0.0
+
+
+def recomputed_flops(session: ActivationSession | None, profiles: Sequence[BlockProfile]) -> float:
+    """Of one micro-batch: what the blocks that are computed again do, less the outputs that are saved there."""
+    if session is None:
+        return 0.0
+    total = 0.0
+    for profile in profiles:
+        fate = session.fates.get(profile.name)
+        if profile.name and fate is not None and fate.outputs is not None:
+            total += sum(output.flops for output in profile.outputs if output.call not in fate.outputs)
+    return total
 
 
 def run_identity(rank_state: Any) -> RunIdentity:
@@ -69,7 +92,7 @@ def _disk(path: Path) -> str:
     return f"{facts.device} {facts.filesystem} {facts.supports_direct}"
 
 
-def placement_of_run(rank_state: Any, profile: RunProfile) -> RunPlacement | None:
+def placement_of_run(rank_state: Any, profile: RunProfile, activations: ActivationWork) -> RunPlacement | None:
     """The placement as it was built; None where it is on storage and the profile has no rates of that."""
     core = rank_state.core
     options, residency = core.options, core.options.residency
@@ -77,8 +100,6 @@ def placement_of_run(rank_state: Any, profile: RunProfile) -> RunPlacement | Non
     if min(params, states, grads) < 1 and profile.storage is None:
         return None
     speculated, deferred = _STARTS[options.overlap]
-    session = rank_state.activations
-    moved = session.counters.written_bytes / max(1, session.num_forwards) if session is not None else 0.0
     return RunPlacement(
         params,
         states,
@@ -90,7 +111,8 @@ def placement_of_run(rank_state: Any, profile: RunProfile) -> RunPlacement | Non
         grad_bytes=options.grad_dtype.itemsize,
         state_bytes=4 * (1 + len(core.kind.moments)),
         speculates=options.num_param_versions == 2,
-        swapped_bytes=moved,
+        swapped_bytes=activations.written_bytes / max(1, activations.num_forwards),
+        recompute_flops=activations.recompute_flops,
     )
 
 

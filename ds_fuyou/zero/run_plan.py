@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -32,11 +32,11 @@ from ds_fuyou.planner.profile import (
     save_profile,
 )
 from ds_fuyou.planner.profiled import Prediction, alternatives, predict, prediction_table, profile_line
-from ds_fuyou.planner.watch import Finding, LaneWatch, StepMeasurement
+from ds_fuyou.planner.watch import Cause, Finding, LaneWatch, StepMeasurement
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
 from ds_fuyou.profiling.operators import BlockProfile
 from ds_fuyou.telemetry.report import LaneTimes
-from ds_fuyou.zero.run_facts import RunIdentity, placement_of_run, run_identity
+from ds_fuyou.zero.run_facts import ActivationWork, RunIdentity, placement_of_run, recomputed_flops, run_identity
 from ds_fuyou.zero.step_clock import StepClock, StepTimes
 
 __all__ = ["RunPlan"]
@@ -45,15 +45,30 @@ _SMALLEST_PROBE, _LARGEST_PROBE = 4 << 20, 256 << 20
 _TIMED_STEP = 2
 
 
+class ActivationChoice(Protocol):
+    """What the plan asks of activations in mode "auto", and may ask for."""
+
+    def undecided(self) -> bool:
+        """Whether fates are still to be decided."""
+        ...
+
+    def profiles(self) -> tuple[BlockProfile, ...]:
+        """What was recorded of the first forward; empty where mode "auto" does not record."""
+        ...
+
+    def decide_anew(self) -> bool:
+        """Measures and decides again. Whether it does."""
+        ...
+
+
 class RunPlan:
     """Of one rank; told of forwards by its clock, of everything else by the stage-3 optimizer.
 
     Args:
         rank_state: the rank's placement and lanes.
         blocks: finds the repeated blocks of the model.
-        replan: activations are decided anew; called when the batch or the disk is another one.
+        activations: what mode "auto" does.
         leave_out: seconds and work of lanes that were spent on measuring, to be left out of reports.
-        recorded: what another watcher of the first forward recorded; None: it is recorded here.
     """
 
     def __init__(
@@ -61,20 +76,20 @@ class RunPlan:
         rank_state: Any,
         model: torch.nn.Module,
         blocks: Callable[[], Sequence[Block]],
-        replan: Callable[[], bool],
+        activations: ActivationChoice,
         leave_out: Callable[[float, LaneTimes], None],
-        recorded: Callable[[], tuple[BlockProfile, ...]] | None = None,
     ) -> None:
         self._state = rank_state
-        self._replan = replan
+        self._activations = activations
         self._leave_out = leave_out
         self._identity: RunIdentity = run_identity(rank_state)
         self.clock = StepClock(model, lambda: LaneTimes.of(rank_state).exposed_secs)
-        self._recorded = recorded if recorded is not None else self.clock.profiles
         self.profile: RunProfile | None = None
         self.prediction: Prediction | None = None
         self.findings: list[Finding] = []
-        self._kept_at: Path | None = None
+        self._origin = "measured in an earlier run"
+        self._usual: dict[Cause, float] = {}
+        self._settles = activations.undecided()
         self._watch: LaneWatch | None = None
         self._num_steps = 0
         self._blocks: tuple[BlockCost, ...] = ()
@@ -86,13 +101,17 @@ class RunPlan:
         if self.profile is not None and self.profile.storage is None and rank_state.store is not None:
             self.profile = None  # measured while nothing was on storage
         self._measures = self.profile is None
-        if recorded is None and self._measures and current_rank() == 0 and not _is_compiled(model):
+        if not self._settles and self._measures and current_rank() == 0 and not _is_compiled(model):
             swapper = rank_state.activations.swapper if rank_state.activations is not None else None
             self.clock.record_next(blocks(), None if swapper is None else (swapper.pack, swapper.unpack))
 
-    def _look(self) -> tuple[float, LaneTimes, int]:
-        stats = self._state.core.pipeline.stats()
-        return time.perf_counter(), LaneTimes.of(self._state), stats.num_updated_elements
+    def _look(self) -> tuple[float, LaneTimes, int, ActivationWork]:
+        """Counters since the start."""
+        state = self._state
+        session, work = state.activations, ActivationWork()
+        if session is not None:
+            work = ActivationWork(session.counters.written_bytes, session.num_forwards)
+        return time.perf_counter(), LaneTimes.of(state), state.core.pipeline.stats().num_updated_elements, work
 
     # ---- told by the optimizer ----------------------------------------------------------------------------
 
@@ -112,11 +131,21 @@ class RunPlan:
         times = self.clock.end_step()
         if self._measures:
             self._measure(times)
-        elif self.prediction is None and self.profile is not None:
-            self._use_kept(self.profile, times)
-        elif self._watch is not None and current_rank() == 0:
+        elif self._num_steps == 1 and self.profile is not None:
+            if (self.clock.shape, times.num_forwards) != (self.profile.shape, self.profile.accumulation):
+                self.profile = _scaled(self.profile, times, self.clock.shape)
+        elif self._watch is not None:
             self._compare(self._watch, times)
+        if self.profile is not None and self._watch is None and current_rank() == 0:
+            self._settle(self.profile)
         self._at = self._look()
+
+    def _settle(self, profile: RunProfile) -> None:
+        """Plans once activations have their fates for a whole step."""
+        if not self._settles:
+            self._begin(profile)
+        elif not self._activations.undecided():
+            self._settles = False
 
     def close(self) -> None:
         """Idempotent."""
@@ -128,13 +157,13 @@ class RunPlan:
         """The first step also builds what later ones use again; the second is timed."""
         state = self._state
         if self._num_steps < _TIMED_STEP:
-            self._blocks = tuple(_block_cost(profile) for profile in self._recorded())
+            self._blocks = tuple(_block_cost(p) for p in self._activations.profiles() or self.clock.profiles())
             state.core.wait_all()
             self.clock.synchronizes = True
             return
         self._measures = self.clock.synchronizes = False
         state.core.wait_all()
-        _, lanes, updated = self._at
+        _, lanes, updated, _ = self._at
         now, num_updated = LaneTimes.of(state), state.core.pipeline.stats().num_updated_elements
         if current_rank() != 0:
             return
@@ -174,8 +203,8 @@ class RunPlan:
             device_bytes=0.0 if on_host else float(accelerator.available_memory()),
         )
         self._leave_out(time.perf_counter() - began, LaneTimes.of(state).since(before))
-        self._kept_at = save_profile(self.profile)
-        self._begin(self.profile, f"kept for the next run in {self._kept_at}" if self._kept_at else "not kept")
+        kept_at = save_profile(self.profile)
+        self._origin = "not kept" if kept_at is None else f"kept for the next run in {kept_at}"
 
     def _storage_rates(self) -> StorageRates | None:
         state = self._state
@@ -190,36 +219,34 @@ class RunPlan:
 
     # ---- planned ------------------------------------------------------------------------------------------
 
-    def _use_kept(self, profile: RunProfile, times: StepTimes) -> None:
-        """The first step of a run that has a profile: plans from it, or drops it if the batch is another one."""
-        self._state.core.check()
-        if (self.clock.shape, times.num_forwards) != (profile.shape, profile.accumulation):
-            profile = _scaled(profile, times, self.clock.shape)
-            self.profile = profile
-        if current_rank() == 0:
-            self._begin(profile, "measured in an earlier run")
-
-    def _begin(self, profile: RunProfile, origin: str) -> None:
+    def _begin(self, profile: RunProfile) -> None:
         """Predicts, tells, and watches from the next step on."""
-        placement = placement_of_run(self._state, profile)
+        _, _, _, work = self._look()
+        before = self._at[3]
+        moved = ActivationWork(
+            work.written_bytes - before.written_bytes,
+            work.num_forwards - before.num_forwards,
+            recomputed_flops(self._state.activations, self._activations.profiles()),
+        )
+        placement = placement_of_run(self._state, profile, moved)
         if placement is None:
             log_once(logging.INFO, "no plan: nothing was measured of storage, which this placement needs")
+            self.profile = None
             return
         self.prediction = predict(profile, placement)
         others = alternatives(profile, placement)
         budget = self._state.host_budget_bytes
         get_logger().info(
-            "plan (%s): %s\n%s", origin, profile_line(profile), prediction_table(self.prediction, others, budget)
+            "plan (%s): %s\n%s", self._origin, profile_line(profile), prediction_table(self.prediction, others, budget)
         )
         if self._state.trace is not None:
             self._state.trace.planned({**self.prediction.lane_secs, "iteration": self.prediction.iteration_secs})
-        usual = self._watch.usual() if self._watch is not None else None
-        self._watch = LaneWatch(self.prediction, self.prediction.thread_secs, profile.num_elements, usual)
+        self._watch = LaneWatch(self.prediction, self.prediction.thread_secs, profile.num_elements, self._usual)
 
     def _compare(self, watch: LaneWatch, times: StepTimes) -> None:
         """This step against the plan."""
-        began, lanes, updated = self._at
-        now, current, num_updated = self._look()
+        began, lanes, updated, _ = self._at
+        now, current, num_updated, _ = self._look()
         step = current.since(lanes)
         secs = now - began
         found = watch.step(
@@ -249,8 +276,17 @@ class RunPlan:
         profile = _scaled(self.profile, times, self.clock.shape)
         for finding in findings:
             profile = _with_finding(profile, finding)
-        self.profile = profile
-        self._begin(profile, "made anew")
+        self.profile, self._origin = profile, "made anew"
+        if self._watch is not None:
+            self._usual = self._watch.usual()
+        self._begin(profile)
+        self._tell_better(profile)
+        if self._activations.decide_anew():
+            get_logger().info("activations are decided anew within the next steps")
+            self._watch, self._settles = None, True
+
+    def _tell_better(self, profile: RunProfile) -> None:
+        """The placement that a new run should have, if it would be clearly faster."""
         if self.prediction is None:
             return
         budget, now = self._state.host_budget_bytes, self.prediction.iteration_secs
@@ -265,8 +301,6 @@ class RunPlan:
                 best.iteration_secs,
                 now,
             )
-        if self._replan():
-            get_logger().info("activations are decided anew within the next steps")
 
 
 def _block_cost(profile: BlockProfile) -> BlockCost:

@@ -16,7 +16,12 @@ from tests.harness.models import TinyGPT, make_batch
 from tests.harness.runner import ds_config
 
 MODEL = {"num_layers": 3, "width": 72, "vocabulary": 500}
-SLOW = 10e6  # bytes a second
+SLOW = 30e6  # bytes a second
+AUTO = {
+    "activations": {"mode": "auto"},
+    "gpu_budget_bytes": 150_000,
+    "plan": {"smallest_swapped_bytes": 1024, "activation_bytes": 65536},
+}
 
 
 def engine_of(directory: str, **block) -> deepspeed.DeepSpeedEngine:
@@ -53,13 +58,13 @@ def main() -> None:
     directory, trace = sys.argv[1], os.path.join(sys.argv[1], "trace.json")
     deepspeed.init_distributed("gloo")
     results = {}
-    engine = engine_of(directory, trace=trace)
+    engine = engine_of(directory, trace=trace, **AUTO)
     results["cold"] = about(engine, train(engine, 0, 4))
-    engine = engine_of(directory)
+    engine = engine_of(directory, **AUTO)
     losses = train(engine, 0, 8)
     losses += train(engine, 8, 14, repeat=2)
     engine.optimizer.rank_state.core.io.engine.set_throttle(SLOW, SLOW)
-    results["warm"] = about(engine, losses + train(engine, 14, 20, repeat=2))
+    results["warm"] = about(engine, losses + train(engine, 14, 26, repeat=2))
     os.environ["DS_FUYOU_PROFILES"] = "off"
     engine = engine_of(directory)
     results["off"] = about(engine, train(engine, 0, 4))

@@ -51,7 +51,7 @@ def test_the_plan_is_told_in_one_table_and_compared_in_the_report(trained: tuple
     assert "bound by" in table[0]
     assert table[1].split()[0] == "chosen"
     assert len(table[2:-1]) == 7, "all other placements of whole classes"
-    assert results["cold"]["predicted"]["written"] == pytest.approx(12 * results["cold"]["numel"])
+    assert results["cold"]["predicted"]["written"] >= 12 * results["cold"]["numel"]
     assert main(["report", str(directory / "trace.json"), "--no-png"]) == 0
     page = (directory / "trace.html").read_text(encoding="utf-8")
     assert "Plan against measurement" in page
@@ -64,7 +64,9 @@ def test_the_next_run_starts_planned_and_notices_batch_and_disk(trained: tuple[d
     causes = results["warm"]["causes"]
     assert "WORKLOAD" in causes
     assert {"READS", "WRITES"} & set(causes)
-    assert log.count("plan (made anew)") >= 2
+    assert log.count("plan (made anew)") >= 3
+    assert log.count("activations are decided anew within the next steps") >= 1
+    assert log.count("activations, decided after step") >= 2
     cold, warm = results["cold"]["profile"], results["warm"]["profile"]
     assert warm["shape"] == [2 * cold["shape"][0], cold["shape"][1]]
     assert warm["forward_secs"] == pytest.approx(2 * cold["forward_secs"])
