@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ForeignLoad", "Worker", "started"]
+__all__ = ["ForeignLoad", "Worker", "environment_of_worker", "started"]
 
 REPLY_SECS = 600
 _WORKER = Path(__file__).resolve().parent / "worker.py"
@@ -32,7 +32,7 @@ class Worker:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(_WORKER), str(file)],
-                env=_environment(),
+                env=environment_of_worker(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -117,7 +117,7 @@ def started(specs: Mapping[str, Mapping[str, Any]], scratch: Path) -> Iterator[S
             worker.kill()
 
 
-def _environment() -> dict[str, str]:
+def environment_of_worker() -> dict[str, str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
