@@ -24,18 +24,20 @@ from typing import Any
 import torch
 
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.lanes.memory import HostPool, PageLocks, aligned_tensor, round_up_to_page
+from ds_fuyou.lanes.memory import HostPool, PageLocks
 from ds_fuyou.lanes.waiting import wait_reporting
 from ds_fuyou.ops.core import load_core
+from ds_fuyou.optimizer.chunk_values import ChunkValues
 from ds_fuyou.optimizer.clip_policy import ClipPolicy, Overlap, UpdateStart
 from ds_fuyou.optimizer.commit import Committer
 from ds_fuyou.optimizer.gradients import DramGradients, GradientMemory, StoredGradients
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan, overlap
+from ds_fuyou.optimizer.missed_steps import MissedSteps
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.param_access import ParamAccess
 from ds_fuyou.optimizer.placement import ChunkPlacement
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind, RuleClock, StepRules
-from ds_fuyou.optimizer.state_access import StateAccess, prefix
+from ds_fuyou.optimizer.state_access import StateAccess
 from ds_fuyou.storage.io import IoLane, storage_error
 from ds_fuyou.storage.store import Extent, SlotStore
 
@@ -89,7 +91,8 @@ class OutOfCoreOptimizer:
         self._chunk_generation = [0] * len(layout.chunks)
         self.states = StateAccess(self)
         self.params = ParamAccess(self)
-        self._missed_steps: dict[int, int] = {}
+        self.missed = MissedSteps(layout, self.clock)
+        self._values = ChunkValues(layout, self.place, self.io, self._slot, options.param_dtype)
         self._wide_gradients: dict[int, torch.Tensor] = {}
         self._read_wide_gradients: dict[int, torch.Tensor] = {}
         self._begin_window()
@@ -116,52 +119,9 @@ class OutOfCoreOptimizer:
         ``source(span)`` returns the present values of a parameter partition, 1-D, in the model dtype.
         ``progress`` is called with the number of elements done.
         """
-        pending: list[Any] = []
-        for chunk in self.layout.chunks:
-            values = self.gather(chunk, source, self.options.param_dtype)
-            pending.extend(self._write_initial(chunk, values))
-            while len(pending) > 4:
-                pending.pop(0).wait()
-            progress(chunk.numel)
-        for transfer in pending:
-            transfer.wait()
+        self._values.initialize(source, progress)
         if self._committer is not None:
             self._committer.commit_now(0)
-
-    def gather(self, chunk: Chunk, source: Callable[[ParamSpan], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """A chunk of ``dtype`` put together from its parameters' partitions; ``source`` gives them as 1-D tensors."""
-        values = torch.empty(chunk.numel, dtype=dtype, device="cpu")
-        for index in chunk.params:
-            span = self.layout.params[index]
-            begin, end = overlap(span, chunk)
-            piece = source(span)[begin - span.begin : end - span.begin]
-            values[begin - chunk.begin : end - chunk.begin].copy_(piece)
-        return values
-
-    def _write_initial(self, chunk: Chunk, values: torch.Tensor) -> list[Any]:
-        transfers = []
-        part = round_up_to_page(chunk.numel * 4)
-        state = self.place.state(chunk.index)
-        if state is not None:
-            state[part:].zero_()
-            state[:part].view(torch.float32)[: chunk.numel].copy_(values)
-        else:
-            memory = aligned_tensor(part)
-            memory.view(torch.float32)[: chunk.numel].copy_(values)
-            extents = prefix(self.place.state_extents(chunk.index, 0), part)
-            transfers.append(self.io.write(extents, memory, f"writing P32 of chunk {chunk.index}"))
-        return transfers + self._put_params(chunk, values)
-
-    def _put_params(self, chunk: Chunk, values: torch.Tensor) -> list[Any]:
-        """P16 of a chunk := ``values``, in every version in DRAM or in its place on storage; the write in flight."""
-        if self.place.residency.params[chunk.index]:
-            for version in range(self.place.num_param_versions):
-                self.place.chunk_params(chunk, version).copy_(values)
-            return []
-        extents = self.place.param_extents(chunk.index, self.pipeline.slot(chunk.index))
-        memory = aligned_tensor(sum(e.num_bytes for e in extents))
-        memory.view(self.options.param_dtype)[: chunk.numel].copy_(values)
-        return [self.io.write(extents, memory, f"writing P16 of chunk {chunk.index}")]
 
     # ---- gradients ----------------------------------------------------------------------------------------
 
@@ -298,7 +258,7 @@ class OutOfCoreOptimizer:
     def _is_plain(self, chunk: Chunk) -> bool:
         """Whether all of the chunk is updated by one rule from G16: nothing overridden, no parameter behind."""
         held = set(chunk.params)
-        return not (held & self._overrides.keys()) and not (held & self._missed_steps.keys())
+        return not (held & self._overrides.keys()) and not self.missed.any_of(held)
 
     def end_micro_batch(self) -> None:
         """Backward of a micro-batch ended: gradients that stay incomplete may leave DRAM too."""
@@ -367,7 +327,11 @@ class OutOfCoreOptimizer:
         rules = self.clock.prepare(hypers)
         self.policy.record(multiplier != expected_multiplier)
         due = self.params.due(self._arrived)
-        work = {c.index: self._segments(c, rules) for c in self.layout.chunks if due.intersection(c.params)}
+        work = {
+            c.index: self.missed.segments(c, rules, self._arrived)
+            for c in self.layout.chunks
+            if due.intersection(c.params)
+        }
         edits = self.params.before_step(self._arrived, work)
         kept = self._keep_prepared(rules, multiplier, work)
         self._release_held(work)
@@ -384,7 +348,7 @@ class OutOfCoreOptimizer:
             self.states.updated(chunk)
         self.params.after_step(edits)
         self.clock.commit(rules)
-        self._count_missed()
+        self.missed.count(self._arrived)
         self._keep_wide_gradients()
         self._end_window()
         if self._committer is not None:
@@ -454,26 +418,6 @@ class OutOfCoreOptimizer:
                 self._wait_unread(chunk)
         self._read_wide_gradients, self._wide_gradients = self._wide_gradients, {}
 
-    def _segments(self, chunk: Chunk, rules: StepRules) -> list[Any]:
-        """Runs of the chunk by rule: None for parameters without a gradient, an older clock for late ones."""
-        rule = rules.rules[chunk.sub_group]
-        if self._arrived.issuperset(chunk.params) and not self._missed_steps.keys() & set(chunk.params):
-            return [(0, chunk.numel, rule)]
-        segments: list[Any] = []
-        for index in chunk.params:
-            span = self.layout.params[index]
-            begin, end = (at - chunk.begin for at in overlap(span, chunk))
-            one: Any = rule
-            if index not in self._arrived:
-                one = None
-            elif index in self._missed_steps:
-                one = self.clock.rule_at(rules.step - self._missed_steps[index], rules.hypers[chunk.sub_group])
-            if segments and segments[-1][2] is one:
-                segments[-1] = (segments[-1][0], end, one)
-            else:
-                segments.append((begin, end, one))
-        return segments
-
     def _copy_untouched(self, work: dict[int, Any], version: int) -> None:
         """With two versions of P16 in DRAM, chunks without an update carry their values over."""
         if self.place.num_param_versions != 2 or len(work) == len(self.layout.chunks):
@@ -482,11 +426,6 @@ class OutOfCoreOptimizer:
             if chunk.index not in work and self.place.residency.params[chunk.index]:
                 self.wait_chunk(chunk.index)
                 self.place.chunk_params(chunk, version).copy_(self.place.chunk_params(chunk, 1 - version))
-
-    def _count_missed(self) -> None:
-        for span in self.layout.params:
-            if span.index not in self._arrived:
-                self._missed_steps[span.index] = self._missed_steps.get(span.index, 0) + 1
 
     def _end_window(self) -> None:
         self.gradients.end_step()
@@ -544,22 +483,16 @@ class OutOfCoreOptimizer:
         """P16 of a sub-group that is in DRAM as a whole, the published version."""
         return self.place.flat_params(sub_group, self.param_version)
 
-    def missed_steps(self) -> dict[int, int]:
-        """Parameters that had no gradient in some applied steps, and in how many."""
-        return dict(self._missed_steps)
-
-    def restore_clock(self, history: Sequence[Any], missed: dict[str, int]) -> None:
-        """Continues a saved run's bias-correction history; ``missed`` maps parameter names to missed steps."""
-        self.clock.replay(history)
-        by_name = {span.name: span.index for span in self.layout.params}
-        self._missed_steps = {by_name[name]: number for name, number in missed.items()}
+    def _slot(self, chunk: int) -> int:
+        """The slot that holds a chunk's published values. (The pipeline itself must go with close().)"""
+        return int(self.pipeline.slot(chunk))
 
     def _slots(self) -> dict[str, int]:
-        return self.place.slotted(self.pipeline.slot)
+        return self.place.slotted(self._slot)
 
     def state_extents(self, index: int) -> Sequence[Extent]:
         """Where the committed or last applied state of a chunk on storage lies."""
-        return self.place.state_extents(index, self.pipeline.slot(index))
+        return self.place.state_extents(index, self._slot(index))
 
     def drop_prepared(self, index: int) -> None:
         """Drops what backward prepared for a chunk, and waits until nothing works on it."""
@@ -572,7 +505,7 @@ class OutOfCoreOptimizer:
 
     def replace_params(self, chunk: Chunk, params: torch.Tensor) -> None:
         """P16 of a chunk := ``params`` (1-D, model dtype), in its place."""
-        for transfer in self._put_params(chunk, params):
+        for transfer in self._values.put_params(chunk, params):
             transfer.wait()
         self.params.replaced(chunk.params)
 

@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from ds_fuyou.checkpoint.streamed_file import StandIns
 from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.optimizer.chunk_values import gather
 from ds_fuyou.optimizer.layout import ParamSpan
 
 __all__ = ["CLOCK_KEY", "CheckpointStateMixin"]
@@ -44,7 +45,7 @@ class CheckpointStateMixin:
             FP32_FLAT_GROUPS: [parts[0] for parts in flats],
             CLOCK_KEY: {
                 "history": [(n, [list(b) for b in betas]) for n, betas in core.clock.history],
-                "missed_steps": {core.layout.params[i].name: n for i, n in core.missed_steps().items()},
+                "missed_steps": core.missed.by_name(),
             },
         }
 
@@ -156,12 +157,14 @@ class CheckpointStateMixin:
         core = self.rank_state.core
         ours = state_dict.get(CLOCK_KEY)
         if ours is not None:
-            core.restore_clock(ours["history"], ours["missed_steps"])
+            core.clock.replay(ours["history"])
+            core.missed.restore(ours["missed_steps"])
             return
         # A stock checkpoint: the betas it was made with are those it saved.
         steps = {int(entry["step"]) for entry in saved["state"].values()}
         betas = [list(hyper.betas) for hyper in self._hypers()]
-        core.restore_clock([(max(steps), betas)] if steps else [], {})
+        core.clock.replay([(max(steps), betas)] if steps else [])
+        core.missed.restore({})
 
     def _restore_from_bit16_weights(self: Any) -> None:
         """P32 := P16 (loading a module without its optimizer)."""
@@ -175,5 +178,5 @@ class CheckpointStateMixin:
             return last[span.index]
 
         for chunk, parts in core.states.read_all(range(len(core.layout.chunks))):
-            parts[0].copy_(core.gather(chunk, present, torch.float32))
+            parts[0].copy_(gather(core.layout, chunk, present, torch.float32))
             core.states.write(chunk.index, parts)

@@ -15,6 +15,7 @@ import torch
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 
 from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.optimizer.chunk_values import gather
 from ds_fuyou.optimizer.layout import ParamSpan
 
 __all__ = ["UniversalMixin"]
@@ -39,7 +40,7 @@ class UniversalMixin:
         reader = _ParamReader(self, folder)
         for chunk in core.layout.chunks:
             parts = [
-                core.gather(chunk, functools.partial(reader.read, key=key), torch.float32)
+                gather(core.layout, chunk, functools.partial(reader.read, key=key), torch.float32)
                 if has_moments or key == "fp32"
                 else torch.zeros(chunk.numel)
                 for key in keys
@@ -56,7 +57,7 @@ class UniversalMixin:
         core = self.rank_state.core
         reader = _ParamReader(self, Path(checkpoint_dir, "zero"))
         for chunk, parts in core.states.read_all(range(len(core.layout.chunks))):
-            values = core.gather(chunk, functools.partial(reader.read, key="fp32"), torch.float32)
+            values = gather(core.layout, chunk, functools.partial(reader.read, key="fp32"), torch.float32)
             params = values.to(core.options.param_dtype)
             parts[0].copy_(values if load_from_fp32_weights else params)
             core.states.write(chunk.index, parts, params)

@@ -90,7 +90,7 @@ def test_forgotten_gradients_change_nothing(core: OutOfCoreOptimizer) -> None:
     arrive(core, B)
     step(core)
     assert set(core.params.read(A).tolist()) == {1.0}
-    assert core.missed_steps()[A.index] == 2
+    assert core.missed.by_name()["block.a"] == 2
 
 
 def test_an_edit_lasts_until_its_parameter_is_updated(core: OutOfCoreOptimizer) -> None:
