@@ -196,6 +196,24 @@ REQUIRED: tuple[RequiredName, ...] = (
         "zero: replaced, single gradients",
     ),
     RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3.set_full_hp_param",
+        ("self", "value", "param", "optim_state_key"),
+        "zero: replaced, single states of parameters that ranks cannot share out evenly",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3.set_fp32_grad_for_param",
+        ("self", "value", "param"),
+        "zero: replaced, single gradients of parameters that ranks cannot share out evenly",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank",
+        ("self", "param"),
+        "zero: this rank's part of a full value",
+    ),
+    RequiredName(
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.backward",
         ("self", "loss"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.zero.stock import is_boundary
 
 __all__ = ["HpAccessMixin"]
@@ -36,6 +37,24 @@ class HpAccessMixin:
         if not release_swap_buffers:
             self._handed_out = (span, part, values)
         return values, span.sub_group
+
+    def set_full_hp_param(self: Any, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        """As stock; also where the elements cannot be shared out evenly among the ranks."""
+        if not param.requires_grad:
+            return
+        _require_size(value, param)
+        values, sub_group = self._get_fp32_opt_state_partition(param, False, optim_state_key)
+        _take_own_part(values, value, self._get_param_partition_rank(param))
+        self._optimizer_states_and_gradient_swap_out(sub_group)
+
+    def set_fp32_grad_for_param(self: Any, value: torch.Tensor, param: Any) -> None:
+        """As stock; also where the elements cannot be shared out evenly among the ranks."""
+        if not param.requires_grad:
+            return
+        _require_size(value, param)
+        values, sub_group = self._get_fp32_grad_state_partition(param, False)
+        _take_own_part(values, value, self._get_param_partition_rank(param))
+        self._writeback_swap_state(sub_group, write_opt_state=False, write_gradients=True)
 
     def _optimizer_states_and_gradient_swap_out(self: Any, sub_group_id: int, timer_names: Any = None) -> None:
         """Stock's write-back after a state was changed in place."""
@@ -72,3 +91,17 @@ class HpAccessMixin:
             group_index: {i: self._get_fp32_grad_state_partition(p, True)[0] for i, p in enumerate(group)}
             for group_index, group in enumerate(self.fp16_groups)
         }
+
+
+def _require_size(value: torch.Tensor, param: Any) -> None:
+    if value.numel() != param.ds_numel:
+        raise FuyouStateError(
+            f"a value for a parameter of {param.ds_numel} elements (shape {tuple(param.ds_shape)}) must have as many; "
+            f"{value.numel()} were given"
+        )
+
+
+def _take_own_part(own: torch.Tensor, value: torch.Tensor, rank: int) -> None:
+    """Copies this rank's part of a full value; the last rank's partition may end in padding, which stays."""
+    part = value.flatten()[own.numel() * rank :][: own.numel()]
+    own[: part.numel()].copy_(part)

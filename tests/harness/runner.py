@@ -50,9 +50,10 @@ def run_case(case: dict, directory: Path, name: str) -> list[dict]:
     ]
     finish(processes, TIMEOUT_SECS)
     outputs = [log.read_text(errors="replace") for log in logs]
-    for process, output in zip(processes, outputs, strict=True):
-        if process.exitcode != 0:
-            raise AssertionError(f"{name} exited with {process.exitcode}:\n{output[-6000:]}")
+    statuses = [process.exitcode for process in processes]
+    if any(statuses):
+        said = "\n".join(output[-6000:] for status, output in zip(statuses, outputs, strict=True) if status)
+        raise AssertionError(f"{name} exited with {statuses}:\n{said}")
     results = [torch.load(f"{directory / name}.{rank}", weights_only=False) for rank in range(world_size)]
     for result, output in zip(results, outputs, strict=True):
         result["output"] = output

@@ -16,6 +16,7 @@
 ``batch_size_at``       {step: train_batch_size}
 ``break``               {"rank", "step", "how"}: "kill" ends the process, "read" and "write" make its storage fail
 ``offload_states_in``   offload_states() and reload_states() before the step
+``no_sync_in``          a backward that the script wants under no_sync(): what the refusal says is kept
 """
 
 import contextlib
@@ -53,6 +54,8 @@ def forward_and_backward(engine, case: dict, step: int, index: int) -> torch.Ten
     batch = batch_of(case, index)
     if step in case.get("raise_in", ()):
         fail_in_forward(engine, batch)
+    if step in case.get("no_sync_in", ()):
+        must_refuse(engine.no_sync)
     loss = engine(**batch) * factor_of(case, step)
     if step in case.get("twice_in", ()):
         run_backward(engine, case, loss, retain_graph=True)
@@ -60,6 +63,16 @@ def forward_and_backward(engine, case: dict, step: int, index: int) -> torch.Ten
     if step in case.get("pairs_in", ()):
         run_backward(engine, case, engine(**batch) * factor_of(case, step))
     return loss
+
+
+def must_refuse(no_sync) -> None:
+    """In stock's words: the script that reads them is told what to do about it."""
+    try:
+        with no_sync():
+            raise ScriptError("no_sync() was entered")
+    except AssertionError as error:
+        if "no_sync context manager is incompatible with gradient partitioning" not in str(error):
+            raise
 
 
 def fail_in_forward(engine, batch: dict) -> None:
@@ -75,7 +88,7 @@ def fail_in_forward(engine, batch: dict) -> None:
 def within(engine, case: dict, step: int, edit, result: dict) -> None:
     """Between the first backward of a step and what follows."""
     if step in case.get("edit_within", ()):
-        edit(engine)
+        edit(engine, case)
     if step in case.get("eval_within", ()):
         engine.eval()
         with torch.no_grad():

@@ -9,7 +9,7 @@ under GatheredParameters), ``look_at`` (fp32 states and gradients between backwa
 step), ``set_states_before`` and ``set_gradient_in`` (safe_set_full_*). ``load``, ``save`` (at the end) and
 ``export`` name folders; ``save_after`` steps, to ``save_to``, training goes on. What scripts do inside a step is in
 script_actions.py. ``compile`` names a backend of torch.compile; ``plain`` trains without DeepSpeed; ``leaf``: expert
-modules are leaves for ZeRO-3.
+modules are leaves for ZeRO-3. ``model_parallel``: an ``mpu`` object that says this many ranks share a model.
 """
 
 import json
@@ -52,6 +52,34 @@ def parameter_groups(model: torch.nn.Module, how: str) -> list:
     return groups
 
 
+class Units:
+    """What Megatron-like scripts pass as ``mpu``: either every rank has a model of its own, or all share one."""
+
+    def __init__(self, num_sharing: int) -> None:
+        world_size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        alone = [torch.distributed.new_group([each]) for each in range(world_size)][rank]
+        everybody = torch.distributed.new_group(list(range(world_size)))
+        self._model, self._data = (alone, everybody) if num_sharing == 1 else (everybody, alone)
+
+    def get_model_parallel_group(self):
+        return self._model
+
+    def get_model_parallel_rank(self) -> int:
+        return torch.distributed.get_rank(self._model)
+
+    def get_model_parallel_world_size(self) -> int:
+        return torch.distributed.get_world_size(self._model)
+
+    def get_data_parallel_group(self):
+        return self._data
+
+    def get_data_parallel_rank(self) -> int:
+        return torch.distributed.get_rank(self._data)
+
+    def get_data_parallel_world_size(self) -> int:
+        return torch.distributed.get_world_size(self._data)
+
+
 def build_engine(case: dict):
     if case["config"].get("fp16"):
         get_accelerator().is_fp16_supported = lambda: (
@@ -72,6 +100,8 @@ def build_engine(case: dict):
         arguments["optimizer"] = kind(parameter_groups(model, case.get("groups", "one")), lr=1e-3, weight_decay=0.1)
     else:
         arguments["model_parameters"] = parameter_groups(model, case.get("groups", "one"))
+    if case.get("model_parallel"):
+        arguments["mpu"] = Units(case["model_parallel"])
     engine, *_ = deepspeed.initialize(**arguments)
     if case.get("compile"):
         engine.compile(backend=case["compile"])
@@ -85,35 +115,39 @@ def leave_group() -> None:
         torch.distributed.barrier()
 
 
-def chosen_parameters(engine) -> dict:
-    """A matrix, a bias and the embedding: chunks early and late in the order."""
-    wanted = ("tokens.weight", "blocks.1.up.bias", "blocks.0.down.weight")
+def chosen_parameters(engine, case: dict) -> dict:
+    """A matrix, a bias and the embedding: chunks early and late in the order.
+
+    Stock cannot set a parameter whose elements cannot be shared out evenly; ``odd`` takes one on several ranks too.
+    """
+    is_even = torch.distributed.get_world_size() > 1 and not case.get("odd")
+    wanted = ("tokens.weight", "blocks.1.down.bias" if is_even else "blocks.1.up.bias", "blocks.0.down.weight")
     return {name: param for name, param in engine.module.named_parameters() if name in wanted}
 
 
-def edit_parameters(engine) -> None:
-    for param in chosen_parameters(engine).values():
+def edit_parameters(engine, case: dict) -> None:
+    for param in chosen_parameters(engine, case).values():
         with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
             if torch.distributed.get_rank() == 0:
                 param.data.mul_(0.5)
 
 
-def set_states(engine) -> None:
-    for param in chosen_parameters(engine).values():
+def set_states(engine, case: dict) -> None:
+    for param in chosen_parameters(engine, case).values():
         safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) * 0.75)
         for moment in ("exp_avg", "exp_avg_sq"):
             safe_set_full_optimizer_state(param, safe_get_full_optimizer_state(param, moment) * 0.5, moment)
 
 
-def set_gradients(engine) -> None:
-    for param in chosen_parameters(engine).values():
+def set_gradients(engine, case: dict) -> None:
+    for param in chosen_parameters(engine, case).values():
         safe_set_full_grad(param, safe_get_full_grad(param) * 3.0)
 
 
-def look(engine, result: dict, with_gradients: bool) -> None:
+def look(engine, case: dict, result: dict, with_gradients: bool) -> None:
     """Appends what the public functions say now."""
     seen = {}
-    for name, param in chosen_parameters(engine).items():
+    for name, param in chosen_parameters(engine, case).items():
         seen[name] = safe_get_full_fp32_param(param).clone()
         if with_gradients:
             seen[f"{name} grad"] = safe_get_full_grad(param).clone()
@@ -128,9 +162,9 @@ def prepare_step(engine, case: dict, step: int, result: dict) -> None:
         engine.offload_states()
         engine.reload_states()
     if step in case.get("edit_before", ()):
-        edit_parameters(engine)
+        edit_parameters(engine, case)
     if step in case.get("set_states_before", ()):
-        set_states(engine)
+        set_states(engine, case)
     if step in case.get("eval_before", ()):
         batch = make_batch(case["model"], 10_000 + step, torch.distributed.get_rank())
         engine.eval()
@@ -159,13 +193,13 @@ def train(engine, case: dict, first: int, last: int, result: dict) -> None:
             if is_last:
                 before_step(engine, case, step, step * accumulation, accumulation)
             if is_last and step in case.get("set_gradient_in", ()):
-                set_gradients(engine)
+                set_gradients(engine, case)
             if is_last and step in case.get("look_at", ()):
-                look(engine, result, with_gradients=True)
+                look(engine, case, result, with_gradients=True)
             if is_last or not one_step:
                 engine.step()
         if step in case.get("look_at", ()):
-            look(engine, result, with_gradients=False)
+            look(engine, case, result, with_gradients=False)
         result["losses"].append(float(loss.detach()))
         norm = engine.get_global_grad_norm()
         result["norms"].append(None if norm is None else float(norm))

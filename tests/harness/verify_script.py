@@ -9,6 +9,8 @@ from torch import nn
 
 
 def main() -> None:
+    if "--failing" in sys.argv:
+        raise ValueError("the script's own mistake")
     if "--unseeded" not in sys.argv:
         torch.manual_seed(0)
     else:
@@ -16,8 +18,6 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     model = nn.Sequential(nn.Linear(64, 200), nn.GELU(), nn.Linear(200, 64))
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])
-    if "--failing" in sys.argv:
-        raise ValueError("the script's own mistake")
     for step in range(100):
         batch = torch.full((4, 64), 0.01 * step + 0.1, dtype=torch.bfloat16)
         loss = engine(batch).float().square().mean()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness.runner import differences, ds_config, run_case, with_fuyou
+from tests.harness.runner import differences, differences_seen, ds_config, run_case, with_fuyou
 from tests.parity.cases import block
 
 # Every step something else, under clipping that comes and goes.
@@ -79,17 +79,60 @@ def test_equals_stock(name: str, tiers: str, must_equal, tmp_path: Path) -> None
     must_equal(case_of(name), block(str(tmp_path / "swap"), tiers, "speculate"))
 
 
+# Everything at once on two ranks: each step reads or replaces something that both ranks hold a part of.
+SHARED: dict = {
+    **BUSY,
+    "world_size": 2,
+    "zero_init": True,
+    "model_parallel": 1,
+    "no_sync_in": [0],
+    "eval_before": [1],
+    "edit_before": [3],
+    "set_states_before": [4, 6],
+    "set_gradient_in": [2, 8],
+    "look_at": [2, 4, 5, 8],
+    "batch_size_at": {"5": 4, "7": 8},
+}
+LEAVES: dict = {
+    "steps": 4,
+    "groups": "one",
+    "config": ds_config(),
+    "world_size": 2,
+    "coalesce": True,
+    "pairs_in": [0, 2],
+    "model": {"experts": True},
+    "leaf": True,
+}
+
+
 @pytest.mark.parametrize(
-    "more",
-    [
-        {"pairs_in": [1, 3], "edit_within": [2], "config": ds_config(gradient_clipping=1.0), "groups": "two"},
-        {"coalesce": True, "pairs_in": [0, 2], "model": {"experts": True}, "leaf": True},
-    ],
-    ids=["pairs-and-edits", "coalesced-leaf-modules"],
+    ("case", "tiers"),
+    [(SHARED, "all"), (SHARED, "none"), (LEAVES, "all")],
+    ids=["everything", "everything-in-memory", "coalesced-leaf-modules"],
 )
-def test_equals_stock_on_two_ranks(more: dict, must_equal, tmp_path: Path) -> None:
-    case = {"steps": 4, "model": {}, "config": ds_config(), "world_size": 2, **more}
-    must_equal(case, block(str(tmp_path / "swap"), "all", "speculate"))
+def test_equals_stock_on_two_ranks(case: dict, tiers: str, must_equal, tmp_path: Path) -> None:
+    must_equal(case, block(str(tmp_path / "swap"), tiers, "speculate"))
+
+
+def test_states_of_parameters_that_two_ranks_cannot_halve_are_set(tmp_path: Path) -> None:
+    """Stock fails for them on the second rank: it takes its part without the padding."""
+    (tmp_path / "swap").mkdir()
+    case = {"steps": 3, "model": {}, "config": ds_config(), "world_size": 2, "odd": True}
+    case |= {"set_states_before": [2], "set_gradient_in": [2], "look_at": [1, 2]}
+    first, second = run_case(with_fuyou(case, block(str(tmp_path / "swap"), "all")), tmp_path, "ours")
+    after_one, between_two = first["seen"][1], first["seen"][2]
+    assert "blocks.1.up.bias" in after_one
+    for name, values in after_one.items():
+        assert torch.equal(between_two[name], values * (0.5 if "exp_avg" in name else 0.75)), name
+    assert differences_seen(first["seen"], second["seen"]) == []
+
+
+def test_ranks_that_share_a_model_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "swap").mkdir()
+    case = {"steps": 1, "model": {}, "config": ds_config(), "world_size": 2, "model_parallel": 2}
+    with pytest.raises(AssertionError, match=r"cannot be combined with: mpu \(model parallelism over 2 ranks\)"):
+        run_case(with_fuyou(case, block(str(tmp_path / "swap"), "states")), tmp_path, "ours")
+    assert not [path for path in (tmp_path / "swap").glob("**/*") if path.is_file()]
 
 
 def test_two_backwards_on_one_forward_equal_two_pairs(stock_run, tmp_path: Path) -> None:
