@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``fuyou verify SCRIPT ...``: does the user's own script train the same parameters with the block?
 
-Runs it for a few steps with stock ZeRO-3 (CPU tier) and with the block, and compares losses, gradient norms
-and parameters bit by bit. Where they differ, stock runs a second time: a script that does not repeat itself
-cannot be compared.
+Runs it for a few steps with stock ZeRO-3 (CPU tier) and with the block, and compares losses, gradient norms,
+parameters, fp32 values and moments bit by bit. Where they differ, stock runs a second time: a script that does not
+repeat itself cannot be compared.
 """
 
 from __future__ import annotations
@@ -133,18 +133,28 @@ def compare(stock: Results, ours: Results) -> list[str]:
                 lines.append(f"rank {rank}: {key}[{first[0]}] is {first[1]!r} against {first[2]!r}")
         if one["parameters"].keys() != other["parameters"].keys():
             lines.append(f"rank {rank}: other names of parameters")
-        differ = [n for n, d in one["parameters"].items() if other["parameters"].get(n) != d]
+        lines += [f"rank {rank}: {line}" for line in _differing_tensors(one["parameters"], other["parameters"])]
+    return lines
+
+
+def _differing_tensors(stock: dict[str, dict[str, str]], ours: dict[str, dict[str, str]]) -> list[str]:
+    """One line for each kind of tensor (parameter, fp32 value, a moment) that differs somewhere."""
+    lines = []
+    for kind in dict.fromkeys(kind for found in (*stock.values(), *ours.values()) for kind in found):
+        having = [name for name in stock if kind in stock[name] or kind in ours.get(name, {})]
+        differ = [name for name in having if ours.get(name, {}).get(kind) != stock[name].get(kind)]
         if differ:
             names = ", ".join(differ[:4]) + (", ..." if len(differ) > 4 else "")
-            lines.append(f"rank {rank}: {len(differ)} of {len(one['parameters'])} parameters differ: {names}")
+            lines.append(f"{kind} of {len(differ)} of {len(having)} differs: {names}")
     return lines
 
 
 def _summary(stock: Results) -> str:
     first = stock[0]
+    kinds = dict.fromkeys(kind for found in first["parameters"].values() for kind in found)
     ranks = f" on {len(stock)} ranks" if len(stock) > 1 else ""
     return (
         f"equal{ranks}: {len(first['losses'])} losses, {len(first['norms'])} gradient norms and "
-        f"{len(first['parameters'])} parameters (16-bit and fp32) agree bit for bit; "
+        f"{len(first['parameters'])} parameters ({', '.join(kinds)}) agree bit for bit; "
         f"last loss {first['losses'][-1] if first['losses'] else 'not given to engine.backward'}\n"
     )

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from ds_fuyou.optimizer.rules import optimizer_kind
+
 __all__ = ["ENVIRONMENT", "Verification", "record_backward", "record_step", "rewrite_to_stock"]
 
 ENVIRONMENT = "DS_FUYOU_VERIFY"
@@ -103,20 +105,32 @@ def _finish(engine: Any, verification: Verification) -> None:
     raise SystemExit(0)
 
 
-def _digests(engine: Any) -> dict[str, list[str]]:
-    """By name: digests of the 16-bit parameter and, if trained, of its fp32 value."""
+def _digests(engine: Any) -> dict[str, dict[str, str]]:
+    """By name: digests of the 16-bit parameter and, if trained, of its fp32 value and its moments."""
     import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     trained = {param.ds_id for group in engine.optimizer.fp16_groups for param in group}
-    digests: dict[str, list[str]] = {}
+    moments = _moments(engine.optimizer)
+    digests: dict[str, dict[str, str]] = {}
     for name, param in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([param]):
-            found = [_digest(param.data)]
+            found = {"parameter": _digest(param.data)}
         if param.ds_id in trained:
-            found.append(_digest(safe_get_full_fp32_param(param)))
+            found["fp32 value"] = _digest(safe_get_full_fp32_param(param))
+            for moment, key in moments.items():
+                found[moment] = _digest(safe_get_full_optimizer_state(param, key))
         digests[name] = found
     return digests
+
+
+def _moments(optimizer: Any) -> dict[str, str]:
+    """By our names of the moments: the names under which this optimizer, stock or out of core, answers for them."""
+    names = optimizer_kind(optimizer.optimizer).moments
+    if hasattr(optimizer, "rank_state"):
+        return {name: name for name in names}
+    kept = {key for state in optimizer.optimizer.state.values() for key in state}
+    return {name: name if name in kept else "sum" for name in names}  # torch's Adagrad
 
 
 def _digest(values: torch.Tensor) -> str:

@@ -19,7 +19,7 @@ RECORD = {
     "losses": [1.5, 1.25],
     "norms": [0.5, 0.25],
     "applied": [True, True],
-    "parameters": {"a": ["1", "2"], "b": ["3"]},
+    "parameters": {"a": {"parameter": "1", "fp32 value": "2", "exp_avg": "4"}, "b": {"parameter": "3"}},
     "world_size": 1,
 }
 
@@ -34,10 +34,16 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(file)
 
 
-def test_a_script_that_trains_the_same_parameters(config: str, capfd: pytest.CaptureFixture) -> None:
-    assert main(["verify", "--steps", "3", "--", sys.executable, SCRIPT, config]) == 0
+def test_a_script_that_trains_the_same_states_on_two_ranks(config: str, capfd, monkeypatch) -> None:
+    """The user's launcher starts the ranks: each of them is compared with its own."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"]
+    launcher += ["--no_local_rank", "--master_port", str(free_port())]
+    assert main(["verify", "--steps", "2", "--", *launcher, SCRIPT, config]) == 0
     said = capfd.readouterr().out
-    assert "equal: 3 losses, 3 gradient norms and 4 parameters" in said
+    assert "equal on 2 ranks: 2 losses, 2 gradient norms and 4 parameters" in said
+    assert "(parameter, fp32 value, exp_avg, exp_avg_sq)" in said
 
 
 def test_a_script_without_seeds_is_not_comparable(config: str, capfd: pytest.CaptureFixture) -> None:
@@ -70,14 +76,22 @@ def _changed(**changes: object) -> list[dict]:
     return [{**copy.deepcopy(RECORD), **changes}]
 
 
+def _altered(name: str, kind: str) -> list[dict]:
+    changed = _changed()
+    changed[0]["parameters"][name][kind] = "x"
+    return changed
+
+
 @pytest.mark.parametrize(
     ("ours", "line"),
     [
         (_changed(losses=[1.5, 1.0]), "rank 0: losses[1] is 1.25 against 1.0"),
         (_changed(norms=[0.5]), "rank 0: 2 norms against 1"),
         (_changed(applied=[True, False]), "rank 0: applied[1] is True against False"),
-        (_changed(parameters={"a": ["1", "x"], "b": ["3"]}), "rank 0: 1 of 2 parameters differ: a"),
-        (_changed(parameters={"a": ["1", "2"]}), "rank 0: other names of parameters"),
+        (_altered("b", "parameter"), "rank 0: parameter of 1 of 2 differs: b"),
+        (_altered("a", "fp32 value"), "rank 0: fp32 value of 1 of 1 differs: a"),
+        (_altered("a", "exp_avg"), "rank 0: exp_avg of 1 of 1 differs: a"),
+        (_changed(parameters={"a": RECORD["parameters"]["a"]}), "rank 0: other names of parameters"),
         ([RECORD, RECORD], "1 ranks against 2"),
     ],
 )
