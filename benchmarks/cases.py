@@ -99,6 +99,14 @@ CASES = (
         num_timed=2,
         checkpointing=True,
     ),
+    Case(
+        "trace",
+        2,
+        256,
+        0.0,
+        ("fuyou_swap", "fuyou_swap_traced"),
+        (("fuyou_swap_traced", "fuyou_swap", 1.01),),
+    ),
 )
 
 OFF = ("stock_off", "fuyou_off")
@@ -206,6 +214,17 @@ def _fuyou(parameters: str, optimizer: str, gradients: str, **more: Any) -> Any:
     return config
 
 
+def _traced(config: Any) -> Any:
+    """The same with a lane trace: what it costs while it runs (the file is written when the run ends)."""
+
+    def with_trace(directory: str, tuning: StockTuning) -> dict[str, Any]:
+        found = config(directory, tuning)
+        return {**found, "fuyou": {**found["fuyou"], "trace": str(Path(directory) / "trace.json")}}
+
+    return with_trace
+
+
+_SWAP = _fuyou("cpu", "nvme", "cpu", activations={"mode": "swap", "tier": "nvme"})
 _CONFIGS = {
     "zero_offload": _zero_offload,
     "stock_off": _zero_offload,
@@ -216,5 +235,6 @@ _CONFIGS = {
     "fuyou_dram": _fuyou("cpu", "cpu", "cpu"),
     "fuyou_optimizer_nvme": _fuyou("cpu", "nvme", "cpu"),
     "fuyou_all_nvme": _fuyou("nvme", "nvme", "nvme"),
-    "fuyou_swap": _fuyou("cpu", "nvme", "cpu", activations={"mode": "swap", "tier": "nvme"}),
+    "fuyou_swap": _SWAP,
+    "fuyou_swap_traced": _traced(_SWAP),
 }

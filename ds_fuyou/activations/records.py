@@ -81,7 +81,10 @@ class Record:
 
 @dataclass(frozen=True, eq=False)
 class InFlightIo:
-    """A read or write of one record. Owns memory and leases until it has ended, whether the record lives or not."""
+    """A read or write of one record. Owns memory and leases until it has ended, whether the record lives or not.
+
+    ``began_ns`` is known to a trace alone; 0 without one.
+    """
 
     record: weakref.ref[Record]
     transfer: Transfer

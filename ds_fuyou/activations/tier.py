@@ -140,7 +140,7 @@ class SwapTier:
     def _leave(
         self, record: Record, source: torch.Tensor, memory: torch.Tensor, unchanged: Callable[[], bool] | None
     ) -> None:
-        begin = time.perf_counter_ns()
+        begin = 0 if self._trace is None else time.perf_counter_ns()
         record.memory = memory
         record.copy_out = self.copies.copy_out(source, memory[: record.num_bytes])
         if record.copy_out is None:
@@ -302,7 +302,7 @@ class SwapTier:
 
     def _to_host(self, record: Record) -> None:
         """Waits until the bytes are in host memory, reading them now if nobody did before."""
-        begin = time.perf_counter_ns()
+        begin = 0 if self._trace is None else time.perf_counter_ns()
         if record.state is RecordState.LEAVING:
             self._settle_copy(record)
         if record.state is RecordState.STORED:
@@ -368,9 +368,8 @@ class SwapTier:
             transfer = storage.io.write(extents, memory, f"writing {record.what}", _WRITE)
         else:
             transfer = storage.io.read(extents, memory, f"reading {record.what}", _DEMAND if demand else _AHEAD)
-        flight = InFlightIo(
-            weakref.ref(record), transfer, tuple(record.leases), record.what, is_write, time.perf_counter_ns()
-        )
+        began = 0 if self._trace is None else time.perf_counter_ns()
+        flight = InFlightIo(weakref.ref(record), transfer, tuple(record.leases), record.what, is_write, began)
         self._flights.append(flight)
         self._bytes_in_flight[is_write] += flight.num_bytes
         return flight

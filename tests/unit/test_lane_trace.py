@@ -4,12 +4,19 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
+import tracemalloc
 from pathlib import Path
+from types import FrameType
 
 import pytest
+import torch
 
 from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.telemetry import trace as trace_module
 from ds_fuyou.telemetry.trace import Lane, LaneTrace
+from tests.activations.support import Plain, attached
 
 
 def read(path: Path) -> list[dict]:
@@ -39,6 +46,36 @@ def test_spans_become_events(tmp_path: Path) -> None:
     assert names[spans["one"]["tid"]] == "storage write"
     assert names[spans["two"]["tid"]] == "storage write 2"
     assert names[spans["step()"]["tid"]] == "step()"
+
+
+def calls_for_a_trace(directory: Path, trace: LaneTrace | None) -> tuple[int, int, int]:
+    """Of a swapped step: calls into the trace, readings of the clock by who would record, bytes the trace allocated."""
+    torch.manual_seed(0)
+    model, ids = Plain().train(), torch.randint(300, (4, 33))
+    found = {"trace": 0, "clock": 0}
+
+    def watch(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename == trace_module.__file__:
+            found["trace"] += 1
+        if event == "c_call" and argument is time.perf_counter_ns:
+            found["clock"] += 1
+
+    with attached(model, directory, arena_bytes=256 * 1024, trace=trace):
+        model(ids).backward()
+        tracemalloc.start()
+        sys.setprofile(watch)
+        try:
+            model(ids).backward()
+        finally:
+            sys.setprofile(None)
+            taken = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, trace_module.__file__)])
+            tracemalloc.stop()
+    return found["trace"], found["clock"], sum(item.size for item in taken.statistics("filename"))
+
+
+def test_switched_off_it_costs_neither_a_call_nor_a_byte(tmp_path: Path) -> None:
+    assert calls_for_a_trace(tmp_path, None) == (0, 0, 0)
+    assert min(calls_for_a_trace(tmp_path, LaneTrace(str(tmp_path / "trace.json")))) > 50, "what is counted exists"
 
 
 def test_a_full_trace_keeps_the_beginning(tmp_path: Path) -> None:
