@@ -11,19 +11,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-__all__ = ["available_host_bytes"]
+__all__ = ["available_host_bytes", "total_host_bytes"]
 
 _UNLIMITED = 1 << 60  # version 1 writes a huge number for "no limit"
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
     """Bytes that can be had without swapping. ``root`` stands before /proc and /sys."""
+    left = [limit - used for limit, used in _groups(root)]
+    return max(0, min([_meminfo(root, "MemAvailable"), *left]))
+
+
+def total_host_bytes(root: Path = Path("/")) -> int:
+    """Bytes that this process could have if nobody else had any."""
+    return min([_meminfo(root, "MemTotal"), *(limit for limit, _ in _groups(root))])
+
+
+def _meminfo(root: Path, name: str) -> int:
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    return max(0, min([available, *_left_in_groups(root)]))
+    return int(fields[name].split()[0]) * 1024
 
 
-def _left_in_groups(root: Path) -> Iterator[int]:
+def _groups(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, bytes in use without file pages) of every group with a limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -39,13 +49,13 @@ def _left_in_groups(root: Path) -> Iterator[int]:
         mount, limit_file, usage_file, cache_key = names
         group = PurePosixPath(name)
         for parent in (group, *group.parents):
-            left = _left(root / mount / str(parent).lstrip("/"), limit_file, usage_file, cache_key)
-            if left is not None:
-                yield left
+            found = _limited(root / mount / str(parent).lstrip("/"), limit_file, usage_file, cache_key)
+            if found is not None:
+                yield found
 
 
-def _left(folder: Path, limit_file: str, usage_file: str, cache_key: str) -> int | None:
-    """What one group leaves; None where it sets no limit or is not visible (inside a container, say)."""
+def _limited(folder: Path, limit_file: str, usage_file: str, cache_key: str) -> tuple[int, int] | None:
+    """(limit, in use) of one group; None where it sets no limit or is not visible (inside a container, say)."""
     try:
         limit_text = (folder / limit_file).read_text(encoding="ascii").strip()
         used = int((folder / usage_file).read_text(encoding="ascii"))
@@ -55,4 +65,4 @@ def _left(folder: Path, limit_file: str, usage_file: str, cache_key: str) -> int
     if limit_text == "max" or int(limit_text) >= _UNLIMITED:
         return None
     cache = next((int(line.split()[1]) for line in stat if line.split()[0] == cache_key), 0)
-    return int(limit_text) - used + cache
+    return int(limit_text), used - cache

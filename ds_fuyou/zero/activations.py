@@ -25,7 +25,6 @@ from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover, Take
 from ds_fuyou.activations.tier import StorageHome, SwapTier
 from ds_fuyou.activations.views import ViewSpec
 from ds_fuyou.config import FuyouConfig
-from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.host_config import Activation
 from ds_fuyou.log import log_once
 from ds_fuyou.storage.io import IoLane
@@ -167,18 +166,9 @@ def _planned(config: FuyouConfig) -> Mapping[str, Mapping[str, int]] | None:
 def attach_auto(
     session: ActivationSession | None, module: torch.nn.Module, given: ActivationInput
 ) -> AutoActivations | None:
-    """What decides for mode "auto" after the first steps; None for any other mode.
-
-    Raises:
-        FuyouConfigError: ``gpu_budget_bytes`` is more than the device has.
-    """
+    """What decides for mode "auto" after the first steps; None for any other mode."""
     config = given.activation.config
     budget = None if config.gpu_budget_bytes == "auto" else int(config.gpu_budget_bytes)
-    have = int(get_accelerator().total_memory())
-    if budget is not None and budget > have:
-        raise FuyouConfigError(
-            f"fuyou.gpu_budget_bytes must not exceed what there is: {budget} bytes, the device has {have}; lower it"
-        )
     if session is None or config.activations.mode != "auto":
         return None
     return AutoActivations(session, module, given.io, budget, _planned(config))

@@ -45,6 +45,7 @@ from ds_fuyou.telemetry.report import report_close
 from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.activations import handles_activations
 from ds_fuyou.zero.blocks import block_of
+from ds_fuyou.zero.budgets import check_budgets
 from ds_fuyou.zero.param_swapper import AVAILABLE, NOT_AVAILABLE, FuyouParameterSwapper
 
 __all__ = ["RankState"]
@@ -113,6 +114,7 @@ class RankState:
     ) -> PlanInput:
         config = self.activation.config
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        check_budgets(config, local_ranks)
         numels = [entry[2] for group in entries for entry in group]
         no_storage = not self.activation.state_paths
         return PlanInput(

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from ds_fuyou.planner.host_memory import available_host_bytes
+from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
 
 GIB = 1 << 30
 
 
 def tree(root: Path, available: int, cgroup: str) -> None:
     (root / "proc/self").mkdir(parents=True)
-    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {available // 1024} kB\n")
+    (root / "proc/meminfo").write_text(
+        f"MemTotal: {2 * available // 1024} kB\nMemAvailable:   {available // 1024} kB\n"
+    )
     (root / "proc/self/cgroup").write_text(cgroup)
 
 
@@ -32,6 +34,7 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 def test_without_groups_the_kernels_estimate_holds(tmp_path: Path) -> None:
     tree(tmp_path, 8 * GIB, "0::/user.slice\n")
     assert available_host_bytes(tmp_path) == 8 * GIB
+    assert total_host_bytes(tmp_path) == 16 * GIB
 
 
 def test_the_tightest_parent_holds_and_its_cache_counts_as_free(tmp_path: Path) -> None:
@@ -39,6 +42,7 @@ def test_the_tightest_parent_holds_and_its_cache_counts_as_free(tmp_path: Path) 
     group(tmp_path / "sys/fs/cgroup/job/task", V2, "max", GIB, 0)
     group(tmp_path / "sys/fs/cgroup/job", V2, str(6 * GIB), 5 * GIB, 2 * GIB)
     assert available_host_bytes(tmp_path) == 3 * GIB
+    assert total_host_bytes(tmp_path) == 6 * GIB
 
 
 @pytest.mark.parametrize(("limit", "left"), [(4 * GIB, 2 * GIB), ((1 << 63) - 4096, 8 * GIB)])
