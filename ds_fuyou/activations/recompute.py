@@ -81,7 +81,9 @@ class RecomputedForward:
         self._own = module.__dict__.get("forward")  # what accelerate, say, put there
         module.forward = self
 
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs uncompiled: compiled in forward and not in the recomputation, a block would have two results."""
         module = self._module()
         if module is None:
             raise RuntimeError("the module of this forward is gone; call the copy's own forward")

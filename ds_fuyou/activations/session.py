@@ -7,6 +7,7 @@ reference, so a deep copy of the model (an EMA copy, a reference model) is not s
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,6 +25,7 @@ from ds_fuyou.activations.selective import OutputSelection
 from ds_fuyou.activations.swapper import Swapper
 from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover, TakeoverPoint
 from ds_fuyou.activations.tier import SwapCounters
+from ds_fuyou.log import log_once
 
 __all__ = ["ActivationSession"]
 
@@ -54,7 +56,10 @@ class ActivationSession:
             "their activations are swapped, not recomputed" if swapper is not None else "it recomputes whole blocks",
             points,
         )
-        self._hooks = OpenHooks(swapper.pack, swapper.unpack) if swapper is not None else None
+        # Compilers must not trace what runs beside the model: hooks are called as they are, between graphs.
+        leave_alone = torch.compiler.disable
+        hooks = None if swapper is None else OpenHooks(leave_alone(swapper.pack), leave_alone(swapper.unpack))
+        self._hooks = hooks
         self._is_running = False
         self._observer: AbstractContextManager[Any] | None = None
         self._observing: AbstractContextManager[Any] | None = None
@@ -72,10 +77,12 @@ class ActivationSession:
     def _watch(self, module: nn.Module, enter: Callable[[nn.Module], None], leave: Callable[[Any], None]) -> None:
         own = weakref.ref(module)
 
+        @torch.compiler.disable
         def before(called: nn.Module, args: Any) -> None:
             if called is own():
                 enter(called)
 
+        @torch.compiler.disable
         def after(called: nn.Module, args: Any, output: Any) -> None:
             if called is own():
                 leave(output)
@@ -112,6 +119,7 @@ class ActivationSession:
         self.num_forwards += 1
         self._is_running = True
         self._forbid_cache(model)
+        self._warn_of_compilation(model)
         if self.swapper is not None or self._forwards:
             self._takeover.begin()
         if self.swapper is not None and self._hooks is not None:
@@ -155,6 +163,18 @@ class ActivationSession:
         if self._forwards and getattr(config, "use_cache", False) is True:
             self._cached_configs.append(config)
             config.use_cache = False  # type: ignore[union-attr]
+
+    def _warn_of_compilation(self, model: nn.Module) -> None:
+        """Once, where blocks are recomputed in a model that was compiled in place (``engine.compile()``)."""
+        compiled = (
+            getattr(module, "_compiled_call_impl", None) for module in (model, *(b.module for b in self.blocks))
+        )
+        if self._forwards and any(call is not None for call in compiled):
+            log_once(
+                logging.WARNING,
+                "blocks that are recomputed are not compiled, so results differ in rounding from those of the compiled "
+                "model; set activations.mode to swap for the same results",
+            )
 
     def observe(self, observer: AbstractContextManager[Any]) -> None:
         """The next forward in training mode runs inside of ``observer``, once."""

@@ -33,7 +33,14 @@ CASES: dict[str, dict] = {
 )
 def test_equals_stock(name: str, tiers: str, must_equal, tmp_path: Path) -> None:
     case = {"steps": 4, "model": {}, "groups": "two", "config": ds_config(), **CASES[name]}
-    must_equal(case, block(str(tmp_path / "swap"), tiers, "speculate"))
+    fuyou = block(str(tmp_path / "swap"), tiers, "speculate")
+    if "compile" in case:
+        fuyou["activations"] = {"mode": "swap"}
+        fuyou["plan"] |= {"smallest_swapped_bytes": 1024}
+    _, ours = must_equal(case, fuyou)
+    if "compile" in case:
+        assert ours[0]["swapped_bytes"] > 0
+        assert "Exception ignored" not in ours[0]["output"], "the compiler does not trace into hooks"
 
 
 def test_offload_and_reload_states_change_nothing(stock_run, tmp_path: Path) -> None:
