@@ -97,7 +97,7 @@ CASES = tuple(
     for model in MODELS
     for speed, rate in (("fast", FAST), ("slow", SLOW))
 )
-QUICK = PlannerCase("quick", 2, 128, 32, 1, FAST, dram_bytes_each=40.0, vocabulary=512, num_timed=2)
+QUICK = PlannerCase("quick", 2, 128, 32, 1, FAST, dram_bytes_each=20.0, vocabulary=512, num_timed=2)
 
 
 def runs_of(shares: Sequence[float], places: Sequence[Sequence[str]]) -> list[dict[str, Any]]:

@@ -96,11 +96,14 @@ def measure(case: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 
 
 def tier_bytes(optimizer: Any) -> dict[str, dict[str, float]]:
-    """By tier: what the placement says before the first step (whole pools, whole slots), and the most that was held."""
+    """By tier: what the placement and the profile say (whole pools, whole slots, everything that one forward
+    saves, because the measured step swaps all of it), and the most that was held.
+    """
     state = optimizer.rank_state
     plan, session = optimizer._run_plan.prediction, state.activations
     tier = session.swapper.tier if session is not None and session.swapper is not None else None
-    swapped = plan.placement.swapped_bytes if plan is not None else 0.0
+    profile = optimizer._run_plan.profile
+    saved = sum(one.num_bytes for block in profile.blocks for one in block.operators if one.saved) if profile else 0.0
     pools = state.core.staging.capacity_bytes + (state.stored.pool_bytes if state.stored is not None else 0)
     stored = state.store.total_bytes if state.store is not None else 0
     on_disk = sum(
@@ -117,7 +120,7 @@ def tier_bytes(optimizer: Any) -> dict[str, dict[str, float]]:
             "planned": host + pools + (tier.arena_bytes if tier is not None else 0),
             "measured": peaks["host memory"],
         },
-        "storage": {"planned": stored + swapped, "measured": float(on_disk + activations)},
+        "storage": {"planned": stored + (saved if tier is not None else 0.0), "measured": float(on_disk + activations)},
     }
 
 

@@ -101,7 +101,7 @@ class RunPlan:
         if self.profile is not None and self.profile.storage is None and rank_state.store is not None:
             self.profile = None  # measured while nothing was on storage
         self._measures = self.profile is None
-        if not self._settles and self._measures and current_rank() == 0 and not _is_compiled(model):
+        if not self._settles and self._measures and current_rank() == 0:
             swapper = rank_state.activations.swapper if rank_state.activations is not None else None
             self.clock.record_next(blocks(), None if swapper is None else (swapper.pack, swapper.unpack))
 
@@ -344,8 +344,3 @@ def _with_finding(profile: RunProfile, finding: Finding) -> RunProfile:
     rates = profile.storage
     slower = {side: getattr(rates, side) * finding.ratio, "mixed": rates.mixed * finding.ratio}
     return replace(profile, storage=replace(rates, **slower))
-
-
-def _is_compiled(model: torch.nn.Module) -> bool:
-    """Compiled code does not reach a dispatch mode operator by operator."""
-    return any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())

@@ -48,8 +48,8 @@ class StepClock:
         self._began: tuple[float, float] | None = None
         self._turned: tuple[float, float] | None = None
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._enter, with_kwargs=True),
-            model.register_forward_hook(self._leave, always_call=True),
+            model.register_forward_pre_hook(torch.compiler.disable(self._enter), with_kwargs=True),
+            model.register_forward_hook(torch.compiler.disable(self._leave), always_call=True),
         ]
         self._reset()
 
@@ -59,7 +59,7 @@ class StepClock:
         self._began = self._turned = None
 
     def record_next(self, blocks: Sequence[Block], hooks: SavedHooks | None) -> None:
-        """The next forward tells what its operators make."""
+        """The next forward tells what its operators make, unless it is compiled."""
         self._wanted = (blocks, hooks)
 
     def profiles(self) -> tuple[BlockProfile, ...]:
@@ -84,9 +84,9 @@ class StepClock:
         self.shape = _shape_of((args, kwargs))
         self._num_forwards += 1
         self._num_elements += math.prod(self.shape)
-        if self._wanted is not None:
-            self.recorder = OperatorRecorder(model, *self._wanted)
-            self._wanted = None
+        wanted, self._wanted = self._wanted, None
+        if wanted is not None and not _is_compiled(model):
+            self.recorder = OperatorRecorder(model, *wanted)
             self.recorder.__enter__()
         self._began = self._now()
 
@@ -120,6 +120,11 @@ class StepClock:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Compiled code does not reach a dispatch mode operator by operator."""
+    return any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
 
 
 def _shape_of(batch: Any) -> tuple[int, ...]:

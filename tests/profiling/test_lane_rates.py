@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short probes measure the lanes they are given, and leave nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
+from ds_fuyou.storage.io import IoLane, IoSettings
+
+RATE = 16 << 20
+
+
+def test_storage_is_measured_through_the_engine_it_is_given(tmp_path: Path) -> None:
+    io = IoLane(IoSettings(), lambda fd: tmp_path)
+    io.engine.set_throttle(RATE, 2 * RATE)
+    second = tmp_path / "second"
+    second.mkdir()
+    rates = probe_storage(io, [tmp_path], 4 << 20, 256 << 10)
+    assert 0 < rates.read <= 1.05 * RATE
+    assert 0 < rates.write <= 1.05 * 2 * RATE
+    assert 0 < rates.mixed <= 1.05 * 2 * RATE
+    assert rates.cpu_secs_per_byte >= 0
+    both = probe_storage(io, [tmp_path, second], 4 << 20, 256 << 10)
+    assert both.read > rates.read, "paths are added up"
+    with pytest.raises(FuyouStorageError, match="cannot measure storage"):
+        probe_storage(io, [tmp_path / "none"], 4 << 20, 256 << 10)
+    io.close()
+    assert list(tmp_path.iterdir()) == [second]
+
+
+def test_the_link_is_a_copy_where_the_device_is_the_host() -> None:
+    up, down = probe_link(torch.device("cpu"), 1 << 20, pin=True)
+    assert min(up, down) > 0
