@@ -208,12 +208,6 @@ REQUIRED: tuple[RequiredName, ...] = (
         "zero: replaced, single gradients of parameters that ranks cannot share out evenly",
     ),
     RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank",
-        ("self", "param"),
-        "zero: this rank's part of a full value",
-    ),
-    RequiredName(
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.backward",
         ("self", "loss"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.zero.stock import is_boundary
@@ -44,7 +45,7 @@ class HpAccessMixin:
             return
         _require_size(value, param)
         values, sub_group = self._get_fp32_opt_state_partition(param, False, optim_state_key)
-        _take_own_part(values, value, self._get_param_partition_rank(param))
+        _take_own_part(values, value, dist.get_rank(group=param.ds_process_group))
         self._optimizer_states_and_gradient_swap_out(sub_group)
 
     def set_fp32_grad_for_param(self: Any, value: torch.Tensor, param: Any) -> None:
@@ -53,7 +54,7 @@ class HpAccessMixin:
             return
         _require_size(value, param)
         values, sub_group = self._get_fp32_grad_state_partition(param, False)
-        _take_own_part(values, value, self._get_param_partition_rank(param))
+        _take_own_part(values, value, dist.get_rank(group=param.ds_process_group))
         self._writeback_swap_state(sub_group, write_opt_state=False, write_gradients=True)
 
     def _optimizer_states_and_gradient_swap_out(self: Any, sub_group_id: int, timer_names: Any = None) -> None:
