@@ -13,7 +13,7 @@ from tests.parity.cases import block
 pytestmark = pytest.mark.compat
 
 
-@pytest.mark.parametrize(("tiers", "policy"), [("states", "speculate"), ("all", "defer")])
+@pytest.mark.parametrize(("tiers", "policy"), [("half", "speculate"), ("all", "defer")])
 def test_equals_stock(tiers: str, policy: str, must_equal, tmp_path: Path) -> None:
     case = {
         "steps": 6,
