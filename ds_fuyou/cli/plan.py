@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIRECTORY",
         help="measure this machine, storage in these directories",
     )
+    parser.add_argument(
+        "--measure-gb", type=float, default=1.0, help="file to measure storage with, 2^30 bytes (%(default)s)"
+    )
     parser.add_argument("--batch", type=int, help="sequences of a micro-batch on each GPU; default: --config's, or 1")
     parser.add_argument("--seq", type=int, default=1024, help="tokens of a sequence (%(default)s)")
     parser.add_argument("--accumulation", type=int, help="micro-batches a step; default: --config's, or 1")
@@ -88,11 +91,13 @@ def _machine(arguments: argparse.Namespace) -> Machine:
     """Of the presets, or measured; what fell while it was measured is said on stderr."""
     if arguments.measure is None:
         return machine_from(arguments)
+    if not 0 < arguments.measure_gb <= 4096:
+        raise FuyouConfigError(f"--measure-gb must be positive and at most 4096, found {arguments.measure_gb:g}")
     if arguments.num_gpus < 1:
         raise FuyouConfigError(f"--num-gpus must be positive, found {arguments.num_gpus}")
     from ds_fuyou.profiling.machine import machine_of_measured, measure_machine
 
-    measured = measure_machine(arguments.measure)
+    measured = measure_machine(arguments.measure, int(arguments.measure_gb * (1 << 30)))
     for line in measured.drift():
         sys.stderr.write(f"fuyou plan: {line}\n")
     return machine_of_measured(measured, arguments.num_gpus)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures this machine for the planner: storage, CPU optimizer, device compute and its link, memory.
 
-:func:`measure_machine` starts a process of its own (``python -m ds_fuyou.profiling.machine DIRECTORY...``), so that the
-caller needs no torch and the measurement has the threads it wants. About 15 s a directory.
+:func:`measure_machine` starts a process of its own (``python -m ds_fuyou.profiling.machine BYTES DIRECTORY...``), so
+that the caller needs no torch and the measurement has the threads it wants. About 15 s a directory.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from ds_fuyou.storage.probe import probe_path
 
 __all__ = ["MeasuredMachine", "machine_of_measured", "measure_machine"]
 
+FILE_BYTES = 1 << 30
 _ROUNDS = 4
 _FELL = 0.8  # a last round below this share of the first is told as drift
-_TIMEOUT_SECS = 600
+_TIMEOUT_SECS = 600  # for each GiB of the file and directory
 
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """Rates in bytes, FLOP or parameters a second. ``first_*`` are those of the first round of 1 GiB, the others of
-    the last: consumer SSDs fall once their cache is full.
+    """Rates in bytes, FLOP or parameters a second. ``first_*`` are those of the first round over the file, the others
+    of the last: consumer SSDs fall once their cache is full.
     """
 
     device: str
@@ -54,15 +55,16 @@ class MeasuredMachine:
         """What fell during the measurement, in words."""
         pairs = (("read", self.first_read, self.read), ("write", self.first_write, self.write))
         return [
-            f"storage {name} fell from {first / 1e9:.2f} to {last / 1e9:.2f} GB/s within {_ROUNDS} GiB; "
+            f"storage {name} fell from {first / 1e9:.2f} to {last / 1e9:.2f} GB/s within {_ROUNDS} rounds; "
             f"a longer run may be slower still"
             for name, first, last in pairs
             if last < _FELL * first
         ]
 
 
-def measure_machine(directories: Sequence[Path]) -> MeasuredMachine:
-    """Measures with files in ``directories``, which are deleted.
+def measure_machine(directories: Sequence[Path], file_bytes: int = FILE_BYTES) -> MeasuredMachine:
+    """Measures with files of ``file_bytes`` (rounded to 16 MiB) in ``directories``, which are deleted. A larger file
+    shows what is left of an SSD when its cache is full.
 
     Raises:
         FuyouStorageError: a directory cannot be used.
@@ -70,14 +72,13 @@ def measure_machine(directories: Sequence[Path]) -> MeasuredMachine:
     """
     for directory in directories:
         probe_path(directory)
-    command = [sys.executable, "-m", "ds_fuyou.profiling.machine", *map(str, directories)]
+    command = [sys.executable, "-m", "ds_fuyou.profiling.machine", str(file_bytes), *map(str, directories)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    limit_secs = _TIMEOUT_SECS * max(1, len(directories) * -(-file_bytes // FILE_BYTES))
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_SECS, check=False
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_secs, check=False)
     except subprocess.TimeoutExpired:
-        raise FuyouStateError(f"this machine could not be measured within {_TIMEOUT_SECS} s") from None
+        raise FuyouStateError(f"this machine could not be measured within {limit_secs} s") from None
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise FuyouStateError(f"this machine could not be measured: {last}; run fuyou doctor, or name presets")
@@ -149,13 +150,15 @@ def _device_rates() -> dict[str, Any]:
     }
 
 
-def _storage_rates(directories: Sequence[Path]) -> dict[str, float]:
+def _storage_rates(directories: Sequence[Path], file_bytes: int) -> dict[str, float]:
     """Sums over the directories, each measured alone."""
-    from ds_fuyou.profiling.rates import Storage
+    from ds_fuyou.profiling.rates import TRANSFER_BYTES, Storage
+
+    num_bytes = max(1, round(file_bytes / TRANSFER_BYTES)) * TRANSFER_BYTES
 
     sums = dict.fromkeys(("first_read", "first_write", "read", "write", "mixed"), 0.0)
     for directory in directories:
-        storage = Storage(directory)
+        storage = Storage(directory, num_bytes)
         writes = [storage.rate("write") for _ in range(_ROUNDS)]
         reads = [storage.rate("read") for _ in range(_ROUNDS)]
         mixed = [storage.rate("mixed") for _ in range(2)]
@@ -170,8 +173,8 @@ def main() -> None:
     """Measures and writes one JSON object."""
     from ds_fuyou.profiling.rates import update_rate
 
-    directories = [Path(text) for text in sys.argv[1:]]
-    rates = _storage_rates(directories)
+    directories = [Path(text) for text in sys.argv[2:]]
+    rates = _storage_rates(directories, int(sys.argv[1]))
     update = update_rate(len(os.sched_getaffinity(0)))
     found = _device_rates()
     dram = available_host_bytes()

@@ -53,15 +53,16 @@ def measure_rates(directory: Path) -> Rates:
 
 
 class Storage:
-    """A file of FILE_BYTES, fully written, and the engine with the settings the plan uses."""
+    """A file of ``num_bytes``, a multiple of TRANSFER_BYTES, and the engine with the settings the plan uses."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, num_bytes: int = FILE_BYTES) -> None:
         from ds_fuyou.lanes.memory import HostPool
         from ds_fuyou.ops.core import load_core
 
         self._core = load_core()
         self._file = tempfile.NamedTemporaryFile(dir=directory)  # noqa: SIM115 (lives as long as this object)
-        os.posix_fallocate(self._file.fileno(), 0, FILE_BYTES)
+        self._num_bytes = num_bytes
+        os.posix_fallocate(self._file.fileno(), 0, num_bytes)
         self._fd = os.open(self._file.name, os.O_RDWR | os.O_DIRECT)
         self._pool = HostPool(NUM_IN_FLIGHT * TRANSFER_BYTES)
         self._blocks: list[Any] = [self._pool.try_allocate(TRANSFER_BYTES) for _ in range(NUM_IN_FLIGHT)]
@@ -76,7 +77,7 @@ class Storage:
         kinds = {"read": [read], "write": [write], "mixed": [read, write]}[mode]
         tickets: list[Any] = [None] * NUM_IN_FLIGHT
         begin = time.perf_counter()
-        for index in range(FILE_BYTES // TRANSFER_BYTES):
+        for index in range(self._num_bytes // TRANSFER_BYTES):
             place = index % NUM_IN_FLIGHT
             self._finish(tickets[place])
             block = self._blocks[place]
@@ -88,7 +89,7 @@ class Storage:
             )
         for ticket in tickets:
             self._finish(ticket)
-        return FILE_BYTES / (time.perf_counter() - begin)
+        return self._num_bytes / (time.perf_counter() - begin)
 
     @staticmethod
     def _finish(ticket: Any) -> None:

@@ -49,7 +49,7 @@ def test_a_rate_that_falls_is_told() -> None:
 @pytest.mark.timeout(300)
 def test_this_machine_is_measured_and_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", "gpt:4,4,256,1000", "--batch", "1", "--seq", "128", "--json"]
-    assert main(["plan", "--measure", str(tmp_path), *arguments]) == 0
+    assert main(["plan", "--measure", str(tmp_path), "--measure-gb", "0.0625", *arguments]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert "measured" in shown["machine"]
     assert shown["predicted"]["tokens_per_s"] > 0
@@ -63,6 +63,8 @@ def test_what_cannot_be_measured_is_said(
         assert main(["plan", "--model", "6B", "--measure", str(directory)]) == 2
         assert said in capsys.readouterr().err
     monkeypatch.setattr("sys.executable", "/bin/false")
+    assert main(["plan", "--model", "6B", "--measure", str(tmp_path), "--measure-gb", "0"]) == 2
+    assert "--measure-gb must be positive" in capsys.readouterr().err
     assert main(["plan", "--model", "6B", "--measure", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "could not be measured: no message; run fuyou doctor, or name presets" in error

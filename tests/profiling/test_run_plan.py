@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ds_fuyou.cli import main
 from ds_fuyou.planner.profile import RunProfile
+from tests.harness.forked import finish, start
 from tests.harness.runner import environment, free_port
 
 SCRIPT = Path(__file__).with_name("run_plan_script.py")
@@ -23,13 +22,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str, Path]:
     """Results of the three engines, the log, and the directory, from one process."""
     directory = tmp_path_factory.mktemp("plan")
     env = environment(0, 1, free_port())
-    env |= {"PYTHONPATH": str(SCRIPT.parents[2]), "DS_FUYOU_PROFILES": str(directory / "profiles")}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(directory)], capture_output=True, text=True, timeout=280, check=False, env=env
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return json.loads(line.removeprefix("RESULT ")), done.stderr, directory
+    env["DS_FUYOU_PROFILES"] = str(directory / "profiles")
+    process = start(SCRIPT, [str(directory)], env, directory / "log")
+    finish([process], 280)
+    log = (directory / "log").read_text(errors="replace")
+    assert process.exitcode == 0, log[-5000:]
+    (line,) = [line for line in log.splitlines() if line.startswith("RESULT ")]
+    return json.loads(line.removeprefix("RESULT ")), log, directory
 
 
 def test_the_first_steps_are_measured_and_kept(trained: tuple[dict, str, Path]) -> None:
