@@ -54,6 +54,7 @@ class PlannerCase:
     gpu_blocks: float = 2.5
     dram_bytes_each: float = 13.0
     vocabulary: int = 4096
+    chunk_bytes: int = 2 << 20
     num_lead: int = 4
     num_timed: int = 4
 
@@ -79,7 +80,7 @@ class PlannerCase:
             "directory": str(directory),
             "gpu_budget_bytes": int(self.gpu_blocks * self.block_bytes),
             "dram_bytes_each": self.dram_bytes_each,
-            "chunk_bytes": 2 << 20,
+            "chunk_bytes": self.chunk_bytes,
             "staging_bytes": 48 << 20,
             "num_lead": self.num_lead,
             "num_timed": self.num_timed,
@@ -97,7 +98,7 @@ CASES = tuple(
     for model in MODELS
     for speed, rate in (("fast", FAST), ("slow", SLOW))
 )
-QUICK = PlannerCase("quick", 2, 128, 32, 1, FAST, dram_bytes_each=20.0, vocabulary=512, num_timed=2)
+QUICK = PlannerCase("quick", 2, 128, 32, 1, FAST, chunk_bytes=128 << 10, vocabulary=512, num_timed=2)
 
 
 def runs_of(shares: Sequence[float], places: Sequence[Sequence[str]]) -> list[dict[str, Any]]:

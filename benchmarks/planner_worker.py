@@ -96,32 +96,21 @@ def measure(case: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 
 
 def tier_bytes(optimizer: Any) -> dict[str, dict[str, float]]:
-    """By tier: what the placement and the profile say (whole pools, whole slots, everything that one forward
-    saves, because the measured step swaps all of it), and the most that was held.
+    """By tier: what the placement and the profile say (whole pools, whole slots, everything that one forward saves,
+    because the measured step swaps all of it), and the most that was held; on storage, what the files take.
     """
-    state = optimizer.rank_state
-    plan, session = optimizer._run_plan.prediction, state.activations
-    tier = session.swapper.tier if session is not None and session.swapper is not None else None
-    profile = optimizer._run_plan.profile
+    state, profile = optimizer.rank_state, optimizer._run_plan.profile
     saved = sum(one.num_bytes for block in profile.blocks for one in block.operators if one.saved) if profile else 0.0
-    pools = state.core.staging.capacity_bytes + (state.stored.pool_bytes if state.stored is not None else 0)
-    stored = state.store.total_bytes if state.store is not None else 0
-    on_disk = sum(
-        file.stat().st_blocks * 512
-        for path in (state.store.directories if state.store else ())
-        for file in Path(path).rglob("*")
-        if file.is_file()
-    )
-    activations = tier.storage.space.num_bytes if tier is not None and tier.storage is not None else 0
-    peaks = optimizer._tier_bytes.peaks()
-    host = plan.placement.host_bytes if plan is not None else 0.0
-    return {
-        "host memory": {
-            "planned": host + pools + (tier.arena_bytes if tier is not None else 0),
-            "measured": peaks["host memory"],
-        },
-        "storage": {"planned": stored + (saved if tier is not None else 0.0), "measured": float(on_disk + activations)},
-    }
+    planned = optimizer._tier_bytes.planned(saved)
+    session = state.activations
+    tier = session.swapper.tier if session is not None and session.swapper is not None else None
+    directories = state.store.directories if state.store is not None else ()
+    files = [file for path in directories for file in Path(path).rglob("*") if file.is_file()]
+    stored = sum(file.stat().st_blocks * 512 for file in files)
+    if tier is not None and tier.storage is not None:
+        stored += tier.storage.space.num_bytes
+    measured = {"host memory": optimizer._tier_bytes.peaks()["host memory"], "storage": float(stored)}
+    return {name: {"planned": planned[name], "measured": measured[name]} for name in planned}
 
 
 def main() -> None:

@@ -46,6 +46,19 @@ class TierBytes:
         self._peaks = {name: max(value, self._peaks.get(name, 0.0)) for name, value in found.items()}
         return found
 
+    def planned(self, saved_bytes: float = 0.0) -> dict[str, float]:
+        """The most that host memory and storage may ever hold: classes as placed, pools full, and ``saved_bytes`` of
+        activations (what one forward saves) on storage where they go there.
+        """
+        host = self._resident["cpu"] + sum(pool.capacity_bytes for pool in self._pools())
+        storage = float(self._resident["nvme"])
+        session = self._state.activations
+        tier = session.swapper.tier if session is not None and session.swapper is not None else None
+        if tier is not None:
+            host += tier.arena_bytes
+            storage += saved_bytes if tier.storage is not None else 0.0
+        return {"host memory": float(host), "storage": storage}
+
     def peaks(self) -> dict[str, float]:
         """The most seen by :meth:`now`; pools and saved activations by their own high-water marks."""
         found = self.now()

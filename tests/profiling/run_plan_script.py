@@ -49,6 +49,8 @@ def about(engine, losses: list[float]) -> dict:
     found = {"losses": losses, "profile": profile, "causes": [finding.cause.name for finding in plan.findings]}
     if plan.prediction is not None:
         found["predicted"] = {"secs": plan.prediction.iteration_secs, "written": plan.prediction.write_bytes}
+    found["planned_bytes"] = engine.optimizer._tier_bytes.planned(1e9)
+    found["peak_bytes"] = engine.optimizer._tier_bytes.peaks()
     numel = engine.optimizer.rank_state.layout.numel
     engine.destroy()
     return {**found, "numel": numel}

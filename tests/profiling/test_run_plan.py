@@ -73,6 +73,13 @@ def test_the_next_run_starts_planned_and_notices_batch_and_disk(trained: tuple[d
     assert min(slower) < 0.8
 
 
+def test_no_tier_holds_more_than_was_planned(trained: tuple[dict, str, Path]) -> None:
+    for name in ("cold", "warm", "off"):
+        planned, peaks = trained[0][name]["planned_bytes"], trained[0][name]["peak_bytes"]
+        assert 0.85 * planned["host memory"] <= peaks["host memory"] <= planned["host memory"]
+        assert peaks["storage"] <= planned["storage"]
+
+
 def test_results_do_not_depend_on_what_is_known(trained: tuple[dict, str, Path]) -> None:
     results, _, _ = trained
     assert results["off"]["profile"] is None
