@@ -45,7 +45,8 @@ class StepMeasurement:
         input_bytes: of the tensors that go into a block.
         outside_bytes: what is saved around blocks in one forward.
         outputs: of one block, in the order of its forward; only those worth saving.
-        swap_bytes: what storage can take of one forward (:func:`swap_allowance`); None: nothing bounds swapping.
+        swap_bytes: of one forward, what storage can take (:func:`swap_allowance`), or, without storage, host memory
+            can hold; None: nothing bounds swapping.
         device_bytes: room for activations on the device.
     """
 

@@ -48,6 +48,7 @@ class PlanInput:
     num_cpus: int = 1
     device_is_host: bool = False
     swaps_activations: bool = False
+    activations_stay_in_dram: bool = False  # there is no storage behind the host memory that they are swapped to
     shares: Mapping[str, float] = field(default_factory=dict)
 
     def fixed_shares(self) -> dict[str, float]:
@@ -181,7 +182,6 @@ def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
     residency = min(fitting, key=lambda tried: _moved_bytes_each(given, tried))
     minimum = _minimum_lane_bytes(given, residency, chunk_bytes)
     left = given.dram_budget_bytes - _resident_bytes(given, residency)
-    swaps = given.swaps_activations
     return Plan(
         residency=residency,
         chunk_bytes=chunk_bytes,
@@ -192,7 +192,7 @@ def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
         block_bytes=over.get("block_bytes", MIB),
         slots=over.get("slots", 2),
         double_params=_has_two_versions(given, residency),
-        activation_bytes=over.get("activation_bytes", min(_ACTIVATION_BYTES, left // 8) if swaps else 0),
+        activation_bytes=over.get("activation_bytes", _activation_bytes(given, left)),
         smallest_swapped_bytes=over.get("smallest_swapped_bytes", _SMALLEST_SWAPPED_BYTES),
         small_param_bytes=over.get("small_param_bytes", 0),
     )
@@ -205,6 +205,15 @@ def _minimum_lane_bytes(given: PlanInput, residency: Residency, chunk_bytes: int
     chunk = chunk_bytes * (1 + given.num_moments) + chunk_bytes
     in_use = 2 * given.largest_param_numel * given.param_bytes_each if residency.parameters < 1 else 0
     return 2 * chunk + in_use
+
+
+def _activation_bytes(given: PlanInput, left: int) -> int:
+    """Host memory for swapped activations: a buffer before storage, or the home of them all."""
+    if not given.swaps_activations:
+        return 0
+    if given.activations_stay_in_dram and not given.device_is_host:
+        return max(left // 8, (left - _STAGING_BYTES - _PREFETCH_BYTES) // 2)
+    return min(_ACTIVATION_BYTES, left // 8)
 
 
 def _num_threads(given: PlanInput) -> int:

@@ -130,9 +130,11 @@ class AutoActivations:
         num_blocks = max(1, len(self._session.blocks))
         forwards = max(1, int(step["forwards"]))
         swapper = self._session.swapper
-        on_storage = swapper is not None and swapper.tier is not None and swapper.tier.storage is not None
+        tier = swapper.tier if swapper is not None else None
         allowance = float("inf")
-        if on_storage and step["busy"] > 0:
+        if tier is not None and tier.storage is None:
+            allowance = float(tier.arena_bytes)  # what swapped activations of one forward may take of host memory
+        elif tier is not None and step["busy"] > 0:
             others = max(0.0, step["bytes"] - step["swapped"])
             secs = max(0.0, step["time"] - step["waited"])
             allowance = swap_allowance(secs, step["bytes"] / step["busy"], others, forwards)

@@ -131,6 +131,7 @@ class RankState:
             num_cpus=len(os.sched_getaffinity(0)) // local_ranks,
             device_is_host=get_accelerator().device_name() == "cpu",
             swaps_activations=config.activations.mode != "recompute" and handles_activations(config),
+            activations_stay_in_dram=no_storage or config.activations.tier == "cpu",
             shares=config.plan.resident_shares() if config.plan is not None else {},
         )
 

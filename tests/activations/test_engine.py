@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.harness.forked import finish, start
 from tests.harness.runner import environment, free_port
 
 SCRIPT = Path(__file__).with_name("engine_script.py")
@@ -33,20 +32,14 @@ def monitors(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(tmp_path_factory: pytest.TempPathFactory, monitors: Path) -> tuple[dict, str]:
     """Results of all models from one process, and what it logged."""
     directory = tmp_path_factory.mktemp("swap")
-    env = environment(0, 1, free_port())
-    env["PYTHONPATH"] = str(SCRIPT.parents[2])
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(directory), str(monitors)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env=env,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
+    env, log = environment(0, 1, free_port()), directory.parent / "engine.log"
+    process = start(SCRIPT, [str(directory), str(monitors)], env, log)
+    finish([process], 280)
+    output = log.read_text(errors="replace")
+    assert process.exitcode == 0, output[-5000:]
     assert not [path for path in directory.glob("**/*") if path.is_file()]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return json.loads(lines[0].removeprefix("RESULT ")), done.stderr
+    lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
+    return json.loads(lines[0].removeprefix("RESULT ")), output
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -113,3 +113,16 @@ def test_single_values_are_overridden() -> None:
 def test_a_core_stays_free_unless_the_device_is_the_host(num_cpus: int, device_is_host: bool, threads: int) -> None:
     given = replace(GIVEN, num_cpus=num_cpus, device_is_host=device_is_host)
     assert make_plan(given, {}).num_threads == threads
+
+
+def test_host_memory_for_activations() -> None:
+    """A buffer before storage; the home of all that is swapped where there is none, within what the rest leaves."""
+    assert make_plan(GIVEN, {}).activation_bytes == 0
+    swapping = replace(GIVEN, swaps_activations=True)
+    assert make_plan(swapping, {}).activation_bytes == 256 * MIB
+    staying = replace(swapping, activations_stay_in_dram=True)
+    assert make_plan(replace(staying, device_is_host=True), {}).activation_bytes == 256 * MIB
+    plan = make_plan(staying, {})
+    left = staying.dram_budget_bytes - plan.resident_bytes(staying)
+    assert plan.activation_bytes > 8 * GIB
+    assert plan.activation_bytes + plan.staging_bytes + plan.prefetch_bytes < left
