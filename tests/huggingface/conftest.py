@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.huggingface.runner import HERE, launch, run_command
+from tests.huggingface.runner import HERE, launch, run_script
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +19,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
 
     def saved(kind: str) -> str:
         if not (directory / kind).exists():
-            run_command([sys.executable, HERE / "save_pretrained.py", kind, directory / kind])
+            run_script(HERE / "save_pretrained.py", [kind, directory / kind], directory / "made")
         return str(directory / kind)
 
     return saved
@@ -32,25 +31,30 @@ def stock_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict, str],
     directory = tmp_path_factory.mktemp("stock")
     made: dict[str, dict] = {}
 
-    def run(case: dict, script: str) -> dict:
+    def stock(case: dict, script: str) -> dict:
         key = json.dumps([script, case], sort_keys=True)
         if key not in made:
             name = f"stock{len(made)}"
             saved = directory / f"{name}.model"
-            made[key] = {**launch({**case, "save_model": str(saved)}, script, directory, name), "saved": saved}
+            run = launch({**case, "save_model": str(saved)}, script, directory, name, by_launcher=False)
+            made[key] = {**run, "saved": saved}
             assert made[key]["optimizer_class"] == "DeepSpeedZeroOptimizer_Stage3"
         return made[key]
 
-    return run
+    return stock
 
 
 @pytest.fixture
 def ours_run(tmp_path: Path) -> Callable[..., dict]:
-    """``ours_run(case_with_block, script)``: the same with the block; the state directory must be left empty."""
+    """``ours_run(case_with_block, script)``: the same with the block; the state directory must be left empty.
+
+    The first run of a test is started by the launcher that users start it by.
+    """
 
     def run(case: dict, script: str, name: str = "ours") -> dict:
         saved = tmp_path / f"{name}.model"
-        result = {**launch({**case, "save_model": str(saved)}, script, tmp_path, name), "saved": saved}
+        told = {**case, "save_model": str(saved)}
+        result = {**launch(told, script, tmp_path, name, by_launcher=name == "ours"), "saved": saved}
         assert result["optimizer_class"] == "FuyouStage3Optimizer", result["output"][-3000:]
         assert "is active under DeepSpeed" in result["output"]
         path = Path(case["config"]["fuyou"]["nvme_path"])

@@ -5,13 +5,11 @@
 hold int8 codes and a scale (as quantised bases do) instead of a weight.
 """
 
-import json
-import sys
-
 import torch
 from peft import LoraConfig, get_peft_model
-from texts import fresh_model, sequences
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from texts import sequences
+from told import arguments_and_model, leave, read_case
+from transformers import Trainer
 
 
 class Int8Linear(torch.nn.Module):
@@ -79,38 +77,20 @@ def placement(optimizer) -> dict:
 
 
 def main() -> None:
-    arguments = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
-    with open(arguments[0], encoding="utf-8") as handle:
-        case = json.load(handle)
-    built = None if case["zero_init"] else fresh_model(case["model"])
-    args = TrainingArguments(
-        output_dir=case["output"],
-        deepspeed=case["config_file"],
-        per_device_train_batch_size=2,
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        seed=11,
-        **case["arguments"],
-    )
-    base = built if built is not None else AutoModelForCausalLM.from_pretrained(case["pretrained"])
+    case = read_case()
+    args, base = arguments_and_model(case)
     torch.manual_seed(1)
     trainer = Trainer(model=adapted(base, case), args=args, train_dataset=sequences(48))
     trainer.train(resume_from_checkpoint=case.get("resume"))
     engine = trainer.model_wrapped
+    if not case.get("quantise"):
+        trainer.save_model(case["save_model"])
     result = {
-        "history": trainer.state.log_history,
-        "optimizer_class": type(engine.optimizer).__name__,
         "trainable": sum(p.ds_numel for p in engine.parameters() if p.requires_grad),
         "total": sum(p.ds_numel for p in engine.parameters()),
         "placement": placement(engine.optimizer),
     }
-    if not case.get("quantise"):
-        trainer.save_model(case["save_model"])
-    if trainer.is_world_process_zero():
-        with open(case["result"], "w", encoding="utf-8") as handle:
-            json.dump(result, handle)
+    leave(trainer, case, result)
 
 
 if __name__ == "__main__":

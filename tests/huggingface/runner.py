@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.harness.forked import finish, start
+from tests.harness.runner import environment as rank_environment
 from tests.harness.runner import free_port
 
 __all__ = ["BIN", "HERE", "clean", "ds_json", "launch", "run_command", "weight_differences", "weights", "with_block"]
@@ -88,8 +90,11 @@ def launcher(how: str, num_ranks: int, config_file: Path | None = None, **flags:
     ]
 
 
-def launch(case: dict, script: str, directory: Path, name: str) -> dict:
-    """Runs a script with a case; returns what rank 0 left, the output added."""
+def launch(case: dict, script: str, directory: Path, name: str, *, by_launcher: bool = True) -> dict:
+    """Runs a script with a case; returns what rank 0 left, the output added.
+
+    ``by_launcher``: by the command that the case names; otherwise by processes with the variables it would have set.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     num_ranks, how = case.get("num_ranks", 1), case["launcher"]
     config_file = directory / f"{name}.ds.json"
@@ -99,9 +104,41 @@ def launch(case: dict, script: str, directory: Path, name: str) -> dict:
     told.pop("config")
     case_file = directory / f"{name}.case.json"
     case_file.write_text(json.dumps(told))
-    command = [*launcher(how, num_ranks, config_file, **case.get("flags", {})), HERE / script, case_file]
-    output = run_command(command, num_ranks)
+    flags = case.get("flags", {})
+    if by_launcher:
+        output = run_command([*launcher(how, num_ranks, config_file, **flags), HERE / script, case_file], num_ranks)
+    else:
+        told_by_flags = accelerate_variables(config_file, flags) if how == "accelerate" else {}
+        output = run_script(HERE / script, [case_file], directory / name, num_ranks, **told_by_flags)
     return {**json.loads(Path(told["result"]).read_text()), "output": output}
+
+
+def accelerate_variables(config_file: Path, flags: dict) -> dict:
+    """What ``accelerate launch --use_deepspeed`` tells its processes about the flags that are used here."""
+    return {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config_file),
+        **{f"ACCELERATE_{name.upper()}": str(value) for name, value in flags.items()},
+    }
+
+
+def run_script(script: Path, arguments: list, name: Path, num_ranks: int = 1, **env: str) -> str:
+    """Runs the ranks of a script that must succeed in forked processes; returns what they said."""
+    for _ in range(3):  # see [Note: aborted while ending]
+        port = free_port()
+        logs = [name.with_name(f"{name.name}.{rank}.log") for rank in range(num_ranks)]
+        processes = [
+            start(script, arguments, rank_environment(rank, num_ranks, port) | environment(num_ranks) | env, log)
+            for rank, log in enumerate(logs)
+        ]
+        finish(processes, TIMEOUT_SECS)
+        statuses = [process.exitcode for process in processes]
+        output = "".join(log.read_text(errors="replace") for log in logs)
+        if num_ranks == 1 or ABORTED_WHILE_ENDING not in output:
+            break
+    if any(statuses):
+        raise AssertionError(f"{script} exited with {statuses}:\n{output[-8000:]}")
+    return output
 
 
 def ds_json(**changes: object) -> dict:

@@ -23,8 +23,10 @@ ARGUMENTS = {
 }
 BASE = {"model": "llama-wide", "zero_init": True, "launcher": "deepspeed", "arguments": ARGUMENTS, "config": ds_json()}
 CASES: dict[str, dict] = {
+    # the base by from_pretrained under zero.Init, two ranks
     "lora": {
         **BASE,
+        "num_ranks": 2,
         "arguments": {**ARGUMENTS, "activation_checkpointing": True, "save_strategy": "steps", "save_steps": 3},
     },
     # quantised base, LoRA-FA (of the adapter only B is trained), two ranks
@@ -43,7 +45,9 @@ CASES: dict[str, dict] = {
 def test_frozen_parameters_cost_one_copy(
     name: str, tiers: str, pretrained, stock_run, ours_run, tmp_path: Path
 ) -> None:
-    case = {**CASES[name], "pretrained": pretrained("llama-wide")}
+    case = CASES[name]
+    if case["zero_init"]:
+        case = {**case, "pretrained": pretrained("llama-wide")}
     stock = stock_run(case, SCRIPT)
     ours = ours_run(with_block(case, tmp_path / "swap", tiers), SCRIPT)
     assert clean(ours["history"]) == clean(stock["history"])

@@ -4,12 +4,10 @@
 Nothing in it knows of the package. Rank 0 leaves what was logged in ``result``.
 """
 
-import json
-import sys
-
 import torch
-from texts import fresh_model, sequences
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from texts import sequences
+from told import arguments_and_model, leave, read_case
+from transformers import Trainer, TrainerCallback
 
 
 class GenerateBetweenSteps(TrainerCallback):
@@ -31,24 +29,8 @@ class GenerateBetweenSteps(TrainerCallback):
 
 
 def main() -> None:
-    arguments = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
-    with open(arguments[0], encoding="utf-8") as handle:
-        case = json.load(handle)
-    built = None if case["zero_init"] else fresh_model(case["model"])
-    args = TrainingArguments(
-        output_dir=case["output"],
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=2,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        seed=11,
-        deepspeed=case["config_file"] if case["launcher"] == "deepspeed" else None,
-        **case["arguments"],
-    )
-    model = built if built is not None else AutoModelForCausalLM.from_pretrained(case["pretrained"])
+    case = read_case()
+    args, model = arguments_and_model(case)
     generate = GenerateBetweenSteps(case.get("generate_after", []))
     trainer = Trainer(
         model=model,
@@ -58,19 +40,9 @@ def main() -> None:
         callbacks=[generate],
     )
     trainer.train(resume_from_checkpoint=case.get("resume"))
-    if case.get("save_model"):
-        trainer.save_model(case["save_model"])
-    if trainer.is_world_process_zero():
-        engine = trainer.model_wrapped
-        result = {
-            "history": trainer.state.log_history,
-            "texts": generate.texts,
-            "optimizer_class": type(engine.optimizer).__name__,
-            "num_groups": len(engine.optimizer.param_groups),
-        }
-        with open(case["result"], "w", encoding="utf-8") as handle:
-            json.dump(result, handle)
-    trainer.accelerator.end_training()
+    trainer.save_model(case["save_model"])
+    num_groups = len(trainer.model_wrapped.optimizer.param_groups)
+    leave(trainer, case, {"texts": generate.texts, "num_groups": num_groups})
 
 
 if __name__ == "__main__":
