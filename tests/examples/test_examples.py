@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.huggingface.runner import BIN, ROOT, launcher, run_command
+from tests.huggingface.runner import BIN, ROOT, accelerate_variables, launcher, run_command, run_script
 
 pytestmark = pytest.mark.timeout(900)  # several processes a test, each with a limit of its own
 
@@ -52,62 +52,53 @@ def test_two_ranks(config) -> None:
 def test_resume_prints_what_one_run_would_have_printed(config, tmp_path: Path) -> None:
     file = config("finetune_fuyou.json")
 
-    def run(directory: str, steps: int) -> dict[int, str]:
+    def run(directory: str, steps: int, *, by_launcher: bool = False) -> dict[int, str]:
         sizes = ["--layers", 2, "--width", 64, "--length", 32, "--save-every", 2, "--steps", steps]
-        script = [EXAMPLES / "resume.py", "--deepspeed_config", file, "--checkpoints", tmp_path / directory, *sizes]
-        return losses(run_command([*launcher("deepspeed", 1), *script]))
+        options = ["--deepspeed_config", file, "--checkpoints", tmp_path / directory, *sizes]
+        if by_launcher:
+            return losses(run_command([*launcher("deepspeed", 1), EXAMPLES / "resume.py", *options]))
+        return losses(run_script(EXAMPLES / "resume.py", options, tmp_path / f"{directory}-{steps}"))
 
-    first, second = run("a", 4), run("a", 6)
+    first, second = run("a", 4, by_launcher=True), run("a", 6)
     assert (sorted(first), sorted(second)) == ([1, 2, 3, 4], [5, 6])
     assert {**first, **second} == run("b", 6)
 
 
 def test_trainer_and_its_resume(config, tmp_path: Path) -> None:
-    def run(*more: object) -> None:
-        script = [EXAMPLES / "trainer.py", "--deepspeed", config("hf_trainer_fuyou.json"), "--output_dir", tmp_path]
-        sizes = ["--hidden", 64, "--layers", 2, "--length", 32, "--bf16", "--max_steps", 4, "--save_steps", 2]
-        flags = ["--use_cpu", "--logging_steps", 1, "--report_to", "none", "--save_total_limit", 1, *more]
-        run_command([*launcher("deepspeed", 1), *script, *sizes, *flags])
-
-    run()
+    options = ["--deepspeed", config("hf_trainer_fuyou.json"), "--output_dir", tmp_path]
+    options += ["--hidden", 64, "--layers", 2, "--length", 32, "--bf16", "--max_steps", 4, "--save_steps", 2]
+    options += ["--use_cpu", "--logging_steps", 1, "--report_to", "none", "--save_total_limit", 1]
+    run_command([*launcher("deepspeed", 1), EXAMPLES / "trainer.py", *options])
     assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
     assert sorted(logged(tmp_path / "checkpoint-4")) == [1, 2, 3, 4]
     assert (tmp_path / "model.safetensors").stat().st_size > 50_000
-    run("--resume_from_checkpoint", tmp_path / "checkpoint-4", "--max_steps", 6)
+    more = ["--resume_from_checkpoint", tmp_path / "checkpoint-4", "--max_steps", 6]
+    run_script(EXAMPLES / "trainer.py", [*options, *more], tmp_path / "resumed")
     assert sorted(logged(tmp_path / "checkpoint-6")) == [1, 2, 3, 4, 5, 6]
 
 
 def test_accelerate_and_its_saved_state(config, tmp_path: Path) -> None:
-    def run(steps: int, *more: object) -> dict[int, str]:
-        command = launcher("accelerate", 1, config("hf_trainer_fuyou.json"), mixed_precision="bf16")
-        sizes = ["--hidden", 64, "--layers", 2, "--length", 32, "--steps", steps]
-        return losses(run_command([*command, EXAMPLES / "accelerate_loop.py", *sizes, *more]))
-
-    assert sorted(run(3, "--save", tmp_path / "state")) == [1, 2, 3]
-    assert sorted(run(5, "--load", tmp_path / "state")) == [4, 5]
+    file, precision = config("hf_trainer_fuyou.json"), {"mixed_precision": "bf16"}
+    script, sizes = EXAMPLES / "accelerate_loop.py", ["--hidden", 64, "--layers", 2, "--length", 32]
+    command = launcher("accelerate", 1, file, **precision)
+    output = run_command([*command, script, *sizes, "--steps", 3, "--save", tmp_path / "state"])
+    assert sorted(losses(output)) == [1, 2, 3]
+    options = [*sizes, "--steps", 5, "--load", tmp_path / "state"]
+    output = run_script(script, options, tmp_path / "again", **accelerate_variables(file, precision))
+    assert sorted(losses(output)) == [4, 5]
 
 
 def test_lora(config, tmp_path: Path) -> None:
-    script = [EXAMPLES / "lora.py", "--deepspeed", config("hf_lora_fuyou.json"), "--output_dir", tmp_path]
-    flags = [
-        "--use_cpu",
-        "--bf16",
-        "--max_steps",
-        3,
-        "--logging_steps",
-        1,
-        "--report_to",
-        "none",
-        "--save_strategy",
-        "no",
-    ]
-    output = run_command([*launcher("deepspeed", 1), *script, "--hidden", 64, "--layers", 2, "--length", 32, *flags])
+    options = ["--deepspeed", config("hf_lora_fuyou.json"), "--output_dir", tmp_path, "--bf16", "--max_steps", 3]
+    options += ["--hidden", 64, "--layers", 2, "--length", 32, "--logging_steps", 1, "--report_to", "none"]
+    options += ["--use_cpu", "--save_strategy", "no"]
+    output = run_script(EXAMPLES / "lora.py", options, tmp_path / "lora")
     assert "frozen parameters" in output
     assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
 def test_every_example_is_run_by_a_test() -> None:
     here = Path(__file__).read_text() + (ROOT / "Makefile").read_text() + (EXAMPLES / "two_ranks.sh").read_text()
-    names = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")} - {"text.py"}
+    names = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")} - {"text.py", "llama.py"}
     assert {name for name in names if name not in here} == set()
     assert (BIN / "deepspeed").exists()
