@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # One command a job; each prepares what it needs. Python 3.10+, a C++ compiler and a network suffice.
-#   make setup | demo | test | test-oldest | test-deepspeed | lint | format | docs | bench | clean
+#   make setup | demo | test | test-oldest | test-deepspeed | lint | format | docs | bench | bench-planner | clean
 # Overridable: PYTHON, VENV, DS_VERSION, TORCH, TORCH_FLAGS (for instance a package index), EXTRAS, TEST_FLAGS.
 
 PYTHON ?= python3
@@ -27,7 +27,7 @@ OLDEST := PATH="$(abspath .venv-ds0189/bin):$$PATH" TORCH_EXTENSIONS_DIR="$(absp
 BUILD_TOOLS := "setuptools>=77" wheel packaging ninja psutil py-cpuinfo numpy tqdm hjson "pydantic>=2" \
 	einops msgpack
 
-.PHONY: setup demo test test-oldest test-deepspeed lint format docs bench clean
+.PHONY: setup demo test test-oldest test-deepspeed lint format docs bench bench-planner clean
 
 setup: $(STAMP)
 
@@ -79,6 +79,10 @@ docs: setup
 
 bench: setup
 	$(RUN) python -m benchmarks.run
+
+# The automatic plan against a sweep by hand: about 15 minutes.
+bench-planner: setup
+	$(RUN) python -m benchmarks.planner
 
 clean:
 	rm -rf .venv .venv-ds0189 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
