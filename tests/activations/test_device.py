@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ from torch import nn
 from ds_fuyou.activations.blocks import find_blocks
 from ds_fuyou.activations.copies import copy_lane
 from ds_fuyou.activations.parameters import ResidentParameters
-from ds_fuyou.activations.policy import SwapEverything
+from ds_fuyou.activations.policy import BlockFate, Fate, SwapEverything
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.activations.space import SwapSpace
 from ds_fuyou.activations.swapper import Swapper
 from ds_fuyou.activations.tier import StorageHome, SwapTier
+from ds_fuyou.profiling.operators import profile_blocks
 from ds_fuyou.storage.io import IoLane, IoSettings
 from tests.activations.support import MIB, Plain, gradients
 
@@ -44,6 +46,38 @@ def test_gradients_on_the_device(arena_bytes: int, on_storage: bool, tmp_path: P
     swapper = Swapper(tier, index, SwapEverything(), device_type="cuda", smallest_bytes=4096)
     session = ActivationSession(model, find_blocks(model), swapper)
     for _ in range(3):
+        found = gradients(model, step)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert tier.counters.out_bytes > 0
+    session.close()
+    io.close()
+    space.close()
+
+
+def test_any_mixture_of_fates_on_the_device(tmp_path: Path) -> None:
+    """Outputs that are kept, swapped through pinned memory, or computed again."""
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    model = Plain(num_layers=4, width=128, dropout=0.1).to(device).train()
+    ids = torch.randint(300, (4, 129), device=device)
+
+    def step(model: nn.Module) -> None:
+        model(ids).backward()
+
+    expected = gradients(copy.deepcopy(model), step)
+    copied = copy.deepcopy(model)
+    profile = profile_blocks(copied, find_blocks(copied), lambda: step(copied))[0]
+    calls = [output.call for output in profile.outputs if output.call is not None]
+    space = SwapSpace([tmp_path])
+    io = IoLane(IoSettings(), space.path_of)
+    tier = SwapTier(4 * MIB, copy_lane(device), StorageHome(io, space), pin=True)
+    index = ResidentParameters(model.parameters())
+    swapper = Swapper(tier, index, SwapEverything(), device_type="cuda", smallest_bytes=4096)
+    session = ActivationSession(model, find_blocks(model), swapper)
+    drawn = random.Random(0)
+    for _ in range(4):
+        fates = [BlockFate(Fate.SWAP, {call: drawn.choice(list(Fate)) for call in calls}) for _ in range(4)]
+        session.decide({f"blocks.{i}": fate for i, fate in enumerate(fates)} | {"": BlockFate(Fate.SWAP)})
         found = gradients(model, step)
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert tier.counters.out_bytes > 0

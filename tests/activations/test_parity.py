@@ -37,9 +37,11 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("arena_bytes", [SMALL, 16 * MIB], ids=["small", "large"])
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    ("accumulation", "autocast", "arena_bytes"),
+    [(1, False, SMALL), (1, True, 16 * MIB), (3, False, 16 * MIB), (3, True, SMALL)],
+    ids=["1-fp32-small", "1-autocast-large", "3-fp32-large", "3-autocast-small"],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_gpt(name: str, accumulation: int, autocast: bool, arena_bytes: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
