@@ -155,7 +155,8 @@ class ActivationSettings(_Settings):
 
     tier: Tier = Field("auto", description="Home of swapped activations.")
     mode: Literal["auto", "none", "swap", "recompute"] = Field(
-        "auto", description="Leave activations alone, swap them, recompute them, or as the plan decides."
+        "auto",
+        description="Leave activations alone, swap them, recompute whole blocks, or decide for each operator's output.",
     )
     block_classes: list[str] | None = Field(
         None, description="Class names of the repeated blocks; found in the model when not given."
@@ -240,7 +241,11 @@ class FuyouConfig(_Settings):
         "`{rank}` and `{local_rank}` are replaced.",
     )
     dram_budget_bytes: ByteBudget = Field("auto", description="Host memory this rank may use.")
-    gpu_budget_bytes: ByteBudget = Field("auto", description="Device memory this rank may use.")
+    gpu_budget_bytes: ByteBudget = Field(
+        "auto",
+        description="Device memory this rank may use; `activations.mode: auto` fills it. Default there: 90 % of the "
+        "device, and no swapping where the device is the host.",
+    )
     nvme_budget_bytes: ByteBudget = Field("auto", description="Storage this rank may use.")
     parameters: ParameterSettings = ParameterSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
