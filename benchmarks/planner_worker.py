@@ -76,7 +76,8 @@ def measure(case: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         engine.backward(engine(torch.stack([data[s : s + length + 1] for s in starts])))
         engine.step()
 
-    for _ in range(case["num_lead"]):
+    automatic = run["tiers"] is None  # a run without a profile decides on activations after its fourth step
+    for _ in range(case["num_lead"] + (2 if automatic else 0)):
         step()
     begin = time.perf_counter()
     for _ in range(case["num_timed"]):

@@ -23,7 +23,9 @@ from ds_fuyou.storage.io import IoLane
 
 __all__ = ["AutoActivations"]
 
-_MEASURED_STEP = 2  # the first one builds what later ones use again, and is slowed down by being watched
+_MEASURED_STEP = (
+    2  # at the earliest: the first one builds what later ones use again, and is slowed down by being watched
+)
 _OF_DEVICE = 0.9  # of the device's memory, where no budget is given; the rest is the allocator's
 
 
@@ -47,6 +49,7 @@ class AutoActivations:
         self._io = io
         self._budget_bytes = budget_bytes
         self._planned = planned
+        self.measured_step = _MEASURED_STEP  # later where the first steps are not like the others
         self._num_steps = 0
         self._at = self._look()
         swapper = session.swapper
@@ -81,7 +84,7 @@ class AutoActivations:
         self._num_steps += 1
         self._take_profile()
         choice: Choice | None = None
-        if self._num_steps < _MEASURED_STEP:
+        if self._num_steps < self.measured_step:
             choice = self._by_plan()
             self._at = self._look()
         else:

@@ -53,6 +53,8 @@ class PlanningMixin:
     def _attach_plan(self: Any, given: ActivationInput) -> None:
         choice = _AutoChoice(self, given)
         self._run_plan = RunPlan(self.rank_state, self.module, self._blocks, choice, self._leave_out)
+        if self._auto_activations is not None:
+            self._auto_activations.measured_step = self._run_plan.first_usual_step
 
     def _leave_out(self: Any, secs: float, work: LaneTimes) -> None:
         report_leave_out(self.rank_state, secs, work)

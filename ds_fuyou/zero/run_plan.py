@@ -116,6 +116,11 @@ class RunPlan:
     # ---- told by the optimizer ----------------------------------------------------------------------------
 
     @property
+    def first_usual_step(self) -> int:
+        """Number of the first step that is not slowed down by measuring, nor by the one before."""
+        return _TIMED_STEP + 2 if self._measures else 2
+
+    @property
     def holds_updates(self) -> bool:
         """Whether this step updates nothing before ``step()``, so that backward can be timed alone."""
         return self._measures and self._num_steps == _TIMED_STEP - 1

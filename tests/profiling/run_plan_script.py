@@ -61,7 +61,7 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     results = {}
     engine = engine_of(directory, trace=trace, **AUTO)
-    results["cold"] = about(engine, train(engine, 0, 4))
+    results["cold"] = about(engine, train(engine, 0, 6))
     engine = engine_of(directory, **AUTO)
     losses = train(engine, 0, 8)
     losses += train(engine, 8, 14, repeat=2)
