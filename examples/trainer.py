@@ -2,7 +2,7 @@
 """Trains a Llama on the Python manual with the Hugging Face Trainer. An ordinary Trainer script.
 
 deepspeed examples/trainer.py --deepspeed configs/hf_trainer_fuyou.json --output_dir .work/trainer --bf16 \
-    --max_steps 20 --save_steps 10 --save_total_limit 2
+    --max_steps 20 --logging_steps 5 --save_steps 10 --save_total_limit 2
 Start it again with --resume_from_checkpoint .work/trainer/checkpoint-10 and it goes on from there.
 """
 

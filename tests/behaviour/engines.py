@@ -33,7 +33,7 @@ def make_engine(swap: str, tiers: str | None, seed: int, **model: Any) -> Any:
 
 def train(engine: Any, first: int, last: int) -> None:
     for index in range(first, last):
-        engine.backward(engine(**make_batch({}, index, 0)))
+        engine.backward(engine(**make_batch({}, index, torch.distributed.get_rank())))
         engine.step()
 
 
@@ -54,7 +54,11 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def files(swap: str) -> int:
-    return sum(path.is_file() for path in Path(swap).glob("**/*"))
+    """Of all ranks, when all have come here."""
+    torch.distributed.barrier()
+    found = sum(path.is_file() for path in Path(swap).glob("**/*"))
+    torch.distributed.barrier()
+    return found
 
 
 def resident_bytes() -> int:
@@ -159,3 +163,5 @@ SCENARIOS: dict[str, Any] = {
 if __name__ == "__main__":
     deepspeed.init_distributed("gloo")
     say(SCENARIOS[sys.argv[1]](sys.argv[2]))
+    for _ in range(4):  # as harness.train_worker.leave_group
+        torch.distributed.barrier()

@@ -16,29 +16,33 @@ ROOT = Path(__file__).parents[2]
 LIMIT_SECS = 150
 
 
-def run(name: str, swap: Path) -> dict[str, Any]:
+def run(name: str, swap: Path, num_ranks: int = 1) -> list[dict[str, Any]]:
+    """What every rank found."""
     swap.mkdir()
-    log = swap.with_name("log")
-    process = start(ROOT / "tests/behaviour/engines.py", [name, str(swap)], environment(0, 1, free_port()), log)
-    finish([process], LIMIT_SECS)
-    output = log.read_text()
-    assert process.exitcode == 0, output[-4000:]
-    line = next(line for line in output.splitlines() if line.startswith("FOUND "))
-    return json.loads(line.removeprefix("FOUND "))
+    logs = [swap.with_name(f"log{rank}") for rank in range(num_ranks)]
+    script, port = ROOT / "tests/behaviour/engines.py", free_port()
+    processes = [
+        start(script, [name, str(swap)], environment(rank, num_ranks, port), log) for rank, log in enumerate(logs)
+    ]
+    finish(processes, LIMIT_SECS)
+    outputs = [log.read_text() for log in logs]
+    assert not any(process.exitcode for process in processes), "\n".join(output[-4000:] for output in outputs)
+    lines = [line for output in outputs for line in output.splitlines() if line.startswith("FOUND ")]
+    return [json.loads(line.removeprefix("FOUND ")) for line in lines]
 
 
-def test_two_engines_train_as_each_of_them_alone(tmp_path: Path) -> None:
-    found = run("together", tmp_path / "swap")
-    assert found == {"as alone": [True, True], "own directories": True, "files": [True, 0], "scores": 6}
+def test_two_engines_on_two_ranks_train_as_each_of_them_alone(tmp_path: Path) -> None:
+    wanted = {"as alone": [True, True], "own directories": True, "files": [True, 0], "scores": 6}
+    assert run("together", tmp_path / "swap", num_ranks=2) == [wanted, wanted]
 
 
 def test_a_reference_model_without_an_optimizer_stays_as_it_is(tmp_path: Path) -> None:
-    found = run("reference", tmp_path / "swap")
+    (found,) = run("reference", tmp_path / "swap")
     assert found == {"equal at first": True, "actor moved": True, "reference stayed": True}
 
 
 @pytest.mark.parametrize("tiers", ["all", "none"])
 def test_destroy_frees_threads_descriptors_files_and_memory(tiers: str, tmp_path: Path) -> None:
-    found = run(f"freed-{tiers}", tmp_path / "swap")
+    (found,) = run(f"freed-{tiers}", tmp_path / "swap")
     assert found["after"] == found["before"]
     assert found["growth"] < 16 << 20  # one engine's states are 70 MB or more

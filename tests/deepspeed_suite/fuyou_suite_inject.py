@@ -4,8 +4,8 @@
 ``FUYOU_SUITE_MODE`` is "watch" (stock: only note what would get a block) or "inject". What happened is appended to the
 file ``FUYOU_SUITE_RECORD``, one line a configuration: "block" or "refused: reason".
 
-In both modes fp16 counts as supported: eager fp16 works on the CPU, DeepSpeed asks for native kernels. What costs every
-engine seconds is done once, in the fork server: some imports, and asking for the kind of CPU.
+In both modes fp16 counts as supported: eager fp16 works on the CPU, DeepSpeed asks for native kernels.
+What costs every engine seconds is done once, in the fork server: some imports, and asking for the kind of CPU.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ WHICH = os.environ.get("FUYOU_SUITE_WHICH", "offload")
 SWAP_PATH = os.environ.get("FUYOU_SUITE_SWAP", "")
 RECORD = os.environ.get("FUYOU_SUITE_RECORD", os.devnull)
 
-TIERS = {part: {"tier": "nvme"} for part in ("parameters", "optimizer", "gradients")}
-
 
 def gets_a_block(config: Mapping[str, Any]) -> bool:
     """Stage 3 with an offload section that names a device; with FUYOU_SUITE_WHICH=stage3 every stage 3."""
@@ -45,8 +43,14 @@ def gets_a_block(config: Mapping[str, Any]) -> bool:
 
 
 def with_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration with everything on storage, unless the pair is refused by name."""
-    block = {"nvme_path": SWAP_PATH or "/tmp", **TIERS}
+    """The configuration with states and gradients on storage, unless the pair is refused by name.
+
+    Parameters too, unless it offloads the optimizer alone: then their partitions stay in memory, as tests expect.
+    """
+    zero = config["zero_optimization"]
+    only_optimizer = bool(zero.get("offload_optimizer")) and not zero.get("offload_param")
+    tiers = {"parameters": "cpu" if only_optimizer else "nvme", "optimizer": "nvme", "gradients": "nvme"}
+    block = {"nvme_path": SWAP_PATH or "/tmp", **{part: {"tier": tier} for part, tier in tiers.items()}}
     candidate = {**config, "fuyou": block}
     try:
         load_activation(candidate)
