@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -237,7 +238,10 @@ class Swapper:
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The hook that autograd calls when it needs the tensor. Raises what bringing it back may raise."""
         self._in_backward = True
-        return self._value(packed)
+        value = self._value(packed)
+        if isinstance(packed, MovedTensor) and self.tier is not None:
+            self.tier.read_ahead(packed.tape.before(packed.place), packed.tape.soon(packed.place))
+        return value
 
     def _value(self, packed: Packed) -> torch.Tensor:
         if isinstance(packed, KeptTensor):
@@ -245,9 +249,7 @@ class Swapper:
         if isinstance(packed, SavedParameter):
             return self._parameter(packed)
         if isinstance(packed, MovedTensor) and self.tier is not None:
-            memory = self.tier.take(packed.record)
-            self.tier.read_ahead(packed.tape.before(packed.place), packed.tape.soon(packed.place))
-            return packed.view.over(memory, packed.begin)
+            return packed.view.over(self.tier.take(packed.record), packed.begin)
         raise TypeError(f"a saved tensor came back as {type(packed).__name__}")
 
     def is_intact(self, packed: Packed) -> bool:
@@ -261,10 +263,12 @@ class Swapper:
         return self._value(packed).detach()
 
     def read_ahead(self, packed: Sequence[Packed]) -> None:
-        """Backward is about to ask for these, in this order."""
-        records = [item.record for item in packed if isinstance(item, MovedTensor)]
-        if self.tier is not None and records:
-            self.tier.read_ahead(records, records)
+        """A recomputation is about to ask for these, in this order; backward then for what was saved before them."""
+        moved = [item for item in packed if isinstance(item, MovedTensor)]
+        if self.tier is not None and moved:
+            records = [item.record for item in moved]
+            first = min(moved, key=lambda item: item.place)
+            self.tier.read_ahead(chain(records, first.tape.before(first.place)), records)
 
     def _parameter(self, saved: SavedParameter) -> torch.Tensor:
         values = self.parameters.values(saved)
