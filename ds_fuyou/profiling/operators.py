@@ -161,12 +161,17 @@ class OperatorRecorder(TorchDispatchMode):
         blocks: the units of the result. A block that runs twice is recorded the first time.
         hooks: pack and unpack that take what is saved inside of blocks, so that who swaps activations goes on doing
             so; None keeps them as autograd does.
+        sees_saves: whether what is saved is looked at. Under ZeRO-3 only with hooks that know gathered parameters:
+            others hold on to the memory that these are gathered in.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[Block], hooks: SavedHooks | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[Block], hooks: SavedHooks | None = None, *, sees_saves: bool = True
+    ) -> None:
         super().__init__()
         self._model = model
         self._blocks = blocks
+        self._sees_saves = sees_saves
         self._pack, self._unpack = hooks if hooks is not None else (_keep, _give)
         self._outside = _Calls("")
         self._calls: dict[str, _Calls] = {}
@@ -258,7 +263,7 @@ class OperatorRecorder(TorchDispatchMode):
                 return
             self._current = self._calls[block.name] = _Calls(block.name)
             self._current.took((args, kwargs))
-            if torch.is_grad_enabled():
+            if self._sees_saves and torch.is_grad_enabled():
                 hooks.append(torch.autograd.graph.saved_tensors_hooks(self._saved, self._unpack))
                 hooks[-1].__enter__()
 

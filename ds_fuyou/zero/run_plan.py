@@ -42,6 +42,7 @@ from ds_fuyou.zero.step_clock import StepClock, StepTimes
 __all__ = ["RunPlan"]
 
 _SMALLEST_PROBE, _LARGEST_PROBE = 4 << 20, 256 << 20
+_LINK_BYTES, _LINK_BYTES_ON_HOST = 64 << 20, 8 << 20  # the latter is host memory twice: little, for any model
 _TIMED_STEP = 2
 
 
@@ -188,7 +189,7 @@ class RunPlan:
             return
         accelerator: Any = get_accelerator()
         on_host = accelerator.device_name() == "cpu"
-        size = max(_SMALLEST_PROBE, min(64 << 20, 2 * state.layout.numel))
+        size = _LINK_BYTES_ON_HOST if on_host else _LINK_BYTES
         up, down = probe_link(torch.device(accelerator.current_device_name()), size, state.core.options.pin)
         self.profile = RunProfile(
             machine=self._identity.machine,

@@ -86,7 +86,8 @@ class StepClock:
         self._num_elements += math.prod(self.shape)
         wanted, self._wanted = self._wanted, None
         if wanted is not None and not _is_compiled(model):
-            self.recorder = OperatorRecorder(model, *wanted)
+            blocks, hooks = wanted
+            self.recorder = OperatorRecorder(model, blocks, hooks, sees_saves=hooks is not None)
             self.recorder.__enter__()
         self._began = self._now()
 

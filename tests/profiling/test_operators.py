@@ -74,6 +74,18 @@ def test_what_backward_needs_is_told_from_what_it_does_not() -> None:
     assert needed["mul"]  # the input of the next block
 
 
+def test_saves_are_left_alone_where_nobody_knows_parameters() -> None:
+    net = model()
+    recorder = OperatorRecorder(net, find_blocks(net, ["Block"]), sees_saves=False)
+    with recorder:
+        loss = net(batch()).sum()
+    first, *_ = recorder.profiles()
+    assert not first.saves_known
+    assert first.flops > 0
+    loss.backward()
+    assert not any(output.saved for output in first.outputs)
+
+
 def test_inside_a_checkpoint_nobody_knows_what_is_saved() -> None:
     net = model(checkpointed=True)
     loss: list[torch.Tensor] = []
