@@ -223,13 +223,17 @@ class OutOfCoreOptimizer:
             self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Reads, in deadline order and as far as staging memory reaches, the state that step() will update."""
+        """Reads, in deadline order and as far as staging memory reaches, the state that step() will update.
+
+        What chunks with a resident state will need of it, G16 from storage, stays free for them.
+        """
         left = self.staging.capacity_bytes
-        stored = [chunk for chunk in self.layout.chunks if not self.place.residency.states[chunk.index]]
-        for chunk in sorted(stored, key=lambda c: c.position):
+        for chunk in sorted(self.layout.chunks, key=lambda c: c.position):
             left -= self.place.job_bytes(chunk)
             if left < 0:
                 break
+            if self.place.residency.states[chunk.index]:
+                continue
             self._held.add(chunk.index)
             self._enqueue(chunk.index, [], 1.0, gradient=0, held=True)
 

@@ -46,15 +46,18 @@ def test_chunks_stay_in_deadline_order_and_never_more_than_the_share() -> None:
 
 
 @contextmanager
-def open_core(directory: Path, params: float, states: float, grads: float) -> Iterator[OutOfCoreOptimizer]:
+def open_core(
+    directory: Path, params: float, states: float, grads: float, *, policy: str = "speculate"
+) -> Iterator[OutOfCoreOptimizer]:
+    """Staging memory holds two chunks."""
     options = CoreOptions(
         residency=ChunkResidency.by_deadline(LAYOUT, params, states, grads),
         num_slots=2,
         overlap=Overlap.BACKWARD_AND_FORWARD,
-        clip_policy="speculate",
+        clip_policy=policy,
         param_dtype=torch.bfloat16,
         grad_dtype=torch.bfloat16,
-        staging_bytes=1 << 20,
+        staging_bytes=1,
         num_update_threads=1,
         io=IoSettings(engine="threads"),
     )
@@ -99,6 +102,20 @@ def test_every_share_leaves_what_memory_alone_leaves(shares: tuple[float, float,
         on_storage = {index for index, resident in enumerate(core.place.residency.states) if not resident}
         assert train(core) == [on_storage] * 3
         assert core.num_redone_chunks == len(on_storage)
+        for wanted, found in zip(expected, results(core), strict=True):
+            assert torch.equal(wanted, found)
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.5, 0.0), (1.0, 0.3, 0.5)])
+def test_updates_that_wait_for_the_step_run_beside_states_that_were_read_ahead(
+    shares: tuple[float, float, float], tmp_path: Path
+) -> None:
+    """Also where staging memory is short and resident states need some of it for their G16 on storage."""
+    with open_core(tmp_path / "memory", 1.0, 1.0, 1.0) as core:
+        train(core)
+        expected = results(core)
+    with open_core(tmp_path / "shared", *shares, policy="defer") as core:
+        assert train(core) == [set()] * 3
         for wanted, found in zip(expected, results(core), strict=True):
             assert torch.equal(wanted, found)
 
