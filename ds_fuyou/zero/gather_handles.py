@@ -2,9 +2,9 @@
 """One rank's "gathers" without stopping the host.
 
 Stock's handles of a gather on one rank copy the partition to the device and then synchronise the stream, in backward
-too. The coordinator makes the computing stream wait for the gathering stream and bounds what is in flight by events,
-so that nothing else needs the host to wait; a gather outside of it runs on the stream that uses its result. The host
-memory that such a copy reads is kept by the swapper's :class:`~ds_fuyou.lanes.fence.ReleaseFence`.
+too. Here an event follows the copies, and the stream that waits for the handle comes after it: the coordinator's
+gathering stream, which the computing stream waits for and whose work in flight it bounds, or the computing stream
+itself. The host memory that such a copy reads is kept by the swapper's :class:`~ds_fuyou.lanes.fence.ReleaseFence`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from ds_fuyou.zero.param_swapper import FuyouParameterSwapper
+from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, recorded_event
 
 __all__ = ["event_ordered"]
 
@@ -27,9 +28,12 @@ def event_ordered(original: type) -> Callable[[Any], Any]:
         def __init__(self, params: Any) -> None:
             super().__init__(params)
             self._params = list(params) if isinstance(params, (list, tuple)) else [params]
+            self._copied = None if get_accelerator().is_synchronized_device() else recorded_event()
 
         def wait(self, **kwargs: Any) -> None:
-            """Marks the parameters available, once: one handle is waited for by each of its parameters."""
+            """Orders the current stream; marks the parameters available, once: each of them waits for their handle."""
+            if self._copied is not None:
+                get_accelerator().current_stream().wait_event(self._copied)
             for param in self._params:
                 param.ds_status = ZeroParamStatus.AVAILABLE
             self._params = []

@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_fuyou.optimizer.norms import rounds_safely
 from ds_fuyou.zero.blocks import block_of
+from ds_fuyou.zero.param_swapper import recorded_event
 from ds_fuyou.zero.stock import get_norm_dtype, is_boundary
 
 __all__ = ["GradientFlowMixin"]
@@ -25,7 +26,7 @@ class GradientFlowMixin:
         self._pending_ids: set[int] = set()
         self._pending_numel = 0
         self._block_of = {p.ds_id: block_of(n) for n, p in self.module.named_parameters()}
-        self._in_copy: deque[tuple[Any, list[Any]]] = deque()
+        self._in_copy: deque[tuple[Any, dict[int, Any]]] = deque()
         self._squares: dict[int, float] = {}
         self._fast_norms = get_accelerator().device_name() == "cpu" and get_norm_dtype() == torch.float64
         self.num_exact_norms = 0
@@ -124,6 +125,8 @@ class GradientFlowMixin:
 
     def _store_gradient(self: Any, param: Any, partition: torch.Tensor, boundary: bool) -> None:
         core, span = self.rank_state.core, self.rank_state.span(param)
+        for _, complete in self._in_copy:
+            complete.pop(param.ds_id, None)  # it is complete when this gradient has been copied, too
         if hasattr(self, "_offload_boundary_param_ids"):
             self._offload_boundary_param_ids.add(param.ds_id)
         if partition.numel() < span.numel:  # the last rank's padding carries zeros
@@ -141,7 +144,8 @@ class GradientFlowMixin:
             self._squares[param.ds_id] = squares
             norm = torch.tensor(squares, dtype=torch.float64).sqrt()
         else:
-            norm = self._constant_buffered_norm2(views[0] if len(views) == 1 else torch.cat(views))
+            values = views[0] if len(views) == 1 else torch.cat(views)
+            norm = self._constant_buffered_norm2(values.to(get_accelerator().current_device_name()))
         self.norm_for_param_grads[self.get_param_id(param)] = norm
 
     def _forget_norm(self: Any, param: Any) -> None:
@@ -173,16 +177,14 @@ class GradientFlowMixin:
             for param in params:
                 self.rank_state.core.complete_gradient(self.rank_state.span(param))
             return
-        event = get_accelerator().Event()
-        event.record()
-        self._in_copy.append((event, params))
+        self._in_copy.append((recorded_event(), {param.ds_id: param for param in params}))
         self._complete_copied(wait=False)
 
     def _complete_copied(self: Any, *, wait: bool) -> None:
         while self._in_copy and (wait or self._in_copy[0][0].query()):
-            event, params = self._in_copy.popleft()
+            event, complete = self._in_copy.popleft()
             event.synchronize()
-            for param in params:
+            for param in complete.values():
                 self.rank_state.core.complete_gradient(self.rank_state.span(param))
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
@@ -228,6 +230,10 @@ class GradientFlowMixin:
         """
         self._flush_pending()
         self._complete_copied(wait=True)
+        if not get_accelerator().is_synchronized_device():
+            # What follows overwrites P16 that a forward since backward may still be copying to the device. The norm
+            # needs all of this stream's work anyway.
+            get_accelerator().current_stream().synchronize()
         state = self.rank_state
         for group in self.fp16_groups:
             for param in group:

@@ -31,12 +31,13 @@ from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.staging_file import StagingFile
 
-__all__ = ["FuyouParameterSwapper", "ParameterSource"]
+__all__ = ["FuyouParameterSwapper", "ParameterSource", "recorded_event"]
 
 AVAILABLE, NOT_AVAILABLE = PartitionedParamStatus.AVAILABLE, PartitionedParamStatus.NOT_AVAILABLE
 
 
-def _recorded_event() -> Any:
+def recorded_event() -> Any:
+    """An event of the accelerator, recorded on its current stream."""
     event = get_accelerator().Event()
     event.record()
     return event
@@ -72,7 +73,7 @@ class FuyouParameterSwapper:
         self._file: StagingFile | None = None
         self._dram_left = self._staging_budget()
         self._heap = HeapGuard()
-        self._fence = ReleaseFence(None if get_accelerator().is_synchronized_device() else _recorded_event)
+        self._fence = ReleaseFence(None if get_accelerator().is_synchronized_device() else recorded_event)
 
     def _staging_budget(self) -> int:
         """Bytes of P16 that zero.Init may keep in DRAM before the tiers are decided for the whole model."""

@@ -49,7 +49,15 @@ def test_equals_stock(dtype: str, tiers: str, tmp_path: Path) -> None:
     config = ds_config(**CASES[dtype])
     for section in ("offload_optimizer", "offload_param"):
         config["zero_optimization"][section] = {"device": "cpu", "pin_memory": True}
-    case = {"config": config, "model": {}, "steps": 6, "zero_init": True}
+    case = {
+        "config": config,
+        "model": {},
+        "steps": 6,
+        "zero_init": True,
+        "eval_before": [2],
+        "pairs_in": [3],
+        "look_at": [4],
+    }
     parameters, optimizer, gradients = TIERS[tiers]
     block = {
         "nvme_path": str(tmp_path / "swap"),
