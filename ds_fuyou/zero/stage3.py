@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_fuyou.host_config import Activation, current_activation
+from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.rules import GroupHyper, optimizer_kind
 from ds_fuyou.telemetry.report import report_step
 from ds_fuyou.telemetry.tier_bytes import TierBytes
@@ -189,6 +190,7 @@ class FuyouStage3Optimizer(
         core.apply(self._hypers(), multiplier, expected_multiplier=self._multiplier(None))
         self.rank_state.step_applied()
         self.reset_cpu_buffers()
+        self._gather_persistent()
         self.invalidate_secondary_tensor()
         report_step(self.rank_state)
         if self._monitor is not None:
@@ -235,8 +237,15 @@ class FuyouStage3Optimizer(
         return bool(flag[0].item())
 
     def checkpoint_event_epilogue(self) -> None:
-        """Persistent parameters are gathered at their first use, not all at once."""
+        self._gather_persistent()
         self.invalidate_secondary_tensor()
+
+    def _gather_persistent(self) -> None:
+        """As stock, where every update ends inside ``step()`` anyway. Otherwise persistent parameters are gathered at
+        their first use: here it would wait for all of their updates."""
+        waits = self.rank_state.core.options.overlap is not Overlap.BACKWARD_AND_FORWARD
+        if waits and self.persistent_parameters:
+            self.persistent_parameters[0].all_gather(self.persistent_parameters)
 
     def destroy(self) -> None:
         try:

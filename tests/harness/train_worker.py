@@ -4,12 +4,13 @@
 Run as a script by harness.runner with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set. The
 saved dictionary holds losses, gradient norms, and P16, P32 and moments of every parameter by name.
 
-What a case may ask for in certain steps (lists of step numbers): ``eval_before``, ``edit_before`` (new values
-under GatheredParameters), ``look_at`` (fp32 states and gradients between backward and step, and after the
-step), ``set_states_before`` and ``set_gradient_in`` (safe_set_full_*). ``load``, ``save`` (at the end) and
-``export`` name folders; ``save_after`` steps, to ``save_to``, training goes on. What scripts do inside a step is in
-script_actions.py. ``compile`` names a backend of torch.compile; ``plain`` trains without DeepSpeed; ``leaf``: expert
-modules are leaves for ZeRO-3. ``model_parallel``: an ``mpu`` object that says this many ranks share a model.
+What a case may ask for in certain steps (lists of step numbers): ``eval_before``, ``edit_before`` (new values under
+GatheredParameters), ``look_at`` (fp32 states and gradients between backward and step, and after the step),
+``read_ungathered_after`` (which parameters are there), ``set_states_before`` and ``set_gradient_in``
+(safe_set_full_*). ``load``, ``save`` (at the end) and ``export`` name folders; ``save_after`` steps, to ``save_to``,
+training goes on. What scripts do inside a step is in script_actions.py. ``compile`` names a backend of torch.compile;
+``plain`` trains without DeepSpeed; ``leaf``: expert modules are leaves for ZeRO-3. ``model_parallel``: an ``mpu``
+object that says this many ranks share a model.
 """
 
 import json
@@ -204,6 +205,9 @@ def train(engine, case: dict, first: int, last: int, result: dict) -> None:
                 engine.step()
         if step in case.get("look_at", ()):
             look(engine, case, result, with_gradients=False)
+        if step in case.get("read_ungathered_after", ()):
+            there = {name: p.data.clone() for name, p in engine.module.named_parameters() if p.data.numel() > 1}
+            result["seen"].append(there)
         result["losses"].append(float(loss.detach()))
         norm = engine.get_global_grad_norm()
         result["norms"].append(None if norm is None else float(norm))

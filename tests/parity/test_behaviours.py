@@ -63,6 +63,17 @@ def test_equals_stock_where_no_clipping_redoes_the_step(name: str, tiers: str, m
     must_equal(case, block(str(tmp_path / "swap"), tiers, "speculate"))
 
 
+@pytest.mark.parametrize("overlap", ["backward", "none"])
+def test_small_parameters_can_be_read_after_a_step_that_waits_for_updates(
+    overlap: str, must_equal, tmp_path: Path
+) -> None:
+    """Stock gathers persistent parameters in every step, so scripts read them without GatheredParameters."""
+    case = {**case_of("tied"), "read_ungathered_after": [1, 4]}
+    _, ours = must_equal(case, block(str(tmp_path / "swap"), "all", overlap=overlap))
+    assert len(ours[0]["seen"]) == 2
+    assert all(len(seen) > 3 for seen in ours[0]["seen"])
+
+
 def test_an_optimizer_object_equals_the_configured_one(must_equal, stock_run, tmp_path: Path) -> None:
     """torch.optim.AdamW given by the script is updated by the arithmetic that JSON "AdamW" selects."""
     config = ds_config(gradient_clipping=0.5)
