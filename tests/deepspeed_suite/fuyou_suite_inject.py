@@ -4,6 +4,9 @@
 ``FUYOU_SUITE_MODE`` is "watch" (stock: only note what would get a block) or "inject". What happened is appended to the
 file ``FUYOU_SUITE_RECORD``, one line a configuration: "block" or "refused: reason".
 
+``FUYOU_SUITE_OVERLAP`` is the block's ``optimizer.overlap``: tests that read parameters between steps without gathering
+them need "backward" (docs/combinations.md).
+
 In both modes fp16 counts as supported: eager fp16 works on the CPU, DeepSpeed asks for native kernels.
 What costs every engine seconds is done once, in the fork server: some imports, and asking for the kind of CPU.
 """
@@ -28,6 +31,7 @@ from ds_fuyou.host_config import load_activation
 MODE = os.environ.get("FUYOU_SUITE_MODE", "watch")
 WHICH = os.environ.get("FUYOU_SUITE_WHICH", "offload")
 SWAP_PATH = os.environ.get("FUYOU_SUITE_SWAP", "")
+OVERLAP = os.environ.get("FUYOU_SUITE_OVERLAP", "auto")
 RECORD = os.environ.get("FUYOU_SUITE_RECORD", os.devnull)
 
 
@@ -50,7 +54,9 @@ def with_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
     zero = config["zero_optimization"]
     only_optimizer = bool(zero.get("offload_optimizer")) and not zero.get("offload_param")
     tiers = {"parameters": "cpu" if only_optimizer else "nvme", "optimizer": "nvme", "gradients": "nvme"}
-    block = {"nvme_path": SWAP_PATH or "/tmp", **{part: {"tier": tier} for part, tier in tiers.items()}}
+    block: dict[str, Any] = {part: {"tier": tier} for part, tier in tiers.items()}
+    block["optimizer"]["overlap"] = OVERLAP
+    block["nvme_path"] = SWAP_PATH or "/tmp"
     candidate = {**config, "fuyou": block}
     try:
         load_activation(candidate)
