@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 
 from ds_fuyou.lanes.memory import aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.layout import Chunk, ParamSpan, overlap
+from ds_fuyou.storage.io import storage_error
 from ds_fuyou.storage.store import Extent
 
 if TYPE_CHECKING:
@@ -61,6 +63,10 @@ class StateAccess:
         if transfer is not None:
             transfer.wait()
             state[self._num_stored_bytes(chunk) :].zero_()
+            if not self._core.pipeline.state_holds(chunk.index, state.data_ptr()):
+                begin = self._core.state_extents(chunk.index)[0]
+                what = f"reading the state of chunk {chunk.index}"
+                raise storage_error(what, errno.EBADMSG, begin.fd, begin.offset, self._core._path_of)
         return chunk, self._parts(chunk, state)
 
     def _part_bytes(self, chunk: Chunk) -> int:

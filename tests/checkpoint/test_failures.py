@@ -70,6 +70,14 @@ def test_a_killed_save_leaves_the_checkpoint_it_was_to_replace(tmp_path: Path) -
     assert differences(again, kept) == []
 
 
+def test_a_byte_that_changed_on_the_disk_is_not_saved(tmp_path: Path) -> None:
+    (said,) = results("flipped", CASE, tmp_path)
+    assert "FuyouChecksumError" in said["save"]
+    assert "the state of chunk 1" in said["save"]
+    assert "not those this run wrote" in said["save"]
+    assert said["left"] == []
+
+
 def test_saving_and_loading_need_no_memory_for_the_model(tmp_path: Path) -> None:
     """12 bytes a parameter are written and read; two chunks of them may be in memory."""
     case = {**CASE, "model": {"num_layers": 12, "width": 640, "vocabulary": 1000}, "zero_init": True}

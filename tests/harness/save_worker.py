@@ -3,7 +3,8 @@
 
 WHAT: "failures" (a disk that is too small, a disk that fills up), "killed" (dies in the middle of replacing a
 checkpoint), "one_rank" (of two: its disk is full, the other's is not), "edges" (frozen for the time being; a
-checkpoint of before the first step loaded into a trained engine), "memory" (anonymous memory of the process before
+checkpoint of before the first step loaded into a trained engine), "flipped" (a byte of the run's state on the disk),
+"memory" (anonymous memory of the process before
 and while it saves and loads).
 """
 
@@ -111,6 +112,20 @@ def edges(engine, case: dict, folder: Path) -> dict:
     }
 
 
+def flipped(engine, case: dict, folder: Path) -> dict:
+    """A byte of a chunk's state is another one on the disk: it must not get into a checkpoint."""
+    core = engine.optimizer.rank_state.core
+    core.wait_all()
+    extent = core.state_extents(1)[0]
+    with open(f"/proc/self/fd/{extent.fd}", "r+b") as file:
+        file.seek(extent.offset + 18)
+        byte = file.read(1)[0]
+        file.seek(extent.offset + 18)
+        file.write(bytes([byte ^ 1]))
+    said = {"save": raised(lambda: engine.save_checkpoint(str(folder), tag="bad"))}
+    return {**said, "left": sorted(path.name for path in folder.iterdir() if path.name == "bad")}
+
+
 def anonymous_bytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
@@ -145,13 +160,30 @@ def memory(engine, case: dict, folder: Path) -> dict:
     }
 
 
+TASKS = {
+    "failures": failures,
+    "killed": killed,
+    "one_rank": one_rank,
+    "edges": edges,
+    "flipped": flipped,
+    "memory": memory,
+}
+
+
 def main() -> None:
     case, what, folder = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2], Path(sys.argv[3])
     engine = build_engine(case)
     if case.get("before"):
         engine.save_checkpoint(case["before"])
     train(engine, case, 2)
-    tasks = {"failures": failures, "killed": killed, "one_rank": one_rank, "edges": edges, "memory": memory}
+    tasks = {
+        "failures": failures,
+        "killed": killed,
+        "one_rank": one_rank,
+        "edges": edges,
+        "flipped": flipped,
+        "memory": memory,
+    }
     found = tasks[what](engine, case, folder)
     sys.stderr.write(json.dumps(found) + "\n")
     engine.destroy()

@@ -346,6 +346,12 @@ void bind_pipeline(py::module_& m)
         .def("stats", &ChunkPipeline::stats)
         .def("set_tracing", &ChunkPipeline::set_tracing)
         .def("set_checksum", &ChunkPipeline::set_checksum)
+        .def(
+            "state_holds",
+            [](const ChunkPipeline& pipeline, std::size_t chunk, std::uintptr_t block) {
+                return pipeline.state_holds(chunk, reinterpret_cast<const char*>(block));
+            },
+            NoGil())
         .def("take_events",
              [](ChunkPipeline& pipeline) {
                  std::vector<std::tuple<int, std::size_t, std::int64_t, double, double>> events;

@@ -406,6 +406,29 @@ void ChunkPipeline::set_checksum(bool on)
     checksum_ = on;
 }
 
+bool ChunkPipeline::state_holds(std::size_t index, const char* block) const
+{
+    std::uint64_t written = 0, numel = 0;
+    int num_moments = 0;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const Chunk& chunk = chunks_.at(index);
+        const std::size_t slot = static_cast<std::size_t>(chunk.slot);
+        if (!checksum_ || chunk.resident() || !chunk.has_sum[slot]) return true;
+        written = chunk.sums[slot];
+        numel = chunk.spec.numel;
+        num_moments = chunk.spec.num_moments;
+    }
+    const auto part = [&](int which) {
+        return reinterpret_cast<const float*>(block + static_cast<std::uint64_t>(which) *
+                                                          part_bytes(numel));
+    };
+    std::uint64_t sum = bit_sum(part(0), numel);
+    for (int moment = 0; moment < num_moments; ++moment)
+        sum += bit_sum(part(moment + 1), numel) * static_cast<std::uint64_t>(2 * moment + 3);
+    return sum == written;
+}
+
 // Compares what was read with what this run wrote last; remembers what will be written.
 bool ChunkPipeline::checksum_holds_locked(const Job& job)
 {

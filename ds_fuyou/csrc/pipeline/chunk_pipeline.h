@@ -151,6 +151,9 @@ class ChunkPipeline {
     void set_tracing(bool on);
     // Blocks that an update reads are compared with what the last update of the chunk wrote.
     void set_checksum(bool on);
+    // Whether a state block read from the published slot is what the chunk's last update wrote;
+    // true as long as no update of this run wrote it.
+    bool state_holds(std::size_t chunk, const char* block) const;
     std::vector<LaneEvent> take_events();
     void stop();  // finishes nothing new, waits for what is in flight, joins
 
