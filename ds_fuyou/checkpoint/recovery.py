@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -23,14 +24,19 @@ from ds_fuyou.lanes.memory import PAGE_BYTES, aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.layout import FlatLayout
 from ds_fuyou.optimizer.placement import state_region
 from ds_fuyou.storage.creation import read_directory_manifest
-from ds_fuyou.storage.store import CommitRecord, JsonValue, SlotStore
+from ds_fuyou.storage.store import CommitRecord, JsonValue, RunIdentity, SlotStore
 
 __all__ = ["Recovered", "contents_of", "recover"]
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """``step``: the committed step, 0 before the first; ``num_params``: tensors in the file."""
+    """What was taken out.
+
+    Attributes:
+        step: optimizer steps applied to the weights, those before a resume included, skipped ones not.
+        num_params: tensors in the file.
+    """
 
     step: int
     num_params: int
@@ -52,8 +58,8 @@ def recover(directories: Sequence[Path], out: Path) -> Recovered:
         directories: a state directory (``PATH/ds_fuyou/RUN-rankN``) of every rank; those in other paths are found.
 
     Raises:
-        FuyouStateError: a rank is missing, a process holds the files, ranks committed different steps, nothing was
-            committed, there is one slot a chunk, or P32 of some chunks was in host memory.
+        FuyouStateError: a rank is missing or of another run, a process holds the files, ranks committed different
+            steps, no commit stands, there is one slot a chunk, or P32 of some chunks was in host memory.
         FuyouStorageError: a directory or file is missing or cannot be read.
         FuyouChecksumError: manifest or commit record is torn.
     """
@@ -77,17 +83,21 @@ def recover(directories: Sequence[Path], out: Path) -> Recovered:
 class _Rank:
     """One rank's files and what is in them."""
 
-    def __init__(self, store: SlotStore, rank: int, world_size: int) -> None:
-        self.store, self.rank, self.world_size = store, rank, world_size
+    def __init__(self, store: SlotStore, identity: RunIdentity) -> None:
+        self.store, self.identity, self.rank = store, identity, identity.rank
         contents = store.contents()
         self.params: list[tuple[str, list[int], int, int, int]] = [(*entry,) for entry in contents["params"]]
         self.chunks: list[tuple[int, int, int]] = [(*entry,) for entry in contents["chunks"]]
         self.commit = self._checked_commit()
+        self.optimizer_step = cast("int", self.commit.meta["optimizer_step"])
 
     def _checked_commit(self) -> CommitRecord:
         where, commit = self.store.directories[0], self.store.last_commit()
         if commit is None:
-            raise FuyouStateError(f"{where}: the run ended before its state was written; there is nothing to recover")
+            raise FuyouStateError(
+                f"{where}: the run ended before its states were written, or while they were replaced (a checkpoint "
+                f"loaded, safe_set_full_*) and no step came after; use the last checkpoint"
+            )
         missing = sum(state_region(index) not in self.store.regions for index in range(len(self.chunks)))
         if missing:
             raise FuyouStateError(
@@ -145,31 +155,27 @@ class _Param:
 def _open_ranks(directories: Sequence[Path], opened: ExitStack) -> list[_Rank]:
     """All ranks of one run, in order."""
     found: dict[str, _Rank] = {}
-    fingerprints = set()
     for directory in directories:
         manifest = read_directory_manifest(directory)
         if manifest.store_id in found:
             continue
         store = SlotStore.open([Path(path) for path in manifest.directories], None)
         opened.callback(store.close, remove=False)
-        identity = manifest.identity
-        found[manifest.store_id] = _Rank(store, identity.rank, identity.world_size)
-        fingerprints.add(identity.model_fingerprint)
+        found[manifest.store_id] = _Rank(store, manifest.identity)
     ranks = sorted(found.values(), key=lambda rank: rank.rank)
     if not ranks:
         raise FuyouStateError("at least one state directory must be named")
-    wanted = list(range(ranks[0].world_size))
-    if [rank.rank for rank in ranks] != wanted or len({rank.world_size for rank in ranks}) > 1 or len(fingerprints) > 1:
+    first = ranks[0].identity
+    if [rank.identity for rank in ranks] != [replace(first, rank=rank) for rank in range(first.world_size)]:
         raise FuyouStateError(
-            f"state directories of all {len(wanted)} ranks of one run must be named, found those of ranks "
-            f"{', '.join(str(rank.rank) for rank in ranks)}"
+            f"state directories of all {first.world_size} ranks of one run must be named, found "
+            f"{', '.join(rank.identity.directory_name for rank in ranks)}"
         )
     return ranks
 
 
 def _common_step(ranks: Sequence[_Rank]) -> int:
-    steps: Mapping[int, int] = {rank.rank: rank.commit.step for rank in ranks}
-    if len(set(steps.values())) > 1:
-        said = ", ".join(f"rank {rank}: step {step}" for rank, step in steps.items())
+    if len({(rank.commit.step, rank.optimizer_step) for rank in ranks}) > 1:
+        said = ", ".join(f"rank {rank.rank}: step {rank.optimizer_step}" for rank in ranks)
         raise FuyouStateError(f"the ranks were killed between two commits ({said}); use the last checkpoint")
-    return ranks[0].commit.step
+    return ranks[0].optimizer_step

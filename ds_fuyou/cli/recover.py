@@ -33,5 +33,6 @@ def run(arguments: argparse.Namespace) -> int:
     from ds_fuyou.checkpoint.recovery import recover
 
     found = recover(arguments.directories, arguments.out)
-    sys.stdout.write(f"{arguments.out}: {found.num_params} parameters in fp32 as of step {found.step}\n")
+    said = f"{found.num_params} parameters in fp32 as of step {found.step} (optimizer steps, counted over resumes)"
+    sys.stdout.write(f"{arguments.out}: {said}\n")
     return 0

@@ -121,7 +121,7 @@ class OutOfCoreOptimizer:
         """
         self._values.initialize(source, progress)
         if self._committer is not None:
-            self._committer.commit_now(0)
+            self._committer.commit_now(0, 0)
 
     # ---- gradients ----------------------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class OutOfCoreOptimizer:
         self._keep_wide_gradients()
         self._end_window()
         if self._committer is not None:
-            self._committer.order(self.generation)
+            self._committer.order(self.generation, self.clock.step)
         if self.options.overlap is not Overlap.BACKWARD_AND_FORWARD:
             self.wait_all()
 
@@ -497,6 +497,13 @@ class OutOfCoreOptimizer:
     def state_extents(self, index: int) -> Sequence[Extent]:
         """Where the committed or last applied state of a chunk on storage lies."""
         return self.place.state_extents(index, self._slot(index))
+
+    def withdraw_commit(self) -> None:
+        """Before states on storage are overwritten in place; see [Note: states replaced in place]. Waits."""
+        committer = self._committer
+        if committer is not None:
+            self._wait(committer.settled, lambda: f"step {self.generation} to be committed")
+            committer.withdraw()
 
     def drop_prepared(self, index: int) -> None:
         """Drops what backward prepared for a chunk, and waits until nothing works on it."""

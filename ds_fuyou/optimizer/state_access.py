@@ -80,7 +80,10 @@ class StateAccess:
         return [state[i * size : (i + 1) * size].view(torch.float32)[: chunk.numel] for i in range(self._num_parts)]
 
     def write(self, index: int, parts: Sequence[torch.Tensor], params: torch.Tensor | None = None) -> None:
-        """Replaces a chunk's state, and its P16 by ``params``; an update prepared from the old one is dropped."""
+        """Replaces a chunk's state, and its P16 by ``params``; an update prepared from the old one is dropped.
+
+        What lives on storage is overwritten in place, and no commit stands from then until the next step's.
+        """
         core = self._core
         core.wait_all()
         core.drop_prepared(index)
@@ -92,6 +95,7 @@ class StateAccess:
         if resident is not None:
             resident.copy_(state)
         else:
+            core.withdraw_commit()
             core.io.write(core.state_extents(index), state, f"writing the state of chunk {index}").wait()
         self._has_moments[index] = True
         core.pipeline.set_zero_moments(index, False)

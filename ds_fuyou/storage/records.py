@@ -7,6 +7,7 @@ altered file is told from a good one whatever byte is wrong.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -28,6 +29,7 @@ __all__ = [
     "ProcessMark",
     "read_manifest",
     "read_record",
+    "remove_record",
     "write_manifest",
     "write_record",
 ]
@@ -151,6 +153,21 @@ def write_record(dir_fd: int, directory: Path, name: str, payload: Mapping[str, 
         os.fsync(dir_fd)
     except OSError as error:
         message = f"writing {name} failed; the last committed state is intact"
+        raise FuyouStorageError(error.errno or errno.EIO, message, str(directory / name)) from error
+
+
+def remove_record(dir_fd: int, directory: Path, name: str) -> None:
+    """Removes ``name`` if it exists; when it returns that survives a power cut.
+
+    Raises:
+        FuyouStorageError: nothing changed, or (when only the directory's fsync failed) it may not be durable.
+    """
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=dir_fd)
+        os.fsync(dir_fd)
+    except OSError as error:
+        message = f"removing {name} failed; nothing it stands for was overwritten"
         raise FuyouStorageError(error.errno or errno.EIO, message, str(directory / name)) from error
 
 

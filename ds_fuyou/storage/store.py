@@ -22,7 +22,7 @@ from ds_fuyou.storage import cleanup, lifetime
 from ds_fuyou.storage.creation import CreateOptions, StoreFiles, create_files, open_files
 from ds_fuyou.storage.layout import Piece, SlotChoice, choose_num_slots
 from ds_fuyou.storage.probe import Probe, probe_path
-from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, read_record, write_record
+from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, read_record, remove_record, write_record
 from ds_fuyou.storage.types import PAGE_BYTES, CommitRecord, Extent, JsonValue, RegionSpec, RunIdentity
 
 __all__ = [
@@ -238,6 +238,18 @@ class SlotStore:
                 raise
             self._last = CommitRecord(step, dict(slots), dict(meta), _is_intact(slots, self._regions))
 
+    def withdraw(self) -> None:
+        """Takes the last commit back, durably: slots that it names are about to be overwritten.
+
+        Raises:
+            FuyouStorageError: nothing changed, or (when only the directory's fsync failed) it may not be durable.
+        """
+        with self._lock:
+            self._check_open()
+            run = self._files.runs[0]
+            remove_record(run.fd, run.path, COMMIT_NAME)
+            self._last = None
+
     def describe(self, contents: Mapping[str, JsonValue]) -> None:
         """Leaves a description of what the regions hold, for :meth:`contents` of whoever opens the state later.
 
@@ -264,7 +276,9 @@ class SlotStore:
         return found
 
     def last_commit(self) -> CommitRecord | None:
-        """What :meth:`commit` recorded last, in this process or before; None when nothing was committed."""
+        """What :meth:`commit` recorded last, in this process or before; None when there is nothing, or it was
+        withdrawn.
+        """
         self._check_open()
         return self._last
 

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -167,6 +168,7 @@ class RankState:
 
     def _create_store(self, kind: OptimizerKind, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> Any:
         """The slot store, with as many slots as the disks hold; None when nothing lives on storage."""
+        run_id = self._run_id()
         if not self.plan.needs_storage:
             return None, 1
         config = self.activation.config
@@ -184,7 +186,7 @@ class RankState:
             num_slots = choice.num_slots
             if num_slots == 1:
                 logger.warning("%s", choice.reason)
-        identity = RunIdentity(self._fingerprint(), dist.get_rank(), dist.get_world_size(), self._run_id())
+        identity = RunIdentity(self._fingerprint(), dist.get_rank(), dist.get_world_size(), run_id)
         store = SlotStore.create(
             paths,
             by_slots[num_slots],
@@ -203,7 +205,11 @@ class RankState:
 
     @staticmethod
     def _run_id() -> str:
-        return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_RUN_NUMBERS)}"
+        """One for all ranks, and for no other run: `fuyou recover` takes ranks of one run alone. A collective."""
+        box = [f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_RUN_NUMBERS)}-{secrets.token_hex(3)}"]
+        if dist.get_world_size() > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
 
     def initialize(self, values_of: Callable[[Any], torch.Tensor]) -> None:
         """Moves the model's parameters into their place, chunk by chunk, with a progress bar on rank 0."""

@@ -3,55 +3,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from ds_fuyou.checkpoint.recovery import recover
+from ds_fuyou.checkpoint.recovery import Recovered, recover
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
-
-# Two paths; parameters that lie across chunks, one of them scalar; step n adds 1 to every element.
-RUN = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from ds_fuyou.checkpoint.recovery import contents_of
-from ds_fuyou.optimizer.clip_policy import Overlap
-from ds_fuyou.optimizer.core import OutOfCoreOptimizer
-from ds_fuyou.optimizer.layout import CUT_ELEMENTS as K, LayoutLimits, build_layout
-from ds_fuyou.optimizer.options import CoreOptions
-from ds_fuyou.optimizer.placement import regions_for
-from ds_fuyou.optimizer.residency import ChunkResidency
-from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind
-from ds_fuyou.storage.io import IoSettings
-from ds_fuyou.storage.store import RunIdentity, SlotStore
-
-paths, share, slots, end = [Path(sys.argv[1]), Path(sys.argv[2])], float(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
-hypers = (GroupHyper(1e-2, (0.9, 0.999), 1e-8, 0.0, True),)
-shapes = [(K, 3), (), (50, 7)]
-numels = [torch.Size(shape).numel() for shape in shapes]
-groups = [[("a", "a", numels[0], 0), ("b", "b", numels[1], 1)], [("c", "c", numels[2], 2)]]
-layout = build_layout(groups, LayoutLimits(max_elements=K, min_elements=K))
-options = CoreOptions(ChunkResidency.by_deadline(layout, 1.0, share, 1.0), slots, Overlap.NONE, "defer",
-                      torch.bfloat16, torch.bfloat16, 1 << 20, 1, IoSettings(engine="threads"))
-store = SlotStore.create(paths, regions_for(layout, options, 2, slots), RunIdentity("m", 0, 1, "run"))
-if end == "early":
-    os.kill(os.getpid(), signal.SIGKILL)
-store.describe(contents_of(layout, shapes))
-core = OutOfCoreOptimizer(layout, options, OptimizerKind("adam", ("exp_avg", "exp_avg_sq")), hypers * 2, store)
-core.initialize(lambda span: torch.linspace(-1, 1, span.numel).bfloat16(), lambda count: None)
-for step in range(3):
-    for span in layout.params:
-        core.add_gradient(span, torch.linspace(1, 2, span.numel).bfloat16())
-        core.complete_gradient(span)
-    core.apply(hypers * 2, 1.0, expected_multiplier=1.0)
-core._committer.stop()
-torch.save([core.states.read_param(span, 0) for span in layout.params], paths[0] / "expected")
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+from ds_fuyou.storage.store import RegionSpec, RunIdentity, SlotStore
+from tests.harness.forked import finish, start
+from tests.harness.runner import HERE, environment
 
 
 def killed_run(tmp_path: Path, share: float = 0.0, slots: int = 2, end: str = "late") -> list[Path]:
@@ -59,17 +20,30 @@ def killed_run(tmp_path: Path, share: float = 0.0, slots: int = 2, end: str = "l
     paths = [tmp_path / "first", tmp_path / "second"]
     for path in paths:
         path.mkdir()
-    command = [sys.executable, "-c", RUN, *map(str, paths), str(share), str(slots), end]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == -9, ran.stderr[-3000:]
+    log = tmp_path / "log"
+    process = start(HERE / "killed_run.py", [*map(str, paths), str(share), str(slots), end], environment(0, 1, 0), log)
+    finish([process], 120)
+    assert process.exitcode == -9, log.read_text()[-3000:]
     return [path / "ds_fuyou" / "run-rank0" for path in paths]
 
 
+def rank_of(tmp_path: Path, run: str, rank: int, *, generation: int = 3, step: int = 3) -> Path:
+    """The state directory of one of two ranks of a run of one chunk, with a record of this step."""
+    path = tmp_path / f"{run}{rank}"
+    path.mkdir()
+    regions = [RegionSpec("state/0", 4096, 2)]
+    store = SlotStore.create([path], regions, RunIdentity("m", rank, 2, run), keep=True)
+    store.describe({"params": [["a", [2, 2], 0, 0, 2]], "chunks": [[0, 0, 2]]})
+    store.commit(generation, {"state/0": 0}, {"optimizer_step": step})
+    store.close()
+    return store.directories[0]
+
+
 def test_weights_of_the_last_committed_step_of_a_killed_run(tmp_path: Path) -> None:
-    """One of its directories is enough; the files stay as they are."""
+    """One of its directories is enough; the files stay as they are. It had continued a run of five steps."""
     directories = killed_run(tmp_path)
     found = recover(directories[1:], tmp_path / "weights.pt")
-    assert (found.step, found.num_params) == (3, 3)
+    assert (found.step, found.num_params) == (8, 3)
     recovered = torch.load(tmp_path / "weights.pt")
     assert {name: tuple(values.shape) for name, values in recovered.items()} == {"a": (2048, 3), "b": (), "c": (50, 7)}
     expected = torch.load(tmp_path / "first" / "expected")
@@ -85,6 +59,7 @@ def test_weights_of_the_last_committed_step_of_a_killed_run(tmp_path: Path) -> N
         ({"share": 0.7}, r"P32 of 2 of 5 chunks was in host memory and is lost.*optimizer.tier"),
         ({"slots": 1}, "one slot a chunk, so its files may be a mixture"),
         ({"end": "early"}, "nothing says what the state holds"),
+        ({"end": "loading"}, "the run ended .* while they were replaced"),
     ],
 )
 def test_what_cannot_be_recovered_is_said(run: dict, said: str, tmp_path: Path) -> None:
@@ -92,6 +67,21 @@ def test_what_cannot_be_recovered_is_said(run: dict, said: str, tmp_path: Path) 
     with pytest.raises((FuyouStateError, FuyouStorageError), match=said):
         recover(directories, tmp_path / "weights.pt")
     assert not (tmp_path / "weights.pt").exists()
+
+
+def test_ranks_of_two_runs_or_of_two_steps_are_refused(tmp_path: Path) -> None:
+    out = tmp_path / "weights.pt"
+    first, second = rank_of(tmp_path, "A", 0), rank_of(tmp_path, "A", 1)
+    assert recover([second, first], out) == Recovered(step=3, num_params=1)
+    out.unlink()
+    with pytest.raises(FuyouStateError, match=r"all 2 ranks of one run must be named, found A-rank0, B-rank1"):
+        recover([first, rank_of(tmp_path, "B", 1)], out)
+    with pytest.raises(FuyouStateError, match=r"all 2 ranks of one run must be named, found A-rank1$"):
+        recover([second], out)
+    third = rank_of(tmp_path, "C", 0)
+    with pytest.raises(FuyouStateError, match=r"between two commits \(rank 0: step 3, rank 1: step 2\)"):
+        recover([third, rank_of(tmp_path, "C", 1, generation=2, step=2)], out)
+    assert not out.exists()
 
 
 def test_a_directory_that_is_no_state_is_refused(tmp_path: Path) -> None:
