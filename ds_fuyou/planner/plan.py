@@ -83,10 +83,6 @@ class Plan:
         """Bytes to and from storage in a step under this plan, without activations."""
         return _moved_bytes_each(given, self.residency) * given.numel
 
-    @property
-    def needs_storage(self) -> bool:
-        return _is_stored(self.residency)
-
 
 _CLASSES = ("parameters", "optimizer", "gradients")
 

@@ -169,7 +169,7 @@ class RankState:
     def _create_store(self, kind: OptimizerKind, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> Any:
         """The slot store, with as many slots as the disks hold; None when nothing lives on storage."""
         run_id = self._run_id()
-        if not self.plan.needs_storage:
+        if not self._core_options(1, grad_dtype, param_dtype).residency.needs_storage:
             return None, 1
         config = self.activation.config
         paths = [Path(path) for path in self.activation.state_paths]

@@ -55,7 +55,7 @@ TIERS: dict[str, tuple[str | float, str | float, str | float]] = {
     # optimizer, parameters, gradients: a tier, or the share in host memory
     "states": ("nvme", "cpu", "cpu"),
     "all": ("nvme", "nvme", "nvme"),
-    "none": ("cpu", "cpu", "cpu"),
+    "none": (0.9999999, "cpu", "cpu"),  # less than an element lacks: all chunks are in host memory
     "grads_cpu": ("nvme", "nvme", "cpu"),
     "params_only": ("cpu", "nvme", "cpu"),
     "quarter": (0.25, "cpu", 0.5),
