@@ -155,7 +155,14 @@ class RegionOutputs:
         self._swapper.read_ahead(packed)
 
 
-class _Forward(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: what the script compiles itself is compiled, as ever; without, dynamo gives up on it for good."""
+        return True
+
+
+class _Forward(_Mode):
     def __init__(self, region: RegionOutputs) -> None:
         super().__init__()
         self._region = region
@@ -180,7 +187,7 @@ class _Forward(TorchDispatchMode):
         self._region.end_forward(self._calls.counts())
 
 
-class _Recomputation(TorchDispatchMode):
+class _Recomputation(_Mode):
     def __init__(self, region: RegionOutputs) -> None:
         super().__init__()
         self._region = region

@@ -27,6 +27,7 @@ __all__ = [
     "RunProfile",
     "StorageRates",
     "fingerprint_of",
+    "forget_profile",
     "load_profile",
     "machine_fingerprint",
     "profile_directory",
@@ -205,6 +206,20 @@ def load_profile(machine: str, model: str) -> RunProfile | None:
         log_once(logging.WARNING, f"the kept profile {path} is ignored and measured again: {error!r}")
         return None
     return profile
+
+
+def forget_profile(machine: str, model: str) -> bool:
+    """Whether a kept profile was there and is gone now. What fails is told: training needs no cache."""
+    path = _path(machine, model)
+    try:
+        if path is not None:
+            path.unlink()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        log_once(logging.WARNING, f"the profile {path} no longer holds and could not be removed: {error}")
+        return False
+    return path is not None
 
 
 def save_profile(profile: RunProfile) -> Path | None:

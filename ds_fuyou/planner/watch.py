@@ -77,6 +77,7 @@ class LaneWatch:
         compute_secs: of a step by the plan, everything included that the training thread runs or shares cores with.
         num_elements: of a micro-batch the plan was made for.
         usual: rates of lanes that an earlier plan's watch found; see :meth:`usual`.
+        patience: steps in a row that another batch must last.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class LaneWatch:
         compute_secs: float,
         num_elements: int,
         usual: Mapping[Cause, float] | None = None,
+        patience: int = LASTING,
     ) -> None:
+        self._lasting = {**dict.fromkeys(Cause, LASTING), Cause.WORKLOAD: patience}
         self._predicted = predicted
         self._compute_secs = compute_secs
         self._num_elements = num_elements
@@ -106,9 +109,9 @@ class LaneWatch:
             else:
                 self._off[cause].clear()
         self._note_first(measured)
-        lasting = [cause for cause in Cause if len(self._off[cause]) >= LASTING]
-        if Cause.WORKLOAD in lasting:
-            lasting = [Cause.WORKLOAD]
+        lasting = [cause for cause in Cause if len(self._off[cause]) >= self._lasting[cause]]
+        if len(self._off[Cause.WORKLOAD]) >= LASTING:
+            lasting = [cause for cause in lasting if cause is Cause.WORKLOAD]
         if len(lasting) > 1:
             lasting = [cause for cause in lasting if cause is not Cause.STEP]  # the others explain it
         findings = [self._finding(cause) for cause in lasting if cause not in self._told]
@@ -128,8 +131,9 @@ class LaneWatch:
     def _quantities(self, now: StepMeasurement) -> Iterator[tuple[Cause, float, float, bool]]:
         """(cause, expected, found, whether that is off)."""
         planned = self._predicted
-        elements = float(self._num_elements)
-        yield Cause.WORKLOAD, elements, now.num_elements, abs(now.num_elements / elements - 1) > GAP
+        elements = float(self._num_elements)  # 0: of no known shape
+        known = min(elements, now.num_elements) > 0
+        yield Cause.WORKLOAD, elements, now.num_elements, known and abs(now.num_elements / elements - 1) > GAP
         yield Cause.COMPUTE, self._compute_secs, now.compute_secs, now.compute_secs > (1 + GAP) * self._compute_secs
         moved = now.read_bytes + now.write_bytes
         yield Cause.BYTES, planned.storage_bytes, moved, moved > (1 + GAP) * planned.storage_bytes > 0
@@ -140,10 +144,11 @@ class LaneWatch:
             yield cause, usual, rate, 0 < rate < usual / (1 + GAP)
 
     def _finding(self, cause: Cause) -> Finding:
-        lately = self._off[cause][-LASTING:]
+        steps = self._lasting[cause]
+        lately = self._off[cause][-steps:]
         expected = statistics.median(pair[0] for pair in lately)
         measured = statistics.median(pair[1] for pair in lately)
-        return Finding(cause, expected, measured, _text(cause, expected, measured))
+        return Finding(cause, expected, measured, _text(cause, expected, measured, steps))
 
 
 _RATES = (Cause.READS, Cause.WRITES, Cause.UPDATES)
@@ -159,8 +164,8 @@ def _rate_of(cause: Cause, step: StepMeasurement) -> float:
     return amount / secs if secs > 0 else 0.0
 
 
-def _text(cause: Cause, expected: float, measured: float) -> str:
-    lasting = f"in {LASTING} steps in a row"
+def _text(cause: Cause, expected: float, measured: float, steps: int) -> str:
+    lasting = f"in {steps} steps in a row"
     if cause is Cause.WORKLOAD:
         return f"micro-batches have {measured:.0f} elements {lasting}, the plan was made for {expected:.0f}"
     if cause in (Cause.READS, Cause.WRITES):

@@ -68,12 +68,17 @@ def _rounds(num_bytes: int) -> int:
 def _moved(blocks: Sequence[Any], extents: Sequence[Extent], kinds: Sequence[Callable[..., Transfer]]) -> float:
     flights: list[Transfer | None] = [None] * _NUM_IN_FLIGHT
     begin = time.perf_counter()
-    for index, extent in enumerate(extents):
-        place = index % _NUM_IN_FLIGHT
-        _finish(flights[place])
-        flights[place] = kinds[index % len(kinds)]([extent], blocks[place], "measuring storage")
-    for flight in flights:
-        _finish(flight)
+    try:
+        for index, extent in enumerate(extents):
+            place = index % _NUM_IN_FLIGHT
+            _finish(flights[place])
+            flights[place] = kinds[index % len(kinds)]([extent], blocks[place], "measuring storage")
+        for flight in flights:
+            _finish(flight)
+    finally:  # whatever failed: nobody may still use the memory and the descriptor
+        for flight in flights:
+            if flight is not None:
+                flight.wait_ended()
     return sum(extent.num_bytes for extent in extents) / (time.perf_counter() - begin)
 
 

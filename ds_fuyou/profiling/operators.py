@@ -182,6 +182,11 @@ class OperatorRecorder(TorchDispatchMode):
         self._paused = 0
         self.is_open = False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: what the script compiles itself is compiled, as ever; without, dynamo gives up on it for good."""
+        return True
+
     def __enter__(self) -> OperatorRecorder:
         for block in self._blocks:
             self._watch_block(block)

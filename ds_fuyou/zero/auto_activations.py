@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_fuyou.activations.auto import Choice, OutputCost, StepMeasurement, choose, swap_allowance
@@ -20,6 +19,7 @@ from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.log import log_once
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
 from ds_fuyou.storage.io import IoLane
+from ds_fuyou.zero.agreement import least, of_rank_0
 
 __all__ = ["AutoActivations"]
 
@@ -92,7 +92,7 @@ class AutoActivations:
             choice = choose(self._measured({key: now[key] - self._at[key] for key in now}))
         if choice is None:
             return False
-        choice = self._of_rank_0(choice)
+        choice = of_rank_0(choice)  # recomputed blocks gather parameters, which is a collective
         self._session.decide(choice.fates([block.name for block in self._session.blocks]))
         log_once(
             logging.INFO,
@@ -141,7 +141,7 @@ class AutoActivations:
             others = max(0.0, step["bytes"] - step["swapped"])
             secs = max(0.0, step["time"] - step["waited"])
             allowance = swap_allowance(secs, step["bytes"] / step["busy"], others, forwards)
-        allowance, device_bytes = self._least(allowance, float(self._device_bytes()))
+        allowance, device_bytes = least(allowance, float(self._device_bytes()))
         return StepMeasurement(
             num_blocks=num_blocks,
             block_bytes=(step["out"] - step["outside"]) / forwards / num_blocks,
@@ -162,20 +162,3 @@ class AutoActivations:
             budget = int(_OF_DEVICE * accelerator.total_memory())
         taken = 0 if accelerator.device_name() == "cpu" else int(accelerator.max_memory_allocated())
         return max(0, budget - taken)
-
-    @staticmethod
-    def _least(*values: float) -> list[float]:
-        """The smallest of each over all ranks."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=get_accelerator().current_device_name())
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
-        return [float(value) for value in tensor.tolist()]
-
-    @staticmethod
-    def _of_rank_0(choice: Choice) -> Choice:
-        """One choice for all ranks: recomputed blocks gather parameters, which is a collective."""
-        if dist.get_world_size() == 1:
-            return choice
-        box: list[Any] = [choice]
-        dist.broadcast_object_list(box, src=0)
-        found: Choice = box[0]
-        return found

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.telemetry.step_metrics import StepMetrics
@@ -19,9 +20,10 @@ from ds_fuyou.telemetry.tier_bytes import TierBytes
 __all__ = ["StepMonitor", "count_tokens"]
 
 
-def count_tokens(rank_state: Any, module: torch.nn.Module) -> None:
-    """From now on ``rank_state.num_tokens`` counts elements of the first input of whole numbers, of two dimensions or
-    more, in every forward in training mode: token ids, as a rule. A model without such an input counts nothing.
+def count_tokens(rank_state: Any, module: torch.nn.Module) -> RemovableHandle:
+    """Until the handle is removed ``rank_state.num_tokens`` counts elements of the first input of whole numbers, of two
+    dimensions or more, in every forward in training mode: token ids, as a rule. A model without such an input counts
+    nothing.
     """
     state = weakref.ref(rank_state)
 
@@ -30,7 +32,7 @@ def count_tokens(rank_state: Any, module: torch.nn.Module) -> None:
         if known is not None and called.training and torch.is_grad_enabled():
             known.num_tokens += _num_tokens(tree_leaves((args, kwargs)))
 
-    module.register_forward_pre_hook(before, with_kwargs=True)
+    return module.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def _num_tokens(values: Iterable[Any]) -> int:

@@ -31,17 +31,15 @@ class _AutoChoice:
     def profiles(self) -> tuple[BlockProfile, ...]:
         return () if self._latest is None else self._latest.profiles
 
-    def decide_anew(self) -> bool:
+    def can_decide_anew(self) -> bool:
+        return self._latest is not None and not self.undecided()
+
+    def decide_anew(self) -> None:
         """Everything is swapped again until the next step has been measured."""
         session = self._optimizer.rank_state.activations
-        if session is None or self.undecided():
-            return False
         auto = attach_auto(session, self._optimizer.module, self._given)
-        if auto is None:
-            return False
         session.decide({name: BlockFate(Fate.SWAP) for name in (*(block.name for block in session.blocks), "")})
         self._optimizer._auto_activations = self._latest = auto
-        return True
 
 
 class PlanningMixin:

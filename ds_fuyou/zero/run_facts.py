@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import deepspeed
+import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
@@ -22,7 +24,7 @@ from ds_fuyou.profiling.operators import BlockProfile
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.zero.blocks import block_of
 
-__all__ = ["ActivationWork", "RunIdentity", "placement_of_run", "recomputed_flops", "run_identity"]
+__all__ = ["ActivationWork", "RunIdentity", "model_settings", "placement_of_run", "recomputed_flops", "run_identity"]
 
 _STARTS = {
     # overlap: (updates start in backward, they wait for step())
@@ -63,9 +65,10 @@ def recomputed_flops(session: ActivationSession | None, profiles: Sequence[Block
     return total
 
 
-def run_identity(rank_state: Any) -> RunIdentity:
+def run_identity(rank_state: Any, model: torch.nn.Module) -> RunIdentity:
     """The machine: its parts, the disks below the paths, how they are reached. The model: its parameters, their dtype
-    and partitions, the optimizer, and what is done to activations.
+    and partitions, the optimizer, what is done to activations, how its modules are set (heads, attention
+    implementation, checkpointing), and the versions of what runs it.
     """
     core, config = rank_state.core, rank_state.activation.config
     accelerator: Any = get_accelerator()
@@ -78,6 +81,7 @@ def run_identity(rank_state: Any) -> RunIdentity:
         [(span.name, span.numel) for span in core.layout.params],
         (core.options.param_dtype, core.options.grad_dtype, core.kind),
         (dist.get_world_size(), config.activations.mode, config.activations.tier, config.gpu_budget_bytes),
+        (torch.__version__, deepspeed.__version__, model_settings(model)),
     )
     return RunIdentity(
         machine_fingerprint(device, disks, (core.options.io, core.options.num_update_threads)),
@@ -85,6 +89,21 @@ def run_identity(rank_state: Any) -> RunIdentity:
         max(1, len(os.sched_getaffinity(0)) // local_ranks),
         local_ranks,
     )
+
+
+def model_settings(model: torch.nn.Module) -> list[object]:
+    """Numbers, flags and names in the model's configuration, and, by its class, in what is public of every module.
+    What DeepSpeed notes there is left out, and whatever is known by its address alone.
+    """
+    found: list[object] = [_plain(getattr(getattr(model, "config", None), "__dict__", {}))]
+    for module in model.modules():
+        public = {name: value for name, value in vars(module).items() if not name.startswith(("_", "ds_"))}
+        found.append((type(module).__qualname__, _plain({**public, "training": True})))
+    return found
+
+
+def _plain(values: Mapping[str, object]) -> list[tuple[str, str]]:
+    return sorted((name, repr(value)) for name, value in values.items() if isinstance(value, (bool, int, float, str)))
 
 
 def _disk(path: Path) -> str:

@@ -3,7 +3,9 @@
 
 Step 1 records operators and leaves no update behind; in step 2 nothing is updated before ``step()``, so forward,
 backward and the optimizer are each timed alone. A profile that an earlier run kept takes the place of both. Results are
-the same with and without: only the order of work changes. Rank 0 measures storage, keeps the profile, and tells.
+the same with and without: only the order of work changes. Rank 0 loads and keeps the profile, measures storage,
+watches and tells. Which steps are measured, and when activations are decided anew, is said by rank 0 to all: both lead
+to collectives.
 """
 
 from __future__ import annotations
@@ -27,15 +29,17 @@ from ds_fuyou.planner.profile import (
     OperatorCost,
     RunProfile,
     StorageRates,
+    forget_profile,
     load_profile,
     profile_directory,
     save_profile,
 )
 from ds_fuyou.planner.profiled import Prediction, alternatives, predict, prediction_table, profile_line
-from ds_fuyou.planner.watch import Cause, Finding, LaneWatch, StepMeasurement
+from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
 from ds_fuyou.profiling.operators import BlockProfile
 from ds_fuyou.telemetry.report import LaneTimes
+from ds_fuyou.zero.agreement import of_rank_0, on_any_rank
 from ds_fuyou.zero.run_facts import ActivationWork, RunIdentity, placement_of_run, recomputed_flops, run_identity
 from ds_fuyou.zero.step_clock import StepClock, StepTimes
 
@@ -44,6 +48,7 @@ __all__ = ["RunPlan"]
 _SMALLEST_PROBE, _LARGEST_PROBE = 4 << 20, 256 << 20
 _LINK_BYTES, _LINK_BYTES_ON_HOST = 64 << 20, 8 << 20  # the latter is host memory twice: little, for any model
 _TIMED_STEP = 2
+_EARLIER = "measured in an earlier run"
 
 
 class ActivationChoice(Protocol):
@@ -57,8 +62,12 @@ class ActivationChoice(Protocol):
         """What was recorded of the first forward; empty where mode "auto" does not record."""
         ...
 
-    def decide_anew(self) -> bool:
-        """Measures and decides again. Whether it does."""
+    def can_decide_anew(self) -> bool:
+        """Whether fates were decided, and may be again. The same on all ranks."""
+        ...
+
+    def decide_anew(self) -> None:
+        """Measures and decides again: to be called on all ranks after the same step."""
         ...
 
 
@@ -83,25 +92,25 @@ class RunPlan:
         self._state = rank_state
         self._activations = activations
         self._leave_out = leave_out
-        self._identity: RunIdentity = run_identity(rank_state)
+        self._identity: RunIdentity = run_identity(rank_state, model)
         self.clock = StepClock(model, lambda: LaneTimes.of(rank_state).exposed_secs)
         self.profile: RunProfile | None = None
         self.prediction: Prediction | None = None
         self.findings: list[Finding] = []
-        self._origin = "measured in an earlier run"
+        self._origin = _EARLIER
         self._usual: dict[Cause, float] = {}
+        self._patience = LASTING
         self._settles = activations.undecided()
         self._watch: LaneWatch | None = None
         self._num_steps = 0
         self._blocks: tuple[BlockCost, ...] = ()
         self._at = self._look()
-        if profile_directory() is None:
-            self._measures = False
-            return
-        self.profile = load_profile(self._identity.machine, self._identity.model)
+        plans = profile_directory() is not None
+        if plans and current_rank() == 0:
+            self.profile = load_profile(self._identity.machine, self._identity.model)
         if self.profile is not None and self.profile.storage is None and rank_state.store is not None:
             self.profile = None  # measured while nothing was on storage
-        self._measures = self.profile is None
+        self._plans, self._measures = of_rank_0((plans, plans and self.profile is None))
         if not self._settles and self._measures and current_rank() == 0:
             swapper = rank_state.activations.swapper if rank_state.activations is not None else None
             self.clock.record_next(blocks(), None if swapper is None else (swapper.pack, swapper.unpack))
@@ -135,16 +144,27 @@ class RunPlan:
         """A step was applied; its updates may still run."""
         self._num_steps += 1
         times = self.clock.end_step()
+        wished = False
         if self._measures:
             self._measure(times)
         elif self._num_steps == 1 and self.profile is not None:
             if (self.clock.shape, times.num_forwards) != (self.profile.shape, self.profile.accumulation):
                 self.profile = _scaled(self.profile, times, self.clock.shape)
         elif self._watch is not None:
-            self._compare(self._watch, times)
+            wished = self._compare(self._watch, times)
+        self._decide_anew(wished)
         if self.profile is not None and self._watch is None and current_rank() == 0:
             self._settle(self.profile)
         self._at = self._look()
+
+    def _decide_anew(self, wished: bool) -> None:
+        """If rank 0, which alone watches, wishes so. Nothing that only rank 0 knows may keep it from asking."""
+        if not (self._plans and self._activations.can_decide_anew() and on_any_rank(wished)):
+            return
+        self._activations.decide_anew()
+        self._watch, self._settles = None, True
+        if wished:
+            get_logger().info("activations are decided anew within the next steps")
 
     def _settle(self, profile: RunProfile) -> None:
         """Plans once activations have their fates for a whole step."""
@@ -247,10 +267,12 @@ class RunPlan:
         )
         if self._state.trace is not None:
             self._state.trace.planned({**self.prediction.lane_secs, "iteration": self.prediction.iteration_secs})
-        self._watch = LaneWatch(self.prediction, self.prediction.thread_secs, profile.num_elements, self._usual)
+        self._watch = LaneWatch(
+            self.prediction, self.prediction.thread_secs, profile.num_elements, self._usual, self._patience
+        )
 
-    def _compare(self, watch: LaneWatch, times: StepTimes) -> None:
-        """This step against the plan."""
+    def _compare(self, watch: LaneWatch, times: StepTimes) -> bool:
+        """This step against the plan. Whether the plan was made anew."""
         began, lanes, updated, _ = self._at
         now, current, num_updated, _ = self._look()
         step = current.since(lanes)
@@ -265,21 +287,33 @@ class RunPlan:
                 read_bytes=step.read_bytes,
                 write_bytes=step.write_bytes,
                 num_updated=num_updated - updated,
-                num_elements=times.num_elements or 1.0,
+                num_elements=times.num_elements,
             )
         )
         for finding in found:
             self.findings.append(finding)
             get_logger().warning("step %d departs from the plan: %s", self._num_steps, finding.text)
+        self._drop_kept(found)
         replans = [finding for finding in found if finding.cause.replans]
-        if replans:
-            self._again(replans, times)
+        if not replans or self.profile is None:
+            return False
+        self._again(replans, self.profile, times)
+        return True
 
-    def _again(self, findings: Sequence[Finding], times: StepTimes) -> None:
-        """The plan made anew for what is true now. Activations may change at the next step, tiers only in a new run."""
-        if self.profile is None:
+    def _drop_kept(self, findings: Sequence[Finding]) -> None:
+        """A profile of an earlier run that no longer tells how long a step takes is measured again by the next run."""
+        if self._origin != _EARLIER or not any(found.cause in (Cause.STEP, Cause.COMPUTE) for found in findings):
             return
-        profile = _scaled(self.profile, times, self.clock.shape)
+        if forget_profile(self._identity.machine, self._identity.model):
+            get_logger().info("the kept profile no longer holds: it is dropped, and the next run measures again")
+
+    def _again(self, findings: Sequence[Finding], known: RunProfile, times: StepTimes) -> None:
+        """The plan made anew for what is true now. Activations may change at the next step, tiers only in a new run.
+        Batches that keep changing, grouped by length say, are waited out longer each time.
+        """
+        profile = _scaled(known, times, self.clock.shape)
+        if any(finding.cause is Cause.WORKLOAD for finding in findings):
+            self._patience *= 2
         for finding in findings:
             profile = _with_finding(profile, finding)
         self.profile, self._origin = profile, "made anew"
@@ -287,9 +321,6 @@ class RunPlan:
             self._usual = self._watch.usual()
         self._begin(profile)
         self._tell_better(profile)
-        if self._activations.decide_anew():
-            get_logger().info("activations are decided anew within the next steps")
-            self._watch, self._settles = None, True
 
     def _tell_better(self, profile: RunProfile) -> None:
         """The placement that a new run should have, if it would be clearly faster."""

@@ -127,7 +127,7 @@ class FuyouStage3Optimizer(
         coordinator = self.parameter_offload.get_param_coordinator()
         stock_fetch = coordinator.fetch_sub_module
         state = self.rank_state
-        count_tokens(state, self.module)
+        self._token_count = count_tokens(state, self.module)
         self._tier_bytes = TierBytes(state, _allocated_on_device)
         compute = None if state.trace is None else ComputeSpans(state.trace, self.module, self._tier_bytes)
         self._compute_spans = compute
@@ -139,10 +139,12 @@ class FuyouStage3Optimizer(
             recorder = self._recorder()
             if recorder is not None:
                 recorder.pause()
-            state.before_module(params)
-            stock_fetch(current_submodule, forward)
-            if recorder is not None:
-                recorder.resume()
+            try:
+                state.before_module(params)
+                stock_fetch(current_submodule, forward)
+            finally:
+                if recorder is not None:
+                    recorder.resume()
             if state.activations is not None:
                 index.note(params)
 
@@ -253,5 +255,6 @@ class FuyouStage3Optimizer(
         finally:
             if self._run_plan is not None:
                 self._run_plan.close()
+            self._token_count.remove()
             self.rank_state.close()
             self.fp16_partitioned_groups_flat.clear()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 from ds_fuyou.activations.blocks import find_blocks
@@ -188,3 +189,35 @@ def test_fates_change_between_steps(tmp_path: Path) -> None:
         assert swapped.nothing_is_left()
     assert moved[0] > 1.5 * moved[1] > 0
     assert moved[2:] == [0, 0]
+
+
+class CompiledBlock(nn.Module):
+    """Compiles a function for itself, as attention with a mask of its own does."""
+
+    def __init__(self, compiled: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(48, 96), nn.Linear(96, 48)
+        self.compiled = compiled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.compiled(self.up(x)))
+
+
+def test_what_a_block_compiles_itself_is_still_compiled(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    seen = CompileCounter()
+    compiled = torch.compile(lambda x: F.gelu(x * 1.3).sin(), backend=seen)
+    model = nn.Sequential(*(CompiledBlock(compiled) for _ in range(3))).train()
+    products = {OperatorCall("aten.addmm.default", 0): Fate.SWAP}
+
+    def step(model: nn.Module) -> None:
+        model(torch.ones(64, 48)).square().mean().backward()
+
+    with attached(model, tmp_path) as swapped:
+        swapped.session.decide({f"{i}": BlockFate(Fate.SWAP, products) for i in range(3)} | AROUND)
+        found = gradients(model, step)
+        assert swapped.tier.counters.out_bytes > 0
+    assert seen.frame_count == 1
+    expected = gradients(model, step)
+    assert seen.frame_count == 1
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

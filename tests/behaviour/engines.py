@@ -120,12 +120,18 @@ def reference(swap: str) -> dict[str, Any]:
     }
 
 
-def counted(swap: str) -> dict[str, int]:
+def our_hooks(module: torch.nn.Module) -> int:
+    hooks = [hook for part in module.modules() for hook in (part._forward_pre_hooks, part._forward_hooks)]
+    return sum(hook.__module__.startswith("ds_fuyou") for known in hooks for hook in known.values())
+
+
+def counted(swap: str, engine: Any) -> dict[str, int]:
     gc.collect()
     return {
         "threads": len(os.listdir("/proc/self/task")),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "files": files(swap),
+        "hooks": our_hooks(engine.module),
     }
 
 
@@ -135,14 +141,14 @@ def freed(swap: str, tiers: str) -> dict[str, Any]:
     stock = make_engine(swap, None, 0)  # what torch and DeepSpeed start by themselves is there before counting
     train(stock, 0, 1)
     stock.destroy()
+    counts, sizes = [counted(swap, stock)], []
     del stock
-    counts, sizes = [counted(swap)], []
     for _ in range(6):
         engine = make_engine(swap, tiers, 0, **wide)
         train(engine, 0, 2)
         sizes.append(resident_bytes())
         engine.destroy()
-        counts.append(counted(swap))  # the engine is still there
+        counts.append(counted(swap, engine))  # the engine is still there
         del engine
         gc.collect()
     counts[0]["threads"] = counts[1]["threads"]  # the first one also starts threads that torch keeps

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_fuyou.planner.profile import load_profile, machine_fingerprint, profile_directory, save_profile
+from ds_fuyou.planner.profile import forget_profile, load_profile, machine_fingerprint, profile_directory, save_profile
 from tests.planner.profiles import PROFILE
 
 
@@ -25,6 +25,12 @@ def test_what_is_kept_comes_back(profiles: Path) -> None:
     save_profile(bare)
     assert load_profile(PROFILE.machine, PROFILE.model) == bare
     assert [file.name for file in profiles.iterdir()] == [path.name]
+    assert [forget_profile(PROFILE.machine, name) for name in (PROFILE.model, PROFILE.model, "another")] == [
+        True,
+        False,
+        False,
+    ]
+    assert load_profile(PROFILE.machine, PROFILE.model) is None
 
 
 @pytest.mark.parametrize(

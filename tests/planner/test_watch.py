@@ -75,3 +75,21 @@ def test_more_bytes_and_an_unexplained_step_are_told() -> None:
     for secs in (6.0, 2.0):
         (finding,) = _steps(_watch(), replace(GOOD, secs=secs), 20)
         assert (finding.cause, finding.measured) == (Cause.STEP, secs)
+
+
+def test_another_batch_is_waited_out_as_long_as_told_and_explains_the_wait() -> None:
+    predicted = predict(PROFILE, PLACEMENT)
+    watch = LaneWatch(predicted, predicted.thread_secs, PROFILE.num_elements, patience=4 * LASTING)
+    longer = replace(GOOD, num_elements=400.0, compute_secs=8.0, secs=8.0)
+    assert _steps(watch, longer, 4 * LASTING - 1) == []
+    assert _steps(watch, GOOD, 1) == []
+    assert _steps(watch, longer, 4 * LASTING - 1) == []
+    (finding,) = _steps(watch, longer, 1)
+    assert finding.cause is Cause.WORKLOAD
+    assert "in 20 steps in a row" in finding.text
+
+
+def test_batches_of_no_known_size_are_not_compared() -> None:
+    predicted = predict(PROFILE, PLACEMENT)
+    assert _steps(LaneWatch(predicted, predicted.thread_secs, 0), GOOD, 2 * LASTING) == []
+    assert _steps(_watch(), replace(GOOD, num_elements=0.0), 2 * LASTING) == []

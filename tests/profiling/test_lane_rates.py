@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch
 
 from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.ops.core import load_core
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
 from ds_fuyou.storage.io import IoLane, IoSettings
 
@@ -36,3 +38,14 @@ def test_storage_is_measured_through_the_engine_it_is_given(tmp_path: Path) -> N
 def test_the_link_is_a_copy_where_the_device_is_the_host() -> None:
     up, down = probe_link(torch.device("cpu"), 1 << 20, pin=True)
     assert min(up, down) > 0
+
+
+def test_after_a_failed_transfer_the_others_are_waited_for(tmp_path: Path) -> None:
+    core = load_core()
+    io = IoLane(IoSettings(), lambda fd: tmp_path)
+    io.engine.add_fault(core.IoKind.WRITE, core.IoFaultEffect.ERROR, error=errno.EIO, first=0, count=1)
+    io.engine.set_throttle(RATE, RATE)
+    with pytest.raises(FuyouStorageError, match="measuring storage failed"):
+        probe_storage(io, [tmp_path], 4 << 20, 256 << 10)
+    assert io.engine.num_in_flight == 0, "nobody uses the memory and the descriptor any more"
+    io.close()

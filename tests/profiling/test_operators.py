@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -139,3 +140,13 @@ def test_what_runs_while_paused_and_after_an_error_is_not_counted() -> None:
     *_, outside = recorder.profiles()
     assert not [output for output in outside.outputs if output.operator == "aten.mul.Tensor"]
     assert not any(module._forward_hooks for module in net.modules())
+
+
+def test_what_a_module_compiles_itself_is_still_compiled() -> None:
+    """Dynamo gives up for good on code that it first meets in a dispatch mode, unless the mode says otherwise."""
+    seen = CompileCounter()
+    net = model()
+    for block in list(net)[1:]:
+        block.inner = torch.compile(block.inner, backend=seen)
+    profile_blocks(net, find_blocks(net, ["Block"]), lambda: net(batch()).sum())
+    assert seen.frame_count > 0

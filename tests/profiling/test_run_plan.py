@@ -19,14 +19,15 @@ SCRIPT = Path(__file__).with_name("run_plan_script.py")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str, Path]:
-    """Results of the three engines, the log, and the directory, from one process."""
-    directory = tmp_path_factory.mktemp("plan")
-    env = environment(0, 1, free_port())
-    env["DS_FUYOU_PROFILES"] = str(directory / "profiles")
-    process = start(SCRIPT, [str(directory)], env, directory / "log")
-    finish([process], 280)
-    log = (directory / "log").read_text(errors="replace")
-    assert process.exitcode == 0, log[-5000:]
+    """Results of the three engines, rank 0's log, and the directory, from two ranks with profiles of their own."""
+    directory, port = tmp_path_factory.mktemp("plan"), free_port()
+    processes = []
+    for rank in range(2):
+        env = {**environment(rank, 2, port), "DS_FUYOU_PROFILES": str(directory / f"profiles{rank}")}
+        processes.append(start(SCRIPT, [str(directory)], env, directory / f"log{rank}"))
+    finish(processes, 120)
+    log, other = ((directory / f"log{rank}").read_text(errors="replace") for rank in range(2))
+    assert [process.exitcode for process in processes] == [0, 0], log[-5000:] + other[-5000:]
     (line,) = [line for line in log.splitlines() if line.startswith("RESULT ")]
     return json.loads(line.removeprefix("RESULT ")), log, directory
 
@@ -34,8 +35,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str, Path]:
 def test_the_first_steps_are_measured_and_kept(trained: tuple[dict, str, Path]) -> None:
     results, log, directory = trained
     profile = RunProfile.from_json(results["cold"]["profile"])
-    (kept,) = (directory / "profiles").iterdir()
-    assert RunProfile.from_json(json.loads(kept.read_text())) == profile
+    ((kept, text),) = results["kept"][0].items()
+    assert RunProfile.from_json(json.loads(text)) == profile
+    assert Path(kept).parent == directory / "profiles0"
+    assert not (directory / "profiles1").exists(), "rank 0 keeps it, and tells the others that it found it"
     assert f"plan (kept for the next run in {kept}): forward" in log
     assert [block.name for block in profile.blocks] == ["blocks.0", "blocks.1", "blocks.2", ""]
     tokens, width = profile.shape[0] * (profile.shape[1] - 1), 72
@@ -67,10 +70,18 @@ def test_the_next_run_starts_planned_and_notices_batch_and_disk(trained: tuple[d
     assert log.count("activations are decided anew within the next steps") >= 1
     assert log.count("activations, decided after step") >= 2
     cold, warm = results["cold"]["profile"], results["warm"]["profile"]
+    claimed = 1e-6
     assert warm["shape"] == [2 * cold["shape"][0], cold["shape"][1]]
-    assert warm["forward_secs"] == pytest.approx(2 * cold["forward_secs"])
+    assert warm["forward_secs"] == pytest.approx(2 * claimed)
     slower = [warm["storage"][side] / cold["storage"][side] for side in ("read", "write")]
     assert min(slower) < 0.8
+
+
+def test_a_kept_profile_that_no_longer_holds_is_dropped(trained: tuple[dict, str, Path]) -> None:
+    results, log, _ = trained
+    assert "COMPUTE" in results["warm"]["causes"]
+    assert log.count("the kept profile no longer holds: it is dropped") == 1
+    assert results["kept"][1] == {}
 
 
 def test_no_tier_holds_more_than_was_planned(trained: tuple[dict, str, Path]) -> None:

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all ranks must agree on, because what follows from it is a collective. Each of these is a collective itself."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+__all__ = ["least", "of_rank_0", "on_any_rank"]
+
+T = TypeVar("T")
+
+
+def of_rank_0(value: T) -> T:
+    """What rank 0 gave; it must be picklable."""
+    if dist.get_world_size() == 1:
+        return value
+    box: list[Any] = [value]
+    dist.broadcast_object_list(box, src=0)
+    found: T = box[0]
+    return found
+
+
+def on_any_rank(value: bool) -> bool:
+    """Whether one of them says so."""
+    return value if dist.get_world_size() == 1 else least(float(not value))[0] == 0.0
+
+
+def least(*values: float) -> list[float]:
+    """The smallest of each over all ranks."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=get_accelerator().current_device_name())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    return [float(value) for value in tensor.tolist()]
