@@ -253,7 +253,8 @@ class FuyouConfig(_Settings):
     activations: ActivationSettings = ActivationSettings()
     io: IoSettings = IoSettings()
     checksum: bool = Field(
-        True, description="Verify every state block that an update reads back against what this run wrote."
+        True,
+        description="Compare state that is read back, for an update or a checkpoint, with what this run wrote.",
     )
     trace: str | None = Field(None, description="File to write a lane trace to (opens in Perfetto).")
     keep_state: bool = Field(
