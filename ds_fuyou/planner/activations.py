@@ -25,16 +25,16 @@ class _Candidate:
 def _ranked(work: Workload, policy: Policy) -> list[_Candidate]:
     """Candidates, most FLOPs per byte first.
 
-    The output of the last matmul is worth most by that measure, but backward does not need it. The published system
-    repeats that matmul unless its output is swapped; ours stops recomputing before it. The published gain of planning
-    over block inputs alone is 0 to 14 %, at most what this one class can give (9 %) and far from what all of them would
-    (33 %): so it is the only class taken there.
+    The output of the last matmul is worth most by that measure: backward does not need it, but repeats that matmul in
+    every block of which anything is repeated, unless its output is saved. The published gain of planning over block
+    inputs alone is 0 to 14 %, at most what this one class can give (9 %) and far from what all of them would (33 %): so
+    it is the only class taken there.
     """
     model = work.model
     if policy.fates is Fates.CHECKPOINT:
         return []
     ops = sorted(model.operators, key=lambda op: -op.flops_per_byte(work.seq))
-    chosen = ops[:1] if policy.fates is Fates.FIRST_CLASS else [op for op in ops if op.needed]
+    chosen = ops[:1] if policy.fates is Fates.FIRST_CLASS else ops
     scale = float(model.layers * work.tokens)
     return [_Candidate(op.name, model.layers, scale * op.output_bytes, scale * op.flops(work.seq)) for op in chosen]
 
@@ -50,8 +50,10 @@ class _Ladder:
         scale = float(model.layers * work.tokens)
         self._work = work
         self._ranked = _ranked(work, policy)
-        repeated = [op for op in model.operators if op.needed or policy.fates is not Fates.OPERATORS]
-        self._all_flops = scale * sum(op.flops(work.seq) for op in repeated)
+        self._all_flops = scale * sum(op.flops(work.seq) for op in model.operators)
+        by_operators = policy.fates is Fates.OPERATORS
+        # A block of which nothing is repeated has no use for these.
+        self._spared_bytes = scale * sum(op.output_bytes for op in model.operators if by_operators and not op.needed)
         self._input_bytes = scale * model.input_bytes
         self.rungs_each = 1 if policy.fates is Fates.FIRST_CLASS else model.layers
         self.num_rungs = self.rungs_each * len(self._ranked)
@@ -64,6 +66,9 @@ class _Ladder:
             share = 1.0 if index < whole else part / self.rungs_each
             num_bytes += share * candidate.num_bytes
             flops -= share * candidate.flops
+        if self._ranked:
+            whole_blocks = rung / self.rungs_each - (len(self._ranked) - 1)
+            num_bytes -= max(0.0, whole_blocks) * self._spared_bytes
         return num_bytes, max(0.0, flops)
 
     def saved(self, rung: int) -> dict[str, int]:
@@ -154,7 +159,7 @@ def _fates(work: Workload, saved: dict[str, int], kept_share: float) -> tuple[tu
     layers = work.model.layers
     kept_blocks = int(layers * kept_share)
     rows = []
-    for name in ("block_input", *(op.name for op in work.model.operators if op.needed)):
+    for name in ("block_input", *(op.name for op in work.model.operators)):
         count = saved.get(name, 0)
         kept = min(count, kept_blocks)
         rows.append((name, kept, count - kept, layers - count))

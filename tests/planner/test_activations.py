@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is saved and what is repeated, in blocks that are recomputed, saved whole, and in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ds_fuyou.planner.activations import plan_activations
+from ds_fuyou.planner.cost import Placement, Workload
+from ds_fuyou.planner.policies import Fixed, find_policy
+from tests.planner.support import model
+
+
+def planned(mode: str, secs_per_byte: float = 0.0) -> tuple[Workload, Placement]:
+    work, policy = Workload(model("13B"), 8), replace(find_policy("ds_fuyou"), fixed=Fixed(mode=mode))
+    return work, plan_activations(
+        work, policy, Placement(), 0.0, 0.0, lambda p: p.recompute_flops + secs_per_byte * p.swapped_bytes
+    )
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_a_block_is_repeated_with_its_last_product_or_saved_without(mode: str) -> None:
+    work, place = planned(mode)
+    tokens, spec = work.model.layers * work.tokens, work.model
+    whole = mode == "swap"
+    assert place.recompute_flops == (0.0 if whole else tokens * spec.block_flops(work.seq))
+    assert place.swapped_bytes == tokens * (spec.saved_bytes if whole else spec.input_bytes)
+
+
+def test_the_last_product_is_worth_most_and_comes_first() -> None:
+    spec = model("13B")
+    down = next(op for op in spec.operators if op.name == "mlp_down")
+    price = 0.999 * down.flops_per_byte(1024)
+    work, place = planned("auto", price)
+    tokens = spec.layers * work.tokens
+    assert {name: again for name, _, _, again in place.fates if again < spec.layers} == {
+        "block_input": 0,
+        "mlp_down": 0,
+    }
+    assert place.swapped_bytes == tokens * (spec.input_bytes + down.output_bytes)
+    assert place.recompute_flops == pytest.approx(tokens * (spec.block_flops(1024) - down.flops(1024)))
