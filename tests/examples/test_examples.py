@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.timeout(900)  # several processes a test, each with a l
 
 LOSS = re.compile(r"step +(\d+)  loss ([0-9.]+)")
 EXAMPLES = ROOT / "examples"
+AT_EXIT = Path(__file__).with_name("at_exit")
 
 
 @pytest.fixture
@@ -43,9 +45,8 @@ def logged(directory: Path) -> dict[int, float]:
 
 def test_two_ranks(config) -> None:
     sizes = ["--layers", 2, "--width", 64, "--heads", 2, "--length", 32, "--steps", 3]
-    output = run_command(
-        ["bash", EXAMPLES / "two_ranks.sh", *sizes], num_ranks=2, CONFIG=str(config("finetune_fuyou.json"))
-    )
+    variables = {"CONFIG": str(config("finetune_fuyou.json")), "PYTHONPATH": f"{AT_EXIT}{os.pathsep}{ROOT}"}
+    output = run_command(["bash", EXAMPLES / "two_ranks.sh", *sizes], num_ranks=2, **variables)
     assert sorted(losses(output)) == [1, 2, 3]
 
 

@@ -5,6 +5,7 @@ import json
 import sys
 
 import deepspeed
+import torch
 from texts import fresh_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -38,10 +39,12 @@ def arguments_and_model(case: dict) -> tuple:
 
 
 def leave(trainer: Trainer, case: dict, result: dict) -> None:
-    """Rank 0 writes the result, with what every script is asked for."""
+    """Rank 0 writes the result, with what every script is asked for; all ranks leave the process group together."""
     if trainer.is_world_process_zero():
         optimizer = trainer.model_wrapped.optimizer
         common = {"history": trainer.state.log_history, "optimizer_class": type(optimizer).__name__}
         with open(case["result"], "w", encoding="utf-8") as handle:
             json.dump({**common, **result}, handle)
+    for _ in range(4):  # see [Note: aborted while ending] in runner.py
+        torch.distributed.barrier()
     trainer.accelerator.end_training()
