@@ -105,6 +105,7 @@ def test_closing_removes_everything_and_twice_is_once(paths: list[Path]) -> None
         store.last_commit,
         lambda: store.extents("big", 0),
         lambda: store.commit(0, {}, {}),
+        store.withdraw,
     ):
         with pytest.raises(FuyouStateError, match="closed"):
             call()
@@ -400,9 +401,13 @@ def test_open_takes_over_kept_state(paths: list[Path]) -> None:
     assert record.step == 3
     assert set(read_slot(again, "big", 1)) == {9}
     again.commit(4, {"big": 1}, {})
+    for _ in range(2):
+        again.withdraw()
     again.close()
     assert (first.directories[0] / "data").exists()
-    SlotStore.open(first.directories, None).close(remove=True)
+    last = SlotStore.open(first.directories, None)
+    assert last.last_commit() is None, "it was withdrawn"
+    last.close(remove=True)
     assert all_files(paths[0]) == []
 
 
