@@ -207,21 +207,14 @@ class OperatorRecorder(TorchDispatchMode):
         self._current = self._outside
         self._module.clear()
 
-    def pause(self) -> None:
-        """What runs until :meth:`resume` is no work of the model: fetching its parameters, say. May be nested."""
-        self._paused += 1
-
-    def resume(self) -> None:
-        self._paused -= 1
-
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs inside is no work of the model."""
-        self.pause()
+        """What runs inside is no work of the model: fetching its parameters, say. May be nested."""
+        self._paused += 1
         try:
             yield
         finally:
-            self.resume()
+            self._paused -= 1
 
     def profiles(self) -> tuple[BlockProfile, ...]:
         """The blocks that ran, in the order in which they ran first; last, under "", what lay outside of them."""

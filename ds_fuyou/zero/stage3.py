@@ -9,6 +9,7 @@ checked in compat.py.
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -137,14 +138,9 @@ class FuyouStage3Optimizer(
                 compute.enter(current_submodule, forward)
             params = iter_module_params(current_submodule)
             recorder = self._recorder()
-            if recorder is not None:
-                recorder.pause()
-            try:
+            with nullcontext() if recorder is None else recorder.paused():
                 state.before_module(params)
                 stock_fetch(current_submodule, forward)
-            finally:
-                if recorder is not None:
-                    recorder.resume()
             if state.activations is not None:
                 index.note(params)
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -131,14 +133,17 @@ def test_what_runs_while_paused_and_after_an_error_is_not_counted() -> None:
 
     def forward() -> None:
         with recorder:
-            with recorder.paused():
+            with contextlib.suppress(KeyError), recorder.paused():
                 torch.ones(3) * 2
+                raise KeyError("what fails while paused must not keep it paused")
+            torch.ones(3) + 2
             net(torch.ones(2, LENGTH, WIDTH + 1))
 
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         forward()
     *_, outside = recorder.profiles()
     assert not [output for output in outside.outputs if output.operator == "aten.mul.Tensor"]
+    assert [output for output in outside.outputs if output.operator == "aten.add.Tensor"]
     assert not any(module._forward_hooks for module in net.modules())
 
 
