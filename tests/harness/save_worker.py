@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
-from train_worker import build_engine, make_batch
+from train_worker import build_engine, leave_group, make_batch
 
 
 def train(engine, case: dict, num_steps: int) -> None:
@@ -187,6 +187,7 @@ def main() -> None:
     found = tasks[what](engine, case, folder)
     sys.stderr.write(json.dumps(found) + "\n")
     engine.destroy()
+    leave_group()
     torch.distributed.destroy_process_group()
 
 
