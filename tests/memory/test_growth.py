@@ -92,4 +92,6 @@ def test_peak_memory_is_what_the_plan_says(tmp_path: Path) -> None:
     filled = run(LAYERS[1], tmp_path, BUDGET_BYTES)
     assert 0.6 * BUDGET_BYTES < filled.resident_bytes < BUDGET_BYTES
     added = filled.peak_bytes - large.peak_bytes
-    assert 0.85 * filled.resident_bytes <= added <= filled.resident_bytes + 0.1 * BUDGET_BYTES, f"{added} bytes more"
+    noise = LIMIT_BYTES_EACH * (large.numel - small.numel)  # as much the run without a budget may have had too many
+    assert 0.85 * filled.resident_bytes - noise <= added, f"{added} bytes more"
+    assert added <= filled.resident_bytes + 0.1 * BUDGET_BYTES, f"{added} bytes more"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import json
 import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -90,10 +92,12 @@ def broken(path: str, tiers: str, kind: str, error: int) -> dict[str, Any]:
     return first_error(engine)
 
 
-def first_error(engine: Any) -> dict[str, Any]:
+def first_error(engine: Any, wait: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    """``wait`` is called after each step: until the failure has happened, somewhere else."""
     for step in range(4):
         try:
             train(engine, 2 + step, 3 + step)
+            wait()
         except FuyouStorageError as met:
             return {"step": step, "errno": met.errno, "path": met.filename, "offset": met.offset, "what": str(met)}
     return {"step": None}
@@ -106,11 +110,14 @@ def no_commit(path: str, tiers: str) -> dict[str, Any]:
     train(engine, 0, 2)
     core.wait_all()
 
+    refused = threading.Event()
+
     def refuse(*_: Any, **__: Any) -> None:
+        refused.set()
         raise OSError(errno.EROFS, "read-only file system")
 
     core.store.commit = refuse
-    return first_error(engine)
+    return first_error(engine, lambda: refused.wait(60))
 
 
 def short(path: str, tiers: str) -> dict[str, Any]:
