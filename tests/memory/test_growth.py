@@ -14,14 +14,14 @@ from pathlib import Path
 from tests.harness.runner import environment, free_port
 
 ROOT = Path(__file__).parents[2]
-LAYERS = (4, 12)
+LAYERS = (4, 24)
 LIMIT_BYTES_EACH = 1.75
-"""Less than any class has; the rest is noise: on a busy machine more transfers are in flight at the peak."""
+"""Less than any class has. The heap and what is in flight account for some 40 MB, whatever the number of layers."""
 BUDGET_BYTES = 400 << 20
 """Less than half of what the larger model's classes take."""
 
 SCRIPT = """
-import resource, sys
+import sys
 import deepspeed, torch
 from ds_fuyou.telemetry.placement import placement_of
 from tests.harness.models import TinyGPT, make_batch
@@ -46,7 +46,8 @@ engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters
 for step in range(4):
     engine.backward(engine(**make_batch({}, step, 0)))
     engine.step()
-peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+with open("/proc/self/status") as status:  # ru_maxrss would begin with what the process that started this one has
+    peak_bytes = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 rows = placement_of(engine.optimizer.rank_state)
 resident = sum(row.num_bytes for row in rows if row.tier == "cpu" and "pool" not in row.name)
 print("FOUND", sum(p.ds_numel for p in model.parameters()), peak_bytes, resident, flush=True)
@@ -81,17 +82,12 @@ def run(num_layers: int, swap: Path, budget_bytes: int | None = None) -> Found:
 def test_peak_memory_is_what_the_plan_says(tmp_path: Path) -> None:
     """Gradients are clipped in every step: the first updates are redone, later ones deferred."""
     small, large = (run(layers, tmp_path) for layers in LAYERS)
-    for _ in range(2):  # what a busy machine is late with stays in memory longer; what grows, grows every time
-        if large.peak_bytes - small.peak_bytes > LIMIT_BYTES_EACH * (large.numel - small.numel):
-            large = min(large, run(LAYERS[1], tmp_path), key=lambda found: found.peak_bytes)
     assert small.resident_bytes == large.resident_bytes == 0
     grown = (large.peak_bytes - small.peak_bytes) / (large.numel - small.numel)
-    assert large.numel - small.numel > 15_000_000
+    assert large.numel - small.numel > 45_000_000
     assert grown <= LIMIT_BYTES_EACH, f"{grown:.2f} bytes an added parameter"
 
     filled = run(LAYERS[1], tmp_path, BUDGET_BYTES)
     assert 0.6 * BUDGET_BYTES < filled.resident_bytes < BUDGET_BYTES
     added = filled.peak_bytes - large.peak_bytes
-    noise = LIMIT_BYTES_EACH * (large.numel - small.numel)  # as much the run without a budget may have had too many
-    assert 0.85 * filled.resident_bytes - noise <= added, f"{added} bytes more"
-    assert added <= filled.resident_bytes + 0.1 * BUDGET_BYTES, f"{added} bytes more"
+    assert 0.8 * filled.resident_bytes <= added <= filled.resident_bytes + 0.1 * BUDGET_BYTES, f"{added} bytes more"
