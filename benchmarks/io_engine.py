@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import tempfile
@@ -167,14 +168,15 @@ def steady_load(data: Path, bytes_per_sec: float) -> Iterator[None]:
         *("--runtime=600", f"--rate={rate}M,{rate}M", "--kb_base=1000", *_TUNED),
     ]
     quiet = subprocess.DEVNULL
-    process = subprocess.Popen(command, env={**os.environ, **_HUGE_PAGES}, stdout=quiet, stderr=quiet)
+    environment = {**os.environ, **_HUGE_PAGES}
+    process = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet, start_new_session=True)
     try:
         time.sleep(1.0)  # its start is not the load
         yield
         if process.poll() is not None:
             raise RuntimeError(f"fio ended with status {process.returncode} while it should have been the load")
     finally:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # fio works in a process of its own
         process.wait()
 
 

@@ -28,6 +28,8 @@ the waiting for the step before it, as in a long run, and a burst's number is wa
 drawing the batch, forward, backward, `step()`. Ratios are medians of the quotients within a round.
 "stock_off" is ZeRO-Offload's engine, "fuyou_off" ours with everything in DRAM, that never reach a gradient
 accumulation boundary: forward, backward and the gradients' way to host memory, no norms, no updates.
+"fuyou_off_beside_io" is a control: "fuyou_off" while fio (tuned, O_DIRECT) moves as many bytes a second as the
+optimizer on storage does, with which nothing is done; "fuyou_dram" updates everything without I/O.
 
 Floor: the larger of (storage bytes that the placement requires / rate) and (the faster of the two "off"
 variants + parameters / Adam rate + the host's CPU time for the bytes moved), the cores counted as one
