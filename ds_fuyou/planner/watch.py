@@ -12,11 +12,12 @@ from __future__ import annotations
 import enum
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.planner.profiled import Prediction
 
-__all__ = ["GAP", "LASTING", "Cause", "Finding", "LaneWatch", "StepMeasurement"]
+__all__ = ["GAP", "LASTING", "Cause", "Finding", "LaneWatch", "StepMeasurement", "with_finding"]
 
 GAP = 0.25
 LASTING = 5
@@ -176,3 +177,14 @@ def _text(cause: Cause, expected: float, measured: float, steps: int) -> str:
         return f"{cause.value}: {measured / 1e9:.2f} GB a step {lasting}, planned were {expected / 1e9:.2f} GB"
     gap = 100 * (measured / expected - 1)
     return f"{cause.value}: {measured:.3f} s {lasting}, planned were {expected:.3f} s ({gap:+.0f} %)"
+
+
+def with_finding(profile: RunProfile, finding: Finding) -> RunProfile:
+    """The profile with storage as much slower as was seen; both directions at once, as their harmonic mean."""
+    if profile.storage is None or finding.ratio >= 1 or finding.cause not in (Cause.READS, Cause.WRITES):
+        return profile
+    side = "read" if finding.cause is Cause.READS else "write"
+    rates = profile.storage
+    slower = replace(rates, **{side: getattr(rates, side) * finding.ratio})
+    means = [statistics.harmonic_mean([each.read, each.write]) for each in (rates, slower)]
+    return replace(profile, storage=replace(slower, mixed=rates.mixed * means[1] / means[0]))

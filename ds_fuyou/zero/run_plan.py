@@ -35,7 +35,7 @@ from ds_fuyou.planner.profile import (
     save_profile,
 )
 from ds_fuyou.planner.profiled import Prediction, alternatives, predict, prediction_table, profile_line
-from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement
+from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement, with_finding
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
 from ds_fuyou.profiling.operators import BlockProfile
 from ds_fuyou.telemetry.report import LaneTimes
@@ -315,7 +315,7 @@ class RunPlan:
         if any(finding.cause is Cause.WORKLOAD for finding in findings):
             self._patience *= 2
         for finding in findings:
-            profile = _with_finding(profile, finding)
+            profile = with_finding(profile, finding)
         self.profile, self._origin = profile, "made anew"
         if self._watch is not None:
             self._usual = self._watch.usual()
@@ -371,13 +371,3 @@ def _scaled(profile: RunProfile, times: StepTimes, shape: tuple[int, ...]) -> Ru
         forward_secs=factor * profile.forward_secs,
         backward_secs=factor * profile.backward_secs,
     )
-
-
-def _with_finding(profile: RunProfile, finding: Finding) -> RunProfile:
-    """Storage is as much slower as was seen."""
-    if profile.storage is None or finding.ratio >= 1 or finding.cause.name not in ("READS", "WRITES"):
-        return profile
-    side = "read" if finding.cause.name == "READS" else "write"
-    rates = profile.storage
-    slower = {side: getattr(rates, side) * finding.ratio, "mixed": rates.mixed * finding.ratio}
-    return replace(profile, storage=replace(rates, **slower))

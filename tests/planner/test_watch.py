@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from ds_fuyou.planner.profiled import predict
-from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement
+from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement, with_finding
 from tests.planner.profiles import PLACEMENT, PROFILE
 
 GOOD = StepMeasurement(
@@ -93,3 +95,14 @@ def test_batches_of_no_known_size_are_not_compared() -> None:
     predicted = predict(PROFILE, PLACEMENT)
     assert _steps(LaneWatch(predicted, predicted.thread_secs, 0), GOOD, 2 * LASTING) == []
     assert _steps(_watch(), replace(GOOD, num_elements=0.0), 2 * LASTING) == []
+
+
+def test_a_disk_that_is_slower_both_ways_is_slower_once_where_both_mix() -> None:
+    rates = PROFILE.storage
+    assert rates is not None
+    slower = with_finding(PROFILE, Finding(Cause.READS, 2e9, 1e9, ""))
+    slower_rates = with_finding(slower, Finding(Cause.WRITES, 1e9, 0.5e9, "")).storage
+    assert slower_rates is not None
+    assert (slower_rates.read, slower_rates.write) == (rates.read / 2, rates.write / 2)
+    assert slower_rates.mixed == pytest.approx(rates.mixed / 2)
+    assert with_finding(PROFILE, Finding(Cause.COMPUTE, 1.0, 0.5, "")) == PROFILE
