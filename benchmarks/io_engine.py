@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import tempfile
@@ -164,19 +163,20 @@ def steady_load(data: Path, bytes_per_sec: float) -> Iterator[None]:
     rate = round(bytes_per_sec / 1e6)
     command = [
         *("fio", "--name=load", f"--filename={data}", "--rw=rw", f"--size={NUM_BYTES}", f"--bs={BLOCK_BYTES}"),
+        "--thread",  # a process of its own would outlive this one
         *(f"--iodepth={QUEUE_DEPTH}", "--direct=1", "--ioengine=io_uring", "--invalidate=0", "--time_based"),
         *("--runtime=600", f"--rate={rate}M,{rate}M", "--kb_base=1000", *_TUNED),
     ]
     quiet = subprocess.DEVNULL
     environment = {**os.environ, **_HUGE_PAGES}
-    process = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet, start_new_session=True)
+    process = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet)
     try:
         time.sleep(1.0)  # its start is not the load
         yield
         if process.poll() is not None:
             raise RuntimeError(f"fio ended with status {process.returncode} while it should have been the load")
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # fio works in a process of its own
+        process.kill()
         process.wait()
 
 
