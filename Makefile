@@ -80,7 +80,7 @@ docs: setup
 bench: setup
 	$(RUN) python -m benchmarks.run
 
-# The automatic plan against a sweep by hand: about 15 minutes.
+# The automatic plan against a sweep by hand: about 30 minutes.
 bench-planner: setup
 	$(RUN) python -m benchmarks.planner
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The automatic plan against a sweep by hand, and what it predicted against what was measured.
 
-python -m benchmarks.planner                    six cases, about 15 minutes, written to benchmarks/results/
+python -m benchmarks.planner                    six cases, about 30 minutes, written to benchmarks/results/
 python -m benchmarks.planner --case base_slow   one of them, nothing written
 python -m benchmarks.planner --quick            one tiny case, two runs by hand: whether it works at all
 
@@ -226,14 +226,16 @@ def main() -> None:
         for case in chosen:
             results["cases"].append(measure(case, Path(directory), runs))
             print(_first_row(results["cases"][-1]), flush=True)
-    results["total_secs"] = time.perf_counter() - begin
-    text = markdown(results)
-    print(text)
-    if not arguments.quick and arguments.case is None:
-        target = RESULTS / f"{results['environment']['date']}-planner-runs.md"
-        target.write_text(text, encoding="utf-8")
-        target.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        print(f"written: {target}")
+            results["total_secs"] = time.perf_counter() - begin
+            if not arguments.quick and arguments.case is None:
+                _write(results)  # after each case: a run that is cut off has taken long already
+    print(markdown(results))
+
+
+def _write(results: dict[str, Any]) -> None:
+    target = RESULTS / f"{results['environment']['date']}-planner-runs.md"
+    target.write_text(markdown(results), encoding="utf-8")
+    target.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
