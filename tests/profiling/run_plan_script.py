@@ -66,8 +66,13 @@ def kept() -> dict[str, str]:
 
 
 def claim_a_faster_machine() -> None:
+    """Whose compute takes no time, nor the host's part in updates and I/O."""
     for path, text in kept().items():
-        Path(path).write_text(json.dumps({**json.loads(text), "forward_secs": TINY, "backward_secs": TINY}))
+        found = json.loads(text)
+        found["storage"]["cpu_secs_per_byte"] = 0.0
+        Path(path).write_text(
+            json.dumps({**found, "forward_secs": TINY, "backward_secs": TINY, "update_rate": 1e15}),
+        )
 
 
 def main() -> None:
