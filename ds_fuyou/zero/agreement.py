@@ -26,11 +26,13 @@ def of_rank_0(value: T) -> T:
 
 def on_any_rank(value: bool) -> bool:
     """Whether one of them says so."""
-    return value if dist.get_world_size() == 1 else least(float(not value))[0] == 0.0
+    return least(float(not value))[0] == 0.0
 
 
 def least(*values: float) -> list[float]:
-    """The smallest of each over all ranks."""
+    """The smallest of each over all ranks; whole numbers are exact below 2^53."""
+    if dist.get_world_size() == 1:
+        return list(values)
     tensor = torch.tensor(values, dtype=torch.float64, device=get_accelerator().current_device_name())
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
     return [float(value) for value in tensor.tolist()]

@@ -45,6 +45,7 @@ from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
 from ds_fuyou.telemetry.report import report_close
 from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.activations import handles_activations
+from ds_fuyou.zero.agreement import least, of_rank_0
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import check_budgets
 from ds_fuyou.zero.param_swapper import AVAILABLE, NOT_AVAILABLE, FuyouParameterSwapper
@@ -143,11 +144,7 @@ class RankState:
         budget = self.activation.config.dram_budget_bytes
         if budget != "auto":
             return int(budget)
-        found = torch.tensor([available_host_bytes() * 8 // 10 // local_ranks], dtype=torch.int64)
-        if dist.get_world_size() > 1:
-            found = found.to(get_accelerator().current_device_name())
-            dist.all_reduce(found, op=dist.ReduceOp.MIN)
-        return int(found.item())
+        return int(least(float(available_host_bytes() * 8 // 10 // local_ranks))[0])
 
     def _core_options(self, num_slots: int, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> CoreOptions:
         config, plan = self.activation.config, self.plan
@@ -206,10 +203,7 @@ class RankState:
     @staticmethod
     def _run_id() -> str:
         """One for all ranks, and for no other run: `fuyou recover` takes ranks of one run alone. A collective."""
-        box = [f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_RUN_NUMBERS)}-{secrets.token_hex(3)}"]
-        if dist.get_world_size() > 1:
-            dist.broadcast_object_list(box, src=0)
-        return box[0]
+        return of_rank_0(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_RUN_NUMBERS)}-{secrets.token_hex(3)}")
 
     def initialize(self, values_of: Callable[[Any], torch.Tensor]) -> None:
         """Moves the model's parameters into their place, chunk by chunk, with a progress bar on rank 0."""

@@ -20,7 +20,9 @@ from pathlib import Path
 
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
-from train_worker import build_engine, leave_group, make_batch
+from train_worker import build_engine, make_batch
+
+from tests.harness.group import leave_group
 
 
 def train(engine, case: dict, num_steps: int) -> None:
@@ -176,15 +178,7 @@ def main() -> None:
     if case.get("before"):
         engine.save_checkpoint(case["before"])
     train(engine, case, 2)
-    tasks = {
-        "failures": failures,
-        "killed": killed,
-        "one_rank": one_rank,
-        "edges": edges,
-        "flipped": flipped,
-        "memory": memory,
-    }
-    found = tasks[what](engine, case, folder)
+    found = TASKS[what](engine, case, folder)
     sys.stderr.write(json.dumps(found) + "\n")
     engine.destroy()
     leave_group()

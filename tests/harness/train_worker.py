@@ -34,6 +34,8 @@ from models import TinyExperts, build_model, make_batch
 from plain import PlainEngine
 from script_actions import before_step, break_rank, forward_and_backward, within, wrapped
 
+from tests.harness.group import leave_group
+
 MOMENTS = {
     "AdamW": ("exp_avg", "exp_avg_sq"),
     "Adam": ("exp_avg", "exp_avg_sq"),
@@ -111,13 +113,6 @@ def build_engine(case: dict):
     if case.get("compile"):
         engine.compile(backend=case["compile"])
     return engine
-
-
-def leave_group() -> None:
-    """gloo's threads keep the tensors of their last collective, and torch aborts when they let go of one while the
-    interpreter ends; a few barriers are their last collectives instead."""
-    for _ in range(4):
-        torch.distributed.barrier()
 
 
 def chosen_parameters(engine, case: dict) -> dict:

@@ -45,12 +45,7 @@ def environment(num_ranks: int) -> dict:
 def run_command(command: list, num_ranks: int = 1, cwd: Path = ROOT, **env: str) -> str:
     """Output of a command that must succeed; it and all it started are killed when the time is up.
 
-    [Note: aborted while ending]
-    gloo's threads keep the tensors of their last collective. One that lets go of such a tensor while the interpreter
-    ends asks for the GIL inside a destructor, and the process aborts: "terminate called without an active exception"
-    (torch 2.13, two ranks, without this package as with it; seen in backtraces). A thread of ours that nobody joined
-    would say the same, so no run is made again for it. Instead a few barriers are the last collectives of all scripts
-    here that run on two ranks; those of examples, which need not know, come from tests/examples/at_exit.
+    How scripts on two ranks end: [Note: aborted while ending] in tests/harness/group.py.
     """
     process = subprocess.Popen(
         [str(part) for part in command],
