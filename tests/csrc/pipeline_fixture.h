@@ -58,7 +58,7 @@ class World {
   public:
     explicit World(const WorldOptions& wanted)
         : given(wanted),
-          part(ChunkPipeline::part_bytes(wanted.numel)),
+          part(StateBlock::part_bytes(wanted.numel)),
           short_part(round_up_to_page(wanted.numel * 2)),
           chunk_bytes(2 * (3 * part + short_part) + short_part),
           file(Access::kBuffered, chunk_bytes * wanted.num_chunks),

@@ -349,7 +349,7 @@ void bind_pipeline(py::module_& m)
         .def(
             "state_holds",
             [](const ChunkPipeline& pipeline, std::size_t chunk, std::uintptr_t block) {
-                return pipeline.state_holds(chunk, reinterpret_cast<const char*>(block));
+                return pipeline.state_holds(chunk, reinterpret_cast<char*>(block));
             },
             NoGil())
         .def("take_events",
@@ -362,7 +362,7 @@ void bind_pipeline(py::module_& m)
                  return events;
              })
         .def("stop", &ChunkPipeline::stop, NoGil())
-        .def_static("part_bytes", &ChunkPipeline::part_bytes);
+        .def_static("part_bytes", &StateBlock::part_bytes);
 }
 
 }  // namespace

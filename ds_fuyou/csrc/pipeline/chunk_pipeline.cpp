@@ -4,17 +4,12 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <exception>
 #include <stdexcept>
 #include <utility>
 
 namespace fuyou {
 namespace {
-
-// An update runs over tiles that stay in the second-level cache between the passes (scale, update,
-// narrow). A multiple of kKernelBlockElements, so that results equal those of one call.
-constexpr std::uint64_t kTileElements = 32 * 1024;
 
 double now_secs()
 {
@@ -57,8 +52,7 @@ struct ChunkPipeline::Job {
     char* param16 = nullptr;      // where the new P16 goes
     const char* gradient = nullptr;
     double begin_secs = 0.0;
-    std::uint64_t sum_read = 0;     // over the state block as it was read
-    std::uint64_t sum_updated = 0;  // and as it will be written
+    BlockSums sums;
 };
 
 struct ChunkPipeline::Chunk {
@@ -73,7 +67,7 @@ struct ChunkPipeline::Chunk {
 
     bool resident() const { return spec.resident_state != nullptr; }
     bool param_on_storage() const { return spec.param_memory[0] == nullptr; }
-    std::uint64_t part_bytes() const { return ChunkPipeline::part_bytes(spec.numel); }
+    std::uint64_t part_bytes() const { return StateBlock::part_bytes(spec.numel); }
     std::uint64_t state_bytes() const
     {
         return part_bytes() * static_cast<std::uint64_t>(1 + spec.num_moments);
@@ -406,27 +400,20 @@ void ChunkPipeline::set_checksum(bool on)
     checksum_ = on;
 }
 
-bool ChunkPipeline::state_holds(std::size_t index, const char* block) const
+bool ChunkPipeline::state_holds(std::size_t index, char* memory) const
 {
-    std::uint64_t written = 0, numel = 0;
-    int num_moments = 0;
+    std::uint64_t written = 0;
+    StateBlock block{memory, 0, 0};
     {
         std::lock_guard<std::mutex> lock(mutex_);
         const Chunk& chunk = chunks_.at(index);
         const std::size_t slot = static_cast<std::size_t>(chunk.slot);
         if (!checksum_ || chunk.resident() || !chunk.has_sum[slot]) return true;
         written = chunk.sums[slot];
-        numel = chunk.spec.numel;
-        num_moments = chunk.spec.num_moments;
+        block.numel = chunk.spec.numel;
+        block.num_moments = chunk.spec.num_moments;
     }
-    const auto part = [&](int which) {
-        return reinterpret_cast<const float*>(block + static_cast<std::uint64_t>(which) *
-                                                          part_bytes(numel));
-    };
-    std::uint64_t sum = bit_sum(part(0), numel);
-    for (int moment = 0; moment < num_moments; ++moment)
-        sum += bit_sum(part(moment + 1), numel) * static_cast<std::uint64_t>(2 * moment + 3);
-    return sum == written;
+    return block.sum(0, block.numel) == written;
 }
 
 // Compares what was read with what this run wrote last; remembers what will be written.
@@ -435,9 +422,9 @@ bool ChunkPipeline::checksum_holds_locked(const Job& job)
     Chunk& chunk = chunks_[job.update.chunk];
     if (!checksum_ || chunk.resident() || job.cancelled) return true;
     const std::size_t source = static_cast<std::size_t>(chunk.slot);
-    const bool holds = !chunk.has_sum[source] || chunk.sums[source] == job.sum_read;
+    const bool holds = !chunk.has_sum[source] || chunk.sums[source] == job.sums.read;
     const std::size_t target = static_cast<std::size_t>(job.target_slot);
-    chunk.sums[target] = job.sum_updated;
+    chunk.sums[target] = job.sums.updated;
     chunk.has_sum[target] = true;
     return holds;
 }
@@ -625,73 +612,18 @@ std::shared_ptr<ChunkPipeline::Job> ChunkPipeline::next_ready_locked()
 void ChunkPipeline::update(Job& job)
 {
     const Chunk& chunk = chunks_[job.update.chunk];
-    const std::uint64_t part = chunk.part_bytes();
-    if (!chunk.resident() && chunk.zero_moments) {
-        std::memset(job.state_block + part, 0,
-                    part * static_cast<std::uint64_t>(chunk.spec.num_moments));
-    }
-    char* param16 =
-        job.param16 != nullptr
-            ? job.param16
-            : chunk.spec.param_memory[static_cast<std::size_t>(job.update.param_version)];
-    const char* gradient = job.gradient != nullptr ? job.gradient : job.update.gradient;
-    float* param32 = reinterpret_cast<float*>(job.state_block);
-    float* moments[2] = {reinterpret_cast<float*>(job.state_block + part), nullptr};
-    if (chunk.spec.num_moments == 2)
-        moments[1] = reinterpret_cast<float*>(job.state_block + 2 * part);
-
-    struct Tile {
-        std::uint64_t begin, end;
-        const UpdateRule* rule;
-    };
-    std::vector<Tile> tiles;
-    for (const UpdateSegment& segment : job.update.segments) {
-        for (std::uint64_t begin = segment.begin; begin < segment.end; begin += kTileElements) {
-            tiles.push_back(
-                {begin, std::min(begin + kTileElements, segment.end), segment.rule.get()});
-        }
-    }
-    const std::size_t grad_element = element_bytes(job.update.gradient_type);
-    const std::size_t param_element = element_bytes(chunk.spec.param_type);
-    const std::ptrdiff_t num_tiles = static_cast<std::ptrdiff_t>(tiles.size());
-    const bool checked = checksum_ && !chunk.resident();
-    std::uint64_t sum_read = 0, sum_updated = 0;
-    std::exception_ptr failure;  // none may leave a parallel region
-#pragma omp parallel for schedule(dynamic) reduction(+ : sum_read, sum_updated) \
-    num_threads(num_update_threads_) if (num_update_threads_ > 1 && num_tiles > 1)
-    for (std::ptrdiff_t i = 0; i < num_tiles; ++i) {
-        const Tile& tile = tiles[static_cast<std::size_t>(i)];
-        const std::uint64_t numel = tile.end - tile.begin;
-        // The three parts weigh differently, so that exchanged parts are noticed.
-        const auto sum_parts = [&] {
-            std::uint64_t sum = bit_sum(param32 + tile.begin, numel);
-            for (int part = 0; part < chunk.spec.num_moments; ++part) {
-                sum += bit_sum(moments[part] + tile.begin, numel) *
-                       static_cast<std::uint64_t>(2 * part + 3);
-            }
-            return sum;
-        };
-        if (checked) sum_read += sum_parts();
-        if (tile.rule != nullptr) try {
-                thread_local std::vector<float> scratch;
-                if (scratch.size() < kTileElements) scratch.resize(kTileElements);
-                scale_gradient(job.update.gradient_type, gradient + tile.begin * grad_element,
-                               scratch.data(), numel, job.update.multiplier);
-                float* tile_moments[2] = {moments[0] + tile.begin, moments[1] != nullptr
-                                                                       ? moments[1] + tile.begin
-                                                                       : nullptr};
-                tile.rule->apply(param32 + tile.begin, scratch.data(), tile_moments, numel);
-            } catch (...) {
-#pragma omp critical(fuyou_update)
-                failure = std::current_exception();
-            }
-        narrow_parameter(chunk.spec.param_type, param32 + tile.begin,
-                         param16 + tile.begin * param_element, numel);
-        if (checked) sum_updated += sum_parts();
-    }
-    if (failure) std::rethrow_exception(failure);
-    job.sum_read = sum_read;
-    job.sum_updated = sum_updated;
+    StateBlock block{job.state_block, chunk.spec.numel, chunk.spec.num_moments};
+    if (!chunk.resident() && chunk.zero_moments) block.clear_moments();
+    BlockUpdate how;
+    how.gradient = job.gradient != nullptr ? job.gradient : job.update.gradient;
+    how.gradient_type = job.update.gradient_type;
+    how.multiplier = job.update.multiplier;
+    how.param16 = job.param16 != nullptr
+                      ? job.param16
+                      : chunk.spec.param_memory[static_cast<std::size_t>(job.update.param_version)];
+    how.param_type = chunk.spec.param_type;
+    how.checked = checksum_ && !chunk.resident();
+    job.sums = update_block(block, job.update.segments, how, num_update_threads_);
 }
 
 void ChunkPipeline::start_writes_locked()

@@ -33,8 +33,8 @@
 
 #include "io/io_engine.h"
 #include "kernels/elementwise.h"
-#include "kernels/update_rule.h"
 #include "memory/aligned_pool.h"
+#include "pipeline/state_block.h"
 
 namespace fuyou {
 
@@ -45,8 +45,7 @@ struct FileRange {
 };
 using FileRanges = std::vector<FileRange>;
 
-// A run of one stock sub-group whose fp32 parameter and moments move together. The state block is
-// [P32 | moment 0 | moment 1], each part padded to pages.
+// A run of one stock sub-group whose fp32 parameter and moments move together, as one StateBlock.
 struct ChunkSpec {
     std::uint64_t numel = 0;
     std::int64_t position = 0;  // place in the forward pass: the deadline, smaller is sooner
@@ -59,13 +58,6 @@ struct ChunkSpec {
     int num_slots = 1;
     char* resident_state = nullptr;  // state block in DRAM instead of on storage
     std::array<char*, 2> param_memory = {nullptr, nullptr};  // P16 in DRAM, by version
-};
-
-// One run of a chunk that shares hyperparameters; a null rule leaves the elements as they are.
-struct UpdateSegment {
-    std::uint64_t begin;
-    std::uint64_t end;
-    std::shared_ptr<const UpdateRule> rule;
 };
 
 struct ChunkUpdate {
@@ -153,14 +145,9 @@ class ChunkPipeline {
     void set_checksum(bool on);
     // Whether a state block read from the published slot is what the chunk's last update wrote;
     // true as long as no update of this run wrote it.
-    bool state_holds(std::size_t chunk, const char* block) const;
+    bool state_holds(std::size_t chunk, char* block) const;
     std::vector<LaneEvent> take_events();
     void stop();  // finishes nothing new, waits for what is in flight, joins
-
-    static std::uint64_t part_bytes(std::uint64_t numel)
-    {
-        return round_up_to_page(numel * sizeof(float));
-    }
 
   private:
     enum class JobState { kQueued, kReading, kReady, kUpdating, kUpdated, kWriting };
