@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -239,11 +240,16 @@ class FuyouStage3Optimizer(
         self.invalidate_secondary_tensor()
 
     def _gather_persistent(self) -> None:
-        """As stock, where every update ends inside ``step()`` anyway. Otherwise persistent parameters are gathered at
-        their first use: here it would wait for all of their updates."""
+        """As stock, where every update ends inside ``step()`` anyway, and where the whole model is persistent: it is
+        small, and scripts read it as they would without ZeRO. Otherwise persistent parameters are gathered at their
+        first use: here it would wait for all of their updates."""
         waits = self.rank_state.core.options.overlap is not Overlap.BACKWARD_AND_FORWARD
-        if waits and self.persistent_parameters:
+        if self.persistent_parameters and (waits or self._is_all_persistent):
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
+
+    @cached_property
+    def _is_all_persistent(self) -> bool:
+        return len(self.persistent_parameters) == sum(1 for _ in self.module.parameters())
 
     def destroy(self) -> None:
         try:

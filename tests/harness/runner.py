@@ -73,6 +73,8 @@ def ds_config(**changes) -> dict:
             "offload_optimizer": {"device": "cpu"},
             "offload_param": {"device": "cpu"},
             "sub_group_size": 100000000,
+            # Of the tiny models some parameters are persistent and some are not, as of the models of users.
+            "stage3_param_persistence_threshold": 1000,
         },
         "steps_per_print": 1000000,
     }
