@@ -7,7 +7,7 @@ import copy
 import errno
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,21 @@ class IoSettings:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Work in flight: owns the memory until the transfer has ended. Drop it only after :meth:`wait`."""
+    """Work in flight: owns the memory until the transfer has ended. Dropped before, it waits for that end."""
 
     ticket: Any
     memory: torch.Tensor
     what: str
     path_of: Callable[[int], Path]
+    pid: int = field(default_factory=os.getpid)
+
+    def __del__(self) -> None:
+        """Where an error makes its owner drop it: memory that is freed may be somebody else's when the bytes come.
+
+        In a forked child nothing ends, and nothing is written to the child's memory.
+        """
+        if not self.ticket.done() and os.getpid() == self.pid:
+            self.wait_ended()
 
     def done(self) -> bool:
         return bool(self.ticket.done())
@@ -56,7 +65,7 @@ class Transfer:
         return seconds
 
     def wait_ended(self) -> float:
-        """As :meth:`wait`, but says nothing of how it ended; the memory may be dropped afterwards."""
+        """As :meth:`wait`, but says nothing of how it ended."""
         return wait_reporting(self.ticket.wait, lambda: self.what)
 
 

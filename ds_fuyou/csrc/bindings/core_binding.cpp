@@ -3,6 +3,7 @@
 // Python's view of the core. Every call that may wait or compute releases the GIL. Objects that own
 // threads or memory are kept alive by the Python objects that use them (keep_alive).
 #include <torch/extension.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -279,8 +280,13 @@ void bind_pipeline(py::module_& m)
     py::class_<ChunkPipeline, std::shared_ptr<ChunkPipeline>>(m, "ChunkPipeline")
         .def(py::init([](std::shared_ptr<IoEngine> io, std::shared_ptr<AlignedPool> staging,
                          int num_update_threads) {
-                 return std::make_shared<ChunkPipeline>(io.get(), staging.get(),
-                                                        num_update_threads);
+                 // A child of fork() has no worker to join, and its locks may be held for ever.
+                 const auto leave_to_owner = [owner = getpid()](ChunkPipeline* pipeline) {
+                     if (getpid() == owner) delete pipeline;
+                 };
+                 return std::shared_ptr<ChunkPipeline>(
+                     new ChunkPipeline(io.get(), staging.get(), num_update_threads),
+                     leave_to_owner);
              }),
              py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
         .def(
