@@ -8,6 +8,7 @@ on every call made so far, so the history is replayed on a clock of our own, cal
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from ds_fuyou.ops.core import load_core
 __all__ = ["GroupHyper", "OptimizerKind", "RuleClock", "StepRules", "optimizer_kind"]
 
 _LATE_CLOCKS = 64
-"""Clocks kept for parameters that missed steps: one for each number of updates seen lately."""
+"""Clocks kept for parameters that missed steps: one for each number of updates seen lately, for as many betas."""
 
 _SUPPORTED = (
     "DeepSpeedCPUAdam, FusedAdam, torch Adam and AdamW, DeepSpeedCPUAdagrad, torch Adagrad, DeepSpeedCPULion, FusedLion"
@@ -92,6 +93,11 @@ class StepRules:
     clock: Any = field(compare=False, repr=False)
 
 
+def _as_stored(betas: tuple[float, float]) -> tuple[float, float]:
+    """As a stock optimizer keeps and compares them: in fp32."""
+    return ctypes.c_float(betas[0]).value, ctypes.c_float(betas[1]).value
+
+
 class RuleClock:
     """The bias-correction history of one optimizer; replays stock's calls. Not thread-safe."""
 
@@ -129,10 +135,15 @@ class RuleClock:
         self._record(tuple(hyper.betas for hyper in rules.hypers))
 
     def _record(self, betas: tuple[tuple[float, float], ...]) -> None:
+        """Adds a step. A stock optimizer that meets other betas than it has starts its products anew, by ``pow``: then
+        nothing matters of what came before, but its length. So a schedule of betas does not lengthen the history.
+        """
         if self.history and self.history[-1][1] == betas:
             self.history[-1] = (self.history[-1][0] + 1, betas)
-        else:
-            self.history.append((1, betas))
+            return
+        if len(self.history) > 1 and _as_stored(betas[0]) != _as_stored(self.history[-1][1][-1]):
+            self.history = [(self.step - 1, self.history[-1][1])]
+        self.history.append((1, betas))
 
     def rule_at(self, step: int, hyper: GroupHyper) -> Any:
         """The rule of a parameter that was updated ``step`` times, this one included (it missed some steps)."""
@@ -149,6 +160,8 @@ class RuleClock:
             kept[step] = clock
             while len(kept) > _LATE_CLOCKS:
                 del kept[next(iter(kept))]  # the oldest
+            while len(self._late) > _LATE_CLOCKS:
+                del self._late[next(iter(self._late))]
         return kept[step]
 
     def replay(self, history: Sequence[tuple[int, Sequence[Sequence[float]]]]) -> None:

@@ -55,7 +55,7 @@ def test_history_is_kept_in_runs_of_equal_betas_and_replayed() -> None:
     clock, other = RuleClock(KIND, HYPER), GroupHyper(1e-3, (0.8, 0.9), 1e-8, 0.0, True)
     for hyper in (HYPER, HYPER, other, HYPER):
         clock.commit(clock.prepare([hyper]))
-    assert clock.history == [(2, ((0.9, 0.999),)), (1, ((0.8, 0.9),)), (1, ((0.9, 0.999),))]
+    assert clock.history == [(3, ((0.8, 0.9),)), (1, ((0.9, 0.999),))]
     again = RuleClock(KIND, HYPER)
     again.replay(clock.history)
     assert (again.step, again.history) == (4, clock.history)
@@ -63,6 +63,31 @@ def test_history_is_kept_in_runs_of_equal_betas_and_replayed() -> None:
     for one in (clock, again):
         param, moments = torch.full((100,), 0.3), [torch.full((100,), 0.1), torch.full((100,), 0.2)]
         one.prepare([HYPER]).rules[0].apply(param, torch.full((100,), 0.01), moments)
+        values.append(param)
+    assert torch.equal(*values)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_schedule_of_betas_does_not_lengthen_the_history(num_groups: int) -> None:
+    """1cycle changes them in every step. Neither does it change what a resumed run continues with."""
+
+    def hypers(step: int) -> list[GroupHyper]:
+        """In steps 60 to 79 they stay, so that running products count."""
+        moved = 0.85 + 0.001 * min(step, 60)
+        return [GroupHyper(1e-3, (moved - 0.1 * group, 0.999), 1e-8, 0.0, True) for group in range(num_groups)]
+
+    clock = RuleClock(KIND, hypers(1)[0])
+    for step in range(1, 80):
+        clock.commit(clock.prepare(hypers(step)))
+    assert len(clock.history) == 2
+    again = RuleClock(KIND, hypers(1)[0])
+    again.replay(clock.history)
+    assert (again.step, again.history) == (79, clock.history)
+    values = []
+    for one in (clock, again):
+        param, moments = torch.full((100,), 0.3), [torch.full((100,), 0.1), torch.full((100,), 0.2)]
+        for rule in one.prepare(hypers(80)).rules:
+            rule.apply(param, torch.full((100,), 0.01), moments)
         values.append(param)
     assert torch.equal(*values)
 
