@@ -94,17 +94,20 @@ def choose_num_slots(
     bytes_two_slots: int,
     budget: int | None = None,
     *,
+    num_ranks: int = 1,
     probe: Probe = probe_path,
 ) -> SlotChoice:
     """Two slots where budget and free space hold them, else one with the text of the warning that is due.
 
-    It does not check that one slot fits; creating the store does.
+    ``num_ranks`` of this machine need as much each; none of them may have created its store yet. The budget is one
+    rank's. It does not check that one slot fits; creating the store does.
     """
     capacity = sum(device_capacities([probe(path) for path in paths]).values())
     if budget is not None and bytes_two_slots > budget:
         limit = f"nvme_budget_bytes is {budget}"
-    elif bytes_two_slots > capacity:
+    elif num_ranks * bytes_two_slots > capacity:
         limit = f"{capacity} bytes can be used on {', '.join(str(path) for path in paths)}"
+        limit += f" by {num_ranks} ranks" if num_ranks > 1 else ""
     else:
         return SlotChoice(2, "")
     reason = (

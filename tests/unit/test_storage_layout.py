@@ -111,6 +111,14 @@ def test_two_slots_where_they_fit() -> None:
     assert choose_num_slots(paths, PAGE, 3 * PAGE, 3 * PAGE, probe=probe).reason == ""
 
 
+def test_ranks_of_one_machine_share_its_disks() -> None:
+    probe = fake_disks({Path("/a"): RESERVE + 9 * PAGE})
+    assert choose_num_slots([Path("/a")], PAGE, 3 * PAGE, 3 * PAGE, num_ranks=3, probe=probe).num_slots == 2
+    choice = choose_num_slots([Path("/a")], PAGE, 3 * PAGE, num_ranks=4, probe=probe)
+    assert choice.num_slots == 1
+    assert f"{9 * PAGE} bytes can be used on /a by 4 ranks" in choice.reason
+
+
 @pytest.mark.parametrize(("budget", "limit"), [(None, "can be used on /a"), (3 * PAGE, "nvme_budget_bytes is")])
 def test_one_slot_names_the_limit_and_what_is_lost(budget: int | None, limit: str) -> None:
     probe = fake_disks({Path("/a"): RESERVE + 3 * PAGE})
