@@ -97,6 +97,12 @@ class StoredParameters:
             self._in_flight[index] = flight
             self.num_ahead_reads += 1
 
+    def forget(self, span: ParamSpan) -> None:
+        """The parameter was rewritten in its place: what was read ahead is old."""
+        flight = self._in_flight.pop(span.index, None)
+        if flight is not None:
+            flight.wait()
+
     def drop_all(self) -> None:
         """Forgets what was read ahead (the parameters are about to change)."""
         for flight in self._in_flight.values():

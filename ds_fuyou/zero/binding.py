@@ -179,10 +179,11 @@ class RankState:
         sizes = {n: sum(r.num_bytes * r.num_slots for r in regions) for n, regions in by_slots.items()}
         num_slots = 1
         if self.plan.slots == 2:
-            choice = choose_num_slots(paths, sizes[1], sizes[2], budget_bytes)
-            num_slots = choice.num_slots
-            if num_slots == 1:
+            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            choice = choose_num_slots(paths, sizes[1], sizes[2], budget_bytes, num_ranks=local_ranks)
+            if choice.num_slots == 1:
                 logger.warning("%s", choice.reason)
+            num_slots = int(least(choice.num_slots)[0])  # also: no rank allocates before all have looked
         identity = RunIdentity(self._fingerprint(), dist.get_rank(), dist.get_world_size(), run_id)
         store = SlotStore.create(
             paths,
@@ -299,10 +300,14 @@ class RankState:
         return True
 
     def replace(self, param: Any, values: torch.Tensor) -> None:
-        """P16 of a parameter := ``values`` (this rank's part), wherever it lives."""
+        """P16 of a parameter := ``values`` (this rank's part), wherever it lives. It must not be gathered."""
         span = self.span(param)
         self.core.params.edited(span)
         self.core.params.write(span, values)
+        if self.stored is not None and not self._in_memory(param):  # what was read ahead is old
+            self.stored.forget(span)
+            self._resident.discard(span.index)
+            param.nvme_swapper.mark_away(param)
 
     def edit(self, param: Any, values: torch.Tensor) -> None:
         """The script wrote a gathered parameter: ``values`` are its P16 now (in DRAM they lie in place already)."""
