@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError, FuyouStorageError
 
-__all__ = ["checked_tag", "discard", "incomplete_tag", "publish", "recover", "require_space", "write_text"]
+__all__ = ["checked_tag", "discard", "flush", "incomplete_tag", "publish", "recover", "require_space", "write_text"]
 
 logger = logging.getLogger("ds_fuyou")
 _PREFIX = ".incomplete-"
@@ -76,14 +76,14 @@ def publish(incomplete: Path, final: Path) -> None:
         raise FuyouStateError(f"{incomplete} should hold the checkpoint that was just written; it is not there")
     for folder, _, files in os.walk(incomplete):
         for name in files:
-            _flush(Path(folder, name))
-        _flush(Path(folder))
+            flush(Path(folder, name))
+        flush(Path(folder))
     if final.exists() or final.is_symlink():
         _exchange(incomplete, final)
         _remove(incomplete)
     else:
         incomplete.rename(final)
-    _flush(final.parent)
+    flush(final.parent)
 
 
 def write_text(file: Path, text: str) -> None:
@@ -94,10 +94,11 @@ def write_text(file: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     new.replace(file)
-    _flush(file.parent)
+    flush(file.parent)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Makes a file, or the names in a folder, survive a power cut. FuyouStorageError if that failed."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

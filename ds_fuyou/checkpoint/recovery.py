@@ -18,7 +18,7 @@ from typing import cast
 
 import torch
 
-from ds_fuyou.checkpoint import streamed_file
+from ds_fuyou.checkpoint import atomic, streamed_file
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.lanes.memory import PAGE_BYTES, aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.layout import FlatLayout
@@ -75,6 +75,7 @@ def recover(directories: Sequence[Path], out: Path) -> Recovered:
         try:
             streamed_file.save(state, part, stand_ins)
             os.replace(part, out)
+            atomic.flush(out.parent)  # `fuyou clean` may come next
         finally:
             part.unlink(missing_ok=True)
     return Recovered(step, len(state))
