@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.errors import FuyouError, FuyouStateError
 from ds_fuyou.lanes.memory import HostPool, PageLocks
 from ds_fuyou.lanes.waiting import wait_reporting
 from ds_fuyou.ops.core import load_core
@@ -62,7 +62,7 @@ class OutOfCoreOptimizer:
         self.generation = 0
         self.waited_secs = 0.0
         self.num_redone_chunks = 0
-        self._closed = False
+        self._closed = self._told_failure = False
         core = load_core()
         self._types = {
             torch.float32: core.ElementType.FLOAT32,
@@ -190,13 +190,14 @@ class OutOfCoreOptimizer:
         )
 
     def gradient(self, span: ParamSpan, *, stored: bool = False) -> torch.Tensor:
-        """The accumulated gradient of a parameter in this window, a copy unless it lies in one piece.
+        """The accumulated gradient of a parameter in this window, to be read before the next call: no copy if it lies
+        in one piece.
 
         ``stored``: what backward left, even if the user replaced it since.
         """
         if span.index in self._overrides and not stored:
             return self._overrides[span.index]
-        views = self.gradients.pieces(span)
+        views = self.gradients.values(span)
         return views[0] if len(views) == 1 else torch.cat(views)
 
     def override_gradient(self, span: ParamSpan, value: torch.Tensor) -> None:
@@ -238,7 +239,9 @@ class OutOfCoreOptimizer:
             self._enqueue(chunk.index, [], 1.0, gradient=0, held=True)
 
     def complete_gradient(self, span: ParamSpan) -> None:
-        """The parameter's gradient of this step is final as far as backward knows; prepares complete chunks."""
+        """The parameter's gradient of this micro-batch is in place. Once all of a chunk are, it may leave DRAM, and in
+        the last micro-batch its update is prepared: the gradient is final as far as backward knows.
+        """
         for chunk in self.layout.chunks_of_param[span.index]:
             missing = self._missing[chunk]
             if span.index in missing:
@@ -451,10 +454,14 @@ class OutOfCoreOptimizer:
         if self._closed:
             raise FuyouStateError("the optimizer is closed: its engine was destroyed")
         if self.pipeline.failed:
-            failure = self.pipeline.failure
-            if failure.error:
-                raise storage_error(failure.what, failure.error, failure.fd, failure.offset, self._path_of)
-            raise FuyouStateError(f"{failure.what}; the last committed state is intact")
+            self._told_failure = True
+            raise self._failure()
+
+    def _failure(self) -> FuyouError:
+        failure = self.pipeline.failure
+        if failure.error:
+            return storage_error(failure.what, failure.error, failure.fd, failure.offset, self._path_of)
+        return FuyouStateError(f"{failure.what}; the last committed state is intact")
 
     def wait_chunk(self, chunk: int) -> None:
         """Until P16 of the chunk's last applied step is in place."""
@@ -539,6 +546,8 @@ class OutOfCoreOptimizer:
         self.pipeline.stop()
         if self._committer is not None:
             self._committer.stop()
+        if self.pipeline.failed and not self._told_failure:  # after the script's last call: nobody to raise it to
+            logger.error("closed after a failure: %s", self._failure())
         self.gradients.close()
         self.io.close()
         self.place.close()

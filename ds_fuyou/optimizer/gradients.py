@@ -25,6 +25,9 @@ class GradientMemory(Protocol):
     def pieces(self, span: ParamSpan) -> list[torch.Tensor]:
         """Writable views that together are the gradient of ``span``, with the values written in this step."""
 
+    def values(self, span: ParamSpan) -> list[torch.Tensor]:
+        """The same to read: views that hold until the next call. What left DRAM stays where it is."""
+
     def pointer(self, chunk: int) -> int:
         """Address of the chunk's gradient in DRAM, 0 when it is on storage only."""
 
@@ -54,6 +57,9 @@ class DramGradients:
     def pieces(self, span: ParamSpan) -> list[torch.Tensor]:
         return [self._flat[span.sub_group][span.begin : span.end]]
 
+    def values(self, span: ParamSpan) -> list[torch.Tensor]:
+        return self.pieces(span)
+
     def pointer(self, chunk: int) -> int:
         spec = self._layout.chunks[chunk]
         return self._flat[spec.sub_group][spec.begin :].data_ptr()
@@ -76,8 +82,8 @@ class StoredGradients:
     """One buffer a chunk while its gradients arrive; afterwards the chunk's gradient lives on storage.
 
     Chunks given to :meth:`keep` stay in DRAM instead.
-    At most ``max_buffers`` sealed buffers are alive; taking one more waits for the oldest write, after which an
-    update that still needs that gradient reads it from storage (``detach``). The training thread alone calls this.
+    Taking a buffer while ``max_buffers`` sealed ones are alive waits for the oldest write, after which an update that
+    still needs that gradient reads it from storage (``detach``). The training thread alone calls this.
     """
 
     def __init__(
@@ -99,6 +105,7 @@ class StoredGradients:
         self._sealed: dict[int, tuple[torch.Tensor, Transfer]] = {}
         self._free: list[torch.Tensor] = []
         self._stored: set[int] = set()
+        self._last_read: tuple[int, torch.Tensor] | None = None  # neighbours are read one after another
         self._largest = max(round_up_to_page(c.numel * dtype.itemsize) for c in layout.chunks)
 
     def keep(self, chunks: Iterable[int]) -> None:
@@ -108,29 +115,54 @@ class StoredGradients:
             self._kept[index] = self._locks.lock(aligned_tensor(num_bytes))
 
     def pieces(self, span: ParamSpan) -> list[torch.Tensor]:
+        return self._views(span, self._buffer)
+
+    def values(self, span: ParamSpan) -> list[torch.Tensor]:
+        return self._views(span, self._present)
+
+    def _views(self, span: ParamSpan, memory_of: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
         views = []
         for index in self._layout.chunks_of_param[span.index]:
             chunk = self._layout.chunks[index]
             begin, end = overlap(span, chunk)
-            views.append(self._buffer(index)[begin - chunk.begin : end - chunk.begin])
+            views.append(memory_of(index).view(self._dtype)[begin - chunk.begin : end - chunk.begin])
         return views
+
+    def _memory(self, index: int) -> torch.Tensor | None:
+        """The chunk's gradient in DRAM, whatever it waits for there; None when it is on storage only."""
+        if index in self._sealed:
+            return self._sealed[index][0]
+        return self._kept.get(index, self._open.get(index))
 
     def _buffer(self, index: int) -> torch.Tensor:
         """The chunk's open buffer. A sealed one is taken back; from storage its values are read again."""
-        numel = self._layout.chunks[index].numel
-        there = self._kept.get(index, self._open.get(index))
-        if there is not None:
-            return there.view(self._dtype)[:numel]
         if index in self._sealed:
-            memory, transfer = self._sealed.pop(index)
+            self._open[index], transfer = self._sealed.pop(index)
             self.waited_secs += transfer.wait()
-        else:
-            memory = self._take()
+        there = self._memory(index)
+        if there is None:
+            there = self._take()
             if index in self._stored:
-                what = f"reading the gradient of chunk {index}"
-                self.waited_secs += self._io.read(self._extents(index), memory, what).wait()
-        self._open[index] = memory
-        return memory.view(self._dtype)[:numel]
+                self._read(index, there)
+            self._open[index] = there
+        self._last_read = None
+        return there
+
+    def _present(self, index: int) -> torch.Tensor:
+        """The chunk's gradient to read: where it is in DRAM, or a copy of what is on storage."""
+        there = self._memory(index)
+        if there is not None:
+            return there
+        if self._last_read is None or self._last_read[0] != index:
+            self._last_read = None
+            memory = aligned_tensor(round_up_to_page(self._layout.chunks[index].numel * self._dtype.itemsize))
+            self._read(index, memory)
+            self._last_read = (index, memory)
+        return self._last_read[1]
+
+    def _read(self, index: int, memory: torch.Tensor) -> None:
+        what = f"reading the gradient of chunk {index}"
+        self.waited_secs += self._io.read(self._extents(index), memory, what).wait()
 
     def _take(self) -> torch.Tensor:
         while len(self._sealed) >= self._max_buffers:
@@ -144,13 +176,8 @@ class StoredGradients:
         self._free.append(memory)
 
     def pointer(self, chunk: int) -> int:
-        if chunk in self._kept:
-            return self._kept[chunk].data_ptr()
-        if chunk in self._open:
-            return self._open[chunk].data_ptr()
-        if chunk in self._sealed:
-            return self._sealed[chunk][0].data_ptr()
-        return 0
+        there = self._memory(chunk)
+        return 0 if there is None else there.data_ptr()
 
     def seal(self, chunk: int) -> None:
         if chunk not in self._open:
@@ -162,6 +189,7 @@ class StoredGradients:
 
     def end_step(self) -> None:
         self._stored.clear()
+        self._last_read = None
 
     def seal_all(self) -> None:
         """Lets every open buffer leave DRAM: backward has ended."""
@@ -170,7 +198,7 @@ class StoredGradients:
 
     def close(self) -> None:
         for _, transfer in self._sealed.values():
-            transfer.wait()
+            transfer.wait_ended()  # nobody needs them any more: a write that failed keeps nothing from closing
         self._sealed.clear()
         self._kept.clear()
         self._open.clear()

@@ -108,20 +108,22 @@ class GradientFlowMixin:
     def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> None:
         """Stores or accumulates partitions; at the boundary takes norms and hands complete chunks on."""
         state = self.rank_state
-        boundary = is_boundary(self)
+        boundary, synchronized = is_boundary(self), get_accelerator().is_synchronized_device()
         if boundary:
             holds = self._run_plan is not None and self._run_plan.holds_updates
             state.core.open_window(self._hypers(), self._multiplier(None), managed=not holds)
-        arrived = []
         for param, partition in zip(params_to_release, grad_partitions, strict=True):
             rank = dist.get_rank(group=param.ds_process_group)
             if param.partition_numel() * rank < param.ds_numel:
                 self._store_gradient(param, partition, boundary)
-            arrived.append(param)
-            if not get_accelerator().is_synchronized_device() and param.grad is not None:
+            if synchronized:  # one by one: the sooner a chunk is complete, the fewer are in memory
+                state.core.complete_gradient(state.span(param))
+            elif param.grad is not None:
                 param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
-        self._complete(arrived if boundary else [])
+        if not synchronized:
+            self._in_copy.append((recorded_event(), {param.ds_id: param for param in params_to_release}))
+            self._complete_copied(wait=False)
 
     def _store_gradient(self: Any, param: Any, partition: torch.Tensor, boundary: bool) -> None:
         core, span = self.rank_state.core, self.rank_state.span(param)
@@ -168,19 +170,8 @@ class GradientFlowMixin:
         super().reset_cpu_buffers()  # type: ignore[misc]
         self._squares.clear()
 
-    def _complete(self: Any, params: list[Any]) -> None:
-        """Chunks whose gradients are all there may be prepared, once the copies to the host have ended.
-
-        Before the boundary ``params`` is empty: only the copies are remembered.
-        """
-        if get_accelerator().is_synchronized_device():
-            for param in params:
-                self.rank_state.core.complete_gradient(self.rank_state.span(param))
-            return
-        self._in_copy.append((recorded_event(), {param.ds_id: param for param in params}))
-        self._complete_copied(wait=False)
-
     def _complete_copied(self: Any, *, wait: bool) -> None:
+        """Hands on the gradients whose copies to the host have ended."""
         while self._in_copy and (wait or self._in_copy[0][0].query()):
             event, complete = self._in_copy.popleft()
             event.synchronize()
@@ -211,7 +202,7 @@ class GradientFlowMixin:
             self._run_plan.clock.backward_ended()
 
     def _finalize_offload_gradient_accumulation(self: Any) -> None:
-        """User-managed accumulation: only step() is the boundary, so norms are taken and updates start there."""
+        """User-managed accumulation: only step() is the boundary, so norms are taken there and updates start after."""
         state = self.rank_state
         self._complete_copied(wait=True)
         state.core.open_window(self._hypers(), self._multiplier(None), managed=False)
@@ -220,7 +211,6 @@ class GradientFlowMixin:
                 span = state.span(param)
                 if param.ds_id in self._offload_boundary_param_ids and state.core.has_arrived(span):
                     self._take_norm(param, [state.core.gradient(span)])
-                    state.core.complete_gradient(span)
 
     def _finish_gradients(self: Any) -> None:
         """step() begins: every gradient of the step is in host memory, and every one is in the norm.

@@ -98,6 +98,33 @@ def test_few_buffers_are_alive_and_only_those_have_an_address(
     assert len(LAYOUT.chunks) > 8
 
 
+def test_reading_takes_no_buffer_and_writes_nothing(stored: tuple[StoredGradients, list[int]], io: IoLane) -> None:
+    memory, _ = stored
+    write_all(memory)
+    resident = [chunk.index for chunk in LAYOUT.chunks if memory.pointer(chunk.index)]
+    writes = io.stats()["write"].num_operations
+    for span in LAYOUT.params:
+        assert torch.equal(torch.cat(memory.values(span)), values_of(span.index))
+    assert [chunk.index for chunk in LAYOUT.chunks if memory.pointer(chunk.index)] == resident
+    memory.seal_all()
+    assert io.stats()["write"].num_operations == writes
+    for span in LAYOUT.params:  # what is written after it was read is read anew
+        memory.pieces(span)[0][0] = -1.0
+        assert memory.values(span)[0][0] == -1.0
+        memory.seal_all()
+    assert all(memory.values(span)[0][0] == -1.0 for span in LAYOUT.params)
+
+
+def test_a_write_that_failed_keeps_nothing_from_closing(stored: tuple[StoredGradients, list[int]], io: IoLane) -> None:
+    core = load_core()
+    memory, _ = stored
+    memory.pieces(LAYOUT.params[0])
+    io.engine.add_fault(core.IoKind.WRITE, core.IoFaultEffect.ERROR, count=1 << 40)
+    memory.seal_all()
+    memory.close()
+    assert not any(memory.pointer(chunk.index) for chunk in LAYOUT.chunks)
+
+
 def test_a_new_step_does_not_read_the_last_ones_values(stored: tuple[StoredGradients, list[int]], io: IoLane) -> None:
     memory, _ = stored
     write_all(memory)
