@@ -24,10 +24,14 @@ OPERATORS = ("norm_1", "qkv", "attention", "attention_projection", "norm_2", "ml
 
 def config_of(case: dict[str, Any], run: dict[str, Any], numel: int) -> dict[str, Any]:
     """The DeepSpeed JSON of one run. By hand: tiers and swapped blocks are given, what is not swapped is recomputed."""
-    block: dict[str, Any] = {"nvme_path": case["directory"], "gpu_budget_bytes": case["gpu_budget_bytes"]}
+    block: dict[str, Any] = {
+        "nvme_path": case["directory"],
+        "gpu_budget_bytes": case["gpu_budget_bytes"],
+        "dram_budget_bytes": int(case["dram_bytes_each"] * numel),
+    }
     settings = {"chunk_bytes": case["chunk_bytes"], "staging_bytes": case["staging_bytes"]}
     if run["tiers"] is None:
-        block |= {"dram_budget_bytes": int(case["dram_bytes_each"] * numel), "plan": settings}
+        block["plan"] = settings
     else:
         for name, tier in zip(("parameters", "optimizer", "gradients"), run["tiers"], strict=True):
             block[name] = {"tier": tier}

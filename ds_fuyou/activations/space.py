@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import errno
+import math
 import os
 import threading
 from collections import deque
@@ -165,6 +166,11 @@ class SwapSpace:
     def num_bytes(self) -> int:
         """Bytes the files take on storage."""
         return sum(self._sizes)
+
+    def size_for(self, num_bytes: float) -> int:
+        """What the files will take when they hold so much: they grow in steps, turn by turn."""
+        num_paths = len(self._directories)
+        return num_paths * math.ceil(num_bytes / num_paths / GROWTH_BYTES) * GROWTH_BYTES
 
     @property
     def leased_bytes(self) -> int:

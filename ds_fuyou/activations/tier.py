@@ -107,6 +107,10 @@ class SwapTier:
     def arena_used_bytes(self) -> int:
         return self._arena.used_bytes
 
+    @property
+    def arena_peak_bytes(self) -> int:
+        return int(self._arena.pool.peak_bytes)
+
     # ---- out: device → host memory → storage --------------------------------------------------------------
 
     def put(self, source: torch.Tensor, what: str, unchanged: Callable[[], bool] | None) -> Record | None:

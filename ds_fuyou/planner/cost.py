@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 P16_BYTES, STATE_BYTES, ACCUMULATOR_BYTES = 2, 12, 4
+_SHARES = 8  # parts of what staging memory holds, each tried
 _NOT_STORAGE = (Lane.GPU, Lane.DOWN, Lane.UP, Lane.CPU)
 # Bytes that unfused operators move in GPU memory, forward: for every score of the s x s matrix (write, scale, mask,
 # softmax, dropout, read), and a token and width for everything element-wise.
@@ -72,6 +73,7 @@ class Placement:
         swapped_bytes: activations that leave one GPU, a micro-batch, all blocks; of these ``dram_activation_bytes``
             stay in host memory.
         kept_bytes: activations that stay on the GPU, beyond those of the block that is computed.
+        staging_bytes: host memory that states pass through on their way from storage and back.
         recompute_flops: that backward repeats, a micro-batch, on one GPU.
         fates: for each operator in how many blocks its output is (kept, swapped, recomputed); for the plan document.
     """
@@ -84,6 +86,7 @@ class Placement:
     swapped_bytes: float = 0.0
     dram_activation_bytes: float = 0.0
     kept_bytes: float = 0.0
+    staging_bytes: float = 0.0
     recompute_flops: float = 0.0
     fates: tuple[tuple[str, int, int, int], ...] = ()
 
@@ -218,6 +221,30 @@ def _together(*parts: _Lanes) -> _Lanes:
     return tuple(map(sum, zip(*parts, strict=True)))
 
 
+def _phase_secs(lanes: _Lanes, machine: Machine) -> float:
+    """Of work that overlaps: what the busiest lane takes, or storage, or the cores."""
+    storage = shared_secs(lanes[Lane.READ], lanes[Lane.WRITE], machine.storage_duplex)
+    return max(*lanes, storage, cores_secs(lanes, machine))
+
+
+def _deferred(work: Workload, machine: Machine, policy: Policy, place: Placement, p: _Phases) -> tuple[_Lanes, _Lanes]:
+    """The optimizer's work where updates wait for ``step()``: beside the next forward, and beside backward. At most
+    what staging memory holds is read ahead in backward, and is still to be written when forward ends.
+    """
+    states = policy.state_bytes * float(work.model.params) * (1 - place.states)
+    most = min(1.0, place.staging_bytes / states) if states > 0 else 0.0
+
+    def split(share: float) -> tuple[_Lanes, _Lanes]:
+        moved = tuple(share * secs if lane in (Lane.READ, Lane.WRITE) else 0.0 for lane, secs in enumerate(p.optimizer))
+        return tuple(secs - less for secs, less in zip(p.optimizer, moved, strict=True)), moved
+
+    def took(parts: tuple[_Lanes, _Lanes]) -> float:
+        beside_forward = _phase_secs(_together(p.forward, parts[0]), machine)
+        return beside_forward + _phase_secs(_together(p.backward, p.spill, parts[1]), machine)
+
+    return min((split(most * step / _SHARES) for step in range(_SHARES + 1)), key=took)
+
+
 def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placement) -> ClosedForm:
     """Lane times and iteration time of one step under a placement."""
     p, k = _phases(work, machine, policy, place), work.accumulation
@@ -227,11 +254,7 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
         if count == 0:  # also where a phase would take for ever
             return 0.0
         lanes = _together(*parts)
-        if policy.in_a_row:
-            took = count * sum(lanes)
-        else:
-            storage = shared_secs(lanes[Lane.READ], lanes[Lane.WRITE], machine.storage_duplex)
-            took = count * max(*lanes, storage, cores_secs(lanes, machine))
+        took = count * (sum(lanes) if policy.in_a_row else _phase_secs(lanes, machine))
         by_lane[bound_lane(lanes, machine.storage_duplex)] += took
         return took
 
@@ -250,9 +273,10 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
         tail = _turn_secs(work, machine, policy, place)
         step = forward + backward + max(turn, apart) + tail
     elif policy.updates is Updates.FORWARD:
+        beside_forward, beside_backward = _deferred(work, machine, policy, place, p)
         forward = secs(k - 1, p.forward)
-        backward = secs(k - 1, p.backward, p.accumulate) + secs(1, p.backward, p.spill)
-        turn = secs(1, p.forward, p.optimizer)
+        backward = secs(k - 1, p.backward, p.accumulate) + secs(1, p.backward, p.spill, beside_backward)
+        turn = secs(1, p.forward, beside_forward)
         tail = _turn_secs(work, machine, policy, place)
         step = forward + backward + turn + tail
     else:

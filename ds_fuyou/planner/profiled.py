@@ -29,6 +29,7 @@ class RunPlacement:
         updates: when chunks are updated whose state is on storage; resident ones wait for ``step()``.
         num_params: trainable parameters of this rank; ``first_params`` of them are used before the first block.
         param_bytes, grad_bytes, state_bytes: each, of a parameter.
+        staging_bytes: host memory that states pass through.
         speculates: updates may start in backward, so P16 in host memory has two versions beside states on storage.
         swapped_bytes: activations that a micro-batch moves to storage.
         recompute_flops: that backward repeats of a micro-batch, and did not when the profile was made.
@@ -44,6 +45,7 @@ class RunPlacement:
     grad_bytes: int
     state_bytes: int
     speculates: bool
+    staging_bytes: float = 0.0
     swapped_bytes: float = 0.0
     recompute_flops: float = 0.0
 
@@ -170,6 +172,7 @@ def predict(profile: RunProfile, placement: RunPlacement) -> Prediction:
         placement.params,
         placement.states,
         placement.grads,
+        staging_bytes=placement.staging_bytes,
         swapped_bytes=placement.swapped_bytes,
         recompute_flops=placement.recompute_flops,
     )

@@ -20,6 +20,7 @@ from typing import Any
 from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
 from ds_fuyou.storage import cleanup, lifetime
 from ds_fuyou.storage.creation import CreateOptions, StoreFiles, create_files, open_files
+from ds_fuyou.storage.directory import DATA_NAME
 from ds_fuyou.storage.layout import Piece, SlotChoice, choose_num_slots
 from ds_fuyou.storage.probe import Probe, probe_path
 from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, read_record, remove_record, write_record
@@ -137,6 +138,12 @@ class SlotStore:
     def directories(self) -> tuple[Path, ...]:
         """The run's directory in every path; together they are what :meth:`open` takes."""
         return tuple(run.path for run in self._files.runs)
+
+    @property
+    def record_bytes(self) -> int:
+        """Allocated on storage for manifests, locks and the commit record: what is there beside the slots."""
+        small = (entry for path in self.directories for entry in os.scandir(path) if entry.name != DATA_NAME)
+        return sum(entry.stat().st_blocks * 512 for entry in small)
 
     @property
     def total_bytes(self) -> int:

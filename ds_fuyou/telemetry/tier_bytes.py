@@ -52,11 +52,13 @@ class TierBytes:
         """
         host = self._resident["cpu"] + sum(pool.capacity_bytes for pool in self._pools())
         storage = float(self._resident["nvme"])
+        if self._state.store is not None:
+            storage += self._state.store.record_bytes
         session = self._state.activations
         tier = session.swapper.tier if session is not None and session.swapper is not None else None
         if tier is not None:
             host += tier.arena_bytes
-            storage += saved_bytes if tier.storage is not None else 0.0
+            storage += tier.storage.space.size_for(saved_bytes) if tier.storage is not None else 0
         return {"host memory": float(host), "storage": storage}
 
     def peaks(self) -> dict[str, float]:
@@ -64,8 +66,10 @@ class TierBytes:
         found = self.now()
         pools = sum(pool.pool.peak_bytes - pool.used_bytes for pool in self._pools())
         peaks = dict(self._peaks)
-        peaks["host memory"] = max(peaks["host memory"], found["host memory"] + pools)
         session = self._state.activations
         if session is not None and session.swapper is not None:
             peaks["device"] = max(peaks["device"], session.swapper.held.peak)
+            tier = session.swapper.tier
+            pools += tier.arena_peak_bytes - tier.arena_used_bytes if tier is not None else 0
+        peaks["host memory"] = max(peaks["host memory"], found["host memory"] + pools)
         return peaks

@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.optimizer.clip_policy import Overlap, UpdateStart
+from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import FlatLayout
 from ds_fuyou.planner.policies import Updates
 from ds_fuyou.planner.profile import RunProfile, fingerprint_of, machine_fingerprint
@@ -24,7 +25,15 @@ from ds_fuyou.profiling.operators import BlockProfile
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.zero.blocks import block_of
 
-__all__ = ["ActivationWork", "RunIdentity", "model_settings", "placement_of_run", "recomputed_flops", "run_identity"]
+__all__ = [
+    "ActivationWork",
+    "RunIdentity",
+    "model_settings",
+    "placement_of_run",
+    "recomputed_flops",
+    "run_identity",
+    "updates_of_run",
+]
 
 _STARTS = {
     # overlap: (updates start in backward, they wait for step())
@@ -118,21 +127,27 @@ def placement_of_run(rank_state: Any, profile: RunProfile, activations: Activati
     params, states, grads = (_share(core.layout, r) for r in (residency.params, residency.states, residency.grads))
     if min(params, states, grads) < 1 and profile.storage is None:
         return None
-    speculated, deferred = _STARTS[options.overlap]
     return RunPlacement(
         params,
         states,
         grads,
-        updates=speculated if core.policy.choose() is UpdateStart.SPECULATE else deferred,
+        updates=updates_of_run(core),
         num_params=core.layout.numel,
         first_params=_first_params(rank_state, profile),
         param_bytes=options.param_dtype.itemsize,
         grad_bytes=options.grad_dtype.itemsize,
         state_bytes=4 * (1 + len(core.kind.moments)),
         speculates=options.num_param_versions == 2,
+        staging_bytes=core.staging.capacity_bytes,
         swapped_bytes=activations.written_bytes / max(1, activations.num_forwards),
         recompute_flops=activations.recompute_flops,
     )
+
+
+def updates_of_run(core: OutOfCoreOptimizer) -> Updates:
+    """When the next step's updates run; it changes with how often gradients are clipped."""
+    speculated, deferred = _STARTS[core.options.overlap]
+    return speculated if core.policy.choose() is UpdateStart.SPECULATE else deferred
 
 
 def _share(layout: FlatLayout, resident: Sequence[bool]) -> float:

@@ -24,6 +24,7 @@ from ds_fuyou.activations.blocks import Block
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.planner.host_memory import available_host_bytes
+from ds_fuyou.planner.policies import Updates
 from ds_fuyou.planner.profile import (
     BlockCost,
     OperatorCost,
@@ -40,7 +41,14 @@ from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
 from ds_fuyou.profiling.operators import BlockProfile
 from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.zero.agreement import of_rank_0, on_any_rank
-from ds_fuyou.zero.run_facts import ActivationWork, RunIdentity, placement_of_run, recomputed_flops, run_identity
+from ds_fuyou.zero.run_facts import (
+    ActivationWork,
+    RunIdentity,
+    placement_of_run,
+    recomputed_flops,
+    run_identity,
+    updates_of_run,
+)
 from ds_fuyou.zero.step_clock import StepClock, StepTimes
 
 __all__ = ["RunPlan"]
@@ -152,6 +160,8 @@ class RunPlan:
                 self.profile = _scaled(self.profile, times, self.clock.shape)
         elif self._watch is not None:
             wished = self._compare(self._watch, times)
+        if self._watch is not None and self.profile is not None and self.prediction is not None:
+            self._follow_updates(self.profile, self._watch, self.prediction)
         self._decide_anew(wished)
         if self.profile is not None and self._watch is None and current_rank() == 0:
             self._settle(self.profile)
@@ -259,16 +269,34 @@ class RunPlan:
             log_once(logging.INFO, "no plan: nothing was measured of storage, which this placement needs")
             self.profile = None
             return
-        self.prediction = predict(profile, placement)
-        others = alternatives(profile, placement)
+        chosen, others = predict(profile, placement), alternatives(profile, placement)
         budget = self._state.host_budget_bytes
         get_logger().info(
-            "plan (%s): %s\n%s", self._origin, profile_line(profile), prediction_table(self.prediction, others, budget)
+            "plan (%s): %s\n%s", self._origin, profile_line(profile), prediction_table(chosen, others, budget)
         )
+        self._adopt(profile, chosen)
+
+    def _adopt(self, profile: RunProfile, prediction: Prediction) -> None:
+        """What steps are compared with from the next one on."""
+        self.prediction = prediction
         if self._state.trace is not None:
-            self._state.trace.planned({**self.prediction.lane_secs, "iteration": self.prediction.iteration_secs})
-        self._watch = LaneWatch(
-            self.prediction, self.prediction.thread_secs, profile.num_elements, self._usual, self._patience
+            self._state.trace.planned({**prediction.lane_secs, "iteration": prediction.iteration_secs})
+        self._watch = LaneWatch(prediction, prediction.thread_secs, profile.num_elements, self._usual, self._patience)
+
+    def _follow_updates(self, profile: RunProfile, watch: LaneWatch, known: Prediction) -> None:
+        """Whether updates start in backward depends on how often gradients are clipped."""
+        updates = updates_of_run(self._state.core)
+        if updates is known.placement.updates:
+            return
+        prediction = predict(profile, replace(known.placement, updates=updates))
+        self._usual = watch.usual()
+        self._adopt(profile, prediction)
+        waits = updates in (Updates.FORWARD, Updates.STEP)
+        get_logger().info(
+            "updates %s: %.3f s a step are predicted instead of %.3f s",
+            "wait for step() from now on, because gradients were clipped often" if waits else "start in backward again",
+            prediction.iteration_secs,
+            known.iteration_secs,
         )
 
     def _compare(self, watch: LaneWatch, times: StepTimes) -> bool:

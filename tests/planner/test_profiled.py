@@ -40,6 +40,12 @@ def test_when_updates_start_decides_what_they_hide_behind() -> None:
     assert secs[Updates.DEADLINE] == pytest.approx(1.8)
     assert secs[Updates.FORWARD] == pytest.approx(0.2 + 1.8)
     assert secs[Updates.STEP] == pytest.approx(0.1 + 0.2 + 1.8)
+    deferred = replace(PLACEMENT, updates=Updates.FORWARD, staging_bytes=0.25 * 1.2e9)
+    assert predict(slow, deferred).iteration_secs == pytest.approx(0.75 * 1.8 + 0.25 * 1.8), "both bound by storage"
+    long = replace(PROFILE, forward_secs=0.1, backward_secs=1.0)
+    assert predict(long, deferred).iteration_secs == pytest.approx(0.75 * 1.8 + 1.0), "backward hides what it takes"
+    roomy = predict(long, replace(deferred, staging_bytes=2e9)).iteration_secs
+    assert roomy == pytest.approx(1.0 + 1.0, rel=0.1), "no more is moved to backward than it has time for"
     resident = predict(slow, replace(PLACEMENT, states=1.0))
     assert resident.iteration_secs == pytest.approx(0.2 + 1.0), "a resident state waits for step()"
 

@@ -60,6 +60,13 @@ def test_the_plan_is_told_in_one_table_and_compared_in_the_report(trained: tuple
     assert "no byte counters" not in page
 
 
+def test_the_plan_follows_updates_that_clipping_holds_back(trained: tuple[dict, str, Path]) -> None:
+    results, log, _ = trained
+    assert results["cold"]["predicted"]["updates"] == "FORWARD"
+    assert results["warm"]["predicted"]["updates"] == "DEADLINE"
+    assert log.count("updates wait for step() from now on, because gradients were clipped often") == 1
+
+
 def test_the_next_run_starts_planned_and_notices_batch_and_disk(trained: tuple[dict, str, Path]) -> None:
     results, log, _ = trained
     assert log.count("plan (measured in an earlier run)") == 1
