@@ -50,7 +50,7 @@ _BYTE_UNITS["b"] = 1
 
 
 def parse_bytes(value: object) -> int:
-    """Bytes from a positive whole number or from text such as "64GB" (10^9) or "64GiB" (2^30).
+    """Bytes from a positive whole number or from text such as "64GB" (10^9), "64GiB" (2^30) or "1.1GiB" (rounded down).
 
     Raises:
         ValueError: anything else; the message says what was found.
@@ -61,10 +61,9 @@ def parse_bytes(value: object) -> int:
     elif isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
         if match and match[2] in _BYTE_UNITS:
-            number = (
-                float(match[1]) * _BYTE_UNITS[match[2]] if "." in match[1] else (int(match[1]) * _BYTE_UNITS[match[2]])
-            )
-    if number is None or number <= 0 or number != int(number):
+            unit = _BYTE_UNITS[match[2]]
+            number = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    if number is None or not 0 < number < float("inf") or number != int(number):
         raise ValueError('must be "auto", a positive number of bytes, or text like "64GB" or "512MiB"')
     return int(number)
 

@@ -86,7 +86,7 @@ def _whole(row: Mapping[str, str], column: str, least: int, default: int | None 
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not value >= least or value != int(value):
+    if not least <= value < float("inf") or value != int(value):
         raise FuyouConfigError(f"{column} must be a whole number of at least {least}, found {text!r}")
     return int(value)
 

@@ -96,7 +96,9 @@ def read_trace(path: Path) -> TraceContent:
         )
     other = data.get("otherData", {}) if isinstance(data, Mapping) else {}
     try:
-        content = _content(events, int(other.get("dropped_spans", 0)))
+        if not isinstance(other, Mapping):
+            raise _Wrong(f"otherData must be an object, found {str(other)[:60]!r}")
+        content = _content(events, int(_finite("otherData", "dropped_spans", other.get("dropped_spans", 0))))
         return replace(content, planned=_planned(other.get("planned_secs", {})))
     except _Wrong as wrong:
         raise FuyouConfigError(f"{path}: {wrong}") from None
@@ -111,10 +113,13 @@ def _content(events: Sequence[Any], num_dropped: int) -> TraceContent:
     for number, event in enumerate(events):
         if not isinstance(event, Mapping) or "ph" not in event:
             raise _Wrong(f"event {number} must be an object with a ph, found {str(event)[:60]!r}")
+        for key in ("pid", "tid"):
+            if not isinstance(event.get(key, 0), (int, str)):
+                raise _Wrong(f"event {number} must have a number or a name as {key}, found {event[key]!r}")
         if event["ph"] == "X":
             ranks.add(event.get("pid", 0))
         if event["ph"] == "M" and event.get("name") == "thread_name":
-            names[event.get("pid", 0), event.get("tid", 0)] = str(event.get("args", {}).get("name", "?"))
+            names[event.get("pid", 0), event.get("tid", 0)] = str(_arguments(event).get("name", "?"))
     if not ranks:
         raise _Wrong("holds no span; was the run traced for at least one step?")
     rank = min(ranks, key=str)
@@ -124,9 +129,12 @@ def _content(events: Sequence[Any], num_dropped: int) -> TraceContent:
             continue
         if event["ph"] == "X":
             spans.append(_span(number, event, names))
-        elif event["ph"] == "C" and event.get("name") == "bytes" and isinstance(event.get("args"), Mapping):
-            tiers.append((_number(number, event, "ts") / 1e6, {k: float(v) for k, v in event["args"].items()}))
+        elif event["ph"] == "C" and event.get("name") == "bytes":
+            held = {str(tier): _finite(f"event {number}", tier, value) for tier, value in _arguments(event).items()}
+            tiers.append((_number(number, event, "ts") / 1e6, held))
     origin = min(span.begin for span in spans)
+    if max(span.end for span in spans) <= origin:
+        raise _Wrong("holds no span that lasts; was the run traced for at least one step?")
     spans = [Span(s.lane, s.track, s.name, s.begin - origin, s.end - origin, s.num_bytes) for s in spans]
     order = {name: place for place, name in enumerate(dict.fromkeys(_lane(name) for name in names.values()))}
     lanes = sorted({span.lane for span in spans}, key=lambda lane: order.get(lane, len(order)))
@@ -140,15 +148,23 @@ def _content(events: Sequence[Any], num_dropped: int) -> TraceContent:
 
 
 def _planned(values: object) -> dict[str, float]:
-    if not isinstance(values, Mapping) or not all(isinstance(value, (int, float)) for value in values.values()):
+    if not isinstance(values, Mapping):
         raise _Wrong(f"otherData.planned_secs must hold seconds by lane, found {str(values)[:60]!r}")
-    return {str(lane): float(secs) for lane, secs in values.items()}
+    return {str(lane): _finite("otherData.planned_secs", lane, secs) for lane, secs in values.items()}
+
+
+def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = event.get("args")
+    return arguments if isinstance(arguments, Mapping) else {}
 
 
 def _number(number: int, event: Mapping[str, Any], key: str) -> float:
-    value = event.get(key)
+    return _finite(f"event {number}", key, event.get(key))
+
+
+def _finite(where: str, key: object, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _Wrong(f"event {number} must have a number as {key}, found {value!r}")
+        raise _Wrong(f"{where} must have a number as {key}, found {value!r}")
     return float(value)
 
 
@@ -158,8 +174,7 @@ def _span(number: int, event: Mapping[str, Any], names: Mapping[Any, str]) -> Sp
         raise _Wrong(f"event {number} must not last less than nothing, found dur {took:g}")
     track = names.get((event.get("pid", 0), event.get("tid", 0)), str(event.get("cat") or event.get("tid", "?")))
     lane = str(event["cat"]) if event.get("cat") else _lane(track)
-    arguments = event.get("args")
-    moved = arguments.get("bytes", 0) if isinstance(arguments, Mapping) else 0
+    moved = _arguments(event).get("bytes", 0)
     num_bytes = float(moved) if isinstance(moved, (int, float)) else 0.0
     return Span(lane, track, str(event.get("name", "")), begin / 1e6, (begin + took) / 1e6, num_bytes)
 

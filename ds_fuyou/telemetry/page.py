@@ -163,14 +163,15 @@ def _plan_table(content: TraceContent, sums: Sequence[LaneSum], planned: Mapping
         wanted = planned.get(same.get(lane.lane, lane.lane))
         if wanted is None:
             continue
-        measured = lane.busy_secs / content.num_steps
-        gap = "–" if wanted <= 0 else f"{100 * (measured / wanted - 1):+.0f} %"
-        rows.append((lane.lane, f"{wanted:.3f} s", f"{measured:.3f} s", gap))
+        rows.append(_plan_row(lane.lane, wanted, lane.busy_secs / content.num_steps))
     if "iteration" in planned:
-        measured = content.secs / content.num_steps
-        gap = f"{100 * (measured / planned['iteration'] - 1):+.0f} %"
-        rows.append(("step", f"{planned['iteration']:.3f} s", f"{measured:.3f} s", gap))
+        rows.append(_plan_row("step", planned["iteration"], content.secs / content.num_steps))
     return _table(("lane, a step", "planned", "measured", "gap"), rows)
+
+
+def _plan_row(name: str, wanted: float, measured: float) -> Sequence[str]:
+    gap = "–" if wanted <= 0 else f"{100 * (measured / wanted - 1):+.0f} %"
+    return name, f"{wanted:.3f} s", f"{measured:.3f} s", gap
 
 
 def _endurance(content: TraceContent, sums: Sequence[LaneSum], endurance: Endurance | None) -> str:

@@ -51,14 +51,22 @@ def test_auto_is_accepted_for_every_key() -> None:
 
 @pytest.mark.parametrize(
     ("given", "num_bytes"),
-    [(1, 1), (2.0e9, 2 * 10**9), ("64GB", 64 * 10**9), ("1.5 GiB", 3 * 2**29), ("7m", 7 * 10**6), ("9b", 9)],
+    [
+        (1, 1),
+        (2.0e9, 2 * 10**9),
+        ("64GB", 64 * 10**9),
+        ("1.5 GiB", 3 * 2**29),
+        ("7m", 7 * 10**6),
+        ("9b", 9),
+        ("1.1GiB", 1181116006),
+    ],
 )
 def test_byte_counts(given: object, num_bytes: int) -> None:
     assert parse_bytes(given) == num_bytes
     assert block(dram_budget_bytes=given).dram_budget_bytes == num_bytes
 
 
-@pytest.mark.parametrize("given", [0, -1, 0.5, True, "", "GB", "5 parsec", "-3GB", [1], {}])
+@pytest.mark.parametrize("given", [0, -1, 0.5, float("inf"), float("nan"), True, "", "GB", "5 parsec", "-3GB", [1], {}])
 def test_wrong_byte_counts(given: object) -> None:
     with pytest.raises(FuyouConfigError, match=r"fuyou\.dram_budget_bytes: must be .*found"):
         block(dram_budget_bytes=given)

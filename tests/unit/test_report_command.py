@@ -117,6 +117,11 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     assert "&lt;b&gt;lane" in page
 
 
+def _around_a_span(*events: dict[str, Any], **keys: Any) -> bytes:
+    span = {"ph": "X", "cat": "compute", "ts": 1, "dur": 1, "args": None}
+    return json.dumps({"traceEvents": [span, *events], **keys}).encode()
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -130,6 +135,12 @@ def test_names_are_escaped(tmp_path: Path) -> None:
         (b'{"traceEvents": [{"ph": "X", "ts": 1}]}', "event 0 must have a number as dur, found None"),
         (b'{"traceEvents": [{"ph": "X", "ts": NaN, "dur": 1}]}', "event 0 must have a number as ts"),
         (b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": -1}]}', "must not last less than nothing"),
+        (b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": 1, "pid": []}]}', "must have a number or a name as pid"),
+        (b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": 0}]}', "holds no span that lasts"),
+        (_around_a_span(otherData=[]), "otherData must be an object"),
+        (_around_a_span(otherData={"dropped_spans": "x"}), "otherData must have a number as dropped_spans"),
+        (_around_a_span(otherData={"planned_secs": {"compute": None}}), "must have a number as compute, found None"),
+        (_around_a_span({"ph": "C", "name": "bytes", "ts": 1, "args": {"gpu": "x"}}), "must have a number as gpu"),
     ],
 )
 def test_a_file_that_is_no_whole_trace_is_refused(
@@ -143,6 +154,13 @@ def test_a_file_that_is_no_whole_trace_is_refused(
     assert str(path) in error
     assert error.count("\n") == 1
     assert not (tmp_path / "trace.html").exists()
+
+
+def test_a_plan_of_nothing_has_no_gap(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(_around_a_span(otherData={"planned_secs": {"compute": 0, "iteration": 0}}))
+    assert main(["report", str(path), "--no-png"]) == 0
+    assert (tmp_path / "trace.html").read_text(encoding="utf-8").count("<td>–</td></tr>") >= 2
 
 
 def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
