@@ -11,12 +11,13 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.planner.model import output_names
 
 __all__ = ["SCHEMA", "PlanDocument", "Residency", "Subject", "diff", "is_document", "load", "parse", "save"]
 
@@ -145,16 +146,20 @@ def parse(data: object) -> PlanDocument:
 
 
 def _check_keys(data: Mapping[str, Any], kind: type[Any], where: str) -> None:
-    names = {item.name: item for item in fields(kind)}
+    names = [item.name for item in fields(kind)]
+    _refuse_unknown(data, names, where)
+    optional = ("accumulators", "settings", "workload", "machine", "predicted")
+    missing = [name for name in names if name not in data and name not in optional]
+    if missing:
+        raise FuyouConfigError(f"{where or 'the plan'} lacks {', '.join(missing)}")
+
+
+def _refuse_unknown(data: Mapping[str, Any], names: Sequence[str], where: str) -> None:
     for key in data:
         if key not in names:
             near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
             hint = f"did you mean {where}{near[0]}?" if near else f"known are {', '.join(names)}"
             raise FuyouConfigError(f"{where}{key}: unknown key; {hint}")
-    optional = ("accumulators", "settings", "workload", "machine", "predicted")
-    missing = [name for name in names if name not in data and name not in optional]
-    if missing:
-        raise FuyouConfigError(f"{where or 'the plan'} lacks {', '.join(missing)}")
 
 
 def _section(data: Mapping[str, Any], name: str, kind: type[Any]) -> dict[str, Any]:
@@ -178,6 +183,7 @@ def _whole(where: str, value: object, least: int = 1) -> None:
 def _activations(data: object, layers: int) -> dict[str, dict[str, int]]:
     if not isinstance(data, Mapping):
         raise FuyouConfigError(f"activations must be an object, found {data!r}")
+    _refuse_unknown(data, output_names(), "activations.")
     for name, counts in data.items():
         where = f"activations.{name}"
         if not isinstance(counts, Mapping) or set(counts) != {"keep", "swap", "recompute"}:

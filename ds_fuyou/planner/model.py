@@ -20,7 +20,7 @@ from typing import Any
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.hardware import model_shapes
 
-__all__ = ["PUBLISHED_VOCAB", "ModelSpec", "Operator", "gpt", "load_model", "published_model"]
+__all__ = ["PUBLISHED_VOCAB", "ModelSpec", "Operator", "gpt", "load_model", "output_names", "published_model"]
 
 PUBLISHED_VOCAB = 50257
 _GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo", "olmo2", "cohere")
@@ -178,6 +178,11 @@ def gpt(name: str, layers: int, heads: int, hidden: int, vocab: int, nominal: fl
     return ModelSpec(name, layers, heads, hidden, vocab, 4 * hidden, heads, hidden // heads, nominal_params=nominal)
 
 
+def output_names() -> tuple[str, ...]:
+    """What a plan has fates for: the input of a block, and the outputs of its operators."""
+    return ("block_input", *(operator.name for operator in gpt("any", 1, 1, 1, 1).operators))
+
+
 def published_model(name: str) -> ModelSpec | None:
     """The published GPT of that name ("13B", "gpt3-13b"), None if there is none."""
     wanted = re.sub(r"^gpt-?3?[-_ ]?", "", name.strip().lower())
@@ -227,6 +232,10 @@ def _from_file(path: str) -> ModelSpec:
     nested = config.get("text_config")
     if isinstance(nested, Mapping):
         config = {**config, **nested}
+    if config.get("is_encoder_decoder"):
+        raise FuyouConfigError(
+            f"--model {path}: an encoder beside a decoder (is_encoder_decoder) is not modelled; only one stack is"
+        )
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         if config.get(key):
             raise FuyouConfigError(

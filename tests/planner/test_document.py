@@ -58,6 +58,7 @@ def test_a_plan_edited_by_hand_is_taken(plan: PlanDocument) -> None:
         ({"residency": 3}, "residency must be an object"),
         ({"world_size": 0}, "world_size must be a whole number of at least 1, found 0"),
         ({"activations": {"qkv": {"keep": 1, "swap": 1, "recompute": 1}}}, "must add up to the 40 blocks, found 3"),
+        ({"activations": {"qvk": {"keep": 40}}}, "activations.qvk: unknown key; did you mean activations.qkv?"),
         ({"activations": {"qkv": {"keep": 40}}}, "must have exactly keep, swap and recompute"),
         ({"activations": {"qkv": {"keep": -1, "swap": 41, "recompute": 0}}}, "activations.qkv.keep must be a whole"),
         ({"settings": []}, "settings must be an object"),

@@ -86,6 +86,7 @@ def test_a_nested_text_config_is_found(tmp_path: Path) -> None:
         ({"n_embd": "768"}, "n_embd must be a positive whole number"),
         ({"n_head": 7}, "must be a multiple of the 7 heads"),
         ({"num_local_experts": 8}, "mixtures of experts"),
+        ({"is_encoder_decoder": True}, "an encoder beside a decoder"),
     ],
 )
 def test_a_config_that_is_no_dense_stack_is_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
