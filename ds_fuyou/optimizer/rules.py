@@ -73,7 +73,11 @@ def optimizer_kind(optimizer: Any) -> OptimizerKind:
         mode = getattr(optimizer, "adam_w_mode", 1)
         return OptimizerKind("adam", ("exp_avg", "exp_avg_sq"), bool(mode))
     if name in ("AdamW", "Adam"):
-        return OptimizerKind("adam", ("exp_avg", "exp_avg_sq"), name == "AdamW")
+        # torch.optim.Adam has the arithmetic of AdamW as an option of its groups.
+        decoupled = {bool(group.get("decoupled_weight_decay", name == "AdamW")) for group in groups}
+        if len(decoupled) > 1:
+            raise FuyouConfigError(f"{name} must have one decoupled_weight_decay for all of its groups, found both")
+        return OptimizerKind("adam", ("exp_avg", "exp_avg_sq"), decoupled == {True})
     if name in ("DeepSpeedCPULion", "FusedLion"):
         return OptimizerKind("lion", ("exp_avg",))
     if name in ("DeepSpeedCPUAdagrad", "Adagrad"):

@@ -20,6 +20,10 @@ def parameters() -> list[torch.nn.Parameter]:
 def test_torch_optimizers_map_to_their_arithmetic() -> None:
     assert optimizer_kind(torch.optim.AdamW(parameters())) == KIND
     assert optimizer_kind(torch.optim.Adam(parameters())).adamw_mode is False
+    assert optimizer_kind(torch.optim.Adam(parameters(), decoupled_weight_decay=True)) == KIND, "what AdamW does"
+    groups = [{"params": parameters()}, {"params": parameters(), "decoupled_weight_decay": True}]
+    with pytest.raises(FuyouConfigError, match="must have one decoupled_weight_decay"):
+        optimizer_kind(torch.optim.Adam(groups))
     assert optimizer_kind(torch.optim.Adagrad(parameters())).moments == ("exp_avg_sq",)
 
 
