@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import types
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -62,6 +63,50 @@ def _recompute_first(output: Any, saved: RegionOutputs | None) -> Any:
     return tree_map(mark, output)
 
 
+class _ChangedBuffers:
+    """Buffers that a module's forward changes, as batch normalisation its statistics: a recomputation starts from what
+    the forward found, and leaves what is there now. Which ones these are is seen in the first forward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names: list[str] | None = None
+        self._may_change = any(True for _ in module.buffers())
+
+    def before(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Copies by name, to be taken before a forward."""
+        if not self._may_change:
+            return {}
+        buffers = dict(module.named_buffers())
+        names = buffers if self._names is None else self._names
+        return {name: buffers[name].clone() for name in names if name in buffers}
+
+    def after(self, module: nn.Module, before: dict[str, torch.Tensor]) -> None:
+        """The forward that ``before`` was taken for has ended: forgets there what it did not change."""
+        if self._names is not None or not self._may_change:
+            return
+        buffers = dict(module.named_buffers())
+        self._names = [name for name, value in before.items() if not torch.equal(value, buffers[name])]
+        self._may_change = bool(self._names)
+        for name in before.keys() - set(self._names):
+            del before[name]
+
+
+@contextmanager
+def _with_buffers(module: nn.Module, values: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, copies of ``values`` stand for the module's buffers of these names."""
+    replaced = []
+    for name, value in values.items():
+        path, _, leaf = name.rpartition(".")
+        held = module.get_submodule(path)._buffers
+        replaced.append((held, leaf, held[leaf]))
+        held[leaf] = value.clone()
+    try:
+        yield
+    finally:
+        for held, leaf, buffer in replaced:
+            held[leaf] = buffer
+
+
 class RecomputedForward:
     """Takes the place of ``module.forward`` on the instance; :meth:`undo` puts back what was there.
 
@@ -79,6 +124,7 @@ class RecomputedForward:
         self._selection = selection
         self._takeover = takeover
         self._own = module.__dict__.get("forward")  # what accelerate, say, put there
+        self._changed = _ChangedBuffers(module)
         module.forward = self
 
     @torch.compiler.disable
@@ -92,14 +138,27 @@ class RecomputedForward:
             return forward(*args, **kwargs)
 
         saved = self._selection.region() if self._selection is not None else None
+        found = self._changed.before(module)
+        has_run = False
+        # What is given by position is saved as any tensor is, and may leave the device; by name it would be held.
+        tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+        others = {name: value for name, value in kwargs.items() if name not in tensors}
+        names, num_args = tuple(tensors), len(args)
 
-        def region(*inputs: Any, **named: Any) -> Any:
-            with self._takeover.region():
-                return _recompute_first(forward(*inputs, **named), saved)
+        def region(*inputs: Any) -> Any:
+            nonlocal has_run
+            named = {**others, **dict(zip(names, inputs[num_args:], strict=True))}
+            with self._takeover.region(), _with_buffers(module, found) if has_run else nullcontext():
+                output = _recompute_first(forward(*inputs[:num_args], **named), saved)
+            if not has_run:
+                self._changed.after(module, found)
+            has_run = True
+            return output
 
+        inputs = (*args, *tensors.values())
         contexts = saved.contexts if saved is not None else _no_contexts
         with self._takeover.suspended(), torch.utils.checkpoint.set_checkpoint_early_stop(False):
-            return torch.utils.checkpoint.checkpoint(region, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            return torch.utils.checkpoint.checkpoint(region, *inputs, use_reentrant=False, context_fn=contexts)
 
     @staticmethod
     def _changes_a_cache(named: dict[str, Any]) -> bool:

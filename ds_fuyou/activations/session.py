@@ -65,6 +65,7 @@ class ActivationSession:
         self._observing: AbstractContextManager[Any] | None = None
         self.num_forwards = 0
         self.fates: dict[str, BlockFate] = {}  # as decided last
+        self._configured = [module for module in model.modules() if "config" in vars(module)]
         self._cached_configs: list[Any] = []
         self._depth = 0
         self._handles: list[RemovableHandle] = []
@@ -118,7 +119,7 @@ class ActivationSession:
             return
         self.num_forwards += 1
         self._is_running = True
-        self._forbid_cache(model)
+        self._forbid_cache()
         self._warn_of_compilation(model)
         if self.swapper is not None or self._forwards:
             self._takeover.begin()
@@ -155,14 +156,15 @@ class ActivationSession:
             config.use_cache = True
         self._cached_configs.clear()
 
-    def _forbid_cache(self, model: nn.Module) -> None:
+    def _forbid_cache(self) -> None:
         """Until the forward ends a Hugging Face model keeps no key-value cache where blocks are recomputed: recomputing
-        would add to it twice, and training has no use for it.
+        would add to it twice, and training has no use for it. Parts of a larger model have configurations of their own.
         """
-        config = getattr(model, "config", None)
-        if self._forwards and getattr(config, "use_cache", False) is True:
-            self._cached_configs.append(config)
-            config.use_cache = False  # type: ignore[union-attr]
+        for module in self._configured if self._forwards else ():
+            config: Any = vars(module).get("config")
+            if getattr(config, "use_cache", False) is True:
+                self._cached_configs.append(config)
+                config.use_cache = False
 
     def _warn_of_compilation(self, model: nn.Module) -> None:
         """Once, where blocks are recomputed in a model that was compiled in place (``engine.compile()``)."""

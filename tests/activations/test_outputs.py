@@ -7,6 +7,7 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,6 +159,110 @@ def test_outputs_that_are_changed_in_place(fate: Fate, tmp_path: Path) -> None:
         swapped.session.decide(fates | AROUND)
         for _ in range(2):
             assert agrees(swapped, train_in_place, expected)
+        assert swapped.nothing_is_left()
+
+
+class ChangedBuffers(nn.Module):
+    """Counts its calls, keeps running statistics, and divides by a norm that each call estimates a little better."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.utils.spectral_norm(nn.Linear(width, width))
+        self.norm = nn.BatchNorm1d(width)
+        self.register_buffer("table", torch.ones(1), persistent=False)
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor, debug: bool = False) -> torch.Tensor:
+        self.table = torch.ones(2 * len(self.table))  # another one, and a longer one, each time
+        assert debug, "a name that torch's checkpoint has, too"
+        return x + self.norm(F.gelu(self.linear(x))) * scale.mean() * self.table.sum()
+
+
+class ChangingModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ChangedBuffers(48) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, scale=x.detach().abs(), debug=True)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("outputs", [{}, {OperatorCall("aten.gelu.default", 0): Fate.SWAP}], ids=["whole", "but one"])
+def test_buffers_are_changed_once(outputs: dict[OperatorCall, Fate], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = ChangingModel().train()
+    reference = copy.deepcopy(model)
+
+    def several(model: nn.Module) -> None:
+        losses = [model(torch.full((64, 48), value).cumsum(0)) for value in (0.1, -0.3)]
+        for loss in losses:
+            loss.backward()
+
+    with attached(model, tmp_path, arena_bytes=SMALL) as swapped:
+        swapped.session.decide({f"blocks.{i}": BlockFate(Fate.SWAP, outputs) for i in range(2)} | AROUND)
+        for _ in range(2):
+            assert agrees(swapped, several, gradients(reference, several))
+        assert swapped.nothing_is_left()
+    for (name, found), expected in zip(model.named_buffers(), reference.buffers(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+def test_no_part_of_a_model_keeps_a_cache_while_blocks_are_recomputed(tmp_path: Path) -> None:
+    """The text part of a larger Hugging Face model has a configuration of its own."""
+
+    class Part(nn.Module):
+        def __init__(self, part: nn.Module) -> None:
+            super().__init__()
+            self.part, self.config, self.seen = part, SimpleNamespace(use_cache=True), []
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            self.seen.append(self.config.use_cache)
+            return self.part(ids)
+
+    model = Part(Part(Plain())).train()
+    with attached(model, tmp_path, recompute=lambda name: True):
+        train(model)
+        model.eval()
+        train(model)
+    assert [part.seen for part in (model, model.part)] == [[False, True]] * 2
+    assert model.config.use_cache
+    assert model.part.config.use_cache
+
+
+class ByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(48, 48)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden.add_(self.linear.bias)  # what came in is changed: it must not be computed from again
+        return self.linear(F.gelu(hidden))
+
+
+def test_inputs_given_by_name_are_swapped_and_have_the_value_of_then(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(ByName() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(hidden=x * 1.0)
+            return x.square().mean()
+
+    def step(model: nn.Module) -> None:
+        model(torch.ones(256, 48, requires_grad=True)).backward()
+
+    model = Model().train()
+    expected = gradients(copy.deepcopy(model), step)
+    with attached(model, tmp_path, arena_bytes=SMALL, recompute=lambda name: True) as swapped:
+        assert agrees(swapped, step, expected)
+        loss = model(torch.ones(256, 48))
+        assert swapped.tier.counters.out_bytes >= 2 * 4 * 256 * 48 * 4, "in each of two forwards"
+        del loss
         assert swapped.nothing_is_left()
 
 
