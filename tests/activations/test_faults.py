@@ -200,6 +200,28 @@ def test_changing_a_tensor_between_two_saves_moves_it_twice(tmp_path: Path) -> N
     must_agree(Twice(), lambda model: model(torch.ones(32, 64, requires_grad=True)).backward(), tmp_path)
 
 
+class Converted(nn.Module):
+    """Works with copies of its parameters: one that lies in memory otherwise, and one that is changed afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(8, 8, 3, 3))
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.conv2d(x, self.kernel.to(memory_format=torch.channels_last), padding=1)
+        weight = self.weight.to(torch.float64)
+        with torch.no_grad():
+            weight.clamp_(-0.5, 0.5)
+        return (x.flatten(1)[:, :64].double() @ weight).square().mean()
+
+
+def test_copies_of_parameters_with_other_values_or_layout_are_activations(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, 12, 12)
+    must_agree(Converted(), lambda model: model(x).backward(), tmp_path)
+
+
 def test_a_parameter_changed_between_forward_and_backward_is_refused(tmp_path: Path, model: nn.Module) -> None:
     with attached(model, tmp_path):
         loss = model(ids())
