@@ -101,8 +101,10 @@ class CheckpointTakeover:
             setattr(point.module, point.name, original)
 
     def is_mine(self) -> bool:
-        """Whether a checkpoint that begins now is taken over."""
-        return threading.get_ident() == self._thread and not self._suspended
+        """Whether a checkpoint that begins now is taken over. Two that end in another order than they began in, in two
+        threads, leave one's names in torch's module for good: then it is asked when it has nothing to say any more.
+        """
+        return bool(self._originals) and threading.get_ident() == self._thread and not self._suspended
 
     @contextmanager
     def region(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils.checkpoint import checkpoint  # bound before anything is replaced
 
+from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover
 from tests.activations.support import PlainBlock, attached, must_agree
 
 
@@ -68,6 +69,22 @@ def test_other_threads_keep_their_checkpoints(reentrant: bool, tmp_path: Path) -
         handle.remove()
     assert counts == [6], "three regions, computed twice"
     assert model.num_calls == 3
+
+
+def test_takeovers_may_end_in_any_order() -> None:
+    first, second = CheckpointTakeover("once"), CheckpointTakeover("twice")
+    originals = [(point, getattr(point.module, point.name)) for point in TORCH_POINTS]
+    try:
+        first.begin()
+        second.begin()
+        first.end()
+        second.end()
+        model = Checkpointed(False).train()
+        train(model)
+        assert model.num_calls == 6, "three regions, computed twice"
+    finally:
+        for point, original in originals:
+            setattr(point.module, point.name, original)
 
 
 def test_nothing_stays_replaced_after_an_exception(tmp_path: Path) -> None:
