@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +35,8 @@ class StagingFile:
         self._size = 0
         self._pools: list[HostPool] = []
         self._io = make_io()
+        # A model that no engine took lets go of its file when it is gone itself.
+        self._close = weakref.finalize(self, _closed, self._io, self._fd)
 
     def reserve(self, num_bytes: int) -> int:
         """Allocates the next ``num_bytes`` on disk; returns their offset."""
@@ -73,6 +76,10 @@ class StagingFile:
         libc.fallocate(ctypes.c_int(self._fd), mode, ctypes.c_int64(offset), ctypes.c_int64(num_bytes))
 
     def close(self) -> None:
-        """Waits for what is in flight; the file is gone afterwards."""
-        self._io.close()
-        os.close(self._fd)
+        """Waits for what is in flight; the file is gone afterwards. Idempotent."""
+        self._close()
+
+
+def _closed(io: IoLane, fd: int) -> None:
+    io.close()
+    os.close(fd)

@@ -31,7 +31,14 @@ from ds_fuyou.storage.io import IoLane
 from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.auto_activations import AutoActivations
 
-__all__ = ["ActivationInput", "GatheredIndex", "attach_activations", "attach_auto", "handles_activations"]
+__all__ = [
+    "ActivationInput",
+    "GatheredIndex",
+    "attach_activations",
+    "attach_auto",
+    "handles_activations",
+    "model_blocks",
+]
 
 
 class _DirectDeepSpeedFunction:
@@ -63,12 +70,16 @@ class GatheredIndex:
     def __init__(self, module: torch.nn.Module) -> None:
         self._registry: Any = getattr(module, "ds_inflight_param_registry", None)
         self._by_address: dict[int, Any] = {}
+        self._address_of: dict[int, int] = {}  # by ds_id: where it was gathered last; older places are forgotten
 
     def note(self, params: Iterable[Any]) -> None:
         """These were just gathered for a module that runs now."""
         for param in params:
             if param.ds_status == ZeroParamStatus.AVAILABLE:
-                self._by_address[param.data_ptr()] = param
+                before, now = self._address_of.get(param.ds_id), param.data_ptr()
+                if before is not None and self._by_address.get(before) is param:
+                    del self._by_address[before]
+                self._by_address[now], self._address_of[param.ds_id] = param, now
 
     def find(self, tensor: torch.Tensor) -> SavedParameter | None:
         param = self._candidate(tensor)
@@ -112,6 +123,16 @@ class ActivationInput:
     trace: LaneTrace | None
 
 
+def model_blocks(module: torch.nn.Module, config: FuyouConfig) -> list[Block]:
+    """The repeated blocks of a partitioned model, by their classes where the block names these.
+
+    Raises:
+        FuyouConfigError: ``block_classes`` names what the model does not have.
+    """
+    classes = config.activations.block_classes
+    return find_blocks(module, classes, lambda param: int(getattr(param, "ds_numel", param.numel())))
+
+
 def attach_activations(
     module: torch.nn.Module, index: GatheredIndex, given: ActivationInput
 ) -> ActivationSession | None:
@@ -124,7 +145,7 @@ def attach_activations(
     if not handles_activations(given.activation.config):
         return None
     settings = given.activation.config.activations
-    blocks = find_blocks(module, settings.block_classes, lambda param: int(getattr(param, "ds_numel", param.numel())))
+    blocks = model_blocks(module, given.activation.config)
     if settings.mode == "recompute":
         _tell(f"activations of {_shown(blocks)} are recomputed in backward")
         return ActivationSession(module, blocks, None, blocks, _POINTS)

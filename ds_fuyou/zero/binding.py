@@ -88,6 +88,7 @@ class RankState:
             min_elements=min(512 * 1024, max(CUT_ELEMENTS, self.plan.chunk_bytes // 8)),
         )
         self.layout: FlatLayout = build_layout(entries, limits)
+        self.trace = LaneTrace(activation.config.trace) if activation.config.trace is not None else None
         self.store, num_slots = self._create_store(kind, grad_dtype, param_dtype)
         options = self._core_options(num_slots, grad_dtype, param_dtype)
         self.core = OutOfCoreOptimizer(self.layout, options, kind, hypers, self.store)
@@ -97,7 +98,6 @@ class RankState:
         self._frozen_params = {p.ds_id: p for p in names if p.ds_id not in self._index}
         self.frozen: FrozenParameters | None = None
         self._resident: set[int] = set()
-        self.trace = LaneTrace(activation.config.trace) if activation.config.trace is not None else None
         self._lanes: PipelineLanes | None = None
         if self.trace is not None:
             states, p16 = 4 * (1 + len(kind.moments)), param_dtype.itemsize

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ds_fuyou.activations.blocks import Block, find_blocks
+from ds_fuyou.activations.blocks import Block
 from ds_fuyou.activations.policy import BlockFate, Fate
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
 from ds_fuyou.telemetry.report import LaneTimes, report_leave_out
-from ds_fuyou.zero.activations import ActivationInput, attach_auto
+from ds_fuyou.zero.activations import ActivationInput, attach_auto, model_blocks
 from ds_fuyou.zero.auto_activations import AutoActivations
 from ds_fuyou.zero.run_plan import RunPlan
 
@@ -64,8 +64,7 @@ class PlanningMixin:
         if session is not None:
             blocks: Sequence[Block] = session.blocks
             return blocks
-        names = self.rank_state.activation.config.activations.block_classes
-        return find_blocks(self.module, names, lambda param: int(getattr(param, "ds_numel", param.numel())))
+        return model_blocks(self.module, self.rank_state.activation.config)
 
     def _recorder(self: Any) -> OperatorRecorder | None:
         """Whoever records the forward that runs now."""

@@ -23,7 +23,13 @@ from ds_fuyou.optimizer.rules import GroupHyper, optimizer_kind
 from ds_fuyou.telemetry.report import report_step
 from ds_fuyou.telemetry.tier_bytes import TierBytes
 from ds_fuyou.telemetry.trace import Lane
-from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations, attach_auto
+from ds_fuyou.zero.activations import (
+    ActivationInput,
+    GatheredIndex,
+    attach_activations,
+    attach_auto,
+    model_blocks,
+)
 from ds_fuyou.zero.binding import RankState
 from ds_fuyou.zero.checkpoint_state import CheckpointStateMixin
 from ds_fuyou.zero.compute_spans import ComputeSpans
@@ -68,6 +74,8 @@ class FuyouStage3Optimizer(
     def _setup_for_real_optimizer(self) -> None:
         """Stock: fp32 partitions, states, gradient buffers. Here: plan, store, streamed initialisation."""
         activation = current_activation()
+        if activation.config.activations.block_classes:
+            model_blocks(self.module, activation.config)  # a name that is none is told before anything is built
         kind = optimizer_kind(self.optimizer)
         names = {param: name for name, param in self.module.named_parameters()}
         self._group_of_sub_group = [self.sub_group_to_group_id[i] for i in range(len(self.fp16_groups))]
@@ -80,6 +88,14 @@ class FuyouStage3Optimizer(
             self.gradient_accumulation_dtype,
             self.dtype,
         )
+        try:
+            self._build_on(activation)
+        except BaseException:
+            self.rank_state.close()  # no engine will: threads, files and memory go with the exception
+            raise
+
+    def _build_on(self, activation: Activation) -> None:
+        """Fills the rank state and takes the places of stock's buffers and hooks."""
         self.rank_state.initialize(lambda param: param.nvme_swapper.staged_values(param))
         self.rank_state.attach()
         for sub_group, ids in enumerate(self.fp16_partitioned_groups_flat_id):

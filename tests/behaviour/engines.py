@@ -15,16 +15,17 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
 from tests.harness.models import build_model, make_batch
+from tests.harness.plans import plan_document
 from tests.harness.runner import ds_config
 from tests.parity.cases import block
 
 
-def make_engine(swap: str, tiers: str | None, seed: int, **model: Any) -> Any:
-    """An engine with a block, or a stock one where ``tiers`` is None."""
+def make_engine(swap: str, tiers: str | None, seed: int, mistake: dict[str, Any] | None = None, **model: Any) -> Any:
+    """An engine with a block, or a stock one where ``tiers`` is None. ``mistake``: what is wrong in the block."""
     torch.manual_seed(seed)
     config = ds_config(gradient_clipping=0.5)
     if tiers is not None:
-        config["fuyou"] = block(swap, tiers, "speculate")
+        config["fuyou"] = block(swap, tiers, "speculate") | (mistake or {})
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=tiers == "all"):
         module = build_model(model)
     engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
@@ -135,13 +136,36 @@ def counted(swap: str, engine: Any) -> dict[str, int]:
     }
 
 
+def refused(swap: str, tiers: str) -> list[str]:
+    """What is said of engines that cannot be built: too late for anything but to give back what was taken. And one
+    model that no engine takes, whose parameters are on storage.
+    """
+    config = ds_config()
+    config["fuyou"] = block(swap, "all")
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        build_model({})
+    numel = sum(param.numel() for param in build_model({}).parameters())
+    other = plan_document(numel, 4, {"block_input": (4, 0, 0), "mlp_up": (1, 1, 2)})
+    said = []
+    mistakes = {  # DeepSpeed holds on to a model whose engine it could not build: so only one of them is on storage
+        "states": {"trace": f"{swap}/none/trace.json"},
+        tiers: {"plan": other, "activations": {"mode": "auto"}},
+    }
+    for where, mistake in mistakes.items():
+        try:
+            make_engine(swap, where, 0, mistake=mistake)
+        except (OSError, ValueError) as error:
+            said.append(str(error))
+    return said
+
+
 def freed(swap: str, tiers: str) -> dict[str, Any]:
     """What is left after destroy(), the engine still referenced; and memory over many engines."""
     wide = {"width": 512, "num_layers": 4}  # 9 million parameters
     stock = make_engine(swap, None, 0)  # what torch and DeepSpeed start by themselves is there before counting
     train(stock, 0, 1)
     stock.destroy()
-    counts, sizes = [counted(swap, stock)], []
+    counts, sizes, said = [counted(swap, stock)], [], refused(swap, tiers)
     del stock
     for _ in range(6):
         engine = make_engine(swap, tiers, 0, **wide)
@@ -152,7 +176,7 @@ def freed(swap: str, tiers: str) -> dict[str, Any]:
         del engine
         gc.collect()
     counts[0]["threads"] = counts[1]["threads"]  # the first one also starts threads that torch keeps
-    return {"before": counts[0], "after": counts[-1], "growth": max(sizes[3:]) - max(sizes[:3])}
+    return {"before": counts[0], "after": counts[-1], "growth": max(sizes[3:]) - max(sizes[:3]), "refused": said}
 
 
 def say(what: dict[str, Any]) -> None:

@@ -45,4 +45,7 @@ def test_a_reference_model_without_an_optimizer_stays_as_it_is(tmp_path: Path) -
 def test_destroy_frees_threads_descriptors_files_and_memory(tiers: str, tmp_path: Path) -> None:
     (found,) = run(f"freed-{tiers}", tmp_path / "swap")
     assert found["after"] == found["before"]
+    trace, plan = found["refused"]
+    assert "fuyou.trace must name a file that can be written" in trace
+    assert "block_input is planned for 4 blocks, the model has 3" in plan
     assert found["growth"] < 16 << 20  # one engine's states are 70 MB or more
