@@ -13,7 +13,7 @@ from ds_fuyou.activations.auto import Choice, Counts, OutputCost
 from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.errors import FuyouConfigError
 
-__all__ = ["by_planned_name", "planned_choice"]
+__all__ = ["by_planned_name", "planned_choice", "require_blocks"]
 
 _WEIGHTED = frozenset({"addmm", "mm", "_addmm_activation", "linear", "mkldnn_linear", "_linear"})
 _ATTENTION = frozenset({"bmm", "baddbmm", "_softmax", "_safe_softmax"})
@@ -62,27 +62,31 @@ def _name(place: int, is_weighted: bool, first: int, projection: int, up: int, d
     return "mlp_up" if is_weighted else "mlp_activation"
 
 
-def planned_choice(
-    activations: Mapping[str, Mapping[str, int]], num_blocks: int, outputs: Sequence[OutputCost]
-) -> Choice | None:
-    """What a plan document says, for a model of ``num_blocks``; None where its names fit nothing in the blocks.
-
-    What the plan does not name is computed again wherever anything of its block is.
+def require_blocks(activations: Mapping[str, Mapping[str, int]], num_blocks: int) -> None:
+    """Refuses a plan's activations for a model of ``num_blocks`` if they are for another number.
 
     Raises:
-        FuyouConfigError: the plan is for another number of blocks.
+        FuyouConfigError: with both numbers.
     """
-    rows = {
-        name: Counts(swapped=row["swap"], recomputed=row["recompute"], kept=row["keep"])
-        for name, row in activations.items()
-    }
-    for name, counts in rows.items():
-        planned = counts.swapped + counts.recomputed + counts.kept
+    for name, row in activations.items():
+        planned = sum(row.values())
         if planned != num_blocks:
             raise FuyouConfigError(
                 f"fuyou.plan: activations.{name} is planned for {planned} blocks, the model has {num_blocks}; make a "
                 f"plan for it with fuyou plan, or name its blocks in fuyou.activations.block_classes"
             )
+
+
+def planned_choice(
+    activations: Mapping[str, Mapping[str, int]], num_blocks: int, outputs: Sequence[OutputCost]
+) -> Choice | None:
+    """What a plan document says, for a model of ``num_blocks`` as many as planned; None where its names fit nothing in
+    the blocks. What the plan does not name is computed again wherever anything of its block is.
+    """
+    rows = {
+        name: Counts(swapped=row["swap"], recomputed=row["recompute"], kept=row["keep"])
+        for name, row in activations.items()
+    }
     named = by_planned_name(outputs)
     if named is None:
         return None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,7 +31,7 @@ SOON = 8
 class KeptTensor:
     """A saved tensor that stays where it is. Refuses to come back changed, as autograd does without hooks."""
 
-    __slots__ = ("_held", "_num_bytes", "_tensor", "_version")
+    __slots__ = ("__weakref__", "_held", "_num_bytes", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor, held: HeldBytes, num_bytes: int) -> None:
         self._tensor = tensor.detach()  # an alias without history: the node that owns us must not own itself
@@ -134,6 +135,7 @@ class Swapper:
         self.parameters = parameters
         self.held = tier.held if tier is not None else HeldBytes()
         self.block = ""
+        self.keep_bytes = math.inf  # a policy's choice to keep holds as long as no more than this is on the device
         self._in_backward = False
         self.num_saved_parameters = 0
         self.moved_bytes: Counter[str] = Counter()  # by block, since the start
@@ -143,6 +145,7 @@ class Swapper:
         self._resident_of = resident
         self._resident: Collection[int] = frozenset()
         self._moved: dict[tuple[int, int], list[_Moved]] = {}
+        self._kept: dict[tuple[int, int], weakref.ref[KeptTensor]] = {}
         self._tape = Tape()
 
     def begin_forward(self) -> None:
@@ -153,6 +156,7 @@ class Swapper:
         self._places = {}
         self._resident = self._resident_of()
         self._moved = {key: entries for key, entries in self._moved.items() if not entries[0].storage.expired()}
+        self._kept = {key: kept for key, kept in self._kept.items() if kept() is not None}
         if self.tier is not None:
             self.tier.poll()
 
@@ -184,7 +188,7 @@ class Swapper:
             return KeptTensor(tensor, self.held, 0)
         view = ViewSpec.of(tensor)
         span = view.bytes()
-        if fate is not Fate.SWAP or span.num_bytes < self._smallest_bytes:
+        if span.num_bytes < self._smallest_bytes:
             return KeptTensor(tensor, self.held, span.num_bytes)
         return self._move(tensor, view, span, tensor.untyped_storage(), lambda num_bytes: fate)
 
@@ -204,11 +208,11 @@ class Swapper:
             record = entry.record()
             if record is not None and entry.span.covers(span):
                 return MovedTensor(record, view, entry.span.begin, entry.tape, entry.place)
-        if self.tier is None or fate_of(span.num_bytes) is Fate.KEEP:
-            return KeptTensor(tensor, self.held, span.num_bytes)
         whole = ByteRange(0, storage.nbytes())
         if span.num_bytes * 2 < whole.num_bytes:  # a small part of something large: take no more than that
             whole = ByteRange(span.begin // ALIGN_BYTES * ALIGN_BYTES, span.end)
+        if self.tier is None or (fate_of(span.num_bytes) is Fate.KEEP and self._has_room(key, whole.num_bytes)):
+            return self._keep(key, tensor, whole.num_bytes)
         alias = tensor.detach()
         version = alias._version
         record = self.tier.put(byte_view(tensor, whole), self._name(tensor), lambda: alias._version == version)
@@ -218,12 +222,28 @@ class Swapper:
                 f"host memory for swapped activations ({self.tier.arena_bytes} bytes) is full and there is no storage "
                 f"behind it: what does not fit stays on the device. Raise dram_budget_bytes, or name an nvme_path",
             )
-            return KeptTensor(tensor, self.held, span.num_bytes)
+            return self._keep(key, tensor, whole.num_bytes)
         self.moved_bytes[self.block] += whole.num_bytes
         tape, place = self._tape, len(self._tape.records)
         tape.records.append(weakref.ref(record))
         self._moved.setdefault(key, []).append(_Moved(StorageWeakRef(storage), whole, weakref.ref(record), place, tape))
         return MovedTensor(record, view, whole.begin, tape, place)
+
+    def _is_kept(self, key: tuple[int, int]) -> bool:
+        known = self._kept.get(key)
+        return known is not None and known() is not None
+
+    def _has_room(self, key: tuple[int, int], num_bytes: int) -> bool:
+        """Batches may be larger than those that the choice to keep was made for."""
+        return self._is_kept(key) or self.held.now + num_bytes <= self.keep_bytes
+
+    def _keep(self, key: tuple[int, int], tensor: torch.Tensor, num_bytes: int) -> KeptTensor:
+        """What several operators save is on the device once, and counts once."""
+        if self._is_kept(key):
+            return KeptTensor(tensor, self.held, 0)
+        kept = KeptTensor(tensor, self.held, num_bytes)
+        self._kept[key] = weakref.ref(kept)
+        return kept
 
     def _fate(self, num_bytes: int) -> Fate:
         place = self._places.get(self.block, 0)

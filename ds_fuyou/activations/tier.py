@@ -449,6 +449,6 @@ class SwapTier:
             self._flights.clear()
             self._unwritten.clear()
             self._clean.clear()
-            self._arena.unpin()
+            self._arena.give_back()
             if self.storage is not None:
                 self.storage.space.close()

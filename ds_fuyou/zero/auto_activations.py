@@ -14,7 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_fuyou.activations.auto import Choice, OutputCost, StepMeasurement, choose, swap_allowance
-from ds_fuyou.activations.named_outputs import planned_choice
+from ds_fuyou.activations.named_outputs import planned_choice, require_blocks
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.log import log_once
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
@@ -35,6 +35,9 @@ class AutoActivations:
     Args:
         budget_bytes: of the device; None: most of what it has.
         planned: ``activations`` of a plan document, which then decides after the first step; None: the rule does.
+
+    Raises:
+        FuyouConfigError: the plan is for another number of blocks.
     """
 
     def __init__(
@@ -45,6 +48,8 @@ class AutoActivations:
         budget_bytes: int | None,
         planned: Mapping[str, Mapping[str, int]] | None,
     ) -> None:
+        if planned is not None:
+            require_blocks(planned, len(session.blocks))
         self._session = session
         self._io = io
         self._budget_bytes = budget_bytes
@@ -76,23 +81,23 @@ class AutoActivations:
         }
 
     def step_applied(self) -> bool:
-        """Whether the decision has fallen, so that this object is of no more use.
-
-        Raises:
-            FuyouConfigError: the plan is for another number of blocks.
+        """Whether the decision has fallen, so that this object is of no more use. Rank 0 decides for all: others may
+        have seen another first forward, and recomputed blocks gather parameters, which is a collective.
         """
         self._num_steps += 1
         self._take_profile()
         choice: Choice | None = None
         if self._num_steps < self.measured_step:
-            choice = self._by_plan()
+            if self._planned is not None:
+                choice = of_rank_0(self._by_plan(self._planned))
             self._at = self._look()
         else:
             now = self._look()
-            choice = choose(self._measured({key: now[key] - self._at[key] for key in now}))
+            choice = of_rank_0(choose(self._measured({key: now[key] - self._at[key] for key in now})))
         if choice is None:
             return False
-        choice = of_rank_0(choice)  # recomputed blocks gather parameters, which is a collective
+        if self._session.swapper is not None:  # a longer batch must not fill the device with what this one could keep
+            self._session.swapper.keep_bytes = float(self._device_bytes())
         self._session.decide(choice.fates([block.name for block in self._session.blocks]))
         log_once(
             logging.INFO,
@@ -117,10 +122,8 @@ class AutoActivations:
             if output.call is not None and output.num_bytes > 0 and (output.flops > 0 or output.saved)
         )
 
-    def _by_plan(self) -> Choice | None:
-        if self._planned is None:
-            return None
-        choice = planned_choice(self._planned, len(self._session.blocks), self._outputs())
+    def _by_plan(self, planned: Mapping[str, Mapping[str, int]]) -> Choice | None:
+        choice = planned_choice(planned, len(self._session.blocks), self._outputs())
         if choice is None:
             log_once(
                 logging.WARNING,

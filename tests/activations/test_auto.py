@@ -11,7 +11,7 @@ import torch
 from ds_fuyou.activations.auto import Choice, Counts, OutputCost, StepMeasurement, choose, swap_allowance
 from ds_fuyou.activations.blocks import find_blocks
 from ds_fuyou.activations.calls import OperatorCall
-from ds_fuyou.activations.named_outputs import by_planned_name, planned_choice
+from ds_fuyou.activations.named_outputs import by_planned_name, planned_choice, require_blocks
 from ds_fuyou.activations.policy import BlockFate, Fate
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.profiling.operators import profile_blocks
@@ -130,5 +130,5 @@ def test_a_plan_decides() -> None:
     assert fates["b"] == BlockFate(Fate.SWAP, {})
     assert fates["c"] == KEPT
     with pytest.raises(FuyouConfigError, match=r"block_input is planned for 3 blocks, the model has 4"):
-        planned_choice(rows, 4, outputs_of("plain"))
+        require_blocks(rows, 4)
     assert planned_choice(rows, 3, ()) is None, "no block that the planner knows"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ds_fuyou.activations.policy import BlockFate, Fate
 from tests.activations.support import MIB, Plain, attached, gradients
 
 SCRIPT = """
@@ -184,3 +186,46 @@ def test_reads_run_ahead_of_need(tmp_path: Path) -> None:
             model(torch.randint(300, (4, 65))).backward()
         assert swapped.tier.counters.read_bytes > 8 * MIB
         assert swapped.tier.num_demand_reads <= 4
+
+
+def test_a_longer_batch_is_swapped_where_a_shorter_one_could_be_kept(tmp_path: Path) -> None:
+    """The choice to keep was made for another batch: what does not fit the device beside it leaves all the same."""
+    torch.manual_seed(0)
+    model = Plain(num_layers=4).train()
+    short, long = (torch.randint(300, (4, length)) for length in (33, 129))
+    expected = gradients(copy.deepcopy(model), lambda model: model(long).backward())
+    with attached(model, tmp_path) as swapped:
+        swapped.session.decide({name: BlockFate(Fate.KEEP) for name in ("", *(f"blocks.{i}" for i in range(4)))})
+        loss = model(short)
+        room = swapped.tier.held.now
+        moved = swapped.tier.counters.out_bytes
+        loss.backward()
+        swapped.swapper.keep_bytes = room
+        swapped.tier.held.peak = 0
+        found = gradients(model, lambda model: model(short).backward())
+        assert (swapped.tier.counters.out_bytes, swapped.tier.held.peak) == (moved, room), "what fitted is kept as ever"
+        model.zero_grad(set_to_none=True)
+        loss = model(long)
+        assert swapped.tier.held.now < 1.2 * room, "small tensors stay whatever they are"
+        assert swapped.tier.counters.out_bytes > moved
+        del loss, found
+        found = gradients(model, lambda model: model(long).backward())
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert swapped.nothing_is_left()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+
+
+def test_host_memory_is_given_back_although_the_session_is_still_known(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Plain(num_layers=8).train()
+    with attached(model, tmp_path, arena_bytes=64 * MIB, eager=False) as swapped:
+        for _ in range(2):
+            model(torch.randint(300, (16, 65))).backward()
+        peak = swapped.tier._arena.pool.peak_bytes
+        assert peak > 16 * MIB
+        before = resident_bytes()
+    assert resident_bytes() < before - peak // 2
+    assert swapped.session.swapper is swapped.swapper, "as a destroyed engine that the script still holds knows it"
