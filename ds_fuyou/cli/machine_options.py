@@ -31,8 +31,8 @@ def machine_from(arguments: argparse.Namespace) -> Machine:
     """
     ssd = find_ssd(arguments.ssd)
     for flag, value in (("--ssd-tb", arguments.ssd_tb), ("--pinned-gb", arguments.pinned_gb)):
-        if value is not None and not 0 < value < float("inf"):
-            raise FuyouConfigError(f"{flag} must be positive and finite, found {value:g}")
+        if value is not None and not 0 < value < 1e6:
+            raise FuyouConfigError(f"{flag} must be positive and below a million, found {value:g}")
     if not 0 < arguments.dram_gb < 1e6:
         raise FuyouConfigError(f"--dram-gb must be positive and below a million, found {arguments.dram_gb:g}")
     if arguments.pinned_gb is not None and arguments.pinned_gb > arguments.dram_gb:

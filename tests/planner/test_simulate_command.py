@@ -167,7 +167,7 @@ def test_plan_prints_a_table_and_the_same_as_json(tmp_path: Path, capsys: pytest
         (["--model", "13B", "--num-ssds", "-1"], "--num-ssds must not be negative"),
         (["--model", "13B", "--dram-gb", "nan"], "--dram-gb must be positive"),
         (["--model", "13B", "--dram-gb", "64", "--pinned-gb", "65"], "must not exceed --dram-gb 64"),
-        (["--model", "13B", "--ssd-tb", "inf"], "--ssd-tb must be positive and finite"),
+        (["--model", "13B", "--ssd-tb", "inf"], "--ssd-tb must be positive and below a million"),
         (["--model", "13B", "--num-ssds", "1", "--ssd-tb", "9"], "raise --num-ssds or lower --ssd-tb"),
         (["--model", "13B", "--system", "zero_inifnity"], "did you mean zero_infinity"),
         (["--model", "175B", "--batch", "64"], "a GPU there); batch"),
