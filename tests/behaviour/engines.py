@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,41 @@ def reference(swap: str) -> dict[str, Any]:
     }
 
 
+class OtherAtFirst(torch.nn.Module):
+    """An MLP whose first forward multiplies otherwise on the second rank: no plan's names are found in that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 128, bias=False), torch.nn.Linear(128, 64, bias=False)
+        self.is_odd = torch.distributed.get_rank() == 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.up.forward = self.by_hand if self.is_odd else types.MethodType(torch.nn.Linear.forward, self.up)
+        self.is_odd = False
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+    def by_hand(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.unsqueeze(-2) * self.up.weight).sum(-1)
+
+
+def agree(swap: str) -> dict[str, Any]:
+    """A plan of activations on two ranks that saw different first forwards."""
+    model = torch.nn.Sequential(*(OtherAtFirst() for _ in range(2)))
+    numel = sum(param.numel() for param in model.parameters())
+    config = ds_config()
+    config["fuyou"] = block(swap, "states") | {
+        "activations": {"mode": "auto", "tier": "nvme"},
+        "plan": plan_document(numel, 2, {"block_input": (0, 2, 0), "mlp_up": (0, 1, 1)}) | {"world_size": 2},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    for _ in range(3):
+        engine.backward(engine(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean())
+        engine.step()
+    fates = engine.optimizer.rank_state.activations.fates
+    engine.destroy()
+    return {name: None if fate.outputs is None else len(fate.outputs) for name, fate in fates.items()}
+
+
 def our_hooks(module: torch.nn.Module) -> int:
     hooks = [hook for part in module.modules() for hook in (part._forward_pre_hooks, part._forward_hooks)]
     return sum(hook.__module__.startswith("ds_fuyou") for known in hooks for hook in known.values())
@@ -186,6 +222,7 @@ def say(what: dict[str, Any]) -> None:
 SCENARIOS: dict[str, Any] = {
     "together": together,
     "reference": reference,
+    "agree": agree,
     "freed-all": lambda swap: freed(swap, "all"),
     "freed-none": lambda swap: freed(swap, "none"),
 }

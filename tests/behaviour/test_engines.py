@@ -41,6 +41,11 @@ def test_a_reference_model_without_an_optimizer_stays_as_it_is(tmp_path: Path) -
     assert found == {"equal at first": True, "actor moved": True, "reference stayed": True}
 
 
+def test_ranks_that_saw_different_forwards_do_what_rank_0_read_in_the_plan(tmp_path: Path) -> None:
+    wanted = {"0": None, "1": 0, "": None}  # one block is swapped whole, the other one recomputed whole
+    assert run("agree", tmp_path / "swap", num_ranks=2) == [wanted, wanted]
+
+
 @pytest.mark.parametrize("tiers", ["all", "none"])
 def test_destroy_frees_threads_descriptors_files_and_memory(tiers: str, tmp_path: Path) -> None:
     (found,) = run(f"freed-{tiers}", tmp_path / "swap")
