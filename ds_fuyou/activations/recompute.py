@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import types
 import weakref
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_fuyou.activations.selective import OutputSelection, RegionOutputs
 from ds_fuyou.activations.takeover import CheckpointTakeover
@@ -54,13 +55,30 @@ class _RecomputeFirst(torch.autograd.Function):
 
 
 def _recompute_first(output: Any, saved: RegionOutputs | None) -> Any:
+    """``output`` with all of its tensors marked, also those in objects that PyTorch's trees do not know: dataclasses
+    and other plain objects, subclasses of dict.
+    """
     token = torch.empty(1)
 
     def mark(value: Any) -> Any:
         wanted = isinstance(value, torch.Tensor) and value.requires_grad
         return _RecomputeFirst.apply(value, token, saved) if wanted else value
 
-    return tree_map(mark, output)
+    def mark_all(value: Any) -> Any:
+        held = dict(_held_by(value))
+        if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(held)):
+            return mark(value)
+        copied = copy.copy(value)
+        _held_by(copied).update(tree_map(mark, held))
+        return copied
+
+    return tree_map(mark_all, output)
+
+
+def _held_by(value: Any) -> dict[str, Any]:
+    """What an object holds by name; nothing of tensors and modules, which are no containers."""
+    held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    return held if isinstance(held, dict) and not isinstance(value, (torch.Tensor, nn.Module)) else {}
 
 
 class _ChangedBuffers:

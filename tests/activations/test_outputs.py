@@ -6,8 +6,10 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -264,6 +266,49 @@ def test_inputs_given_by_name_are_swapped_and_have_the_value_of_then(tmp_path: P
         assert swapped.tier.counters.out_bytes >= 2 * 4 * 256 * 48 * 4, "in each of two forwards"
         del loss
         assert swapped.nothing_is_left()
+
+
+@dataclass(frozen=True)
+class Given:
+    hidden: torch.Tensor
+    parts: list[torch.Tensor]
+    name: str = "given"
+
+
+class Items(dict):
+    """A dictionary of a class that PyTorch's trees do not know."""
+
+
+def test_whatever_a_block_gives_its_recomputation_comes_first(tmp_path: Path) -> None:
+    """Later than that ZeRO-3 has gathered the parameters of an operator, and the recomputation would release them."""
+    shapes: tuple[Callable[[torch.Tensor], Any], ...] = (
+        lambda x: x,
+        lambda x: (x, {"a": [x * 2]}),
+        lambda x: Given(x, [x * 2]),
+        lambda x: {"here": Items(hidden=x, double=x * 2)},
+    )
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, shape: Callable[[torch.Tensor], Any]) -> Any:
+            return shape(self.linear(x))
+
+    model = nn.Sequential(*(Block() for _ in range(2))).train()
+    with attached(model, tmp_path, recompute=lambda name: True):
+        for shape in shapes:
+            given = model[0](torch.ones(4, 8), shape)
+            while not isinstance(given, torch.Tensor):
+                plain = vars(given) if isinstance(given, Given) else given
+                given = next(iter(plain.values())) if isinstance(plain, dict) else plain[-1]
+            assert given.grad_fn is not None
+            assert given.grad_fn.name() == "_RecomputeFirstBackward"
+        given = model[0](torch.ones(4, 8), shapes[2])
+        assert (type(given), given.name) == (Given, "given")
+        (given.hidden.sum() + given.parts[0].sum()).backward()
+        assert torch.equal(model[0].linear.bias.grad, torch.full((8,), 12.0))
 
 
 def test_a_recomputation_that_does_something_else_is_refused(tmp_path: Path) -> None:
