@@ -34,6 +34,7 @@ __all__ = [
 
 P16_BYTES, STATE_BYTES, ACCUMULATOR_BYTES = 2, 12, 4
 _SHARES = 8  # parts of what staging memory holds, each tried
+_MOST = {"batch": 10**9, "seq": 10**9, "accumulation": 4096}  # every micro-batch is simulated
 _NOT_STORAGE = (Lane.GPU, Lane.DOWN, Lane.UP, Lane.CPU)
 # Bytes that unfused operators move in GPU memory, forward: for every score of the s x s matrix (write, scale, mask,
 # softmax, dropout, read), and a token and width for everything element-wise.
@@ -50,9 +51,12 @@ class Workload:
     accumulation: int = 1
 
     def __post_init__(self) -> None:
-        for what, value in (("batch", self.batch), ("seq", self.seq), ("accumulation", self.accumulation)):
+        for what, most in _MOST.items():
+            value = getattr(self, what)
             if value < 1:
                 raise FuyouConfigError(f"--{what} must be at least 1, found {value}")
+            if value > most:
+                raise FuyouConfigError(f"--{what} must be at most {most}, found {value:g}")
 
     @property
     def tokens(self) -> int:
