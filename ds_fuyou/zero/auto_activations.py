@@ -93,11 +93,12 @@ class AutoActivations:
             self._at = self._look()
         else:
             now = self._look()
-            choice = of_rank_0(choose(self._measured({key: now[key] - self._at[key] for key in now})))
+            measured = self._measured({key: now[key] - self._at[key] for key in now})
+            choice = of_rank_0(choose(measured))
+            if self._session.swapper is not None:  # a longer batch must not fill the device with what this one leaves
+                self._session.swapper.keep_bytes = measured.device_bytes
         if choice is None:
             return False
-        if self._session.swapper is not None:  # a longer batch must not fill the device with what this one could keep
-            self._session.swapper.keep_bytes = float(self._device_bytes())
         self._session.decide(choice.fates([block.name for block in self._session.blocks]))
         log_once(
             logging.INFO,
