@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from train_worker import build_engine, make_batch
@@ -102,6 +103,13 @@ def edges(engine, case: dict, folder: Path) -> dict:
     chosen["blocks.1.down.weight"].requires_grad_(False)
     engine.save_checkpoint(str(folder / "toggled"))
     exported = get_fp32_state_dict_from_zero_checkpoint(str(folder / "toggled"))
+    with deepspeed.zero.GatheredParameters([chosen["blocks.1.down.weight"]], modifier_rank=0):
+        chosen["blocks.1.down.weight"].data.fill_(0.5)
+    with torch.no_grad():
+        engine(**make_batch(case["model"], 0, 0))  # what a backward would need is read ahead
+    engine.load_checkpoint(str(folder / "toggled"), load_module_only=True)
+    with deepspeed.zero.GatheredParameters([chosen["blocks.1.down.weight"]]):
+        frozen = chosen["blocks.1.down.weight"].data.clone()
     engine.load_checkpoint(str(folder / "toggled"))
     chosen["blocks.1.down.weight"].requires_grad_(True)
     states: dict = {name: safe_get_full_fp32_param(param).clone() for name, param in chosen.items()}
@@ -109,6 +117,7 @@ def edges(engine, case: dict, folder: Path) -> dict:
     train(engine, case, 2)
     again = {name: safe_get_full_fp32_param(param).clone() for name, param in chosen.items()}
     return {
+        "frozen": torch.equal(frozen, exported["blocks.1.down.weight"].to(frozen.dtype)),
         "exported": [n for n in states if not torch.equal(exported[n].bfloat16(), states[n].bfloat16())],
         "again": [n for n in states if not torch.equal(again[n], states[n])],
     }
