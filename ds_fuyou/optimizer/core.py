@@ -157,12 +157,12 @@ class OutOfCoreOptimizer:
         return sums
 
     def _open_chunk(self, chunk: int) -> None:
-        """Before a chunk's gradient memory is written: nothing may still read it."""
+        """Before a chunk's gradient memory is written: nothing may still read it. (A held update reads it later.)"""
         if chunk in self._prepared:
             self.pipeline.invalidate(chunk)
             del self._prepared[chunk]
         if chunk not in self._opened:
-            self._wait_unread(chunk)
+            self._wait_unread(chunk, self.generation)
             self._opened.add(chunk)
 
     def _await_again(self, chunk: int, param: int) -> None:
@@ -175,11 +175,11 @@ class OutOfCoreOptimizer:
     def _detach_gradient(self, chunk: int, buffer: int) -> None:
         self.pipeline.read_gradient_from_storage(chunk, buffer)
 
-    def _wait_unread(self, chunk: int) -> None:
-        if chunk in self._held:
-            return
+    def _wait_unread(self, chunk: int, generation: int) -> None:
+        """Until no update up to ``generation`` reads the chunk's gradient any more."""
         self._wait(
-            lambda t: self.pipeline.wait_gradient_read(chunk, t), lambda: f"the update of chunk {chunk} (gradient)"
+            lambda t: self.pipeline.wait_gradient_read(chunk, generation, t),
+            lambda: f"the update of chunk {chunk} for step {generation} (gradient)",
         )
 
     def sum_of_squares(self, values: torch.Tensor) -> float:
@@ -421,8 +421,7 @@ class OutOfCoreOptimizer:
     def _keep_wide_gradients(self) -> None:
         """Widened gradients stay alive until their updates have read them; those of the step before go."""
         for chunk in self._read_wide_gradients:
-            if chunk not in self._wide_gradients:
-                self._wait_unread(chunk)
+            self._wait_unread(chunk, self.generation - 1)
         self._read_wide_gradients, self._wide_gradients = self._wide_gradients, {}
 
     def _copy_untouched(self, work: dict[int, Any], version: int) -> None:

@@ -145,7 +145,7 @@ TEST(pipeline_dropped_while_reading)
         world.pipeline->enqueue(world.update(0, 1, 9.0F));
         while (world.engine->num_in_flight() == 0) std::this_thread::yield();
         world.pipeline->invalidate(0);
-        CHECK(world.pipeline->wait_gradient_read(0, kPatienceSecs));
+        CHECK(world.pipeline->wait_gradient_read(0, 1, kPatienceSecs));
         redo_and_check(world);
     }
 }

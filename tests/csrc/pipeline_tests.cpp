@@ -31,7 +31,7 @@ void run_generations(World& world, std::int64_t count)
         world.finish(generation);
         for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
             CHECK(world.state_is(chunk, -sum, static_cast<float>(generation)));
-            CHECK(world.pipeline->wait_gradient_read(chunk, kPatienceSecs));
+            CHECK(world.pipeline->wait_gradient_read(chunk, generation, kPatienceSecs));
             CHECK(!world.pipeline->has_job(chunk));
         }
     }
@@ -102,7 +102,7 @@ TEST(pipeline_dropped_updates_leave_the_old_state_and_are_redone)
         world.pipeline->discard_all();
         for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
             CHECK(world.state_is(chunk, -1.0F, 1.0F));
-            CHECK(world.pipeline->wait_gradient_read(chunk, kPatienceSecs));
+            CHECK(world.pipeline->wait_gradient_read(chunk, 2, kPatienceSecs));
         }
     }
     world.enqueue_all(2, 1.0F);
@@ -155,9 +155,12 @@ TEST(pipeline_a_second_update_of_a_generation_is_refused)
 {
     World world({});
     world.pipeline->enqueue(world.update(0, 1));
-    while (!world.pipeline->wait_gradient_read(0, kPatienceSecs)) {
+    while (!world.pipeline->wait_gradient_read(0, 1, kPatienceSecs)) {
     }
     CHECK_THROWS(std::logic_error, world.pipeline->enqueue(world.update(0, 1)));
+    world.pipeline->enqueue(world.update(0, 2));  // waits for the first to end
+    CHECK(world.pipeline->wait_gradient_read(0, 1, 0.0));
+    CHECK_THROWS(std::logic_error, world.pipeline->enqueue(world.update(0, 2)));
     CHECK_THROWS(std::logic_error,
                  world.pipeline->release(1, {}, 1.0F, nullptr, ElementType::kFloat32, 0));
 }
@@ -226,7 +229,7 @@ TEST(pipeline_gradient_memory_can_be_taken_back)
             update.gradient = reinterpret_cast<const char*>(halves.data());
             world.pipeline->enqueue(std::move(update));
         }
-        if (attempt % 2 == 1) CHECK(world.pipeline->wait_gradient_read(0, kPatienceSecs));
+        if (attempt % 2 == 1) CHECK(world.pipeline->wait_gradient_read(0, 1, kPatienceSecs));
         for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
             world.pipeline->read_gradient_from_storage(
                 chunk, reinterpret_cast<const char*>(halves.data()));

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from ds_fuyou.optimizer.clip_policy import Overlap
+from ds_fuyou.ops.core import load_core
+from ds_fuyou.optimizer.clip_policy import ClipPolicy, Overlap
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, build_layout
 from ds_fuyou.optimizer.options import CoreOptions
@@ -112,6 +113,30 @@ def test_a_state_set_by_the_script_reaches_p16_in_the_next_step(core: OutOfCoreO
     step(core)
     assert set(core.params.read(A).tolist()) == {3.0}
     assert set(core.params.read(B).tolist()) == {1.0}
+
+
+def test_a_gradient_is_not_overwritten_before_its_update_has_read_it(core: OutOfCoreOptimizer) -> None:
+    """Also where the next window reads the chunk's state ahead, and no forward waited for the update."""
+    module = load_core()
+    core.policy = ClipPolicy("defer", possible=True)
+    core.io.engine.add_fault(module.IoKind.READ, module.IoFaultEffect.DELAY, delay_secs=0.3)
+    arrive(core, B, A)
+    core.apply(HYPERS, 1.0, expected_multiplier=1.0)
+    core.open_window(HYPERS, 1.0, managed=True)
+    core.add_gradient(A, torch.full((A.numel,), 3.0, dtype=torch.bfloat16))
+    core.forget_gradients()
+    assert float(core.states.read_param(A, 1)[0]) == pytest.approx(0.1)
+
+
+def test_a_failure_after_the_last_call_is_told(core: OutOfCoreOptimizer, told: Callable[[], str]) -> None:
+    module = load_core()
+    arrive(core, B, A)
+    core.io.engine.add_fault(module.IoKind.WRITE, module.IoFaultEffect.ERROR, count=1 << 40)
+    core.apply(HYPERS, 2.0, expected_multiplier=1.0)  # what backward prepared is done again
+    with pytest.raises(RuntimeError, match="has failed"):
+        core.pipeline.wait_durable(core.generation, 60.0)
+    core.close()
+    assert "closed after a failure: writing the state of chunk 0 failed" in told()
 
 
 def test_memory_and_threads_go_with_close(core: OutOfCoreOptimizer) -> None:

@@ -145,17 +145,18 @@ void ChunkPipeline::enqueue(ChunkUpdate update)
 {
     std::lock_guard<std::mutex> lock(mutex_);
     require_running_locked();
-    Chunk& chunk = chunks_.at(update.chunk);
-    if (chunk.job && !chunk.job->cancelled && chunk.job->update.generation >= update.generation) {
+    const Chunk& chunk = chunks_.at(update.chunk);
+    const auto key =
+        std::make_pair(update.generation, std::make_pair(chunk.spec.position, update.chunk));
+    if ((chunk.job && !chunk.job->cancelled && chunk.job->update.generation >= update.generation) ||
+        queue_.count(key) != 0) {
         throw std::logic_error("chunk " + std::to_string(update.chunk) +
                                " already has an update of generation " +
-                               std::to_string(chunk.job->update.generation));
+                               std::to_string(update.generation) + " or later");
     }
     auto job = std::make_shared<Job>();
     job->update = std::move(update);
-    queue_.emplace(std::make_pair(job->update.generation,
-                                  std::make_pair(chunk.spec.position, job->update.chunk)),
-                   job);
+    queue_.emplace(key, job);
     changed_.notify_all();
 }
 
@@ -338,14 +339,19 @@ bool ChunkPipeline::wait_durable(std::int64_t generation, double timeout_secs)
     });
 }
 
-bool ChunkPipeline::wait_gradient_read(std::size_t chunk_index, double timeout_secs)
+bool ChunkPipeline::wait_gradient_read(std::size_t chunk_index, std::int64_t generation,
+                                       double timeout_secs)
 {
     std::unique_lock<std::mutex> lock(mutex_);
+    const auto reads = [&](const Job& job) {
+        return job.update.chunk == chunk_index && job.update.generation <= generation;
+    };
     return wait_locked(lock, timeout_secs, [&] {
         for (const auto& entry : queue_)
-            if (entry.second->update.chunk == chunk_index) return false;
+            if (reads(*entry.second)) return false;
         const auto& job = chunks_.at(chunk_index).job;
-        return !job || job->gradient_read || (job->cancelled && job->state != JobState::kUpdating);
+        return !job || !reads(*job) || job->gradient_read ||
+               (job->cancelled && job->state != JobState::kUpdating);
     });
 }
 

@@ -127,7 +127,8 @@ class ChunkPipeline {
     bool wait_published(std::size_t chunk, std::int64_t generation, double timeout_secs);
     bool is_published(std::size_t chunk, std::int64_t generation) const;
     bool wait_durable(std::int64_t generation, double timeout_secs);  // every chunk
-    bool wait_gradient_read(std::size_t chunk, double timeout_secs);
+    // No update of the chunk up to `generation` reads its gradient any more.
+    bool wait_gradient_read(std::size_t chunk, std::int64_t generation, double timeout_secs);
     // `buffer` is about to be reused: an update that was to read it reads the chunk's grad_slot
     // instead.
     void read_gradient_from_storage(std::size_t chunk, const char* buffer);
