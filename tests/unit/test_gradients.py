@@ -102,6 +102,8 @@ def test_reading_takes_no_buffer_and_writes_nothing(stored: tuple[StoredGradient
     memory, _ = stored
     write_all(memory)
     resident = [chunk.index for chunk in LAYOUT.chunks if memory.pointer(chunk.index)]
+    for _, transfer in memory._sealed.values():
+        transfer.wait()
     writes = io.stats()["write"].num_operations
     for span in LAYOUT.params:
         assert torch.equal(torch.cat(memory.values(span)), values_of(span.index))
