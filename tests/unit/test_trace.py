@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ds_fuyou.parameters.trace import AccessTrace
 
 
@@ -56,3 +58,8 @@ def test_a_step_without_use_keeps_the_order() -> None:
 
 def test_first_uses_are_the_forward_order() -> None:
     assert recorded(5, 3, 5, 4, 3).first_uses() == [5, 3, 4]
+
+
+def test_serving_without_steps_is_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_fuyou.parameters.trace.LONGEST_TRACE", 6)
+    assert list(recorded(*[9] * 10, 1, 2, 3, 3, 2, 1).upcoming()) == [1, 2, 3, 3, 2, 1]
