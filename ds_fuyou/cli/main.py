@@ -37,18 +37,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"ds_fuyou {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((text for text in arguments_given if not text.startswith("-")), None)
-    for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        if name == chosen:
-            _module(name).add_arguments(command)
-    arguments = parser.parse_args(arguments_given)
     try:
+        for name, summary in COMMANDS.items():
+            command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+            if name == chosen:
+                _module(name).add_arguments(command)
+        arguments = parser.parse_args(arguments_given)
         status: int = _module(arguments.command).run(arguments)
+    except ModuleNotFoundError as error:  # the planner's commands need neither torch nor DeepSpeed, the others do
+        sys.stderr.write(f"fuyou {chosen}: needs a package that is not installed ({error}); pip install ds_fuyou\n")
+        return 2
     except (FuyouError, OSError) as error:
-        sys.stderr.write(f"fuyou {arguments.command}: {error}\n")
+        sys.stderr.write(f"fuyou {chosen}: {error}\n")
         return 2
     except KeyboardInterrupt:
-        sys.stderr.write(f"fuyou {arguments.command}: interrupted\n")
+        sys.stderr.write(f"fuyou {chosen}: interrupted\n")
         return 130
     return status
 

@@ -47,7 +47,14 @@ def test_build_prints_the_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert capsys.readouterr().out == "/cache/core.so\n"
 
 
-@pytest.mark.parametrize(("error", "status"), [(FuyouBuildError("no compiler"), 2), (KeyboardInterrupt(), 130)])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (FuyouBuildError("no compiler"), 2),
+        (ModuleNotFoundError("No module named 'torch'"), 2),
+        (KeyboardInterrupt(), 130),
+    ],
+)
 def test_errors_have_a_status_and_no_traceback(
     error: BaseException, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
