@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ds_fuyou.activations.blocks import Block
-from ds_fuyou.activations.calls import CallCounter, OperatorCall
+from ds_fuyou.activations.calls import CallCounter, OperatorCall, written_tensors
+from ds_fuyou.activations.views import ByteRange, byte_view
 
 __all__ = ["BlockProfile", "OperatorOutput", "OperatorRecorder", "SavedHooks", "profile_blocks"]
 
@@ -39,7 +40,8 @@ class OperatorOutput:
         operator: as ``str`` of the overload that a dispatch mode gets, ``aten.addmm.default``.
         occurrence: of this operator in this call of the block, from 0.
         call: by which a recomputation knows the output; None for a call that it always runs again
-            (:mod:`ds_fuyou.activations.calls`).
+            (:mod:`ds_fuyou.activations.calls`), as for one whose output is changed unseen (looked for in the first
+            block alone).
         flops: forward FLOPs of the call.
         num_bytes: memory that the outputs made; 0 for views and for operators in place.
         saved: backward needs it. A view that is saved counts for the operator that made the memory, the input of a
@@ -154,6 +156,41 @@ class _Calls:
         return BlockProfile(self.block, tuple(self.outputs), self.input_bytes, self.tokens, self.seq, known)
 
 
+class _Contents:
+    """Finds outputs that somebody changes past PyTorch's dispatcher: a kernel of another library that works in place,
+    as rotary embeddings do. Such an output cannot be handed out in a recomputation, which would change it again.
+    """
+
+    def __init__(self, calls: _Calls) -> None:
+        self.calls = calls
+        self._sums: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
+
+    def made(self, place: int, tensors: Sequence[torch.Tensor]) -> None:
+        """By the call at that place of the block."""
+        for tensor in tensors:
+            alias = tensor.detach()
+            self._sums[tensor.untyped_storage()._cdata] = place, alias, _sum_of(alias)
+
+    def written(self, tensors: Sequence[torch.Tensor]) -> None:
+        """By an operator that the dispatcher knows."""
+        for tensor in tensors:
+            known = self._sums.get(tensor.untyped_storage()._cdata)
+            if known is not None:
+                self._sums[tensor.untyped_storage()._cdata] = *known[:2], _sum_of(known[1])
+
+    def end(self) -> None:
+        """The block has ended."""
+        for place, alias, before in self._sums.values():
+            if not torch.equal(before, _sum_of(alias)):
+                self.calls.outputs[place] = replace(self.calls.outputs[place], call=None)
+        self._sums.clear()
+
+
+def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Of the bytes of its storage."""
+    return byte_view(tensor, ByteRange(0, tensor.untyped_storage().nbytes())).sum(dtype=torch.int64)
+
+
 class OperatorRecorder(TorchDispatchMode):
     """Records what ``model`` does while this is entered: around one forward.
 
@@ -179,6 +216,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._module: list[str] = []
         self._made: dict[int, tuple[StorageWeakRef, _Calls, int]] = {}
         self._handles: list[Any] = []
+        self._contents: _Contents | None = None
         self._paused = 0
         self.is_open = False
 
@@ -204,6 +242,7 @@ class OperatorRecorder(TorchDispatchMode):
             handle.remove()
         self._handles.clear()
         self._made.clear()
+        self._contents = None
         self._current = self._outside
         self._module.clear()
 
@@ -243,6 +282,10 @@ class OperatorRecorder(TorchDispatchMode):
         for tensor in fresh if place >= 0 else ():
             storage = tensor.untyped_storage()
             self._made[storage._cdata] = (StorageWeakRef(storage), self._current, place)
+        if self._contents is not None and self._contents.calls is self._current:
+            self._contents.written(written_tensors(func, args, kwargs))
+            if call is not None and place >= 0:
+                self._contents.made(place, fresh)
 
     def _saved(self, tensor: torch.Tensor) -> Any:
         with self.paused():
@@ -261,11 +304,16 @@ class OperatorRecorder(TorchDispatchMode):
                 return
             self._current = self._calls[block.name] = _Calls(block.name)
             self._current.took((args, kwargs))
+            if len(self._calls) == 1:
+                self._contents = _Contents(self._current)
             if self._sees_saves and torch.is_grad_enabled():
                 hooks.append(torch.autograd.graph.saved_tensors_hooks(self._saved, self._unpack))
                 hooks[-1].__enter__()
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self._contents is not None and self._contents.calls is self._current:
+                with self.paused(), torch.no_grad():
+                    self._contents.end()
             self._current = self._outside
             if hooks:
                 hooks.pop().__exit__()
