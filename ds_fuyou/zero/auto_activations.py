@@ -30,7 +30,7 @@ _OF_DEVICE = 0.9  # of the device's memory, where no budget is given; the rest i
 
 
 class AutoActivations:
-    """To be told of every applied step, until it has decided.
+    """To be told of every step, until it has decided.
 
     Args:
         budget_bytes: of the device; None: most of what it has.
@@ -106,6 +106,10 @@ class AutoActivations:
             f"{choice.table()}",
         )
         return True
+
+    def step_skipped(self) -> None:
+        """Gradients overflowed: what was done belongs to no step that could be measured."""
+        self._at = self._look()
 
     def _take_profile(self) -> None:
         if self.recorder is not None:

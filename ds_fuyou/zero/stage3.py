@@ -198,6 +198,8 @@ class FuyouStage3Optimizer(
         core.check()
         self._overflow_check_and_loss_scale_update_compat()
         if self.overflow:
+            if self._auto_activations is not None:
+                self._auto_activations.step_skipped()
             if self._run_plan is not None:
                 self._run_plan.step_skipped()
             return

@@ -140,7 +140,7 @@ class OtherAtFirst(torch.nn.Module):
 
 
 def agree(swap: str) -> dict[str, Any]:
-    """A plan of activations on two ranks that saw different first forwards."""
+    """A plan of activations on two ranks that saw different first forwards, in a step that was skipped."""
     model = torch.nn.Sequential(*(OtherAtFirst() for _ in range(2)))
     numel = sum(param.numel() for param in model.parameters())
     config = ds_config()
@@ -149,12 +149,15 @@ def agree(swap: str) -> dict[str, Any]:
         "plan": plan_document(numel, 2, {"block_input": (0, 2, 0), "mlp_up": (0, 1, 1)}) | {"world_size": 2},
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    for _ in range(3):
-        engine.backward(engine(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean())
+    auto, session = engine.optimizer._auto_activations, engine.optimizer.rank_state.activations
+    for factor in (float("inf"), 1.0, 1.0, 1.0):
+        engine.backward(factor * engine(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean())
         engine.step()
-    fates = engine.optimizer.rank_state.activations.fates
+        if not engine.was_step_applied():
+            measured_from = auto._at["forwards"]
+    fates = {name: None if fate.outputs is None else len(fate.outputs) for name, fate in session.fates.items()}
     engine.destroy()
-    return {name: None if fate.outputs is None else len(fate.outputs) for name, fate in fates.items()}
+    return {"fates": fates, "measured from": measured_from}
 
 
 def our_hooks(module: torch.nn.Module) -> int:
