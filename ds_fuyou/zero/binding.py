@@ -47,7 +47,7 @@ from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.activations import handles_activations
 from ds_fuyou.zero.agreement import least, of_rank_0
 from ds_fuyou.zero.blocks import block_of
-from ds_fuyou.zero.budgets import check_budgets
+from ds_fuyou.zero.budgets import check_budgets, local_ranks
 from ds_fuyou.zero.param_swapper import AVAILABLE, NOT_AVAILABLE, FuyouParameterSwapper
 
 __all__ = ["RankState"]
@@ -115,8 +115,7 @@ class RankState:
         self, entries: Any, kind: OptimizerKind, grad_dtype: torch.dtype, param_dtype: torch.dtype
     ) -> PlanInput:
         config = self.activation.config
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        check_budgets(config, local_ranks)
+        check_budgets(config)
         numels = [entry[2] for group in entries for entry in group]
         no_storage = not self.activation.state_paths
         return PlanInput(
@@ -125,26 +124,26 @@ class RankState:
             grad_bytes_each=grad_dtype.itemsize,
             num_moments=len(kind.moments),
             largest_param_numel=max(numels),
-            dram_budget_bytes=self._dram_budget(local_ranks),
+            dram_budget_bytes=self._dram_budget(),
             params_tier="cpu" if no_storage else config.parameters.tier,
             optimizer_tier="cpu" if no_storage else config.optimizer.tier,
             gradients_tier="cpu" if no_storage else config.gradients.tier,
             may_speculate=config.optimizer.clip_policy != "defer" and config.optimizer.overlap != "none",
-            num_cpus=len(os.sched_getaffinity(0)) // local_ranks,
+            num_cpus=len(os.sched_getaffinity(0)) // local_ranks(),
             device_is_host=get_accelerator().device_name() == "cpu",
             swaps_activations=config.activations.mode != "recompute" and handles_activations(config),
             activations_stay_in_dram=no_storage or config.activations.tier == "cpu",
             shares=config.plan.resident_shares() if config.plan is not None else {},
         )
 
-    def _dram_budget(self, local_ranks: int) -> int:
+    def _dram_budget(self) -> int:
         """Bytes of host memory, the same on every rank: where parameters are decides which gathers may run ahead, and
         a gather must be the same collective everywhere.
         """
         budget = self.activation.config.dram_budget_bytes
         if budget != "auto":
             return int(budget)
-        return int(least(float(available_host_bytes() * 8 // 10 // local_ranks))[0])
+        return int(least(float(available_host_bytes() * 8 // 10 // local_ranks()))[0])
 
     def _core_options(self, num_slots: int, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> CoreOptions:
         config, plan = self.activation.config, self.plan
@@ -179,8 +178,7 @@ class RankState:
         sizes = {n: sum(r.num_bytes * r.num_slots for r in regions) for n, regions in by_slots.items()}
         num_slots = 1
         if self.plan.slots == 2:
-            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            choice = choose_num_slots(paths, sizes[1], sizes[2], budget_bytes, num_ranks=local_ranks)
+            choice = choose_num_slots(paths, sizes[1], sizes[2], budget_bytes, num_ranks=local_ranks())
             if choice.num_slots == 1:
                 logger.warning("%s", choice.reason)
             num_slots = int(least(choice.num_slots)[0])  # also: no rank allocates before all have looked

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 
 from deepspeed.accelerator import get_accelerator
 
@@ -12,10 +14,30 @@ from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
 
-__all__ = ["check_budgets"]
+__all__ = ["check_budgets", "local_ranks"]
+
+_LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE",  # torchrun and accelerate
+    "LOCAL_SIZE",  # deepspeed
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_NTASKS_PER_NODE",
+)
 
 
-def check_budgets(config: FuyouConfig, local_ranks: int) -> None:
+def local_ranks() -> int:
+    """Ranks of this machine, which share its memory and cores, as the launcher says; where it does not, as many as this
+    rank knows of by its own number.
+    """
+    for name in _LOCAL_SIZES:
+        found = re.match(r"[1-9]\d*", os.environ.get(name, ""))
+        if found is not None:
+            return int(found[0])
+    rank = os.environ.get("LOCAL_RANK", "")
+    return int(rank) + 1 if rank.isdigit() else 1
+
+
+def check_budgets(config: FuyouConfig) -> None:
     """Warns where ``dram_budget_bytes`` of all ranks of this machine is more than what is free now: others may give
     memory back, or the system may end the run when they do not.
 
@@ -24,13 +46,14 @@ def check_budgets(config: FuyouConfig, local_ranks: int) -> None:
     """
     dram, gpu = config.dram_budget_bytes, config.gpu_budget_bytes
     if dram != "auto":
-        needed, total, free = int(dram) * local_ranks, total_host_bytes(), available_host_bytes()
+        ranks = local_ranks()
+        needed, total, free = int(dram) * ranks, total_host_bytes(), available_host_bytes()
         if needed > total:
-            raise _too_much("dram_budget_bytes", f"{needed} bytes for the {local_ranks} ranks here", "machine", total)
+            raise _too_much("dram_budget_bytes", f"{needed} bytes for the {ranks} ranks here", "machine", total)
         if needed > free:
             log_once(
                 logging.WARNING,
-                f"fuyou.dram_budget_bytes asks for {needed} bytes for the {local_ranks} ranks here, {free} are free "
+                f"fuyou.dram_budget_bytes asks for {needed} bytes for the {ranks} ranks here, {free} are free "
                 f"now; if the others do not give memory back, the system may end the run. Lower it, or end them",
             )
     if gpu != "auto":

@@ -30,6 +30,7 @@ from ds_fuyou.parameters.frozen import FrozenParameters, StagedParam
 from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.staging_file import StagingFile
+from ds_fuyou.zero.budgets import local_ranks
 
 __all__ = ["FuyouParameterSwapper", "ParameterSource", "recorded_event"]
 
@@ -83,7 +84,7 @@ class FuyouParameterSwapper:
         if config.parameters.tier == "cpu" or not self.activation.state_paths:
             return 1 << 62
         budget = config.dram_budget_bytes
-        return (available_host_bytes() if budget == "auto" else int(budget)) // 4
+        return (available_host_bytes() // local_ranks() if budget == "auto" else int(budget)) // 4
 
     # ---- DeepSpeed's questions ----------------------------------------------------------------------------
 

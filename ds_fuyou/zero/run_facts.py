@@ -24,6 +24,7 @@ from ds_fuyou.planner.profiled import RunPlacement
 from ds_fuyou.profiling.operators import BlockProfile
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.zero.blocks import block_of
+from ds_fuyou.zero.budgets import local_ranks
 
 __all__ = [
     "ActivationWork",
@@ -85,7 +86,7 @@ def run_identity(rank_state: Any, model: torch.nn.Module) -> RunIdentity:
     if device != "cpu":
         device = f"{accelerator.device_count()} {accelerator.device_name(accelerator.current_device())}"
     disks = [_disk(Path(path)) for path in rank_state.activation.state_paths]
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = local_ranks()
     model = fingerprint_of(
         [(span.name, span.numel) for span in core.layout.params],
         (core.options.param_dtype, core.options.grad_dtype, core.kind),
@@ -95,8 +96,8 @@ def run_identity(rank_state: Any, model: torch.nn.Module) -> RunIdentity:
     return RunIdentity(
         machine_fingerprint(device, disks, (core.options.io, core.options.num_update_threads)),
         model,
-        max(1, len(os.sched_getaffinity(0)) // local_ranks),
-        local_ranks,
+        max(1, len(os.sched_getaffinity(0)) // ranks),
+        ranks,
     )
 
 

@@ -10,24 +10,52 @@ import pytest
 from ds_fuyou.config import FuyouConfig
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
-from ds_fuyou.zero.budgets import check_budgets
+from ds_fuyou.zero.budgets import check_budgets, local_ranks
+
+LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 
 
-def test_more_than_the_machine_has() -> None:
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*LAUNCHERS, "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks"),
+    [
+        ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),  # torchrun
+        ({"LOCAL_SIZE": "8", "LOCAL_RANK": "0"}, 8),  # deepspeed
+        ({"SLURM_NTASKS_PER_NODE": "4(x2)"}, 4),
+        ({"LOCAL_RANK": "3"}, 4),  # who knows: the last rank of the machine, and the least budget of all counts
+    ],
+)
+def test_the_launcher_says_how_many_share_the_machine(
+    variables: dict[str, str], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert local_ranks() == ranks
+
+
+def test_more_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
     total = total_host_bytes()
     with pytest.raises(FuyouConfigError, match=rf"fuyou.dram_budget_bytes must not .* the machine has {total}; lower"):
-        check_budgets(FuyouConfig(dram_budget_bytes=total + 1), 1)
-    with pytest.raises(FuyouConfigError, match="for the 3 ranks here"):
-        check_budgets(FuyouConfig(dram_budget_bytes=total // 2), 3)
+        check_budgets(FuyouConfig(dram_budget_bytes=total + 1))
+    with monkeypatch.context() as three:
+        three.setenv("LOCAL_SIZE", "3")
+        with pytest.raises(FuyouConfigError, match="for the 3 ranks here"):
+            check_budgets(FuyouConfig(dram_budget_bytes=total // 2))
     with pytest.raises(
         FuyouConfigError, match=r"fuyou\.gpu_budget_bytes must not exceed .* the device has \d+; lower it"
     ):
-        check_budgets(FuyouConfig(gpu_budget_bytes=2 * total), 1)
+        check_budgets(FuyouConfig(gpu_budget_bytes=2 * total))
 
 
 def test_more_than_is_free_is_warned_about(told: Callable[[], str]) -> None:
-    check_budgets(FuyouConfig(), 1)
-    check_budgets(FuyouConfig(dram_budget_bytes=available_host_bytes() // 2, gpu_budget_bytes=1 << 20), 1)
+    check_budgets(FuyouConfig())
+    check_budgets(FuyouConfig(dram_budget_bytes=available_host_bytes() // 2, gpu_budget_bytes=1 << 20))
     assert told() == ""
-    check_budgets(FuyouConfig(dram_budget_bytes=total_host_bytes()), 1)
+    check_budgets(FuyouConfig(dram_budget_bytes=total_host_bytes()))
     assert "dram_budget_bytes asks for" in told()
