@@ -47,7 +47,7 @@ from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.activations import handles_activations
 from ds_fuyou.zero.agreement import least, of_rank_0
 from ds_fuyou.zero.blocks import block_of
-from ds_fuyou.zero.budgets import check_budgets, local_ranks
+from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks
 from ds_fuyou.zero.param_swapper import AVAILABLE, NOT_AVAILABLE, FuyouParameterSwapper
 
 __all__ = ["RankState"]
@@ -129,7 +129,7 @@ class RankState:
             optimizer_tier="cpu" if no_storage else config.optimizer.tier,
             gradients_tier="cpu" if no_storage else config.gradients.tier,
             may_speculate=config.optimizer.clip_policy != "defer" and config.optimizer.overlap != "none",
-            num_cpus=len(os.sched_getaffinity(0)) // local_ranks(),
+            num_cpus=cores_of_rank(),
             device_is_host=get_accelerator().device_name() == "cpu",
             swaps_activations=config.activations.mode != "recompute" and handles_activations(config),
             activations_stay_in_dram=no_storage or config.activations.tier == "cpu",

@@ -14,7 +14,7 @@ from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
 
-__all__ = ["check_budgets", "local_ranks"]
+__all__ = ["check_budgets", "cores_of_rank", "local_ranks", "share_of_cores"]
 
 _LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE",  # torchrun and accelerate
@@ -35,6 +35,22 @@ def local_ranks() -> int:
             return int(found[0])
     rank = os.environ.get("LOCAL_RANK", "")
     return int(rank) + 1 if rank.isdigit() else 1
+
+
+def cores_of_rank() -> int:
+    """Cores that this rank may use, at least one."""
+    try:
+        launcher = os.sched_getaffinity(os.getppid())
+    except OSError:  # it has ended
+        launcher = set()
+    return share_of_cores(os.sched_getaffinity(0), launcher, local_ranks())
+
+
+def share_of_cores(own: set[int], launcher: set[int], ranks: int) -> int:
+    """Of the cores of this process; all of them where the launcher, which has more, gave each rank some of its own
+    (``deepspeed --bind_cores_to_rank``).
+    """
+    return max(1, len(own) if own < launcher else len(own) // ranks)
 
 
 def check_budgets(config: FuyouConfig) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from ds_fuyou.planner.profiled import RunPlacement
 from ds_fuyou.profiling.operators import BlockProfile
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.zero.blocks import block_of
-from ds_fuyou.zero.budgets import local_ranks
+from ds_fuyou.zero.budgets import cores_of_rank, local_ranks
 
 __all__ = [
     "ActivationWork",
@@ -86,7 +85,6 @@ def run_identity(rank_state: Any, model: torch.nn.Module) -> RunIdentity:
     if device != "cpu":
         device = f"{accelerator.device_count()} {accelerator.device_name(accelerator.current_device())}"
     disks = [_disk(Path(path)) for path in rank_state.activation.state_paths]
-    ranks = local_ranks()
     model = fingerprint_of(
         [(span.name, span.numel) for span in core.layout.params],
         (core.options.param_dtype, core.options.grad_dtype, core.kind),
@@ -96,8 +94,8 @@ def run_identity(rank_state: Any, model: torch.nn.Module) -> RunIdentity:
     return RunIdentity(
         machine_fingerprint(device, disks, (core.options.io, core.options.num_update_threads)),
         model,
-        max(1, len(os.sched_getaffinity(0)) // ranks),
-        ranks,
+        cores_of_rank(),
+        local_ranks(),
     )
 
 

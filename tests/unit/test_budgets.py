@@ -10,7 +10,7 @@ import pytest
 from ds_fuyou.config import FuyouConfig
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
-from ds_fuyou.zero.budgets import check_budgets, local_ranks
+from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks, share_of_cores
 
 LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 
@@ -37,6 +37,15 @@ def test_the_launcher_says_how_many_share_the_machine(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert local_ranks() == ranks
+
+
+def test_cores_are_shared_unless_the_launcher_bound_each_rank_to_its_own() -> None:
+    machine = set(range(16))
+    assert share_of_cores(machine, machine, 4) == 4
+    assert share_of_cores({0, 1, 2, 3}, machine, 4) == 4
+    assert share_of_cores({0, 1}, {0, 1}, 4) == 1
+    assert share_of_cores(machine, set(), 2) == 8, "the launcher has ended"
+    assert cores_of_rank() >= 1
 
 
 def test_more_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
