@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_fuyou.errors import FuyouStorageError
-from ds_fuyou.log import current_rank
+from ds_fuyou.log import current_rank, get_logger
 
 __all__ = ["Lane", "LaneTrace"]
 
@@ -131,7 +131,9 @@ class LaneTrace:
         ]
 
     def close(self) -> None:
-        """Writes the file. Idempotent; does nothing in a forked child."""
+        """Writes the file; where that fails now, training was not the worse for it, so it is logged. Idempotent; does
+        nothing in a forked child.
+        """
         with self._lock:
             if self._closed or os.getpid() != self._pid:
                 return
@@ -142,7 +144,10 @@ class LaneTrace:
             "displayTimeUnit": "ms",
             "otherData": {"dropped_spans": self.num_dropped, "planned_secs": dict(self._plan)},
         }
-        self.path.write_text(json.dumps(document))
+        try:
+            self.path.write_text(json.dumps(document))
+        except OSError as error:
+            get_logger().error("the trace could not be written: %s", error)
 
 
 def _tid(lane: Lane, track: int) -> int:

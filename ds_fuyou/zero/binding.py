@@ -14,6 +14,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -382,22 +383,20 @@ class RankState:
 
     def close(self) -> None:
         """Stops everything of this rank and lets its files go. Idempotent."""
-        report_close(self)
-        if not get_accelerator().is_synchronized_device():
-            get_accelerator().synchronize()  # no copy may be in flight when memory is unpinned
-        if self.activations is not None:
-            self.activations.close()
-        if self._lanes is not None:
-            self._lanes.collect()
-        if self.trace is not None:
-            self.trace.close()
-        self.core.close()
-        if self.stored is not None:
-            self.stored.close()
-        self._forget_closer()
-        if self.store is not None:
-            self.store.close()
-        if self.frozen is not None:
-            self.frozen.close()
-        for param in [*self._params, *self._frozen_params.values()]:
-            param.nvme_swapper.detach([param])
+        with ExitStack() as ending:  # from the last line to the first; what fails keeps nothing else from ending
+            for param in [*self._params, *self._frozen_params.values()]:
+                ending.callback(param.nvme_swapper.detach, [param])
+            for owner in (self.frozen, self.store):
+                if owner is not None:
+                    ending.callback(owner.close)
+            ending.callback(self._forget_closer)
+            for owner in (self.stored, self.core, self.trace):
+                if owner is not None:
+                    ending.callback(owner.close)
+            if self._lanes is not None:
+                ending.callback(self._lanes.collect)
+            if self.activations is not None:
+                ending.callback(self.activations.close)
+            if not get_accelerator().is_synchronized_device():
+                ending.callback(get_accelerator().synchronize)  # no copy may be in flight when memory is unpinned
+            ending.callback(report_close, self)

@@ -198,6 +198,20 @@ def refused(swap: str, tiers: str) -> list[str]:
     return said
 
 
+def ends_badly(engine: Any) -> str:
+    """What destroy() raises where one part of an engine cannot be closed."""
+
+    def refuse() -> None:
+        raise OSError("this part stays")
+
+    engine.optimizer.rank_state.stored = types.SimpleNamespace(close=refuse)
+    try:
+        engine.destroy()
+    except OSError as error:
+        return str(error)
+    return "nothing"
+
+
 def freed(swap: str, tiers: str) -> dict[str, Any]:
     """What is left after destroy(), the engine still referenced; and memory over many engines."""
     wide = {"width": 512, "num_layers": 4}  # 9 million parameters
@@ -206,11 +220,14 @@ def freed(swap: str, tiers: str) -> dict[str, Any]:
     stock.destroy()
     counts, sizes, said = [counted(swap, stock)], [], refused(swap, tiers)
     del stock
-    for _ in range(6):
-        engine = make_engine(swap, tiers, 0, **wide)
+    for index in range(6):
+        engine = make_engine(swap, tiers, 0, {"trace": "/dev/full"} if index == 1 else None, **wide)
         train(engine, 0, 2)
         sizes.append(resident_bytes())
-        engine.destroy()
+        if index < 5:
+            engine.destroy()
+        else:
+            said.append(ends_badly(engine))
         counts.append(counted(swap, engine))  # the engine is still there
         del engine
         gc.collect()

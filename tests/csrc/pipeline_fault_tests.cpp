@@ -265,6 +265,22 @@ TEST(pipeline_a_failing_update_and_a_failure_from_outside)
     check_failed_for_all(other);
 }
 
+TEST(pipeline_work_that_cannot_begin_reaches_every_waiter)
+{
+    World world({});
+    ChunkSpec torn = world.spec(0);
+    torn.state_slots[0].front().num_bytes = 4096;
+    ChunkUpdate update = world.update(0, 1);
+    update.chunk = world.pipeline->add_chunk(torn);
+    world.pipeline->enqueue(update);
+    CHECK_THROWS(std::runtime_error,
+                 world.pipeline->wait_published(update.chunk, 1, kPatienceSecs));
+    CHECK(world.pipeline->failure().what.find("file ranges are shorter") != std::string::npos);
+    check_failed_for_all(world);
+    world.pipeline->stop();
+    CHECK(world.staging->used_bytes() == 0);
+}
+
 TEST(pipeline_stops_in_the_middle)
 {
     for (const IoBackend backend : backends()) {

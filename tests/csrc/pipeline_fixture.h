@@ -81,6 +81,28 @@ class World {
         engine->close();
     }
 
+    ChunkSpec spec(std::size_t chunk)
+    {
+        ChunkSpec made;
+        made.numel = given.numel;
+        made.position = static_cast<std::int64_t>(chunk);
+        made.param_type = type_of(given.params);
+        made.grad_type = type_of(given.gradients);
+        made.num_slots = given.num_slots;
+        for (int slot = 0; slot < given.num_slots; ++slot) {
+            const auto at = static_cast<std::size_t>(slot);
+            if (given.state == Place::kStorage) made.state_slots[at] = {state_range(chunk, slot)};
+            if (given.params == Place::kStorage) made.param_slots[at] = {param_range(chunk, slot)};
+        }
+        if (given.state == Place::kDram) made.resident_state = resident[chunk].data();
+        if (given.params == Place::kDram) {
+            made.param_memory = {reinterpret_cast<char*>(params[chunk].data()),
+                                 reinterpret_cast<char*>(params[given.num_chunks + chunk].data())};
+        }
+        if (given.gradients == Place::kStorage) made.grad_slot = {gradient_range(chunk)};
+        return made;
+    }
+
     FileRange state_range(std::size_t chunk, int slot) const
     {
         return {file.fd(), chunk * chunk_bytes + static_cast<std::uint64_t>(slot) * 3 * part,
@@ -193,27 +215,6 @@ class World {
     std::unique_ptr<ChunkPipeline> pipeline;
 
   private:
-    ChunkSpec spec(std::size_t chunk)
-    {
-        ChunkSpec made;
-        made.numel = given.numel;
-        made.position = static_cast<std::int64_t>(chunk);
-        made.param_type = type_of(given.params);
-        made.grad_type = type_of(given.gradients);
-        made.num_slots = given.num_slots;
-        for (int slot = 0; slot < given.num_slots; ++slot) {
-            const auto at = static_cast<std::size_t>(slot);
-            if (given.state == Place::kStorage) made.state_slots[at] = {state_range(chunk, slot)};
-            if (given.params == Place::kStorage) made.param_slots[at] = {param_range(chunk, slot)};
-        }
-        if (given.state == Place::kDram) made.resident_state = resident[chunk].data();
-        if (given.params == Place::kDram) {
-            made.param_memory = {reinterpret_cast<char*>(params[chunk].data()),
-                                 reinterpret_cast<char*>(params[given.num_chunks + chunk].data())};
-        }
-        if (given.gradients == Place::kStorage) made.grad_slot = {gradient_range(chunk)};
-        return made;
-    }
     // P32 is zero; the moments hold rubbish that must never be read before they were written.
     void write_initial(std::size_t chunk)
     {

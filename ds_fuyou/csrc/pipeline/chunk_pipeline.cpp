@@ -201,12 +201,12 @@ void ChunkPipeline::read_gradient_locked(const std::shared_ptr<Job>& job)
 {
     const Chunk& chunk = chunks_[job->update.chunk];
     job->gradient_read_pending = false;
-    job->state = JobState::kReading;
     job->begin_secs = now_secs();
     io_->submit(IoKind::kRead,
                 place(chunk.spec.grad_slot, job->staging + grad_offset(chunk), chunk.grad_bytes()),
                 io_priority(*job),
                 [this, job](const IoOutcome& outcome) { on_read(job, outcome); });
+    job->state = JobState::kReading;
 }
 
 // The caller wants its gradient memory back: what has not been read yet is read from storage
@@ -465,51 +465,16 @@ void ChunkPipeline::stop()
     if (worker_.joinable()) worker_.join();
 }
 
-// The worker: one pass starts every write and read that may start, then runs one update.
+// The worker, until it is stopped and no transfer needs its memory any more.
 void ChunkPipeline::run()
 {
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
-        if (!failed_ && !stopping_) {
-            start_writes_locked();
-            admit_jobs_locked();
-            if (std::shared_ptr<Job> job = next_ready_locked()) {
-                job->state = JobState::kUpdating;
-                const double begin = now_secs();
-                lock.unlock();
-                std::string error;
-                try {
-                    update(*job);
-                } catch (const std::exception& exception) {
-                    error = exception.what();
-                }
-                lock.lock();
-                const double end = now_secs();
-                job->state = JobState::kUpdated;
-                job->gradient_read = true;
-                stats_.update_busy_secs += end - begin;
-                stats_.num_updates += 1;
-                trace_locked(1, *job, begin, end);
-                Chunk& chunk = chunks_[job->update.chunk];
-                stats_.num_updated_elements += chunk.spec.numel;
-                if (!error.empty())
-                    fail_locked("the update of chunk " + std::to_string(job->update.chunk) +
-                                    " failed: " + error,
-                                0, -1, 0);
-                if (!checksum_holds_locked(*job)) {
-                    const FileRange& range =
-                        chunk.spec.state_slots[static_cast<std::size_t>(chunk.slot)].front();
-                    fail_locked("verifying the state of chunk " + std::to_string(job->update.chunk),
-                                EBADMSG, range.fd, range.offset);
-                }
-                if (job->update.generation <= published_ && !job->cancelled) {
-                    job->published = true;
-                    if (!chunk.param_on_storage())
-                        chunk.published_generation = job->update.generation;
-                }
-                changed_.notify_all();
-                continue;
-            }
+        try {
+            if (!failed_ && !stopping_ && advance(lock)) continue;
+        } catch (const std::exception& exception) {
+            fail_locked(std::string("the optimizer's worker failed: ") + exception.what(), 0, -1,
+                        0);
         }
         const bool idle = std::none_of(active_.begin(), active_.end(), [](const auto& job) {
             return job->state == JobState::kReading ||
@@ -523,6 +488,49 @@ void ChunkPipeline::run()
         }
         changed_.wait(lock);
     }
+}
+
+// Starts every write and read that may start, then runs one update. Whether there was one.
+bool ChunkPipeline::advance(std::unique_lock<std::mutex>& lock)
+{
+    start_writes_locked();
+    admit_jobs_locked();
+    const std::shared_ptr<Job> job = next_ready_locked();
+    if (!job) return false;
+    job->state = JobState::kUpdating;
+    const double begin = now_secs();
+    lock.unlock();
+    std::string error;
+    try {
+        update(*job);
+    } catch (const std::exception& exception) {
+        error = exception.what();
+    }
+    lock.lock();
+    const double end = now_secs();
+    job->state = JobState::kUpdated;
+    job->gradient_read = true;
+    stats_.update_busy_secs += end - begin;
+    stats_.num_updates += 1;
+    trace_locked(1, *job, begin, end);
+    Chunk& chunk = chunks_[job->update.chunk];
+    stats_.num_updated_elements += chunk.spec.numel;
+    if (!error.empty())
+        fail_locked(
+            "the update of chunk " + std::to_string(job->update.chunk) + " failed: " + error, 0, -1,
+            0);
+    if (!checksum_holds_locked(*job)) {
+        const FileRange& range =
+            chunk.spec.state_slots[static_cast<std::size_t>(chunk.slot)].front();
+        fail_locked("verifying the state of chunk " + std::to_string(job->update.chunk), EBADMSG,
+                    range.fd, range.offset);
+    }
+    if (job->update.generation <= published_ && !job->cancelled) {
+        job->published = true;
+        if (!chunk.param_on_storage()) chunk.published_generation = job->update.generation;
+    }
+    changed_.notify_all();
+    return true;
 }
 
 void ChunkPipeline::admit_jobs_locked()
@@ -557,7 +565,6 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
         job->staging = staging_->try_allocate(grad_offset(chunk) + grad_bytes);
         if (job->staging == nullptr) return false;
     }
-    job->state = JobState::kReading;
     job->begin_secs = now_secs();
     job->state_block = chunk.resident() ? chunk.spec.resident_state : job->staging;
     job->param16 = chunk.param_on_storage() ? job->staging + state_bytes : nullptr;
@@ -583,6 +590,7 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
     }
     io_->submit(IoKind::kRead, std::move(extents), io_priority(*job),
                 [this, job](const IoOutcome& outcome) { on_read(job, outcome); });
+    job->state = JobState::kReading;  // only now: nothing waits for the end of what did not begin
     return true;
 }
 
@@ -592,8 +600,12 @@ void ChunkPipeline::on_read(const std::shared_ptr<Job>& job, const IoOutcome& ou
     job->state = JobState::kReady;
     trace_locked(0, *job, job->begin_secs, now_secs());
     if (job->gradient_read_pending && outcome.error == 0 && !job->cancelled && !stopping_) {
-        read_gradient_locked(job);
-        return;
+        try {
+            read_gradient_locked(job);
+            return;
+        } catch (const std::exception& exception) {  // this is the I/O engine's thread
+            fail_locked(exception.what(), 0, -1, 0);
+        }
     }
     if (outcome.error != 0) {
         fail_locked("reading the state of chunk " + std::to_string(job->update.chunk) + " failed",
@@ -656,15 +668,16 @@ void ChunkPipeline::start_writes_locked()
             append(extents,
                    place(chunk.spec.param_slots[target], job->param16, chunk.param_bytes()));
         }
-        job->state = JobState::kWriting;
         job->begin_secs = now_secs();
-        if (extents.empty()) {  // staging held the gradient only
-            if (job->staging != nullptr) staging_->release(std::exchange(job->staging, nullptr));
-            if (job->published) finish_locked(job);
-            continue;
-        }
-        io_->submit(IoKind::kWrite, std::move(extents), io_priority(*job),
-                    [this, job](const IoOutcome& outcome) { on_write(job, outcome); });
+        const bool has_transfer = !extents.empty();
+        if (has_transfer)
+            io_->submit(IoKind::kWrite, std::move(extents), io_priority(*job),
+                        [this, job](const IoOutcome& outcome) { on_write(job, outcome); });
+        job->state = JobState::kWriting;
+        if (has_transfer) continue;
+        if (job->staging != nullptr)  // it held the gradient only
+            staging_->release(std::exchange(job->staging, nullptr));
+        if (job->published) finish_locked(job);
     }
 }
 

@@ -156,6 +156,7 @@ class ChunkPipeline {
     struct Chunk;
 
     void run();
+    bool advance(std::unique_lock<std::mutex>& lock);
     void admit_jobs_locked();
     bool admit_locked(const std::shared_ptr<Job>& job);
     std::shared_ptr<Job> next_ready_locked();
