@@ -199,12 +199,16 @@ def refused(swap: str, tiers: str) -> list[str]:
 
 
 def ends_badly(engine: Any) -> str:
-    """What destroy() raises where one part of an engine cannot be closed."""
+    """What destroy() raises where one part of an engine closes with an error."""
+    state = engine.optimizer.rank_state
+    held = state.stored
 
     def refuse() -> None:
-        raise OSError("this part stays")
+        if held is not None:
+            held.close()
+        raise OSError("this part did not end well")
 
-    engine.optimizer.rank_state.stored = types.SimpleNamespace(close=refuse)
+    state.stored = types.SimpleNamespace(close=refuse)
     try:
         engine.destroy()
     except OSError as error:
