@@ -37,13 +37,18 @@ class PipelineLanes:
 
     def collect(self) -> None:
         """To be called once a step and at the end; what is recorded between two calls stays in the core."""
-        for lane, index, generation, begin, end in self._pipeline.take_events():
+        for lane, index, generation, begin, end in () if self._pipeline is None else self._pipeline.take_events():
             chunk = self._layout.chunks[index]
             name = (
                 f"step {generation}, {self._layout.params[chunk.params[0]].name}" if chunk.params else f"chunk {index}"
             )
             moved = self._moved_bytes_each(_LANES[lane], index) * chunk.numel
             self._trace.add(_LANES[lane], name, int(begin * 1e9), int(end * 1e9), moved)
+
+    def close(self) -> None:
+        """Collects what is left and lets the pipeline go. Idempotent."""
+        self.collect()
+        self._pipeline = None
 
     def _moved_bytes_each(self, lane: Lane, chunk: int) -> int:
         if lane is Lane.UPDATE:

@@ -394,7 +394,7 @@ class RankState:
                 if owner is not None:
                     ending.callback(owner.close)
             if self._lanes is not None:
-                ending.callback(self._lanes.collect)
+                ending.callback(self._lanes.close)
             if self.activations is not None:
                 ending.callback(self.activations.close)
             if not get_accelerator().is_synchronized_device():
