@@ -233,13 +233,17 @@ def _phase_secs(lanes: _Lanes, machine: Machine) -> float:
 
 def _deferred(work: Workload, machine: Machine, policy: Policy, place: Placement, p: _Phases) -> tuple[_Lanes, _Lanes]:
     """The optimizer's work where updates wait for ``step()``: beside the next forward, and beside backward. At most
-    what staging memory holds is read ahead in backward, and is still to be written when forward ends.
+    what staging memory holds of the states is read ahead in backward, and is still to be written when forward ends; P16
+    on storage is written with its state, before forward reads it.
     """
     states = policy.state_bytes * float(work.model.params) * (1 - place.states)
-    most = min(1.0, place.staging_bytes / states) if states > 0 else 0.0
+    most = min(place.staging_bytes, states)
 
-    def split(share: float) -> tuple[_Lanes, _Lanes]:
-        moved = tuple(share * secs if lane in (Lane.READ, Lane.WRITE) else 0.0 for lane, secs in enumerate(p.optimizer))
+    def split(num_bytes: float) -> tuple[_Lanes, _Lanes]:
+        moved = _lanes(
+            read=storage_secs(num_bytes, machine.storage_read),
+            write=storage_secs(num_bytes * place.params, machine.storage_write),
+        )
         return tuple(secs - less for secs, less in zip(p.optimizer, moved, strict=True)), moved
 
     def took(parts: tuple[_Lanes, _Lanes]) -> float:

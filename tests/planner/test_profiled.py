@@ -46,6 +46,9 @@ def test_when_updates_start_decides_what_they_hide_behind() -> None:
     assert predict(long, deferred).iteration_secs == pytest.approx(0.75 * 1.8 + 1.0), "backward hides what it takes"
     roomy = predict(long, replace(deferred, staging_bytes=2e9)).iteration_secs
     assert roomy == pytest.approx(1.0 + 1.0, rel=0.1), "no more is moved to backward than it has time for"
+    stored = replace(deferred, params=0.0)  # P16: 0.2e9 bytes read in each pass, and written with the states
+    forward = (0.1 + 0.75 * 0.6) + (0.2 + 1.2)
+    assert predict(long, stored).iteration_secs == pytest.approx(forward + 1.0, rel=0.05), "written before it is read"
     resident = predict(slow, replace(PLACEMENT, states=1.0))
     assert resident.iteration_secs == pytest.approx(0.2 + 1.0), "a resident state waits for step()"
 
