@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the numbers of the newest result into README.md: ``python benchmarks/readme_numbers.py``."""
+"""Puts the numbers of the newest full result into README.md: ``python benchmarks/readme_numbers.py``."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ _CASES = {
     "dram": "everything in host memory",
     "activations": "gradient checkpointing in the script, batch 2",
     "activations_batch8": "gradient checkpointing in the script, batch 8",
+    "trace": "lane trace, balanced with activations on NVMe",
 }
 _NAMES = {
     "zero_infinity": "ZeRO-Infinity",
@@ -30,6 +31,8 @@ _NAMES = {
     "fuyou_all_nvme": "this, all on NVMe",
     "fuyou_dram": "this, all in host memory",
     "fuyou_swap": "this, optimizer and activations on NVMe",
+    "fuyou_swap_traced": "the same, traced",
+    "fuyou_off_beside_io": "this without optimizer, beside fio",
     "stock_off": "stock without optimizer",
     "fuyou_off": "this without optimizer",
 }
@@ -71,16 +74,26 @@ def _lines(results: dict[str, Any], source: str) -> Iterator[str]:
             yield f"- {what}, clip {row['clip']:g}: {row['bytes_per_parameter']:.1f}"
 
 
+def _runs(files: Iterable[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Results of benchmarks/run.py; those of the planner's benchmark lie there, too."""
+    for path in files:
+        data = json.loads(path.read_text())
+        if "stock_tuning" in data:
+            yield path, data
+
+
 def main() -> None:
     """Exits with a message if there is no result, or README.md has no marked place."""
-    found = sorted((_ROOT / "benchmarks" / "results").glob("*.json"))
+    files = (_ROOT / "benchmarks" / "results").glob("*.json")
+    found = [(path.name[:10], len(data["cases"]), path, data) for path, data in _runs(files)]
     if not found:
         sys.exit("there is no result in benchmarks/results: run `make bench` first")
     readme = _ROOT / "README.md"
     text = readme.read_text()
     if not _MARKED.search(text):
         sys.exit("README.md must have the lines <!-- numbers:begin --> and <!-- numbers:end -->; put them back")
-    numbers = table(json.loads(found[-1].read_text()), found[-1].with_suffix(".md").name)
+    *_, path, data = max(found, key=lambda each: each[:2])  # of the last day, the one with most cases
+    numbers = table(data, path.with_suffix(".md").name)
     readme.write_text(_MARKED.sub(lambda match: match[1] + numbers + match[2], text))
 
 
