@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.ports import remove_shared_buffers
+
 # DeepSpeed looks at this when it is first imported.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("MAX_JOBS", "2")
@@ -53,6 +55,13 @@ def run_python() -> RunPython:
         )
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def shared_buffers() -> Iterator[None]:
+    """After each test, what its ranks left in shared memory goes."""
+    yield
+    remove_shared_buffers()
 
 
 @pytest.fixture(autouse=True)

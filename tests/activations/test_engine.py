@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.harness.forked import finish, start
-from tests.harness.runner import environment, free_port
+from tests.harness.ports import free_port
+from tests.harness.runner import environment
 
 SCRIPT = Path(__file__).with_name("engine_script.py")
 MICRO_BATCHES, TOKENS = 2, 3 * 24

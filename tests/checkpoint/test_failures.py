@@ -8,7 +8,8 @@ import signal
 from pathlib import Path
 
 from tests.harness.forked import finish, start
-from tests.harness.runner import HERE, differences, ds_config, environment, free_port, run_case, with_fuyou
+from tests.harness.ports import free_port
+from tests.harness.runner import HERE, differences, ds_config, environment, run_case, with_fuyou
 from tests.parity.cases import block
 
 CASE = {"steps": 2, "model": {}, "config": ds_config()}

@@ -4,21 +4,15 @@
 import copy
 import json
 import os
-import socket
 from pathlib import Path
 
 import torch
 
 from tests.harness.forked import finish, start
+from tests.harness.ports import free_port
 
 HERE = Path(__file__).parent
 TIMEOUT_SECS = 240
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment(rank: int, world_size: int, port: int) -> dict:

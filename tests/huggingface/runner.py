@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from tests.harness.forked import finish, start
+from tests.harness.ports import free_port
 from tests.harness.runner import environment as rank_environment
-from tests.harness.runner import free_port
 
 __all__ = ["BIN", "HERE", "clean", "ds_json", "launch", "run_command", "weight_differences", "weights", "with_block"]
 

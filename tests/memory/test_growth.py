@@ -11,7 +11,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.harness.runner import environment, free_port
+from tests.harness.ports import free_port
+from tests.harness.runner import environment
 
 ROOT = Path(__file__).parents[2]
 LAYERS = (4, 24)

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.harness.runner import environment, free_port
+from tests.harness.ports import free_port
+from tests.harness.runner import environment
 
 ROOT = Path(__file__).parents[2]
 LIMIT_SECS = 150

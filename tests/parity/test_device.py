@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness.runner import HERE, TIMEOUT_SECS, differences, ds_config, environment, free_port, with_fuyou
+from tests.harness.ports import free_port
+from tests.harness.runner import HERE, TIMEOUT_SECS, differences, ds_config, environment, with_fuyou
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from ds_fuyou.cli import main
-from tests.harness.runner import HERE, differences, ds_config, environment, free_port, run_case, with_fuyou
+from tests.harness.ports import free_port
+from tests.harness.runner import HERE, differences, ds_config, environment, run_case, with_fuyou
 from tests.parity.cases import block
 
 LIMIT_SECS = 120

@@ -12,7 +12,8 @@ import pytest
 from ds_fuyou.cli import main
 from ds_fuyou.planner.profile import RunProfile
 from tests.harness.forked import finish, start
-from tests.harness.runner import environment, free_port
+from tests.harness.ports import free_port
+from tests.harness.runner import environment
 
 SCRIPT = Path(__file__).with_name("run_plan_script.py")
 

@@ -12,7 +12,8 @@ import pytest
 
 from ds_fuyou.cli.main import main
 from ds_fuyou.cli.verify import compare
-from tests.harness.runner import HERE, ds_config, environment, free_port
+from tests.harness.ports import free_port
+from tests.harness.runner import HERE, ds_config, environment
 
 SCRIPT = str(HERE / "verify_script.py")
 RECORD = {
