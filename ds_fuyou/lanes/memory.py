@@ -43,54 +43,40 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(view.detach().view(torch.uint8).numpy()).view(view.dtype)
 
 
-class _MallInfo(ctypes.Structure):
-    """glibc's ``struct mallinfo2``."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    ]
+def _resident_bytes() -> int:
+    """Of this process, from the kernel; 0 where there is no ``/proc``."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            return int(statm.read().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0
 
 
 class HeapGuard:
-    """Keeps the holes of the C heap below ``limit_bytes``.
+    """Gives the holes of the C heap back to the system whenever resident memory has grown by ``limit_bytes``.
 
     Large buffers that are freed between small ones that stay leave pages that glibc keeps: measured 1.6 bytes a
-    parameter while ``zero.Init`` built a model, and 1.1 in every forward on the host. The heap's count of free bytes
-    stays high after their pages were given back, so what counts is its growth since then. Without glibc this does
-    nothing.
+    parameter while ``zero.Init`` built a model, and 1.1 in every forward on the host. The heap's own count of free
+    bytes cannot tell: pages given back stay in it, whether or not they were used and freed again since. What is
+    resident after a trim is in use, so growth beyond that is new memory or new holes. Without glibc, or without
+    ``/proc``, this does nothing.
     """
 
     def __init__(self, limit_bytes: int = 16 * 1024 * 1024) -> None:
-        libc = ctypes.CDLL(None)
         self._limit = limit_bytes
-        self._trim = getattr(libc, "malloc_trim", None)
-        self._info = getattr(libc, "mallinfo2", None)
-        if self._info is not None:
-            self._info.restype = _MallInfo
-        self._given_back = 0
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._floor = _resident_bytes()
 
     def check(self) -> None:
-        """Gives the holes back to the system if there are too many."""
-        if self._trim is None or self._info is None:
+        """Gives the holes back to the system if resident memory has grown enough for there to be many."""
+        if self._trim is None:
             return
-        free = int(self._info().fordblks)
-        if free - self._given_back > self._limit:
+        resident = _resident_bytes()
+        if resident > self._floor + self._limit:
             self._trim(0)
-            free = int(self._info().fordblks)
-            self._given_back = free
-        self._given_back = min(self._given_back, free)
+            self._floor = _resident_bytes()
+        else:
+            self._floor = min(self._floor, resident)
 
 
 def _call_cuda(name: str, *arguments: int) -> None:
