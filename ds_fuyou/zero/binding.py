@@ -49,7 +49,7 @@ from ds_fuyou.zero.activations import handles_activations
 from ds_fuyou.zero.agreement import least, of_rank_0
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks
-from ds_fuyou.zero.param_swapper import AVAILABLE, NOT_AVAILABLE, FuyouParameterSwapper
+from ds_fuyou.zero.param_swapper import AVAILABLE, NOT_AVAILABLE
 
 __all__ = ["RankState"]
 
@@ -206,41 +206,45 @@ class RankState:
         return of_rank_0(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_RUN_NUMBERS)}-{secrets.token_hex(3)}")
 
     def initialize(self, values_of: Callable[[Any], torch.Tensor]) -> None:
-        """Moves the model's parameters into their place, chunk by chunk, with a progress bar on rank 0."""
+        """Moves the model's parameters into their place, chunk by chunk, with a progress bar on rank 0.
+
+        A parameter's old partition goes as soon as its values are in their place, so that host memory holds no class
+        twice.
+        """
         begin = time.perf_counter()
-        cached: dict[int, torch.Tensor] = {}
+        waiting = dict(enumerate(self._params))
+        current: dict[int, torch.Tensor] = {}
 
         def source(span: ParamSpan) -> torch.Tensor:
-            if span.index not in cached:
-                cached.clear()
+            if span.index not in current:
+                for index in current:
+                    self._attach(waiting.pop(index))
+                current.clear()
                 self._heap.check()
-                cached[span.index] = values_of(self._params[span.index]).view(-1)
-            return cached[span.index]
+                current[span.index] = values_of(self.param(span)).view(-1)
+            return current[span.index]
 
         hidden = dist.get_rank() != 0
         with tqdm(
             total=self.layout.numel, desc="initialising states", unit="param", unit_scale=True, disable=hidden
         ) as bar:
             self.core.initialize(source, bar.update)
+        current.clear()
+        for param in waiting.values():
+            self._attach(param)
+        self._attach_frozen()
         self._heap.check()
         if dist.get_rank() == 0:
             logger.info("states of %d parameters initialised in %.1f s", self.layout.numel, time.perf_counter() - begin)
 
-    def attach(self) -> None:
-        """Gives every trainable parameter to its swapper's new source and points DRAM partitions at their place."""
-        swappers: dict[int, tuple[FuyouParameterSwapper, list[Any]]] = {}
-        for param in self._params:
-            swapper = param.nvme_swapper
-            swappers.setdefault(id(swapper), (swapper, []))[1].append(param)
-        for swapper, params in swappers.values():
-            swapper.attach(self, params)
-        for param in self._params:
-            if self._in_memory(param):
-                param.ds_tensor.data = self.core.param_view(self.span(param))
-                param.ds_tensor.status = AVAILABLE
-            else:
-                param.nvme_swapper.mark_away(param)
-        self._attach_frozen()
+    def _attach(self, param: Any) -> None:
+        """From here on a trainable parameter's swapper asks this state; in DRAM its partition is the chunk's memory."""
+        param.nvme_swapper.attach(self, [param])
+        if self._in_memory(param):
+            param.ds_tensor.data = self.core.param_view(self.span(param))
+            param.ds_tensor.status = AVAILABLE
+        else:
+            param.nvme_swapper.mark_away(param)
 
     def _attach_frozen(self) -> None:
         """Frozen parameters that zero.Init staged on storage stay there and are read ahead from now on."""

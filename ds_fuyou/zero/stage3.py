@@ -97,7 +97,6 @@ class FuyouStage3Optimizer(
     def _build_on(self, activation: Activation) -> None:
         """Fills the rank state and takes the places of stock's buffers and hooks."""
         self.rank_state.initialize(lambda param: param.nvme_swapper.staged_values(param))
-        self.rank_state.attach()
         for sub_group, ids in enumerate(self.fp16_partitioned_groups_flat_id):
             placeholder = torch.empty(0, dtype=self.master_weights_and_grads_dtype)
             placeholder.ds_id = f"{ids[0]}_{ids[-1]}"
