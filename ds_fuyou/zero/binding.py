@@ -220,7 +220,7 @@ class RankState:
                 for index in current:
                     self._attach(waiting.pop(index))
                 current.clear()
-                self._heap.check()
+                self.bound_heap()
                 current[span.index] = values_of(self.param(span)).view(-1)
             return current[span.index]
 
@@ -233,7 +233,7 @@ class RankState:
         for param in waiting.values():
             self._attach(param)
         self._attach_frozen()
-        self._heap.check()
+        self.bound_heap()
         if dist.get_rank() == 0:
             logger.info("states of %d parameters initialised in %.1f s", self.layout.numel, time.perf_counter() - begin)
 
@@ -270,6 +270,10 @@ class RankState:
         stored = self.frozen.num_bytes if self.frozen is not None else 0
         return {"cpu": max(0, total - stored), "nvme": stored}
 
+    def bound_heap(self) -> None:
+        """Called where temporaries of a parameter's size were freed: their holes must not add up over the model."""
+        self._heap.check()
+
     # ---- parameters ---------------------------------------------------------------------------------------
 
     def span(self, param: Any) -> ParamSpan:
@@ -291,7 +295,7 @@ class RankState:
             self.core.wait_param(span)
             return self.core.param_view(span)
         self._resident.add(span.index)
-        self._heap.check()
+        self.bound_heap()
         return self.stored.fetch(span)
 
     def release(self, param: Any) -> bool:
@@ -335,10 +339,10 @@ class RankState:
         if self.stored is not None:
             if self._alone:
                 self._offer_ready(self.stored)
-            self._heap.check()
+            self.bound_heap()
             self.stored.look_ahead(self._resident)
         if self.frozen is not None:
-            self._heap.check()
+            self.bound_heap()
             self.frozen.look_ahead(self._is_frozen_resident)
 
     def _use_frozen(self, param: Any) -> None:

@@ -163,6 +163,7 @@ class GradientFlowMixin:
             for param in fast:
                 gradient = self.rank_state.core.gradient(self.rank_state.span(param), stored=True)
                 self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(gradient)
+                self.rank_state.bound_heap()  # of temporaries in fp64
         norm: torch.Tensor = super().complete_grad_norm_calculation_for_cpu_offload(params)  # type: ignore[misc]
         return norm
 
@@ -211,6 +212,7 @@ class GradientFlowMixin:
                 span = state.span(param)
                 if param.ds_id in self._offload_boundary_param_ids and state.core.has_arrived(span):
                     self._take_norm(param, [state.core.gradient(span)])
+                    state.bound_heap()
 
     def _finish_gradients(self: Any) -> None:
         """step() begins: every gradient of the step is in host memory, and every one is in the norm.

@@ -61,17 +61,25 @@ def test_holes_are_given_back_each_time_they_come() -> None:
         assert left < 24 << 20  # ... and are not now
 
 
-def test_a_trim_that_finds_nothing_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    resident = [100 << 20]
+def test_memory_is_trimmed_only_where_its_peak_would_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    resident = [160]
     trims = []
     monkeypatch.setattr(memory, "_resident_bytes", lambda: resident[0])
-    guard = HeapGuard(limit_bytes=16 << 20)
+    guard = HeapGuard(limit_bytes=15)
     monkeypatch.setattr(guard, "_trim", lambda pad: trims.append(resident[0]))
-    for megabytes in (110, 120, 121, 130, 50, 60, 70):
-        resident[0] = megabytes << 20
-        guard.check()
-    assert [trim >> 20 for trim in trims] == [120, 70]  # 100 + 16 < 120; then from 120, from 50
+
+    def check(*levels: int) -> list[int]:
+        trims.clear()
+        for resident[0] in levels:
+            guard.check()
+        return list(trims)
+
+    assert check(165, 170) == []  # a sixteenth more
+    assert check(192) == [192]  # nothing was given back: 192 are in use
+    assert check(50, 200, 50, 204) == []  # what a step takes and leaves
+    assert check(320) == [320]
+    assert check(335, 336) == [336]  # the limit is smaller than a sixteenth
+    monkeypatch.setattr(guard, "_trim", lambda pad: (trims.append(resident[0]), resident.__setitem__(0, 90)))
+    assert check(352, 340, 352) == [352, 352]  # holes: 336 remains the most that was in use
     monkeypatch.setattr(guard, "_trim", None)  # another C library
-    resident[0] = 1000 << 20
-    guard.check()
-    assert len(trims) == 2
+    assert check(1000) == []
