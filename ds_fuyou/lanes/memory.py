@@ -13,7 +13,16 @@ import torch
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.ops.core import load_core
 
-__all__ = ["PAGE_BYTES", "HeapGuard", "HostPool", "PageLocks", "aligned_tensor", "own_storage", "round_up_to_page"]
+__all__ = [
+    "PAGE_BYTES",
+    "HeapGuard",
+    "HostPool",
+    "PageLocks",
+    "aligned_tensor",
+    "own_storage",
+    "resident_bytes",
+    "round_up_to_page",
+]
 
 PAGE_BYTES = 4096
 _HUGE_BYTES = 8 * 1024 * 1024  # larger mappings ask for huge pages: fewer, larger disk requests
@@ -44,8 +53,8 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(view.detach().view(torch.uint8).numpy()).view(view.dtype)
 
 
-def _resident_bytes() -> int:
-    """Of this process, from the kernel; 0 where there is no ``/proc``."""
+def resident_bytes() -> int:
+    """Resident memory of this process, from the kernel; 0 where there is no ``/proc``."""
     try:
         statm = os.open("/proc/self/statm", os.O_RDONLY)  # half the time of a file object
     except OSError:
@@ -70,13 +79,13 @@ class HeapGuard:
     def __init__(self, limit_bytes: int = 128 * 1024 * 1024) -> None:
         self._limit = limit_bytes
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        self._used = _resident_bytes()
+        self._used = resident_bytes()
 
     def check(self) -> None:
         """Gives the holes back if resident memory is larger than any use explains so far."""
-        if self._trim is not None and _resident_bytes() > self._used + min(self._used // 16, self._limit):
+        if self._trim is not None and resident_bytes() > self._used + min(self._used // 16, self._limit):
             self._trim(0)
-            self._used = max(self._used, _resident_bytes())
+            self._used = max(self._used, resident_bytes())
 
 
 def _call_cuda(name: str, *arguments: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-import resource
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,19 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_fuyou.activations.policy import BlockFate, Fate
+from ds_fuyou.lanes.memory import resident_bytes
 from tests.activations.support import MIB, Plain, attached, gradients
 
 SCRIPT = """
 import ctypes, json, sys
 from pathlib import Path
 import torch
+from ds_fuyou.lanes.memory import resident_bytes
 from tests.activations.support import MIB, Plain, attached
 
 def resident():
     ctypes.CDLL(None).malloc_trim(0)
-    fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
-    return int(fields["VmRSS"].split()[0]) * 1024
+    return resident_bytes()
 
 torch.set_num_threads(1)
 found = {}
@@ -212,10 +212,6 @@ def test_a_longer_batch_is_swapped_where_a_shorter_one_could_be_kept(tmp_path: P
         found = gradients(model, lambda model: model(long).backward())
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
         assert swapped.nothing_is_left()
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
 
 
 def test_host_memory_is_given_back_although_the_session_is_still_known(tmp_path: Path) -> None:

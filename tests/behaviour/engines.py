@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -15,6 +16,7 @@ import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
+from ds_fuyou.lanes.memory import resident_bytes
 from tests.harness.models import build_model, make_batch
 from tests.harness.plans import plan_document
 from tests.harness.runner import ds_config
@@ -61,11 +63,6 @@ def files(swap: str) -> int:
     found = sum(path.is_file() for path in Path(swap).glob("**/*"))
     torch.distributed.barrier()
     return found
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as handle:
-        return int(handle.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def together(swap: str) -> dict[str, Any]:
@@ -227,6 +224,7 @@ def freed(swap: str, tiers: str) -> dict[str, Any]:
     for index in range(6):
         engine = make_engine(swap, tiers, 0, {"trace": "/dev/full"} if index == 1 else None, **wide)
         train(engine, 0, 2)
+        ctypes.CDLL(None).malloc_trim(0)  # holes of the heap are nobody's
         sizes.append(resident_bytes())
         if index < 5:
             engine.destroy()

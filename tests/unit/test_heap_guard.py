@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import ctypes
-from ds_fuyou.lanes.memory import HeapGuard, _resident_bytes
+from ds_fuyou.lanes.memory import HeapGuard, resident_bytes
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -24,28 +24,23 @@ libc.free.argtypes = [ctypes.c_void_p]
 libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: every block below comes from the heap
 SIZE, COUNT = 256 << 10, 512
 
-def fill():
-    blocks = [libc.malloc(SIZE) for _ in range(COUNT)]
+def fill(count):
+    blocks = [libc.malloc(SIZE) for _ in range(count)]
     for block in blocks:
         ctypes.memset(block, 1, SIZE)
     return blocks
 
 guard = HeapGuard()
-pins, before = [], _resident_bytes()
+before = resident_bytes() + COUNT * SIZE  # with those that stay
+blocks = fill(2 * COUNT)
+stay, holes = blocks[::2], blocks[1::2]
 for round in range(3):
-    large = []
-    if not pins:
-        for _ in range(COUNT):  # a small block behind every large one keeps the heap from shrinking at its end
-            large.append(libc.malloc(SIZE))
-            ctypes.memset(large[-1], 1, SIZE)
-            pins.append(libc.malloc(64))
-    else:
-        large = fill()
-    for block in large:
+    for block in holes:
         libc.free(block)
-    held = _resident_bytes()
+    held = resident_bytes()
     guard.check()
-    print("ROUND", held - before, _resident_bytes() - before, flush=True)
+    print("ROUND", held - before, resident_bytes() - before, flush=True)
+    holes = fill(COUNT)
 """
 
 
@@ -64,7 +59,7 @@ def test_holes_are_given_back_each_time_they_come() -> None:
 def test_memory_is_trimmed_only_where_its_peak_would_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     resident = [160]
     trims = []
-    monkeypatch.setattr(memory, "_resident_bytes", lambda: resident[0])
+    monkeypatch.setattr(memory, "resident_bytes", lambda: resident[0])
     guard = HeapGuard(limit_bytes=15)
     monkeypatch.setattr(guard, "_trim", lambda pad: trims.append(resident[0]))
 
