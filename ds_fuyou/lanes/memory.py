@@ -54,13 +54,14 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, from the kernel; 0 where there is no ``/proc``."""
+    """Resident memory of this process without pages of files, from the kernel; 0 where there is no ``/proc``."""
     try:
         statm = os.open("/proc/self/statm", os.O_RDONLY)  # half the time of a file object
     except OSError:
         return 0
     try:
-        return int(os.read(statm, 128).split()[1]) * mmap.PAGESIZE
+        _, resident, of_files, *_ = os.read(statm, 128).split()
+        return (int(resident) - int(of_files)) * mmap.PAGESIZE
     finally:
         os.close(statm)
 
@@ -71,9 +72,10 @@ class HeapGuard:
     Large buffers that are freed between small ones that stay leave pages that glibc keeps: measured 1.6 bytes a
     parameter while ``zero.Init`` built a model, and 1.1 in every forward on the host. The heap's own count of free
     bytes cannot tell: pages given back stay in it, whether or not they were used and freed again since. But what is
-    resident after a trim is in use. So memory is trimmed when it grows beyond the most that ever was in use, by a
-    sixteenth of that, at most ``limit_bytes``: with less, what a step takes and frees on the host would be trimmed in
-    every step (10 ms each). Without glibc, or without ``/proc``, this does nothing.
+    resident after a trim is in use. (Not so pages of mapped files, a checkpoint's, say: they are not counted.) So
+    memory is trimmed when it grows beyond the most that ever was in use, by a sixteenth of that, at most
+    ``limit_bytes``: with less, what a step takes and frees on the host would be trimmed in every step (10 ms each).
+    Without glibc, or without ``/proc``, this does nothing.
     """
 
     def __init__(self, limit_bytes: int = 128 * 1024 * 1024) -> None:

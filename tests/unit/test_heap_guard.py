@@ -15,7 +15,7 @@ from ds_fuyou.lanes.memory import HeapGuard
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
-import ctypes
+import ctypes, mmap, tempfile
 from ds_fuyou.lanes.memory import HeapGuard, resident_bytes
 
 libc = ctypes.CDLL(None)
@@ -31,6 +31,12 @@ def fill(count):
     return blocks
 
 guard = HeapGuard()
+with tempfile.TemporaryFile() as file:  # as checkpoints are read: pages of the file, which the system can take back
+    file.truncate(2 * COUNT * SIZE)
+    mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    mapped[:: mmap.PAGESIZE]
+    guard.check()
+    mapped.close()
 before = resident_bytes() + COUNT * SIZE  # with those that stay
 blocks = fill(2 * COUNT)
 stay, holes = blocks[::2], blocks[1::2]
