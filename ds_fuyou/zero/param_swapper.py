@@ -190,16 +190,22 @@ class FuyouParameterSwapper:
         staged = self._staged.get(param.ds_id)
         if staged is None:
             raise FuyouStateError(
-                f"parameter {param.ds_id} has no values any more: the engine that held them was destroyed. "
-                "Read or save parameters before engine.destroy()"
+                f"parameter {param.ds_id} has no values any more: the engine that held them was destroyed, or failed "
+                "while it was built. Read or save parameters before engine.destroy(); build the model anew for "
+                "another engine"
             )
         memory = aligned_tensor(staged.num_bytes)
         staged.file.read(staged.offset, memory)
         return staged.view(memory)
 
     def staged_values(self, param: Any) -> torch.Tensor:
-        """A partition's values before :meth:`attach`, wherever they are."""
-        return self._values(param) if self.is_staged(param) else param.ds_tensor.data
+        """A partition's values before :meth:`attach`, wherever they are.
+
+        Raises:
+            FuyouStateError: an engine took them, and is gone.
+        """
+        away = self.is_staged(param) or param.ds_tensor.status == NOT_AVAILABLE
+        return self._values(param) if away else param.ds_tensor.data
 
     def _stage(self, param: Any) -> None:
         values = param.ds_tensor.data
