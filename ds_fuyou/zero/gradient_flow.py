@@ -233,4 +233,5 @@ class GradientFlowMixin:
                 counted = self.get_param_id(param) in self.norm_for_param_grads
                 if state.core.has_arrived(span) and not counted and not state.core.is_overridden(span):
                     self._take_norm(param, [state.core.gradient(span, stored=True)])
+                    state.bound_heap()
         state.core.end_micro_batch()

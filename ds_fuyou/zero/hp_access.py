@@ -32,6 +32,7 @@ class HpAccessMixin:
     def _get_fp32_opt_state_partition(
         self: Any, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[torch.Tensor, int]:
+        self.rank_state.bound_heap()  # scripts read one parameter after another
         span = self.rank_state.span(param)
         part = self._part_of(optim_state_key)
         values = self.rank_state.core.states.read_param(span, part)
@@ -63,6 +64,7 @@ class HpAccessMixin:
         self.rank_state.core.states.write_param(span, part, values)
 
     def _get_fp32_grad_state_partition(self: Any, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
+        self.rank_state.bound_heap()
         span = self.rank_state.span(param)
         core = self.rank_state.core
         self._complete_copied(wait=True)
