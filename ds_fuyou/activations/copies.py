@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ds_fuyou.host.device import Device
+
 __all__ = ["CopyLane", "DeviceCopies", "HostCopies", "InFlightCopy", "copy_lane"]
 
 
@@ -71,36 +73,33 @@ class DeviceCopies:
 
     device_is_host = False
 
-    def __init__(self, device: torch.device) -> None:
-        self._module: Any = getattr(torch, device.type)
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self._out = self._module.Stream(device)
-        self._in = self._module.Stream(device)
+        self._out = device.new_stream()
+        self._in = device.new_stream()
 
     def copy_out(self, source: torch.Tensor, target: torch.Tensor) -> InFlightCopy | None:
-        self._out.wait_stream(self._module.current_stream(self._device))
-        with self._module.stream(self._out):
+        self._out.wait_stream(self._device.current_stream())
+        with self._device.stream(self._out):
             target.copy_(source, non_blocking=True)
-            event = self._module.Event()
-            event.record(self._out)
+            event = self._device.record_event()
         source.record_stream(self._out)
         return InFlightCopy(event, source, target)
 
     def copy_in(self, source: torch.Tensor) -> InFlightCopy | None:
-        with self._module.stream(self._in):
-            target = torch.empty(source.numel(), dtype=torch.uint8, device=self._device)
+        with self._device.stream(self._in):
+            target = torch.empty(source.numel(), dtype=torch.uint8, device=self._device.torch_device)
             target.copy_(source, non_blocking=True)
-            event = self._module.Event()
-            event.record(self._in)
+            event = self._device.record_event()
         return InFlightCopy(event, source, target)
 
     def make_visible(self, copy: InFlightCopy) -> torch.Tensor:
-        stream = self._module.current_stream(self._device)
+        stream = self._device.current_stream()
         stream.wait_event(copy.event)
         copy.target.record_stream(stream)
         return copy.target
 
 
-def copy_lane(device: torch.device) -> CopyLane:
+def copy_lane(device: Device) -> CopyLane:
     """The lane that fits the device."""
-    return HostCopies() if device.type == "cpu" else DeviceCopies(device)
+    return HostCopies() if device.is_host else DeviceCopies(device)

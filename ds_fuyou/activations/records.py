@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ds_fuyou.activations.copies import InFlightCopy
-from ds_fuyou.activations.space import Lease
 from ds_fuyou.storage.io import Transfer
+from ds_fuyou.storage.swap_space import Lease
 
 __all__ = ["HeldBytes", "InFlightIo", "Record", "RecordState"]
 

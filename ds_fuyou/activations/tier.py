@@ -31,10 +31,11 @@ import torch
 
 from ds_fuyou.activations.copies import CopyLane, InFlightCopy
 from ds_fuyou.activations.records import HeldBytes, InFlightIo, Record, RecordState
-from ds_fuyou.activations.space import SwapSpace
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.lanes.memory import HostPool, aligned_tensor, round_up_to_page
+from ds_fuyou.host.device import Device
+from ds_fuyou.host.memory import HostPool, aligned_tensor, round_up_to_page
 from ds_fuyou.storage.io import IoLane
+from ds_fuyou.storage.swap_space import SwapSpace
 from ds_fuyou.telemetry.trace import Lane, LaneTrace
 
 __all__ = ["StorageHome", "SwapCounters", "SwapTier"]
@@ -76,8 +77,8 @@ class SwapTier:
         arena_bytes: int,
         copies: CopyLane,
         storage: StorageHome | None,
+        device: Device | None = None,
         *,
-        pin: bool = False,
         trace: LaneTrace | None = None,
     ) -> None:
         self.copies = copies
@@ -85,7 +86,7 @@ class SwapTier:
         self.held = HeldBytes()
         self.counters = SwapCounters()
         self._trace = trace
-        self._arena = HostPool(arena_bytes, pin=pin)
+        self._arena = HostPool(arena_bytes, device)
         if storage is not None:
             storage.io.register_memory(self._arena)
         self._lock = threading.RLock()

@@ -20,7 +20,7 @@ import torch
 
 from ds_fuyou.checkpoint import atomic, streamed_file
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
-from ds_fuyou.lanes.memory import PAGE_BYTES, aligned_tensor, round_up_to_page
+from ds_fuyou.host.memory import PAGE_BYTES, aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.layout import FlatLayout
 from ds_fuyou.optimizer.placement import state_region
 from ds_fuyou.storage.creation import read_directory_manifest

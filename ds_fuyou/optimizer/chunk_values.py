@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ds_fuyou.lanes.memory import aligned_tensor, round_up_to_page
+from ds_fuyou.host.memory import aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan, overlap
 from ds_fuyou.optimizer.placement import ChunkPlacement
 from ds_fuyou.optimizer.state_access import prefix

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_fuyou.lanes.waiting import wait_reporting
+from ds_fuyou.host.waiting import wait_reporting
 from ds_fuyou.storage.store import SlotStore
 
 __all__ = ["Committer"]

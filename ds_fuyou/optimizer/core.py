@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from ds_fuyou.errors import FuyouError, FuyouStateError
-from ds_fuyou.lanes.memory import HostPool, PageLocks
-from ds_fuyou.lanes.waiting import wait_reporting
+from ds_fuyou.host.memory import HostPool, PageLocks
+from ds_fuyou.host.waiting import wait_reporting
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.chunk_values import ChunkValues
 from ds_fuyou.optimizer.clip_policy import ClipPolicy, Overlap, UpdateStart
@@ -70,7 +70,7 @@ class OutOfCoreOptimizer:
             torch.bfloat16: core.ElementType.BFLOAT16,
         }
         self.io = IoLane(options.io, self._path_of)
-        self._locks = PageLocks(enabled=options.pin)
+        self._locks = PageLocks(options.device)
         self.place = ChunkPlacement(layout, options, len(kind.moments), store, self._locks)
         self.staging = HostPool(self.place.staging_bytes())
         self.io.engine.register_buffer(self.staging.pool.base, self.staging.capacity_bytes)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ds_fuyou.lanes.memory import PageLocks, aligned_tensor, round_up_to_page
+from ds_fuyou.host.memory import PageLocks, aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.layout import FlatLayout, ParamSpan, overlap
 from ds_fuyou.storage.io import IoLane, Transfer
 from ds_fuyou.storage.store import Extent

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from ds_fuyou.host.device import Device, HostDevice
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.storage.io import IoSettings
@@ -27,7 +28,7 @@ class CoreOptions:
     staging_bytes: int
     num_update_threads: int
     io: IoSettings
-    pin: bool = False
+    device: Device = field(default_factory=HostDevice)
     checksum: bool = True
 
     @property

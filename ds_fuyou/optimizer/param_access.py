@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ds_fuyou.lanes.memory import PAGE_BYTES, aligned_tensor, round_up_to_page
+from ds_fuyou.host.memory import PAGE_BYTES, aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.layout import ParamSpan, overlap
 from ds_fuyou.storage.io import Transfer
 from ds_fuyou.storage.store import Extent

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.lanes.memory import PAGE_BYTES, PageLocks, aligned_tensor, own_storage, round_up_to_page
+from ds_fuyou.host.memory import PAGE_BYTES, PageLocks, aligned_tensor, own_storage, round_up_to_page
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.storage.store import Extent, RegionSpec, SlotStore

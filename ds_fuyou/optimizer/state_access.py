@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ds_fuyou.lanes.memory import aligned_tensor, round_up_to_page
+from ds_fuyou.host.memory import aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.layout import Chunk, ParamSpan, overlap
 from ds_fuyou.storage.io import storage_error
 from ds_fuyou.storage.store import Extent

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_fuyou.lanes.memory import HostPool, aligned_tensor
+from ds_fuyou.host.device import Device
+from ds_fuyou.host.memory import HostPool, aligned_tensor
 from ds_fuyou.parameters.trace import AccessTrace
 from ds_fuyou.storage.io import Transfer
 from ds_fuyou.storage.staging_file import StagingFile
@@ -41,10 +42,10 @@ class FrozenParameters:
     no room there is read on demand into memory of its own.
     """
 
-    def __init__(self, params: Mapping[int, StagedParam], pool_bytes: int, *, pin: bool = False) -> None:
+    def __init__(self, params: Mapping[int, StagedParam], pool_bytes: int, device: Device | None = None) -> None:
         self._params = dict(params)
         largest = max(param.num_bytes for param in self._params.values())
-        self._pool = HostPool(min(max(pool_bytes, 2 * largest), 2 * self.num_bytes), pin=pin)
+        self._pool = HostPool(min(max(pool_bytes, 2 * largest), 2 * self.num_bytes), device)
         for file in {id(param.file): param.file for param in self._params.values()}.values():
             file.register(self._pool)
         self._in_flight: dict[int, Transfer] = {}

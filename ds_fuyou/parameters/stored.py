@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ds_fuyou.lanes.memory import PAGE_BYTES, HostPool, aligned_tensor, round_up_to_page
+from ds_fuyou.host.memory import PAGE_BYTES, HostPool, aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import ParamSpan
 from ds_fuyou.optimizer.param_access import ParamRead
@@ -28,7 +28,7 @@ class StoredParameters:
         self._core = core
         spans = [span for span in core.layout.params if not core.place.is_in_memory(span)]
         sizes = [round_up_to_page(s.numel * core.options.param_dtype.itemsize) + PAGE_BYTES for s in spans]
-        self._pool = HostPool(min(max(prefetch_bytes, 2 * max(sizes)), 2 * sum(sizes)), pin=core.options.pin)
+        self._pool = HostPool(min(max(prefetch_bytes, 2 * max(sizes)), 2 * sum(sizes)), core.options.device)
         core.io.engine.register_buffer(self._pool.pool.base, self._pool.capacity_bytes)
         self._in_flight: dict[int, ParamRead] = {}
         self.trace = AccessTrace()

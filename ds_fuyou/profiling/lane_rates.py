@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ds_fuyou.lanes.memory import aligned_tensor
+from ds_fuyou.host.device import Device
+from ds_fuyou.host.memory import PageLocks, aligned_tensor
 from ds_fuyou.planner.profile import StorageRates
 from ds_fuyou.storage.anonymous import open_anonymous
 from ds_fuyou.storage.io import IoLane, Transfer
@@ -87,27 +88,28 @@ def _finish(flight: Transfer | None) -> None:
         flight.wait()
 
 
-def probe_link(device: torch.device, num_bytes: int, pin: bool) -> tuple[float, float]:
-    """(up, down) bytes a second of copies between host memory and ``device``; on CUDA by its events."""
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin and device.type == "cuda")
-    there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    host.fill_(1)
-    copy: Any = _timed_by_events if device.type == "cuda" else _timed
-    up = min(copy(lambda: there.copy_(host, non_blocking=True)) for _ in range(_LINK_ROUNDS))
-    down = min(copy(lambda: host.copy_(there, non_blocking=True)) for _ in range(_LINK_ROUNDS))
+def probe_link(device: Device, num_bytes: int) -> tuple[float, float]:
+    """(up, down) bytes a second of copies between host memory and ``device``, by its own events where it has any."""
+    locks = PageLocks(device)
+    host = locks.lock(aligned_tensor(num_bytes))
+    try:
+        there = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
+        host.fill_(1)
+        up = min(_secs(device, lambda: there.copy_(host, non_blocking=True)) for _ in range(_LINK_ROUNDS))
+        down = min(_secs(device, lambda: host.copy_(there, non_blocking=True)) for _ in range(_LINK_ROUNDS))
+    finally:
+        device.synchronize()
+        locks.release()
     return num_bytes / up, num_bytes / down
 
 
-def _timed(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+def _secs(device: Device, work: Callable[[], object]) -> float:
+    if device.is_host:
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+    first = device.record_event(timed=True)
     work()
-    return time.perf_counter() - begin
-
-
-def _timed_by_events(work: Callable[[], object]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    work()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1000
+    last = device.record_event(timed=True)
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1000

@@ -122,28 +122,23 @@ def _best_secs(work: Callable[[], object], wait: Callable[[], object], rounds: i
 
 
 def _device_rates() -> dict[str, Any]:
-    """Matmul of a block's shape and copies of 256 MiB, on the first CUDA device or on the host."""
+    """Matmul of a block's shape and copies of 256 MiB, on the device that DeepSpeed would train on."""
     import torch
 
-    on_cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if on_cuda else "cpu")
-    if not on_cuda:
+    from ds_fuyou.profiling.lane_rates import probe_link
+    from ds_fuyou.zero.device import rank_device
+
+    device = rank_device()
+    if device.is_host:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    wait = torch.cuda.synchronize if on_cuda else (lambda: None)
-    size = 8192 if on_cuda else 1024
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    flops = 2 * size**3 / _best_secs(lambda: left @ right, wait)
-    num_bytes = 256 << 20
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_cuda)
-    there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    up = num_bytes / _best_secs(lambda: there.copy_(host, non_blocking=True), wait)
-    down = num_bytes / _best_secs(lambda: host.copy_(there, non_blocking=True), wait)
-    total = torch.cuda.mem_get_info()[0] if on_cuda else available_host_bytes() // 2
-    name = torch.cuda.get_device_name() if on_cuda else f"host of {len(os.sched_getaffinity(0))} cores"
+    size = 1024 if device.is_host else 8192
+    left, right = (torch.randn(size, size, device=device.torch_device, dtype=torch.bfloat16) for _ in range(2))
+    flops = 2 * size**3 / _best_secs(lambda: left @ right, device.synchronize)
+    up, down = probe_link(device, 256 << 20)
     return {
-        "device": name,
-        "device_bytes": int(total),
-        "device_is_host": not on_cuda,
+        "device": f"host of {len(os.sched_getaffinity(0))} cores" if device.is_host else device.name,
+        "device_bytes": device.free_bytes() // 2 if device.is_host else device.free_bytes(),
+        "device_is_host": device.is_host,
         "matmul_flops": flops,
         "link_up": up,
         "link_down": down,

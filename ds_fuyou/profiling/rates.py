@@ -56,7 +56,7 @@ class Storage:
     """A file of ``num_bytes``, a multiple of TRANSFER_BYTES, and the engine with the settings the plan uses."""
 
     def __init__(self, directory: Path, num_bytes: int = FILE_BYTES) -> None:
-        from ds_fuyou.lanes.memory import HostPool
+        from ds_fuyou.host.memory import HostPool
         from ds_fuyou.ops.core import load_core
 
         self._core = load_core()

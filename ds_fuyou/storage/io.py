@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ds_fuyou.errors import FuyouChecksumError, FuyouStorageError
-from ds_fuyou.lanes.memory import HostPool
-from ds_fuyou.lanes.waiting import wait_reporting
+from ds_fuyou.host.memory import HostPool
+from ds_fuyou.host.waiting import wait_reporting
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.storage.store import Extent
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ds_fuyou.errors import FuyouStorageError
-from ds_fuyou.lanes.memory import HostPool
+from ds_fuyou.host.memory import HostPool
 from ds_fuyou.storage.anonymous import open_anonymous
 from ds_fuyou.storage.io import IoLane, Transfer
 from ds_fuyou.storage.store import Extent

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -19,17 +18,19 @@ from ds_fuyou.activations.copies import copy_lane
 from ds_fuyou.activations.parameters import SavedParameter, as_saved_parameter, cast_source
 from ds_fuyou.activations.policy import SwapEverything
 from ds_fuyou.activations.session import ActivationSession
-from ds_fuyou.activations.space import SwapSpace
 from ds_fuyou.activations.swapper import Swapper
 from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover, TakeoverPoint
 from ds_fuyou.activations.tier import StorageHome, SwapTier
 from ds_fuyou.activations.views import ViewSpec
 from ds_fuyou.config import FuyouConfig
+from ds_fuyou.host.device import Device
 from ds_fuyou.host_config import Activation
 from ds_fuyou.log import log_once
 from ds_fuyou.storage.io import IoLane
+from ds_fuyou.storage.swap_space import SwapSpace
 from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.auto_activations import AutoActivations
+from ds_fuyou.zero.device import rank_device
 
 __all__ = [
     "ActivationInput",
@@ -116,6 +117,7 @@ class ActivationInput:
     """What the builder needs of the rank: its configuration, the shared I/O engine, bytes it may take."""
 
     activation: Activation
+    device: Device
     io: IoLane
     arena_bytes: int
     smallest_bytes: int
@@ -149,8 +151,7 @@ def attach_activations(
     if settings.mode == "recompute":
         _tell(f"activations of {_shown(blocks)} are recomputed in backward")
         return ActivationSession(module, blocks, None, blocks, _POINTS)
-    device = torch.device(get_accelerator().current_device_name())
-    tier = _build_tier(device, given)
+    tier = _build_tier(given)
     if tier is None and settings.mode == "auto":
         return None
     if tier is None:
@@ -163,7 +164,7 @@ def attach_activations(
         tier,
         index,
         SwapEverything(),
-        device_type=device.type,
+        device_type=given.device.torch_device.type,
         smallest_bytes=given.smallest_bytes,
         resident=lambda: {buffer.untyped_storage()._cdata for buffer in module.buffers()},
     )
@@ -174,7 +175,7 @@ def handles_activations(config: FuyouConfig) -> bool:
     """Whether anything is to be done. Mode "auto" needs a device with memory of its own, a budget, or a plan."""
     if config.activations.mode != "auto":
         return config.activations.mode != "none"
-    budgeted = config.gpu_budget_bytes != "auto" or get_accelerator().device_name() != "cpu"
+    budgeted = config.gpu_budget_bytes != "auto" or not rank_device().is_host
     return budgeted or _planned(config) is not None
 
 
@@ -192,11 +193,11 @@ def attach_auto(
     budget = None if config.gpu_budget_bytes == "auto" else int(config.gpu_budget_bytes)
     if session is None or config.activations.mode != "auto":
         return None
-    return AutoActivations(session, module, given.io, budget, _planned(config))
+    return AutoActivations(session, module, given.io, given.device, budget, _planned(config))
 
 
-def _build_tier(device: torch.device, given: ActivationInput) -> SwapTier | None:
-    copies = copy_lane(device)
+def _build_tier(given: ActivationInput) -> SwapTier | None:
+    copies = copy_lane(given.device)
     paths = [Path(path) for path in given.activation.state_paths]
     wanted = given.activation.config.activations.tier
     on_storage = bool(paths) and wanted != "cpu"
@@ -206,7 +207,7 @@ def _build_tier(device: torch.device, given: ActivationInput) -> SwapTier | None
     if on_storage:
         space = SwapSpace(paths, given.storage_budget_bytes)
         home = StorageHome(given.io.sharing(space.path_of), space, eager=wanted == "nvme")
-    return SwapTier(given.arena_bytes, copies, home, pin=not copies.device_is_host, trace=given.trace)
+    return SwapTier(given.arena_bytes, copies, home, given.device, trace=given.trace)
 
 
 def _shown(blocks: list[Block]) -> str:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from ds_fuyou.activations.auto import Choice, OutputCost, StepMeasurement, choose, swap_allowance
 from ds_fuyou.activations.named_outputs import planned_choice, require_blocks
 from ds_fuyou.activations.session import ActivationSession
+from ds_fuyou.host.device import Device
 from ds_fuyou.log import log_once
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
 from ds_fuyou.storage.io import IoLane
@@ -45,6 +44,7 @@ class AutoActivations:
         session: ActivationSession,
         model: torch.nn.Module,
         io: IoLane,
+        device: Device,
         budget_bytes: int | None,
         planned: Mapping[str, Mapping[str, int]] | None,
     ) -> None:
@@ -52,6 +52,7 @@ class AutoActivations:
             require_blocks(planned, len(session.blocks))
         self._session = session
         self._io = io
+        self._device = device
         self._budget_bytes = budget_bytes
         self._planned = planned
         self.measured_step = _MEASURED_STEP  # later where the first steps are not like the others
@@ -164,9 +165,7 @@ class AutoActivations:
         """Room for activations: the budget, less what the rest of training needs of the device. On the host that is
         counted by the other budgets.
         """
-        accelerator: Any = get_accelerator()
         budget = self._budget_bytes
         if budget is None:
-            budget = int(_OF_DEVICE * accelerator.total_memory())
-        taken = 0 if accelerator.device_name() == "cpu" else int(accelerator.max_memory_allocated())
-        return max(0, budget - taken)
+            budget = int(_OF_DEVICE * self._device.total_bytes())
+        return max(0, budget - self._device.peak_bytes())

@@ -7,12 +7,11 @@ import logging
 import os
 import re
 
-from deepspeed.accelerator import get_accelerator
-
 from ds_fuyou.config import FuyouConfig
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
+from ds_fuyou.zero.device import rank_device
 
 __all__ = ["check_budgets", "cores_of_rank", "local_ranks", "share_of_cores"]
 
@@ -73,7 +72,7 @@ def check_budgets(config: FuyouConfig) -> None:
                 f"now; if the others do not give memory back, the system may end the run. Lower it, or end them",
             )
     if gpu != "auto":
-        have = int(get_accelerator().total_memory())
+        have = rank_device().total_bytes()
         if int(gpu) > have:
             raise _too_much("gpu_budget_bytes", f"{gpu} bytes", "device", have)
 

@@ -4,7 +4,7 @@
 Stock's handles of a gather on one rank copy the partition to the device and then synchronise the stream, in backward
 too. Here an event follows the copies, and the stream that waits for the handle comes after it: the coordinator's
 gathering stream, which the computing stream waits for and whose work in flight it bounds, or the computing stream
-itself. The host memory that such a copy reads is kept by the swapper's :class:`~ds_fuyou.lanes.fence.ReleaseFence`.
+itself. The host memory that such a copy reads is kept by the swapper's :class:`~ds_fuyou.host.fence.ReleaseFence`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, recorded_event
+from ds_fuyou.zero.device import rank_device
+from ds_fuyou.zero.param_swapper import FuyouParameterSwapper
 
 __all__ = ["event_ordered"]
 
@@ -28,12 +28,13 @@ def event_ordered(original: type) -> Callable[[Any], Any]:
         def __init__(self, params: Any) -> None:
             super().__init__(params)
             self._params = list(params) if isinstance(params, (list, tuple)) else [params]
-            self._copied = None if get_accelerator().is_synchronized_device() else recorded_event()
+            device = rank_device()
+            self._copied = None if device.is_host else device.record_event()
 
         def wait(self, **kwargs: Any) -> None:
             """Orders the current stream; marks the parameters available, once: each of them waits for their handle."""
             if self._copied is not None:
-                get_accelerator().current_stream().wait_event(self._copied)
+                rank_device().current_stream().wait_event(self._copied)
             for param in self._params:
                 param.ds_status = ZeroParamStatus.AVAILABLE
             self._params = []

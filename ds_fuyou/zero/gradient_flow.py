@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 
 from ds_fuyou.optimizer.norms import rounds_safely
 from ds_fuyou.zero.blocks import block_of
-from ds_fuyou.zero.param_swapper import recorded_event
 from ds_fuyou.zero.stock import get_norm_dtype, is_boundary
 
 __all__ = ["GradientFlowMixin"]
@@ -28,7 +26,7 @@ class GradientFlowMixin:
         self._block_of = {p.ds_id: block_of(n) for n, p in self.module.named_parameters()}
         self._in_copy: deque[tuple[Any, dict[int, Any]]] = deque()
         self._squares: dict[int, float] = {}
-        self._fast_norms = get_accelerator().device_name() == "cpu" and get_norm_dtype() == torch.float64
+        self._fast_norms = self.rank_state.device.is_host and get_norm_dtype() == torch.float64
         self.num_exact_norms = 0
 
     # ---- reduce -------------------------------------------------------------------------------------------
@@ -108,7 +106,7 @@ class GradientFlowMixin:
     def partition_grads(self: Any, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> None:
         """Stores or accumulates partitions; at the boundary takes norms and hands complete chunks on."""
         state = self.rank_state
-        boundary, synchronized = is_boundary(self), get_accelerator().is_synchronized_device()
+        boundary, synchronized = is_boundary(self), state.device.is_host
         if boundary:
             holds = self._run_plan is not None and self._run_plan.holds_updates
             state.core.open_window(self._hypers(), self._multiplier(None), managed=not holds)
@@ -119,10 +117,10 @@ class GradientFlowMixin:
             if synchronized:  # one by one: the sooner a chunk is complete, the fewer are in memory
                 state.core.complete_gradient(state.span(param))
             elif param.grad is not None:
-                param.grad.record_stream(get_accelerator().current_stream())
+                param.grad.record_stream(state.device.current_stream())
             param.grad = None
         if not synchronized:
-            self._in_copy.append((recorded_event(), {param.ds_id: param for param in params_to_release}))
+            self._in_copy.append((state.device.record_event(), {param.ds_id: param for param in params_to_release}))
             self._complete_copied(wait=False)
 
     def _store_gradient(self: Any, param: Any, partition: torch.Tensor, boundary: bool) -> None:
@@ -147,7 +145,7 @@ class GradientFlowMixin:
             norm = torch.tensor(squares, dtype=torch.float64).sqrt()
         else:
             values = views[0] if len(views) == 1 else torch.cat(views)
-            norm = self._constant_buffered_norm2(values.to(get_accelerator().current_device_name()))
+            norm = self._constant_buffered_norm2(values.to(self.rank_state.device.torch_device))
         self.norm_for_param_grads[self.get_param_id(param)] = norm
 
     def _forget_norm(self: Any, param: Any) -> None:
@@ -222,11 +220,11 @@ class GradientFlowMixin:
         """
         self._flush_pending()
         self._complete_copied(wait=True)
-        if not get_accelerator().is_synchronized_device():
+        state = self.rank_state
+        if not state.device.is_host:
             # What follows overwrites P16 that a forward since backward may still be copying to the device. The norm
             # needs all of this stream's work anyway.
-            get_accelerator().current_stream().synchronize()
-        state = self.rank_state
+            state.device.current_stream().synchronize()
         for group in self.fp16_groups:
             for param in group:
                 span = state.span(param)

@@ -17,31 +17,24 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.host.fence import ReleaseFence
+from ds_fuyou.host.memory import HeapGuard, aligned_tensor, round_up_to_page
 from ds_fuyou.host_config import Activation, activation_of
-from ds_fuyou.lanes.fence import ReleaseFence
-from ds_fuyou.lanes.memory import HeapGuard, aligned_tensor, round_up_to_page
 from ds_fuyou.parameters.frozen import FrozenParameters, StagedParam
 from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.staging_file import StagingFile
 from ds_fuyou.zero.budgets import local_ranks
+from ds_fuyou.zero.device import rank_device
 
-__all__ = ["FuyouParameterSwapper", "ParameterSource", "recorded_event"]
+__all__ = ["FuyouParameterSwapper", "ParameterSource"]
 
 AVAILABLE, NOT_AVAILABLE = PartitionedParamStatus.AVAILABLE, PartitionedParamStatus.NOT_AVAILABLE
-
-
-def recorded_event() -> Any:
-    """An event of the accelerator, recorded on its current stream."""
-    event = get_accelerator().Event()
-    event.record()
-    return event
 
 
 class ParameterSource(Protocol):
@@ -74,7 +67,8 @@ class FuyouParameterSwapper:
         self._file: StagingFile | None = None
         self._dram_left = self._staging_budget()
         self._heap = HeapGuard()
-        self._fence = ReleaseFence(None if get_accelerator().is_synchronized_device() else recorded_event)
+        device = rank_device(pin_memory=activation.absorbed.pin_memory)
+        self._fence = ReleaseFence(device)
 
     def _staging_budget(self) -> int:
         """Bytes of P16 that zero.Init may keep in DRAM before the tiers are decided for the whole model."""

@@ -80,10 +80,9 @@ def run_identity(rank_state: Any, model: torch.nn.Module) -> RunIdentity:
     implementation, checkpointing), and the versions of what runs it.
     """
     core, config = rank_state.core, rank_state.activation.config
-    accelerator: Any = get_accelerator()
-    device = accelerator.device_name()
-    if device != "cpu":
-        device = f"{accelerator.device_count()} {accelerator.device_name(accelerator.current_device())}"
+    device = rank_state.device.name
+    if not rank_state.device.is_host:
+        device = f"{get_accelerator().device_count()} {device}"
     disks = [_disk(Path(path)) for path in rank_state.activation.state_paths]
     model = fingerprint_of(
         [(span.name, span.numel) for span in core.layout.params],

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from ds_fuyou.activations.blocks import Block
 from ds_fuyou.errors import FuyouStorageError
@@ -217,10 +216,8 @@ class RunPlan:
         except (FuyouStorageError, OSError) as error:
             log_once(logging.WARNING, f"no plan: storage could not be measured ({error}); training goes on without")
             return
-        accelerator: Any = get_accelerator()
-        on_host = accelerator.device_name() == "cpu"
-        size = _LINK_BYTES_ON_HOST if on_host else _LINK_BYTES
-        up, down = probe_link(torch.device(accelerator.current_device_name()), size, state.core.options.pin)
+        device = state.device
+        up, down = probe_link(device, _LINK_BYTES_ON_HOST if device.is_host else _LINK_BYTES)
         self.profile = RunProfile(
             machine=self._identity.machine,
             model=self._identity.model,
@@ -233,10 +230,10 @@ class RunPlan:
             storage=storage,
             link_up=up,
             link_down=down,
-            device_is_host=on_host,
+            device_is_host=device.is_host,
             num_cores=self._identity.num_cores,
             host_bytes=float(available_host_bytes()),
-            device_bytes=0.0 if on_host else float(accelerator.available_memory()),
+            device_bytes=0.0 if device.is_host else float(device.free_bytes()),
         )
         self._leave_out(time.perf_counter() - began, LaneTimes.of(state).since(before))
         kept_at = save_profile(self.profile)

@@ -30,25 +30,19 @@ from ds_fuyou.zero.activations import (
     attach_auto,
     model_blocks,
 )
-from ds_fuyou.zero.binding import RankState
 from ds_fuyou.zero.checkpoint_state import CheckpointStateMixin
 from ds_fuyou.zero.compute_spans import ComputeSpans
 from ds_fuyou.zero.gradient_flow import GradientFlowMixin
 from ds_fuyou.zero.hp_access import HpAccessMixin
 from ds_fuyou.zero.monitoring import StepMonitor, count_tokens
 from ds_fuyou.zero.planning import PlanningMixin
+from ds_fuyou.zero.rank_state import RankState
 from ds_fuyou.zero.stock import combined_grad_norm, iter_module_params
 from ds_fuyou.zero.universal import UniversalMixin
 
 __all__ = ["FuyouStage3Optimizer"]
 
 logger = logging.getLogger("ds_fuyou")
-
-
-def _allocated_on_device() -> int:
-    """Where the device is the host, what it holds is in host memory already."""
-    accelerator: Any = get_accelerator()
-    return 0 if accelerator.device_name() == "cpu" else int(accelerator.memory_allocated())
 
 
 class FuyouStage3Optimizer(
@@ -120,6 +114,7 @@ class FuyouStage3Optimizer(
         taken = state.store.total_bytes if state.store is not None else 0
         given = ActivationInput(
             activation,
+            state.device,
             state.core.io,
             arena_bytes=state.plan.activation_bytes,
             smallest_bytes=state.plan.smallest_swapped_bytes,
@@ -145,7 +140,7 @@ class FuyouStage3Optimizer(
         stock_fetch = coordinator.fetch_sub_module
         state = self.rank_state
         self._token_count = count_tokens(state, self.module)
-        self._tier_bytes = TierBytes(state, _allocated_on_device)
+        self._tier_bytes = TierBytes(state, state.device.allocated_bytes)
         compute = None if state.trace is None else ComputeSpans(state.trace, self.module, self._tier_bytes)
         self._compute_spans = compute
 
@@ -161,7 +156,7 @@ class FuyouStage3Optimizer(
                 index.note(params)
 
         coordinator.fetch_sub_module = fetch_sub_module
-        if state.reads_parameters and get_accelerator().device_name() == "cpu":
+        if state.reads_parameters and state.device.is_host:
             # Gathered parameters are host memory here: keep as many alive as the look-ahead pool holds, not the 1e9
             # elements that stock allows a device.
             limit = state.plan.prefetch_bytes // self.dtype.itemsize

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ds_fuyou.activations.blocks import Block
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder, SavedHooks
+from ds_fuyou.zero.device import rank_device
 
 __all__ = ["StepClock", "StepTimes"]
 
@@ -69,8 +69,8 @@ class StepClock:
 
     def _now(self) -> tuple[float, float]:
         """(time, seconds waited until then)"""
-        if self.synchronizes and not get_accelerator().is_synchronized_device():
-            get_accelerator().synchronize()
+        if self.synchronizes:
+            rank_device().synchronize()
         return time.perf_counter(), self._waited()
 
     def _since(self, then: tuple[float, float]) -> float:

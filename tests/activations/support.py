@@ -19,10 +19,11 @@ from ds_fuyou.activations.copies import CopyLane, copy_lane
 from ds_fuyou.activations.parameters import ResidentParameters
 from ds_fuyou.activations.policy import ActivationPolicy, SwapEverything
 from ds_fuyou.activations.session import ActivationSession
-from ds_fuyou.activations.space import SwapSpace
 from ds_fuyou.activations.swapper import Swapper
 from ds_fuyou.activations.tier import StorageHome, SwapTier
+from ds_fuyou.host.device import HostDevice
 from ds_fuyou.storage.io import IoLane, IoSettings
+from ds_fuyou.storage.swap_space import SwapSpace
 from ds_fuyou.telemetry.trace import LaneTrace
 
 __all__ = ["MIB", "Attached", "Plain", "attached", "gradients", "must_agree"]
@@ -130,7 +131,7 @@ def attached(
     space = SwapSpace([directory], budget_bytes)
     io = IoLane(IoSettings(), space.path_of)
     home = StorageHome(io, space, eager) if on_storage else None
-    tier = SwapTier(arena_bytes, copies or copy_lane(torch.device("cpu")), home, trace=trace)
+    tier = SwapTier(arena_bytes, copies or copy_lane(HostDevice()), home, trace=trace)
     swapper = Swapper(
         tier,
         ResidentParameters(model.parameters()),

@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_fuyou.activations.policy import BlockFate, Fate
-from ds_fuyou.lanes.memory import resident_bytes
+from ds_fuyou.host.memory import resident_bytes
 from tests.activations.support import MIB, Plain, attached, gradients
 
 SCRIPT = """
 import ctypes, json, sys
 from pathlib import Path
 import torch
-from ds_fuyou.lanes.memory import resident_bytes
+from ds_fuyou.host.memory import resident_bytes
 from tests.activations.support import MIB, Plain, attached
 
 def resident():

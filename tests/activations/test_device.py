@@ -16,11 +16,12 @@ from ds_fuyou.activations.copies import copy_lane
 from ds_fuyou.activations.parameters import ResidentParameters
 from ds_fuyou.activations.policy import BlockFate, Fate, SwapEverything
 from ds_fuyou.activations.session import ActivationSession
-from ds_fuyou.activations.space import SwapSpace
 from ds_fuyou.activations.swapper import Swapper
 from ds_fuyou.activations.tier import StorageHome, SwapTier
 from ds_fuyou.profiling.operators import profile_blocks
 from ds_fuyou.storage.io import IoLane, IoSettings
+from ds_fuyou.storage.swap_space import SwapSpace
+from ds_fuyou.zero.device import rank_device
 from tests.activations.support import MIB, Plain, gradients
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("on_storage", [False, True], ids=["cpu", "nvme"])
 @pytest.mark.parametrize("arena_bytes", [MIB, 64 * MIB], ids=["small", "large"])
 def test_gradients_on_the_device(arena_bytes: int, on_storage: bool, tmp_path: Path) -> None:
-    device = torch.device("cuda")
+    device = rank_device().torch_device
     torch.manual_seed(0)
     model = Plain(num_layers=6, width=128, dropout=0.1).to(device).train()
     ids = torch.randint(300, (4, 129), device=device)
@@ -41,9 +42,11 @@ def test_gradients_on_the_device(arena_bytes: int, on_storage: bool, tmp_path: P
     expected = gradients(copy.deepcopy(model), step)
     space = SwapSpace([tmp_path])
     io = IoLane(IoSettings(), space.path_of)
-    tier = SwapTier(arena_bytes, copy_lane(device), StorageHome(io, space) if on_storage else None, pin=True)
+    tier = SwapTier(
+        arena_bytes, copy_lane(rank_device()), StorageHome(io, space) if on_storage else None, rank_device()
+    )
     index = ResidentParameters(model.parameters())
-    swapper = Swapper(tier, index, SwapEverything(), device_type="cuda", smallest_bytes=4096)
+    swapper = Swapper(tier, index, SwapEverything(), device_type=device.type, smallest_bytes=4096)
     session = ActivationSession(model, find_blocks(model), swapper)
     for _ in range(3):
         found = gradients(model, step)
@@ -56,7 +59,7 @@ def test_gradients_on_the_device(arena_bytes: int, on_storage: bool, tmp_path: P
 
 def test_any_mixture_of_fates_on_the_device(tmp_path: Path) -> None:
     """Outputs that are kept, swapped through pinned memory, or computed again."""
-    device = torch.device("cuda")
+    device = rank_device().torch_device
     torch.manual_seed(0)
     model = Plain(num_layers=4, width=128, dropout=0.1).to(device).train()
     ids = torch.randint(300, (4, 129), device=device)
@@ -70,9 +73,9 @@ def test_any_mixture_of_fates_on_the_device(tmp_path: Path) -> None:
     calls = [output.call for output in profile.outputs if output.call is not None]
     space = SwapSpace([tmp_path])
     io = IoLane(IoSettings(), space.path_of)
-    tier = SwapTier(4 * MIB, copy_lane(device), StorageHome(io, space), pin=True)
+    tier = SwapTier(4 * MIB, copy_lane(rank_device()), StorageHome(io, space), rank_device())
     index = ResidentParameters(model.parameters())
-    swapper = Swapper(tier, index, SwapEverything(), device_type="cuda", smallest_bytes=4096)
+    swapper = Swapper(tier, index, SwapEverything(), device_type=device.type, smallest_bytes=4096)
     session = ActivationSession(model, find_blocks(model), swapper)
     drawn = random.Random(0)
     for _ in range(4):
@@ -88,7 +91,7 @@ def test_any_mixture_of_fates_on_the_device(tmp_path: Path) -> None:
 
 def test_device_memory_is_flat_in_layers(tmp_path: Path) -> None:
     """The allocator's own peak: with everything swapped, more layers need more parameters, not more activations."""
-    device = torch.device("cuda")
+    device = rank_device().torch_device
     peaks, saved = [], []
     for num_layers in (6, 24):
         torch.manual_seed(0)
@@ -96,16 +99,16 @@ def test_device_memory_is_flat_in_layers(tmp_path: Path) -> None:
         ids = torch.randint(300, (8, 257), device=device)
         space = SwapSpace([tmp_path])
         io = IoLane(IoSettings(), space.path_of)
-        tier = SwapTier(512 * MIB, copy_lane(device), StorageHome(io, space), pin=True)
-        swapper = Swapper(tier, ResidentParameters(model.parameters()), SwapEverything(), device_type="cuda")
+        tier = SwapTier(512 * MIB, copy_lane(rank_device()), StorageHome(io, space), rank_device())
+        swapper = Swapper(tier, ResidentParameters(model.parameters()), SwapEverything(), device_type=device.type)
         session = ActivationSession(model, find_blocks(model), swapper)
         model(ids).backward()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        rank_device().synchronize()
+        rank_device().reset_peak()
+        before = rank_device().allocated_bytes()
         model(ids).backward()
-        torch.cuda.synchronize()
-        peaks.append(torch.cuda.max_memory_allocated() - before)
+        rank_device().synchronize()
+        peaks.append(rank_device().peak_bytes() - before)
         saved.append(tier.counters.out_bytes // 2)
         session.close()
         io.close()

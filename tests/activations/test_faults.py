@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fuyou.activations.space import SwapSpace
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.ops.core import load_core
+from ds_fuyou.storage.swap_space import SwapSpace
 from tests.activations.support import MIB, Attached, Plain, attached, gradients, must_agree
 
 SMALL = 256 * 1024

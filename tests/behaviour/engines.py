@@ -16,7 +16,7 @@ import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
-from ds_fuyou.lanes.memory import resident_bytes
+from ds_fuyou.host.memory import resident_bytes
 from tests.harness.models import build_model, make_batch
 from tests.harness.plans import plan_document
 from tests.harness.runner import ds_config

@@ -7,9 +7,9 @@ import errno
 from pathlib import Path
 
 import pytest
-import torch
 
 from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.host.device import HostDevice
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
 from ds_fuyou.storage.io import IoLane, IoSettings
@@ -36,7 +36,7 @@ def test_storage_is_measured_through_the_engine_it_is_given(tmp_path: Path) -> N
 
 
 def test_the_link_is_a_copy_where_the_device_is_the_host() -> None:
-    up, down = probe_link(torch.device("cpu"), 1 << 20, pin=True)
+    up, down = probe_link(HostDevice(), 1 << 20)
     assert min(up, down) > 0
 
 

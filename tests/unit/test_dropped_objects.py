@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_fuyou.lanes.memory import HostPool, aligned_tensor
+from ds_fuyou.host.memory import HostPool, aligned_tensor
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.store import Extent

@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.lanes.fence import ReleaseFence
-from ds_fuyou.lanes.memory import HostPool, PageLocks, aligned_tensor
+from ds_fuyou.host.device import HostDevice
+from ds_fuyou.host.fence import ReleaseFence
+from ds_fuyou.host.memory import HostPool, PageLocks, aligned_tensor
 
 
 class Recorded:
@@ -24,11 +25,14 @@ def test_memory_is_kept_until_the_event_has_passed() -> None:
     pool = HostPool(8192)
     events: list[Recorded] = []
 
-    def record() -> Recorded:
-        events.append(Recorded())
-        return events[-1]
+    class Device(HostDevice):
+        is_host = False
 
-    fence = ReleaseFence(record)
+        def record_event(self, *, timed: bool = False) -> Recorded:
+            events.append(Recorded())
+            return events[-1]
+
+    fence = ReleaseFence(Device())
     for _ in range(2):
         block = pool.try_allocate(4096)
         assert block is not None
@@ -48,17 +52,19 @@ def test_where_copies_end_before_they_return_nothing_is_kept() -> None:
     pool = HostPool(4096)
     block = pool.try_allocate(4096)
     assert block is not None
-    ReleaseFence(None).hold(block)
+    ReleaseFence(HostDevice()).hold(block)
     del block
     assert pool.used_bytes == 0
 
 
 @pytest.mark.gpu
 def test_locked_pages_are_pinned_until_released() -> None:
-    locks = PageLocks(enabled=True)
+    from ds_fuyou.zero.device import rank_device
+
+    locks = PageLocks(rank_device())
     memory = locks.lock(aligned_tensor(1 << 20))
     assert memory.is_pinned()
-    with pytest.raises(FuyouStateError, match="cudaHostRegister of 1048576 bytes failed"):
+    with pytest.raises(FuyouStateError, match="registering 1048576 bytes of host memory"):
         locks.lock(memory)
     locks.release()
     assert not memory.is_pinned()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_fuyou.lanes.memory import aligned_tensor
+from ds_fuyou.host.memory import aligned_tensor
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.store import RegionSpec, RunIdentity, SlotStore
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_fuyou.lanes.memory import aligned_tensor
+from ds_fuyou.host.memory import aligned_tensor
 from ds_fuyou.parameters.frozen import FrozenParameters, StagedParam
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.staging_file import StagingFile

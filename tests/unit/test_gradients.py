@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_fuyou.lanes.memory import PageLocks, round_up_to_page
+from ds_fuyou.host.device import HostDevice
+from ds_fuyou.host.memory import PageLocks, round_up_to_page
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.gradients import DramGradients, StoredGradients
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
@@ -21,7 +22,7 @@ LAYOUT = build_layout(
     [[(f"block{i}.weight", f"block{i}", 2 * CUT_ELEMENTS + 100, i) for i in range(8)]],
     LayoutLimits(max_elements=2 * CUT_ELEMENTS, min_elements=CUT_ELEMENTS),
 )
-UNLOCKED = PageLocks(enabled=False)
+UNLOCKED = PageLocks(HostDevice())
 CHUNK_BYTES = round_up_to_page(2 * CUT_ELEMENTS * 2)
 
 

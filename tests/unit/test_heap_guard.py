@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from ds_fuyou.lanes import memory
-from ds_fuyou.lanes.memory import HeapGuard
+from ds_fuyou.host import memory
+from ds_fuyou.host.memory import HeapGuard
 
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import ctypes, mmap, tempfile
-from ds_fuyou.lanes.memory import HeapGuard, resident_bytes
+from ds_fuyou.host.memory import HeapGuard, resident_bytes
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -6,11 +6,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from typing import Any
 
 import torch
 
-from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.host.device import Device
 from ds_fuyou.ops.core import load_core
 
 __all__ = [
@@ -90,56 +89,47 @@ class HeapGuard:
             self._used = max(self._used, resident_bytes())
 
 
-def _call_cuda(name: str, *arguments: int) -> None:
-    result: Any = getattr(torch.cuda.cudart(), name)(*arguments)
-    if int(result) != 0:
-        raise FuyouStateError(
-            f"{name} of {arguments[1] if len(arguments) > 1 else 0} bytes failed with CUDA error {int(result)}; "
-            "raise the locked-memory limit (ulimit -l), lower dram_budget_bytes, or set pin_memory of offload_param "
-            "and offload_optimizer to false"
-        )
-
-
 class PageLocks:
-    """Host tensors that a device copies to and from, registered with CUDA until :meth:`release`.
+    """Host tensors that a device copies to and from, registered with it until :meth:`release`.
 
-    Not ``enabled``, it does nothing. The tensors are kept alive as long as they are registered.
+    Where the device pins nothing, this does nothing. The tensors are kept alive as long as they are registered.
     """
 
-    def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self._locked: list[torch.Tensor] = []
 
     def lock(self, tensor: torch.Tensor) -> torch.Tensor:
         """Registers the pages of a contiguous tensor, which no other registered tensor may share; returns it.
 
         Raises:
-            FuyouStateError: CUDA refuses.
+            FuyouStateError: the device refuses.
         """
-        if self._enabled and tensor.numel():
-            _call_cuda("cudaHostRegister", tensor.data_ptr(), tensor.numel() * tensor.element_size(), 0)
+        if self._device.pins and tensor.numel():
+            self._device.register(tensor.data_ptr(), tensor.numel() * tensor.element_size())
             self._locked.append(tensor)
         return tensor
 
     def release(self) -> None:
         """Takes all registrations back. No device copy may be in flight."""
         while self._locked:
-            _call_cuda("cudaHostUnregister", self._locked.pop().data_ptr())
+            self._device.unregister(self._locked.pop().data_ptr())
 
 
 class HostPool:
     """One arena of page-aligned memory, cut into exactly sized blocks.
 
     A block returns to the pool when the last tensor that aliases it is gone, so bytes that autograd saved
-    are never overwritten. With ``pin`` the arena is registered with CUDA as a whole (CUDA's own pinned
+    are never overwritten. For a ``device`` that pins, the arena is registered as a whole (a device's own pinned
     allocations are not promised to be page-aligned).
     """
 
-    def __init__(self, num_bytes: int, *, pin: bool = False) -> None:
+    def __init__(self, num_bytes: int, device: Device | None = None) -> None:
+        """``device``: what copies from and to the arena; None if only the host and storage do."""
         self.pool = load_core().AlignedPool(num_bytes)
-        self._pinned = pin
-        if pin:
-            _call_cuda("cudaHostRegister", self.pool.base, self.pool.capacity_bytes, 0)
+        self._pinned_for = device if device is not None and device.pins else None
+        if self._pinned_for is not None:
+            self._pinned_for.register(self.pool.base, self.pool.capacity_bytes)
 
     def try_allocate(self, num_bytes: int) -> torch.Tensor | None:
         """A byte tensor of exactly ``num_bytes``, or None when no free run is large enough now."""
@@ -167,6 +157,6 @@ class HostPool:
 
     def unpin(self) -> None:
         """Takes the registration back. No device copy may be in flight."""
-        if self._pinned:
-            self._pinned = False
-            _call_cuda("cudaHostUnregister", self.pool.base)
+        device, self._pinned_for = self._pinned_for, None
+        if device is not None:
+            device.unregister(self.pool.base)

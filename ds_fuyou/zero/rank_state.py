@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.checkpoint.recovery import contents_of
+from ds_fuyou.host.memory import HeapGuard
 from ds_fuyou.host_config import Activation
-from ds_fuyou.lanes.memory import HeapGuard
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutLimits, ParamSpan, build_layout
@@ -49,6 +48,7 @@ from ds_fuyou.zero.activations import handles_activations
 from ds_fuyou.zero.agreement import least, of_rank_0
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks
+from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.param_swapper import AVAILABLE, NOT_AVAILABLE
 
 __all__ = ["RankState"]
@@ -71,6 +71,7 @@ class RankState:
         param_dtype: torch.dtype,
     ) -> None:
         self.activation = activation
+        self.device = rank_device(pin_memory=activation.absorbed.pin_memory)
         self._params = [param for group in sub_groups for param in group]
         self._index = {param.ds_id: i for i, param in enumerate(self._params)}
         order = {param.ds_id: place for place, param in enumerate(names)}
@@ -131,7 +132,7 @@ class RankState:
             gradients_tier="cpu" if no_storage else config.gradients.tier,
             may_speculate=config.optimizer.clip_policy != "defer" and config.optimizer.overlap != "none",
             num_cpus=cores_of_rank(),
-            device_is_host=get_accelerator().device_name() == "cpu",
+            device_is_host=self.device.is_host,
             swaps_activations=config.activations.mode != "recompute" and handles_activations(config),
             activations_stay_in_dram=no_storage or config.activations.tier == "cpu",
             shares=config.plan.resident_shares() if config.plan is not None else {},
@@ -160,7 +161,7 @@ class RankState:
             num_update_threads=plan.num_threads,
             io=IoSettings(config.io.engine, plan.queue_depth, plan.block_bytes, 4),
             checksum=config.checksum,
-            pin=get_accelerator().device_name() == "cuda" and self.activation.absorbed.pin_memory,
+            device=self.device,
         )
 
     def _create_store(self, kind: OptimizerKind, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> Any:
@@ -254,7 +255,7 @@ class RankState:
         self.frozen = FrozenParameters(
             {p.ds_id: p.nvme_swapper.staged(p) for p in staged},
             self.plan.prefetch_bytes,
-            pin=self.core.options.pin,
+            self.device,
         )
         for swapper in {id(p.nvme_swapper): p.nvme_swapper for p in staged}.values():
             swapper.read_frozen_from(self.frozen)
@@ -405,6 +406,5 @@ class RankState:
                 ending.callback(self._lanes.close)
             if self.activations is not None:
                 ending.callback(self.activations.close)
-            if not get_accelerator().is_synchronized_device():
-                ending.callback(get_accelerator().synchronize)  # no copy may be in flight when memory is unpinned
+            ending.callback(self.device.synchronize)  # no copy may be in flight when memory is unpinned
             ending.callback(report_close, self)

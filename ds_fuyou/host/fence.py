@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from ds_fuyou.host.device import Device
 
 __all__ = ["ReleaseFence"]
 
@@ -19,17 +20,16 @@ class ReleaseFence:
     read, while they run. Used by the training thread alone; nothing waits here.
     """
 
-    def __init__(self, record_event: Callable[[], Any] | None) -> None:
-        """``record_event`` records and returns an event on the current stream; None where copies end before they
-        return, which makes this do nothing."""
-        self._record_event = record_event
+    def __init__(self, device: Device) -> None:
+        """Where the device is the host copies end before they return, and this does nothing."""
+        self._device = device
         self._held: deque[tuple[Any, torch.Tensor]] = deque()
 
     def hold(self, tensor: torch.Tensor) -> None:
         """The owner is done with ``tensor``; the current stream comes after all that reads it."""
-        if self._record_event is None:
+        if self._device.is_host:
             return
-        self._held.append((self._record_event(), tensor))
+        self._held.append((self._device.record_event(), tensor))
         self.sweep()
 
     def sweep(self) -> None:

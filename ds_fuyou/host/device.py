@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the package asks of the device that computes: one interface, so that no other file knows which device it is.
+
+:class:`HostDevice` is the host itself. Every other device is asked through DeepSpeed's accelerator
+(``zero/device.py``).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
+
+__all__ = ["Device", "HostDevice"]
+
+
+class Device(Protocol):
+    """One rank's device. Streams and events are those of PyTorch; sizes in bytes."""
+
+    @property
+    def name(self) -> str:
+        """Of the hardware, for people and for fingerprints."""
+
+    @property
+    def is_host(self) -> bool:
+        """Its memory is host memory, and what it is asked has ended when the call returns. It has no streams."""
+
+    @property
+    def pins(self) -> bool:
+        """Host memory can be registered with it; copies from and to registered memory run beside computing."""
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Makes host memory known to the device until :meth:`unregister`; only where it :attr:`pins`.
+
+        Raises:
+            FuyouStateError: the device or the system refuses.
+        """
+
+    def unregister(self, address: int) -> None:
+        """Takes a registration back. No copy from or to the memory may be in flight."""
+
+    def new_stream(self) -> Any:
+        """A queue of work that runs beside the others."""
+
+    def current_stream(self) -> Any: ...
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Work that is issued inside goes to ``stream``."""
+
+    def record_event(self, *, timed: bool = False) -> Any:
+        """A new event, recorded on the current stream."""
+
+    def synchronize(self) -> None:
+        """Until all work has ended."""
+
+    def total_bytes(self) -> int: ...
+
+    def free_bytes(self) -> int: ...
+
+    def allocated_bytes(self) -> int:
+        """Memory of tensors on the device now; 0 where that is host memory, which is counted there."""
+
+    def peak_bytes(self) -> int:
+        """The most that :meth:`allocated_bytes` was since :meth:`reset_peak`, or since the process began."""
+
+    def reset_peak(self) -> None: ...
+
+
+class HostDevice:
+    """The host computes."""
+
+    name = "cpu"
+    is_host = True
+    pins = False
+    torch_device = torch.device("cpu")
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Nothing copies."""
+
+    def unregister(self, address: int) -> None:
+        """Nothing was registered."""
+
+    def new_stream(self) -> None:
+        return None
+
+    def current_stream(self) -> None:
+        return None
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def record_event(self, *, timed: bool = False) -> Any:
+        raise TypeError("the host has no streams: ask is_host before an event is recorded")
+
+    def synchronize(self) -> None:
+        """Work has ended when its call returned."""
+
+    def total_bytes(self) -> int:
+        return total_host_bytes()
+
+    def free_bytes(self) -> int:
+        return available_host_bytes()
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def reset_peak(self) -> None:
+        """Nothing is counted."""

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device of this rank, by DeepSpeed's accelerator. Nothing else in the package compares names of devices."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ds_fuyou.errors import FuyouConfigError, FuyouStateError
+from ds_fuyou.host.device import Device, HostDevice
+from ds_fuyou.host.memory import PAGE_BYTES, aligned_tensor
+from ds_fuyou.log import log_once
+
+__all__ = ["AcceleratorDevice", "rank_device"]
+
+
+class AcceleratorDevice:
+    """A device with memory, streams and events of its own."""
+
+    is_host = False
+
+    def __init__(self, accelerator: Any, *, pin_memory: bool) -> None:
+        """``pin_memory``: host memory may be locked.
+
+        Raises:
+            FuyouConfigError: the accelerator has no streams or events, on which everything here is ordered.
+        """
+        if accelerator.Stream is None or accelerator.Event is None or accelerator.is_synchronized_device():
+            raise FuyouConfigError(
+                f"the accelerator {accelerator.device_name()!r} has no streams and events of its own, which the fuyou "
+                "block needs of every device but the host; train with DS_ACCELERATOR=cpu, or without the block"
+            )
+        self._accelerator = accelerator
+        self.torch_device = torch.device(accelerator.current_device_name())
+        self.name = _hardware_name(accelerator, self.torch_device)
+        self._may_pin = pin_memory
+
+    @functools.cached_property
+    def pins(self) -> bool:
+        """Whether the accelerator takes a page: DeepSpeed's interface says so by trying alone."""
+        return self._may_pin and self._can_register()
+
+    def _can_register(self) -> bool:
+        page = aligned_tensor(PAGE_BYTES)
+        if not self._register(page.data_ptr(), PAGE_BYTES):
+            log_once(
+                logging.WARNING,
+                f"host memory cannot be pinned for {self._accelerator.device_name()!r}: copies from and to it are "
+                "made by way of the driver's own memory, and wait",
+            )
+            return False
+        self.unregister(page.data_ptr())
+        return True
+
+    def _register(self, address: int, num_bytes: int) -> bool:
+        register = getattr(self._accelerator, "register_host_memory", None)
+        if register is not None:
+            return bool(register(address, num_bytes))
+        if self.torch_device.type != "cuda":  # DeepSpeed 0.18 asks CUDA alone, and through torch
+            return False
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)))
+        return True
+
+    def register(self, address: int, num_bytes: int) -> None:
+        try:
+            done = self._register(address, num_bytes)
+        except RuntimeError as error:
+            raise self._refused(num_bytes, str(error)) from error
+        if not done:
+            raise self._refused(num_bytes, "the accelerator says no")
+
+    def _refused(self, num_bytes: int, why: str) -> FuyouStateError:
+        return FuyouStateError(
+            f"registering {num_bytes} bytes of host memory with {self.torch_device.type} failed ({why}); raise the "
+            "locked-memory limit (ulimit -l), lower dram_budget_bytes, or set pin_memory of offload_param and "
+            "offload_optimizer to false"
+        )
+
+    def unregister(self, address: int) -> None:
+        unregister = getattr(self._accelerator, "unregister_host_memory", None)
+        if unregister is not None:
+            unregister(address)
+        else:
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+
+    def new_stream(self) -> Any:
+        return self._accelerator.Stream()
+
+    def current_stream(self) -> Any:
+        return self._accelerator.current_stream()
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self._accelerator.stream(stream)
+        return context
+
+    def record_event(self, *, timed: bool = False) -> Any:
+        event = self._accelerator.Event(enable_timing=timed)
+        event.record(self.current_stream())
+        return event
+
+    def synchronize(self) -> None:
+        self._accelerator.synchronize()
+
+    def total_bytes(self) -> int:
+        return int(self._accelerator.total_memory())
+
+    def free_bytes(self) -> int:
+        return int(self._accelerator.available_memory())
+
+    def allocated_bytes(self) -> int:
+        return int(self._accelerator.memory_allocated())
+
+    def peak_bytes(self) -> int:
+        return int(self._accelerator.max_memory_allocated())
+
+    def reset_peak(self) -> None:
+        self._accelerator.reset_peak_memory_stats()
+
+
+def _hardware_name(accelerator: Any, device: torch.device) -> str:
+    """What the driver calls it: two GPU models must not share a profile."""
+    asked = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(asked(device)) if asked is not None else str(accelerator.device_name())
+
+
+def rank_device(*, pin_memory: bool = True) -> Device:
+    """The device that DeepSpeed trains on in this process.
+
+    Raises:
+        FuyouConfigError: it has no streams and events.
+    """
+    accelerator: Any = get_accelerator()
+    return _device(accelerator, str(accelerator.current_device_name()), pin_memory)
+
+
+@functools.cache
+def _device(accelerator: Any, name: str, pin_memory: bool) -> Device:
+    return HostDevice() if name == "cpu" else AcceleratorDevice(accelerator, pin_memory=pin_memory)
