@@ -360,6 +360,23 @@ def _activate(ds_config: Any, activation: Activation) -> None:
     _rewrite(ds_config, activation)
     ds_config.fuyou = activation
     announce(activation)
+    _tell_of_builds(ds_config)
+
+
+def _tell_of_builds(ds_config: Any) -> None:
+    """What DeepSpeed is about to do without a word: wait for a lock that was left, or compile."""
+    from ds_fuyou.ops import stock_operators
+
+    left = stock_operators.left_locks(stock_operators.build_directory())
+    if left:
+        log_once(logging.WARNING, stock_operators.told_of_locks(left))
+    missing = stock_operators.operators_to_compile(str(ds_config.optimizer_name or "Adam"))
+    if missing:
+        log_once(
+            logging.INFO,
+            f"DeepSpeed compiles {' and '.join(missing)} now, once in this environment: minutes without a word "
+            "(`fuyou build` does it beforehand)",
+        )
 
 
 def _rewrite(ds_config: Any, activation: Activation) -> None:

@@ -18,6 +18,7 @@ import re
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -50,30 +51,57 @@ def cache_directory() -> Path:
     path = Path(os.environ.get(CACHE_VARIABLE) or os.path.join(base, "ds_fuyou")).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        owner = path.stat().st_uid
+        found = path.stat()
     except OSError as error:
         raise FuyouBuildError(
             f"the build cache {path} must be a writable directory: {error}; set {CACHE_VARIABLE} to one that is"
         ) from error
-    if owner not in (os.geteuid(), 0) or not os.access(path, os.W_OK):
+    if not _is_private(found) or not os.access(path, os.W_OK):
         raise FuyouBuildError(
-            f"the build cache {path} must be writable and belong to this user (id {os.geteuid()}), "
-            f"found owner {owner}; set {CACHE_VARIABLE} to another directory"
+            f"the build cache {path} must be writable by this user (id {os.geteuid()}) and by nobody else, whose code "
+            f"would be run; found owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}. "
+            f"Set {CACHE_VARIABLE} to another directory, or chmod go-w this one"
         )
     return path
+
+
+def _is_private(found: os.stat_result) -> bool:
+    """Whether what this user runs from there can have been written by this user, or root, alone."""
+    return found.st_uid in (os.geteuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _is_there(library: Path) -> bool:
+    """Whether the library has been built.
+
+    Raises:
+        FuyouBuildError: it is there, and somebody else may have written it.
+    """
+    try:
+        parts = (library.parent.lstat(), library.lstat())
+    except FileNotFoundError:
+        return False
+    if not all(_is_private(part) for part in parts) or not stat.S_ISREG(parts[1].st_mode):
+        raise FuyouBuildError(
+            f"the built core {library} must be a file that this user (id {os.geteuid()}) alone can have written, in a "
+            f"folder of the same kind; found owners {[part.st_uid for part in parts]}, modes "
+            f"{[f'{stat.S_IMODE(part.st_mode):o}' for part in parts]}. Remove the folder, or set {CACHE_VARIABLE}"
+        )
+    return True
 
 
 def remembered(name: str, compute: Callable[[], list[str]]) -> list[str]:
     """The words `compute` gives, kept in the file `name` of the cache after the first time."""
     path = cache_directory() / name
     try:
-        return path.read_text(encoding="utf-8").split()
+        if _is_private(path.lstat()):  # the words become arguments of the compiler
+            return path.read_text(encoding="utf-8").split()
     except FileNotFoundError:
-        words = compute()
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            file.write(" ".join(words))
-        os.replace(file.name, path)
-        return words
+        pass
+    words = compute()
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        file.write(" ".join(words))
+    os.replace(file.name, path)
+    return words
 
 
 def cache_key(plan: CompilePlan) -> str:
@@ -97,16 +125,18 @@ def build_cached(name: str, plan: CompilePlan) -> Path:
     cache = cache_directory()
     label = f"{name}-{cache_key(plan)}"
     library = cache / label / f"{name}.so"
-    if library.is_file():
+    if _is_there(library):
         return library
     with _lock(cache / f"{label}.lock", f"the C++ core to be built in {cache}"):
-        if library.is_file():
+        if _is_there(library):
             return library
         for leftover in cache.glob(f".build-{label}-*"):
             shutil.rmtree(leftover, ignore_errors=True)
         work = Path(tempfile.mkdtemp(prefix=f".build-{label}-", dir=cache))
         try:
             _compile(name, plan, work)
+            built = work / library.name
+            built.chmod(built.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))  # the linker follows the umask
             shutil.rmtree(library.parent, ignore_errors=True)
             os.rename(work, library.parent)
         finally:

@@ -6,16 +6,18 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.metadata
+import itertools
 import os
 import resource
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from ds_fuyou.errors import FuyouConfigError, FuyouError, FuyouStorageError
+from ds_fuyou.cli.doctor_config import config_findings
+from ds_fuyou.cli.finding import Finding, path_finding
+from ds_fuyou.errors import FuyouConfigError, FuyouError
 
 __all__ = ["Finding", "add_arguments", "findings", "run"]
 
@@ -23,25 +25,11 @@ _IO_URING_SETUP = 425  # the same number on every Linux architecture
 _MEMLOCK_WANTED_BYTES = 64 * 1024 * 1024
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
-
-    Attributes:
-        what: what was looked at; found: what is the case.
-        ok: whether training works as it is.
-        fix: what to do, empty when there is nothing to do.
-    """
-
-    what: str
-    found: str
-    ok: bool = True
-    fix: str = ""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the paths to check."""
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="nvme_path directories to check as well")
+    parser.add_argument(
+        "paths", nargs="*", metavar="PATH", help="nvme_path directories, and DeepSpeed JSON files, to check as well"
+    )
     parser.add_argument("--measure", action="store_true", help="measure bandwidths in these directories, 10 s each")
 
 
@@ -51,10 +39,15 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         FuyouConfigError: something is to be measured and no directory is named.
     """
-    if arguments.measure and not arguments.paths:
-        raise FuyouConfigError("--measure must know where: name the nvme_path directories behind it")
     healthy = True
-    for finding in findings(arguments.paths, measure=arguments.measure):
+    files = [Path(path) for path in arguments.paths if path.endswith(".json") or os.path.isfile(path)]
+    directories = [path for path in arguments.paths if Path(path) not in files]
+    if arguments.measure and not directories:
+        raise FuyouConfigError("--measure must know where: name the nvme_path directories behind it")
+    found = itertools.chain(
+        findings(directories, measure=arguments.measure), *(config_findings(file) for file in files)
+    )
+    for finding in found:
         healthy = healthy and finding.ok
         mark = "note" if finding.ok and finding.fix else "ok  " if finding.ok else "FAIL"
         sys.stdout.write(f"{mark}  {finding.what}: {finding.found}\n")
@@ -65,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def findings(paths: list[str], *, measure: bool = False) -> Iterator[Finding]:
     """Every check in order; a check that itself fails is a finding, not an exception."""
-    checks: list[Callable[[], Finding]] = [_hook, _other_ways, _versions, _compiler, _io_uring, _locked_memory]
-    checks += [_host_memory, *(_path_check(path) for path in paths)]
+    checks: list[Callable[[], Finding]] = [_hook, _other_ways, _versions, _compiler, _operators, _io_uring]
+    checks += [_locked_memory, _host_memory, *(_path_check(path) for path in paths)]
     if measure:
         checks += [_rates_check(path) for path in paths]
     for check in checks:
@@ -176,25 +169,24 @@ def _host_memory() -> Finding:
 
 def _path_check(path: str) -> Callable[[], Finding]:
     def nvme_path() -> Finding:
-        from ds_fuyou.storage.probe import probe_path
-
-        if not os.path.isdir(path):
-            return Finding(path, "no such directory", ok=False, fix=f"mkdir -p {path}")
-        if not os.access(path, os.W_OK | os.X_OK):
-            return Finding(path, "not writable", ok=False, fix=f"chown {os.geteuid()} {path}, or name another path")
-        try:
-            facts = probe_path(Path(path))
-        except FuyouStorageError as error:
-            return Finding(path, "cannot be used", ok=False, fix=str(error))
-        found = f"{facts.free_bytes / 1e9:.1f} GB free, {facts.filesystem}"
-        if facts.is_tmpfs:
-            return Finding(path, f"{found}: this is host memory", fix="name a directory on the SSD")
-        if not facts.supports_direct:
-            fix = "use ext4 or xfs without encryption; buffered I/O works, slower and through the page cache"
-            return Finding(path, f"{found}, O_DIRECT refused", fix=fix)
-        return Finding(path, f"{found}, O_DIRECT works")
+        return path_finding(path)
 
     return nvme_path
+
+
+def _operators() -> Finding:
+    """What a first start would wait for, or compile."""
+    from ds_fuyou.ops import stock_operators
+
+    directory = stock_operators.build_directory()
+    left = stock_operators.left_locks(directory)
+    if left:
+        return Finding("DeepSpeed's operators", stock_operators.told_of_locks(left), ok=False, fix=f"rm {left[0]}")
+    missing = stock_operators.operators_to_compile("Adam")
+    if missing:
+        found = f"{', '.join(missing)} would be compiled at the first start, minutes without a word"
+        return Finding("DeepSpeed's operators", found, fix="fuyou build")
+    return Finding("DeepSpeed's operators", f"compiled, in {directory}")
 
 
 def _rates_check(path: str) -> Callable[[], Finding]:

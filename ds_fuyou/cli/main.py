@@ -18,7 +18,7 @@ from ds_fuyou.version import __version__
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
-    "build": "compile the C++ core now instead of at the first use",
+    "build": "compile now what a first start would compile: the C++ core and DeepSpeed's operators",
     "clean": "remove state files that dead runs left behind",
     "doctor": "check this machine and say how to fix what is missing",
     "verify": "run a script with stock and with the block and compare the results bit by bit",

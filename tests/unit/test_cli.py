@@ -43,7 +43,7 @@ def test_build_prints_the_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
     builder = SimpleNamespace(build=lambda: Path("/cache/core.so"), load=lambda: None)
     monkeypatch.setattr(build, "builder_module", lambda: SimpleNamespace(FuyouCoreBuilder=lambda: builder))
-    assert main(["build"]) == 0
+    assert main(["build", "--core"]) == 0
     assert capsys.readouterr().out == "/cache/core.so\n"
 
 
@@ -105,7 +105,7 @@ def test_doctor_reports_a_check_that_fails(monkeypatch: pytest.MonkeyPatch, caps
     def broken() -> doctor.Finding:
         raise RuntimeError("this check is broken")
 
-    for check in ("_hook", "_other_ways", "_compiler", "_versions"):
+    for check in ("_hook", "_other_ways", "_compiler", "_versions", "_operators"):
         monkeypatch.setattr(doctor, check, lambda: doctor.Finding("stub", "fine"))
     assert main(["doctor"]) == 0
     monkeypatch.setattr(doctor, "_hook", broken)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fuyou doctor ds.json``: what in a DeepSpeed configuration would not do what it says, with the line to write."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ds_fuyou.cli.finding import Finding, path_finding
+from ds_fuyou.config import BLOCK_KEY
+from ds_fuyou.errors import FuyouConfigError, FuyouStorageError
+from ds_fuyou.host_config import Activation, load_activation
+from ds_fuyou.storage.probe import probe_path
+
+__all__ = ["config_findings"]
+
+_OFFLOADS = ("offload_optimizer", "offload_param")
+_NETWORK_FILESYSTEMS = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "ceph", "fuse.sshfs", "fuse.glusterfs", "9p", "lustre"}
+)
+_TWO_SLOT_BYTES = 24
+
+
+def config_findings(file: Path) -> Iterator[Finding]:
+    """Every check of one file, the worst that DeepSpeed itself would refuse first."""
+    name = str(file)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        yield Finding(name, f"not readable as JSON: {error}", ok=False, fix="correct the file at the place named")
+        return
+    if not isinstance(config, dict):
+        yield Finding(name, f"holds a {type(config).__name__}", ok=False, fix="write a JSON object: { ... }")
+        return
+    num_findings = 0
+    for check in (_aio, _offload_sections, _block):
+        for found, ok, fix in check(config):
+            num_findings += 1
+            yield Finding(name, found, ok=ok, fix=fix)
+    if not num_findings:
+        yield Finding(name, "says what it means")
+    yield from _paths(config)
+
+
+Row = tuple[str, bool, str]
+
+
+def _zero(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    zero = config.get("zero_optimization")
+    return zero if isinstance(zero, Mapping) else {}
+
+
+def _aio(config: Mapping[str, Any]) -> Iterator[Row]:
+    if "aio" in _zero(config):
+        fix = f'move it to the top level of the file: "aio": {json.dumps(_zero(config)["aio"])}'
+        yield "aio stands inside zero_optimization, which DeepSpeed 0.19 refuses as an extra input", False, fix
+    for section in (config.get("aio"), _zero(config).get("aio")):
+        if isinstance(section, Mapping) and "thread_count" in section:
+            fix = f'"intra_op_parallelism": {json.dumps(section["thread_count"])} instead'
+            yield "aio.thread_count is ignored by DeepSpeed since 0.16.4: one thread does all I/O", True, fix
+
+
+def _offload_sections(config: Mapping[str, Any]) -> Iterator[Row]:
+    zero = _zero(config)
+    for name in _OFFLOADS:
+        section = zero.get(name)
+        if section is None:
+            if name in config:
+                fix = f'"zero_optimization": {{ "{name}": {json.dumps(config[name])} }}'
+                yield f"{name} stands at the top level, where nothing reads it", False, fix
+            continue
+        if not isinstance(section, Mapping):
+            yield f"{name} is {json.dumps(section)}", False, f'"{name}": {{ "device": "cpu" }}'
+            continue
+        device, path = section.get("device"), section.get("nvme_path")
+        if device not in (None, "auto", "none", "cpu", "nvme"):
+            yield f"{name}.device is {json.dumps(device)}", False, f'"device": "nvme" or "cpu" in {name}'
+        if device == "nvme" and not path and not _block_paths(config):
+            fix = f'"nvme_path": "/a/directory/on/the/ssd" in {name}, or in the {BLOCK_KEY} block'
+            yield f'{name}.device is "nvme" and no path is named', False, fix
+    if _without_stage_3(zero) and any(name in zero for name in _OFFLOADS):
+        yield f"stage is {json.dumps(zero.get('stage', 0))}: only stage 3 offloads parameters", False, '"stage": 3'
+
+
+def _without_stage_3(zero: Mapping[str, Any]) -> bool:
+    return bool(zero.get("stage", 0) != 3)
+
+
+def _block(config: Mapping[str, Any]) -> Iterator[Row]:
+    if BLOCK_KEY in _zero(config):
+        fix = f'move it to the top level of the file: "{BLOCK_KEY}": {json.dumps(_zero(config)[BLOCK_KEY])}'
+        yield f"the {BLOCK_KEY} block stands inside zero_optimization, where it is not seen", False, fix
+        return
+    if config.get(BLOCK_KEY) is None:
+        path = next(iter(_named_paths(config)), "/a/directory/on/the/ssd")
+        fix = f'"{BLOCK_KEY}": {{ "nvme_path": {json.dumps(path)} }} at the top level'
+        yield f"there is no {BLOCK_KEY} block: DeepSpeed runs as stock", True, fix
+        return
+    try:
+        activation = load_activation(config)
+    except FuyouConfigError as error:
+        yield "the block cannot run", False, str(error)
+        return
+    if activation is None:
+        yield f'"{BLOCK_KEY}" says "enabled": false', True, '"enabled": true'
+        return
+    yield from _effects(activation)
+
+
+def _effects(activation: Activation) -> Iterator[Row]:
+    if activation.absorbed.ignored:
+        keys = "; ".join(f"{item.key} ({item.reason})" for item in activation.absorbed.ignored)
+        yield f"without effect under the block: {keys}", True, "leave them out, or keep them for runs without the block"
+
+
+def _block_paths(config: Mapping[str, Any]) -> list[str]:
+    block = config.get(BLOCK_KEY)
+    given = block.get("nvme_path") if isinstance(block, Mapping) else None
+    return [path for path in (given if isinstance(given, list) else [given]) if isinstance(path, str)]
+
+
+def _named_paths(config: Mapping[str, Any]) -> dict[str, str]:
+    """Path → where it is named. What the environment or the rank decides is left to the run."""
+    places = dict.fromkeys(_block_paths(config), f"{BLOCK_KEY}.nvme_path")
+    for name in _OFFLOADS:
+        section = _zero(config).get(name)
+        path = section.get("nvme_path") if isinstance(section, Mapping) else None
+        if isinstance(path, str) and path not in ("", "auto"):
+            places.setdefault(path, f"zero_optimization.{name}.nvme_path")
+    return {path: place for path, place in places.items() if "$" not in path and "{" not in path}
+
+
+def _paths(config: Mapping[str, Any]) -> Iterator[Finding]:
+    devices: dict[str, str] = {}
+    for path, place in _named_paths(config).items():
+        yield from _path(path, place, devices)
+
+
+def _path(path: str, place: str, devices: dict[str, str]) -> Iterator[Finding]:
+    what = f"{place} {path}"
+    raw = _raw_device(path)
+    if raw:
+        fix = f"make a file system on it, mount it, and name a directory there: mkfs.ext4 {path}; mount {path} /nvme0"
+        yield Finding(what, f"is a {raw}, not a directory", ok=False, fix=fix)
+        return
+    finding = path_finding(path)
+    yield Finding(what, finding.found, ok=finding.ok, fix=finding.fix)
+    if not finding.ok:
+        return
+    try:
+        facts = probe_path(Path(path))
+    except FuyouStorageError:  # it changed since
+        return
+    if facts.filesystem in _NETWORK_FILESYSTEMS:
+        fix = "name a disk of this machine: every step reads and writes all states"
+        yield Finding(what, f"is on a network file system ({facts.filesystem})", fix=fix)
+    if facts.device in devices:
+        yield Finding(
+            what,
+            f"lies on the same device as {devices[facts.device]}: striping over both gains nothing",
+            fix="name one directory a device",
+        )
+    devices.setdefault(facts.device, path)
+    largest = facts.free_bytes / _TWO_SLOT_BYTES / 1e9
+    yield Finding(what, f"holds the optimizer state of models of up to {largest:.1f} billion parameters (two slots)")
+
+
+def _raw_device(path: str) -> str:
+    kinds: tuple[tuple[Callable[[int], bool], str], ...] = (
+        (stat.S_ISBLK, "raw block device"),
+        (stat.S_ISCHR, "raw character device"),
+        (stat.S_ISREG, "file"),
+    )
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return ""
+    return next((name for test, name in kinds if test(mode)), "")

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's own operators: which of them a run compiles at its first start, and what keeps one from starting.
+
+DeepSpeed has torch compile its operators on first use, without a word, and torch guards each build by a file named
+``lock`` that exists as long as somebody builds. A process that is killed meanwhile leaves the file, and every later
+start waits for it without end. While it builds, a process has the file open: that is how a lock that somebody holds is
+told from one that is left.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["build_directory", "compile_operators", "left_locks", "operators_to_compile", "told_of_locks"]
+
+
+def build_directory() -> Path:
+    """Where torch builds operators in this environment: ``$TORCH_EXTENSIONS_DIR``, else a folder of its cache."""
+    import torch
+    from torch.utils import cpp_extension
+
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if given is not None:
+        return Path(given)
+    version = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    kinds = (("rocm", torch.version.hip), ("cu", torch.version.cuda))
+    kind = next((f"{name}{found.replace('.', '')}" for name, found in kinds if found is not None), "cpu")
+    return Path(cpp_extension.get_default_build_root()) / f"{version}_{kind}"
+
+
+def left_locks(directory: Path, proc: Path = Path("/proc")) -> list[Path]:
+    """Locks of builds in ``directory`` that no process of this user on this machine has open."""
+    locks = sorted(directory.glob("*/lock"))
+    if not locks:
+        return []
+    held = set(_open_files(proc))
+    return [lock for lock in locks if os.path.realpath(lock) not in held]
+
+
+def _open_files(proc: Path) -> Iterator[str]:
+    for link in proc.glob("[0-9]*/fd/*"):
+        try:
+            yield os.readlink(link)
+        except OSError:  # it was closed, its process has ended, or is another user's
+            continue
+
+
+def told_of_locks(locks: list[Path]) -> str:
+    """One line on locks that were left, with the command that removes them."""
+    files = " ".join(str(lock) for lock in locks)
+    return (
+        f"a build of DeepSpeed's operators was killed and left its lock; every start waits for it without end. If no "
+        f"other machine builds there now: rm {files}"
+    )
+
+
+def _builders(optimizer: str) -> list[object]:
+    """The builders of what a run with the block loads: its optimizer's operator, and a CPU's collectives."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    names = [{"adagrad": "CPUAdagradBuilder", "lion": "CPULionBuilder"}.get(optimizer.lower(), "CPUAdamBuilder")]
+    if accelerator.device_name() == "cpu":
+        names.append("ShareMemCommBuilder")
+    builders = [accelerator.create_op_builder(name) for name in names]
+    return [builder for builder in builders if builder is not None and _is_built_here(builder)]
+
+
+def _is_built_here(builder: object) -> bool:
+    """Not compiled with DeepSpeed itself, and known to this version."""
+    from deepspeed.git_version_info import installed_ops
+
+    name = getattr(builder, "name", "")
+    return type(builder).__name__ != "NotImplementedBuilder" and not installed_ops.get(name, False)
+
+
+def operators_to_compile(optimizer: str) -> list[str]:
+    """Names of the operators that a run with this optimizer would compile at its start."""
+    names = [str(getattr(builder, "name", "")) for builder in _builders(optimizer)]
+    directory = build_directory()
+    return [name for name in names if not (directory / name / f"{name}.so").is_file()]
+
+
+def compile_operators(optimizer: str) -> Iterator[str]:
+    """Compiles and loads what a run with this optimizer loads, one after the other; yields each name before."""
+    for builder in _builders(optimizer):
+        yield str(getattr(builder, "name", ""))
+        builder.load(verbose=False)  # type: ignore[attr-defined]

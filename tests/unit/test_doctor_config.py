@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes of configurations as people publish them, and what the doctor says to each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_fuyou.cli import main
+from ds_fuyou.cli.doctor_config import config_findings
+from ds_fuyou.cli.finding import Finding
+
+HF_NVME = {
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "PATH", "pin_memory": True, "buffer_count": 4},
+        "offload_param": {"device": "nvme", "nvme_path": "PATH", "pin_memory": True, "buffer_count": 5},
+        "aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False},
+    },
+}
+
+
+def zero(**more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, **more}}
+
+
+# name: (configuration, a failure?, what must be found, what must be advised)
+SHAPES: dict[str, tuple[dict[str, Any], bool, str, str]] = {
+    "the Trainer's template": (HF_NVME, True, "aio stands inside zero_optimization", 'top level of the file: "aio"'),
+    "threads that nobody starts": (
+        {**zero(), "aio": {"thread_count": 8}},
+        False,
+        "ignored by DeepSpeed since 0.16.4",
+        '"intra_op_parallelism": 8',
+    ),
+    "nvme without a path": (zero(offload_param={"device": "nvme"}), True, "no path is named", '"nvme_path"'),
+    "nvme, the path in the block": (
+        {**zero(offload_param={"device": "nvme"}), "fuyou": {"nvme_path": "PATH"}},
+        False,
+        "O_DIRECT",
+        "",
+    ),
+    "a raw device": (
+        zero(offload_param={"device": "nvme", "nvme_path": "/dev/null"}),
+        True,
+        "raw character device",
+        "mkfs.ext4",
+    ),
+    "a file": (zero(offload_param={"device": "nvme", "nvme_path": "FILE"}), True, "is a file", "name a directory"),
+    "shared memory": (
+        zero(offload_param={"device": "nvme", "nvme_path": "/dev/shm"}),
+        False,
+        "this is host memory",
+        "directory on the SSD",
+    ),
+    "a directory that is not there": (
+        zero(offload_optimizer={"device": "nvme", "nvme_path": "PATH/none"}),
+        True,
+        "no such directory",
+        "mkdir -p",
+    ),
+    "stage 2": (
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+        True,
+        "only stage 3",
+        '"stage": 3',
+    ),
+    "offload beside zero_optimization": (
+        {**zero(), "offload_param": {"device": "cpu"}},
+        True,
+        "at the top level, where nothing reads it",
+        '"zero_optimization": { "offload_param"',
+    ),
+    "offload as a word": (zero(offload_param="cpu"), True, 'offload_param is "cpu"', '"device": "cpu"'),
+    "a device of another name": (
+        zero(offload_param={"device": "disk", "nvme_path": "PATH"}),
+        True,
+        'device is "disk"',
+        '"device": "nvme"',
+    ),
+    "no block": (zero(offload_param={"device": "nvme", "nvme_path": "PATH"}), False, "runs as stock", '"fuyou": {'),
+    "the block inside": (zero(fuyou={"nvme_path": "PATH"}), True, "where it is not seen", "top level"),
+    "a misspelt key": ({**zero(), "fuyou": {"nvme_paths": "PATH"}}, True, "the block cannot run", "nvme_path"),
+    "switched off": ({**zero(), "fuyou": {"enabled": False}}, False, '"enabled": false', '"enabled": true'),
+    "two paths of one disk": (
+        {**zero(), "fuyou": {"nvme_path": ["PATH", "PATH/more"]}},
+        False,
+        "same device",
+        "one directory a device",
+    ),
+    "guesses that nothing needs": (
+        {**zero(offload_param={"device": "cpu", "buffer_size": 1000}), "fuyou": {"nvme_path": "PATH"}},
+        False,
+        "without effect under the block: zero_optimization.offload_param.buffer_size",
+        "leave them out",
+    ),
+    "right": ({**zero(), "fuyou": {"nvme_path": "PATH"}}, False, "says what it means", ""),
+}
+
+
+def found(config: object, tmp_path: Path) -> list[Finding]:
+    (tmp_path / "more").mkdir(exist_ok=True)
+    (tmp_path / "file").touch()
+    text = json.dumps(config).replace("PATH", str(tmp_path)).replace("FILE", str(tmp_path / "file"))
+    (tmp_path / "ds.json").write_text(text)
+    return list(config_findings(tmp_path / "ds.json"))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_of_public_configurations(shape: str, tmp_path: Path) -> None:
+    config, fails, what, fix = SHAPES[shape]
+    findings = found(config, tmp_path)
+    assert any(not finding.ok for finding in findings) == fails, findings
+    assert any(what in finding.found and fix in finding.fix for finding in findings), findings
+    assert all(finding.fix for finding in findings if not finding.ok)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100000, "null"])
+def test_what_is_no_configuration_is_one_finding(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    (finding,) = config_findings(file)
+    assert not finding.ok
+
+
+def test_what_the_rank_decides_is_left_to_the_run(tmp_path: Path) -> None:
+    findings = found({**zero(), "fuyou": {"nvme_path": "/nvme{local_rank}"}}, tmp_path)
+    assert all(finding.ok for finding in findings)
+
+
+def test_the_command_reads_files_and_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ds_fuyou.cli import doctor
+
+    for check in ("_hook", "_other_ways", "_compiler", "_versions", "_operators"):
+        monkeypatch.setattr(doctor, check, lambda: Finding("stub", "fine"))
+    found(HF_NVME, tmp_path)
+    assert main(["doctor", str(tmp_path), str(tmp_path / "ds.json")]) == 1
+    said = capsys.readouterr().out
+    assert "O_DIRECT" in said
+    assert "FAIL" in said
+    assert main(["doctor", "--measure", str(tmp_path / "ds.json")]) == 2

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Locks that killed builds left are told from those that somebody holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ds_fuyou import plugin
+from ds_fuyou.cli import main
+from ds_fuyou.ops import stock_operators
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "cpu_adam").mkdir()
+    return tmp_path
+
+
+def test_a_lock_that_a_process_holds_is_no_leftover(directory: Path) -> None:
+    lock = directory / "cpu_adam" / "lock"
+    with open(lock, "w", encoding="utf-8"):
+        assert stock_operators.left_locks(directory) == []
+    assert stock_operators.left_locks(directory) == [lock]
+
+
+def test_the_folder_is_torchs_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch.utils import cpp_extension
+
+    for given in (str(tmp_path), None):
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", given or "")
+        if given is None:
+            monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+            monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path / "root"))
+        expected = cpp_extension._get_build_directory("x", False)
+        assert stock_operators.build_directory() / "x" == Path(expected)
+
+
+def test_operators_that_are_built_are_not_named(directory: Path) -> None:
+    assert stock_operators.operators_to_compile("AdamW") == ["cpu_adam", "deepspeed_shm_comm"]
+    assert stock_operators.operators_to_compile("Lion")[0] == "cpu_lion"
+    (directory / "cpu_adam" / "cpu_adam.so").touch()
+    assert stock_operators.operators_to_compile("AdamW") == ["deepspeed_shm_comm"]
+
+
+def test_a_run_says_what_it_would_wait_for(directory: Path, told: Callable[[], str]) -> None:
+    lock = directory / "cpu_adam" / "lock"
+    lock.touch()
+    plugin._tell_of_builds(SimpleNamespace(optimizer_name="adamw"))
+    assert f"rm {lock}" in told()
+    assert "compiles cpu_adam and deepspeed_shm_comm now" in told()
+
+
+def test_build_refuses_to_wait_for_a_lock_that_was_left(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ds_fuyou.cli import build
+
+    builder = SimpleNamespace(build=lambda: Path("/cache/core.so"), load=lambda: None)
+    monkeypatch.setattr(build, "builder_module", lambda: SimpleNamespace(FuyouCoreBuilder=lambda: builder))
+    lock = directory / "cpu_adam" / "lock"
+    lock.touch()
+    assert main(["build"]) == 2
+    assert f"rm {lock}" in capsys.readouterr().err
+    os.unlink(lock)
+    assert main(["build", "--core"]) == 0
+
+
+def test_build_compiles_deepspeeds_operators(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ds_fuyou.cli import build
+
+    builder = SimpleNamespace(build=lambda: Path("/cache/core.so"), load=lambda: None)
+    loaded: list[str] = []
+    operators = [SimpleNamespace(name=n, load=lambda verbose, n=n: loaded.append(n)) for n in ("cpu_adam", "x")]
+    monkeypatch.setattr(build, "builder_module", lambda: SimpleNamespace(FuyouCoreBuilder=lambda: builder))
+    monkeypatch.setattr(stock_operators, "_builders", lambda optimizer: operators)
+    (directory / "x").mkdir()
+    (directory / "x" / "x.so").touch()
+    assert main(["build"]) == 0
+    assert loaded == ["cpu_adam", "x"]
+    said = capsys.readouterr().out
+    assert "cpu_adam" in said
+    assert said.count("compiling") == 1
