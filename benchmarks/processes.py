@@ -18,21 +18,23 @@ from typing import Any
 __all__ = ["ForeignLoad", "Worker", "environment_of_worker", "started"]
 
 REPLY_SECS = 600
-_WORKER = Path(__file__).resolve().parent / "worker.py"
+_ROOT = Path(__file__).resolve().parent.parent
 
 
 class Worker:
-    """One variant in a process of its own. Its log is ``<scratch>/<name>.log``."""
+    """One variant in a process of its own, with the package and the worker of the checkout ``root``. Its log is
+    ``<scratch>/<name>.log``.
+    """
 
-    def __init__(self, name: str, spec: Mapping[str, Any], scratch: Path) -> None:
+    def __init__(self, name: str, spec: Mapping[str, Any], scratch: Path, root: Path = _ROOT) -> None:
         self.name = name
         self._log = scratch / f"{name}.log"
         file = scratch / f"{name}.json"
         file.write_text(json.dumps(spec))
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(_WORKER), str(file)],
-                env=environment_of_worker(),
+                [sys.executable, str(root / "benchmarks" / "worker.py"), str(file)],
+                env={**environment_of_worker(), "PYTHONPATH": str(root)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
