@@ -15,8 +15,11 @@ HERE = Path(__file__).parent
 TIMEOUT_SECS = 240
 
 
-def environment(rank: int, world_size: int, port: int) -> dict:
+def environment(rank: int, world_size: int, port: int, device: dict | None = None) -> dict:
+    """``device``: settings of the stand-in device, which then takes the CPU's place."""
     env = dict(os.environ)
+    if device is not None:
+        env["STANDIN"] = json.dumps(device)
     env.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -32,14 +35,22 @@ def environment(rank: int, world_size: int, port: int) -> dict:
 
 
 def run_case(case: dict, directory: Path, name: str) -> list[dict]:
-    """Trains one case; returns the result of every rank. A failing rank raises with its output."""
+    """Trains one case; returns the result of every rank. A failing rank raises with its output.
+
+    ``case["device"]``: settings of the stand-in device (tests/device) to train on; on the CPU without.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"{name}.json"
     file.write_text(json.dumps(case))
     world_size, port = case.get("world_size", 1), free_port()
     logs = [directory / f"{name}.{rank}.log" for rank in range(world_size)]
     processes = [
-        start(HERE / "train_worker.py", [str(file), str(directory / name)], environment(rank, world_size, port), log)
+        start(
+            HERE / "train_worker.py",
+            [str(file), str(directory / name)],
+            environment(rank, world_size, port, case.get("device")),
+            log,
+        )
         for rank, log in enumerate(logs)
     ]
     finish(processes, TIMEOUT_SECS)

@@ -14,6 +14,7 @@ object that says this many ranks share a model.
 """
 
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ from models import TinyExperts, build_model, make_batch
 from plain import PlainEngine
 from script_actions import before_step, break_rank, forward_and_backward, within, wrapped
 
+from tests.device.accelerator import install_from
 from tests.harness.group import leave_group
 
 MOMENTS = {
@@ -148,11 +150,11 @@ def look(engine, case: dict, result: dict, with_gradients: bool) -> None:
     """Appends what the public functions say now."""
     seen = {}
     for name, param in chosen_parameters(engine, case).items():
-        seen[name] = safe_get_full_fp32_param(param).clone()
+        seen[name] = safe_get_full_fp32_param(param).clone().cpu()
         if with_gradients:
-            seen[f"{name} grad"] = safe_get_full_grad(param).clone()
+            seen[f"{name} grad"] = safe_get_full_grad(param).clone().cpu()
         for moment in ("exp_avg", "exp_avg_sq") if engine.global_steps else ():
-            seen[f"{name} {moment}"] = safe_get_full_optimizer_state(param, moment).clone()
+            seen[f"{name} {moment}"] = safe_get_full_optimizer_state(param, moment).clone().cpu()
     result["seen"].append(seen)
 
 
@@ -201,7 +203,7 @@ def train(engine, case: dict, first: int, last: int, result: dict) -> None:
         if step in case.get("look_at", ()):
             look(engine, case, result, with_gradients=False)
         if step in case.get("read_ungathered_after", ()):
-            there = {name: p.data.clone() for name, p in engine.module.named_parameters() if p.data.numel() > 1}
+            there = {name: p.data.clone().cpu() for name, p in engine.module.named_parameters() if p.data.numel() > 1}
             result["seen"].append(there)
         result["losses"].append(float(loss.detach()))
         norm = engine.get_global_grad_norm()
@@ -265,6 +267,7 @@ def param_reads(engine) -> tuple[int, int] | None:
 def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as handle:
         case = json.load(handle)
+    install_from(os.environ)
     result: dict = {k: {} for k in ("p16", "p32", "exp_avg", "exp_avg_sq")} | {
         k: [] for k in ("losses", "norms", "applied", "scales", "evals", "rates", "seen")
     }
@@ -291,6 +294,10 @@ def main() -> None:
         result["shares"] = shares_of(core)
         result["file_bytes"] = [sum(f.stat().st_size for f in Path(d).glob("*")) for d in result["directories"]]
         collect_activations(engine.optimizer.rank_state.activations, result)
+    if hasattr(torch, "standin"):
+        torch.standin.synchronize()
+        result["trips"] = torch.standin.take_trips()
+        result["device"] = torch.standin.core.counters() | torch.standin.core.memory()
     torch.save(result, f"{sys.argv[2]}.{torch.distributed.get_rank()}")
     if not case.get("plain"):
         engine.destroy()

@@ -21,6 +21,7 @@ constexpr size_t kSmallest = 512;
 constexpr size_t kPage = 4096;
 constexpr size_t kSegment = size_t{2} << 20;
 constexpr int kPoison = 0xA5;
+constexpr size_t kMostPoisoned = size_t{32} << 20;  // of a block: pages that nobody used stay untouched
 constexpr char kFill = 0x5A;
 constexpr size_t kMostWatched = size_t{8} << 20;
 
@@ -129,7 +130,7 @@ void DeviceMemory::release(void* place) {
 void DeviceMemory::make_free(Blocks::iterator at) {
   if (!settings.skip) {
     char* begin = real(at->first);
-    const size_t bytes = at->second.bytes;
+    const size_t bytes = std::min(at->second.bytes, kMostPoisoned);
     Work work{.name = "poison"};
     work.run = [begin, bytes] { std::memset(begin, kPoison, bytes); };
     push(at->second.stream, std::move(work));
@@ -254,7 +255,7 @@ bool HostMemory::is_pinned(const void* at, size_t bytes) {
 }
 
 void HostMemory::add(uintptr_t at, size_t bytes) {
-  if (bytes == 0) throw std::invalid_argument("host memory to register must have bytes");
+  if (bytes == 0) throw std::runtime_error("host memory to register must have bytes");
   const auto pages = [](uintptr_t begin, size_t n) {
     return std::pair(begin / kPage, (begin + n + kPage - 1) / kPage);
   };
@@ -262,7 +263,7 @@ void HostMemory::add(uintptr_t at, size_t bytes) {
   std::lock_guard<std::mutex> hold(mutex_);
   for (const auto& [begin, size] : pinned_) {
     const auto [first, last] = pages(begin, size);
-    if (first < high && low < last) throw std::invalid_argument("host memory: its pages are registered already");
+    if (first < high && low < last) throw std::runtime_error("host memory: its pages are registered already");
   }
   pinned_[at] = bytes;
 }
@@ -271,7 +272,7 @@ void HostMemory::remove(uintptr_t at) {
   const PythonStack here = python_stack();
   std::lock_guard<std::mutex> hold(mutex_);
   const auto found = pinned_.find(at);
-  if (found == pinned_.end()) throw std::invalid_argument("host memory: this address is not registered");
+  if (found == pinned_.end()) throw std::runtime_error("host memory: this address is not registered");
   for (auto& [id, flight] : flights_)
     if (flight.at < at + found->second && at < flight.at + flight.bytes) {
       trip("host memory was unregistered while a copy of it was in flight", flight.launched);

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed on the stand-in device: the accelerator, and collectives that gloo does on copies in host memory."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed.accelerator import set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+from tests.device.backend import NAME, install_backend
+
+__all__ = ["StandinAccelerator", "install", "install_from"]
+
+
+class StandinAccelerator(CPU_Accelerator):
+    """Operators that DeepSpeed compiles are the CPU's; all else is answered by ``torch.standin``."""
+
+    _torch_pins_host_memory = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._name, self._communication_backend_name = NAME, "gloo"
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return NAME if device_index is None else f"{NAME}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> torch.device:
+        return torch.device(NAME, device_index or 0)
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_device_name(self) -> str:
+        return f"{NAME}:0"
+
+    def device_count(self) -> int:
+        return 1
+
+    def visible_devices_envs(self) -> list[str]:
+        return ["STANDIN_VISIBLE_DEVICES"]
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == NAME
+
+    # As for devices with memory of their own; CPU_Accelerator pins nothing.
+    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+        return super(CPU_Accelerator, self).pin_memory(tensor, make_copy=make_copy, match_shape=match_shape)
+
+    def _torch_pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory()
+
+    def _torch_empty_pinned(self, tensor: torch.Tensor, shape: Any) -> torch.Tensor:
+        return tensor.new_empty(shape, pin_memory=True)
+
+    def register_host_memory(self, address: int, num_bytes: int) -> bool:
+        torch.standin.core.register_host_memory(address, num_bytes)
+        return True
+
+    def unregister_host_memory(self, address: int) -> None:
+        torch.standin.core.unregister_host_memory(address)
+
+
+def _forwarded(name: str) -> Any:
+    return lambda self, *args, **kwargs: getattr(torch.standin, name)(*args, **kwargs)
+
+
+for _name in (
+    "synchronize stream current_stream default_stream memory_allocated max_memory_allocated memory_reserved "
+    "max_memory_reserved memory_stats reset_peak_memory_stats empty_cache"
+).split():
+    setattr(StandinAccelerator, _name, _forwarded(_name))
+for _name, _other in (
+    ("memory_cached", "memory_reserved"),
+    ("max_memory_cached", "max_memory_reserved"),
+    ("reset_max_memory_allocated", "reset_peak_memory_stats"),
+    ("reset_max_memory_cached", "reset_peak_memory_stats"),
+):
+    setattr(StandinAccelerator, _name, _forwarded(_other))
+for _name in ("Stream", "Event"):
+    setattr(StandinAccelerator, _name, property(lambda self, name=_name: getattr(torch.standin, name)))
+StandinAccelerator.available_memory = lambda self, device_index=None: torch.standin.mem_get_info()[0]
+StandinAccelerator.total_memory = lambda self, device_index=None: torch.standin.mem_get_info()[1]
+for _name, _dtype in (
+    ("BFloat16", torch.bfloat16),
+    ("Byte", torch.uint8),
+    ("Double", torch.double),
+    ("Float", torch.float),
+    ("Half", torch.half),
+    ("Int", torch.int),
+    ("Long", torch.long),
+):
+    made = functools.partial(torch.tensor, dtype=_dtype, device=NAME)
+    setattr(StandinAccelerator, f"{_name}Tensor", property(lambda self, made=made: made))
+
+
+def install(**settings: float) -> StandinAccelerator:
+    """The device for torch and DeepSpeed in this process, before the first engine."""
+    install_backend(**settings)
+    accelerator = StandinAccelerator()
+    set_accelerator(accelerator)
+    _stage_collectives()
+    return accelerator
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+def _stage_collectives() -> None:
+    """DeepSpeed has staging for another device; where the output is a part of the input it loses the sum.
+
+    DeepSpeed 0.19.8 copies inputs back as well as outputs, and stage 3's output of a reduce-scatter is a view of its
+    input. So that one collective is staged here.
+    """
+    import deepspeed.comm.torch
+
+    comm = sys.modules["deepspeed.comm.torch"]  # the attribute of that name is torch itself
+    comm._needs_cpu_staging = lambda value: isinstance(value, torch.Tensor) and value.device.type == NAME
+    if getattr(comm.TorchBackend, "_staged_for_standin", False):
+        return
+    comm.TorchBackend._staged_for_standin = True
+    on_host = comm.TorchBackend.reduce_scatter_tensor
+
+    def reduce_scatter_tensor(self, output_tensor, input_tensor, *args, async_op=False, **kwargs):  # type: ignore[no-untyped-def]
+        output = torch.empty_like(output_tensor, device="cpu")
+        on_host(self, output, input_tensor.cpu(), *args, async_op=False, **kwargs)
+        output_tensor.copy_(output)
+        return _Done() if async_op else None
+
+    comm.TorchBackend.reduce_scatter_tensor = reduce_scatter_tensor
+
+
+def install_from(environment: Mapping[str, str]) -> None:
+    """What the harness asks of a process: settings as JSON in STANDIN; nothing where that is not set."""
+    if "STANDIN" in environment:
+        install(**json.loads(environment["STANDIN"]))
