@@ -102,6 +102,16 @@ def _memory_stats(device: object = None) -> dict[str, int]:
 
 
 @contextlib.contextmanager
+def _held(stream: torch.Stream) -> Iterator[None]:
+    """Work that is launched on ``stream`` inside waits until the end; the host must not wait for it inside."""
+    _core().hold(stream.stream_id)
+    try:
+        yield
+    finally:
+        _core().let_go(stream.stream_id)
+
+
+@contextlib.contextmanager
 def _one_device(_: object) -> Iterator[None]:
     yield
 
@@ -157,6 +167,7 @@ def install_backend(**settings: float) -> types.ModuleType:
     module.Event = lambda enable_timing=False, blocking=False, interprocess=False: torch.Event(
         device=f"{NAME}:0", enable_timing=enable_timing
     )
+    module.held = _held
     module.stream = module.StreamContext = _StreamContext
     module.set_stream = lambda stream: _core().set_current_stream(stream.stream_id)
     module.device = _one_device

@@ -116,6 +116,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   device_memory.open();
   c10::SetAllocator(kDevice, device_allocator());
   at::RegisterPrivateUse1HooksInterface(new Hooks);
+  at::globalContext().lazyInitDevice(kDevice);
   register_operators();
   const py::call_guard<py::gil_scoped_release> released;
   module.def("configure", &configure);
@@ -140,6 +141,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("counters", &counters);
   module.def("busy_secs", &busy_secs);
   module.def("now_ns", &now_ns);
+  module.def("hold", &hold);
+  module.def("let_go", &let_go);
   module.def("fail_copy", &fail_copy);
   module.def("clear_failure", &clear_failure);
   module.def("take_trips", [] {

@@ -13,6 +13,7 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
 #include <unordered_map>
 
@@ -217,6 +218,7 @@ struct Operator {
   bool is_dynamic = false;       // outputs' sizes follow from values, or numbers are drawn: the host must wait
   std::vector<int> returns;      // the argument that is returned, or -1 for a new value
   bool indexes = false;          // dynamic only where an index is a mask
+  bool draws = false;            // fills its one tensor with random numbers
 };
 
 Operator facts_from(const c10::OperatorHandle& op) {
@@ -239,6 +241,10 @@ Operator facts_from(const c10::OperatorHandle& op) {
     if (!is_tensor(each.type()) && !(list && is_tensor(list->getElementType()))) facts.is_dynamic = true;
     facts.returns.push_back(argument);
   }
+  int num_tensors = 0;
+  for (const auto& argument : schema.arguments()) num_tensors += is_tensor(argument.type());
+  facts.draws = op.hasTag(at::Tag::nondeterministic_seeded) && num_tensors == 1 &&
+                facts.returns == std::vector<int>{0};
   return facts;
 }
 
@@ -355,9 +361,6 @@ class Key {
   }
 };
 
-std::mutex& known_mutex = *new std::mutex;
-auto& known_results = *new std::unordered_map<std::string, std::shared_ptr<const Results>>;
-
 std::vector<Tensor> fresh_of(const Stack& returned, const Operator& facts) {
   std::vector<Tensor> out;
   for (size_t i = 0; i < facts.returns.size(); ++i) {
@@ -438,32 +441,47 @@ void give_back(Stack* stack, const std::vector<IValue>& given, const Stack* retu
   }
 }
 
-// The first call of a kind, and calls whose results depend on values: waited for. Under `skip` metadata come from the
-// meta kernels, and values, where they decide, are zeros.
-Stack returned_now(const c10::OperatorHandle& op, const std::vector<IValue>& given, const Operator& facts) {
-  Stack call;
-  if (settings.skip && !facts.is_dynamic) {
-    call = replaced(given, at::kMeta, [](const Tensor& each) {
-      return at::empty_strided(each.sizes(), each.strides(), each.options().device(at::kMeta).requires_grad(false));
-    });
+Tensor zeros_on_host(const Tensor& tensor) {
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU).requires_grad(false))
+      .zero_();
+}
+Tensor without_values(const Tensor& tensor) {
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).requires_grad(false));
+}
+
+// What a call of this kind makes: tried once on zeros, by the CPU's kernel. (Meta kernels, which serve where nothing is
+// computed, do not agree with it on every dtype.)
+Results tried(const c10::OperatorHandle& op, const std::vector<IValue>& given, const Operator& facts) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (settings.skip) {
+    Stack call = replaced(given, at::kMeta, without_values);
     try {
       op.callBoxed(&call);
-      return call;
+      return results_of(given, call, facts);
     } catch (const c10::Error&) {
       count("operators without a meta kernel");
     }
   }
-  call = settings.skip ? replaced(given, at::kCPU,
-                                  [](const Tensor& each) {
-                                    return at::zeros_like(each, each.options().device(at::kCPU).requires_grad(false));
-                                  })
-                       : with_aliases(given);
-  for (int argument : facts.returns)
-    if (argument >= 0 && given[argument].isTensor() && is_ours(given[argument].toTensor()) &&
-        given[argument].toTensor().numel() == 0)  // an out= tensor that the kernel may resize
-      call[argument] = at::empty({0}, given[argument].toTensor().options().device(at::kCPU));
-  compute_now(facts.is_dynamic ? op.schema().name().c_str() : "metadata", [&] { op.callBoxed(&call); });
-  return call;
+  Stack call = replaced(given, at::kCPU, zeros_on_host);
+  op.callBoxed(&call);
+  return results_of(given, call, facts);
+}
+
+std::mutex& known_mutex = *new std::mutex;
+auto& known_results = *new std::unordered_map<std::string, std::shared_ptr<const Results>>;
+
+std::shared_ptr<const Results> results_for(const c10::OperatorHandle& op, const std::vector<IValue>& given,
+                                           const Operator& facts) {
+  Key key(&op.schema());
+  for (const IValue& each : given) key.add(each);
+  {
+    std::lock_guard<std::mutex> hold(known_mutex);
+    const auto found = known_results.find(key.text);
+    if (found != known_results.end()) return found->second;
+  }
+  auto results = std::make_shared<const Results>(tried(op, given, facts));
+  std::lock_guard<std::mutex> hold(known_mutex);
+  return known_results.emplace(std::move(key.text), std::move(results)).first->second;
 }
 
 void store(const std::vector<Tensor>& found, const std::vector<Tensor>& targets) {
@@ -490,53 +508,52 @@ bool has_mask(const std::vector<IValue>& given) {
   return false;
 }
 
-void run_operator(const c10::OperatorHandle& op, Stack* stack) {
-  const size_t num = op.schema().arguments().size();
-  const std::vector<IValue> given(stack->end() - int64_t(num), stack->end());
-  Operator facts = facts_of(op);
-  TORCH_CHECK(!facts.is_view, "the stand-in device has no kernel of the view ", op.operator_name());
-  if (facts.indexes) facts.is_dynamic = has_mask(given);
+// For results that depend on values the host waits; under `skip` the values are zeros.
+void run_now(const c10::OperatorHandle& op, Stack* stack, const std::vector<IValue>& given, const Operator& facts) {
+  Stack call = settings.skip ? replaced(given, at::kCPU, zeros_on_host) : with_aliases(given);
+  for (int argument : facts.returns)
+    if (argument >= 0 && given[argument].isTensor() && is_ours(given[argument].toTensor()) &&
+        given[argument].toTensor().numel() == 0)  // an out= tensor that the kernel may resize
+      call[argument] = at::empty({0}, given[argument].toTensor().options().device(at::kCPU));
   const char* name = op.schema().name().c_str();
-  std::string key;
-  if (!facts.is_dynamic) {
-    Key of_call(&op.schema());
-    for (const IValue& each : given) of_call.add(each);
-    key = std::move(of_call.text);
-    std::shared_ptr<const Results> results;
-    {
-      std::lock_guard<std::mutex> hold(known_mutex);
-      const auto found = known_results.find(key);
-      if (found != known_results.end()) results = found->second;
-    }
-    if (results) {
-      const std::vector<Tensor> fresh = make_fresh(given, *results);
-      const double secs = cost_of(op, given, fresh);
-      if (settings.skip) {
-        launch(name, Engine::compute, secs, nullptr);
-      } else {
-        auto call = std::make_shared<Stack>(with_aliases(given));
-        launch(name, Engine::compute, secs, [op, call, targets = aliases_of(fresh), returns = facts] {
-          op.callBoxed(call.get());
-          store(fresh_of(*call, returns), targets);
-        });
-      }
-      return give_back(stack, given, nullptr, facts, *results, fresh);
-    }
-  }
-  const Stack returned = returned_now(op, given, facts);
-  const auto results = std::make_shared<const Results>(results_of(given, returned, facts));
-  const std::vector<Tensor> fresh = make_fresh(given, *results);
-  std::vector<Tensor> found = fresh_of(returned, facts), targets = aliases_of(fresh);
-  for (const auto& [argument, sizes] : results->resized) {
+  compute_now(name, [&] { op.callBoxed(&call); });
+  const Results results = results_of(given, call, facts);
+  const std::vector<Tensor> fresh = make_fresh(given, results);
+  std::vector<Tensor> found = fresh_of(call, facts), targets = aliases_of(fresh);
+  for (const auto& [argument, sizes] : results.resized) {
     targets.push_back(aliased(given[argument].toTensor()));
-    for (size_t i = 0; i < facts.returns.size(); ++i)
-      if (facts.returns[i] == argument) found.push_back(returned[i].toTensor());
+    const auto at = std::find(facts.returns.begin(), facts.returns.end(), argument) - facts.returns.begin();
+    found.push_back(call[at].toTensor());
   }
   launch(name, Engine::compute, cost_of(op, given, fresh), [=] { store(found, targets); });
-  give_back(stack, given, &returned, facts, *results, fresh);
-  if (key.empty()) return;
-  std::lock_guard<std::mutex> hold(known_mutex);
-  known_results.emplace(std::move(key), results);
+  give_back(stack, given, &call, facts, results, fresh);
+}
+
+// The host draws at once, so that numbers come in the order of the script.
+void draw(const c10::OperatorHandle& op, Stack* stack, const std::vector<IValue>& given, const Operator& facts) {
+  Stack call = replaced(given, at::kCPU, zeros_on_host);
+  if (!settings.skip) op.callBoxed(&call);
+  launch(op.schema().name().c_str(), Engine::compute, cost_of(op, given, {}),
+         [drawn = call[0].toTensor(), target = aliased(given[0].toTensor())] { store({drawn}, {target}); });
+  give_back(stack, given, nullptr, facts, {{-1}, {}, {}}, {});
+}
+
+void run_operator(const c10::OperatorHandle& op, Stack* stack) {
+  const std::vector<IValue> given(stack->end() - int64_t(op.schema().arguments().size()), stack->end());
+  const Operator& facts = facts_of(op);
+  TORCH_CHECK(!facts.is_view, "the stand-in device has no kernel of the view ", op.operator_name());
+  if (facts.draws) return draw(op, stack, given, facts);
+  if (facts.is_dynamic || (facts.indexes && has_mask(given))) return run_now(op, stack, given, facts);
+  const auto results = results_for(op, given, facts);
+  const std::vector<Tensor> fresh = make_fresh(given, *results);
+  std::shared_ptr<Stack> call;
+  if (!settings.skip) call = std::make_shared<Stack>(with_aliases(given));
+  launch(op.schema().name().c_str(), Engine::compute, cost_of(op, given, fresh),
+         [op, call, targets = settings.skip ? fresh : aliases_of(fresh), &facts] {
+           op.callBoxed(call.get());
+           store(fresh_of(*call, facts), targets);
+         });
+  give_back(stack, given, nullptr, facts, *results, fresh);
 }
 
 // ---- kernels of their own -----------------------------------------------------------------------------------
@@ -575,6 +592,14 @@ Tensor& set_nothing(Tensor& self) {
   return at::native::set_storage_cpu_(self, none, 0, {0}, {});
 }
 bool may_share(const Tensor&, const Tensor&) { return true; }  // param.data = a tensor of the other device
+
+// torch gives devices a fused kernel of its own; the CPU multiplies by noise.
+Tensor dropout(const Tensor& input, double p, bool train) {
+  TORCH_CHECK(p >= 0 && p <= 1, "dropout probability has to be between 0 and 1, but got ", p);
+  if (p == 0 || !train || input.numel() == 0) return input;
+  if (p == 1) return input.mul(at::zeros({}, input.options()));
+  return input.mul(at::empty_like(input).bernoulli_(1 - p).div_(1 - p));
+}
 
 // The CPU's choice of an attention kernel, from the same sizes.
 int64_t attention_choice(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -634,6 +659,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_has_compatible_shallow_copy_type", TORCH_FN(may_share));
 }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
+  library.impl("dropout", TORCH_FN(dropout));
   library.impl("_has_compatible_shallow_copy_type", TORCH_FN(may_share));
 }
 

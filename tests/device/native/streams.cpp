@@ -228,6 +228,21 @@ void wait_for(int stream, MarkPtr mark) {
   push(stream, std::move(work));
 }
 
+namespace {
+std::mutex& held_mutex = *new std::mutex;
+std::array<MarkPtr, kStreams> held;
+}  // namespace
+
+void hold(int stream) {
+  std::lock_guard<std::mutex> lock(held_mutex);
+  held.at(stream) = std::make_shared<Mark>();
+  wait_for(stream, held[stream]);
+}
+void let_go(int stream) {
+  std::lock_guard<std::mutex> lock(held_mutex);
+  if (held.at(stream)) std::exchange(held[stream], nullptr)->reach(now_ns());
+}
+
 bool idle(int stream) {
   Stream* found = existing(stream);
   return !found || found->idle();

@@ -68,6 +68,9 @@ void push(int stream, Work work);
 MarkPtr record(int stream);
 void wait_for(int stream, MarkPtr mark);
 bool idle(int stream);
+// What is pushed after this waits until the host lets the stream go on: for tests that need a certain order.
+void hold(int stream);
+void let_go(int stream);
 
 // A failure of work is raised by every later call of the host that launches, asks or waits, until it is cleared.
 struct DeviceError : std::runtime_error {

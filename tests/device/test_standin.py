@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests that need the stand-in device in their own process, started in one that has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.harness.forked import finish, start
+
+ROOT = Path(__file__).parent.parent.parent
+MARKED = ["tests/device/test_backend.py", "tests/activations/test_device.py", "tests/unit/test_fence.py"]
+
+
+def run(script: Path, arguments: list[str], log: Path, **settings: float) -> tuple[int, str]:
+    """Status and output of a script in a process whose device has these settings."""
+    env = {**os.environ, "STANDIN": json.dumps(settings), "PYTHONPATH": str(ROOT)}
+    process = start(script, arguments, env, log)
+    finish([process], 240)
+    return process.exitcode, log.read_text(errors="replace")
+
+
+@pytest.mark.parametrize("file", MARKED)
+def test_marked_tests_run_on_it(file: str, tmp_path: Path) -> None:
+    arguments = [str(ROOT / file), "-m", "gpu or standin", "-q", "-p", "no:cacheprovider"]
+    arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what the server imported already
+    arguments += ["--timeout", "60", "--basetemp", str(tmp_path / "inner"), "--rootdir", str(ROOT)]
+    script = Path(pytest.__file__).parent / "__main__.py"
+    status, said = run(script, arguments, tmp_path / "log", seed=1, delay_secs=0.002)
+    assert status == 0, said[-6000:]
+    assert " passed" in said
+    assert "skipped" not in said
+
+
+def test_the_host_cannot_read_its_memory(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import ctypes, os, torch\n"
+        "from tests.device.accelerator import install_from\n"
+        "install_from(os.environ)\n"
+        "values = torch.ones(10, device='standin')\n"
+        "torch.standin.synchronize()\n"
+        "print('alive', flush=True)\n"
+        "ctypes.string_at(values.data_ptr(), 4)\n"
+    )
+    status, said = run(script, [], tmp_path / "log")
+    assert status == -signal.SIGSEGV, said
+    assert "alive" in said
