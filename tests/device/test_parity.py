@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed on the stand-in device equals DeepSpeed on the CPU: stock first, then ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.device.parity import CELLS, case_of, fuyou_of, must_equal_stock
+from tests.harness.runner import differences, run_case
+
+DELAYS = (0.0005, 0.003)  # seconds, the longest
+IDS = ["-".join([name, tiers, activations]) for name, tiers, _, _, _, activations, _ in CELLS]
+
+
+@pytest.mark.parametrize("name", ["bf16-rarely-3-two_lrs", "fp32-always-1-two_lrs", "bf16-rarely-1-two-2ranks"])
+def test_stock_equals_itself(name: str, stock_run, tmp_path: Path) -> None:
+    case = case_of(name, zero_init=True)
+    found = run_case({**case, "device": {"seed": 1, "delay_secs": 0.002}}, tmp_path, "device")
+    assert found[0]["optimizer_class"] == "DeepSpeedZeroOptimizer_Stage3"
+    assert found[0]["device"]["bytes up"] > 0
+    assert differences(stock_run(case), found) == []
+    assert found[0]["trips"] == []
+
+
+@pytest.mark.parametrize("number", range(len(CELLS)), ids=IDS)
+def test_ours_equals_stock(number: int, stock_run, tmp_path: Path) -> None:
+    name, tiers, policy, overlap, slots, activations, zero_init = CELLS[number]
+    for round_number, delay in enumerate(DELAYS):
+        directory = tmp_path / str(round_number)
+        fuyou = fuyou_of(directory / "swap", tiers, policy, overlap, slots, activations)
+        device = {"seed": 100 * round_number + number, "delay_secs": delay}
+        ours = must_equal_stock(case_of(name, zero_init), fuyou, device, stock_run, directory)
+        assert ours[0]["optimizer_class"] == "FuyouStage3Optimizer"
+        assert (ours[0]["swapped_bytes"] > 0) == (activations not in ("none", "recompute"))
+        assert sum(count for what, count in ours[0]["device"].items() if what.startswith("copies down late")) > 0
