@@ -14,6 +14,7 @@ from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from tests.device.backend import NAME, install_backend
+from tests.device.faults import leave_out
 
 __all__ = ["StandinAccelerator", "install", "install_from"]
 
@@ -144,6 +145,14 @@ def _stage_collectives() -> None:
 
 
 def install_from(environment: Mapping[str, str]) -> None:
-    """What the harness asks of a process: settings as JSON in STANDIN; nothing where that is not set."""
-    if "STANDIN" in environment:
-        install(**json.loads(environment["STANDIN"]))
+    """What the harness asks of a process: settings as JSON in STANDIN; nothing where that is not set.
+
+    ``fault``: an ordering call of the package to leave out, as faults.py names it.
+    """
+    if "STANDIN" not in environment:
+        return
+    settings = json.loads(environment["STANDIN"])
+    fault = settings.pop("fault", None)
+    install(**settings)
+    if fault is not None:
+        leave_out(fault)

@@ -35,6 +35,7 @@ from models import TinyExperts, build_model, make_batch
 from plain import PlainEngine
 from script_actions import before_step, break_rank, forward_and_backward, within, wrapped
 
+from tests.device import faults
 from tests.device.accelerator import install_from
 from tests.harness.group import leave_group
 
@@ -298,6 +299,7 @@ def main() -> None:
         torch.standin.synchronize()
         result["trips"] = torch.standin.take_trips()
         result["device"] = torch.standin.core.counters() | torch.standin.core.memory()
+        result["sites"] = faults.seen
     torch.save(result, f"{sys.argv[2]}.{torch.distributed.get_rank()}")
     if not case.get("plain"):
         engine.destroy()

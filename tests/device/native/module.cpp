@@ -63,22 +63,23 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     raise_failure();
     return idle(int(of.id()));
   }
-  void synchronizeStream(const c10::Stream& of) const override { wait_stream(int(of.id()), "stream"); }
-  void synchronizeDevice(c10::DeviceIndex) const override { wait_all("device"); }
+  void synchronizeStream(const c10::Stream& of) const override { if (!left_out("stream.synchronize")) wait_stream(int(of.id()), "stream"); }
+  void synchronizeDevice(c10::DeviceIndex) const override { if (!left_out("device.synchronize")) wait_all("device"); }
 
   void record(void** event, const c10::Stream& on, c10::DeviceIndex, c10::EventFlag) const override {
+    if (left_out("event.record")) return;
     if (!*event) *event = new MarkPtr;
     mark(*event) = standin::record(int(on.id()));
   }
   void block(void* event, const c10::Stream& on) const override {
-    if (event) wait_for(int(on.id()), mark(event));
+    if (event && !left_out("stream.wait_event")) wait_for(int(on.id()), mark(event));
   }
   bool queryEvent(void* event) const override {
     raise_failure();
-    return !event || mark(event)->reached();
+    return !event || left_out("event.query") || mark(event)->reached();
   }
   void synchronizeEvent(void* event) const override {
-    if (event) wait_mark(mark(event), "event");
+    if (event && !left_out("event.synchronize")) wait_mark(mark(event), "event");
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<MarkPtr*>(event); }
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
@@ -95,6 +96,7 @@ void configure(const std::map<std::string, double>& changes) {
   for (const auto& [name, value] : changes) {
     if (name == "seed") settings.seed = uint64_t(value);
     else if (name == "delay_secs") settings.delay_secs = value;
+    else if (name == "delayed_share") settings.delayed_share = value;
     else if (name == "watch") settings.watch = value != 0;
     else if (name == "timed") settings.timed = value != 0;
     else if (name == "skip") settings.skip = value != 0;
@@ -122,7 +124,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("configure", &configure);
   module.def("current_stream", &current_stream);
   module.def("set_current_stream", &set_current_stream);
-  module.def("synchronize", [] { wait_all("device"); });
+  module.def("synchronize", [] {
+    if (!left_out("device.synchronize")) wait_all("device");
+  });
+  module.def("ask_before_ordering",
+             [](const py::object& callable) { ask_before_ordering(py::object(callable).release().ptr()); });
   module.def("register_host_memory", [](uintptr_t at, size_t bytes) { host_memory.add(at, bytes); });
   module.def("unregister_host_memory", [](uintptr_t at) { host_memory.remove(at); });
   module.def("is_pinned", [](uintptr_t at, size_t bytes) { return host_memory.is_pinned((void*)at, bytes); });

@@ -582,6 +582,7 @@ at::Scalar item(const Tensor& self) {
   return value.item();
 }
 void record_stream(Tensor& self, at::Stream stream) {
+  if (left_out("tensor.record_stream")) return;
   device_memory.used_by(self.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get(), int(stream.id()));
 }
 Tensor& set_at(Tensor& self, at::Storage storage, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) {

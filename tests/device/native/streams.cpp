@@ -107,8 +107,9 @@ class Stream {
   void delay(const Work& work, uint64_t sequence) {
     if (settings.delay_secs <= 0 || work.engine == Engine::none) return;
     const uint64_t drawn = mixed(mixed(settings.seed + 1) ^ (uint64_t(id_) << 40) ^ sequence);
-    if (drawn % (work.engine == Engine::compute ? 16 : 3) != 0) return;
-    const double share = double((drawn >> 8) % 1024) / 1024;
+    const double chance = settings.delayed_share * (work.engine == Engine::compute ? 0.2 : 1);
+    if (double(drawn % 1000) >= 1000 * chance) return;
+    const double share = double((drawn >> 10) % 1024) / 1024;
     std::this_thread::sleep_for(std::chrono::duration<double>(settings.delay_secs * share));
   }
 
@@ -291,6 +292,21 @@ std::string text_of(const PythonStack& stack) {
     out += std::string("  ") + (file ? file : "?") + ":" + std::to_string(line) + " in " + (name ? name : "?") + "\n";
   }
   PyErr_Clear();
+  PyGILState_Release(state);
+  return out;
+}
+
+namespace {
+std::atomic<PyObject*> asked{nullptr};
+}
+void ask_before_ordering(void* callable) { asked = static_cast<PyObject*>(callable); }
+bool left_out(const char* what) {
+  if (!asked) return false;
+  const PyGILState_STATE state = PyGILState_Ensure();
+  PyObject* said = PyObject_CallFunction(asked, "s", what);
+  const bool out = said && PyObject_IsTrue(said) == 1;
+  Py_XDECREF(said);
+  if (!said) PyErr_Print();
   PyGILState_Release(state);
   return out;
 }

@@ -17,6 +17,7 @@ namespace standin {
 struct Settings {
   uint64_t seed = 0;
   double delay_secs = 0;     // the longest random delay of a copy; kernels are delayed less often
+  double delayed_share = 0.3;  // of the copies
   bool watch = true;         // trip wires on host memory of late copies
   bool timed = false;        // work occupies its engine by the rates below
   bool skip = false;         // nothing is computed or moved: shapes, memory and time alone
@@ -84,6 +85,10 @@ void fail_copy(int64_t nth);  // the nth late copy from now on fails when its tu
 using PythonStack = std::vector<std::pair<void*, int>>;
 PythonStack python_stack();
 std::string text_of(const PythonStack& stack);
+
+// Whether a call that orders something is to do nothing: what a test's callback says of it and of who calls.
+bool left_out(const char* what);
+void ask_before_ordering(void* callable);  // a PyObject that is kept, or null
 
 // Host waits. Each is counted with what waited, for how long, whether the device was behind, and from where.
 struct HostWait {
