@@ -13,7 +13,10 @@ import pytest
 from tests.harness.forked import finish, start
 
 ROOT = Path(__file__).parent.parent.parent
-MARKED = ["tests/device/test_backend.py", "tests/activations/test_device.py", "tests/unit/test_fence.py"]
+MARKED = [
+    "tests/device/test_backend.py",
+    "tests/device/test_timed.py",
+    "tests/activations/test_device.py", "tests/unit/test_fence.py"]
 
 
 def run(script: Path, arguments: list[str], log: Path, **settings: float) -> tuple[int, str]:
