@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # One command a job; each prepares what it needs. Python 3.10+, a C++ compiler and a network suffice.
-#   make setup | demo | test | test-oldest | test-deepspeed | lint | format | docs | bench | bench-planner | clean
+#   make setup | demo | test | test-oldest | test-deepspeed | test-openreg | soak-device | lint | format | docs
+#   make bench | bench-planner | bench-device | clean
 # Overridable: PYTHON, VENV, DS_VERSION, TORCH, TORCH_FLAGS (for instance a package index), EXTRAS, TEST_FLAGS.
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ DEMO_FLAGS ?= --layers 6 --steps 30
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-deepspeed-$(DS_VERSION)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-CPP := $(shell find ds_fuyou/csrc tests/csrc -name '*.cpp' -o -name '*.h')
+CPP := $(shell find ds_fuyou/csrc tests/csrc tests/device/native -name '*.cpp' -o -name '*.h')
 # Operators that torch and DeepSpeed compile belong to one environment: shared, two environments rebuild each other's.
 RUN := PATH="$(abspath $(BIN)):$$PATH" TORCH_EXTENSIONS_DIR="$(abspath $(VENV))/torch_extensions"
 OLDEST := PATH="$(abspath .venv-ds0189/bin):$$PATH" TORCH_EXTENSIONS_DIR="$(abspath .venv-ds0189)/torch_extensions"
@@ -27,7 +28,8 @@ OLDEST := PATH="$(abspath .venv-ds0189/bin):$$PATH" TORCH_EXTENSIONS_DIR="$(absp
 BUILD_TOOLS := "setuptools>=77" wheel packaging ninja psutil py-cpuinfo numpy tqdm hjson "pydantic>=2" \
 	einops msgpack
 
-.PHONY: setup demo test test-oldest test-deepspeed lint format docs bench bench-planner clean
+.PHONY: setup demo test test-oldest test-deepspeed test-openreg soak-device lint format docs bench bench-planner \
+	bench-device clean
 
 setup: $(STAMP)
 
@@ -57,6 +59,12 @@ test-deepspeed: setup
 	$(RUN) python tests/harness/prebuild.py
 	$(RUN) python -m tests.deepspeed_suite.run --repo "$(DEEPSPEED_REPO)" $(SUITE_FLAGS)
 
+# 200 seeds of the parity cases on the stand-in device (tests/device/README.md): about 20 minutes. SEEDS="20 1000": 20
+# of them, from 1000.
+soak-device: setup
+	$(RUN) python tests/harness/prebuild.py
+	$(RUN) python -m tests.device.soak $(SEEDS)
+
 # A smaller selection (marker "compat") with the oldest DeepSpeed that works.
 test-oldest:
 	$(MAKE) setup VENV=.venv-ds0189 DS_VERSION=$(DS_OLDEST) EXTRAS=dev
@@ -83,6 +91,10 @@ bench: setup
 # The automatic plan against a sweep by hand: about 30 minutes.
 bench-planner: setup
 	$(RUN) python -m benchmarks.planner
+
+# Steps on the stand-in device in timed mode, ours and stock's, against the floor.
+bench-device: setup
+	$(RUN) python -m benchmarks.device
 
 clean:
 	rm -rf .venv .venv-ds0189 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

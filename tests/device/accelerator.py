@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,9 +78,18 @@ def _forwarded(name: str) -> Any:
 
 
 for _name in (
-    "synchronize stream current_stream default_stream memory_allocated max_memory_allocated memory_reserved "
-    "max_memory_reserved memory_stats reset_peak_memory_stats empty_cache"
-).split():
+    "synchronize",
+    "stream",
+    "current_stream",
+    "default_stream",
+    "memory_allocated",
+    "max_memory_allocated",
+    "memory_reserved",
+    "max_memory_reserved",
+    "memory_stats",
+    "reset_peak_memory_stats",
+    "empty_cache",
+):
     setattr(StandinAccelerator, _name, _forwarded(_name))
 for _name, _other in (
     ("memory_cached", "memory_reserved"),
@@ -126,9 +135,7 @@ def _stage_collectives() -> None:
     DeepSpeed 0.19.8 copies inputs back as well as outputs, and stage 3's output of a reduce-scatter is a view of its
     input. So that one collective is staged here.
     """
-    import deepspeed.comm.torch
-
-    comm = sys.modules["deepspeed.comm.torch"]  # the attribute of that name is torch itself
+    comm = importlib.import_module("deepspeed.comm.torch")
     comm._needs_cpu_staging = lambda value: isinstance(value, torch.Tensor) and value.device.type == NAME
     if getattr(comm.TorchBackend, "_staged_for_standin", False):
         return

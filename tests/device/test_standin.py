@@ -16,7 +16,9 @@ ROOT = Path(__file__).parent.parent.parent
 MARKED = [
     "tests/device/test_backend.py",
     "tests/device/test_timed.py",
-    "tests/activations/test_device.py", "tests/unit/test_fence.py"]
+    "tests/activations/test_device.py",
+    "tests/unit/test_fence.py",
+]
 
 
 def run(script: Path, arguments: list[str], log: Path, **settings: float) -> tuple[int, str]:

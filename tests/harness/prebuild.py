@@ -3,16 +3,20 @@
 
 import os
 import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from deepspeed.accelerator import get_accelerator
 
 from ds_fuyou.ops.core import load_core
+from tests.device import build
 
 
 def main() -> None:
     load_core()
+    build.load()
     for name in ("CPUAdamBuilder", "CPULionBuilder", "CPUAdagradBuilder", "ShareMemCommBuilder"):
         builder = get_accelerator().create_op_builder(name)
         if builder is None or type(builder).__name__ == "NotImplementedBuilder":

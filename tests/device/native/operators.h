@@ -18,7 +18,8 @@ void set_current_stream(int stream);
 c10::Allocator* device_allocator();
 c10::Allocator* pinned_allocator();
 void resize_storage(const c10::Storage& storage, size_t bytes);
-void register_operators();  // those for which torch prefers a composition although the CPU has a kernel
+void register_operators();  // those for which torch prefers a composition although the CPU has a
+                            // kernel
 
 // How often what was done, by name. Names of copies say direction, lateness and stream.
 std::map<std::string, int64_t> counters();
