@@ -18,22 +18,27 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["load"]
+__all__ = ["build", "load"]
 
 _SOURCES = Path(__file__).parent / "native"
 _FLAGS = ("-O1", "-std=c++20", "-fPIC", "-DTORCH_EXTENSION_NAME=_standin", "-DTORCH_API_INCLUDE_EXTENSION_H")
 
 
-def load() -> ModuleType:
-    """The extension module; built first where it is not there yet. Several processes may come at once: one builds."""
+def build() -> Path:
+    """The compiled extension; made where it is not there yet. Several processes may come at once: one compiles."""
     library = _directory() / "_standin.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         with open(library.parent / "lock", "w") as lock:  # the system lets go of it with the process that holds it
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
-                _build(library)
-    spec = importlib.util.spec_from_file_location("_standin", library)
+                _compile(library)
+    return library
+
+
+def load() -> ModuleType:
+    """The extension module; from here on this process has the device."""
+    spec = importlib.util.spec_from_file_location("_standin", build())
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -47,7 +52,7 @@ def _directory() -> Path:
     return Path(caches) / "standin" / content.hexdigest()[:16]
 
 
-def _build(library: Path) -> None:
+def _compile(library: Path) -> None:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise RuntimeError("the stand-in device needs a C++ compiler: none is called g++ or c++, and CXX names none")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.device.build import build
 from tests.harness.forked import finish, start
 
 ROOT = Path(__file__).parent.parent.parent
@@ -23,6 +24,7 @@ MARKED = [
 
 def run(script: Path, arguments: list[str], log: Path, **settings: float) -> tuple[int, str]:
     """Status and output of a script in a process whose device has these settings."""
+    build()
     env = {**os.environ, "STANDIN": json.dumps(settings), "PYTHONPATH": str(ROOT)}
     process = start(script, arguments, env, log)
     finish([process], 240)

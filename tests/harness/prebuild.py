@@ -11,12 +11,12 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 from deepspeed.accelerator import get_accelerator
 
 from ds_fuyou.ops.core import load_core
-from tests.device import build
+from tests.device.build import build
 
 
 def main() -> None:
     load_core()
-    build.load()
+    build()
     for name in ("CPUAdamBuilder", "CPULionBuilder", "CPUAdagradBuilder", "ShareMemCommBuilder"):
         builder = get_accelerator().create_op_builder(name)
         if builder is None or type(builder).__name__ == "NotImplementedBuilder":

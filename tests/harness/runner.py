@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from tests.device.build import build
 from tests.harness.forked import finish, start
 from tests.harness.ports import free_port
 
@@ -40,6 +41,8 @@ def run_case(case: dict, directory: Path, name: str) -> list[dict]:
     ``case["device"]``: settings of the stand-in device (tests/device) to train on; on the CPU without.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    if "device" in case:
+        build()
     file = directory / f"{name}.json"
     file.write_text(json.dumps(case))
     world_size, port = case.get("world_size", 1), free_port()
