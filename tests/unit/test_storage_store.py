@@ -16,6 +16,7 @@ import pytest
 
 from ds_fuyou.errors import FuyouChecksumError, FuyouConfigError, FuyouStateError, FuyouStorageError
 from ds_fuyou.storage import data_file
+from ds_fuyou.storage import data_file
 from ds_fuyou.storage.store import RegionSpec, SlotStore
 from tests.unit.storage_support import PAGE, UNIT, all_files, fake_disks, identity, read_slot, write_slot
 
@@ -243,12 +244,12 @@ def test_failed_preallocation_removes_what_it_made(
 ) -> None:
     calls: list[int] = []
 
-    def allocate(fd: int, offset: int, num_bytes: int) -> None:
+    def allocate(fd: int, num_bytes: int) -> None:
         calls.append(num_bytes)
         if len(calls) == 2:
             raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    monkeypatch.setattr(data_file, "allocate_blocks", allocate)
     with pytest.raises(FuyouStorageError, match="preallocation failed") as caught:
         SlotStore.create(paths, REGIONS, identity())
     assert caught.value.errno == number
@@ -260,10 +261,10 @@ def test_failed_preallocation_removes_what_it_made(
 def test_zeros_are_written_where_the_filesystem_cannot_allocate(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(fd: int, offset: int, num_bytes: int) -> None:
+    def refuse(fd: int, num_bytes: int) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(data_file, "allocate_blocks", refuse)
     store = SlotStore.create(paths[:1], REGIONS, identity())
     assert (store.directories[0] / "data").stat().st_blocks * 512 >= store.total_bytes
     assert set(read_slot(store, "big", 1)) == {0}
@@ -356,7 +357,7 @@ def test_after_data_failed_to_become_durable_nothing_is_committed(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", fail)
-        with pytest.raises(FuyouStorageError, match="last committed state is intact") as caught:
+        with pytest.raises(FuyouStorageError, match="the state of commit 1 was not overwritten") as caught:
             store.commit(2, {"big": 1}, {})
     assert caught.value.errno == errno.EIO
     assert caught.value.filename == str(store.directories[0] / "data")
