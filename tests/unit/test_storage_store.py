@@ -16,7 +16,6 @@ import pytest
 
 from ds_fuyou.errors import FuyouChecksumError, FuyouConfigError, FuyouStateError, FuyouStorageError
 from ds_fuyou.storage import data_file
-from ds_fuyou.storage import data_file
 from ds_fuyou.storage.store import RegionSpec, SlotStore
 from tests.unit.storage_support import PAGE, UNIT, all_files, fake_disks, identity, read_slot, write_slot
 
