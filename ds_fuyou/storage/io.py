@@ -10,6 +10,7 @@ import logging
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ class IoSettings:
     num_threads: int = 4
 
 
+_AGAIN_SECS = 0.05
+
 _ownerless: list[tuple[Any, torch.Tensor]] = []
 """Memory of dropped transfers whose end a signal did not let us await; it goes with the next one, or the process."""
 
@@ -64,8 +67,9 @@ class Transfer:
         except (KeyboardInterrupt, SystemExit) as interrupt:
             _ownerless[:] = [(ticket, memory) for ticket, memory in _ownerless if not ticket.done()]
             _ownerless.append((self.ticket, self.memory))
-            # What is raised here is lost: the signal comes again, after this.
-            _thread.interrupt_main(signal.SIGINT if isinstance(interrupt, KeyboardInterrupt) else signal.SIGTERM)
+            # What is raised in here is lost: the signal comes again when this has returned.
+            number = signal.SIGINT if isinstance(interrupt, KeyboardInterrupt) else signal.SIGTERM
+            threading.Timer(_AGAIN_SECS, _thread.interrupt_main, (number,)).start()
 
     def done(self) -> bool:
         return bool(self.ticket.done())

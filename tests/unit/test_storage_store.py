@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import random
@@ -544,3 +545,27 @@ def test_data_is_durable_before_the_record_appears(store: SlotStore, monkeypatch
         monkeypatch.setattr(os, name, call)
     store.commit(1, {"big": 0}, {})
     assert order == ["fdatasync", "fdatasync", "fsync", "rename", "fsync"]
+
+
+@pytest.mark.parametrize("name", ["commit.json", "contents.json", "manifest.json"])
+def test_a_record_that_is_no_plain_file_is_refused_at_once(paths: list[Path], name: str) -> None:
+    """A FIFO would be waited for, with the locks held that all other starts wait for."""
+    store = SlotStore.create(paths, REGIONS, identity(), keep=True)
+    store.describe({})
+    store.commit(1, {"big": 0}, {})
+    store.close()
+    directory = store.directories[0]
+    (directory / name).unlink()
+    os.mkfifo(directory / name)
+    with pytest.raises(FuyouStorageError, match=rf"reading {name} failed: it must be a plain file"):
+        SlotStore.open(store.directories, identity()).contents()
+
+
+def test_a_record_too_deep_to_be_read_is_refused(paths: list[Path]) -> None:
+    store = SlotStore.create(paths, REGIONS, identity(), keep=True)
+    store.close()
+    body = b"[" * 200_000
+    header = f"ds_fuyou commit.json 1 {hashlib.sha256(body).hexdigest()} {len(body)}\n".encode()
+    (store.directories[0] / "commit.json").write_bytes(header + body)
+    with pytest.raises(FuyouStorageError, match="cannot be read as JSON"):
+        SlotStore.open(store.directories, identity())
