@@ -83,7 +83,8 @@ class Committer:
                 self.commit_now(target, optimizer_step)
             except Exception as error:
                 number = error.errno if isinstance(error, OSError) else None
-                self._pipeline.fail(f"committing step {target} ({error})", number or 0)
+                said = f"{error.strerror} [{error.filename}]" if isinstance(error, OSError) else str(error)
+                self._pipeline.fail(f"committing step {target} ({said})", number or 0)
                 return
             with self._progress:
                 self._num_open -= 1

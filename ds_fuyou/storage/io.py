@@ -93,10 +93,9 @@ class Transfer:
 def storage_error(what: str, error: int, fd: int, offset: int, path_of: Callable[[int], Path]) -> FuyouStorageError:
     """The error for a failed transfer: what was moved, where and why."""
     path = path_of(fd) if fd >= 0 else None
-    reason = os.strerror(error) if error else "unknown failure"
+    message = f"{what} failed"
     if error == errno.ENODATA:
-        reason = "the file is shorter than the layout says"
-    message = f"{what} failed: {reason}"
+        message = f"{what} failed: the file is shorter than the layout says"
     if error == errno.EBADMSG:
         message = f"{what} failed: the bytes read are not those this run wrote; the disk or its path is faulty"
         return FuyouChecksumError(error, message, None if path is None else str(path), offset)
