@@ -183,7 +183,12 @@ def steady_load(data: Path, bytes_per_sec: float) -> Iterator[None]:
 def _build_driver(scratch: Path) -> Path:
     compiler = os.environ.get("CXX", "g++")
     _require(compiler, "install a C++ compiler or name one in CXX")
-    sources = [_ROOT / "csrc" / "io_bench.cpp", *_CSRC.glob("io/*.cpp"), *_CSRC.glob("memory/*.cpp")]
+    sources = [
+        _ROOT / "csrc" / "io_bench.cpp",
+        *_CSRC.glob("io/*.cpp"),
+        *_CSRC.glob("memory/*.cpp"),
+        _CSRC / "kernels" / "place_sum.cpp",
+    ]
     driver = scratch / "io_bench"
     flags = ["-std=c++17", "-O2", "-pthread", f"-I{_CSRC}"]
     _command([compiler, *flags, *map(str, sources), "-o", str(driver)])

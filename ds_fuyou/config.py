@@ -253,7 +253,9 @@ class FuyouConfig(_Settings):
     io: IoSettings = IoSettings()
     checksum: bool = Field(
         True,
-        description="Compare state that is read back, for an update or a checkpoint, with what this run wrote.",
+        description="Compare what is read back from storage with what this run wrote there: P32 and moments by the "
+        "chunk, P16 and G16 by the page of 4 KiB (8 bytes of host memory each), weights that `fuyou recover` takes "
+        "out by the commit record. Staged and frozen parameters and swapped activations are not compared.",
     )
     trace: str | None = Field(None, description="File to write a lane trace to (opens in Perfetto).")
     keep_state: bool = Field(

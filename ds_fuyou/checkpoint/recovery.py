@@ -3,13 +3,16 @@
 
 The state of the last committed step is whole on storage (two slots, see storage/store.py). It is not a checkpoint:
 learning rate, loss scale, the place in the data and what was in host memory are gone. So what is taken out is P32,
-parameter by parameter, as a state dictionary that any script can load. No DeepSpeed, and no model-sized memory.
+parameter by parameter, as a state dictionary that any script can load. No DeepSpeed, and no model-sized memory. Every
+chunk is compared with the checksum that the commit record holds of it.
 """
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -19,12 +22,13 @@ from typing import cast
 import torch
 
 from ds_fuyou.checkpoint import atomic, streamed_file
-from ds_fuyou.errors import FuyouStateError, FuyouStorageError
-from ds_fuyou.host.memory import PAGE_BYTES, aligned_tensor, round_up_to_page
+from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
+from ds_fuyou.host.memory import aligned_tensor, round_up_to_page
+from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.layout import FlatLayout
 from ds_fuyou.optimizer.placement import state_region
 from ds_fuyou.storage.creation import read_directory_manifest
-from ds_fuyou.storage.store import CommitRecord, JsonValue, RunIdentity, SlotStore
+from ds_fuyou.storage.store import CommitRecord, Extent, JsonValue, RunIdentity, SlotStore
 
 __all__ = ["Recovered", "contents_of", "recover"]
 
@@ -36,10 +40,12 @@ class Recovered:
     Attributes:
         step: optimizer steps applied to the weights, those before a resume included, skipped ones not.
         num_params: tensors in the file.
+        verified: every chunk was compared with its checksum; False for a run with ``checksum: false``.
     """
 
     step: int
     num_params: int
+    verified: bool
 
 
 def contents_of(layout: FlatLayout, shapes: Sequence[Sequence[int]]) -> dict[str, JsonValue]:
@@ -61,7 +67,7 @@ def recover(directories: Sequence[Path], out: Path) -> Recovered:
         FuyouStateError: a rank is missing or of another run, a process holds the files, ranks committed different
             steps, no commit stands, there is one slot a chunk, or P32 of some chunks was in host memory.
         FuyouStorageError: a directory or file is missing or cannot be read.
-        FuyouChecksumError: manifest or commit record is torn.
+        FuyouChecksumError: manifest or commit record is torn, or a chunk is not what the run wrote.
     """
     with ExitStack() as opened:
         ranks = _open_ranks(directories, opened)
@@ -78,7 +84,7 @@ def recover(directories: Sequence[Path], out: Path) -> Recovered:
             atomic.flush(out.parent)  # `fuyou clean` may come next
         finally:
             part.unlink(missing_ok=True)
-    return Recovered(step, len(state))
+    return Recovered(step, len(state), all(rank.sums is not None for rank in ranks))
 
 
 class _Rank:
@@ -91,6 +97,8 @@ class _Rank:
         self.chunks: list[tuple[int, int, int]] = [(*entry,) for entry in contents["chunks"]]
         self.commit = self._checked_commit()
         self.optimizer_step = cast("int", self.commit.meta["optimizer_step"])
+        self.sums = _param_sums(cast("str", self.commit.meta["state_sums"]), len(self.chunks))
+        self._last_read: tuple[int, torch.Tensor] | None = None
 
     def _checked_commit(self) -> CommitRecord:
         where, commit = self.store.directories[0], self.store.last_commit()
@@ -118,23 +126,48 @@ class _Rank:
         for number, (group, chunk_begin, chunk_end) in enumerate(self.chunks):
             low, high = max(begin, chunk_begin), min(end, chunk_end)
             if group == sub_group and low < high:
-                yield self._read(number, low - chunk_begin, high - chunk_begin)
+                yield self._read(number)[low - chunk_begin : high - chunk_begin]
 
-    def _read(self, chunk: int, begin: int, end: int) -> torch.Tensor:
-        first = begin * 4 // PAGE_BYTES * PAGE_BYTES
-        memory = aligned_tensor(round_up_to_page(end * 4) - first)
-        view, at = memoryview(memory.numpy()), 0
-        name = state_region(chunk)
-        for extent in self.store.range_extents(name, self.commit.slots[name], first, first + len(view)):
-            done = 0
+    def _read(self, chunk: int) -> torch.Tensor:
+        """P32 of a chunk, compared with its checksum. Parameters that share a chunk come one after another."""
+        if self._last_read is None or self._last_read[0] != chunk:
+            self._last_read = None
+            _, begin, end = self.chunks[chunk]
+            memory = aligned_tensor(round_up_to_page((end - begin) * 4))
+            name = state_region(chunk)
+            extents = self.store.range_extents(name, self.commit.slots[name], 0, len(memory))
+            self._fill(memoryview(memory.numpy()), extents, f"reading P32 of chunk {chunk}")
+            values = memory.view(torch.float32)[: end - begin]
+            if self.sums is not None and load_core().place_sum(values.data_ptr(), len(values), 0) != self.sums[chunk]:
+                message = f"P32 of chunk {chunk} is not what the run wrote; the disk or its path is faulty"
+                where = extents[0]
+                path = str(self.store.paths_of_fd(where.fd))
+                raise FuyouChecksumError(errno.EBADMSG, f"{message}; use the last checkpoint", path, where.offset)
+            self._last_read = (chunk, values)
+        return self._last_read[1]
+
+    def _fill(self, view: memoryview, extents: Sequence[Extent], what: str) -> None:
+        at = 0
+        for extent in extents:
+            path, done = str(self.store.paths_of_fd(extent.fd)), 0
             while done < extent.num_bytes:
-                taken = os.preadv(extent.fd, [view[at + done : at + extent.num_bytes]], extent.offset + done)
+                offset = extent.offset + done
+                try:
+                    taken = os.preadv(extent.fd, [view[at + done : at + extent.num_bytes]], offset)
+                except OSError as error:
+                    raise FuyouStorageError(error.errno or errno.EIO, f"{what} failed", path, offset) from error
                 if taken == 0:
-                    message = f"the file ends inside of chunk {chunk}"
-                    raise FuyouStorageError(61, message, str(self.store.paths_of_fd(extent.fd)))
+                    raise FuyouStorageError(errno.ENODATA, f"{what} failed: the file ends there", path, offset)
                 done += taken
             at += extent.num_bytes
-        return memory[begin * 4 - first : end * 4 - first].view(torch.float32)
+
+
+def _param_sums(written: str, num_chunks: int) -> list[int] | None:
+    """The checksum of every chunk's P32 out of a commit record, see :class:`ds_fuyou.optimizer.commit.Committer`."""
+    if not written:
+        return None
+    numbers = struct.unpack(f"<{2 * num_chunks}Q", bytes.fromhex(written))
+    return list(numbers[::2])
 
 
 class _Param:

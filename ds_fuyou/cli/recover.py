@@ -34,5 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = recover(arguments.directories, arguments.out)
     said = f"{found.num_params} parameters in fp32 as of step {found.step} (optimizer steps, counted over resumes)"
+    if not found.verified:
+        said += '; not compared with checksums, since the run had "checksum": false'
     sys.stdout.write(f"{arguments.out}: {said}\n")
     return 0

@@ -7,12 +7,15 @@ import logging
 import time
 from collections.abc import Callable
 
-__all__ = ["REPORT_SECS", "wait_reporting"]
+__all__ = ["REPORT_SECS", "SLICE_SECS", "wait_reporting", "wait_through"]
 
 logger = logging.getLogger("ds_fuyou")
 
 REPORT_SECS = 30.0
 """A wait that lasts longer is reported, and again after each further period. It is not a time-out."""
+
+SLICE_SECS = 0.2
+"""Longest stay outside of Python: signal handlers (Ctrl-C, SIGTERM) run between two slices."""
 
 
 def wait_reporting(wait: Callable[[float], bool], what: Callable[[], str]) -> float:
@@ -21,6 +24,23 @@ def wait_reporting(wait: Callable[[float], bool], what: Callable[[], str]) -> fl
     ``wait`` must raise when the awaited thing can no longer happen. ``what`` is evaluated for the report only.
     """
     begin = time.perf_counter()
-    while not wait(REPORT_SECS):
-        logger.warning("still waiting for %s (%.0f s)", what(), time.perf_counter() - begin)
+    report = begin + REPORT_SECS
+    while not wait(SLICE_SECS):
+        now = time.perf_counter()
+        if now >= report:
+            logger.warning("still waiting for %s (%.0f s)", what(), now - begin)
+            report = now + REPORT_SECS
     return time.perf_counter() - begin
+
+
+def wait_through(wait: Callable[[float], bool], what: Callable[[], str]) -> None:
+    """As :func:`wait_reporting`, for what must end before memory may go: Ctrl-C and SIGTERM are raised after that."""
+    interrupts: list[BaseException] = []
+    while True:
+        try:
+            wait_reporting(wait, what)
+            break
+        except (KeyboardInterrupt, SystemExit) as interrupt:
+            interrupts.append(interrupt)
+    if interrupts:
+        raise interrupts[0]

@@ -32,7 +32,11 @@ def gather(layout: FlatLayout, chunk: Chunk, source: Source, dtype: torch.dtype)
 
 
 class ChunkValues:
-    """Writes whole chunks. ``slot_of(chunk)`` says where a chunk's published values are. Training thread only."""
+    """Writes whole chunks. Training thread only.
+
+    ``slot_of(chunk)`` says where a chunk's published values are; ``replaced(chunk, address)`` is told of P32 that is
+    written to storage, whose moments are zeros.
+    """
 
     def __init__(
         self,
@@ -40,9 +44,11 @@ class ChunkValues:
         place: ChunkPlacement,
         io: IoLane,
         slot_of: Callable[[int], int],
+        replaced: Callable[[int, int], None],
         param_dtype: torch.dtype,
     ) -> None:
         self._layout, self._place, self._io, self._slot_of = layout, place, io, slot_of
+        self._replaced = replaced
         self._dtype = param_dtype
 
     def initialize(self, source: Source, progress: Callable[[int], None]) -> None:
@@ -69,7 +75,8 @@ class ChunkValues:
             return []
         memory = aligned_tensor(part)
         memory.view(torch.float32)[: chunk.numel].copy_(values)
-        extents = prefix(self._place.state_extents(chunk.index, 0), part)
+        extents = prefix(self._place.state_extents(chunk.index, self._slot_of(chunk.index)), part)
+        self._replaced(chunk.index, memory.data_ptr())
         return [self._io.write(extents, memory, f"writing P32 of chunk {chunk.index}")]
 
     def put_params(self, chunk: Chunk, values: torch.Tensor) -> list[Any]:

@@ -23,7 +23,8 @@ __all__ = ["Committer"]
 class Committer:
     """One thread that handles orders one by one. A failure fails the pipeline, hence the training thread.
 
-    A record's ``meta`` is ``{"optimizer_step": n}``: the steps applied to these states, in earlier runs too.
+    A record's ``meta`` is ``{"optimizer_step": n, "state_sums": hex}``: the steps applied to these states, in earlier
+    runs too, and the checksums of every chunk's P32 and moments, 8 bytes each; "" without ``checksum``.
     """
 
     def __init__(self, pipeline: Any, store: SlotStore, slots: Callable[[], Mapping[str, int]]) -> None:
@@ -43,7 +44,8 @@ class Committer:
 
     def commit_now(self, generation: int, optimizer_step: int) -> None:
         """Writes a record in the calling thread; nothing may be in flight (initialisation)."""
-        self._store.commit(generation, self._slots(), {"optimizer_step": optimizer_step})
+        sums = self._pipeline.state_sums().hex()
+        self._store.commit(generation, self._slots(), {"optimizer_step": optimizer_step, "state_sums": sums})
         self._pipeline.set_committed(generation)
 
     def settled(self, timeout_secs: float) -> bool:
@@ -81,7 +83,8 @@ class Committer:
                 self.commit_now(target, optimizer_step)
             except Exception as error:
                 number = error.errno if isinstance(error, OSError) else None
-                self._pipeline.fail(f"committing step {target} ({error})", number or 0)
+                said = f"{error.strerror} [{error.filename}]" if isinstance(error, OSError) else str(error)
+                self._pipeline.fail(f"committing step {target} ({said})", number or 0)
                 return
             with self._progress:
                 self._num_open -= 1
@@ -90,4 +93,8 @@ class Committer:
     def stop(self) -> None:
         """Lets the orders given so far finish or fail, then ends the thread. Idempotent."""
         self._orders.put(None)
-        self._thread.join()
+        wait_reporting(self._joined, lambda: "the last steps to be committed")
+
+    def _joined(self, timeout_secs: float) -> bool:
+        self._thread.join(timeout_secs)
+        return not self._thread.is_alive()

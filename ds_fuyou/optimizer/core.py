@@ -25,7 +25,7 @@ import torch
 
 from ds_fuyou.errors import FuyouError, FuyouStateError
 from ds_fuyou.host.memory import HostPool, PageLocks
-from ds_fuyou.host.waiting import wait_reporting
+from ds_fuyou.host.waiting import wait_reporting, wait_through
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.chunk_values import ChunkValues
 from ds_fuyou.optimizer.clip_policy import ClipPolicy, Overlap, UpdateStart
@@ -73,9 +73,11 @@ class OutOfCoreOptimizer:
         self._locks = PageLocks(options.device)
         self.place = ChunkPlacement(layout, options, len(kind.moments), store, self._locks)
         self.staging = HostPool(self.place.staging_bytes())
-        self.io.engine.register_buffer(self.staging.pool.base, self.staging.capacity_bytes)
+        self.io.pin(self.staging)
         self.pipeline: Any = core.ChunkPipeline(self.io.engine, self.staging.pool, options.num_update_threads)
         self.pipeline.set_checksum(options.checksum)
+        if options.checksum:
+            self.io.watch(self.place.watched())
         self.policy = ClipPolicy(options.clip_policy, options.can_speculate)
         self.param_version = 0
         for chunk in layout.chunks:
@@ -92,7 +94,7 @@ class OutOfCoreOptimizer:
         self.states = StateAccess(self)
         self.params = ParamAccess(self)
         self.missed = MissedSteps(layout, self.clock)
-        self._values = ChunkValues(layout, self.place, self.io, self._slot, options.param_dtype)
+        self._values = ChunkValues(layout, self.place, self.io, self._slot, self._replaced_p32, options.param_dtype)
         self._wide_gradients: dict[int, torch.Tensor] = {}
         self._read_wide_gradients: dict[int, torch.Tensor] = {}
         self._begin_window()
@@ -460,7 +462,7 @@ class OutOfCoreOptimizer:
         failure = self.pipeline.failure
         if failure.error:
             return storage_error(failure.what, failure.error, failure.fd, failure.offset, self._path_of)
-        return FuyouStateError(f"{failure.what}; the last committed state is intact")
+        return FuyouStateError(failure.what)
 
     def wait_chunk(self, chunk: int) -> None:
         """Until P16 of the chunk's last applied step is in place."""
@@ -496,6 +498,9 @@ class OutOfCoreOptimizer:
     def _slot(self, chunk: int) -> int:
         """The slot that holds a chunk's published values. (The pipeline itself must go with close().)"""
         return int(self.pipeline.slot(chunk))
+
+    def _replaced_p32(self, chunk: int, address: int) -> None:
+        self.pipeline.replace_state(chunk, address, has_moments=False)
 
     def _slots(self) -> dict[str, int]:
         return self.place.slotted(self._slot)
@@ -542,7 +547,7 @@ class OutOfCoreOptimizer:
         self._closed = True
         if self._committer is not None and self.store is not None and self.store.keep:
             self._committer.stop()  # the state stays: let the last step become durable
-        self.pipeline.stop()
+        wait_through(self.pipeline.stop, lambda: "transfers of chunks in flight to end")
         if self._committer is not None:
             self._committer.stop()
         if self.pipeline.failed and not self._told_failure:  # after the script's last call: nobody to raise it to

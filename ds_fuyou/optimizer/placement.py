@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -92,6 +92,8 @@ class ChunkPlacement:
         self._locks = locks
         self.residency = options.residency
         self._params: list[dict[int, _Params]] = [self._allocate_params() for _ in range(options.num_param_versions)]
+        self.num_param_versions = len(self._params) if any(self.residency.params) else 0
+        """Of P16 in DRAM; 0 where all of it is on storage."""
         self._states = {
             chunk.index: aligned_tensor(state_bytes(chunk, num_moments))
             for chunk in layout.chunks
@@ -112,11 +114,6 @@ class ChunkPlacement:
         return params
 
     # ---- host memory --------------------------------------------------------------------------------------
-
-    @property
-    def num_param_versions(self) -> int:
-        """Of P16 in DRAM; 0 where all of it is on storage."""
-        return len(self._params) if any(self.residency.params) else 0
 
     def is_in_memory(self, span: ParamSpan) -> bool:
         """Whether a parameter's P16 is in DRAM as a whole. One whose chunks are apart is read like one on storage."""
@@ -155,6 +152,16 @@ class ChunkPlacement:
 
     def grad_extents(self, index: int) -> tuple[Extent, ...]:
         return self._need_store().extents(grad_region(index), 0)
+
+    def watched(self) -> Iterator[Extent]:
+        """Where P16 and G16 live on storage: read by other ranges than they are written by, so checked by the page."""
+        for chunk in self._layout.chunks:
+            index = chunk.index
+            if not self.residency.params[index]:
+                for slot in range(self._options.num_slots):
+                    yield from self.param_extents(index, slot)
+            if not self.residency.grads[index]:
+                yield from self.grad_extents(index)
 
     def _need_store(self) -> SlotStore:
         if self._store is None:

@@ -98,7 +98,7 @@ class StateAccess:
             core.withdraw_commit()
             core.io.write(core.state_extents(index), state, f"writing the state of chunk {index}").wait()
         self._has_moments[index] = True
-        core.pipeline.set_zero_moments(index, False)
+        core.pipeline.replace_state(index, state.data_ptr(), has_moments=True)
         if params is not None:
             core.replace_params(chunk, params)
 

@@ -29,7 +29,7 @@ class StoredParameters:
         spans = [span for span in core.layout.params if not core.place.is_in_memory(span)]
         sizes = [round_up_to_page(s.numel * core.options.param_dtype.itemsize) + PAGE_BYTES for s in spans]
         self._pool = HostPool(min(max(prefetch_bytes, 2 * max(sizes)), 2 * sum(sizes)), core.options.device)
-        core.io.engine.register_buffer(self._pool.pool.base, self._pool.capacity_bytes)
+        core.io.pin(self._pool)
         self._in_flight: dict[int, ParamRead] = {}
         self.trace = AccessTrace()
         self.num_demand_reads = 0

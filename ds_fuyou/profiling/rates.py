@@ -101,7 +101,8 @@ class Storage:
             raise OSError(ticket.outcome().error, "a transfer of the rate measurement failed")
 
     def close(self) -> None:
-        self._engine.close()
+        while not self._engine.close(60.0):
+            pass
         os.close(self._fd)
         self._file.close()
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
@@ -87,7 +88,7 @@ def preallocate(fd: int, num_bytes: int) -> None:
     if num_bytes == 0:
         return
     try:
-        os.posix_fallocate(fd, 0, num_bytes)
+        allocate_blocks(fd, num_bytes)
         return
     except OSError as error:
         if error.errno not in _NO_FALLOCATE:
@@ -97,6 +98,15 @@ def preallocate(fd: int, num_bytes: int) -> None:
     while offset < num_bytes:
         offset += os.pwrite(fd, zeros[: num_bytes - offset], offset)
     os.fsync(fd)
+
+
+def allocate_blocks(fd: int, num_bytes: int) -> None:
+    """fallocate(2) itself: the C library's posix_fallocate would emulate it by a write to every block, in silence."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    while libc.fallocate(ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(num_bytes)):
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
 
 
 def _choose_direct(fd: int, path: Path, direct: bool | None, buffered_because: str) -> str:

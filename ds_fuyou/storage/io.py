@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
 import errno
+import logging
 import os
-from collections.abc import Callable, Sequence
+import resource
+import signal
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +20,13 @@ import torch
 
 from ds_fuyou.errors import FuyouChecksumError, FuyouStorageError
 from ds_fuyou.host.memory import HostPool
-from ds_fuyou.host.waiting import wait_reporting
+from ds_fuyou.host.waiting import wait_reporting, wait_through
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.storage.store import Extent
 
 __all__ = ["IoLane", "IoSettings", "Transfer"]
+
+logger = logging.getLogger("ds_fuyou")
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,12 @@ class IoSettings:
     queue_depth: int = 32
     block_bytes: int = 1024 * 1024
     num_threads: int = 4
+
+
+_AGAIN_SECS = 0.05
+
+_ownerless: list[tuple[Any, torch.Tensor]] = []
+"""Memory of dropped transfers whose end a signal did not let us await; it goes with the next one, or the process."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +60,16 @@ class Transfer:
 
         In a forked child nothing ends, and nothing is written to the child's memory.
         """
-        if not self.ticket.done() and os.getpid() == self.pid:
+        if self.ticket.done() or os.getpid() != self.pid:
+            return
+        try:
             self.wait_ended()
+        except (KeyboardInterrupt, SystemExit) as interrupt:
+            _ownerless[:] = [(ticket, memory) for ticket, memory in _ownerless if not ticket.done()]
+            _ownerless.append((self.ticket, self.memory))
+            # What is raised in here is lost: the signal comes again when this has returned.
+            number = signal.SIGINT if isinstance(interrupt, KeyboardInterrupt) else signal.SIGTERM
+            threading.Timer(_AGAIN_SECS, _thread.interrupt_main, (number,)).start()
 
     def done(self) -> bool:
         return bool(self.ticket.done())
@@ -70,12 +91,11 @@ class Transfer:
 
 
 def storage_error(what: str, error: int, fd: int, offset: int, path_of: Callable[[int], Path]) -> FuyouStorageError:
-    """The error for a failed transfer: what was moved, where, why, and that the last commit is intact."""
+    """The error for a failed transfer: what was moved, where and why."""
     path = path_of(fd) if fd >= 0 else None
-    reason = os.strerror(error) if error else "unknown failure"
+    message = f"{what} failed"
     if error == errno.ENODATA:
-        reason = "the file is shorter than the layout says"
-    message = f"{what} failed: {reason}; the last committed state is intact"
+        message = f"{what} failed: the file is shorter than the layout says"
     if error == errno.EBADMSG:
         message = f"{what} failed: the bytes read are not those this run wrote; the disk or its path is faulty"
         return FuyouChecksumError(error, message, None if path is None else str(path), offset)
@@ -96,7 +116,17 @@ class IoLane:
         )
         self._core = core
         self._path_of = path_of
+        self._told = {"unregistered": False}  # shared by all lanes of the engine
         self._registered: list[HostPool] = []
+
+    def watch(self, extents: Iterable[Extent]) -> None:
+        """Whole pages read from there are from now on compared with what was written there last.
+
+        A page that differs makes its transfer fail with :class:`FuyouChecksumError`. Costs 8 bytes of memory a page of
+        4 KiB. To be called before anything is written there.
+        """
+        for extent in extents:
+            self.engine.watch_pages(extent.fd, extent.offset, extent.num_bytes)
 
     def sharing(self, path_of: Callable[[int], Path]) -> IoLane:
         """The same engine for files of another owner. Only the lane that was built first closes it."""
@@ -106,8 +136,25 @@ class IoLane:
 
     def register_memory(self, pool: HostPool) -> None:
         """Registers the pool with the kernel; it stays mapped until the engine is closed."""
-        self.engine.register_buffer(pool.pool.base, pool.capacity_bytes)
+        self.pin(pool)
         self._registered.append(pool)
+
+    def pin(self, pool: HostPool) -> None:
+        """Registers memory that outlives the engine with the kernel, so that requests need not look it up each time.
+
+        Where that is refused, mostly by the limit of locked memory, it is said once; everything works without.
+        """
+        backend = self.engine.backend
+        if self.engine.register_buffer(pool.pool.base, pool.capacity_bytes) or backend != self._core.IoBackend.IO_URING:
+            return
+        if not self._told["unregistered"]:
+            self._told["unregistered"] = True
+            logger.info(
+                "%d bytes of I/O memory cannot be registered with io_uring (`ulimit -l` says %s): reads and writes "
+                "cost somewhat more processor time",
+                pool.capacity_bytes,
+                _memlock_limit(),
+            )
 
     def read(self, extents: Sequence[Extent], memory: torch.Tensor, what: str, priority: int = 0) -> Transfer:
         """Starts reading the extents, in order, into ``memory`` (bytes of a contiguous CPU tensor)."""
@@ -135,6 +182,11 @@ class IoLane:
     def close(self) -> None:
         """Idempotent. The engine goes with its last transfer, and with the lanes that share it."""
         if self.engine is not None:
-            self.engine.close()
+            wait_through(self.engine.close, lambda: f"{self.engine.num_in_flight} transfers in flight to end")
             self.engine = None
             self._registered.clear()
+
+
+def _memlock_limit() -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"

@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +153,7 @@ def write_record(dir_fd: int, directory: Path, name: str, payload: Mapping[str, 
         os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         os.fsync(dir_fd)
     except OSError as error:
-        message = f"writing {name} failed; the last committed state is intact"
+        message = f"writing {name} failed; what it said before stands"
         raise FuyouStorageError(error.errno or errno.EIO, message, str(directory / name)) from error
 
 
@@ -174,13 +175,18 @@ def remove_record(dir_fd: int, directory: Path, name: str) -> None:
 def read_record(dir_fd: int, directory: Path, name: str) -> dict[str, Any] | None:
     """The payload, None when the file does not exist; raises as :func:`read_manifest` does."""
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+        # Without O_NONBLOCK a FIFO of this name would be waited for, with locks held.
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
         with os.fdopen(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "not a plain file")
             header, _, body = file.read().partition(b"\n")
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise FuyouStorageError(error.errno or errno.EIO, f"reading {name} failed", str(directory / name)) from error
+        why = ": it must be a plain file" if error.errno == errno.EINVAL else ""
+        message = f"reading {name} failed{why}"
+        raise FuyouStorageError(error.errno or errno.EIO, message, str(directory / name)) from error
     words = header.decode("utf-8", "replace").split(" ")
     digest = hashlib.sha256(body).hexdigest()
     if len(words) == 5 and words[:2] == ["ds_fuyou", name] and words[2] != str(_VERSION) and words[3] == digest:
@@ -189,7 +195,11 @@ def read_record(dir_fd: int, directory: Path, name: str) -> dict[str, Any] | Non
     if words != ["ds_fuyou", name, str(_VERSION), digest, str(len(body))]:
         message = f"{name} is torn or was altered (checksum mismatch); start again from the last checkpoint"
         raise FuyouChecksumError(errno.EBADMSG, message, str(directory / name))
-    payload: dict[str, Any] = json.loads(body)
+    try:
+        payload: dict[str, Any] = json.loads(body)
+    except (RecursionError, ValueError) as error:
+        message = f"{name} cannot be read as JSON ({type(error).__name__}); start again from the last checkpoint"
+        raise FuyouStorageError(errno.EINVAL, message, str(directory / name)) from error
     return payload
 
 

@@ -67,7 +67,7 @@ class StagingFile:
     def register(self, pool: HostPool) -> None:
         """Announces memory that many reads will go to; it stays mapped until :meth:`close`."""
         self._pools.append(pool)
-        self._io.engine.register_buffer(pool.pool.base, pool.capacity_bytes)
+        self._io.pin(pool)
 
     def forget(self, offset: int, num_bytes: int) -> None:
         """Gives the blocks back to the filesystem where it can punch holes; elsewhere they stay until close."""

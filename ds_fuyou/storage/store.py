@@ -335,10 +335,16 @@ class SlotStore:
             try:
                 os.fdatasync(file.fd)
             except OSError as error:
-                message = "making data durable failed; the last committed state is intact"
+                message = f"making data durable failed{self._what_stands()}"
                 failure = FuyouStorageError(error.errno or errno.EIO, message, str(file.path))
                 self._failure = str(failure)
                 raise failure from error
+
+    def _what_stands(self) -> str:
+        """For messages: the committed state, where one is on storage and nothing was written over it."""
+        if self._last is None or not self._last.intact:
+            return ""
+        return f"; the state of commit {self._last.step} was not overwritten"
 
     def _check_open(self) -> None:
         if self._closed:

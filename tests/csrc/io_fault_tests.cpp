@@ -400,3 +400,63 @@ TEST(a_ring_that_dies_is_an_error_of_every_operation)
     engine.close();
     CHECK(engine.num_in_flight() == 0);
 }
+
+TEST(watched_pages_that_changed_behind_our_back_are_errors)
+{
+    constexpr std::uint64_t kPages = 12, kBytes = kPages * 4096;
+    for (const IoBackend backend : backends()) {
+        TempFile file(Access::kBuffered, 2 * kBytes);
+        std::vector<char> written(kBytes), found(kBytes);
+        fill(written.data(), kBytes, 3);
+        IoEngine engine(options(backend, 4, 8192));
+        engine.watch_pages(file.fd(), kBytes, 5 * 4096);
+        engine.watch_pages(file.fd(), kBytes + 5 * 4096, 7 * 4096);
+        const auto read = [&](std::uint64_t begin, std::uint64_t end) {
+            return run(engine, IoKind::kRead,
+                       {{file.fd(), kBytes + begin, found.data(), end - begin}});
+        };
+        CHECK(read(0, kBytes).error == 0);  // nobody knows what should be there
+        CHECK(run(engine, IoKind::kWrite, {{file.fd(), kBytes, written.data(), kBytes}}).error ==
+              0);
+        CHECK(run(engine, IoKind::kWrite, {{file.fd(), 0, written.data(), kBytes}}).error == 0);
+        CHECK(read(0, kBytes).error == 0 && found == written);
+        const char other = static_cast<char>(written[6 * 4096 + 9] ^ 16);
+        for (const std::uint64_t base : {std::uint64_t{0}, kBytes})
+            CHECK(pwrite(file.fd(), &other, 1, static_cast<off_t>(base + 6 * 4096 + 9)) == 1);
+        const IoOutcome outcome = read(0, kBytes);
+        CHECK(outcome.error == EBADMSG && outcome.fd == file.fd());
+        CHECK(outcome.offset == kBytes + 6 * 4096);
+        CHECK(read(0, 6 * 4096).error == 0 && read(7 * 4096, kBytes).error == 0);
+        CHECK(read(6 * 4096, 7 * 4096).error == EBADMSG);
+        CHECK(read(6 * 4096, 6 * 4096 + 100).error == 0);  // no whole page
+        CHECK(run(engine, IoKind::kRead, {{file.fd(), 0, found.data(), kBytes}}).error == 0);
+        // Exchanged pages; then both are written again, one of them in part.
+        CHECK(pwrite(file.fd(), written.data(), 4096, kBytes + 4096) == 4096);
+        CHECK(read(4096, 2 * 4096).error == EBADMSG);
+        CHECK(
+            run(engine, IoKind::kWrite, {{file.fd(), kBytes + 4096, written.data(), 4096}}).error ==
+            0);
+        CHECK(read(0, 2 * 4096).error == 0);
+        CHECK(run(engine, IoKind::kWrite, {{file.fd(), kBytes + 6 * 4096, written.data(), 2048}})
+                  .error == 0);
+        CHECK(read(6 * 4096, 7 * 4096).error == 0);
+    }
+}
+
+TEST(close_says_when_it_lasts)
+{
+    for (const IoBackend backend : backends()) {
+        TempFile file(Access::kBuffered, 4096);
+        std::vector<char> buffer(4096);
+        IoEngine engine(options(backend));
+        engine.add_fault(
+            {.kind = IoKind::kRead, .effect = IoFault::Effect::kDelay, .delay_secs = 0.3});
+        auto late = start(engine, IoKind::kRead, {{file.fd(), 0, buffer.data(), 4096}});
+        CHECK(!engine.close(0.01));
+        CHECK_THROWS(std::runtime_error,
+                     run(engine, IoKind::kRead, {{file.fd(), 0, buffer.data(), 1}}));
+        CHECK(engine.close(60.0));
+        CHECK(late.get().error == 0);
+        CHECK(engine.close(0.0));
+    }
+}

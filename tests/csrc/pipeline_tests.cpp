@@ -281,3 +281,65 @@ TEST(pipeline_is_watched_by_other_threads)
     CHECK(!world.pipeline->failed());
     CHECK(world.pipeline->stats().num_updates == 6 * world.given.num_chunks);
 }
+
+TEST(pipeline_compares_the_first_read_with_what_was_said_to_stand_there)
+{
+    for (const bool has_moments : {false, true}) {
+        for (const bool is_changed : {false, true}) {
+            World world({.num_chunks = 1});
+            world.pipeline->set_checksum(true);
+            CHECK_THROWS(std::logic_error, world.pipeline->state_sums());
+            std::vector<char> state(3 * world.part, 0x11);
+            world.write_file(world.state_range(0, 0), state.data());
+            world.pipeline->replace_state(0, state.data(), has_moments);
+            CHECK(world.pipeline->state_sums().size() == 1);
+            if (!has_moments) std::memset(state.data() + world.part, 0, 2 * world.part);
+            CHECK(world.pipeline->state_holds(0, state.data()));
+            state[5] = 0x12;
+            CHECK(!world.pipeline->state_holds(0, state.data()));
+            if (is_changed) world.write_file(world.state_range(0, 0), state.data());
+            world.pipeline->enqueue(world.update(0, 1));
+            world.pipeline->publish(1);
+            if (!is_changed) {
+                world.finish(1);
+                std::vector<char> updated(3 * world.part);
+                world.read_file(world.state_range(0, 1), updated.data());
+                CHECK(world.pipeline->state_holds(0, updated.data()));
+                continue;
+            }
+            CHECK_THROWS(std::runtime_error, world.pipeline->wait_durable(1, kPatienceSecs));
+            CHECK(world.pipeline->failure().error == EBADMSG);
+        }
+    }
+}
+
+TEST(pipeline_a_queued_update_behind_another_keeps_younger_generations_waiting)
+{
+    World world({.staging_chunks = 5});
+    IoFault late;
+    late.kind = IoKind::kRead;
+    late.effect = IoFault::Effect::kDelay;
+    late.delay_secs = 0.2;
+    late.offset_begin = world.state_range(0, 0).offset;
+    late.offset_end = late.offset_begin + 1;
+    world.engine->add_fault(late);
+    world.pipeline->set_tracing(true);
+    world.pipeline->enqueue(world.update(0, 1));
+    world.pipeline->publish(1);
+    world.pipeline->enqueue(world.update(0, 2));  // waits for the one before
+    world.pipeline->publish(2);
+    world.pipeline->enqueue(world.update(1, 3));  // could go at once, and must not
+    world.pipeline->enqueue(world.update(0, 3));
+    world.pipeline->enqueue(world.update(2, 4));
+    world.pipeline->invalidate(2);
+    world.pipeline->publish(3);
+    world.pipeline->set_committed(3);
+    world.finish(3);
+    std::vector<std::int64_t> order;
+    for (const LaneEvent& event : world.pipeline->take_events())
+        if (event.lane == 1) order.push_back(event.generation);
+    CHECK((order == std::vector<std::int64_t>{1, 2, 3, 3}));
+    CHECK(world.state_is(0, -3.0F, 3.0F) && world.state_is(1, -1.0F, 1.0F));
+    CHECK(world.state_is(2, 0.0F, 0.0F) || world.pipeline->slot(2) == 0);
+    CHECK(world.staging->used_bytes() == 0);
+}

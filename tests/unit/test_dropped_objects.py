@@ -64,4 +64,4 @@ def test_a_forked_child_does_not_wait_for_the_worker_it_has_not() -> None:
         del pipeline
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    pipeline.stop()
+    assert pipeline.stop(60.0)

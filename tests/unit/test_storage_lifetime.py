@@ -176,10 +176,11 @@ store.close()
 
 def test_a_signal_in_the_middle_of_creating_leaves_nothing(tmp_path: Path) -> None:
     code = """
+from ds_fuyou.storage import data_file
 def fallocate(*_):
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
-os.posix_fallocate = fallocate
+data_file.allocate_blocks = fallocate
 make()
 """
     assert run(code, tmp_path).returncode == 143

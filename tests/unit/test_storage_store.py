@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import random
@@ -243,12 +244,12 @@ def test_failed_preallocation_removes_what_it_made(
 ) -> None:
     calls: list[int] = []
 
-    def allocate(fd: int, offset: int, num_bytes: int) -> None:
+    def allocate(fd: int, num_bytes: int) -> None:
         calls.append(num_bytes)
         if len(calls) == 2:
             raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    monkeypatch.setattr(data_file, "allocate_blocks", allocate)
     with pytest.raises(FuyouStorageError, match="preallocation failed") as caught:
         SlotStore.create(paths, REGIONS, identity())
     assert caught.value.errno == number
@@ -260,10 +261,10 @@ def test_failed_preallocation_removes_what_it_made(
 def test_zeros_are_written_where_the_filesystem_cannot_allocate(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(fd: int, offset: int, num_bytes: int) -> None:
+    def refuse(fd: int, num_bytes: int) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(data_file, "allocate_blocks", refuse)
     store = SlotStore.create(paths[:1], REGIONS, identity())
     assert (store.directories[0] / "data").stat().st_blocks * 512 >= store.total_bytes
     assert set(read_slot(store, "big", 1)) == {0}
@@ -356,7 +357,7 @@ def test_after_data_failed_to_become_durable_nothing_is_committed(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", fail)
-        with pytest.raises(FuyouStorageError, match="last committed state is intact") as caught:
+        with pytest.raises(FuyouStorageError, match="the state of commit 1 was not overwritten") as caught:
             store.commit(2, {"big": 1}, {})
     assert caught.value.errno == errno.EIO
     assert caught.value.filename == str(store.directories[0] / "data")
@@ -544,3 +545,27 @@ def test_data_is_durable_before_the_record_appears(store: SlotStore, monkeypatch
         monkeypatch.setattr(os, name, call)
     store.commit(1, {"big": 0}, {})
     assert order == ["fdatasync", "fdatasync", "fsync", "rename", "fsync"]
+
+
+@pytest.mark.parametrize("name", ["commit.json", "contents.json", "manifest.json"])
+def test_a_record_that_is_no_plain_file_is_refused_at_once(paths: list[Path], name: str) -> None:
+    """A FIFO would be waited for, with the locks held that all other starts wait for."""
+    store = SlotStore.create(paths, REGIONS, identity(), keep=True)
+    store.describe({})
+    store.commit(1, {"big": 0}, {})
+    store.close()
+    directory = store.directories[0]
+    (directory / name).unlink()
+    os.mkfifo(directory / name)
+    with pytest.raises(FuyouStorageError, match=rf"reading {name} failed: it must be a plain file"):
+        SlotStore.open(store.directories, identity()).contents()
+
+
+def test_a_record_too_deep_to_be_read_is_refused(paths: list[Path]) -> None:
+    store = SlotStore.create(paths, REGIONS, identity(), keep=True)
+    store.close()
+    body = b"[" * 200_000
+    header = f"ds_fuyou commit.json 1 {hashlib.sha256(body).hexdigest()} {len(body)}\n".encode()
+    (store.directories[0] / "commit.json").write_bytes(header + body)
+    with pytest.raises(FuyouStorageError, match="cannot be read as JSON"):
+        SlotStore.open(store.directories, identity())

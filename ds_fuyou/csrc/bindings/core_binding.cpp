@@ -14,6 +14,7 @@
 
 #include "io/io_engine.h"
 #include "kernels/elementwise.h"
+#include "kernels/place_sum.h"
 #include "kernels/update_rule.h"
 #include "memory/aligned_pool.h"
 #include "pipeline/chunk_pipeline.h"
@@ -138,6 +139,12 @@ void bind_kernels(py::module_& m)
         },
         NoGil());
     m.def(
+        "place_sum",
+        [](std::uintptr_t words, std::size_t num_words, std::uint64_t first) {
+            return place_sum(address(words), num_words, first);
+        },
+        NoGil());
+    m.def(
         "scale_gradient",
         [](ElementType type, std::uintptr_t source, std::uintptr_t target, std::size_t numel,
            float multiplier) {
@@ -191,10 +198,13 @@ void bind_io(py::module_& m)
              py::arg("num_threads"))
         .def("submit", &submit, py::arg("kind"), py::arg("ranges"), py::arg("buffer"),
              py::arg("priority"))
-        .def("register_buffer",
-             [](IoEngine& engine, std::uintptr_t buffer, std::uint64_t num_bytes) {
-                 return engine.register_buffer(address(buffer), num_bytes);
-             })
+        .def(
+            "register_buffer",
+            [](IoEngine& engine, std::uintptr_t buffer, std::uint64_t num_bytes) {
+                return engine.register_buffer(address(buffer), num_bytes);
+            },
+            NoGil())
+        .def("watch_pages", &IoEngine::watch_pages)
         .def("set_throttle", &IoEngine::set_throttle)
         .def(
             "add_fault",
@@ -212,7 +222,8 @@ void bind_io(py::module_& m)
         .def_property_readonly("backend", &IoEngine::backend)
         .def_property_readonly("backend_reason", &IoEngine::backend_reason)
         .def_property_readonly("num_in_flight", &IoEngine::num_in_flight)
-        .def("close", &IoEngine::close, NoGil());
+        .def("close", py::overload_cast<double>(&IoEngine::close), py::arg("timeout_secs"),
+             NoGil());
     py::class_<AlignedPool, std::shared_ptr<AlignedPool>>(m, "AlignedPool")
         .def(py::init<std::uint64_t>())
         .def("allocate_tensor",
@@ -306,7 +317,12 @@ void bind_pipeline(py::module_& m)
             py::arg("param_slots"), py::arg("grad_slot"), py::arg("num_slots"),
             py::arg("resident_state"), py::arg("param_memory"))
         .def("set_position", &ChunkPipeline::set_position)
-        .def("set_zero_moments", &ChunkPipeline::set_zero_moments)
+        .def(
+            "replace_state",
+            [](ChunkPipeline& pipeline, std::size_t chunk, std::uintptr_t block, bool has_moments) {
+                pipeline.replace_state(chunk, address(block), has_moments);
+            },
+            py::arg("chunk"), py::arg("block"), py::kw_only(), py::arg("has_moments"), NoGil())
         .def("set_slot", &ChunkPipeline::set_slot)
         .def("slot", &ChunkPipeline::slot)
         .def(
@@ -355,9 +371,19 @@ void bind_pipeline(py::module_& m)
         .def(
             "state_holds",
             [](const ChunkPipeline& pipeline, std::size_t chunk, std::uintptr_t block) {
-                return pipeline.state_holds(chunk, reinterpret_cast<char*>(block));
+                return pipeline.state_holds(chunk, address(block));
             },
             NoGil())
+        .def("state_sums",
+             [](const ChunkPipeline& pipeline) {
+                 std::vector<std::uint64_t> numbers;
+                 for (const StateSums& sums : pipeline.state_sums()) {
+                     numbers.push_back(sums.param);
+                     numbers.push_back(sums.moments);
+                 }
+                 return py::bytes(reinterpret_cast<const char*>(numbers.data()),
+                                  numbers.size() * sizeof(std::uint64_t));
+             })
         .def("take_events",
              [](ChunkPipeline& pipeline) {
                  std::vector<std::tuple<int, std::size_t, std::int64_t, double, double>> events;
@@ -367,7 +393,8 @@ void bind_pipeline(py::module_& m)
                  }
                  return events;
              })
-        .def("stop", &ChunkPipeline::stop, NoGil())
+        .def("stop", py::overload_cast<double>(&ChunkPipeline::stop), py::arg("timeout_secs"),
+             NoGil())
         .def_static("part_bytes", &StateBlock::part_bytes);
 }
 

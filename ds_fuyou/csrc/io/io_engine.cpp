@@ -122,10 +122,21 @@ std::uint64_t IoEngine::num_in_flight() const
     return impl_->queue.num_in_flight();
 }
 
+void IoEngine::watch_pages(int fd, std::uint64_t offset, std::uint64_t num_bytes)
+{
+    impl_->queue.watch_pages(fd, offset, num_bytes);
+}
+
 void IoEngine::close()
 {
+    while (!close(3600.0)) {
+    }
+}
+
+bool IoEngine::close(double timeout_secs)
+{
     if (!impl_->is_ours()) {
-        return;
+        return true;
     }
     if (impl_->backend->is_engine_thread()) {
         throw std::runtime_error(
@@ -134,7 +145,11 @@ void IoEngine::close()
     std::lock_guard<std::mutex> lock(impl_->close_mutex);
     impl_->queue.close();
     impl_->backend->wake();
+    if (!impl_->queue.wait_drained(timeout_secs)) {
+        return false;
+    }
     impl_->backend->join();
+    return true;
 }
 
 }  // namespace fuyou

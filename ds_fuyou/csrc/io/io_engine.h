@@ -107,6 +107,11 @@ class IoEngine {
     // Forgets every registered range that overlaps; no operation may be in flight in it.
     void unregister_buffer(char* address, std::uint64_t num_bytes);
 
+    // From now on every write to these bytes leaves a checksum a page in memory, and reads of whole
+    // pages that hold something else end with EBADMSG, and the page as offset. Before the range is
+    // first read or written, and while no operation is in flight.
+    void watch_pages(int fd, std::uint64_t offset, std::uint64_t num_bytes);
+
     // A simulated device: each piece takes its bytes / the rate of its kind, and reads and writes
     // add up on one time line. 0 = unlimited (test and simulation seam).
     void set_throttle(double read_bytes_per_sec, double write_bytes_per_sec);
@@ -118,6 +123,9 @@ class IoEngine {
     std::string backend_reason() const;   // why not io_uring; empty for io_uring
     std::uint64_t num_in_flight() const;  // accepted operations whose completion has not begun
     void close();
+    // The same, but returns false when what is in flight lasts longer. Then no operation is
+    // accepted any more, and close() has to be called again.
+    bool close(double timeout_secs);
 
   private:
     struct Impl;

@@ -228,6 +228,8 @@ PieceStep IoQueue::begin(IoPiece& piece)
     if (piece.fate.error > 0) {
         return settle(piece, -std::exchange(piece.fate.error, 0));
     }
+    if (piece.kind() == IoKind::kWrite)
+        page_sums_.remember(piece.fd, piece.offset, piece.buffer, piece.num_bytes);
     return piece.num_bytes == 0 ? PieceStep::kDone : PieceStep::kTransfer;
 }
 
@@ -287,6 +289,15 @@ void IoQueue::finish(IoPiece* piece) noexcept
 {
     std::shared_ptr<IoOperation> operation = std::move(piece->operation);
     bool is_complete = false;
+    if (operation->kind == IoKind::kRead && piece->error == 0 &&
+        piece->num_bytes_done == piece->num_bytes) {
+        const std::uint64_t changed =
+            page_sums_.first_changed(piece->fd, piece->offset, piece->buffer, piece->num_bytes);
+        if (changed != PageSums::kNone) {
+            piece->error = EBADMSG;
+            piece->offset = changed;
+        }
+    }
     {
         std::lock_guard<std::mutex> lock(mutex_);
         piece->operation = operation;
@@ -300,6 +311,7 @@ void IoQueue::finish(IoPiece* piece) noexcept
         }
         if (closed_ && num_in_flight_ == 0) {
             work_.notify_all();
+            drained_.notify_all();
         } else if (!waiting_.empty()) {
             work_.notify_one();
         }
@@ -344,10 +356,23 @@ void IoQueue::close()
     work_.notify_all();
 }
 
+bool IoQueue::wait_drained(double timeout_secs)
+{
+    std::unique_lock<std::mutex> lock(mutex_);
+    return drained_.wait_for(lock, std::chrono::duration<double>(timeout_secs),
+                             [this] { return closed_ && num_in_flight_ == 0; });
+}
+
 bool IoQueue::is_drained() const
 {
     std::lock_guard<std::mutex> lock(mutex_);
     return closed_ && num_in_flight_ == 0;
+}
+
+void IoQueue::watch_pages(int fd, std::uint64_t offset, std::uint64_t num_bytes)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    page_sums_.watch(fd, offset, num_bytes);
 }
 
 void IoQueue::set_throttle(double read_bytes_per_sec, double write_bytes_per_sec)

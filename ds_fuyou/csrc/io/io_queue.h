@@ -20,6 +20,7 @@
 
 #include "device_model.h"
 #include "io_engine.h"
+#include "page_sums.h"
 
 namespace fuyou {
 
@@ -88,8 +89,11 @@ class IoQueue {
     void finish(IoPiece* piece) noexcept;
 
     void close();
+    // Waits until it is drained; false if that lasts longer.
+    bool wait_drained(double timeout_secs);
     bool is_drained() const;  // closed, and every accepted operation is complete
 
+    void watch_pages(int fd, std::uint64_t offset, std::uint64_t num_bytes);
     void set_throttle(double read_bytes_per_sec, double write_bytes_per_sec);
     void add_fault(const IoFault& fault);
     void clear_faults();
@@ -122,6 +126,8 @@ class IoQueue {
     const std::uint64_t block_bytes_;
     mutable std::mutex mutex_;
     std::condition_variable work_;
+    std::condition_variable drained_;
+    PageSums page_sums_;
     bool closed_ = false;
     std::uint64_t next_sequence_ = 0;
     std::uint64_t num_in_flight_ = 0;

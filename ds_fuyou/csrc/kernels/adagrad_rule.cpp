@@ -24,7 +24,7 @@ class AdagradRule final : public UpdateRule {
     void apply(float* param, float* grad, float* const* moments, std::size_t numel) const override
     {
         Stock optimizer(optimizer_);  // Step_8 is not const; the copy is a few words
-        optimizer.Step_8(param, grad, moments[0], numel);
+        step_here(optimizer, param, grad, moments[0], numel);
     }
 
   private:

@@ -47,3 +47,19 @@
 #undef PYBIND11_MODULE
 #define PYBIND11_MODULE(name, variable) \
     [[maybe_unused]] static void unused_binding(pybind11::module_& variable)
+
+namespace fuyou {
+
+// One update by the stock optimizer in the calling thread. Newer versions start threads of their
+// own for every call unless told not to; the caller has divided the work already.
+template <class Stock, class... Arguments>
+void step_here(Stock& optimizer, Arguments... arguments)
+{
+    if constexpr (requires { optimizer.Step_8(arguments..., false); }) {
+        optimizer.Step_8(arguments..., false);
+    } else {
+        optimizer.Step_8(arguments...);
+    }
+}
+
+}  // namespace fuyou

@@ -152,11 +152,4 @@ double sum_of_squares(ElementType type, const void* src, std::size_t numel, int 
         num_threads);
 }
 
-std::uint64_t bit_sum(const float* values, std::size_t numel)
-{
-    std::uint64_t sum = 0;
-    for (std::size_t i = 0; i < numel; ++i) sum += to_bits(values[i]);
-    return sum;
-}
-
 }  // namespace fuyou

@@ -25,9 +25,4 @@ void narrow_parameter(ElementType type, const float* src, void* dst, std::size_t
 // Sum of squares in double precision, in no promised order; not finite if any element is not.
 double sum_of_squares(ElementType type, const void* src, std::size_t numel, int num_threads);
 
-// A sum over the bits of fp32 values that notices changed, torn and stale blocks; partial sums over
-// disjoint runs add up. Cheap enough to run on every block that an update touches; not
-// cryptographic.
-std::uint64_t bit_sum(const float* values, std::size_t numel);
-
 }  // namespace fuyou

@@ -1,86 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
+//
+// The public calls of the pipeline: what the training thread and the committer ask, and wait for.
 #include "pipeline/chunk_pipeline.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
-#include <exception>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
+#include "pipeline/chunk_job.h"
+
 namespace fuyou {
-namespace {
-
-double now_secs()
-{
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
-        .count();
-}
-
-// The file ranges of the first `num_bytes` of `ranges`, placed in memory from `memory` on.
-std::vector<IoExtent> place(const FileRanges& ranges, char* memory, std::uint64_t num_bytes)
-{
-    std::vector<IoExtent> extents;
-    for (const FileRange& range : ranges) {
-        if (num_bytes == 0) break;
-        const std::uint64_t part = std::min(range.num_bytes, num_bytes);
-        extents.push_back({range.fd, range.offset, memory, part});
-        memory += part;
-        num_bytes -= part;
-    }
-    if (num_bytes != 0) throw std::logic_error("file ranges are shorter than the bytes to move");
-    return extents;
-}
-
-void append(std::vector<IoExtent>& all, std::vector<IoExtent> more)
-{
-    all.insert(all.end(), more.begin(), more.end());
-}
-
-}  // namespace
-
-struct ChunkPipeline::Job {
-    ChunkUpdate update;
-    JobState state = JobState::kQueued;
-    bool cancelled = false;
-    bool published = false;
-    bool gradient_read = false;          // nothing will read the gradient any more
-    bool gradient_read_pending = false;  // released while its state was still being read
-    int target_slot = 0;
-    char* staging = nullptr;      // state block, then P16 and G16 areas when they are on storage
-    char* state_block = nullptr;  // state block in use: staging or resident memory
-    char* param16 = nullptr;      // where the new P16 goes
-    const char* gradient = nullptr;
-    double begin_secs = 0.0;
-    BlockSums sums;
-};
-
-struct ChunkPipeline::Chunk {
-    ChunkSpec spec;
-    int slot = 0;
-    bool zero_moments = true;
-    // Sum over the state block in each slot, where an update of this run wrote it.
-    std::array<std::uint64_t, 2> sums = {0, 0};
-    std::array<bool, 2> has_sum = {false, false};
-    std::int64_t published_generation = 0;
-    std::shared_ptr<Job> job;
-
-    bool resident() const { return spec.resident_state != nullptr; }
-    bool param_on_storage() const { return spec.param_memory[0] == nullptr; }
-    std::uint64_t part_bytes() const { return StateBlock::part_bytes(spec.numel); }
-    std::uint64_t state_bytes() const
-    {
-        return part_bytes() * static_cast<std::uint64_t>(1 + spec.num_moments);
-    }
-    std::uint64_t param_bytes() const
-    {
-        return round_up_to_page(spec.numel * element_bytes(spec.param_type));
-    }
-    std::uint64_t grad_bytes() const
-    {
-        return round_up_to_page(spec.numel * element_bytes(spec.grad_type));
-    }
-};
 
 ChunkPipeline::ChunkPipeline(IoEngine* io, AlignedPool* staging, int num_update_threads)
     : io_(io), staging_(staging), num_update_threads_(std::max(1, num_update_threads))
@@ -98,11 +29,8 @@ std::size_t ChunkPipeline::add_chunk(const ChunkSpec& spec)
     std::lock_guard<std::mutex> lock(mutex_);
     Chunk chunk;
     chunk.spec = spec;
-    const std::uint64_t staging_bytes = (chunk.resident() ? 0 : chunk.state_bytes()) +
-                                        (chunk.param_on_storage() ? chunk.param_bytes() : 0) +
-                                        (spec.grad_slot.empty() ? 0 : chunk.grad_bytes());
-    if (staging_bytes > staging_->capacity_bytes()) {
-        throw std::invalid_argument("one chunk needs " + std::to_string(staging_bytes) +
+    if (chunk.staging_bytes() > staging_->capacity_bytes()) {
+        throw std::invalid_argument("one chunk needs " + std::to_string(chunk.staging_bytes()) +
                                     " bytes of staging memory, the pool has " +
                                     std::to_string(staging_->capacity_bytes()));
     }
@@ -116,11 +44,25 @@ void ChunkPipeline::set_position(std::size_t chunk, std::int64_t position)
     chunks_.at(chunk).spec.position = position;
 }
 
-void ChunkPipeline::set_zero_moments(std::size_t chunk, bool zero)
+void ChunkPipeline::replace_state(std::size_t index, char* memory, bool has_moments)
 {
+    StateBlock block{memory, 0, 0};
+    bool checked = false;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const Chunk& chunk = chunks_.at(index);
+        block.numel = chunk.spec.numel;
+        block.num_moments = has_moments ? chunk.spec.num_moments : 0;
+        checked = checksum_ && !chunk.resident();
+    }
+    const StateSums sums = checked ? block.sums(0, block.numel) : StateSums{};
     std::lock_guard<std::mutex> lock(mutex_);
-    chunks_.at(chunk).zero_moments = zero;
-    chunks_.at(chunk).has_sum = {false, false};  // the block was written from outside
+    Chunk& chunk = chunks_[index];
+    const std::size_t slot = static_cast<std::size_t>(chunk.slot);
+    chunk.zero_moments = !has_moments;
+    chunk.has_sums = {false, false};
+    chunk.sums[slot] = sums;
+    chunk.has_sums[slot] = checked;
 }
 
 void ChunkPipeline::set_slot(std::size_t chunk, int slot)
@@ -141,23 +83,53 @@ void ChunkPipeline::require_running_locked() const
     if (stopping_) throw std::runtime_error("the optimizer pipeline is stopped");
 }
 
+bool ChunkPipeline::is_published_locked(const Job& job) const
+{
+    return !job.dropped && job.generation() <= published_;
+}
+
 void ChunkPipeline::enqueue(ChunkUpdate update)
 {
     std::lock_guard<std::mutex> lock(mutex_);
     require_running_locked();
-    const Chunk& chunk = chunks_.at(update.chunk);
-    const auto key =
-        std::make_pair(update.generation, std::make_pair(chunk.spec.position, update.chunk));
-    if ((chunk.job && !chunk.job->cancelled && chunk.job->update.generation >= update.generation) ||
-        queue_.count(key) != 0) {
+    Chunk& chunk = chunks_.at(update.chunk);
+    const std::int64_t generation = update.generation;
+    if ((chunk.job && !chunk.job->dropped && chunk.job->generation() >= generation) ||
+        (!chunk.waiting.empty() && chunk.waiting.back()->generation() >= generation)) {
         throw std::logic_error("chunk " + std::to_string(update.chunk) +
                                " already has an update of generation " +
-                               std::to_string(update.generation) + " or later");
+                               std::to_string(generation) + " or later");
     }
     auto job = std::make_shared<Job>();
+    job->key = {generation, chunk.spec.position, update.chunk};
+    job->gradient_place = update.held                  ? GradientPlace::kOpen
+                          : update.gradient != nullptr ? GradientPlace::kMemory
+                                                       : GradientPlace::kStorage;
     job->update = std::move(update);
-    queue_.emplace(key, job);
-    changed_.notify_all();
+    chunk.waiting.push_back(std::move(job));
+    ++unadmitted_[generation];
+    ++open_[generation];
+    offer_locked(chunk);
+}
+
+// The chunk's oldest queued job may be admitted if none of the chunk is.
+void ChunkPipeline::offer_locked(Chunk& chunk)
+{
+    if (chunk.job || chunk.waiting.empty()) return;
+    const std::shared_ptr<Job>& job = chunk.waiting.front();
+    const auto offered = queue_.emplace(job->key, job);
+    // A job that is not the first of the queue changes nothing for a worker that found no memory.
+    if (offered.second && (offered.first == queue_.begin() || !is_short_of_memory_))
+        work_.notify_one();
+}
+
+void ChunkPipeline::leave_locked(GenerationCounts& counts, std::int64_t generation)
+{
+    const auto count = counts.find(generation);
+    if (--count->second > 0) return;
+    counts.erase(count);
+    if (&counts == &open_) durable_.notify_all();
+    if (&counts == &unadmitted_) work_.notify_one();  // a younger generation may be next
 }
 
 void ChunkPipeline::release(std::size_t chunk_index, std::vector<UpdateSegment> segments,
@@ -166,116 +138,97 @@ void ChunkPipeline::release(std::size_t chunk_index, std::vector<UpdateSegment> 
 {
     std::lock_guard<std::mutex> lock(mutex_);
     require_running_locked();
-    auto fill = [&](Job& job) {
-        job.update.segments = std::move(segments);
-        job.update.multiplier = multiplier;
-        job.update.gradient = gradient;
-        job.update.gradient_type = gradient_type;
-        job.update.param_version = param_version;
-        job.update.held = false;
-    };
-    for (auto& entry : queue_) {
-        if (entry.second->update.chunk == chunk_index && entry.second->update.held) {
-            fill(*entry.second);
-            changed_.notify_all();
-            return;
-        }
-    }
-    const std::shared_ptr<Job> job = chunks_.at(chunk_index).job;
-    if (!job || !job->update.held) throw std::logic_error("no held update to release");
-    fill(*job);
+    Chunk& chunk = chunks_.at(chunk_index);
+    std::shared_ptr<Job> job = chunk.job;
+    for (const std::shared_ptr<Job>& queued : chunk.waiting)
+        if (queued->update.held) job = queued;
+    if (!job || !job->update.held || job->dropped)
+        throw std::logic_error("no held update to release");
+    job->update.segments = std::move(segments);
+    job->update.multiplier = multiplier;
+    job->update.gradient = gradient;
+    job->update.gradient_type = gradient_type;
+    job->update.param_version = param_version;
+    job->update.held = false;
     job->gradient = gradient;
+    job->gradient_place = gradient != nullptr ? GradientPlace::kMemory : GradientPlace::kStorage;
+    if (job->state != JobState::kHeld) return;  // its admission, or the end of its read, goes on
     if (gradient == nullptr) {
-        job->gradient = job->staging + grad_offset(chunks_.at(chunk_index));
-        if (job->state == JobState::kReady) {
-            read_gradient_locked(job);
-        } else {
-            job->gradient_read_pending = true;
-        }
+        read_gradient_locked(job);
+    } else {
+        make_ready_locked(job);
     }
-    changed_.notify_all();
 }
 
-// Reads the gradient of a job that was admitted before its gradient was final.
-void ChunkPipeline::read_gradient_locked(const std::shared_ptr<Job>& job)
-{
-    const Chunk& chunk = chunks_[job->update.chunk];
-    job->gradient_read_pending = false;
-    job->begin_secs = now_secs();
-    io_->submit(IoKind::kRead,
-                place(chunk.spec.grad_slot, job->staging + grad_offset(chunk), chunk.grad_bytes()),
-                io_priority(*job),
-                [this, job](const IoOutcome& outcome) { on_read(job, outcome); });
-    job->state = JobState::kReading;
-}
-
-// The caller wants its gradient memory back: what has not been read yet is read from storage
-// instead.
 void ChunkPipeline::read_gradient_from_storage(std::size_t chunk_index, const char* buffer)
 {
     std::unique_lock<std::mutex> lock(mutex_);
-    for (auto& entry : queue_) {
-        ChunkUpdate& update = entry.second->update;
-        if (update.chunk == chunk_index && update.gradient == buffer) {
-            update.gradient = nullptr;
-            return;
-        }
+    Chunk& chunk = chunks_.at(chunk_index);
+    for (const std::shared_ptr<Job>& queued : chunk.waiting) {
+        if (queued->gradient_place != GradientPlace::kMemory || queued->update.gradient != buffer)
+            continue;
+        queued->update.gradient = nullptr;
+        queued->gradient_place = GradientPlace::kStorage;
+        return;
     }
-    const std::shared_ptr<Job> job = chunks_.at(chunk_index).job;
+    const std::shared_ptr<Job> job = chunk.job;
     if (!job) return;
-    changed_.wait(lock, [&] { return job->state != JobState::kUpdating; });
-    if (job->gradient_read || job->cancelled || job->update.held || job->gradient != buffer) return;
+    wait_until_not_updating_locked(lock, chunk, job);
+    if (job->gradient_place != GradientPlace::kMemory || job->dropped || job->gradient != buffer)
+        return;
     job->update.gradient = nullptr;
-    job->gradient = job->staging + grad_offset(chunks_[chunk_index]);
-    if (job->state == JobState::kReady) {
-        read_gradient_locked(job);
-    } else {
-        job->gradient_read_pending = true;
-    }
-}
-
-// The staging block of a job is [state | P16 | G16]; parts that live in DRAM are absent.
-std::uint64_t ChunkPipeline::grad_offset(const Chunk& chunk) const
-{
-    return (chunk.resident() ? 0 : chunk.state_bytes()) +
-           (chunk.param_on_storage() ? chunk.param_bytes() : 0);
-}
-
-std::int64_t ChunkPipeline::io_priority(const Job& job) const
-{
-    return (job.update.generation << 24) + chunks_[job.update.chunk].spec.position;
+    job->gradient_place = GradientPlace::kStorage;
+    if (job->state != JobState::kReady) return;  // the end of its read goes on
+    ready_.erase(job->key);
+    read_gradient_locked(job);
 }
 
 void ChunkPipeline::invalidate(std::size_t chunk_index)
 {
     std::unique_lock<std::mutex> lock(mutex_);
-    for (auto it = queue_.begin(); it != queue_.end();) {
-        if (it->second->update.chunk == chunk_index && it->second->update.generation > published_) {
-            ++stats_.num_discarded;
-            it = queue_.erase(it);
-        } else {
-            ++it;
+    Chunk& chunk = chunks_.at(chunk_index);
+    while (!chunk.waiting.empty() && chunk.waiting.back()->generation() > published_) {
+        const std::shared_ptr<Job> queued = std::move(chunk.waiting.back());
+        chunk.waiting.pop_back();
+        queue_.erase(queued->key);
+        ++stats_.num_discarded;
+        leave_locked(unadmitted_, queued->generation());
+        leave_locked(open_, queued->generation());
+    }
+    const std::shared_ptr<Job> job = chunk.job;
+    if (job && !job->dropped && job->generation() > published_) {
+        ++stats_.num_discarded;
+        job->dropped = true;
+        leave_locked(open_, job->generation());
+        switch (job->state) {
+            case JobState::kHeld:
+            case JobState::kReady:
+            case JobState::kParked:
+            case JobState::kWritten:
+                ready_.erase(job->key);
+                parked_.erase(job->key);
+                finish_locked(job);
+                break;
+            case JobState::kUpdating:  // only this reads the gradient
+                wait_until_not_updating_locked(lock, chunk, job);
+                break;
+            case JobState::kQueued:
+            case JobState::kReading:
+            case JobState::kWriting:  // its transfer ends it
+                break;
         }
     }
-    std::shared_ptr<Job> job = chunks_.at(chunk_index).job;
-    if (!job || job->cancelled || job->update.generation <= published_) return;
-    ++stats_.num_discarded;
-    job->cancelled = true;
-    if (job->state == JobState::kWriting && job->staging == nullptr)
-        finish_locked(job);  // already written
-    changed_.notify_all();
-    // Only a running update reads the gradient; everything else drops it at once.
-    changed_.wait(lock, [&] { return job->state != JobState::kUpdating; });
+    wake_chunk_locked(chunk);
 }
 
 void ChunkPipeline::discard_all()
 {
-    std::vector<std::size_t> pending;
+    std::size_t num_chunks = 0;
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        for (std::size_t i = 0; i < chunks_.size(); ++i) pending.push_back(i);
+        num_chunks = chunks_.size();
     }
-    for (std::size_t chunk : pending) invalidate(chunk);
+    for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) invalidate(chunk);
 }
 
 void ChunkPipeline::publish(std::int64_t generation)
@@ -285,30 +238,45 @@ void ChunkPipeline::publish(std::int64_t generation)
     published_ = generation;
     for (Chunk& chunk : chunks_) {
         const std::shared_ptr<Job> job = chunk.job;  // may still be the job of an older generation
-        if (!job || job->cancelled || job->update.generation != generation) continue;
-        job->published = true;
-        if (job->state == JobState::kWriting && job->staging == nullptr) {
+        if (!job || job->dropped || job->generation() != generation) continue;
+        if (job->state == JobState::kWritten) {
             finish_locked(job);  // ended before its publication
-        } else if (job->state >= JobState::kUpdated && !chunk.param_on_storage()) {
+        } else if (job->state >= JobState::kParked && !chunk.param_on_storage()) {
             chunk.published_generation = generation;
         }
     }
-    changed_.notify_all();
+    chunk_changed_.notify_all();
+    durable_.notify_all();
 }
 
 void ChunkPipeline::set_committed(std::int64_t generation)
 {
     std::lock_guard<std::mutex> lock(mutex_);
     committed_ = generation;
-    changed_.notify_all();
+    work_.notify_one();
+}
+
+void ChunkPipeline::wake_chunk_locked(const Chunk& chunk)
+{
+    if (chunk.num_waiters > 0) chunk_changed_.notify_all();
+}
+
+void ChunkPipeline::wait_until_not_updating_locked(std::unique_lock<std::mutex>& lock, Chunk& chunk,
+                                                   const std::shared_ptr<Job>& job)
+{
+    ++chunk.num_waiters;
+    chunk_changed_.wait(lock, [&] { return job->state != JobState::kUpdating; });
+    --chunk.num_waiters;
 }
 
 template <class Predicate>
-bool ChunkPipeline::wait_locked(std::unique_lock<std::mutex>& lock, double timeout_secs,
-                                Predicate done)
+bool ChunkPipeline::wait_for_chunk_locked(std::unique_lock<std::mutex>& lock, Chunk& chunk,
+                                          double timeout_secs, Predicate done)
 {
-    const auto timeout = std::chrono::duration<double>(timeout_secs);
-    changed_.wait_for(lock, timeout, [&] { return failed_ || stopping_ || done(); });
+    ++chunk.num_waiters;
+    chunk_changed_.wait_for(lock, std::chrono::duration<double>(timeout_secs),
+                            [&] { return failed_ || stopping_ || done(); });
+    --chunk.num_waiters;
     if (!done()) require_running_locked();
     return done();
 }
@@ -319,55 +287,54 @@ bool ChunkPipeline::is_published(std::size_t chunk, std::int64_t generation) con
     return chunks_.at(chunk).published_generation >= generation;
 }
 
-bool ChunkPipeline::wait_published(std::size_t chunk, std::int64_t generation, double timeout_secs)
+bool ChunkPipeline::wait_published(std::size_t chunk_index, std::int64_t generation,
+                                   double timeout_secs)
 {
     std::unique_lock<std::mutex> lock(mutex_);
-    return wait_locked(lock, timeout_secs,
-                       [&] { return chunks_.at(chunk).published_generation >= generation; });
+    Chunk& chunk = chunks_.at(chunk_index);
+    return wait_for_chunk_locked(lock, chunk, timeout_secs,
+                                 [&] { return chunk.published_generation >= generation; });
 }
 
 bool ChunkPipeline::wait_durable(std::int64_t generation, double timeout_secs)
 {
     std::unique_lock<std::mutex> lock(mutex_);
-    return wait_locked(lock, timeout_secs, [&] {
-        if (published_ < generation) return false;
-        for (const auto& entry : queue_)
-            if (entry.second->update.generation <= generation) return false;
-        for (const auto& job : active_)
-            if (!job->cancelled && job->update.generation <= generation) return false;
-        return true;
-    });
+    const auto done = [&] {
+        return published_ >= generation && (open_.empty() || open_.begin()->first > generation);
+    };
+    durable_.wait_for(lock, std::chrono::duration<double>(timeout_secs),
+                      [&] { return failed_ || stopping_ || done(); });
+    if (!done()) require_running_locked();
+    return done();
 }
 
 bool ChunkPipeline::wait_gradient_read(std::size_t chunk_index, std::int64_t generation,
                                        double timeout_secs)
 {
     std::unique_lock<std::mutex> lock(mutex_);
-    const auto reads = [&](const Job& job) {
-        return job.update.chunk == chunk_index && job.update.generation <= generation;
-    };
-    return wait_locked(lock, timeout_secs, [&] {
-        for (const auto& entry : queue_)
-            if (reads(*entry.second)) return false;
-        const auto& job = chunks_.at(chunk_index).job;
-        return !job || !reads(*job) || job->gradient_read ||
-               (job->cancelled && job->state != JobState::kUpdating);
+    Chunk& chunk = chunks_.at(chunk_index);
+    return wait_for_chunk_locked(lock, chunk, timeout_secs, [&] {
+        if (!chunk.waiting.empty() && chunk.waiting.front()->generation() <= generation)
+            return false;
+        const std::shared_ptr<Job>& job = chunk.job;
+        return !job || job->generation() > generation ||
+               job->gradient_place == GradientPlace::kSpent ||
+               (job->dropped && job->state != JobState::kUpdating);
     });
 }
 
 bool ChunkPipeline::wait_idle(std::size_t chunk_index, double timeout_secs)
 {
     std::unique_lock<std::mutex> lock(mutex_);
-    return wait_locked(lock, timeout_secs, [&] { return !chunks_.at(chunk_index).job; });
+    Chunk& chunk = chunks_.at(chunk_index);
+    return wait_for_chunk_locked(lock, chunk, timeout_secs, [&] { return !chunk.job; });
 }
 
 bool ChunkPipeline::has_job(std::size_t chunk_index) const
 {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& entry : queue_)
-        if (entry.second->update.chunk == chunk_index) return true;
-    const auto& job = chunks_.at(chunk_index).job;
-    return job && !job->cancelled;
+    const Chunk& chunk = chunks_.at(chunk_index);
+    return !chunk.waiting.empty() || (chunk.job && !chunk.job->dropped);
 }
 
 bool ChunkPipeline::failed() const
@@ -408,36 +375,34 @@ void ChunkPipeline::set_checksum(bool on)
 
 bool ChunkPipeline::state_holds(std::size_t index, char* memory) const
 {
-    std::uint64_t written = 0;
+    StateSums written;
     StateBlock block{memory, 0, 0};
     {
         std::lock_guard<std::mutex> lock(mutex_);
         const Chunk& chunk = chunks_.at(index);
         const std::size_t slot = static_cast<std::size_t>(chunk.slot);
-        if (!checksum_ || chunk.resident() || !chunk.has_sum[slot]) return true;
+        if (!checksum_ || chunk.resident() || !chunk.has_sums[slot]) return true;
         written = chunk.sums[slot];
         block.numel = chunk.spec.numel;
         block.num_moments = chunk.spec.num_moments;
     }
-    return block.sum(0, block.numel) == written;
+    return block.sums(0, block.numel) == written;
 }
 
-// Compares what was read with what this run wrote last; remembers what will be written.
-bool ChunkPipeline::checksum_holds_locked(const Job& job)
+std::vector<StateSums> ChunkPipeline::state_sums() const
 {
-    Chunk& chunk = chunks_[job.update.chunk];
-    if (!checksum_ || chunk.resident() || job.cancelled) return true;
-    const std::size_t source = static_cast<std::size_t>(chunk.slot);
-    const bool holds = !chunk.has_sum[source] || chunk.sums[source] == job.sums.read;
-    const std::size_t target = static_cast<std::size_t>(job.target_slot);
-    chunk.sums[target] = job.sums.updated;
-    chunk.has_sum[target] = true;
-    return holds;
-}
-
-void ChunkPipeline::trace_locked(int lane, const Job& job, double begin, double end)
-{
-    if (tracing_) events_.push_back({lane, job.update.chunk, job.update.generation, begin, end});
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<StateSums> found;
+    if (!checksum_) return found;
+    found.reserve(chunks_.size());
+    for (const Chunk& chunk : chunks_) {
+        const std::size_t slot = static_cast<std::size_t>(chunk.slot);
+        if (!chunk.resident() && !chunk.has_sums[slot])
+            throw std::logic_error("the state of chunk " + std::to_string(found.size()) +
+                                   " was never written through the pipeline or replace_state()");
+        found.push_back(chunk.resident() ? StateSums{} : chunk.sums[slot]);
+    }
+    return found;
 }
 
 void ChunkPipeline::fail_locked(const std::string& what, int error, int fd, std::uint64_t offset)
@@ -446,7 +411,9 @@ void ChunkPipeline::fail_locked(const std::string& what, int error, int fd, std:
         failed_ = true;
         failure_ = {error, fd, offset, what};
     }
-    changed_.notify_all();
+    work_.notify_one();
+    chunk_changed_.notify_all();
+    durable_.notify_all();
 }
 
 void ChunkPipeline::fail(const std::string& what, int error)
@@ -455,259 +422,28 @@ void ChunkPipeline::fail(const std::string& what, int error)
     fail_locked(what, error, -1, 0);
 }
 
-void ChunkPipeline::stop()
-{
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        stopping_ = true;
-        changed_.notify_all();
-    }
-    if (worker_.joinable()) worker_.join();
-}
-
-// The worker, until it is stopped and no transfer needs its memory any more.
-void ChunkPipeline::run()
+bool ChunkPipeline::stop(double timeout_secs)
 {
     std::unique_lock<std::mutex> lock(mutex_);
-    while (true) {
-        try {
-            if (!failed_ && !stopping_ && advance(lock)) continue;
-        } catch (const std::exception& exception) {
-            fail_locked(std::string("the optimizer's worker failed: ") + exception.what(), 0, -1,
-                        0);
-        }
-        const bool idle = std::none_of(active_.begin(), active_.end(), [](const auto& job) {
-            return job->state == JobState::kReading ||
-                   (job->state == JobState::kWriting && job->staging != nullptr);
-        });
-        if (stopping_ && idle) {
-            for (const auto& job : active_)
-                if (job->staging != nullptr)
-                    staging_->release(std::exchange(job->staging, nullptr));
-            return;
-        }
-        changed_.wait(lock);
+    stopping_ = true;
+    work_.notify_one();
+    chunk_changed_.notify_all();
+    durable_.notify_all();
+    if (!ended_changed_.wait_for(lock, std::chrono::duration<double>(timeout_secs),
+                                 [this] { return ended_; }))
+        return false;
+    if (worker_.joinable()) {
+        std::thread worker = std::move(worker_);  // of callers at a time, one joins
+        lock.unlock();
+        worker.join();
     }
-}
-
-// Starts every write and read that may start, then runs one update. Whether there was one.
-bool ChunkPipeline::advance(std::unique_lock<std::mutex>& lock)
-{
-    start_writes_locked();
-    admit_jobs_locked();
-    const std::shared_ptr<Job> job = next_ready_locked();
-    if (!job) return false;
-    job->state = JobState::kUpdating;
-    const double begin = now_secs();
-    lock.unlock();
-    std::string error;
-    try {
-        update(*job);
-    } catch (const std::exception& exception) {
-        error = exception.what();
-    }
-    lock.lock();
-    const double end = now_secs();
-    job->state = JobState::kUpdated;
-    job->gradient_read = true;
-    stats_.update_busy_secs += end - begin;
-    stats_.num_updates += 1;
-    trace_locked(1, *job, begin, end);
-    Chunk& chunk = chunks_[job->update.chunk];
-    stats_.num_updated_elements += chunk.spec.numel;
-    if (!error.empty())
-        fail_locked(
-            "the update of chunk " + std::to_string(job->update.chunk) + " failed: " + error, 0, -1,
-            0);
-    if (!checksum_holds_locked(*job)) {
-        const FileRange& range =
-            chunk.spec.state_slots[static_cast<std::size_t>(chunk.slot)].front();
-        fail_locked("verifying the state of chunk " + std::to_string(job->update.chunk), EBADMSG,
-                    range.fd, range.offset);
-    }
-    if (job->update.generation <= published_ && !job->cancelled) {
-        job->published = true;
-        if (!chunk.param_on_storage()) chunk.published_generation = job->update.generation;
-    }
-    changed_.notify_all();
     return true;
 }
 
-void ChunkPipeline::admit_jobs_locked()
+void ChunkPipeline::stop()
 {
-    // A later chunk may go ahead of one whose previous job still runs; a younger generation may
-    // not.
-    bool one_waits = false;
-    std::int64_t waiting_generation = 0;
-    for (auto it = queue_.begin(); it != queue_.end();) {
-        const std::shared_ptr<Job> job = it->second;
-        if (one_waits && job->update.generation != waiting_generation) break;
-        if (chunks_[job->update.chunk].job) {
-            one_waits = true;
-            waiting_generation = job->update.generation;
-            ++it;
-            continue;
-        }
-        if (!admit_locked(job)) break;
-        it = queue_.erase(it);
+    while (!stop(3600.0)) {
     }
-}
-
-// Takes staging memory and starts the read. False when there is no memory now.
-bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
-{
-    Chunk& chunk = chunks_[job->update.chunk];
-    const bool grad_from_storage =
-        !chunk.spec.grad_slot.empty() && job->update.gradient == nullptr && !job->update.held;
-    const std::uint64_t state_bytes = chunk.resident() ? 0 : chunk.state_bytes();
-    const std::uint64_t grad_bytes = chunk.spec.grad_slot.empty() ? 0 : chunk.grad_bytes();
-    if (grad_offset(chunk) + grad_bytes > 0) {
-        job->staging = staging_->try_allocate(grad_offset(chunk) + grad_bytes);
-        if (job->staging == nullptr) return false;
-    }
-    job->begin_secs = now_secs();
-    job->state_block = chunk.resident() ? chunk.spec.resident_state : job->staging;
-    job->param16 = chunk.param_on_storage() ? job->staging + state_bytes : nullptr;
-    job->gradient = grad_from_storage ? job->staging + grad_offset(chunk) : job->update.gradient;
-    job->target_slot = chunk.spec.num_slots == 2 ? 1 - chunk.slot : 0;
-    chunk.job = job;
-    active_.push_back(job);
-
-    std::vector<IoExtent> extents;
-    if (!chunk.resident()) {
-        const std::uint64_t num_bytes =
-            chunk.zero_moments ? chunk.part_bytes() : chunk.state_bytes();
-        append(extents, place(chunk.spec.state_slots[static_cast<std::size_t>(chunk.slot)],
-                              job->staging, num_bytes));
-        stats_.state_bytes_read += num_bytes;
-    }
-    if (grad_from_storage) {
-        append(extents, place(chunk.spec.grad_slot, job->staging + grad_offset(chunk), grad_bytes));
-    }
-    if (extents.empty()) {
-        job->state = JobState::kReady;
-        return true;
-    }
-    io_->submit(IoKind::kRead, std::move(extents), io_priority(*job),
-                [this, job](const IoOutcome& outcome) { on_read(job, outcome); });
-    job->state = JobState::kReading;  // only now: nothing waits for the end of what did not begin
-    return true;
-}
-
-void ChunkPipeline::on_read(const std::shared_ptr<Job>& job, const IoOutcome& outcome)
-{
-    std::lock_guard<std::mutex> lock(mutex_);
-    job->state = JobState::kReady;
-    trace_locked(0, *job, job->begin_secs, now_secs());
-    if (job->gradient_read_pending && outcome.error == 0 && !job->cancelled && !stopping_) {
-        try {
-            read_gradient_locked(job);
-            return;
-        } catch (const std::exception& exception) {  // this is the I/O engine's thread
-            fail_locked(exception.what(), 0, -1, 0);
-        }
-    }
-    if (outcome.error != 0) {
-        fail_locked("reading the state of chunk " + std::to_string(job->update.chunk) + " failed",
-                    outcome.error, outcome.fd, outcome.offset);
-    }
-    changed_.notify_all();
-}
-
-std::shared_ptr<ChunkPipeline::Job> ChunkPipeline::next_ready_locked()
-{
-    std::shared_ptr<Job> best;
-    for (const std::shared_ptr<Job>& job : active_) {
-        if (job->state != JobState::kReady || job->cancelled || job->update.held) continue;
-        const auto key = [this](const Job& j) {
-            return std::make_pair(j.update.generation, chunks_[j.update.chunk].spec.position);
-        };
-        if (!best || key(*job) < key(*best)) best = job;
-    }
-    return best;
-}
-
-void ChunkPipeline::update(Job& job)
-{
-    const Chunk& chunk = chunks_[job.update.chunk];
-    StateBlock block{job.state_block, chunk.spec.numel, chunk.spec.num_moments};
-    if (!chunk.resident() && chunk.zero_moments) block.clear_moments();
-    BlockUpdate how;
-    how.gradient = job.gradient != nullptr ? job.gradient : job.update.gradient;
-    how.gradient_type = job.update.gradient_type;
-    how.multiplier = job.update.multiplier;
-    how.param16 = job.param16 != nullptr
-                      ? job.param16
-                      : chunk.spec.param_memory[static_cast<std::size_t>(job.update.param_version)];
-    how.param_type = chunk.spec.param_type;
-    how.checked = checksum_ && !chunk.resident();
-    job.sums = update_block(block, job.update.segments, how, num_update_threads_);
-}
-
-void ChunkPipeline::start_writes_locked()
-{
-    for (auto it = active_.begin(); it != active_.end();) {
-        const std::shared_ptr<Job> job = *it++;
-        if (job->state != JobState::kReady && job->state != JobState::kUpdated) continue;
-        if (job->cancelled) {  // before admission: the chunk's next job may wait for this end
-            finish_locked(job);
-            continue;
-        }
-        if (job->state == JobState::kReady) continue;
-        const Chunk& chunk = chunks_[job->update.chunk];
-        // Parked: the slot to be overwritten still holds the last committed state.
-        if (chunk.spec.num_slots == 2 && job->update.generation > committed_ + 1) continue;
-        std::vector<IoExtent> extents;
-        const std::size_t target = static_cast<std::size_t>(job->target_slot);
-        if (!chunk.resident()) {
-            append(extents,
-                   place(chunk.spec.state_slots[target], job->staging, chunk.state_bytes()));
-            stats_.state_bytes_written += chunk.state_bytes();
-        }
-        if (chunk.param_on_storage()) {
-            append(extents,
-                   place(chunk.spec.param_slots[target], job->param16, chunk.param_bytes()));
-        }
-        job->begin_secs = now_secs();
-        const bool has_transfer = !extents.empty();
-        if (has_transfer)
-            io_->submit(IoKind::kWrite, std::move(extents), io_priority(*job),
-                        [this, job](const IoOutcome& outcome) { on_write(job, outcome); });
-        job->state = JobState::kWriting;
-        if (has_transfer) continue;
-        if (job->staging != nullptr)  // it held the gradient only
-            staging_->release(std::exchange(job->staging, nullptr));
-        if (job->published) finish_locked(job);
-    }
-}
-
-void ChunkPipeline::on_write(const std::shared_ptr<Job>& job, const IoOutcome& outcome)
-{
-    std::lock_guard<std::mutex> lock(mutex_);
-    trace_locked(2, *job, job->begin_secs, now_secs());
-    staging_->release(std::exchange(job->staging, nullptr));
-    if (outcome.error != 0) {
-        fail_locked("writing the state of chunk " + std::to_string(job->update.chunk) + " failed",
-                    outcome.error, outcome.fd, outcome.offset);
-    } else if (job->cancelled || job->published) {
-        finish_locked(job);
-    }  // else: a speculative job that publish() or invalidate() will end
-    changed_.notify_all();
-}
-
-// The end of a job: a published one moves the chunk on, a cancelled one leaves it as it was.
-void ChunkPipeline::finish_locked(const std::shared_ptr<Job>& job)
-{
-    Chunk& chunk = chunks_[job->update.chunk];
-    if (job->staging != nullptr) staging_->release(std::exchange(job->staging, nullptr));
-    if (!job->cancelled) {
-        if (!chunk.resident() || chunk.param_on_storage()) chunk.slot = job->target_slot;
-        chunk.zero_moments = false;
-        chunk.published_generation = job->update.generation;
-    }
-    active_.remove(job);
-    if (chunk.job == job) chunk.job.reset();
-    changed_.notify_all();
 }
 
 }  // namespace fuyou

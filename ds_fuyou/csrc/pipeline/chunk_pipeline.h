@@ -4,31 +4,41 @@
 //
 // [Note: threads, waits and why nothing deadlocks]
 // Three parties touch this object.
-//   * The training thread calls the public functions. It may wait (wait_*, invalidate, discard).
+//   * The training thread (and the committer) call the public functions. They may wait: for one
+//     chunk on `chunk_changed_`, for a generation on `durable_`.
 //   * The worker thread owned here starts reads, runs updates and starts writes. It waits only for
-//     "something changed" on `changed_`, never for a particular chunk, memory or a commit.
+//     "there may be something to do" on `work_`, never for a particular chunk, memory or a commit.
 //   * The I/O engine's threads run completions; these take the mutex, change a job's state and
 //     signal. They never wait.
 // Everything below `mutex_` is guarded by it; it is released while an update runs. A job's staging
-// memory, and the gradient memory it reads, are owned by the job from admission to its end.
-// Progress: jobs are admitted in the order (generation, position), so a job of an older generation
-// never waits for memory that a younger one holds. A parked write waits only for the commit of the
-// generation before it; that commit waits only for jobs of older generations. An update that is
-// held back waits for release(), which the training thread calls, or drops, in every step(). Held
-// jobs of a generation are admitted only when no older job still waits for memory. Hence the oldest
-// generation can always finish. A failure of any kind is sticky: it wakes and fails every waiter.
+// memory, and the gradient memory it reads, are owned by the job from admission to its end; the
+// states (chunk_job.h) say which memory each holds.
+// Progress: a chunk has one admitted job at a time; those behind it stand in the chunk's own list.
+// Jobs are admitted in the order (generation, position), and none before all older generations
+// are, so a job of an older generation never waits for memory that a younger one holds. A parked
+// write waits only for the commit of the generation before it; that commit waits only for jobs of
+// older generations. An update that is held back waits for release(), which the training thread
+// calls, or drops, in every step(). Held jobs of a generation are admitted only when no older job
+// still waits for memory. Hence the oldest generation can always finish. A failure of any kind is
+// sticky: it wakes and fails every waiter.
+// Who signals: whoever makes a job ready, frees staging memory, ends a job or opens writes wakes
+// the worker; an ended update, publication, drop or job wakes those who wait for its chunk, if
+// there are any; the last job of a generation wakes those who wait for it to be durable.
+//
+// [Note: work a chunk]
+// Models have tens of thousands of chunks, so nothing that happens once a chunk may walk a list of
+// chunks or jobs: queues are ordered maps, and a chunk knows its jobs.
 #pragma once
 
 #include <array>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
-#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "io/io_engine.h"
@@ -105,8 +115,10 @@ class ChunkPipeline {
 
     std::size_t add_chunk(const ChunkSpec& spec);
     void set_position(std::size_t chunk, std::int64_t position);
-    void set_zero_moments(std::size_t chunk, bool zero);  // moments are zeros, not yet on storage
-    void set_slot(std::size_t chunk, int slot);           // where the published state is
+    // The published state was replaced from outside by `block` (a StateBlock's memory). Without
+    // moments only P32 stands there and is given: moments are zeros that no update has written yet.
+    void replace_state(std::size_t chunk, char* block, bool has_moments);
+    void set_slot(std::size_t chunk, int slot);  // where the published state is
     int slot(std::size_t chunk) const;
 
     // Queues one update; at most one per chunk and generation is alive.
@@ -142,52 +154,80 @@ class ChunkPipeline {
     PipelineFailure failure() const;
     PipelineStats stats() const;
     void set_tracing(bool on);
-    // Blocks that an update reads are compared with what the last update of the chunk wrote.
+    // Blocks that an update reads are compared with what this run wrote. To be set first.
     void set_checksum(bool on);
-    // Whether a state block read from the published slot is what the chunk's last update wrote;
-    // true as long as no update of this run wrote it.
+    // Whether a state block read from the published slot is what this run wrote there.
     bool state_holds(std::size_t chunk, char* block) const;
+    // Sums of every chunk's published state, those of resident ones zero; none without checksum.
+    // Throws std::logic_error if it is not known what stands in a slot.
+    std::vector<StateSums> state_sums() const;
     std::vector<LaneEvent> take_events();
-    void stop();  // finishes nothing new, waits for what is in flight, joins
+    // Begins nothing new, and waits for what is in flight. False if that lasts longer; then it has
+    // to be called again before the I/O engine, or memory of a chunk, goes. As often as one likes.
+    bool stop(double timeout_secs);
+    void stop();  // however long it lasts
 
   private:
-    enum class JobState { kQueued, kReading, kReady, kUpdating, kUpdated, kWriting };
+    enum class JobState;
+    enum class GradientPlace;
     struct Job;
     struct Chunk;
+    using JobKey = std::tuple<std::int64_t, std::int64_t, std::size_t>;
+    using JobQueue = std::map<JobKey, std::shared_ptr<Job>>;
+    using GenerationCounts = std::map<std::int64_t, std::size_t>;
 
+    // The worker (chunk_worker.cpp).
     void run();
     bool advance(std::unique_lock<std::mutex>& lock);
     void admit_jobs_locked();
     bool admit_locked(const std::shared_ptr<Job>& job);
-    std::shared_ptr<Job> next_ready_locked();
-    void update(Job& job);
-    bool checksum_holds_locked(const Job& job);
-    void start_writes_locked();
     void read_gradient_locked(const std::shared_ptr<Job>& job);
-    std::uint64_t grad_offset(const Chunk& chunk) const;
-    std::int64_t io_priority(const Job& job) const;
+    void make_ready_locked(const std::shared_ptr<Job>& job);
+    void update(Job& job);
+    void end_update_locked(const std::shared_ptr<Job>& job, const std::string& error);
+    bool checksum_holds_locked(const Job& job);
+    bool may_write_locked(const Job& job) const;
+    void write_locked(const std::shared_ptr<Job>& job);
     void finish_locked(const std::shared_ptr<Job>& job);
-    void fail_locked(const std::string& what, int error, int fd, std::uint64_t offset);
     void on_read(const std::shared_ptr<Job>& job, const IoOutcome& outcome);
     void on_write(const std::shared_ptr<Job>& job, const IoOutcome& outcome);
+    void release_staging_locked(Job& job);
+    std::int64_t io_priority(const Job& job) const;
     void trace_locked(int lane, const Job& job, double begin, double end);
+
+    void offer_locked(Chunk& chunk);
+    void leave_locked(GenerationCounts& counts, std::int64_t generation);
+    void wake_chunk_locked(const Chunk& chunk);
+    void fail_locked(const std::string& what, int error, int fd, std::uint64_t offset);
     void require_running_locked() const;
+    bool is_published_locked(const Job& job) const;
+    void wait_until_not_updating_locked(std::unique_lock<std::mutex>& lock, Chunk& chunk,
+                                        const std::shared_ptr<Job>& job);
     template <class Predicate>
-    bool wait_locked(std::unique_lock<std::mutex>& lock, double timeout_secs, Predicate done);
+    bool wait_for_chunk_locked(std::unique_lock<std::mutex>& lock, Chunk& chunk,
+                               double timeout_secs, Predicate done);
 
     IoEngine* io_;
     AlignedPool* staging_;
     int num_update_threads_;
     mutable std::mutex mutex_;
-    std::condition_variable changed_;
+    std::condition_variable work_;           // the worker's
+    std::condition_variable chunk_changed_;  // of those counted in a chunk's num_waiters
+    std::condition_variable durable_;
+    std::condition_variable ended_changed_;
     std::vector<Chunk> chunks_;
-    std::map<std::pair<std::int64_t, std::pair<std::int64_t, std::size_t>>, std::shared_ptr<Job>>
-        queue_;
-    std::list<std::shared_ptr<Job>> active_;
+    JobQueue queue_;               // of every chunk without an admitted job, its oldest queued one
+    JobQueue ready_;               // jobs that the worker may update
+    JobQueue parked_;              // jobs whose write waits for a commit
+    GenerationCounts unadmitted_;  // queued jobs by generation, those behind another included
+    GenerationCounts open_;        // jobs by generation that have neither ended nor been dropped
+    std::size_t num_transfers_ = 0;    // of jobs, in flight
+    bool is_short_of_memory_ = false;  // the first of the queue found no staging
     std::int64_t published_ = 0;
     std::int64_t committed_ = 0;
     bool failed_ = false;
     bool stopping_ = false;
+    bool ended_ = false;  // the worker has
     bool tracing_ = false;
     bool checksum_ = false;
     PipelineFailure failure_;

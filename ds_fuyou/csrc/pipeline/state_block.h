@@ -14,6 +14,25 @@
 
 namespace fuyou {
 
+// Checksums of a state block: place_sum() of P32, and of the moments, the second one of which
+// weighs differently, so that exchanged moments are noticed. Those of disjoint runs add up; moments
+// that are all zero add nothing.
+struct StateSums {
+    std::uint64_t param = 0;
+    std::uint64_t moments = 0;
+
+    StateSums& operator+=(const StateSums& other)
+    {
+        param += other.param;
+        moments += other.moments;
+        return *this;
+    }
+    bool operator==(const StateSums& other) const
+    {
+        return param == other.param && moments == other.moments;
+    }
+};
+
 // [P32 | moment 0 | moment 1], each part padded to pages. Does not own the memory.
 struct StateBlock {
     char* memory;
@@ -31,9 +50,8 @@ struct StateBlock {
                                         static_cast<std::uint64_t>(which) * part_bytes(numel));
     }
     void clear_moments() const;
-    // Over the bits of elements [begin, end) of all parts. The parts weigh differently, so that
-    // exchanged ones are noticed; sums of disjoint runs add up.
-    std::uint64_t sum(std::uint64_t begin, std::uint64_t end) const;
+    // Over elements [begin, end) of all parts.
+    StateSums sums(std::uint64_t begin, std::uint64_t end) const;
 };
 
 // One run of a chunk that shares hyperparameters; a null rule leaves the elements as they are.
@@ -53,11 +71,12 @@ struct BlockUpdate {
 };
 
 struct BlockSums {
-    std::uint64_t read = 0;     // over the block as it was
-    std::uint64_t updated = 0;  // and as it is now
+    StateSums read;     // over the block as it was
+    StateSums updated;  // and as it is now
 };
 
-// Segments must cover the chunk. Throws what a rule throws.
+// Segments must cover the chunk, in order. Every element gets the bits that its rule would give it
+// if the whole chunk had that rule: where segments meet changes nothing. Throws what a rule throws.
 BlockSums update_block(const StateBlock& block, const std::vector<UpdateSegment>& segments,
                        const BlockUpdate& how, int num_threads);
 

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the pipeline keeps of a chunk and of one update of it. Private to pipeline/.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <tuple>
+#include <vector>
+
+#include "pipeline/chunk_pipeline.h"
+
+namespace fuyou {
+
+// Where an update stands, and which memory it holds. "Staging" is a block of the pool with room for
+// what of the chunk lives on storage: [state | P16 | G16].
+enum class ChunkPipeline::JobState {
+    kQueued,    // none; it may name a gradient of the caller's
+    kReading,   // staging, which a transfer fills
+    kHeld,      // staging with the state; release() will say what becomes of it
+    kReady,     // staging and a gradient that is final: the worker may take it
+    kUpdating,  // the same, in use by the worker, which does not hold the mutex
+    kParked,    // staging with new values, whose write has not begun
+    kWriting,   // staging, which a transfer writes to the target slot
+    kWritten,   // none; the target slot holds the new values until they are published or dropped
+};
+
+// Who has the gradient of an update.
+enum class ChunkPipeline::GradientPlace {
+    kOpen,     // nobody yet: release() will say
+    kMemory,   // the caller, who must keep it until the update has read it
+    kStorage,  // the chunk's grad_slot; it has yet to be read
+    kStaging,  // a transfer reads, or has read, it into staging
+    kSpent,    // the update has read it
+};
+
+struct ChunkPipeline::Job {
+    // Smaller is sooner.
+    using Key = std::tuple<std::int64_t, std::int64_t, std::size_t>;
+
+    ChunkUpdate update;
+    Key key;
+    JobState state = JobState::kQueued;
+    GradientPlace gradient_place = GradientPlace::kOpen;
+    bool dropped = false;  // by invalidate(): it ends as soon as nothing uses its memory
+    int target_slot = 0;
+    char* staging = nullptr;
+    char* state_block = nullptr;  // state block in use: staging or resident memory
+    char* param16 = nullptr;      // where the new P16 goes; null: the chunk's param_memory
+    const char* gradient = nullptr;
+    double begin_secs = 0.0;
+    BlockSums sums;
+
+    std::int64_t generation() const { return update.generation; }
+};
+
+struct ChunkPipeline::Chunk {
+    ChunkSpec spec;
+    int slot = 0;
+    bool zero_moments = true;
+    // Of the state block in each slot, once somebody said or made what stands there.
+    std::array<StateSums, 2> sums;
+    std::array<bool, 2> has_sums = {false, false};
+    std::int64_t published_generation = 0;
+    std::shared_ptr<Job> job;                   // admitted and not ended
+    std::vector<std::shared_ptr<Job>> waiting;  // queued behind it, the oldest generation first
+    int num_waiters = 0;                        // threads that wait for something of this chunk
+
+    bool resident() const { return spec.resident_state != nullptr; }
+    bool param_on_storage() const { return spec.param_memory[0] == nullptr; }
+    std::uint64_t part_bytes() const { return StateBlock::part_bytes(spec.numel); }
+    std::uint64_t state_bytes() const
+    {
+        return part_bytes() * static_cast<std::uint64_t>(1 + spec.num_moments);
+    }
+    std::uint64_t param_bytes() const
+    {
+        return round_up_to_page(spec.numel * element_bytes(spec.param_type));
+    }
+    std::uint64_t grad_bytes() const
+    {
+        return round_up_to_page(spec.numel * element_bytes(spec.grad_type));
+    }
+    // Where the parts of a staging block begin; parts that live in DRAM are absent.
+    std::uint64_t param_offset() const { return resident() ? 0 : state_bytes(); }
+    std::uint64_t grad_offset() const
+    {
+        return param_offset() + (param_on_storage() ? param_bytes() : 0);
+    }
+    std::uint64_t staging_bytes() const
+    {
+        return grad_offset() + (spec.grad_slot.empty() ? 0 : grad_bytes());
+    }
+};
+
+}  // namespace fuyou

@@ -1,0 +1,350 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The life of an admitted job: read, update, write. Runs on the worker and on the I/O engine's
+// threads; see the notes in chunk_pipeline.h.
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <stdexcept>
+#include <utility>
+
+#include "pipeline/chunk_job.h"
+#include "pipeline/chunk_pipeline.h"
+
+namespace fuyou {
+namespace {
+
+double now_secs()
+{
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+}
+
+// The file ranges of the first `num_bytes` of `ranges`, placed in memory from `memory` on.
+void place(std::vector<IoExtent>& extents, const FileRanges& ranges, char* memory,
+           std::uint64_t num_bytes)
+{
+    for (const FileRange& range : ranges) {
+        if (num_bytes == 0) break;
+        const std::uint64_t part = std::min(range.num_bytes, num_bytes);
+        extents.push_back({range.fd, range.offset, memory, part});
+        memory += part;
+        num_bytes -= part;
+    }
+    if (num_bytes != 0) throw std::logic_error("file ranges are shorter than the bytes to move");
+}
+
+bool lies_in(const FileRanges& ranges, const IoOutcome& outcome)
+{
+    return std::any_of(ranges.begin(), ranges.end(), [&](const FileRange& range) {
+        return range.fd == outcome.fd && outcome.offset >= range.offset &&
+               outcome.offset - range.offset < range.num_bytes;
+    });
+}
+
+}  // namespace
+
+// The worker, until it is stopped and no transfer needs its memory any more.
+void ChunkPipeline::run()
+{
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+        try {
+            if (!failed_ && !stopping_ && advance(lock)) continue;
+        } catch (const std::exception& exception) {
+            fail_locked(std::string("the optimizer's worker failed: ") + exception.what(), 0, -1,
+                        0);
+        }
+        if (stopping_ && num_transfers_ == 0) break;
+        work_.wait(lock);
+    }
+    for (Chunk& chunk : chunks_)
+        if (chunk.job) release_staging_locked(*chunk.job);
+    ended_ = true;
+    ended_changed_.notify_all();
+}
+
+// Starts every write and read that may start, then runs one update. Whether there was one.
+bool ChunkPipeline::advance(std::unique_lock<std::mutex>& lock)
+{
+    while (!parked_.empty() && may_write_locked(*parked_.begin()->second)) {
+        const std::shared_ptr<Job> job = parked_.begin()->second;
+        parked_.erase(parked_.begin());
+        write_locked(job);
+    }
+    admit_jobs_locked();
+    if (ready_.empty()) return false;
+    const std::shared_ptr<Job> job = ready_.begin()->second;
+    ready_.erase(ready_.begin());
+    job->state = JobState::kUpdating;
+    const double begin = now_secs();
+    lock.unlock();
+    std::string error;
+    try {
+        update(*job);
+    } catch (const std::exception& exception) {
+        error = exception.what();
+    }
+    lock.lock();
+    const double end = now_secs();
+    stats_.update_busy_secs += end - begin;
+    stats_.num_updates += 1;
+    stats_.num_updated_elements += chunks_[job->update.chunk].spec.numel;
+    trace_locked(1, *job, begin, end);
+    end_update_locked(job, error);
+    return true;
+}
+
+// A later chunk may go ahead of one whose previous job still runs; a younger generation may not.
+void ChunkPipeline::admit_jobs_locked()
+{
+    is_short_of_memory_ = false;
+    while (!queue_.empty()) {
+        const std::shared_ptr<Job> job = queue_.begin()->second;
+        if (job->generation() > unadmitted_.begin()->first) return;
+        if (!admit_locked(job)) {
+            is_short_of_memory_ = true;
+            return;
+        }
+    }
+}
+
+// Takes staging memory and starts the read. False when there is no memory now.
+bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
+{
+    Chunk& chunk = chunks_[job->update.chunk];
+    if (chunk.staging_bytes() > 0) {
+        job->staging = staging_->try_allocate(chunk.staging_bytes());
+        if (job->staging == nullptr) return false;
+    }
+    job->begin_secs = now_secs();
+    job->state_block = chunk.resident() ? chunk.spec.resident_state : job->staging;
+    job->param16 = chunk.param_on_storage() ? job->staging + chunk.param_offset() : nullptr;
+    job->gradient = job->update.gradient;
+    job->target_slot = chunk.spec.num_slots == 2 ? 1 - chunk.slot : 0;
+    queue_.erase(job->key);
+    chunk.waiting.erase(chunk.waiting.begin());
+    chunk.job = job;
+    leave_locked(unadmitted_, job->generation());
+
+    std::vector<IoExtent> extents;
+    if (!chunk.resident()) {
+        const std::uint64_t num_bytes =
+            chunk.zero_moments ? chunk.part_bytes() : chunk.state_bytes();
+        place(extents, chunk.spec.state_slots[static_cast<std::size_t>(chunk.slot)], job->staging,
+              num_bytes);
+        stats_.state_bytes_read += num_bytes;
+    }
+    if (job->gradient_place == GradientPlace::kStorage) {
+        job->gradient = job->staging + chunk.grad_offset();
+        place(extents, chunk.spec.grad_slot, job->staging + chunk.grad_offset(),
+              chunk.grad_bytes());
+        job->gradient_place = GradientPlace::kStaging;
+    }
+    if (extents.empty()) {
+        if (job->gradient_place == GradientPlace::kOpen) {
+            job->state = JobState::kHeld;
+        } else {
+            make_ready_locked(job);
+        }
+        return true;
+    }
+    io_->submit(IoKind::kRead, std::move(extents), io_priority(*job),
+                [this, job](const IoOutcome& outcome) { on_read(job, outcome); });
+    job->state = JobState::kReading;  // only now: nothing waits for the end of what did not begin
+    ++num_transfers_;
+    return true;
+}
+
+// Reads the gradient of a job that was admitted before its gradient was on storage.
+void ChunkPipeline::read_gradient_locked(const std::shared_ptr<Job>& job)
+{
+    const Chunk& chunk = chunks_[job->update.chunk];
+    std::vector<IoExtent> extents;
+    place(extents, chunk.spec.grad_slot, job->staging + chunk.grad_offset(), chunk.grad_bytes());
+    job->begin_secs = now_secs();
+    job->gradient = job->staging + chunk.grad_offset();
+    io_->submit(IoKind::kRead, std::move(extents), io_priority(*job),
+                [this, job](const IoOutcome& outcome) { on_read(job, outcome); });
+    job->gradient_place = GradientPlace::kStaging;
+    job->state = JobState::kReading;
+    ++num_transfers_;
+}
+
+void ChunkPipeline::on_read(const std::shared_ptr<Job>& job, const IoOutcome& outcome)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    --num_transfers_;
+    trace_locked(0, *job, job->begin_secs, now_secs());
+    job->state = JobState::kHeld;  // until it is known what comes next
+    if (outcome.error != 0) {
+        const Chunk& chunk = chunks_[job->update.chunk];
+        const char* part = lies_in(chunk.spec.grad_slot, outcome) ? "gradient" : "state";
+        fail_locked(
+            std::string("reading the ") + part + " of chunk " + std::to_string(job->update.chunk),
+            outcome.error, outcome.fd, outcome.offset);
+    } else if (job->dropped) {
+        finish_locked(job);
+    } else if (job->gradient_place == GradientPlace::kStorage && !stopping_) {
+        try {
+            read_gradient_locked(job);
+        } catch (const std::exception& exception) {  // this is the I/O engine's thread
+            fail_locked(exception.what(), 0, -1, 0);
+        }
+    } else if (job->gradient_place != GradientPlace::kOpen) {
+        make_ready_locked(job);
+    }
+    if (stopping_) work_.notify_one();
+}
+
+void ChunkPipeline::make_ready_locked(const std::shared_ptr<Job>& job)
+{
+    job->state = JobState::kReady;
+    ready_.emplace(job->key, job);
+    work_.notify_one();
+}
+
+void ChunkPipeline::update(Job& job)
+{
+    const Chunk& chunk = chunks_[job.update.chunk];
+    StateBlock block{job.state_block, chunk.spec.numel, chunk.spec.num_moments};
+    if (!chunk.resident() && chunk.zero_moments) block.clear_moments();
+    BlockUpdate how;
+    how.gradient = job.gradient;
+    how.gradient_type = job.update.gradient_type;
+    how.multiplier = job.update.multiplier;
+    how.param16 = job.param16 != nullptr
+                      ? job.param16
+                      : chunk.spec.param_memory[static_cast<std::size_t>(job.update.param_version)];
+    how.param_type = chunk.spec.param_type;
+    how.checked = checksum_ && !chunk.resident();
+    job.sums = update_block(block, job.update.segments, how, num_update_threads_);
+    if (job.param16 != nullptr) {  // what fills the last page is somebody's old memory
+        const std::uint64_t used = chunk.spec.numel * element_bytes(chunk.spec.param_type);
+        std::memset(job.param16 + used, 0, chunk.param_bytes() - used);
+    }
+}
+
+void ChunkPipeline::end_update_locked(const std::shared_ptr<Job>& job, const std::string& error)
+{
+    Chunk& chunk = chunks_[job->update.chunk];
+    job->state = JobState::kParked;
+    job->gradient_place = GradientPlace::kSpent;
+    if (!error.empty()) {
+        fail_locked(
+            "the update of chunk " + std::to_string(job->update.chunk) + " failed: " + error, 0, -1,
+            0);
+    } else if (job->dropped) {  // before admission: the chunk's next job may wait for this end
+        finish_locked(job);
+    } else if (!checksum_holds_locked(*job)) {
+        const FileRange& range =
+            chunk.spec.state_slots[static_cast<std::size_t>(chunk.slot)].front();
+        fail_locked("verifying the state of chunk " + std::to_string(job->update.chunk), EBADMSG,
+                    range.fd, range.offset);
+    } else {
+        if (is_published_locked(*job) && !chunk.param_on_storage())
+            chunk.published_generation = job->generation();
+        if (may_write_locked(*job)) {
+            write_locked(job);
+        } else {
+            parked_.emplace(job->key, job);
+        }
+    }
+    wake_chunk_locked(chunk);
+}
+
+// Compares what was read with what this run wrote last; remembers what will be written.
+bool ChunkPipeline::checksum_holds_locked(const Job& job)
+{
+    Chunk& chunk = chunks_[job.update.chunk];
+    if (!checksum_ || chunk.resident()) return true;
+    const std::size_t source = static_cast<std::size_t>(chunk.slot);
+    const bool holds = !chunk.has_sums[source] || chunk.sums[source] == job.sums.read;
+    const std::size_t target = static_cast<std::size_t>(job.target_slot);
+    chunk.sums[target] = job.sums.updated;
+    chunk.has_sums[target] = true;
+    return holds;
+}
+
+// Until then the slot to be overwritten holds the last committed state.
+bool ChunkPipeline::may_write_locked(const Job& job) const
+{
+    return chunks_[job.update.chunk].spec.num_slots != 2 || job.generation() <= committed_ + 1;
+}
+
+void ChunkPipeline::write_locked(const std::shared_ptr<Job>& job)
+{
+    const Chunk& chunk = chunks_[job->update.chunk];
+    std::vector<IoExtent> extents;
+    const std::size_t target = static_cast<std::size_t>(job->target_slot);
+    if (!chunk.resident()) {
+        place(extents, chunk.spec.state_slots[target], job->staging, chunk.state_bytes());
+        stats_.state_bytes_written += chunk.state_bytes();
+    }
+    if (chunk.param_on_storage())
+        place(extents, chunk.spec.param_slots[target], job->param16, chunk.param_bytes());
+    job->begin_secs = now_secs();
+    if (!extents.empty()) {
+        io_->submit(IoKind::kWrite, std::move(extents), io_priority(*job),
+                    [this, job](const IoOutcome& outcome) { on_write(job, outcome); });
+        job->state = JobState::kWriting;
+        ++num_transfers_;
+        return;
+    }
+    release_staging_locked(*job);  // it held the gradient only
+    job->state = JobState::kWritten;
+    if (is_published_locked(*job)) finish_locked(job);
+}
+
+void ChunkPipeline::on_write(const std::shared_ptr<Job>& job, const IoOutcome& outcome)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    --num_transfers_;
+    trace_locked(2, *job, job->begin_secs, now_secs());
+    release_staging_locked(*job);
+    job->state = JobState::kWritten;
+    if (outcome.error != 0) {
+        fail_locked("writing the state of chunk " + std::to_string(job->update.chunk),
+                    outcome.error, outcome.fd, outcome.offset);
+    } else if (job->dropped || is_published_locked(*job)) {
+        finish_locked(job);
+    }  // else: publish() or invalidate() will end it
+    if (stopping_) work_.notify_one();
+}
+
+// The end of a job: a published one moves the chunk on, a dropped one leaves it as it was.
+void ChunkPipeline::finish_locked(const std::shared_ptr<Job>& job)
+{
+    Chunk& chunk = chunks_[job->update.chunk];
+    release_staging_locked(*job);
+    if (!job->dropped) {
+        if (!chunk.resident() || chunk.param_on_storage()) chunk.slot = job->target_slot;
+        chunk.zero_moments = false;
+        chunk.published_generation = job->generation();
+        leave_locked(open_, job->generation());
+    }
+    chunk.job.reset();
+    offer_locked(chunk);
+    wake_chunk_locked(chunk);
+}
+
+void ChunkPipeline::release_staging_locked(Job& job)
+{
+    if (job.staging == nullptr) return;
+    staging_->release(std::exchange(job.staging, nullptr));
+    if (is_short_of_memory_) work_.notify_one();
+}
+
+std::int64_t ChunkPipeline::io_priority(const Job& job) const
+{
+    return (job.generation() << 24) + chunks_[job.update.chunk].spec.position;
+}
+
+void ChunkPipeline::trace_locked(int lane, const Job& job, double begin, double end)
+{
+    if (tracing_) events_.push_back({lane, job.update.chunk, job.generation(), begin, end});
+}
+
+}  // namespace fuyou
