@@ -14,6 +14,7 @@ import torch
 from ds_fuyou.activations.auto import Choice, OutputCost, StepMeasurement, choose, swap_allowance
 from ds_fuyou.activations.named_outputs import planned_choice, require_blocks
 from ds_fuyou.activations.session import ActivationSession
+from ds_fuyou.host.compute_clock import ComputeClock, Phase
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import log_once
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
@@ -45,6 +46,7 @@ class AutoActivations:
         model: torch.nn.Module,
         io: IoLane,
         device: Device,
+        clock: ComputeClock,
         budget_bytes: int | None,
         planned: Mapping[str, Mapping[str, int]] | None,
     ) -> None:
@@ -53,6 +55,7 @@ class AutoActivations:
         self._session = session
         self._io = io
         self._device = device
+        self._clock = clock
         self._budget_bytes = budget_bytes
         self._planned = planned
         self.measured_step = _MEASURED_STEP  # later where the first steps are not like the others
@@ -69,14 +72,14 @@ class AutoActivations:
         """Counters since the start."""
         lanes = self._io.stats().values()
         moved = self._session.counters
-        swapper = self._session.swapper
+        swapper, clock = self._session.swapper, self._clock
         return {
             "time": time.perf_counter(),
             "bytes": float(sum(lane.num_bytes for lane in lanes)),
             "busy": float(sum(lane.busy_secs for lane in lanes)),
             "out": float(moved.out_bytes),
             "outside": float(swapper.moved_bytes[""]) if swapper is not None else 0.0,
-            "waited": moved.waited_secs,
+            "waited": clock.secs(Phase.ACTIVATIONS) if clock.times_device else moved.waited_secs,
             "swapped": float(moved.written_bytes + moved.read_bytes),
             "forwards": float(self._session.num_forwards),
         }

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.checkpoint.recovery import contents_of
+from ds_fuyou.host.compute_clock import compute_clock
 from ds_fuyou.host.memory import HeapGuard
 from ds_fuyou.host_config import Activation
 from ds_fuyou.optimizer.clip_policy import Overlap
@@ -42,12 +43,13 @@ from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.store import RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
-from ds_fuyou.telemetry.report import report_close
+from ds_fuyou.telemetry.report import report_close, waited_secs
 from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.activations import handles_activations
 from ds_fuyou.zero.agreement import least, of_rank_0
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks
+from ds_fuyou.zero.compute_spans import computed
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.param_swapper import AVAILABLE, NOT_AVAILABLE
 
@@ -105,6 +107,9 @@ class RankState:
             states, p16 = 4 * (1 + len(kind.moments)), param_dtype.itemsize
             self._lanes = PipelineLanes(self.trace, self.core.pipeline, self.layout, options.residency, states, p16)
         self.activations: ActivationSession | None = None
+        self.clock = compute_clock(
+            self.device, lambda: waited_secs(self), None if self.trace is None else computed(self.trace)
+        )
         self.num_tokens = 0
         self._heap = HeapGuard()
         self._positions_known = False

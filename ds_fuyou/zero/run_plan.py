@@ -100,7 +100,7 @@ class RunPlan:
         self._activations = activations
         self._leave_out = leave_out
         self._identity: RunIdentity = run_identity(rank_state, model)
-        self.clock = StepClock(model, lambda: LaneTimes.of(rank_state).exposed_secs)
+        self.clock = StepClock(model, rank_state.clock)
         self.profile: RunProfile | None = None
         self.prediction: Prediction | None = None
         self.findings: list[Finding] = []
@@ -150,7 +150,7 @@ class RunPlan:
     def step_applied(self) -> None:
         """A step was applied; its updates may still run."""
         self._num_steps += 1
-        times = self.clock.end_step()
+        times = self.clock.end_step(wait=self._measures)
         wished = False
         if self._measures:
             self._measure(times)
@@ -194,9 +194,8 @@ class RunPlan:
         if self._num_steps < _TIMED_STEP:
             self._blocks = tuple(_block_cost(p) for p in self._activations.profiles() or self.clock.profiles())
             state.core.wait_all()
-            self.clock.synchronizes = True
             return
-        self._measures = self.clock.synchronizes = False
+        self._measures = False
         state.core.wait_all()
         _, lanes, updated, _ = self._at
         now, num_updated = LaneTimes.of(state), state.core.pipeline.stats().num_updated_elements
@@ -305,7 +304,7 @@ class RunPlan:
         found = watch.step(
             StepMeasurement(
                 secs=secs,
-                compute_secs=max(0.0, secs - step.exposed_secs),
+                compute_secs=step.compute_of(secs),
                 read_secs=step.read_secs,
                 write_secs=step.write_secs,
                 update_secs=step.update_secs,

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from ds_fuyou.host.compute_clock import Phase
 from ds_fuyou.host_config import Activation, current_activation
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.rules import GroupHyper, optimizer_kind
@@ -115,6 +117,7 @@ class FuyouStage3Optimizer(
         given = ActivationInput(
             activation,
             state.device,
+            state.clock,
             state.core.io,
             arena_bytes=state.plan.activation_bytes,
             smallest_bytes=state.plan.smallest_swapped_bytes,
@@ -141,7 +144,8 @@ class FuyouStage3Optimizer(
         state = self.rank_state
         self._token_count = count_tokens(state, self.module)
         self._tier_bytes = TierBytes(state, state.device.allocated_bytes)
-        compute = None if state.trace is None else ComputeSpans(state.trace, self.module, self._tier_bytes)
+        clock = state.clock
+        compute = None if state.trace is None else ComputeSpans(state.trace, self.module, self._tier_bytes, clock)
         self._compute_spans = compute
 
         def fetch_sub_module(current_submodule: Any, forward: bool) -> None:
@@ -149,7 +153,11 @@ class FuyouStage3Optimizer(
                 compute.enter(current_submodule, forward)
             params = iter_module_params(current_submodule)
             recorder = self._recorder()
-            with nullcontext() if recorder is None else recorder.paused():
+            waits = any(param.ds_status != ZeroParamStatus.AVAILABLE for param in params)
+            with (
+                nullcontext() if recorder is None else recorder.paused(),
+                clock.within(Phase.PARAMETERS) if waits else nullcontext(),
+            ):
                 state.before_module(params)
                 stock_fetch(current_submodule, forward)
             if state.activations is not None:
@@ -174,13 +182,15 @@ class FuyouStage3Optimizer(
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """One transaction: validate what backward prepared, publish it or redo it, or skip the step."""
-        if self.rank_state.trace is None:
-            self._step()
-            return
+        trace, clock = self.rank_state.trace, self.rank_state.clock
         if self._compute_spans is not None:
             self._compute_spans.leave()
-        with self.rank_state.trace.span(Lane.OPTIMIZER, "step()"):
-            self._step()
+        clock.enter(Phase.STEP)
+        try:
+            with nullcontext() if trace is None else trace.span(Lane.OPTIMIZER, "step()"):
+                self._step()
+        finally:
+            clock.enter(Phase.OUTSIDE)
 
     def _step(self) -> None:
         if self.rank_state.activations is not None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ds_fuyou.host.compute_clock import HostClock
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.optimizer.options import CoreOptions
@@ -42,6 +43,9 @@ class State:
         )
         self.stored = SimpleNamespace(waited_secs=0.0, pool_bytes=500) if params < 1 else None
         self.frozen = None
+        self.activations = None
+        self.num_tokens = 0
+        self.clock = HostClock(lambda: report.waited_secs(self))
         self.core = SimpleNamespace(
             options=options,
             layout=LAYOUT,
