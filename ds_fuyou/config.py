@@ -258,7 +258,7 @@ class FuyouConfig(_Settings):
     trace: str | None = Field(None, description="File to write a lane trace to (opens in Perfetto).")
     keep_state: bool = Field(
         False,
-        description="Leave the state files in place when the process ends: `fuyou recover` takes the fp32 weights of "
+        description="Leave the state files in place after a clean end, too: `fuyou recover` takes the fp32 weights of "
         "the last step out of them. To continue training, save a checkpoint.",
     )
     plan: PlanOverrides | None = Field(

@@ -172,7 +172,8 @@ class RankState:
     def _create_store(self, kind: OptimizerKind, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> Any:
         """The slot store, with as many slots as the disks hold; None when nothing lives on storage."""
         run_id = self._run_id()
-        if not self._core_options(1, grad_dtype, param_dtype).residency.needs_storage:
+        residency = self._core_options(1, grad_dtype, param_dtype).residency
+        if not residency.needs_storage:
             return None, 1
         config = self.activation.config
         paths = [Path(path) for path in self.activation.state_paths]
@@ -198,6 +199,7 @@ class RankState:
             budget_bytes=budget_bytes,
             keep=config.keep_state,
             checksum=config.checksum,
+            recoverable=not any(residency.states),
         )
         store.describe(contents_of(self.layout, [tuple(param.ds_shape) for param in self._params]))
         return store, num_slots
