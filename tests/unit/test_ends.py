@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that fails leaves the state of its last step, from which its weights come; one that ends well leaves nothing."""
+"""A run that fails leaves the state of its last step, from which its weights come; one that ends well leaves none."""
 
 from __future__ import annotations
 
