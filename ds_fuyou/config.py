@@ -18,7 +18,16 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.log import log_once
@@ -47,6 +56,9 @@ _BYTE_UNITS = {"": 1} | {
     for suffix, base in (("", 1000), ("b", 1000), ("ib", 1024))
 }
 _BYTE_UNITS["b"] = 1
+_MOST_DIGITS = 40  # of a size in text: what follows could only make it larger than anything
+_MOST_SHOWN = 200
+_MOST_BYTES = 2**62  # nothing is larger, and sums of a few still fit what the kernel takes
 
 
 def parse_bytes(value: object) -> int:
@@ -62,14 +74,30 @@ def parse_bytes(value: object) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
         if match and match[2] in _BYTE_UNITS:
             unit = _BYTE_UNITS[match[2]]
-            number = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-    if number is None or not 0 < number < float("inf") or number != int(number):
+            number = float(match[1][:_MOST_DIGITS]) * unit if "." in match[1] else int(match[1][:_MOST_DIGITS]) * unit
+            number = int(number)
+    if isinstance(number, (int, float)) and number > _MOST_BYTES:
+        raise ValueError("must be below 4 EiB")
+    if number is None or not number > 0 or number != int(number):
         raise ValueError('must be "auto", a positive number of bytes, or text like "64GB" or "512MiB"')
     return int(number)
 
 
 def _parse_budget(value: object) -> object:
     return value if value == "auto" else parse_bytes(value)
+
+
+def _parse_block(value: object) -> int:
+    num_bytes = parse_bytes(value)
+    if num_bytes % 4096 or num_bytes > 2**30:
+        raise ValueError("must be a multiple of 4096, 1 GiB at most")
+    return num_bytes
+
+
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError("must be made of printable characters")
+    return value
 
 
 _PLACEHOLDERS = {"rank": ("RANK",), "local_rank": ("LOCAL_RANK",), "node": ("CROSS_RANK", "GROUP_RANK", "SLURM_NODEID")}
@@ -92,6 +120,8 @@ def _as_paths(value: object) -> object:
     paths = [value] if isinstance(value, str) else value
     if not isinstance(paths, (list, tuple)) or not all(isinstance(path, str) and path for path in paths):
         raise ValueError("must be a path or a list of paths")
+    for path in paths:
+        _printable(path)
     expanded = tuple(os.path.abspath(os.path.expanduser(_of_this_rank(path))) for path in paths)
     if not expanded:
         raise ValueError("must name at least one path; leave the key out to use the offload sections' path")
@@ -103,8 +133,13 @@ def _as_paths(value: object) -> object:
 Tier = Literal["auto", "cpu", "nvme"]
 ByteBudget = Annotated[int | Literal["auto"], BeforeValidator(_parse_budget)]
 ByteCount = Annotated[int, BeforeValidator(parse_bytes)]
+BlockBytes = Annotated[int, BeforeValidator(_parse_block)]
+FileName = Annotated[str, AfterValidator(_printable)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_as_paths)]
 Count = Annotated[int, Field(ge=1)]
+Threads = Annotated[int, Field(ge=1, le=4096)]
+QueueDepth = Annotated[int, Field(ge=1, le=4096)]
+Weight = Annotated[int, Field(ge=1, le=10**9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -197,16 +232,16 @@ class PlanOverrides(_Settings):
     smallest_swapped_bytes: ByteCount | None = Field(
         None, description="Saved tensors that cover fewer bytes stay on the device."
     )
-    num_threads: Count | None = Field(None, description="Threads of the CPU optimizer.")
-    queue_depth: Count | None = Field(None, description="I/O requests in flight at once.")
-    block_bytes: ByteCount | None = Field(None, description="Largest single I/O request, in bytes.")
+    num_threads: Threads | None = Field(None, description="Threads of the CPU optimizer.")
+    queue_depth: QueueDepth | None = Field(None, description="I/O requests in flight at once.")
+    block_bytes: BlockBytes | None = Field(None, description="Largest single I/O request, in bytes.")
     slots: Literal[1, 2] | None = Field(None, description="Slots of a chunk on storage.")
     small_param_bytes: ByteCount | None = Field(
         None,
         description="P16 partitions on storage of fewer bytes stay in host memory once a step has read them, until "
         "they are updated: backward and further micro-batches read them no second time.",
     )
-    shares: list[Count] | None = Field(
+    shares: list[Weight] | None = Field(
         None,
         description="Relative share of the bytes each `nvme_path` receives, in their order: its bandwidth, say. Equal "
         "when not given.",
@@ -255,7 +290,7 @@ class FuyouConfig(_Settings):
         True,
         description="Compare state that is read back, for an update or a checkpoint, with what this run wrote.",
     )
-    trace: str | None = Field(None, description="File to write a lane trace to (opens in Perfetto).")
+    trace: FileName | None = Field(None, description="File to write a lane trace to (opens in Perfetto).")
     keep_state: bool = Field(
         False,
         description="Leave the state files in place after a clean end, too: `fuyou recover` takes the fp32 weights of "
@@ -337,7 +372,7 @@ def _load_plan(plan: object) -> tuple[object, PlanDocument | None]:
         try:
             with open(os.path.expanduser(plan), encoding="utf-8") as file:
                 plan = json.load(file)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise FuyouConfigError(
                 f"{where}: must be a readable JSON file, found {error}; give an inline object or fix the path"
             ) from error
@@ -416,4 +451,11 @@ _ALL_KEYS = frozenset(key for model in _Settings.__subclasses__() for key in mod
 
 
 def _shown(value: object) -> str:
-    return f"{value!r} ({type(value).__name__})"
+    """In one line of bounded length, whatever it is."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested without end, or a number of more digits than Python writes
+        text = "..."
+    if len(text) > _MOST_SHOWN:
+        text = f"{text[:_MOST_SHOWN]}..."
+    return f"{text} ({type(value).__name__})"

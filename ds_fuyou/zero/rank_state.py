@@ -41,12 +41,13 @@ from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.plan import Plan, PlanInput, make_plan
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.lifetime import register_closer
+from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.storage.store import RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
 from ds_fuyou.telemetry.report import report_close, waited_secs
 from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.activations import handles_activations
-from ds_fuyou.zero.agreement import least, of_rank_0
+from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks
 from ds_fuyou.zero.compute_spans import computed
@@ -92,13 +93,20 @@ class RankState:
             min_elements=min(512 * 1024, max(CUT_ELEMENTS, self.plan.chunk_bytes // 8)),
         )
         self.layout: FlatLayout = build_layout(entries, limits)
-        self.trace = LaneTrace(activation.config.trace) if activation.config.trace is not None else None
-        self.store, num_slots = self._create_store(kind, grad_dtype, param_dtype)
-        options = self._core_options(num_slots, grad_dtype, param_dtype)
-        self.core = OutOfCoreOptimizer(self.layout, options, kind, hypers, self.store)
-        self._forget_closer = register_closer(self.core.close)
-        in_memory = all(options.residency.params)
-        self.stored = None if in_memory else StoredParameters(self.core, self.plan.prefetch_bytes)
+        with ExitStack() as undo:  # what fails leaves no file and no thread
+            self.trace = LaneTrace(activation.config.trace) if activation.config.trace is not None else None
+            if self.trace is not None:
+                undo.callback(self.trace.close)
+            self.store, num_slots = self._create_store(kind, grad_dtype, param_dtype)
+            if self.store is not None:
+                undo.callback(self.store.close)
+            options = self._core_options(num_slots, grad_dtype, param_dtype)
+            self.core = OutOfCoreOptimizer(self.layout, options, kind, hypers, self.store)
+            undo.callback(self.core.close)
+            in_memory = all(options.residency.params)
+            self.stored = None if in_memory else StoredParameters(self.core, self.plan.prefetch_bytes)
+            self._forget_closer = register_closer(self.core.close)
+            undo.pop_all()
         self._frozen_params = {p.ds_id: p for p in names if p.ds_id not in self._index}
         self.frozen: FrozenParameters | None = None
         self._resident: set[int] = set()
@@ -186,7 +194,16 @@ class RankState:
         sizes = {n: sum(r.num_bytes * r.num_slots for r in regions) for n, regions in by_slots.items()}
         num_slots = 1
         if self.plan.slots == 2:
-            choice = choose_num_slots(paths, sizes[1], sizes[2], budget_bytes, num_ranks=local_ranks())
+            choice = choose_num_slots(
+                paths,
+                sizes[1],
+                sizes[2],
+                budget_bytes,
+                bytes_of_others=_bytes_of_others(paths, sizes[2]),
+                swaps_activations=self.activation.config.activations.tier != "cpu"
+                and self.activation.config.activations.mode != "recompute"
+                and handles_activations(self.activation.config),
+            )
             if choice.num_slots == 1:
                 logger.warning("%s", choice.reason)
             num_slots = int(least(choice.num_slots)[0])  # also: no rank allocates before all have looked
@@ -201,7 +218,11 @@ class RankState:
             checksum=config.checksum,
             recoverable=not any(residency.states),
         )
-        store.describe(contents_of(self.layout, [tuple(param.ds_shape) for param in self._params]))
+        try:
+            store.describe(contents_of(self.layout, [tuple(param.ds_shape) for param in self._params]))
+        except BaseException:
+            store.close()
+            raise
         return store, num_slots
 
     def _fingerprint(self) -> str:
@@ -415,3 +436,10 @@ class RankState:
                 ending.callback(self.activations.close)
             ending.callback(self.device.synchronize)  # no copy may be in flight when memory is unpinned
             ending.callback(report_close, self)
+
+
+def _bytes_of_others(paths: Sequence[Path], num_bytes: int) -> int:
+    """What other ranks will take of the devices that this one uses. A collective."""
+    mine, host = {probe_path(path).device for path in paths}, os.uname().nodename
+    every = of_every_rank((host, mine, num_bytes))
+    return sum(size for where, devices, size in every if where == host and devices & mine) - num_bytes

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ds_fuyou.config import FuyouConfig
+from ds_fuyou.config import FuyouConfig, PlanOverrides
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
 from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks, share_of_cores
@@ -60,6 +60,13 @@ def test_more_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
         FuyouConfigError, match=r"fuyou\.gpu_budget_bytes must not exceed .* the device has \d+; lower it"
     ):
         check_budgets(FuyouConfig(gpu_budget_bytes=2 * total))
+
+
+@pytest.mark.parametrize("name", ["staging_bytes", "prefetch_bytes", "activation_bytes"])
+def test_a_pool_larger_than_the_machine_is_refused_by_name(name: str) -> None:
+    config = FuyouConfig(plan=PlanOverrides(**{name: 10**18}))
+    with pytest.raises(FuyouConfigError, match=rf"fuyou\.plan\.{name} must not exceed what there is: 10+ bytes"):
+        check_budgets(config)
 
 
 def test_more_than_is_free_is_warned_about(told: Callable[[], str]) -> None:
