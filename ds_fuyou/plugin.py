@@ -281,6 +281,7 @@ FOREIGN_POINTS: tuple[PatchPoint, ...] = (
 )
 
 _lock = threading.RLock()
+_told_keys: set[str] = set()
 _originals: dict[PatchPoint, Any] = {}
 
 
@@ -316,7 +317,7 @@ def _homes(config: FuyouConfig) -> Iterator[str]:
 
 
 def announce(activation: Activation) -> None:
-    """Says once, on rank 0, what was patched, where state lives, and which keys have no effect."""
+    """Says on rank 0 where state lives, and of every key that has no effect, once, that it has none."""
     from deepspeed import __version__ as deepspeed_version
 
     config = activation.config
@@ -324,11 +325,13 @@ def announce(activation: Activation) -> None:
     log_once(
         logging.INFO,
         f"ds_fuyou {__version__} is active under DeepSpeed {deepspeed_version}; "
-        f"patched {', '.join(point.attribute for point in _originals)}; "
         f"tiers: {', '.join(_homes(config))}, activations {config.activations.tier}; state in {where}",
     )
-    if activation.absorbed.ignored:
-        keys = "; ".join(f"{item.key} ({item.reason})" for item in activation.absorbed.ignored)
+    log_once(logging.DEBUG, f"patched: {', '.join(point.attribute for point in _originals)}")
+    ignored = [item for item in activation.absorbed.ignored if item.key not in _told_keys]
+    _told_keys.update(item.key for item in ignored)
+    if ignored:
+        keys = "; ".join(f"{item.key} ({item.reason})" for item in ignored)
         log_once(logging.INFO, f"keys of the DeepSpeed configuration without effect under ds_fuyou: {keys}")
 
 

@@ -166,8 +166,7 @@ class StepReport:
         self._closed = True
         count = self._num_steps - 1
         mean = LaneTimes.of(rank_state).since(self._start).over(count)
-        table = placement_table(placement_of(rank_state), rank_state.core.layout.numel)
-        get_logger().info("mean of steps 2-%d: %s\n%s", self._num_steps, mean.line(), table)
+        get_logger().info("mean of steps 2-%d: %s", self._num_steps, mean.line())
 
 
 _reports: weakref.WeakKeyDictionary[Any, StepReport] = weakref.WeakKeyDictionary()

@@ -16,7 +16,7 @@ from ds_fuyou.activations.named_outputs import planned_choice, require_blocks
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.host.compute_clock import ComputeClock, Phase
 from ds_fuyou.host.device import Device
-from ds_fuyou.log import log_once
+from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
 from ds_fuyou.storage.io import IoLane
 from ds_fuyou.zero.agreement import least, of_rank_0
@@ -104,11 +104,9 @@ class AutoActivations:
         if choice is None:
             return False
         self._session.decide(choice.fates([block.name for block in self._session.blocks]))
-        log_once(
-            logging.INFO,
-            f"activations, decided after step {self._num_steps}, in how many of {len(self._session.blocks)} blocks:\n"
-            f"{choice.table()}",
-        )
+        if current_rank() == 0:
+            get_logger().info("activations, decided after step %d: %s", self._num_steps, choice.line())
+            get_logger().debug("in how many of %d blocks:\n%s", len(self._session.blocks), choice.table())
         return True
 
     def step_skipped(self) -> None:

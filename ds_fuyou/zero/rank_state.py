@@ -264,7 +264,9 @@ class RankState:
         self._attach_frozen()
         self.bound_heap()
         if dist.get_rank() == 0:
-            logger.info("states of %d parameters initialised in %.1f s", self.layout.numel, time.perf_counter() - begin)
+            logger.debug(
+                "states of %d parameters initialised in %.1f s", self.layout.numel, time.perf_counter() - begin
+            )
 
     def _attach(self, param: Any) -> None:
         """From here on a trainable parameter's swapper asks this state; in DRAM its partition is the chunk's memory."""

@@ -34,7 +34,7 @@ from ds_fuyou.planner.profile import (
     profile_directory,
     save_profile,
 )
-from ds_fuyou.planner.profiled import Prediction, alternatives, predict, prediction_table, profile_line
+from ds_fuyou.planner.profiled import Prediction, alternatives, predict, prediction_line, prediction_table, profile_line
 from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement, with_finding
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
 from ds_fuyou.profiling.operators import BlockProfile
@@ -268,8 +268,9 @@ class RunPlan:
         chosen, others = predict(profile, placement), alternatives(profile, placement)
         budget = self._state.host_budget_bytes
         get_logger().info(
-            "plan (%s): %s\n%s", self._origin, profile_line(profile), prediction_table(chosen, others, budget)
+            "plan (%s): %s\n  %s", self._origin, profile_line(profile), prediction_line(chosen, others, budget)
         )
+        get_logger().debug("all placements of whole classes:\n%s", prediction_table(chosen, others, budget))
         self._adopt(profile, chosen)
 
     def _adopt(self, profile: RunProfile, prediction: Prediction) -> None:
