@@ -4,7 +4,7 @@
 `load_block` turns a DeepSpeed configuration into a `FuyouConfig`, or into None when the block is absent
 or switched off. Every value may be the string "auto", which means the default; where the default is
 itself "auto", the planner decides. What the surrounding DeepSpeed JSON says about offloading is taken in
-by `ds_fuyou.host_config`, not here. docs/settings.md is generated from this file.
+by `ds_fuyou.ds_json`, not here. docs/settings.md is generated from this file.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.applied import CLASSES, completed_block, planned_shares
 from ds_fuyou.planner.document import PlanDocument, is_document, parse
+from ds_fuyou.storage.types import PAGE_BYTES
 
 __all__ = [
     "BLOCK_KEY",
     "ActivationSettings",
     "FuyouConfig",
     "GradientSettings",
-    "IoSettings",
+    "IoEngineSettings",
     "OptimizerSettings",
     "ParameterSettings",
     "PlanOverrides",
@@ -89,8 +90,8 @@ def _parse_budget(value: object) -> object:
 
 def _parse_block(value: object) -> int:
     num_bytes = parse_bytes(value)
-    if num_bytes % 4096 or num_bytes > 2**30:
-        raise ValueError("must be a multiple of 4096, 1 GiB at most")
+    if num_bytes % PAGE_BYTES or num_bytes > 2**30:
+        raise ValueError(f"must be a multiple of {PAGE_BYTES}, 1 GiB at most")
     return num_bytes
 
 
@@ -197,7 +198,7 @@ class ActivationSettings(_Settings):
     )
 
 
-class IoSettings(_Settings):
+class IoEngineSettings(_Settings):
     """How storage is reached."""
 
     engine: Literal["auto", "io_uring", "threads"] = Field(
@@ -224,7 +225,7 @@ class PlanOverrides(_Settings):
     """Single values of the plan, set by hand; each one not given is planned."""
 
     chunk_bytes: ByteCount | None = Field(None, description="Largest P32 of one chunk, in bytes.")
-    staging_bytes: ByteCount | None = Field(None, description="Pinned memory for chunks in flight, in bytes.")
+    staging_bytes: ByteCount | None = Field(None, description="Host memory for chunks in flight, in bytes.")
     prefetch_bytes: ByteCount | None = Field(None, description="P16 read ahead of its use, in bytes.")
     activation_bytes: ByteCount | None = Field(
         None, description="Host memory for swapped activations on their way, and for those that stay there, in bytes."
@@ -285,7 +286,7 @@ class FuyouConfig(_Settings):
     optimizer: OptimizerSettings = OptimizerSettings()
     gradients: GradientSettings = GradientSettings()
     activations: ActivationSettings = ActivationSettings()
-    io: IoSettings = IoSettings()
+    io: IoEngineSettings = IoEngineSettings()
     checksum: bool = Field(
         True,
         description="Compare state that is read back, for an update or a checkpoint, with what this run wrote.",

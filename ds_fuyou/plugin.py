@@ -33,14 +33,14 @@ from typing import Any
 
 from ds_fuyou.autoload import forget, when_imported
 from ds_fuyou.config import BLOCK_KEY, FuyouConfig
-from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.host_config import (
+from ds_fuyou.ds_json import (
     SUPPORTED_OPTIMIZERS,
     Activation,
     activation_of,
     activation_scope,
     load_activation,
 )
+from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.log import get_logger, log_once
 from ds_fuyou.version import __version__
 

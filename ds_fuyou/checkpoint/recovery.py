@@ -23,8 +23,8 @@ from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.host.memory import PAGE_BYTES, aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.layout import FlatLayout
 from ds_fuyou.optimizer.placement import state_region
-from ds_fuyou.storage.creation import read_directory_manifest
 from ds_fuyou.storage.store import CommitRecord, JsonValue, RunIdentity, SlotStore
+from ds_fuyou.storage.store_files import read_directory_manifest
 
 __all__ = ["Recovered", "contents_of", "recover"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_fuyou.config import FuyouConfig
+from ds_fuyou.ds_json import load_activation
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.host_config import load_activation
 
 __all__ = ["DeepSpeedJson", "read_ds_config"]
 

@@ -20,11 +20,11 @@ from typing import Any
 
 from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
 from ds_fuyou.storage import cleanup, ending, lifetime
-from ds_fuyou.storage.creation import CreateOptions, StoreFiles, create_files, open_files
 from ds_fuyou.storage.directory import DATA_NAME
 from ds_fuyou.storage.layout import Piece, SlotChoice, choose_num_slots
 from ds_fuyou.storage.probe import Probe, probe_path
 from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, read_record, remove_record, write_record
+from ds_fuyou.storage.store_files import CreateOptions, StoreFiles, create_files, open_files
 from ds_fuyou.storage.types import PAGE_BYTES, CommitRecord, Extent, JsonValue, RegionSpec, RunIdentity
 
 __all__ = [

@@ -74,7 +74,7 @@ def placement_of(rank_state: Any) -> list[Placed]:
     session = getattr(rank_state, "activations", None)
     tier = session.swapper.tier if session is not None and session.swapper is not None else None
     if tier is not None:
-        rows.append(Placed("activation staging", "cpu", tier.arena_bytes, "on their way, and the last ones saved"))
+        rows.append(Placed("activation arena", "cpu", tier.arena_bytes, "on their way, and the last ones saved"))
         if tier.storage is not None:
             rows.append(
                 Placed("A16 (activations)", "nvme", tier.storage.space.num_bytes, "what forwards needed so far")

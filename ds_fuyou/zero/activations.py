@@ -23,9 +23,9 @@ from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover, Take
 from ds_fuyou.activations.tier import StorageHome, SwapTier
 from ds_fuyou.activations.views import ViewSpec
 from ds_fuyou.config import FuyouConfig
+from ds_fuyou.ds_json import Activation
 from ds_fuyou.host.compute_clock import ComputeClock
 from ds_fuyou.host.device import Device
-from ds_fuyou.host_config import Activation
 from ds_fuyou.log import log_once
 from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.swap_space import SwapSpace

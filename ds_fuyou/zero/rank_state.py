@@ -24,9 +24,9 @@ from tqdm import tqdm
 
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.checkpoint.recovery import contents_of
+from ds_fuyou.ds_json import Activation
 from ds_fuyou.host.compute_clock import compute_clock
 from ds_fuyou.host.memory import HeapGuard
-from ds_fuyou.host_config import Activation
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutLimits, ParamSpan, build_layout

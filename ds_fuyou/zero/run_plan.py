@@ -38,6 +38,7 @@ from ds_fuyou.planner.profiled import Prediction, alternatives, predict, predict
 from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement, with_finding
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
 from ds_fuyou.profiling.operators import BlockProfile
+from ds_fuyou.storage.types import PAGE_BYTES
 from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.zero.agreement import of_rank_0, on_any_rank
 from ds_fuyou.zero.run_facts import (
@@ -243,7 +244,7 @@ class RunPlan:
         if state.store is None:
             return None
         num_bytes = min(_LARGEST_PROBE, max(_SMALLEST_PROBE, state.store.total_bytes // 4))
-        transfer = min(state.plan.chunk_bytes, max(256 << 10, num_bytes // 16)) // 4096 * 4096
+        transfer = min(state.plan.chunk_bytes, max(256 << 10, num_bytes // 16)) // PAGE_BYTES * PAGE_BYTES
         paths = [Path(path) for path in state.activation.state_paths]
         rates = probe_storage(state.core.io, paths, num_bytes, transfer)
         share = 1.0 / self._identity.local_ranks  # the others wait now, and will not wait then

@@ -20,8 +20,8 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from ds_fuyou.ds_json import Activation, current_activation
 from ds_fuyou.host.compute_clock import Phase
-from ds_fuyou.host_config import Activation, current_activation
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.rules import GroupHyper, optimizer_kind
 from ds_fuyou.telemetry.report import LaneTimes, report_leave_out, report_step

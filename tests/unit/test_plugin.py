@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ds_fuyou import compat, plugin
+from ds_fuyou.ds_json import current_activation
 from ds_fuyou.errors import FuyouCompatError, FuyouConfigError
-from ds_fuyou.host_config import current_activation
 from tests.conftest import RunPython
 
 pytestmark = pytest.mark.compat

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creating the files of a store all or nothing, and opening those of an earlier run."""
+"""The files of a store: created all or nothing, or those of an earlier run opened."""
 
 from __future__ import annotations
 
