@@ -77,6 +77,13 @@ def test_files_are_gone_after_a_signal(tmp_path: Path, number: int, status: int)
     assert all_files(tmp_path) == []
 
 
+OWNED = """
+class Owner:  # as an engine, which is destroyed with its last reference
+    def __init__(self):
+        self.store = committed()
+    def __del__(self):
+        self.store.close()
+"""
 UNCLEAN = [
     ("store = committed(); raise ValueError('the script failed')", 1, "the script ended with ValueError"),
     ("store = committed(); sys.exit(3)", 3, "the script ended with status 3"),
@@ -86,6 +93,8 @@ UNCLEAN = [
     ("store = committed(); store.keep_because('the run failed'); store.close()", 0, "the run failed"),
     ("def main():\n    engine = committed()\n    sys.exit(1)\nmain()", 1, "the script ended with status 1"),
     ("thread = threading.Thread(target=committed); thread.start(); thread.join(); raise KeyError(1)", 1, "KeyError"),
+    (f"{OWNED}def main():\n    owner = Owner()\n    sys.exit(1)\nmain()", 1, "the script ended with status 1"),
+    (f"{OWNED}def main():\n    owner = Owner()\n    raise OSError\nmain()", 1, "the script ended with OSError"),
 ]
 
 
@@ -119,6 +128,8 @@ def test_committed_state_stays_after_a_signal(tmp_path: Path, number: int, statu
         "try:\n    committed(); sys.exit(1)\nexcept SystemExit:\n    pass",
         "try:\n    committed(); raise ValueError('mended')\nexcept ValueError:\n    pass",
         "store = committed(); store.close(); raise ValueError('later')",
+        f"{OWNED}def main():\n    owner = Owner()\nmain()",
+        f"{OWNED}def main():\n    owner = Owner()\n    sys.exit(0)\nmain()",
         "store = committed()\ntry:\n    raise ValueError\nfinally:\n    store.close()",
         "before = sys.exit; store = committed(); store.close(); sys.exit(sys.exit is not before)",
     ],
