@@ -41,7 +41,7 @@ from ds_fuyou.ds_json import (
     load_activation,
 )
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.log import get_logger, log_once
+from ds_fuyou.log import get_logger, is_news, log_once
 from ds_fuyou.version import __version__
 
 __all__ = ["FOREIGN_POINTS", "PATCH_POINTS", "PatchPoint", "announce", "install", "is_installed", "uninstall"]
@@ -281,7 +281,6 @@ FOREIGN_POINTS: tuple[PatchPoint, ...] = (
 )
 
 _lock = threading.RLock()
-_told_keys: set[str] = set()
 _originals: dict[PatchPoint, Any] = {}
 
 
@@ -328,8 +327,7 @@ def announce(activation: Activation) -> None:
         f"tiers: {', '.join(_homes(config))}, activations {config.activations.tier}; state in {where}",
     )
     log_once(logging.DEBUG, f"patched: {', '.join(point.attribute for point in _originals)}")
-    ignored = [item for item in activation.absorbed.ignored if item.key not in _told_keys]
-    _told_keys.update(item.key for item in ignored)
+    ignored = [item for item in activation.absorbed.ignored if is_news(f"without effect: {item.key}")]
     if ignored:
         keys = "; ".join(f"{item.key} ({item.reason})" for item in ignored)
         log_once(logging.INFO, f"keys of the DeepSpeed configuration without effect under ds_fuyou: {keys}")
