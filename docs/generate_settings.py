@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ds_fuyou.config import FuyouConfig, PlanOverrides, ResidentShares
-from ds_fuyou.host_config import SUPPORTED_OPTIMIZERS, refused_combinations
+from ds_fuyou.ds_json import SUPPORTED_OPTIMIZERS, refused_combinations
 
 TARGET = Path(__file__).with_name("settings.md")
 

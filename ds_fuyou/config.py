@@ -4,7 +4,7 @@
 `load_block` turns a DeepSpeed configuration into a `FuyouConfig`, or into None when the block is absent
 or switched off. Every value may be the string "auto", which means the default; where the default is
 itself "auto", the planner decides. What the surrounding DeepSpeed JSON says about offloading is taken in
-by `ds_fuyou.host_config`, not here. docs/settings.md is generated from this file.
+by `ds_fuyou.ds_json`, not here. docs/settings.md is generated from this file.
 """
 
 from __future__ import annotations
@@ -18,19 +18,29 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.applied import CLASSES, completed_block, planned_shares
 from ds_fuyou.planner.document import PlanDocument, is_document, parse
+from ds_fuyou.storage.types import PAGE_BYTES
 
 __all__ = [
     "BLOCK_KEY",
     "ActivationSettings",
     "FuyouConfig",
     "GradientSettings",
-    "IoSettings",
+    "IoEngineSettings",
     "OptimizerSettings",
     "ParameterSettings",
     "PlanOverrides",
@@ -47,6 +57,9 @@ _BYTE_UNITS = {"": 1} | {
     for suffix, base in (("", 1000), ("b", 1000), ("ib", 1024))
 }
 _BYTE_UNITS["b"] = 1
+_MOST_DIGITS = 40  # of a size in text: what follows could only make it larger than anything
+_MOST_SHOWN = 200
+_MOST_BYTES = 2**62  # nothing is larger, and sums of a few still fit what the kernel takes
 
 
 def parse_bytes(value: object) -> int:
@@ -62,14 +75,30 @@ def parse_bytes(value: object) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
         if match and match[2] in _BYTE_UNITS:
             unit = _BYTE_UNITS[match[2]]
-            number = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-    if number is None or not 0 < number < float("inf") or number != int(number):
+            number = float(match[1][:_MOST_DIGITS]) * unit if "." in match[1] else int(match[1][:_MOST_DIGITS]) * unit
+            number = int(number)
+    if isinstance(number, (int, float)) and number > _MOST_BYTES:
+        raise ValueError("must be below 4 EiB")
+    if number is None or not number > 0 or number != int(number):
         raise ValueError('must be "auto", a positive number of bytes, or text like "64GB" or "512MiB"')
     return int(number)
 
 
 def _parse_budget(value: object) -> object:
     return value if value == "auto" else parse_bytes(value)
+
+
+def _parse_block(value: object) -> int:
+    num_bytes = parse_bytes(value)
+    if num_bytes % PAGE_BYTES or num_bytes > 2**30:
+        raise ValueError(f"must be a multiple of {PAGE_BYTES}, 1 GiB at most")
+    return num_bytes
+
+
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError("must be made of printable characters")
+    return value
 
 
 _PLACEHOLDERS = {"rank": ("RANK",), "local_rank": ("LOCAL_RANK",), "node": ("CROSS_RANK", "GROUP_RANK", "SLURM_NODEID")}
@@ -92,6 +121,8 @@ def _as_paths(value: object) -> object:
     paths = [value] if isinstance(value, str) else value
     if not isinstance(paths, (list, tuple)) or not all(isinstance(path, str) and path for path in paths):
         raise ValueError("must be a path or a list of paths")
+    for path in paths:
+        _printable(path)
     expanded = tuple(os.path.abspath(os.path.expanduser(_of_this_rank(path))) for path in paths)
     if not expanded:
         raise ValueError("must name at least one path; leave the key out to use the offload sections' path")
@@ -103,8 +134,13 @@ def _as_paths(value: object) -> object:
 Tier = Literal["auto", "cpu", "nvme"]
 ByteBudget = Annotated[int | Literal["auto"], BeforeValidator(_parse_budget)]
 ByteCount = Annotated[int, BeforeValidator(parse_bytes)]
+BlockBytes = Annotated[int, BeforeValidator(_parse_block)]
+FileName = Annotated[str, AfterValidator(_printable)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_as_paths)]
 Count = Annotated[int, Field(ge=1)]
+Threads = Annotated[int, Field(ge=1, le=4096)]
+QueueDepth = Annotated[int, Field(ge=1, le=4096)]
+Weight = Annotated[int, Field(ge=1, le=10**9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -162,7 +198,7 @@ class ActivationSettings(_Settings):
     )
 
 
-class IoSettings(_Settings):
+class IoEngineSettings(_Settings):
     """How storage is reached."""
 
     engine: Literal["auto", "io_uring", "threads"] = Field(
@@ -189,7 +225,7 @@ class PlanOverrides(_Settings):
     """Single values of the plan, set by hand; each one not given is planned."""
 
     chunk_bytes: ByteCount | None = Field(None, description="Largest P32 of one chunk, in bytes.")
-    staging_bytes: ByteCount | None = Field(None, description="Pinned memory for chunks in flight, in bytes.")
+    staging_bytes: ByteCount | None = Field(None, description="Host memory for chunks in flight, in bytes.")
     prefetch_bytes: ByteCount | None = Field(None, description="P16 read ahead of its use, in bytes.")
     activation_bytes: ByteCount | None = Field(
         None, description="Host memory for swapped activations on their way, and for those that stay there, in bytes."
@@ -197,16 +233,16 @@ class PlanOverrides(_Settings):
     smallest_swapped_bytes: ByteCount | None = Field(
         None, description="Saved tensors that cover fewer bytes stay on the device."
     )
-    num_threads: Count | None = Field(None, description="Threads of the CPU optimizer.")
-    queue_depth: Count | None = Field(None, description="I/O requests in flight at once.")
-    block_bytes: ByteCount | None = Field(None, description="Largest single I/O request, in bytes.")
+    num_threads: Threads | None = Field(None, description="Threads of the CPU optimizer.")
+    queue_depth: QueueDepth | None = Field(None, description="I/O requests in flight at once.")
+    block_bytes: BlockBytes | None = Field(None, description="Largest single I/O request, in bytes.")
     slots: Literal[1, 2] | None = Field(None, description="Slots of a chunk on storage.")
     small_param_bytes: ByteCount | None = Field(
         None,
         description="P16 partitions on storage of fewer bytes stay in host memory once a step has read them, until "
         "they are updated: backward and further micro-batches read them no second time.",
     )
-    shares: list[Count] | None = Field(
+    shares: list[Weight] | None = Field(
         None,
         description="Relative share of the bytes each `nvme_path` receives, in their order: its bandwidth, say. Equal "
         "when not given.",
@@ -250,17 +286,17 @@ class FuyouConfig(_Settings):
     optimizer: OptimizerSettings = OptimizerSettings()
     gradients: GradientSettings = GradientSettings()
     activations: ActivationSettings = ActivationSettings()
-    io: IoSettings = IoSettings()
+    io: IoEngineSettings = IoEngineSettings()
     checksum: bool = Field(
         True,
         description="Compare what is read back from storage with what this run wrote there: P32 and moments by the "
         "chunk, P16 and G16 by the page of 4 KiB (8 bytes of host memory each), weights that `fuyou recover` takes "
         "out by the commit record. Staged and frozen parameters and swapped activations are not compared.",
     )
-    trace: str | None = Field(None, description="File to write a lane trace to (opens in Perfetto).")
+    trace: FileName | None = Field(None, description="File to write a lane trace to (opens in Perfetto).")
     keep_state: bool = Field(
         False,
-        description="Leave the state files in place when the process ends: `fuyou recover` takes the fp32 weights of "
+        description="Leave the state files in place after a clean end, too: `fuyou recover` takes the fp32 weights of "
         "the last step out of them. To continue training, save a checkpoint.",
     )
     plan: PlanOverrides | None = Field(
@@ -339,7 +375,7 @@ def _load_plan(plan: object) -> tuple[object, PlanDocument | None]:
         try:
             with open(os.path.expanduser(plan), encoding="utf-8") as file:
                 plan = json.load(file)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise FuyouConfigError(
                 f"{where}: must be a readable JSON file, found {error}; give an inline object or fix the path"
             ) from error
@@ -418,4 +454,11 @@ _ALL_KEYS = frozenset(key for model in _Settings.__subclasses__() for key in mod
 
 
 def _shown(value: object) -> str:
-    return f"{value!r} ({type(value).__name__})"
+    """In one line of bounded length, whatever it is."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested without end, or a number of more digits than Python writes
+        text = "..."
+    if len(text) > _MOST_SHOWN:
+        text = f"{text[:_MOST_SHOWN]}..."
+    return f"{text} ({type(value).__name__})"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 
-__all__ = ["current_rank", "get_logger", "log_once"]
+__all__ = ["current_rank", "get_logger", "is_news", "log_once"]
 
 _told: set[str] = set()
 
@@ -34,9 +34,15 @@ def current_rank() -> int:
     return int(rank) if rank.isdigit() else 0
 
 
+def is_news(fact: str) -> bool:
+    """Whether nobody asked this about `fact` before, in the life of the process."""
+    if fact in _told:
+        return False
+    _told.add(fact)
+    return True
+
+
 def log_once(level: int, message: str) -> None:
     """Logs `message` on rank 0, once in the life of the process."""
-    if current_rank() != 0 or message in _told:
-        return
-    _told.add(message)
-    get_logger().log(level, "%s", message)
+    if current_rank() == 0 and is_news(message):
+        get_logger().log(level, "%s", message)

@@ -33,15 +33,15 @@ from typing import Any
 
 from ds_fuyou.autoload import forget, when_imported
 from ds_fuyou.config import BLOCK_KEY, FuyouConfig
-from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.host_config import (
+from ds_fuyou.ds_json import (
     SUPPORTED_OPTIMIZERS,
     Activation,
     activation_of,
     activation_scope,
     load_activation,
 )
-from ds_fuyou.log import get_logger, log_once
+from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.log import get_logger, is_news, log_once
 from ds_fuyou.version import __version__
 
 __all__ = ["FOREIGN_POINTS", "PATCH_POINTS", "PatchPoint", "announce", "install", "is_installed", "uninstall"]
@@ -316,7 +316,7 @@ def _homes(config: FuyouConfig) -> Iterator[str]:
 
 
 def announce(activation: Activation) -> None:
-    """Says once, on rank 0, what was patched, where state lives, and which keys have no effect."""
+    """Says on rank 0 where state lives, and of every key that has no effect, once, that it has none."""
     from deepspeed import __version__ as deepspeed_version
 
     config = activation.config
@@ -324,11 +324,12 @@ def announce(activation: Activation) -> None:
     log_once(
         logging.INFO,
         f"ds_fuyou {__version__} is active under DeepSpeed {deepspeed_version}; "
-        f"patched {', '.join(point.attribute for point in _originals)}; "
         f"tiers: {', '.join(_homes(config))}, activations {config.activations.tier}; state in {where}",
     )
-    if activation.absorbed.ignored:
-        keys = "; ".join(f"{item.key} ({item.reason})" for item in activation.absorbed.ignored)
+    log_once(logging.DEBUG, f"patched: {', '.join(point.attribute for point in _originals)}")
+    ignored = [item for item in activation.absorbed.ignored if is_news(f"without effect: {item.key}")]
+    if ignored:
+        keys = "; ".join(f"{item.key} ({item.reason})" for item in ignored)
         log_once(logging.INFO, f"keys of the DeepSpeed configuration without effect under ds_fuyou: {keys}")
 
 

@@ -113,6 +113,18 @@ class Choice:
         saved = {call: fate for call, fate in outputs.items() if fate is not Fate.RECOMPUTE}
         return BlockFate(whole, saved)
 
+    def line(self) -> str:
+        """What most blocks do, for the log."""
+        outputs = self.outputs.values()
+        swapped, recomputed, kept = (sum(getattr(c, f) for c in outputs) for f in ("swapped", "recomputed", "kept"))
+        inputs = self.inputs
+        line = f"of {self.num_blocks} blocks {inputs.kept} are kept whole, the inputs of {inputs.swapped} are swapped"
+        if inputs.recomputed:
+            line += f" and {inputs.recomputed} recomputed whole"
+        if outputs:
+            line += f"; of operators' outputs there {swapped} are swapped, {recomputed} recomputed, {kept} kept"
+        return line
+
     def table(self) -> str:
         """One line an output, for the log."""
         rows = {"block inputs": self.inputs, **{name: counts for (name, _), counts in self.outputs.items()}}

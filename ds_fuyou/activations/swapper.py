@@ -20,6 +20,7 @@ from ds_fuyou.activations.policy import ActivationPolicy, Fate, SavedTensor
 from ds_fuyou.activations.records import HeldBytes, Record
 from ds_fuyou.activations.tier import SwapTier
 from ds_fuyou.activations.views import ALIGN_BYTES, ByteRange, ViewSpec, byte_view, is_movable
+from ds_fuyou.host.compute_clock import ComputeClock, HostClock, Phase
 from ds_fuyou.log import log_once
 
 __all__ = ["PACKED", "KeptTensor", "MovedTensor", "Packed", "Swapper", "Tape"]
@@ -118,6 +119,7 @@ class Swapper:
         resident: storages (by address of their StorageImpl) that stay on the device anyway: the model's buffers.
         smallest_bytes: tensors that cover less stay on the device.
         tier: None where nothing is ever moved: the device is the host, and host memory is the tier.
+        clock: told of what the device may have to wait for.
     """
 
     def __init__(
@@ -129,8 +131,10 @@ class Swapper:
         device_type: str,
         smallest_bytes: int = 64 * 1024,
         resident: Callable[[], Collection[int]] = frozenset,
+        clock: ComputeClock | None = None,
     ) -> None:
         self.tier = tier
+        self.clock = clock if clock is not None else HostClock()
         self.policy = policy
         self.parameters = parameters
         self.held = tier.held if tier is not None else HeldBytes()
@@ -269,7 +273,9 @@ class Swapper:
         if isinstance(packed, SavedParameter):
             return self._parameter(packed)
         if isinstance(packed, MovedTensor) and self.tier is not None:
-            return packed.view.over(self.tier.take(packed.record), packed.begin)
+            with self.clock.within(Phase.ACTIVATIONS):
+                values = self.tier.take(packed.record)
+            return packed.view.over(values, packed.begin)
         raise TypeError(f"a saved tensor came back as {type(packed).__name__}")
 
     def is_intact(self, packed: Packed) -> bool:

@@ -318,7 +318,7 @@ class SwapTier:
             self._finish(flight)
         elif record.state in _IN_MEMORY:
             return
-        if self._trace is not None:
+        if self._trace is not None and self.copies.device_is_host:  # a device's own clock tells when it waited
             self._trace.add(Lane.WAIT, record.what, begin, time.perf_counter_ns())
 
     def read_ahead(self, needed: Iterable[Record], soon: Iterable[Record]) -> None:

@@ -27,8 +27,8 @@ from ds_fuyou.host.memory import aligned_tensor, round_up_to_page
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.layout import FlatLayout
 from ds_fuyou.optimizer.placement import state_region
-from ds_fuyou.storage.creation import read_directory_manifest
 from ds_fuyou.storage.store import CommitRecord, Extent, JsonValue, RunIdentity, SlotStore
+from ds_fuyou.storage.store_files import read_directory_manifest
 
 __all__ = ["Recovered", "contents_of", "recover"]
 

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not states:
             sys.stdout.write(f"{path}: no state found\n")
         for state in states:
-            if state.in_use:
+            if state.alive:
                 in_use += 1
                 sys.stdout.write(f"{state.path}: in use by a running process, left alone\n")
             elif arguments.dry_run:

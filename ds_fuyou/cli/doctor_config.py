@@ -12,8 +12,8 @@ from typing import Any
 
 from ds_fuyou.cli.finding import Finding, path_finding
 from ds_fuyou.config import BLOCK_KEY
+from ds_fuyou.ds_json import Activation, load_activation
 from ds_fuyou.errors import FuyouConfigError, FuyouStorageError
-from ds_fuyou.host_config import Activation, load_activation
 from ds_fuyou.storage.probe import probe_path
 
 __all__ = ["config_findings"]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_fuyou.config import FuyouConfig
+from ds_fuyou.ds_json import load_activation
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.host_config import load_activation
 
 __all__ = ["DeepSpeedJson", "read_ds_config"]
 
@@ -33,7 +33,7 @@ def read_ds_config(path: Path) -> DeepSpeedJson:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FuyouConfigError(f"--config {path}: must be a readable JSON file, found {error}") from error
     if not isinstance(data, Mapping):
         raise FuyouConfigError(f"--config {path}: must hold a JSON object, found {type(data).__name__}")
@@ -49,6 +49,6 @@ def _count(path: Path, data: Mapping[str, Any], key: str) -> int | None:
     value = data.get(key)
     if value is None or value == "auto":
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise FuyouConfigError(f"--config {path}: {key} must be a whole number of at least 1, found {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**9:
+        raise FuyouConfigError(f"--config {path}: {key} must be a whole number from 1 to 10^9, found {value!r:.100}")
     return value

@@ -11,6 +11,7 @@ import torch
 
 from ds_fuyou.host.device import Device
 from ds_fuyou.ops.core import load_core
+from ds_fuyou.storage.types import PAGE_BYTES
 
 __all__ = [
     "PAGE_BYTES",
@@ -23,7 +24,6 @@ __all__ = [
     "round_up_to_page",
 ]
 
-PAGE_BYTES = 4096
 _HUGE_BYTES = 8 * 1024 * 1024  # larger mappings ask for huge pages: fewer, larger disk requests
 
 

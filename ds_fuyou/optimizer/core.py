@@ -550,6 +550,8 @@ class OutOfCoreOptimizer:
         wait_through(self.pipeline.stop, lambda: "transfers of chunks in flight to end")
         if self._committer is not None:
             self._committer.stop()
+        if self.pipeline.failed and self.store is not None:
+            self.store.keep_because("the run failed")
         if self.pipeline.failed and not self._told_failure:  # after the script's last call: nobody to raise it to
             logger.error("closed after a failure: %s", self._failure())
         self.gradients.close()

@@ -102,7 +102,7 @@ def load(path: Path, fingerprint: str | None = None, world_size: int | None = No
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FuyouConfigError(f"{path}: a plan must be a readable JSON file, found {error}") from error
     try:
         plan = parse(data)

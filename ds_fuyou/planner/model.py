@@ -225,7 +225,7 @@ def _from_file(path: str) -> ModelSpec:
     try:
         with open(path, encoding="utf-8") as file:
             config = json.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FuyouConfigError(f"--model {path}: must be a readable JSON file, found {error}") from error
     if not isinstance(config, Mapping):
         raise FuyouConfigError(f"--model {path}: must hold a JSON object, found {type(config).__name__}")

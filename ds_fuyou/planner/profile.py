@@ -202,7 +202,7 @@ def load_profile(machine: str, model: str) -> RunProfile | None:
             raise ValueError("it was made for another machine or model")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         log_once(logging.WARNING, f"the kept profile {path} is ignored and measured again: {error!r}")
         return None
     return profile

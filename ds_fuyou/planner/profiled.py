@@ -14,7 +14,15 @@ from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.policies import Fates, Policy, Tiers, Updates
 from ds_fuyou.planner.profile import RunProfile
 
-__all__ = ["Prediction", "RunPlacement", "alternatives", "predict", "prediction_table", "profile_line"]
+__all__ = [
+    "Prediction",
+    "RunPlacement",
+    "alternatives",
+    "predict",
+    "prediction_line",
+    "prediction_table",
+    "profile_line",
+]
 
 CORES = "cores"
 """The bound where compute, updates and I/O share the host's cores and ask most of them."""
@@ -76,6 +84,7 @@ class Prediction:
     read_bytes: float
     write_bytes: float
     bound: str
+    device_is_host: bool = False
 
     @property
     def storage_bytes(self) -> float:
@@ -185,6 +194,7 @@ def predict(profile: RunProfile, placement: RunPlacement) -> Prediction:
         found.lane_secs[Lane.READ] * machine.storage_read,
         found.lane_secs[Lane.WRITE] * machine.storage_write,
         _bound(found, machine),
+        profile.device_is_host,
     )
 
 
@@ -217,8 +227,35 @@ def prediction_table(chosen: Prediction, others: Sequence[Prediction], budget_by
     lines = [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
-    lanes = ", ".join(f"{lane} {secs:.3f} s" for lane, secs in chosen.lane_secs.items() if secs > 0)
-    return "\n".join([*lines, f"  lanes of the chosen one, a step: {lanes}"])
+    return "\n".join([*lines, f"  lanes of the chosen one, a step: {_shown_lanes(chosen)}"])
+
+
+def prediction_line(chosen: Prediction, others: Sequence[Prediction], budget_bytes: float) -> str:
+    """What is predicted of the placement as it is, and of the fastest other one that fits the budget."""
+    line = f"predicted {chosen.iteration_secs:.3f} s a step, bound by {_shown_lane(chosen.bound)}"
+    line += f" ({_shown_lanes(chosen)})"
+    fitting = [other for other in others if other.placement.host_bytes <= budget_bytes]
+    if fitting:
+        where = ", ".join(
+            f"{n}: {t}" for n, t in zip(("P16", "states", "G16"), fitting[0].placement.shown, strict=True)
+        )
+        line += f"; of other placements the fastest {fitting[0].iteration_secs:.3f} s ({where})"
+    return line
+
+
+_SHOWN_LANES = {"gpu compute": "compute", "gpu->cpu": "device to host", "cpu->gpu": "host to device"}
+
+
+def _shown_lane(lane: str) -> str:
+    """As the lane trace calls it."""
+    return _SHOWN_LANES.get(lane, lane)
+
+
+def _shown_lanes(chosen: Prediction) -> str:
+    """Every lane that works. Where the device is the host there is no link."""
+    links = (Lane.DOWN.label, Lane.UP.label) if chosen.device_is_host else ()
+    lanes = [(lane, secs) for lane, secs in chosen.lane_secs.items() if secs > 0 and lane not in links]
+    return ", ".join(f"{_shown_lane(lane)} {secs:.3f} s" for lane, secs in lanes)
 
 
 def _row(prediction: Prediction, budget_bytes: float | None) -> tuple[str, ...]:
@@ -229,7 +266,7 @@ def _row(prediction: Prediction, budget_bytes: float | None) -> tuple[str, ...]:
         f"{host / 1e9:.2f} GB{', too much' if lacks else ''}",
         f"{prediction.storage_bytes / 1e9:.2f} GB",
         f"{prediction.iteration_secs:.3f} s",
-        prediction.bound,
+        _shown_lane(prediction.bound),
     )
 
 
@@ -250,5 +287,6 @@ def profile_line(profile: RunProfile) -> str:
         parts.append(
             f"storage {rates.read / 1e9:.2f} GB/s read, {rates.write / 1e9:.2f} write, {rates.mixed / 1e9:.2f} mixed"
         )
-    parts.append(f"link {profile.link_up / 1e9:.1f} GB/s up, {profile.link_down / 1e9:.1f} down")
+    if not profile.device_is_host:
+        parts.append(f"link {profile.link_up / 1e9:.1f} GB/s up, {profile.link_down / 1e9:.1f} down")
     return ", ".join(parts)

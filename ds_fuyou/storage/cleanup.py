@@ -44,11 +44,6 @@ class StateDirectory:
     model_fingerprint: str
     kept: bool
 
-    @property
-    def in_use(self) -> bool:
-        """The same as ``alive``."""
-        return self.alive
-
 
 def find_state(path: str | Path) -> list[StateDirectory]:
     """The state directories of this user in one nvme_path, by name. Waits while another process creates one.

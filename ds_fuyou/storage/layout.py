@@ -19,6 +19,7 @@ from ds_fuyou.storage.probe import PathFacts, Probe, probe_path
 from ds_fuyou.storage.types import PAGE_BYTES, RegionSpec
 
 __all__ = [
+    "RESERVE_SHARE",
     "UNIT_BYTES",
     "PathShare",
     "Piece",
@@ -31,8 +32,9 @@ __all__ = [
 ]
 
 UNIT_BYTES = 4 * 1024 * 1024
-# Left free on every device for manifests, records and the filesystem itself.
+# Left free on every device for manifests, records and the filesystem itself; two slots leave more where one would do.
 _RESERVE_BYTES = 16 * 1024 * 1024
+RESERVE_SHARE, _ACTIVATION_SHARE = 0.02, 0.10
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,15 @@ class SlotChoice:
     reason: str
 
 
-def device_capacities(facts: Sequence[PathFacts]) -> dict[str, int]:
-    """Bytes the store may take of each device: what is free, less a small reserve, in whole pages."""
+def device_capacities(facts: Sequence[PathFacts], reserve_share: float = 0.0) -> dict[str, int]:
+    """Bytes the store may take of each device: what is free, less a small reserve (``reserve_share`` of that, if it is
+    more), in whole pages.
+    """
     free: dict[str, int] = {}
     for fact in facts:
         free[fact.device] = min(fact.free_bytes, free.get(fact.device, fact.free_bytes))
-    return {device: max(0, num_bytes - _RESERVE_BYTES) // PAGE_BYTES * PAGE_BYTES for device, num_bytes in free.items()}
+    left = {device: num - max(_RESERVE_BYTES, int(reserve_share * num)) for device, num in free.items()}
+    return {device: max(0, num_bytes) // PAGE_BYTES * PAGE_BYTES for device, num_bytes in left.items()}
 
 
 def choose_num_slots(
@@ -94,20 +99,27 @@ def choose_num_slots(
     bytes_two_slots: int,
     budget: int | None = None,
     *,
-    num_ranks: int = 1,
+    bytes_of_others: int = 0,
+    swaps_activations: bool = False,
     probe: Probe = probe_path,
 ) -> SlotChoice:
     """Two slots where budget and free space hold them, else one with the text of the warning that is due.
 
-    ``num_ranks`` of this machine need as much each; none of them may have created its store yet. The budget is one
-    rank's. It does not check that one slot fits; creating the store does.
+    Two slots leave a share of every device to others, and of devices and budget to activations that come later. It
+    does not check that one slot fits; creating the store does.
+
+    Args:
+        bytes_of_others: two slots of the other ranks that use one of these devices; none has created its store yet.
+        budget: this rank's.
     """
-    capacity = sum(device_capacities([probe(path) for path in paths]).values())
-    if budget is not None and bytes_two_slots > budget:
-        limit = f"nvme_budget_bytes is {budget}"
-    elif num_ranks * bytes_two_slots > capacity:
-        limit = f"{capacity} bytes can be used on {', '.join(str(path) for path in paths)}"
-        limit += f" by {num_ranks} ranks" if num_ranks > 1 else ""
+    for_activations = _ACTIVATION_SHARE if swaps_activations else 0.0
+    capacity = sum(device_capacities([probe(path) for path in paths], RESERVE_SHARE + for_activations).values())
+    beside = " beside activations that are swapped" if swaps_activations else ""
+    if budget is not None and bytes_two_slots > (1 - for_activations) * budget:
+        limit = f"nvme_budget_bytes is {budget}{beside}"
+    elif bytes_two_slots + bytes_of_others > capacity:
+        limit = f"{capacity} bytes can be used on {', '.join(str(path) for path in paths)}{beside}"
+        limit += f"; other ranks need {bytes_of_others} of them" if bytes_of_others else ""
     else:
         return SlotChoice(2, "")
     reason = (

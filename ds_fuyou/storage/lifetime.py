@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of stores: at interpreter exit, after an exception, SIGINT or SIGTERM, and in forked children.
+"""The end of stores: at interpreter exit, after an exception, SIGINT or SIGTERM, and in forked children. What a store
+does with its files then is its own affair (storage/ending.py says how the process ends).
 
 At the end everything registered with :func:`register_closer` runs first, last registered first (threads that
 still do I/O), then the stores are closed. A SIGTERM handler is installed only where nobody installed one, and
@@ -14,10 +15,13 @@ import atexit
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Protocol
+
+from ds_fuyou.storage import ending
 
 __all__ = ["Closable", "forget_store", "install", "register_closer", "register_store", "shutdown"]
 
@@ -49,6 +53,7 @@ _registry = _Registry()
 
 def install() -> None:
     """Hooks interpreter exit and fork once, and SIGTERM where it is free. Called before creation."""
+    ending.watch()
     if not _registry.hooked:
         _registry.hooked = True
         atexit.register(shutdown)
@@ -68,6 +73,7 @@ def forget_store(store: Closable) -> None:
     _registry.stores = [known for known in _registry.stores if known is not store]
     if not _registry.stores and not _registry.shutting_down:
         _restore_sigterm()
+        ending.forget()
 
 
 def register_closer(closer: Callable[[], None]) -> Callable[[], None]:
@@ -90,6 +96,9 @@ def shutdown() -> None:
     others.
     """
     _registry.shutting_down = True
+    unhandled = sys.exc_info()[1]  # whoever calls this by hand, while an exception ends the process
+    if unhandled is not None:
+        ending.failed(unhandled)
     try:
         while _registry.closers:
             _run(_registry.closers.pop())
@@ -98,6 +107,7 @@ def shutdown() -> None:
     finally:
         _registry.shutting_down = False
     _restore_sigterm()
+    ending.forget()
 
 
 def _run(action: Callable[[], None]) -> None:
@@ -108,6 +118,7 @@ def _run(action: Callable[[], None]) -> None:
 
 
 def _on_sigterm(_number: int, _frame: FrameType | None) -> None:
+    ending.signalled("SIGTERM")
     if not _registry.shutting_down:  # the second signal finds the end under way
         raise SystemExit(_SIGTERM_STATUS)
 
@@ -122,3 +133,4 @@ def _after_fork_in_child() -> None:
         store.abandon()
     _registry.stores, _registry.closers = [], []
     _restore_sigterm()
+    ending.forget()

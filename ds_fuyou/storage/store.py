@@ -12,18 +12,19 @@ import bisect
 import errno
 import logging
 import os
+import shlex
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
-from ds_fuyou.storage import cleanup, lifetime
-from ds_fuyou.storage.creation import CreateOptions, StoreFiles, create_files, open_files
+from ds_fuyou.storage import cleanup, ending, lifetime
 from ds_fuyou.storage.directory import DATA_NAME
 from ds_fuyou.storage.layout import Piece, SlotChoice, choose_num_slots
 from ds_fuyou.storage.probe import Probe, probe_path
 from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, read_record, remove_record, write_record
+from ds_fuyou.storage.store_files import CreateOptions, StoreFiles, create_files, open_files
 from ds_fuyou.storage.types import PAGE_BYTES, CommitRecord, Extent, JsonValue, RegionSpec, RunIdentity
 
 __all__ = [
@@ -47,8 +48,10 @@ class SlotStore:
     and in a forked child, where it counts as closed.
     """
 
-    def __init__(self, files: StoreFiles, keep: bool, last: CommitRecord | None) -> None:
+    def __init__(self, files: StoreFiles, keep: bool, last: CommitRecord | None, *, recoverable: bool = False) -> None:
         self._files, self._keep, self._last = files, keep, last
+        self._recoverable = recoverable
+        self._because = ""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
@@ -81,6 +84,7 @@ class SlotStore:
         keep: bool = False,
         direct: bool | None = None,
         checksum: bool = True,
+        recoverable: bool = False,
         probe: Probe = probe_path,
     ) -> SlotStore:
         """Allocates everything in ``PATH/ds_fuyou/<run_id>-rank<r>/`` of every path, or raises and leaves
@@ -93,6 +97,7 @@ class SlotStore:
             keep: state stays when the store is closed.
             direct: True needs O_DIRECT on every path, False does without, None takes what works.
             checksum: recorded for whoever writes chunk data; manifest and record are always checksummed.
+            recoverable: what is committed is enough to go on from: it stays where the process ends other than cleanly.
             probe: looks at a path; tests give their own.
 
         Raises:
@@ -106,7 +111,7 @@ class SlotStore:
             cleanup.report_stale(paths, logger)
         options = CreateOptions(weights, budget_bytes, keep, direct, checksum, probe)
         files = create_files(paths, regions, identity, options)
-        store = cls(files, keep, None)
+        store = cls(files, keep, None, recoverable=recoverable)
         lifetime.register_store(store)
         return store
 
@@ -157,8 +162,32 @@ class SlotStore:
 
     @property
     def keep(self) -> bool:
-        """Whether the state stays when the store is closed."""
-        return self._keep
+        """Whether the state stays when the store is closed: it was told to keep it, or the end is no clean one and
+        there is something to recover: a step of this run.
+        """
+        return self._keep or bool(self._why_kept())
+
+    def keep_because(self, why: str) -> None:
+        """The run has failed: the state stays when the store is closed, if there is something to recover."""
+        self._because = self._because or why
+
+    def _why_kept(self) -> str:
+        is_whole = self._recoverable and self._last is not None and self._last.intact and self._last.step > 0
+        return (self._because or self._failure or ending.unclean_end()) if is_whole else ""
+
+    def _tell_kept(self, why: str) -> None:
+        run, identity = self._files.runs[0], self._files.manifest.identity
+        parent, mine = shlex.quote(str(run.path.parent)), shlex.quote(run.path.name)
+        every = mine if identity.world_size == 1 else f"{shlex.quote(identity.run_id)}-rank*"
+        logger.warning(
+            "%s: the state of the last step stays in %s. Its weights: fuyou recover %s/%s --out weights.pt; it is "
+            "removed with: fuyou clean %s",
+            why,
+            run.path,
+            parent,
+            every,
+            " ".join(shlex.quote(str(each.path.parent.parent)) for each in self._files.runs),
+        )
 
     @property
     def checksum(self) -> bool:
@@ -292,7 +321,8 @@ class SlotStore:
     def close(self, remove: bool | None = None) -> None:
         """Closes the files and removes them with their directory, or lets them stay. Idempotent.
 
-        ``remove`` None removes unless the state is kept. What cannot be removed is logged. Does nothing to
+        ``remove`` None removes unless the state is kept, and tells how to go on from a state that stays although it was
+        not told to. What cannot be removed is logged. Does nothing to
         the files in a forked child.
         """
         if os.getpid() != self._pid:
@@ -302,18 +332,21 @@ class SlotStore:
             if self._closed:
                 return
             self._closed = True
+        why = self._why_kept() if remove is None and not self._keep else ""
         for file in self._files.files:
             os.close(file.fd)
         interrupts: list[BaseException] = []
         for run in self._files.runs:
             try:
-                if remove if remove is not None else not self._keep:
+                if remove if remove is not None else not (self._keep or why):
                     run.discard()
                 else:
                     run.release()
             except BaseException as error:  # Ctrl-C or SIGTERM: the other directories go first
                 interrupts.append(error)
         lifetime.forget_store(self)
+        if why:
+            self._tell_kept(why)
         if interrupts:
             raise interrupts[0]
 

@@ -87,7 +87,7 @@ def read_trace(path: Path) -> TraceContent:
         raise FuyouConfigError(f"{path}: is empty; the trace is written when the run ends")
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FuyouConfigError(f"{path}: is no JSON or was cut short ({error}); let the run end by itself") from error
     events = data.get("traceEvents") if isinstance(data, Mapping) else data
     if not isinstance(events, list):

@@ -74,7 +74,7 @@ def placement_of(rank_state: Any) -> list[Placed]:
     session = getattr(rank_state, "activations", None)
     tier = session.swapper.tier if session is not None and session.swapper is not None else None
     if tier is not None:
-        rows.append(Placed("activation staging", "cpu", tier.arena_bytes, "on their way, and the last ones saved"))
+        rows.append(Placed("activation arena", "cpu", tier.arena_bytes, "on their way, and the last ones saved"))
         if tier.storage is not None:
             rows.append(
                 Placed("A16 (activations)", "nvme", tier.storage.space.num_bytes, "what forwards needed so far")
@@ -83,13 +83,15 @@ def placement_of(rank_state: Any) -> list[Placed]:
 
 
 def placement_table(rows: Sequence[Placed], numel: int) -> str:
-    """The rows as aligned text with a total for each tier."""
+    """A line for each tier that holds anything: its total, then the classes, the largest first."""
     lines = [f"where every byte lives, {numel / 1e6:.1f} M trainable parameters on this rank:"]
-    for row in rows:
-        lines.append(f"  {row.name:<26}{shown_bytes(row.num_bytes):>10}  {_TIERS[row.tier]:<13}{row.note}".rstrip())
     for tier, name in _TIERS.items():
-        total = sum(row.num_bytes for row in rows if row.tier == tier)
-        lines.append(f"  {'total in ' + name:<26}{shown_bytes(total):>10}")
+        held = sorted((row for row in rows if row.tier == tier), key=lambda row: -row.num_bytes)
+        if held:
+            classes = ", ".join(
+                f"{row.name} {shown_bytes(row.num_bytes)}{f' ({row.note})' if row.note else ''}" for row in held
+            )
+            lines.append(f"  {name} {shown_bytes(sum(row.num_bytes for row in held))}: {classes}")
     return "\n".join(lines)
 
 

@@ -2,8 +2,9 @@
 """Log lines of a run: lane times of the steps, what they cost the training thread, and a summary at the end.
 
 ``busy`` is the time a lane had work, summed over read, update and write (lanes run beside each other, so
-the sum may exceed the wall time). ``exposed`` is the time the training thread stood waiting for that work;
-``hidden`` is the rest of the busy time: it ran beside forward, backward or another lane.
+the sum may exceed the wall time). ``exposed`` is the time in which the device idled for that work: where the device is
+the host, the time the training thread stood waiting for it. ``hidden`` is the rest of the busy time: it ran beside
+forward, backward or another lane.
 """
 
 from __future__ import annotations
@@ -14,13 +15,22 @@ import weakref
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ds_fuyou.host.compute_clock import Phase
 from ds_fuyou.log import current_rank, get_logger
 from ds_fuyou.telemetry.placement import placement_of, placement_table, shown_bytes
 
-__all__ = ["BOUND_LANES", "LaneTimes", "StepReport", "report_close", "report_leave_out", "report_step"]
+__all__ = ["BOUND_LANES", "LaneTimes", "StepReport", "report_close", "report_leave_out", "report_step", "waited_secs"]
 
 
 BOUND_LANES = ("compute", "storage", "cpu optimizer")
+
+
+def waited_secs(rank_state: Any) -> float:
+    """Seconds for which threads have waited for lanes since the start."""
+    core = rank_state.core
+    swap = rank_state.activations.counters if rank_state.activations is not None else None
+    waiters = [core, core.gradients, rank_state.stored, rank_state.frozen, swap]
+    return float(sum(waiter.waited_secs for waiter in waiters if waiter is not None))
 
 
 @dataclass(frozen=True)
@@ -35,29 +45,32 @@ class LaneTimes:
     write_bytes: float = 0.0
     redone_chunks: float = 0.0
     swapped_bytes: float = 0.0  # activations that left the device
-    swap_wait_secs: float = 0.0  # part of exposed_secs: the training thread or backward waited for activations
+    swap_wait_secs: float = 0.0  # part of exposed_secs: the device, or backward on the host, waited for activations
     returned_bytes: float = 0.0  # activations that came back to the device
     tokens: float = 0.0
+    device_secs: float = 0.0  # forward and backward on a device of its own, by its own clock
 
     @classmethod
     def of(cls, rank_state: Any) -> LaneTimes:
-        core = rank_state.core
+        core, clock = rank_state.core, rank_state.clock
         io = core.io.stats()
-        session = getattr(rank_state, "activations", None)
-        swap = session.counters if session is not None else None
-        waiters = [core, core.gradients, rank_state.stored, rank_state.frozen, swap]
+        swap = rank_state.activations.counters if rank_state.activations is not None else None
+        swap_wait_secs = swap.waited_secs if swap is not None else 0.0
+        if clock.times_device:
+            swap_wait_secs = clock.secs(Phase.ACTIVATIONS)
         return cls(
             read_secs=io["read"].busy_secs,
             update_secs=core.pipeline.stats().update_busy_secs,
             write_secs=io["write"].busy_secs,
-            exposed_secs=sum(waiter.waited_secs for waiter in waiters if waiter is not None),
+            exposed_secs=clock.exposed_secs,
             read_bytes=io["read"].num_bytes,
             write_bytes=io["write"].num_bytes,
             redone_chunks=core.num_redone_chunks,
             swapped_bytes=swap.out_bytes if swap is not None else 0.0,
-            swap_wait_secs=swap.waited_secs if swap is not None else 0.0,
+            swap_wait_secs=swap_wait_secs,
             returned_bytes=swap.in_bytes if swap is not None else 0.0,
-            tokens=getattr(rank_state, "num_tokens", 0),
+            tokens=rank_state.num_tokens,
+            device_secs=clock.secs(Phase.FORWARD) + clock.secs(Phase.BACKWARD) if clock.times_device else 0.0,
         )
 
     def since(self, earlier: LaneTimes) -> LaneTimes:
@@ -79,11 +92,15 @@ class LaneTimes:
     def hidden_secs(self) -> float:
         return max(0.0, self.busy_secs - self.exposed_secs)
 
+    def compute_of(self, secs: float) -> float:
+        """Of ``secs`` of wall time, what a device computed, or, on the host, what is left of them without waiting."""
+        return self.device_secs or max(0.0, secs - self.exposed_secs)
+
     def bound_lane(self, secs: float) -> str:
-        """Of :data:`BOUND_LANES` the one that works longest in ``secs`` of wall time, the first of equal ones. Compute
-        is what is left of them without waiting; reads and writes share storage, and cannot last longer than the step.
+        """Of :data:`BOUND_LANES` the one that works longest in ``secs`` of wall time, the first of equal ones.
+        Reads and writes share storage, and cannot last longer than the step.
         """
-        busy = (secs - self.exposed_secs, min(secs, self.read_secs + self.write_secs), min(secs, self.update_secs))
+        busy = (self.compute_of(secs), min(secs, self.read_secs + self.write_secs), min(secs, self.update_secs))
         return BOUND_LANES[busy.index(max(busy))]
 
     def line(self) -> str:
@@ -149,8 +166,7 @@ class StepReport:
         self._closed = True
         count = self._num_steps - 1
         mean = LaneTimes.of(rank_state).since(self._start).over(count)
-        table = placement_table(placement_of(rank_state), rank_state.core.layout.numel)
-        get_logger().info("mean of steps 2-%d: %s\n%s", self._num_steps, mean.line(), table)
+        get_logger().info("mean of steps 2-%d: %s", self._num_steps, mean.line())
 
 
 _reports: weakref.WeakKeyDictionary[Any, StepReport] = weakref.WeakKeyDictionary()

@@ -10,7 +10,7 @@ from ds_fuyou.telemetry.placement import placement_of
 
 __all__ = ["TierBytes"]
 
-_POOLS = ("staging pool", "look-ahead pool", "look-ahead pool (frozen)", "activation staging")
+_POOLS = ("staging pool", "look-ahead pool", "look-ahead pool (frozen)", "activation arena")
 
 
 class TierBytes:

@@ -23,8 +23,9 @@ from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover, Take
 from ds_fuyou.activations.tier import StorageHome, SwapTier
 from ds_fuyou.activations.views import ViewSpec
 from ds_fuyou.config import FuyouConfig
+from ds_fuyou.ds_json import Activation
+from ds_fuyou.host.compute_clock import ComputeClock
 from ds_fuyou.host.device import Device
-from ds_fuyou.host_config import Activation
 from ds_fuyou.log import log_once
 from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.swap_space import SwapSpace
@@ -118,6 +119,7 @@ class ActivationInput:
 
     activation: Activation
     device: Device
+    clock: ComputeClock
     io: IoLane
     arena_bytes: int
     smallest_bytes: int
@@ -167,6 +169,7 @@ def attach_activations(
         device_type=given.device.torch_device.type,
         smallest_bytes=given.smallest_bytes,
         resident=lambda: {buffer.untyped_storage()._cdata for buffer in module.buffers()},
+        clock=given.clock,
     )
     return ActivationSession(module, blocks, swapper, (), _POINTS)
 
@@ -193,7 +196,7 @@ def attach_auto(
     budget = None if config.gpu_budget_bytes == "auto" else int(config.gpu_budget_bytes)
     if session is None or config.activations.mode != "auto":
         return None
-    return AutoActivations(session, module, given.io, given.device, budget, _planned(config))
+    return AutoActivations(session, module, given.io, given.device, given.clock, budget, _planned(config))
 
 
 def _build_tier(given: ActivationInput) -> SwapTier | None:

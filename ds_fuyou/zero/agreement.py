@@ -9,7 +9,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-__all__ = ["least", "of_rank_0", "on_any_rank"]
+__all__ = ["least", "of_every_rank", "of_rank_0", "on_any_rank"]
 
 T = TypeVar("T")
 
@@ -21,6 +21,15 @@ def of_rank_0(value: T) -> T:
     box: list[Any] = [value]
     dist.broadcast_object_list(box, src=0)
     found: T = box[0]
+    return found
+
+
+def of_every_rank(value: T) -> list[T]:
+    """What each of them gave, by rank; it must be picklable."""
+    if dist.get_world_size() == 1:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
     return found
 
 

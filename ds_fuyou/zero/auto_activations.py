@@ -14,8 +14,9 @@ import torch
 from ds_fuyou.activations.auto import Choice, OutputCost, StepMeasurement, choose, swap_allowance
 from ds_fuyou.activations.named_outputs import planned_choice, require_blocks
 from ds_fuyou.activations.session import ActivationSession
+from ds_fuyou.host.compute_clock import ComputeClock, Phase
 from ds_fuyou.host.device import Device
-from ds_fuyou.log import log_once
+from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
 from ds_fuyou.storage.io import IoLane
 from ds_fuyou.zero.agreement import least, of_rank_0
@@ -45,6 +46,7 @@ class AutoActivations:
         model: torch.nn.Module,
         io: IoLane,
         device: Device,
+        clock: ComputeClock,
         budget_bytes: int | None,
         planned: Mapping[str, Mapping[str, int]] | None,
     ) -> None:
@@ -53,6 +55,7 @@ class AutoActivations:
         self._session = session
         self._io = io
         self._device = device
+        self._clock = clock
         self._budget_bytes = budget_bytes
         self._planned = planned
         self.measured_step = _MEASURED_STEP  # later where the first steps are not like the others
@@ -69,14 +72,14 @@ class AutoActivations:
         """Counters since the start."""
         lanes = self._io.stats().values()
         moved = self._session.counters
-        swapper = self._session.swapper
+        swapper, clock = self._session.swapper, self._clock
         return {
             "time": time.perf_counter(),
             "bytes": float(sum(lane.num_bytes for lane in lanes)),
             "busy": float(sum(lane.busy_secs for lane in lanes)),
             "out": float(moved.out_bytes),
             "outside": float(swapper.moved_bytes[""]) if swapper is not None else 0.0,
-            "waited": moved.waited_secs,
+            "waited": clock.secs(Phase.ACTIVATIONS) if clock.times_device else moved.waited_secs,
             "swapped": float(moved.written_bytes + moved.read_bytes),
             "forwards": float(self._session.num_forwards),
         }
@@ -101,11 +104,9 @@ class AutoActivations:
         if choice is None:
             return False
         self._session.decide(choice.fates([block.name for block in self._session.blocks]))
-        log_once(
-            logging.INFO,
-            f"activations, decided after step {self._num_steps}, in how many of {len(self._session.blocks)} blocks:\n"
-            f"{choice.table()}",
-        )
+        if current_rank() == 0:
+            get_logger().info("activations, decided after step %d: %s", self._num_steps, choice.line())
+            get_logger().debug("in how many of %d blocks:\n%s", len(self._session.blocks), choice.table())
         return True
 
     def step_skipped(self) -> None:

@@ -71,6 +71,10 @@ def check_budgets(config: FuyouConfig) -> None:
                 f"fuyou.dram_budget_bytes asks for {needed} bytes for the {ranks} ranks here, {free} are free "
                 f"now; if the others do not give memory back, the system may end the run. Lower it, or end them",
             )
+    for name in ("staging_bytes", "prefetch_bytes", "activation_bytes"):
+        wanted = getattr(config.plan, name, None)
+        if wanted is not None and wanted > total_host_bytes():
+            raise _too_much(f"plan.{name}", f"{wanted} bytes", "machine", total_host_bytes())
     if gpu != "auto":
         have = rank_device().total_bytes()
         if int(gpu) > have:

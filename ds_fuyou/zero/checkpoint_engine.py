@@ -24,7 +24,7 @@ from ds_fuyou.checkpoint import atomic, streamed_file
 from ds_fuyou.checkpoint.streamed_file import StandIns
 from ds_fuyou.errors import FuyouError, FuyouStateError, FuyouStorageError
 from ds_fuyou.log import log_once
-from ds_fuyou.zero.checkpoint_state import CheckpointStateMixin
+from ds_fuyou.zero.stage3 import FuyouStage3Optimizer
 
 __all__ = ["FuyouCheckpointEngine", "loading_module", "replace_writer", "saving"]
 
@@ -70,7 +70,7 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
 
 def replace_writer(engine: Any) -> None:
     """Gives an engine our writer, unless its configuration asks for another one."""
-    if not isinstance(engine.optimizer, CheckpointStateMixin):
+    if not isinstance(engine.optimizer, FuyouStage3Optimizer):
         return
     present = engine.checkpoint_engine
     if type(present) is TorchCheckpointEngine and present.zipfile_serialization:
@@ -185,7 +185,7 @@ def _streaming(engine: Any) -> Iterator[FuyouCheckpointEngine]:
     writer: FuyouCheckpointEngine = engine.checkpoint_engine
     stand_ins = writer.begin()
     fragment_of = engine._get_param_fragment_func
-    engine.optimizer.stand_ins = stand_ins
+    engine.optimizer.checkpoint_state.stand_ins = stand_ins
     rank_state = engine.optimizer.rank_state
     engine._get_param_fragment_func = lambda param: _frozen_fragment(param, rank_state, stand_ins, fragment_of)
     try:
@@ -194,7 +194,7 @@ def _streaming(engine: Any) -> Iterator[FuyouCheckpointEngine]:
         writer.discard()
         raise
     finally:
-        engine.optimizer.stand_ins = None
+        engine.optimizer.checkpoint_state.stand_ins = None
         del engine._get_param_fragment_func
         writer.begin()
 
@@ -218,7 +218,7 @@ def _frozen_fragment(
 
 def _require_space(engine: Any, folder: Path, exclude_frozen_parameters: bool) -> None:
     """Raises on every rank if the filesystem is too small for all ranks' files."""
-    num_bytes = engine.optimizer.checkpoint_bytes() if engine.save_zero_checkpoint else 0
+    num_bytes = engine.optimizer.checkpoint_state.num_bytes if engine.save_zero_checkpoint else 0
     if engine.save_non_zero_checkpoint:
         num_bytes += _SMALL_ENTRIES + sum(buffer.nbytes for buffer in engine.module.buffers())
         if not exclude_frozen_parameters:
@@ -240,7 +240,7 @@ def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load_module_state_dict(self: Any, checkpoint: dict[str, Any], *arguments: Any, **named: Any) -> Any:
-        fragments = checkpoint.get(_FROZEN_FRAGMENTS) if isinstance(self.optimizer, CheckpointStateMixin) else None
+        fragments = checkpoint.get(_FROZEN_FRAGMENTS) if isinstance(self.optimizer, FuyouStage3Optimizer) else None
         if fragments:
             fragments = dict(fragments)
             for param in self.module.parameters():

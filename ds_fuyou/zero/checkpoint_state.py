@@ -1,46 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State dictionaries in stock's CPU-tier format, so that stock's checkpoint files, tools and loaders apply."""
+"""State dictionaries in stock's CPU-tier format, so that stock's checkpoint files, tools and loaders apply; and
+universal checkpoints (``ds_to_universal.py``), which are loaded chunk by chunk on any number of ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import (
-    FP32_FLAT_GROUPS,
-    LOSS_SCALER,
-    OPTIMIZER_STATE_DICT,
-    PARTITION_COUNT,
-    ZERO_STAGE,
-)
-from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
 
 from ds_fuyou.checkpoint.streamed_file import StandIns
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.optimizer.chunk_values import gather
 from ds_fuyou.optimizer.layout import ParamSpan
+from ds_fuyou.optimizer.rules import GroupHyper
+from ds_fuyou.zero.rank_state import RankState
 
-__all__ = ["CLOCK_KEY", "CheckpointStateMixin"]
+__all__ = ["CLOCK_KEY", "CheckpointState", "UniversalReader", "read_universal_state"]
 
 CLOCK_KEY = "ds_fuyou_clock"
 
 
-class CheckpointStateMixin:
-    """Overrides of stage 3's save and load."""
+class CheckpointState:
+    """Behind stage 3's saving and loading.
 
-    stand_ins: StandIns | None = None
-    """While a checkpoint file is streamed: large tensors are stand-ins of this. Else they are real, in DRAM."""
+    Args:
+        optimizer: stock's; its parameter groups hold the hyperparameters.
+        group_of_sub_group: parameter group of every sub-group.
+        hypers: the hyperparameters of every sub-group as they are now.
+    """
 
-    def _rigid_state_dict(self: Any) -> dict[str, Any]:
-        core = self.rank_state.core
-        flats = self._flat_states(self.stand_ins)
+    def __init__(
+        self,
+        rank_state: RankState,
+        optimizer: torch.optim.Optimizer,
+        group_of_sub_group: Sequence[int],
+        hypers: Callable[[], list[GroupHyper]],
+    ) -> None:
+        self._rank_state = rank_state
+        self._core = rank_state.core
+        self._optimizer = optimizer
+        self._group_of_sub_group = list(group_of_sub_group)
+        self._hypers = hypers
+        self.stand_ins: StandIns | None = None
+        """While a checkpoint file is streamed: large tensors are stand-ins of this. Else they are real, in DRAM."""
+
+    # ---- saving -------------------------------------------------------------------------------------------
+
+    def entries(self) -> dict[str, Any]:
+        """What a rank's state dictionary holds beside the loss scaler: optimizer state, P32, history of steps."""
+        core = self._core
+        flats = self._flat_states()
         return {
-            ZERO_STAGE: ZeroStageEnum.weights,
-            LOSS_SCALER: self.loss_scaler,
-            "dynamic_loss_scale": self.dynamic_loss_scale,
-            "overflow": self.overflow,
-            PARTITION_COUNT: self.partition_count,
             OPTIMIZER_STATE_DICT: self._optimizer_state_dict(flats),
             FP32_FLAT_GROUPS: [parts[0] for parts in flats],
             CLOCK_KEY: {
@@ -49,21 +65,21 @@ class CheckpointStateMixin:
             },
         }
 
-    def _saved_names(self: Any) -> list[str]:
+    def _saved_names(self) -> list[str]:
         """Names of the moments as stock's optimizer of this kind saves them."""
-        kind = self.rank_state.core.kind
+        kind = self._core.kind
         if kind.name == "lion":
             return ["exp_avg", "exp_avg_sq"]  # DeepSpeedCPULion keeps a second one, zero, that nothing reads
-        if kind.name == "adagrad" and type(self.optimizer).__module__.startswith("torch."):
+        if kind.name == "adagrad" and type(self._optimizer).__module__.startswith("torch."):
             return ["sum"]
         return list(kind.moments)
 
-    def _flat_states(self: Any, stand_ins: StandIns | None) -> list[list[torch.Tensor]]:
+    def _flat_states(self) -> list[list[torch.Tensor]]:
         """``[sub-group][P32, moments...]``, fp32, flat; collected now, or streamed later through stand-ins.
 
         Before the first step there are no moments, as ``_optimizer_state_dict`` saves none.
         """
-        core = self.rank_state.core
+        core = self._core
         num_parts = 1 + (len(self._saved_names()) if core.clock.step else 0)
         numels = [n for n in core.layout.sub_group_numels for _ in range(num_parts)]
 
@@ -73,25 +89,26 @@ class CheckpointStateMixin:
                 for part, values in enumerate(parts[:num_parts]):
                     yield chunk.sub_group * num_parts + part, chunk.begin, values
 
-        if stand_ins is not None:
-            flats = stand_ins.add_together([((n,), torch.float32) for n in numels], pieces)
+        if self.stand_ins is not None:
+            flats = self.stand_ins.add_together([((n,), torch.float32) for n in numels], pieces)
         else:
             flats = [torch.empty(n, dtype=torch.float32, device="cpu") for n in numels]
             for which, begin, values in pieces():
                 flats[which][begin : begin + values.numel()].copy_(values)
         return [flats[i : i + num_parts] for i in range(0, len(flats), num_parts)]
 
-    def checkpoint_bytes(self: Any) -> int:
+    @property
+    def num_bytes(self) -> int:
         """Size of this rank's optimizer file, without its small entries."""
-        return 4 * (1 + len(self._saved_names())) * int(self.rank_state.core.layout.numel)
+        return 4 * (1 + len(self._saved_names())) * int(self._core.layout.numel)
 
-    def _optimizer_state_dict(self: Any, flats: list[list[torch.Tensor]]) -> dict[str, Any]:
+    def _optimizer_state_dict(self, flats: list[list[torch.Tensor]]) -> dict[str, Any]:
         """As ``optimizer.state_dict()`` of stock: one "parameter" a sub-group, in the order of the groups."""
-        core = self.rank_state.core
+        core = self._core
         groups: list[dict[str, Any]] = []
         state: dict[int, dict[str, Any]] = {}
         num_before = 0
-        for group_index, group in enumerate(self.optimizer.param_groups):
+        for group_index, group in enumerate(self._optimizer.param_groups):
             members = [i for i, g in enumerate(self._group_of_sub_group) if g == group_index]
             ids = list(range(num_before, num_before + len(members)))
             num_before += len(members)
@@ -102,11 +119,15 @@ class CheckpointStateMixin:
                     state[place] = {"step": core.clock.step, **moments}
         return {"state": state, "param_groups": groups}
 
-    def _rigid_load_state_dict(self: Any, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
-        self.loss_scaler = state_dict[LOSS_SCALER]
-        self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
-        self.overflow = state_dict["overflow"]
-        core = self.rank_state.core
+    # ---- loading ------------------------------------------------------------------------------------------
+
+    def load(self, state_dict: Mapping[str, Any], *, load_optimizer_states: bool) -> None:
+        """What :meth:`entries` gave, or stock's file.
+
+        Raises:
+            FuyouStateError: another model, world size or optimizer.
+        """
+        core = self._core
         fp32 = state_dict[FP32_FLAT_GROUPS]
         if [t.numel() for t in fp32] != list(core.layout.sub_group_numels):
             raise FuyouStateError(
@@ -115,21 +136,20 @@ class CheckpointStateMixin:
             )
         saved = state_dict[OPTIMIZER_STATE_DICT] if load_optimizer_states else None
         if saved is not None:
-            for group, values in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
+            for group, values in zip(self._optimizer.param_groups, saved["param_groups"], strict=True):
                 group.update({k: v for k, v in values.items() if k != "params"})
         moments = self._saved_moments(saved) if saved is not None else None
         self._write_all(fp32, moments)
         if saved is not None:
             self._restore_clock(state_dict, saved)
 
-    def _saved_moments(self: Any, saved: dict[str, Any]) -> list[list[torch.Tensor]] | None:
+    def _saved_moments(self, saved: dict[str, Any]) -> list[list[torch.Tensor]] | None:
         """Moments by sub-group, None if the checkpoint was made before the first step."""
         if not saved["state"]:
             return None
-        order = [
-            i for g in range(len(self.optimizer.param_groups)) for i, o in enumerate(self._group_of_sub_group) if o == g
-        ]
-        names = self._saved_names()[: len(self.rank_state.core.kind.moments)]
+        num_groups = len(self._optimizer.param_groups)
+        order = [i for g in range(num_groups) for i, o in enumerate(self._group_of_sub_group) if o == g]
+        names = self._saved_names()[: len(self._core.kind.moments)]
         found: list[list[torch.Tensor]] = [[] for _ in order]
         for place, sub_group in enumerate(order):
             if not all(name in saved["state"][place] for name in names):
@@ -140,8 +160,8 @@ class CheckpointStateMixin:
             found[sub_group] = [saved["state"][place][name] for name in names]
         return found
 
-    def _write_all(self: Any, fp32: Sequence[torch.Tensor], moments: list[list[torch.Tensor]] | None) -> None:
-        core = self.rank_state.core
+    def _write_all(self, fp32: Sequence[torch.Tensor], moments: list[list[torch.Tensor]] | None) -> None:
+        core = self._core
         for chunk in core.layout.chunks:
             cut = slice(chunk.begin, chunk.end)
             param = fp32[chunk.sub_group][cut]
@@ -151,10 +171,10 @@ class CheckpointStateMixin:
             else:
                 parts += [m.view(-1)[cut] for m in moments[chunk.sub_group]]
             core.states.write(chunk.index, parts, param.to(core.options.param_dtype))
-        self.rank_state.step_applied()
+        self._rank_state.step_applied()
 
-    def _restore_clock(self: Any, state_dict: dict[str, Any], saved: dict[str, Any]) -> None:
-        core = self.rank_state.core
+    def _restore_clock(self, state_dict: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        core = self._core
         ours = state_dict.get(CLOCK_KEY)
         if ours is not None:
             core.clock.replay(ours["history"])
@@ -166,9 +186,9 @@ class CheckpointStateMixin:
         core.clock.replay([(max(steps), betas)] if steps else [])
         core.missed.restore({})
 
-    def _restore_from_bit16_weights(self: Any) -> None:
+    def restore_from_params(self) -> None:
         """P32 := P16 (loading a module without its optimizer)."""
-        core = self.rank_state.core
+        core = self._core
         last: dict[int, torch.Tensor] = {}
 
         def present(span: ParamSpan) -> torch.Tensor:
@@ -180,3 +200,98 @@ class CheckpointStateMixin:
         for chunk, parts in core.states.read_all(range(len(core.layout.chunks))):
             parts[0].copy_(gather(core.layout, chunk, present, torch.float32))
             core.states.write(chunk.index, parts)
+
+    # ---- universal checkpoints ----------------------------------------------------------------------------
+
+    def load_universal(self, saved: Mapping[str, Any], reader: UniversalReader) -> None:
+        """Parameters, moments, hyperparameters by group and bias-correction history.
+
+        Args:
+            saved: of :func:`read_universal_state`.
+
+        Raises:
+            FuyouStateError: another number of parameter groups.
+        """
+        core = self._core
+        keys = ("fp32", *core.kind.moments)
+        has_moments = bool(saved[OPTIMIZER_STATE_DICT]["state"])
+        for chunk in core.layout.chunks:
+            parts = [
+                gather(core.layout, chunk, functools.partial(reader.read, key=key), torch.float32)
+                if has_moments or key == "fp32"
+                else torch.zeros(chunk.numel)
+                for key in keys
+            ]
+            core.states.write(chunk.index, parts, parts[0].to(core.options.param_dtype))
+        self._load_groups(saved[OPTIMIZER_STATE_DICT])
+        self._restore_clock(saved, saved[OPTIMIZER_STATE_DICT])
+        self._rank_state.step_applied()
+
+    def load_universal_module(self, reader: UniversalReader, *, load_from_fp32_weights: bool) -> None:
+        """Parameters alone: P16 from the saved fp32 values; P32 from them too, or from P16."""
+        core = self._core
+        for chunk, parts in core.states.read_all(range(len(core.layout.chunks))):
+            values = gather(core.layout, chunk, functools.partial(reader.read, key="fp32"), torch.float32)
+            params = values.to(core.options.param_dtype)
+            parts[0].copy_(values if load_from_fp32_weights else params)
+            core.states.write(chunk.index, parts, params)
+        self._rank_state.step_applied()
+
+    def _load_groups(self, saved: Mapping[str, Any]) -> None:
+        """Hyperparameters group by group; stock gives those of the first group to all of them."""
+        groups, present = saved["param_groups"], self._optimizer.param_groups
+        if len(groups) != len(present):
+            raise FuyouStateError(
+                f"the checkpoint was saved with {len(groups)} parameter groups, this run has {len(present)}; make "
+                "them as the saving script did"
+            )
+        for group, values in zip(present, groups, strict=True):
+            group.update({key: value for key, value in values.items() if key != "params"})
+
+
+def read_universal_state(checkpoint_dir: str) -> dict[str, Any]:
+    """What a universal checkpoint holds beside its parameters.
+
+    Raises:
+        FuyouStateError: it is none.
+    """
+    file = Path(checkpoint_dir, "zero", "optimizer_state.pt")
+    if not file.is_file():
+        raise FuyouStateError(f"{file} is missing: convert the checkpoint with ds_to_universal.py and load its output")
+    saved: dict[str, Any] = torch.load(file, weights_only=False, mmap=True, map_location="cpu")
+    return saved
+
+
+class UniversalReader:
+    """This rank's partitions out of a universal checkpoint; keeps those of the last parameter. Stock reads each
+    parameter whole for every key; so does this, one parameter at a time.
+
+    Args:
+        read_partition: stage 3's ``load_hp_checkpoint_state``.
+        name_of: by parameter.
+    """
+
+    def __init__(
+        self,
+        rank_state: RankState,
+        checkpoint_dir: str,
+        read_partition: Callable[..., torch.Tensor],
+        name_of: Mapping[Any, str],
+    ) -> None:
+        self._rank_state = rank_state
+        self._folder = Path(checkpoint_dir, "zero")
+        self._read_partition = read_partition
+        self._by_param = "param" in inspect.signature(read_partition).parameters  # since 0.19
+        self._name_of = name_of
+        self._param: Any = None
+        self._values: dict[str, torch.Tensor] = {}
+
+    def read(self, span: ParamSpan, key: str) -> torch.Tensor:
+        param = self._rank_state.param(span)
+        if param is not self._param:
+            self._param, self._values = param, {}
+        if key not in self._values:
+            more = {"param": param} if self._by_param else {}
+            values = self._read_partition(str(self._folder / self._name_of[param]), key, **more)
+            self._values[key] = values.view(-1).to(torch.float32)
+        return self._values[key]

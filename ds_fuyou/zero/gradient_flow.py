@@ -108,8 +108,7 @@ class GradientFlowMixin:
         state = self.rank_state
         boundary, synchronized = is_boundary(self), state.device.is_host
         if boundary:
-            holds = self._run_plan is not None and self._run_plan.holds_updates
-            state.core.open_window(self._hypers(), self._multiplier(None), managed=not holds)
+            state.core.open_window(self._hypers(), self._multiplier(None), managed=not self.planning.holds_updates)
         for param, partition in zip(params_to_release, grad_partitions, strict=True):
             rank = dist.get_rank(group=param.ds_process_group)
             if param.partition_numel() * rank < param.ds_numel:
@@ -197,8 +196,7 @@ class GradientFlowMixin:
         for param_id in self.params_already_reduced:
             self.params_already_reduced[param_id] = False
         self._epilogue_ran_this_backward = True
-        if self._run_plan is not None:
-            self._run_plan.clock.backward_ended()
+        self.planning.backward_ended()
 
     def _finalize_offload_gradient_accumulation(self: Any) -> None:
         """User-managed accumulation: only step() is the boundary, so norms are taken there and updates start after."""

@@ -1,99 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
 """``safe_get/set_full_*`` and friends: single states and gradients of single parameters.
 
-Stock's public functions fetch a partition tensor, change it in place and ask for it to be written back. The
-overrides keep that protocol: what was handed out is remembered until the write-back.
+Stock's public functions fetch a partition tensor, change it in place and ask for it to be written back. What stands
+here keeps that protocol: what was handed out is remembered until the write-back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.zero.stock import is_boundary
+from ds_fuyou.optimizer.layout import ParamSpan
+from ds_fuyou.zero.rank_state import RankState
 
-__all__ = ["HpAccessMixin"]
+__all__ = ["HpAccess"]
 
 
-class HpAccessMixin:
-    """Overrides of stage 3's access to fp32 states and gradients."""
+class HpAccess:
+    """Behind stage 3's access to fp32 states and gradients.
 
-    def _part_of(self: Any, optim_state_key: str | None) -> int:
-        moments: tuple[str, ...] = self.rank_state.core.kind.moments
+    Args:
+        arrive: every gradient that is on its way to host memory is there when it returns.
+        is_boundary: whether this micro-batch is the last of the step.
+    """
+
+    def __init__(self, rank_state: RankState, arrive: Callable[[], None], is_boundary: Callable[[], bool]) -> None:
+        self._rank_state = rank_state
+        self._arrive = arrive
+        self._is_boundary = is_boundary
+        self._state: tuple[ParamSpan, int, torch.Tensor] | None = None
+        self._gradient: tuple[ParamSpan, torch.Tensor] | None = None
+
+    def _part_of(self, optim_state_key: str | None) -> int:
+        moments: tuple[str, ...] = self._rank_state.core.kind.moments
         if optim_state_key is None:
             return 0
         if optim_state_key not in moments:
             raise KeyError(f"the optimizer keeps {', '.join(moments)}, not {optim_state_key!r}")
         return 1 + moments.index(optim_state_key)
 
-    def _get_fp32_opt_state_partition(
-        self: Any, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
-    ) -> tuple[torch.Tensor, int]:
-        self.rank_state.bound_heap()  # scripts read one parameter after another
-        span = self.rank_state.span(param)
-        part = self._part_of(optim_state_key)
-        values = self.rank_state.core.states.read_param(span, part)
-        if not release_swap_buffers:
-            self._handed_out = (span, part, values)
+    def state(self, param: Any, key: str | None, *, to_write: bool) -> tuple[torch.Tensor, int]:
+        """(this rank's fp32 values of P32 (None) or a moment, the sub-group); ``to_write``: :meth:`put_state` follows.
+
+        Raises:
+            KeyError: the optimizer keeps no such moment.
+        """
+        self._rank_state.bound_heap()  # scripts read one parameter after another
+        span = self._rank_state.span(param)
+        part = self._part_of(key)
+        values = self._rank_state.core.states.read_param(span, part)
+        if to_write:
+            self._state = (span, part, values)
         return values, span.sub_group
 
-    def set_full_hp_param(self: Any, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
-        """As stock; also where the elements cannot be shared out evenly among the ranks."""
+    def put_state(self) -> None:
+        """What :meth:`state` handed out last is written back, changed or not."""
+        if self._state is None:
+            raise FuyouStateError("a state is written back after it was fetched, and none was")
+        span, part, values = self._state
+        self._rank_state.core.states.write_param(span, part, values)
+
+    def set_state(self, param: Any, value: torch.Tensor, key: str | None) -> None:
+        """From the full value, which every rank gives; also where it cannot be shared out evenly among them."""
         if not param.requires_grad:
             return
         _require_size(value, param)
-        values, sub_group = self._get_fp32_opt_state_partition(param, False, optim_state_key)
+        values, _ = self.state(param, key, to_write=True)
         _take_own_part(values, value, dist.get_rank(group=param.ds_process_group))
-        self._optimizer_states_and_gradient_swap_out(sub_group)
+        self.put_state()
 
-    def set_fp32_grad_for_param(self: Any, value: torch.Tensor, param: Any) -> None:
-        """As stock; also where the elements cannot be shared out evenly among the ranks."""
-        if not param.requires_grad:
-            return
-        _require_size(value, param)
-        values, sub_group = self._get_fp32_grad_state_partition(param, False)
-        _take_own_part(values, value, dist.get_rank(group=param.ds_process_group))
-        self._writeback_swap_state(sub_group, write_opt_state=False, write_gradients=True)
-
-    def _optimizer_states_and_gradient_swap_out(self: Any, sub_group_id: int, timer_names: Any = None) -> None:
-        """Stock's write-back after a state was changed in place."""
-        span, part, values = self._handed_out
-        self.rank_state.core.states.write_param(span, part, values)
-
-    def _get_fp32_grad_state_partition(self: Any, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
-        self.rank_state.bound_heap()
-        span = self.rank_state.span(param)
-        core = self.rank_state.core
-        self._complete_copied(wait=True)
+    def gradient(self, param: Any, *, to_write: bool) -> tuple[torch.Tensor, int]:
+        """(a copy of this rank's gradient in fp32, zeros where none arrived; the sub-group)."""
+        self._rank_state.bound_heap()
+        span, core = self._rank_state.span(param), self._rank_state.core
+        self._arrive()
         if core.has_arrived(span):
             values = core.gradient(span).to(torch.float32, copy=True)
         else:
             values = torch.zeros(span.numel, dtype=torch.float32)
-        if not release_swap_buffers:
-            self._handed_out_grad = (span, values)
+        if to_write:
+            self._gradient = (span, values)
         return values, span.sub_group
 
-    def _writeback_swap_state(self: Any, sub_group_id: int, write_opt_state: bool, write_gradients: bool) -> None:
-        span, values = self._handed_out_grad
-        self.rank_state.core.override_gradient(span, values)
-        if is_boundary(self):
-            self.rank_state.core.complete_gradient(span)
+    def put_gradient(self) -> None:
+        """What :meth:`gradient` handed out last is the gradient from now on."""
+        if self._gradient is None:
+            raise FuyouStateError("a gradient is written back after it was fetched, and none was")
+        span, values = self._gradient
+        core = self._rank_state.core
+        core.override_gradient(span, values)
+        if self._is_boundary():
+            core.complete_gradient(span)
 
-    def update_fp32_grad_for_param_vectorized(self: Any, update_func: Any, param_list: Any) -> None:
-        """Applies ``update_func(full_gradient, param)`` to every trainable parameter's gradient."""
-        for param in param_list:
-            if param.requires_grad:
-                self.set_fp32_grad_for_param(update_func(self.get_fp32_grad_for_param(param), param), param)
-
-    def get_fp32_grad_partitions(self: Any) -> dict[int, dict[int, torch.Tensor]]:
-        """fp32 copies of all gradient partitions: ``[sub-group][index in it]``."""
-        return {
-            group_index: {i: self._get_fp32_grad_state_partition(p, True)[0] for i, p in enumerate(group)}
-            for group_index, group in enumerate(self.fp16_groups)
-        }
+    def set_gradient(self, param: Any, value: torch.Tensor) -> None:
+        """From the full value, which every rank gives; also where it cannot be shared out evenly among them."""
+        if not param.requires_grad:
+            return
+        _require_size(value, param)
+        values, _ = self.gradient(param, to_write=True)
+        _take_own_part(values, value, dist.get_rank(group=param.ds_process_group))
+        self.put_gradient()
 
 
 def _require_size(value: torch.Tensor, param: Any) -> None:

@@ -21,10 +21,10 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from ds_fuyou.ds_json import Activation, activation_of
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.fence import ReleaseFence
 from ds_fuyou.host.memory import HeapGuard, aligned_tensor, round_up_to_page
-from ds_fuyou.host_config import Activation, activation_of
 from ds_fuyou.parameters.frozen import FrozenParameters, StagedParam
 from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.storage.io import IoLane, IoSettings

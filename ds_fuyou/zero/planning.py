@@ -1,74 +1,107 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner's place in stage 3: what it watches, and what it may change during a run."""
+"""The planner's place in stage 3: what watches a run, and what it may change while it lasts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+
+import torch
 
 from ds_fuyou.activations.blocks import Block
 from ds_fuyou.activations.policy import BlockFate, Fate
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
-from ds_fuyou.telemetry.report import LaneTimes, report_leave_out
+from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.zero.activations import ActivationInput, attach_auto, model_blocks
 from ds_fuyou.zero.auto_activations import AutoActivations
+from ds_fuyou.zero.rank_state import RankState
 from ds_fuyou.zero.run_plan import RunPlan
 
-__all__ = ["PlanningMixin"]
+__all__ = ["Planning"]
 
 
-class _AutoChoice:
-    """Mode "auto" as the plan sees it. ``optimizer`` is the stage-3 optimizer that the mode is told of steps by."""
+class Planning:
+    """Tells the plan and mode "auto" of every step, and is what the plan may ask of activations.
 
-    def __init__(self, optimizer: Any, given: ActivationInput) -> None:
-        self._optimizer = optimizer
+    Args:
+        leave_out: seconds and work of lanes that were spent on measuring, to be left out of reports.
+    """
+
+    def __init__(
+        self,
+        rank_state: RankState,
+        module: torch.nn.Module,
+        given: ActivationInput,
+        leave_out: Callable[[float, LaneTimes], None],
+    ) -> None:
+        self._rank_state = rank_state
+        self._module = module
         self._given = given
-        self._latest: AutoActivations | None = optimizer._auto_activations
+        self.auto: AutoActivations | None = attach_auto(rank_state.activations, module, given)
+        self._latest = self.auto
+        self.run_plan = RunPlan(rank_state, module, self._blocks, self, leave_out)
+        if self.auto is not None:
+            self.auto.measured_step = self.run_plan.first_usual_step
 
-    def undecided(self) -> bool:
-        return self._optimizer._auto_activations is not None
-
-    def profiles(self) -> tuple[BlockProfile, ...]:
-        return () if self._latest is None else self._latest.profiles
-
-    def can_decide_anew(self) -> bool:
-        return self._latest is not None and not self.undecided()
-
-    def decide_anew(self) -> None:
-        """Everything is swapped again until the next step has been measured."""
-        session = self._optimizer.rank_state.activations
-        auto = attach_auto(session, self._optimizer.module, self._given)
-        session.decide({name: BlockFate(Fate.SWAP) for name in (*(block.name for block in session.blocks), "")})
-        self._optimizer._auto_activations = self._latest = auto
-
-
-class PlanningMixin:
-    """Needs ``rank_state``. Until :meth:`_attach_plan` there is no plan."""
-
-    _run_plan: RunPlan | None = None
-    _auto_activations: AutoActivations | None = None
-
-    def _attach_plan(self: Any, given: ActivationInput) -> None:
-        choice = _AutoChoice(self, given)
-        self._run_plan = RunPlan(self.rank_state, self.module, self._blocks, choice, self._leave_out)
-        if self._auto_activations is not None:
-            self._auto_activations.measured_step = self._run_plan.first_usual_step
-
-    def _leave_out(self: Any, secs: float, work: LaneTimes) -> None:
-        report_leave_out(self.rank_state, secs, work)
-        if self._monitor is not None:
-            self._monitor.leave_out(secs, work)
-
-    def _blocks(self: Any) -> Sequence[Block]:
-        session = self.rank_state.activations
+    def _blocks(self) -> Sequence[Block]:
+        session = self._rank_state.activations
         if session is not None:
             blocks: Sequence[Block] = session.blocks
             return blocks
-        return model_blocks(self.module, self.rank_state.activation.config)
+        return model_blocks(self._module, self._rank_state.activation.config)
 
-    def _recorder(self: Any) -> OperatorRecorder | None:
+    # ---- told by stage 3 ----------------------------------------------------------------------------------
+
+    @property
+    def recorder(self) -> OperatorRecorder | None:
         """Whoever records the forward that runs now."""
-        if self._auto_activations is not None and self._auto_activations.recorder is not None:
-            recorder: OperatorRecorder | None = self._auto_activations.recorder
-            return recorder
-        return self._run_plan.clock.recorder if self._run_plan is not None else None
+        if self.auto is not None and self.auto.recorder is not None:
+            return self.auto.recorder
+        return self.run_plan.clock.recorder
+
+    @property
+    def holds_updates(self) -> bool:
+        """Whether this step updates nothing before ``step()``, so that backward can be timed alone."""
+        return self.run_plan.holds_updates
+
+    def backward_ended(self) -> None:
+        """All gradients of a micro-batch have arrived."""
+        self.run_plan.clock.backward_ended()
+
+    def step_skipped(self) -> None:
+        """Gradients overflowed: what was timed belongs to no step."""
+        if self.auto is not None:
+            self.auto.step_skipped()
+        self.run_plan.step_skipped()
+
+    def step_applied(self) -> None:
+        """A step was applied; its updates may still run."""
+        if self.auto is not None and self.auto.step_applied():
+            self.auto = None
+        self.run_plan.step_applied()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.run_plan.close()
+
+    # ---- asked by the plan --------------------------------------------------------------------------------
+
+    def undecided(self) -> bool:
+        """Whether fates are still to be decided."""
+        return self.auto is not None
+
+    def profiles(self) -> tuple[BlockProfile, ...]:
+        """What was recorded of the first forward; empty where mode "auto" does not record."""
+        return () if self._latest is None else self._latest.profiles
+
+    def can_decide_anew(self) -> bool:
+        """Whether fates were decided, and may be again. The same on all ranks."""
+        return self._latest is not None and not self.undecided()
+
+    def decide_anew(self) -> None:
+        """Everything is swapped again until the next step has been measured. On all ranks after the same step."""
+        session = self._rank_state.activations
+        if session is None:
+            return
+        auto = attach_auto(session, self._module, self._given)
+        session.decide({name: BlockFate(Fate.SWAP) for name in (*(block.name for block in session.blocks), "")})
+        self.auto = self._latest = auto

@@ -24,8 +24,9 @@ from tqdm import tqdm
 
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.checkpoint.recovery import contents_of
+from ds_fuyou.ds_json import Activation
+from ds_fuyou.host.compute_clock import compute_clock
 from ds_fuyou.host.memory import HeapGuard
-from ds_fuyou.host_config import Activation
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutLimits, ParamSpan, build_layout
@@ -40,14 +41,16 @@ from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.plan import Plan, PlanInput, make_plan
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.lifetime import register_closer
+from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.storage.store import RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
-from ds_fuyou.telemetry.report import report_close
+from ds_fuyou.telemetry.report import report_close, waited_secs
 from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.activations import handles_activations
-from ds_fuyou.zero.agreement import least, of_rank_0
+from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks
+from ds_fuyou.zero.compute_spans import computed
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.param_swapper import AVAILABLE, NOT_AVAILABLE
 
@@ -90,13 +93,20 @@ class RankState:
             min_elements=min(512 * 1024, max(CUT_ELEMENTS, self.plan.chunk_bytes // 8)),
         )
         self.layout: FlatLayout = build_layout(entries, limits)
-        self.trace = LaneTrace(activation.config.trace) if activation.config.trace is not None else None
-        self.store, num_slots = self._create_store(kind, grad_dtype, param_dtype)
-        options = self._core_options(num_slots, grad_dtype, param_dtype)
-        self.core = OutOfCoreOptimizer(self.layout, options, kind, hypers, self.store)
-        self._forget_closer = register_closer(self.core.close)
-        in_memory = all(options.residency.params)
-        self.stored = None if in_memory else StoredParameters(self.core, self.plan.prefetch_bytes)
+        with ExitStack() as undo:  # what fails leaves no file and no thread
+            self.trace = LaneTrace(activation.config.trace) if activation.config.trace is not None else None
+            if self.trace is not None:
+                undo.callback(self.trace.close)
+            self.store, num_slots = self._create_store(kind, grad_dtype, param_dtype)
+            if self.store is not None:
+                undo.callback(self.store.close)
+            options = self._core_options(num_slots, grad_dtype, param_dtype)
+            self.core = OutOfCoreOptimizer(self.layout, options, kind, hypers, self.store)
+            undo.callback(self.core.close)
+            in_memory = all(options.residency.params)
+            self.stored = None if in_memory else StoredParameters(self.core, self.plan.prefetch_bytes)
+            self._forget_closer = register_closer(self.core.close)
+            undo.pop_all()
         self._frozen_params = {p.ds_id: p for p in names if p.ds_id not in self._index}
         self.frozen: FrozenParameters | None = None
         self._resident: set[int] = set()
@@ -105,6 +115,9 @@ class RankState:
             states, p16 = 4 * (1 + len(kind.moments)), param_dtype.itemsize
             self._lanes = PipelineLanes(self.trace, self.core.pipeline, self.layout, options.residency, states, p16)
         self.activations: ActivationSession | None = None
+        self.clock = compute_clock(
+            self.device, lambda: waited_secs(self), None if self.trace is None else computed(self.trace)
+        )
         self.num_tokens = 0
         self._heap = HeapGuard()
         self._positions_known = False
@@ -167,7 +180,8 @@ class RankState:
     def _create_store(self, kind: OptimizerKind, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> Any:
         """The slot store, with as many slots as the disks hold; None when nothing lives on storage."""
         run_id = self._run_id()
-        if not self._core_options(1, grad_dtype, param_dtype).residency.needs_storage:
+        residency = self._core_options(1, grad_dtype, param_dtype).residency
+        if not residency.needs_storage:
             return None, 1
         config = self.activation.config
         paths = [Path(path) for path in self.activation.state_paths]
@@ -180,7 +194,16 @@ class RankState:
         sizes = {n: sum(r.num_bytes * r.num_slots for r in regions) for n, regions in by_slots.items()}
         num_slots = 1
         if self.plan.slots == 2:
-            choice = choose_num_slots(paths, sizes[1], sizes[2], budget_bytes, num_ranks=local_ranks())
+            choice = choose_num_slots(
+                paths,
+                sizes[1],
+                sizes[2],
+                budget_bytes,
+                bytes_of_others=_bytes_of_others(paths, sizes[2]),
+                swaps_activations=self.activation.config.activations.tier != "cpu"
+                and self.activation.config.activations.mode != "recompute"
+                and handles_activations(self.activation.config),
+            )
             if choice.num_slots == 1:
                 logger.warning("%s", choice.reason)
             num_slots = int(least(choice.num_slots)[0])  # also: no rank allocates before all have looked
@@ -193,8 +216,13 @@ class RankState:
             budget_bytes=budget_bytes,
             keep=config.keep_state,
             checksum=config.checksum,
+            recoverable=not any(residency.states),
         )
-        store.describe(contents_of(self.layout, [tuple(param.ds_shape) for param in self._params]))
+        try:
+            store.describe(contents_of(self.layout, [tuple(param.ds_shape) for param in self._params]))
+        except BaseException:
+            store.close()
+            raise
         return store, num_slots
 
     def _fingerprint(self) -> str:
@@ -236,7 +264,9 @@ class RankState:
         self._attach_frozen()
         self.bound_heap()
         if dist.get_rank() == 0:
-            logger.info("states of %d parameters initialised in %.1f s", self.layout.numel, time.perf_counter() - begin)
+            logger.debug(
+                "states of %d parameters initialised in %.1f s", self.layout.numel, time.perf_counter() - begin
+            )
 
     def _attach(self, param: Any) -> None:
         """From here on a trainable parameter's swapper asks this state; in DRAM its partition is the chunk's memory."""
@@ -408,3 +438,10 @@ class RankState:
                 ending.callback(self.activations.close)
             ending.callback(self.device.synchronize)  # no copy may be in flight when memory is unpinned
             ending.callback(report_close, self)
+
+
+def _bytes_of_others(paths: Sequence[Path], num_bytes: int) -> int:
+    """What other ranks will take of the devices that this one uses. A collective."""
+    mine, host = {probe_path(path).device for path in paths}, os.uname().nodename
+    every = of_every_rank((host, mine, num_bytes))
+    return sum(size for where, devices, size in every if where == host and devices & mine) - num_bytes

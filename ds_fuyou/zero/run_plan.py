@@ -34,10 +34,11 @@ from ds_fuyou.planner.profile import (
     profile_directory,
     save_profile,
 )
-from ds_fuyou.planner.profiled import Prediction, alternatives, predict, prediction_table, profile_line
+from ds_fuyou.planner.profiled import Prediction, alternatives, predict, prediction_line, prediction_table, profile_line
 from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement, with_finding
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
 from ds_fuyou.profiling.operators import BlockProfile
+from ds_fuyou.storage.types import PAGE_BYTES
 from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.zero.agreement import of_rank_0, on_any_rank
 from ds_fuyou.zero.run_facts import (
@@ -100,7 +101,7 @@ class RunPlan:
         self._activations = activations
         self._leave_out = leave_out
         self._identity: RunIdentity = run_identity(rank_state, model)
-        self.clock = StepClock(model, lambda: LaneTimes.of(rank_state).exposed_secs)
+        self.clock = StepClock(model, rank_state.clock)
         self.profile: RunProfile | None = None
         self.prediction: Prediction | None = None
         self.findings: list[Finding] = []
@@ -150,7 +151,7 @@ class RunPlan:
     def step_applied(self) -> None:
         """A step was applied; its updates may still run."""
         self._num_steps += 1
-        times = self.clock.end_step()
+        times = self.clock.end_step(wait=self._measures)
         wished = False
         if self._measures:
             self._measure(times)
@@ -194,9 +195,8 @@ class RunPlan:
         if self._num_steps < _TIMED_STEP:
             self._blocks = tuple(_block_cost(p) for p in self._activations.profiles() or self.clock.profiles())
             state.core.wait_all()
-            self.clock.synchronizes = True
             return
-        self._measures = self.clock.synchronizes = False
+        self._measures = False
         state.core.wait_all()
         _, lanes, updated, _ = self._at
         now, num_updated = LaneTimes.of(state), state.core.pipeline.stats().num_updated_elements
@@ -244,7 +244,7 @@ class RunPlan:
         if state.store is None:
             return None
         num_bytes = min(_LARGEST_PROBE, max(_SMALLEST_PROBE, state.store.total_bytes // 4))
-        transfer = min(state.plan.chunk_bytes, max(256 << 10, num_bytes // 16)) // 4096 * 4096
+        transfer = min(state.plan.chunk_bytes, max(256 << 10, num_bytes // 16)) // PAGE_BYTES * PAGE_BYTES
         paths = [Path(path) for path in state.activation.state_paths]
         rates = probe_storage(state.core.io, paths, num_bytes, transfer)
         share = 1.0 / self._identity.local_ranks  # the others wait now, and will not wait then
@@ -269,8 +269,9 @@ class RunPlan:
         chosen, others = predict(profile, placement), alternatives(profile, placement)
         budget = self._state.host_budget_bytes
         get_logger().info(
-            "plan (%s): %s\n%s", self._origin, profile_line(profile), prediction_table(chosen, others, budget)
+            "plan (%s): %s\n  %s", self._origin, profile_line(profile), prediction_line(chosen, others, budget)
         )
+        get_logger().debug("all placements of whole classes:\n%s", prediction_table(chosen, others, budget))
         self._adopt(profile, chosen)
 
     def _adopt(self, profile: RunProfile, prediction: Prediction) -> None:
@@ -305,7 +306,7 @@ class RunPlan:
         found = watch.step(
             StepMeasurement(
                 secs=secs,
-                compute_secs=max(0.0, secs - step.exposed_secs),
+                compute_secs=step.compute_of(secs),
                 read_secs=step.read_secs,
                 write_secs=step.write_secs,
                 update_secs=step.update_secs,

@@ -15,47 +15,40 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import LOSS_SCALER, PARTITION_COUNT, ZERO_STAGE
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from ds_fuyou.host_config import Activation, current_activation
+from ds_fuyou.ds_json import Activation, current_activation
+from ds_fuyou.host.compute_clock import Phase
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.rules import GroupHyper, optimizer_kind
-from ds_fuyou.telemetry.report import report_step
+from ds_fuyou.telemetry.report import LaneTimes, report_leave_out, report_step
 from ds_fuyou.telemetry.tier_bytes import TierBytes
 from ds_fuyou.telemetry.trace import Lane
-from ds_fuyou.zero.activations import (
-    ActivationInput,
-    GatheredIndex,
-    attach_activations,
-    attach_auto,
-    model_blocks,
-)
-from ds_fuyou.zero.checkpoint_state import CheckpointStateMixin
+from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations, model_blocks
+from ds_fuyou.zero.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
 from ds_fuyou.zero.compute_spans import ComputeSpans
 from ds_fuyou.zero.gradient_flow import GradientFlowMixin
-from ds_fuyou.zero.hp_access import HpAccessMixin
+from ds_fuyou.zero.hp_access import HpAccess
 from ds_fuyou.zero.monitoring import StepMonitor, count_tokens
-from ds_fuyou.zero.planning import PlanningMixin
+from ds_fuyou.zero.planning import Planning
 from ds_fuyou.zero.rank_state import RankState
-from ds_fuyou.zero.stock import combined_grad_norm, iter_module_params
-from ds_fuyou.zero.universal import UniversalMixin
+from ds_fuyou.zero.stock import combined_grad_norm, is_boundary, iter_module_params
 
 __all__ = ["FuyouStage3Optimizer"]
 
 logger = logging.getLogger("ds_fuyou")
 
 
-class FuyouStage3Optimizer(
-    GradientFlowMixin,
-    HpAccessMixin,
-    CheckpointStateMixin,
-    UniversalMixin,
-    PlanningMixin,
-    DeepSpeedZeroOptimizer_Stage3,
-):
+class FuyouStage3Optimizer(GradientFlowMixin, DeepSpeedZeroOptimizer_Stage3):
     """Drop-in for DeepSpeedZeroOptimizer_Stage3 when the JSON has an active fuyou block."""
 
     rank_state: RankState
+    planning: Planning
+    checkpoint_state: CheckpointState
+    hp_access: HpAccess
     _monitor: StepMonitor | None = None
 
     # ---- memory: none of stock's model-sized buffers -------------------------------------------------------
@@ -104,6 +97,8 @@ class FuyouStage3Optimizer(
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor] = {}
         self.subgroup_to_device = dict.fromkeys(range(len(self.fp16_groups)), "cpu")
         self._init_gradient_flow()
+        self.checkpoint_state = CheckpointState(self.rank_state, self.optimizer, self._group_of_sub_group, self._hypers)
+        self.hp_access = HpAccess(self.rank_state, lambda: self._complete_copied(wait=True), lambda: is_boundary(self))
         self._watch_modules(self._attach_activations(activation))
 
     def _attach_activations(self, activation: Activation) -> GatheredIndex:
@@ -115,6 +110,7 @@ class FuyouStage3Optimizer(
         given = ActivationInput(
             activation,
             state.device,
+            state.clock,
             state.core.io,
             arena_bytes=state.plan.activation_bytes,
             smallest_bytes=state.plan.smallest_swapped_bytes,
@@ -122,17 +118,17 @@ class FuyouStage3Optimizer(
             trace=state.trace,
         )
         state.activations = attach_activations(self.module, index, given)
-        self._auto_activations = attach_auto(state.activations, self.module, given)
-        self._attach_plan(given)
+        self.planning = Planning(state, self.module, given, self._leave_out)
         return index
+
+    def _leave_out(self, secs: float, work: LaneTimes) -> None:
+        report_leave_out(self.rank_state, secs, work)
+        if self._monitor is not None:
+            self._monitor.leave_out(secs, work)
 
     def report_to(self, engine: Any) -> None:
         """The engine that this optimizer was built for: its monitors are told of every step."""
         self._monitor = StepMonitor(engine, self.rank_state, self._tier_bytes)
-
-    def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
-        """True: readers and writers of single states go through our overrides, which write back."""
-        return True
 
     def _watch_modules(self, index: GatheredIndex) -> None:
         """Before DeepSpeed fetches a module's parameters, ours are made available and read-ahead moves on."""
@@ -141,15 +137,20 @@ class FuyouStage3Optimizer(
         state = self.rank_state
         self._token_count = count_tokens(state, self.module)
         self._tier_bytes = TierBytes(state, state.device.allocated_bytes)
-        compute = None if state.trace is None else ComputeSpans(state.trace, self.module, self._tier_bytes)
+        clock = state.clock
+        compute = None if state.trace is None else ComputeSpans(state.trace, self.module, self._tier_bytes, clock)
         self._compute_spans = compute
 
         def fetch_sub_module(current_submodule: Any, forward: bool) -> None:
             if compute is not None:
                 compute.enter(current_submodule, forward)
             params = iter_module_params(current_submodule)
-            recorder = self._recorder()
-            with nullcontext() if recorder is None else recorder.paused():
+            recorder = self.planning.recorder
+            waits = any(param.ds_status != ZeroParamStatus.AVAILABLE for param in params)
+            with (
+                nullcontext() if recorder is None else recorder.paused(),
+                clock.within(Phase.PARAMETERS) if waits else nullcontext(),
+            ):
                 state.before_module(params)
                 stock_fetch(current_submodule, forward)
             if state.activations is not None:
@@ -174,13 +175,15 @@ class FuyouStage3Optimizer(
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """One transaction: validate what backward prepared, publish it or redo it, or skip the step."""
-        if self.rank_state.trace is None:
-            self._step()
-            return
+        trace, clock = self.rank_state.trace, self.rank_state.clock
         if self._compute_spans is not None:
             self._compute_spans.leave()
-        with self.rank_state.trace.span(Lane.OPTIMIZER, "step()"):
-            self._step()
+        clock.enter(Phase.STEP)
+        try:
+            with nullcontext() if trace is None else trace.span(Lane.OPTIMIZER, "step()"):
+                self._step()
+        finally:
+            clock.enter(Phase.OUTSIDE)
 
     def _step(self) -> None:
         if self.rank_state.activations is not None:
@@ -192,10 +195,7 @@ class FuyouStage3Optimizer(
         core.check()
         self._overflow_check_and_loss_scale_update_compat()
         if self.overflow:
-            if self._auto_activations is not None:
-                self._auto_activations.step_skipped()
-            if self._run_plan is not None:
-                self._run_plan.step_skipped()
+            self.planning.step_skipped()
             return
         multiplier = self._multiplier(self._scaled_norm)
         core.apply(self._hypers(), multiplier, expected_multiplier=self._multiplier(None))
@@ -206,10 +206,7 @@ class FuyouStage3Optimizer(
         report_step(self.rank_state)
         if self._monitor is not None:
             self._monitor.step_applied()
-        if self._auto_activations is not None and self._auto_activations.step_applied():
-            self._auto_activations = None
-        if self._run_plan is not None:
-            self._run_plan.step_applied()
+        self.planning.step_applied()
 
     def _overflow_check_and_loss_scale_update_compat(self) -> None:
         """Stock's order of decisions: raw overflow, norm, invalid norm, loss scale, clean-up, global norm."""
@@ -247,6 +244,80 @@ class FuyouStage3Optimizer(
         self._model_parallel_all_reduce(tensor=flag, op=dist.ReduceOp.MAX)
         return bool(flag[0].item())
 
+    # ---- single states and gradients, as DeepSpeed's public functions ask for them ---------------------------
+
+    def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
+        """True: readers and writers of single states go through our overrides, which write back."""
+        return True
+
+    def _get_fp32_opt_state_partition(
+        self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
+    ) -> tuple[torch.Tensor, int]:
+        return self.hp_access.state(param, optim_state_key, to_write=not release_swap_buffers)
+
+    def _optimizer_states_and_gradient_swap_out(self, sub_group_id: int, timer_names: Any = None) -> None:
+        self.hp_access.put_state()
+
+    def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        self.hp_access.set_state(param, value, optim_state_key)
+
+    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
+        return self.hp_access.gradient(param, to_write=not release_swap_buffers)
+
+    def _writeback_swap_state(self, sub_group_id: int, write_opt_state: bool, write_gradients: bool) -> None:
+        self.hp_access.put_gradient()
+
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        self.hp_access.set_gradient(param, value)
+
+    def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: Any) -> None:
+        """Applies ``update_func(full_gradient, param)`` to every trainable parameter's gradient."""
+        for param in param_list:
+            if param.requires_grad:
+                self.set_fp32_grad_for_param(update_func(self.get_fp32_grad_for_param(param), param), param)
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
+        """fp32 copies of all gradient partitions: ``[sub-group][index in it]``."""
+        return {
+            group_index: {i: self.hp_access.gradient(param, to_write=False)[0] for i, param in enumerate(group)}
+            for group_index, group in enumerate(self.fp16_groups)
+        }
+
+    # ---- checkpoints --------------------------------------------------------------------------------------
+
+    def _rigid_state_dict(self) -> dict[str, Any]:
+        return {
+            ZERO_STAGE: ZeroStageEnum.weights,
+            LOSS_SCALER: self.loss_scaler,
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            PARTITION_COUNT: self.partition_count,
+            **self.checkpoint_state.entries(),
+        }
+
+    def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
+        self.loss_scaler = state_dict[LOSS_SCALER]
+        self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
+        self.overflow = state_dict["overflow"]
+        self.checkpoint_state.load(state_dict, load_optimizer_states=load_optimizer_states)
+
+    def _restore_from_bit16_weights(self) -> None:
+        self.checkpoint_state.restore_from_params()
+
+    def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
+        saved = read_universal_state(checkpoint_dir)
+        self._load_global_state_stage3(saved)
+        self.checkpoint_state.load_universal(saved, self._universal_reader(checkpoint_dir))
+
+    def load_module_checkpoint_state_from_checkpoint_dir_stage3(
+        self, checkpoint_dir: str, load_from_fp32_weights: bool
+    ) -> None:
+        reader = self._universal_reader(checkpoint_dir)
+        self.checkpoint_state.load_universal_module(reader, load_from_fp32_weights=load_from_fp32_weights)
+
+    def _universal_reader(self, checkpoint_dir: str) -> UniversalReader:
+        return UniversalReader(self.rank_state, checkpoint_dir, self.load_hp_checkpoint_state, self.param_names)
+
     def checkpoint_event_epilogue(self) -> None:
         self._gather_persistent()
         self.invalidate_secondary_tensor()
@@ -267,8 +338,7 @@ class FuyouStage3Optimizer(
         try:
             super().destroy()
         finally:
-            if self._run_plan is not None:
-                self._run_plan.close()
+            self.planning.close()
             self._token_count.remove()
             self.rank_state.close()
             self.fp16_partitioned_groups_flat.clear()

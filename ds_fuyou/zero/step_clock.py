@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +14,17 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ds_fuyou.activations.blocks import Block
+from ds_fuyou.host.compute_clock import ComputeClock, Phase
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder, SavedHooks
-from ds_fuyou.zero.device import rank_device
 
 __all__ = ["StepClock", "StepTimes"]
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of all forwards and backwards of a step without the waits in them; ``num_elements`` of a micro-batch."""
+    """Seconds of all forwards and backwards of a step without the waits in them, by the rank's clock; ``num_elements``
+    of a micro-batch.
+    """
 
     num_forwards: int
     forward_secs: float
@@ -32,21 +33,15 @@ class StepTimes:
 
 
 class StepClock:
-    """Watches the model's forwards in training. Used by the training thread alone.
+    """Watches the model's forwards in training for the rank's clock. Used by the training thread alone."""
 
-    Args:
-        waited: seconds that the training thread has waited for lanes since the start.
-    """
-
-    def __init__(self, model: nn.Module, waited: Callable[[], float]) -> None:
-        self._waited = waited
+    def __init__(self, model: nn.Module, clock: ComputeClock) -> None:
+        self._clock = clock
+        self._since = (0.0, 0.0)
         self.recorder: OperatorRecorder | None = None
         self.shape: tuple[int, ...] = ()
-        self.synchronizes = False
         self._wanted: tuple[Sequence[Block], SavedHooks | None] | None = None
         self._depth = 0
-        self._began: tuple[float, float] | None = None
-        self._turned: tuple[float, float] | None = None
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(torch.compiler.disable(self._enter), with_kwargs=True),
             model.register_forward_hook(torch.compiler.disable(self._leave), always_call=True),
@@ -55,8 +50,10 @@ class StepClock:
 
     def _reset(self) -> None:
         self._num_forwards, self._num_elements = 0, 0
-        self._forward_secs = self._backward_secs = 0.0
-        self._began = self._turned = None
+        self._since = self._secs()
+
+    def _secs(self) -> tuple[float, float]:
+        return self._clock.secs(Phase.FORWARD), self._clock.secs(Phase.BACKWARD)
 
     def record_next(self, blocks: Sequence[Block], hooks: SavedHooks | None) -> None:
         """The next forward tells what its operators make, unless it is compiled."""
@@ -66,16 +63,6 @@ class StepClock:
         """Of the recorded forward; empty if there was none. Forgotten afterwards."""
         recorder, self.recorder = self.recorder, None
         return () if recorder is None else recorder.profiles()
-
-    def _now(self) -> tuple[float, float]:
-        """(time, seconds waited until then)"""
-        if self.synchronizes:
-            rank_device().synchronize()
-        return time.perf_counter(), self._waited()
-
-    def _since(self, then: tuple[float, float]) -> float:
-        now = self._now()
-        return max(0.0, now[0] - then[0] - (now[1] - then[1]))
 
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         self._depth += 1
@@ -89,30 +76,32 @@ class StepClock:
             blocks, hooks = wanted
             self.recorder = OperatorRecorder(model, blocks, hooks, sees_saves=hooks is not None)
             self.recorder.__enter__()
-        self._began = self._now()
+        self._clock.enter(Phase.FORWARD)
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(0, self._depth - 1)
-        if self._depth or self._began is None:
+        if self._depth or self._clock.phase is not Phase.FORWARD:
             return
         if self.recorder is not None and self.recorder.is_open:
             self.recorder.__exit__(None, None, None)
-        self._forward_secs += self._since(self._began)
-        self._began, self._turned = None, self._now()
+        self._clock.enter(Phase.BACKWARD)
 
     def backward_ended(self) -> None:
         """All gradients of a micro-batch have arrived. The script's loss counts too."""
-        if self._turned is not None:
-            self._backward_secs += self._since(self._turned)
-            self._turned = None
+        if self._clock.phase is Phase.BACKWARD:
+            self._clock.enter(Phase.OUTSIDE)
 
-    def end_step(self) -> StepTimes:
-        """The step's times; a new step begins. Closes what an interrupt left open."""
+    def end_step(self, *, wait: bool = False) -> StepTimes:
+        """The step's times; a new step begins. Closes what an interrupt left open. What the device has not done yet
+        counts in the next step, unless ``wait`` says that the host waits for it.
+        """
+        self._clock.settle(wait=wait)
         self._depth = 0
         if self.recorder is not None and self.recorder.is_open:
             self.recorder.__exit__(None, None, None)
         count = max(1, self._num_forwards)
-        times = StepTimes(self._num_forwards, self._forward_secs, self._backward_secs, self._num_elements / count)
+        forward, backward = (now - then for now, then in zip(self._secs(), self._since, strict=True))
+        times = StepTimes(self._num_forwards, forward, backward, self._num_elements / count)
         self._reset()
         return times
 

@@ -54,7 +54,7 @@ def test_equals_stock(name: str, trained: tuple[dict, str]) -> None:
 
 
 def test_the_plan_decided_after_the_first_step(trained: tuple[dict, str]) -> None:
-    assert trained[1].count("activations, decided after step 1, in how many of") == 2
+    assert trained[1].count("activations, decided after step 1: of") == 2
     assert "mlp_up (mlp.up_proj/mm)" in trained[1]
 
 

@@ -17,6 +17,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
 from ds_fuyou.host.memory import resident_bytes
+from ds_fuyou.zero import rank_state
 from tests.harness.models import build_model, make_batch
 from tests.harness.plans import plan_document
 from tests.harness.runner import ds_config
@@ -146,7 +147,7 @@ def agree(swap: str) -> dict[str, Any]:
         "plan": plan_document(numel, 2, {"block_input": (0, 2, 0), "mlp_up": (0, 1, 1)}) | {"world_size": 2},
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    auto, session = engine.optimizer._auto_activations, engine.optimizer.rank_state.activations
+    auto, session = engine.optimizer.planning.auto, engine.optimizer.rank_state.activations
     for factor in (float("inf"), 1.0, 1.0, 1.0):
         engine.backward(factor * engine(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean())
         engine.step()
@@ -192,7 +193,23 @@ def refused(swap: str, tiers: str) -> list[str]:
             make_engine(swap, where, 0, mistake=mistake)
         except (OSError, ValueError) as error:
             said.append(str(error))
-    return said
+    return [core_refuses(swap), *said]
+
+
+def core_refuses(swap: str) -> str:
+    """What is said, and how many files are left, where the core cannot be built though its files could."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError("the core refuses")
+
+    original, rank_state.OutOfCoreOptimizer = rank_state.OutOfCoreOptimizer, refuse
+    try:
+        make_engine(swap, "states", 0)
+    except ValueError as error:
+        return f"{error}, {files(swap)} files are left"
+    finally:
+        rank_state.OutOfCoreOptimizer = original
+    return "nothing"
 
 
 def ends_badly(engine: Any) -> str:

@@ -52,7 +52,8 @@ def test_ranks_that_saw_different_forwards_do_what_rank_0_read_in_the_plan(tmp_p
 def test_destroy_frees_threads_descriptors_files_and_memory(tiers: str, tmp_path: Path) -> None:
     (found,) = run(f"freed-{tiers}", tmp_path / "swap")
     assert found["after"] == found["before"]
-    trace, plan, last = found["refused"]
+    core, trace, plan, last = found["refused"]
+    assert core == "the core refuses, 0 files are left"
     assert last == "this part did not end well", "and all others have gone"
     assert "fuyou.trace must name a file that can be written" in trace
     assert "block_input is planned for 4 blocks, the model has 3" in plan

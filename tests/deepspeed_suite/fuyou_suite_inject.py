@@ -25,8 +25,8 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 import torch._dynamo  # noqa: F401
 from deepspeed.accelerator import get_accelerator
 
+from ds_fuyou.ds_json import load_activation
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.host_config import load_activation
 
 MODE = os.environ.get("FUYOU_SUITE_MODE", "watch")
 WHICH = os.environ.get("FUYOU_SUITE_WHICH", "offload")

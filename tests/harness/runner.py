@@ -29,6 +29,7 @@ def environment(rank: int, world_size: int, port: int, device: dict | None = Non
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         DS_ACCELERATOR="cpu",
+        DS_FUYOU_LOG_LEVEL=os.environ.get("DS_FUYOU_LOG_LEVEL", "debug"),
         OMP_NUM_THREADS="1" if world_size > 1 else "2",
         PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parent.parent)]),  # this tree, wherever it is checked out
     )

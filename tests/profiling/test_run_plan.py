@@ -48,9 +48,16 @@ def test_the_first_steps_are_measured_and_kept(trained: tuple[dict, str, Path]) 
     assert profile.accumulation == 1
 
 
-def test_the_plan_is_told_in_one_table_and_compared_in_the_report(trained: tuple[dict, str, Path]) -> None:
+def test_the_plan_is_told_in_two_lines_in_full_for_who_asks_and_compared_in_the_report(
+    trained: tuple[dict, str, Path],
+) -> None:
     results, log, directory = trained
-    table = log.split("plan (kept for the next run")[1].split("lanes of the chosen one")[0].splitlines()[1:]
+    told = log.split("plan (kept for the next run")[1].split("[ds_fuyou]")[0].splitlines()[1:]
+    (predicted,) = [line for line in told if "predicted" in line]
+    assert "bound by" in predicted
+    assert "of other placements the fastest" in predicted
+    assert "gpu" not in log.split("plan (kept for the next run")[1], "where there is none"
+    table = log.split("all placements of whole classes:")[1].split("lanes of the chosen one")[0].splitlines()[1:]
     assert "bound by" in table[0]
     assert table[1].split()[0] == "chosen"
     assert len(table[2:-1]) == 7, "all other placements of whole classes"

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from ds_fuyou.config import FuyouConfig
+from ds_fuyou.config import FuyouConfig, PlanOverrides
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
+from ds_fuyou.storage.probe import PathFacts
+from ds_fuyou.zero import rank_state
 from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks, share_of_cores
 
 LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
@@ -62,9 +66,27 @@ def test_more_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
         check_budgets(FuyouConfig(gpu_budget_bytes=2 * total))
 
 
+@pytest.mark.parametrize("name", ["staging_bytes", "prefetch_bytes", "activation_bytes"])
+def test_a_pool_larger_than_the_machine_is_refused_by_name(name: str) -> None:
+    config = FuyouConfig(plan=PlanOverrides(**{name: 10**18}))
+    with pytest.raises(FuyouConfigError, match=rf"fuyou\.plan\.{name} must not exceed what there is: 10+ bytes"):
+        check_budgets(config)
+
+
 def test_more_than_is_free_is_warned_about(told: Callable[[], str]) -> None:
     check_budgets(FuyouConfig())
     check_budgets(FuyouConfig(dram_budget_bytes=available_host_bytes() // 2, gpu_budget_bytes=1 << 20))
     assert told() == ""
     check_budgets(FuyouConfig(dram_budget_bytes=total_host_bytes()))
     assert "dram_budget_bytes asks for" in told()
+
+
+def test_a_disk_a_rank_is_counted_for_that_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that use a disk of this one count, those with their own, or on another machine, do not."""
+    here = os.uname().nodename
+    others = [(here, {"own"}, 10), (here, {"shared", "own"}, 100), ("elsewhere", {"mine"}, 1000), (here, {"mine"}, 7)]
+    monkeypatch.setattr(rank_state, "of_every_rank", lambda value: [value, *others])
+    devices = {Path("/a"): "mine", Path("/b"): "shared"}
+    monkeypatch.setattr(rank_state, "probe_path", lambda path: PathFacts(0, "ext4", False, True, devices[path]))
+    assert rank_state._bytes_of_others([Path("/a")], 5) == 7
+    assert rank_state._bytes_of_others([Path("/a"), Path("/b")], 5) == 107

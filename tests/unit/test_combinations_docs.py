@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ds_fuyou.host_config import refused_combinations
+from ds_fuyou.ds_json import refused_combinations
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "combinations.md"
 

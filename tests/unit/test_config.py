@@ -72,6 +72,44 @@ def test_wrong_byte_counts(given: object) -> None:
         block(dram_budget_bytes=given)
 
 
+DEEP: list = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"plan": {"queue_depth": 4097}}, r"fuyou\.plan\.queue_depth: must be less than or equal to 4096; found 4097"),
+        ({"plan": {"block_bytes": 512}}, r"fuyou\.plan\.block_bytes: must be a multiple of 4096, 1 GiB at most"),
+        ({"plan": {"block_bytes": 2**31}}, r"fuyou\.plan\.block_bytes: must be a multiple of 4096, 1 GiB at most"),
+        ({"plan": {"num_threads": 2**31}}, r"fuyou\.plan\.num_threads: must be less than or equal to 4096"),
+        ({"plan": {"chunk_bytes": 10**30}}, r"fuyou\.plan\.chunk_bytes: must be below 4 EiB"),
+        ({"plan": {"shares": [10**30]}}, r"fuyou\.plan\.shares\[0\]: must be less than or equal to 1000000000"),
+        ({"dram_budget_bytes": 10**5000}, r"fuyou\.dram_budget_bytes: must be below 4 EiB; found \.\.\. \(int\)"),
+        ({"nvme_budget_bytes": "9" * 400 + ".5GB"}, r"fuyou\.nvme_budget_bytes: must be below 4 EiB"),
+        ({"nvme_path": "/a\0b"}, r"fuyou\.nvme_path: must be made of printable characters"),
+        ({"nvme_path": ["/a", "/\udc80"]}, r"fuyou\.nvme_path: must be made of printable characters"),
+        ({"trace": "a\0"}, r"fuyou\.trace: must be made of printable characters"),
+        ({"nvme_path": DEEP}, r"fuyou\.nvme_path: must be a path"),
+        ({"plan": DEEP}, r"fuyou\.plan: must be an object"),
+        ({"trace": ["x" * 10_000]}, r"fuyou\.trace: must be a valid string; found \['x+\.\.\. \(list\)"),
+    ],
+)
+def test_what_no_machine_can_do_is_refused_by_its_full_key_in_one_short_line(settings: dict, said: str) -> None:
+    with pytest.raises(FuyouConfigError, match=said) as caught:
+        block(**settings)
+    assert len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value)
+
+
+def test_a_plan_nested_without_end_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text("[" * 200_000)
+    with pytest.raises(FuyouConfigError, match=r"fuyou\.plan \(.*plan\.json\): must be a readable JSON file"):
+        block(plan=str(file))
+
+
 def test_paths_become_a_tuple_of_absolute_paths() -> None:
     assert block(nvme_path="/a/../b").nvme_path == ("/b",)
     assert block(nvme_path=["/a", "/b"]).nvme_path == ("/a", "/b")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_fuyou.host_config import load_activation
+from ds_fuyou.ds_json import load_activation
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "configs").glob("*.json"))

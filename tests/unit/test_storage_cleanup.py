@@ -72,7 +72,7 @@ def test_two_processes_in_one_path_and_the_killed_one_is_stale(tmp_path: Path) -
 
 def test_what_is_told_of_a_dead_run(dead: StateDirectory, tmp_path: Path) -> None:
     assert dead.path == tmp_path / "ds_fuyou" / "dead-rank0"
-    assert (dead.rank, dead.model_fingerprint, dead.kept, dead.in_use) == (0, "model", False, False)
+    assert (dead.rank, dead.model_fingerprint, dead.kept, dead.alive) == (0, "model", False, False)
     assert dead.num_bytes >= 2 * 64 * PAGE
     assert dead.started > 1.7e9
 

@@ -113,10 +113,27 @@ def test_two_slots_where_they_fit() -> None:
 
 def test_ranks_of_one_machine_share_its_disks() -> None:
     probe = fake_disks({Path("/a"): RESERVE + 9 * PAGE})
-    assert choose_num_slots([Path("/a")], PAGE, 3 * PAGE, 3 * PAGE, num_ranks=3, probe=probe).num_slots == 2
-    choice = choose_num_slots([Path("/a")], PAGE, 3 * PAGE, num_ranks=4, probe=probe)
+    one, two = PAGE, 3 * PAGE
+    assert choose_num_slots([Path("/a")], one, two, two, bytes_of_others=2 * two, probe=probe).num_slots == 2
+    choice = choose_num_slots([Path("/a")], one, two, bytes_of_others=3 * two, probe=probe)
     assert choice.num_slots == 1
-    assert f"{9 * PAGE} bytes can be used on /a by 4 ranks" in choice.reason
+    assert f"{9 * PAGE} bytes can be used on /a; other ranks need {9 * PAGE} of them" in choice.reason
+
+
+def test_two_slots_leave_room_for_others_and_for_activations() -> None:
+    path, free = Path("/a"), 10**12
+
+    def slots(share: float, **more: object) -> int:
+        two = int(share * free) // PAGE * PAGE
+        return choose_num_slots([path], two // 2, two, probe=fake_disks({path: free}), **more).num_slots
+
+    assert (slots(0.97), slots(0.99)) == (2, 1)
+    assert (slots(0.87, swaps_activations=True), slots(0.89, swaps_activations=True)) == (2, 1)
+    budget = 10**9
+    for num_bytes, expected in ((89 * 10**7, 2), (91 * 10**7, 1)):
+        choice = choose_num_slots([path], 1, num_bytes, budget, swaps_activations=True, probe=fake_disks({path: free}))
+        assert choice.num_slots == expected
+    assert "nvme_budget_bytes is 1000000000 beside activations that are swapped" in choice.reason
 
 
 @pytest.mark.parametrize(("budget", "limit"), [(None, "can be used on /a"), (3 * PAGE, "nvme_budget_bytes is")])

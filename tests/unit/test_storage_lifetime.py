@@ -24,6 +24,10 @@ path = Path(sys.argv[1])
 def make(run_id="run", **options):
     identity = RunIdentity("model", 0, 1, run_id)
     return SlotStore.create([path], [RegionSpec("r", 4096 * 64, 2)], identity, **options)
+def committed(run_id="run", **options):
+    store = make(run_id, recoverable=True, **options)
+    store.commit(1, {"r": 0}, {"optimizer_step": 1})
+    return store
 def ready():
     print("ready", flush=True)
     time.sleep(60)
@@ -71,6 +75,85 @@ def test_files_are_gone_after_a_signal(tmp_path: Path, number: int, status: int)
     done = run("store = make(); ready()", tmp_path, number)
     assert done.returncode == status, done.stderr
     assert all_files(tmp_path) == []
+
+
+OWNED = """
+class Owner:  # as an engine, which is destroyed with its last reference
+    def __init__(self):
+        self.store = committed()
+    def __del__(self):
+        self.store.close()
+"""
+UNCLEAN = [
+    ("store = committed(); raise ValueError('the script failed')", 1, "the script ended with ValueError"),
+    ("store = committed(); sys.exit(3)", 3, "the script ended with status 3"),
+    ("store = committed(); sys.exit('no data')", 1, "the script ended with status 'no data'"),
+    ("store = committed(); raise SystemExit(1)", 1, "the script ended with SystemExit"),
+    ("store = committed(); store.keep_because('the run failed')", 0, "the run failed"),
+    ("store = committed(); store.keep_because('the run failed'); store.close()", 0, "the run failed"),
+    ("def main():\n    engine = committed()\n    sys.exit(1)\nmain()", 1, "the script ended with status 1"),
+    ("thread = threading.Thread(target=committed); thread.start(); thread.join(); raise KeyError(1)", 1, "KeyError"),
+    (f"{OWNED}def main():\n    owner = Owner()\n    sys.exit(1)\nmain()", 1, "the script ended with status 1"),
+    (f"{OWNED}def main():\n    owner = Owner()\n    raise OSError\nmain()", 1, "the script ended with OSError"),
+]
+
+
+@pytest.mark.parametrize(("code", "status", "why"), UNCLEAN)
+def test_committed_state_stays_after_an_end_that_is_not_clean(tmp_path: Path, code: str, status: int, why: str) -> None:
+    done = run(code, tmp_path)
+    assert done.returncode == status, done.stderr
+    assert all_files(tmp_path) == sorted([*DATA, "ds_fuyou/run-rank0/commit.json"])
+    (line,) = [line for line in done.stderr.splitlines() if "fuyou recover" in line]
+    assert why in line
+    assert f"fuyou recover {tmp_path}/ds_fuyou/run-rank0 --out weights.pt" in line
+    assert f"fuyou clean {tmp_path}" in line
+    assert done.stderr.rstrip().splitlines()[-1] == line, "the last line says how to go on"
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+def test_committed_state_stays_after_a_signal(tmp_path: Path, number: int, status: int) -> None:
+    """The launcher sends SIGTERM to all ranks when one has died: theirs is needed beside what that one left."""
+    done = run("committed(); ready()", tmp_path, number)
+    assert done.returncode == status, done.stderr
+    assert "ds_fuyou/run-rank0/commit.json" in all_files(tmp_path)
+    assert "fuyou recover" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "committed()",
+        "committed(); sys.exit()",
+        "committed(); sys.exit(0)",
+        "try:\n    committed(); sys.exit(1)\nexcept SystemExit:\n    pass",
+        "try:\n    committed(); raise ValueError('mended')\nexcept ValueError:\n    pass",
+        "store = committed(); store.close(); raise ValueError('later')",
+        f"{OWNED}def main():\n    owner = Owner()\nmain()",
+        f"{OWNED}def main():\n    owner = Owner()\n    sys.exit(0)\nmain()",
+        "store = committed()\ntry:\n    raise ValueError\nfinally:\n    store.close()",
+        "before = sys.exit; store = committed(); store.close(); sys.exit(sys.exit is not before)",
+    ],
+)
+def test_committed_state_goes_after_a_clean_end_or_an_explicit_close(tmp_path: Path, code: str) -> None:
+    done = run(code, tmp_path)
+    assert all_files(tmp_path) == [], done.stderr
+    assert "fuyou recover" not in done.stderr
+    assert done.returncode == (1 if "raise ValueError" in code and "except" not in code else 0)
+
+
+def test_what_nobody_could_recover_goes_whatever_the_end(tmp_path: Path) -> None:
+    never, untrained = "make(recoverable=True)", "make(recoverable=True).commit(0, {'r': 0}, {})"
+    for code in (never, untrained, "make().commit(1, {'r': 0}, {})"):
+        assert run(f"{code}; raise ValueError", tmp_path).returncode == 1
+        assert all_files(tmp_path) == []
+
+
+def test_ranks_name_the_files_of_all_ranks(tmp_path: Path) -> None:
+    code = """
+store = SlotStore.create([path], [RegionSpec("r", 4096, 2)], RunIdentity("model", 1, 2, "run"), recoverable=True)
+store.commit(1, {"r": 0}, {}); sys.exit(1)
+"""
+    assert f"fuyou recover {tmp_path}/ds_fuyou/run-rank* --out" in run(code, tmp_path).stderr
 
 
 def test_kept_files_stay(tmp_path: Path) -> None:

@@ -295,6 +295,20 @@ def test_wrong_lists_are_configuration_errors(paths: list[Path]) -> None:
     assert all_files(paths[0]) == []
 
 
+def test_shares_that_cannot_be_kept_are_told(tmp_path: Path, told: Callable[[], str]) -> None:
+    paths = [tmp_path / name for name in ("large", "small")]
+    for path in paths:
+        path.mkdir()
+    room = {paths[0]: 10**9, paths[1]: 20 * 2**20}  # of the small one 4 MiB can be used, the reserve is less than that
+    regions = [RegionSpec("r", 32 * 2**20, 1)]
+    store = SlotStore.create(paths, regions, identity(), weights=[1.0, 3.0], probe=fake_disks(room))
+    assert f"{paths[1]} takes 4194304 bytes of the state instead of 25165824" in told()
+    store.close()
+    before = told()
+    SlotStore.create(paths, regions, identity(), probe=fake_disks(dict.fromkeys(paths, 10**9))).close()
+    assert told() == before
+
+
 def test_buffered_io_is_used_and_said_where_direct_does_not_work(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch, told: Callable[[], str]
 ) -> None:

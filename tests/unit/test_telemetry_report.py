@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ds_fuyou.host.compute_clock import HostClock
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.telemetry import report
-from ds_fuyou.telemetry.placement import placement_of, shown_bytes
+from ds_fuyou.telemetry.placement import placement_of, placement_table, shown_bytes
 from ds_fuyou.telemetry.report import LaneTimes, StepReport
 
 K = CUT_ELEMENTS
@@ -42,6 +43,9 @@ class State:
         )
         self.stored = SimpleNamespace(waited_secs=0.0, pool_bytes=500) if params < 1 else None
         self.frozen = None
+        self.activations = None
+        self.num_tokens = 0
+        self.clock = HostClock(lambda: report.waited_secs(self))
         self.core = SimpleNamespace(
             options=options,
             layout=LAYOUT,
@@ -116,6 +120,16 @@ def test_frozen_parameters_have_a_row_and_a_pool_and_their_waits_count() -> None
     assert LaneTimes.of(state).exposed_secs == pytest.approx(0.25)
 
 
+def test_the_table_has_a_line_a_tier() -> None:
+    table = placement_table(placement_of(State(0.25, 0.5, 0.7)), LAYOUT.numel).splitlines()
+    assert table[0] == "where every byte lives, 0.0 M trainable parameters on this rank:"
+    assert [line.split(":")[0] for line in table[1:]] == ["  host memory 70.1 kB", "  storage 131.1 kB"]
+    assert "P16 (parameters) 8.2 kB (25 % of the elements, 2 versions)" in table[1]
+    assert table[2].endswith("G16 (gradients) 8.2 kB")
+    held = [row for row in placement_of(State(states=1.0)) if row.tier == "cpu"]
+    assert len(placement_table(held, LAYOUT.numel).splitlines()) == 2
+
+
 def test_state_in_memory_has_one_copy() -> None:
     rows = {row.name: (row.tier, row.num_bytes) for row in placement_of(State(states=1.0))}
     assert rows["exp_avg"] == ("cpu", 16 * K)
@@ -160,7 +174,7 @@ def test_the_summary_leaves_out_the_first_step_and_comes_once(lines) -> None:
     summaries = [line for line in lines if "mean of steps 2-2" in line]
     assert len(summaries) == 1
     assert "read 0.50 s" in summaries[0]
-    assert "where every byte lives" in summaries[0]
+    assert sum("where every byte lives" in line for line in lines) == 1, "once, after the first step"
 
 
 def test_other_ranks_say_nothing(lines, monkeypatch) -> None:

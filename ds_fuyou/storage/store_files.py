@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creating the files of a store all or nothing, and opening those of an earlier run."""
+"""The files of a store: created all or nothing, or those of an earlier run opened."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.data_file import DataFile, create_data_file, open_data_file
 from ds_fuyou.storage.directory import ROOT_NAME, RunDirectory, StateRoot, is_run_name
-from ds_fuyou.storage.layout import PathShare, StoreLayout, device_capacities, stripe
+from ds_fuyou.storage.layout import RESERVE_SHARE, UNIT_BYTES, PathShare, StoreLayout, device_capacities, stripe
 from ds_fuyou.storage.probe import PathFacts, Probe, open_path, probe_path
 from ds_fuyou.storage.records import Manifest, ProcessMark, read_manifest, write_manifest
 from ds_fuyou.storage.types import RegionSpec, RunIdentity
@@ -216,7 +216,27 @@ def _plan(
         )
         raise FuyouStorageError(errno.ENOSPC, message, str(paths[0]))
     shares = [PathShare(fact.device, weight) for fact, weight in zip(facts, weights, strict=True)]
-    return stripe(regions, shares, capacities)
+    roomy = device_capacities(facts, RESERVE_SHARE)
+    layout = stripe(regions, shares, roomy if total <= sum(roomy.values()) else capacities)
+    _tell_shares(paths, weights, layout)
+    return layout
+
+
+def _tell_shares(paths: Sequence[Path], weights: Sequence[float], layout: StoreLayout) -> None:
+    """Where a device is too small for its share the others take it, and the bound of the step is another one."""
+    total = layout.total_bytes
+    wanted = [weight / sum(weights) * total for weight in weights]
+    short = [
+        f"{path} takes {found} bytes of the state instead of {want:.0f}"
+        for path, found, want in zip(paths, layout.file_bytes, wanted, strict=True)
+        if found < 0.9 * want - UNIT_BYTES
+    ]
+    if short:
+        logger.warning(
+            "%s: it has no room for its share, the others take the rest and do more of the work; free space there, or "
+            "set fuyou.plan.shares",
+            "; ".join(short),
+        )
 
 
 def _needed_and_free(paths: Sequence[Path], needed: Sequence[int], facts: Sequence[PathFacts]) -> str:

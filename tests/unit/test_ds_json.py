@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from ds_fuyou.errors import FuyouConfigError, FuyouStateError
-from ds_fuyou.host_config import (
+from ds_fuyou.ds_json import (
     Absorbed,
     activation_of,
     activation_scope,
     current_activation,
     load_activation,
 )
+from ds_fuyou.errors import FuyouConfigError, FuyouStateError
 
 
 def absorb(fuyou: dict[str, Any] | None = None, zero: dict[str, Any] | None = None, **top_level: Any) -> Absorbed:

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time of a rank's computing goes: forward, backward, and what it stands waiting for.
+
+[Note: device seconds]
+Where the device is the host, computing is what is left of wall time without the waits of the training thread. A device
+with streams computes while the host waits, and waits while the host does not; so there a timed event is recorded on the
+computing stream wherever it is given something else to do, or comes to something it may have to wait for, and the time
+between two events belongs to what the first one began. Between the two events of a wait nothing computes: what lies
+between them is time in which the device idled, whether the copy it needs was late or the host was late to issue it.
+A computing stream that was ahead of its copies shows nothing there, however long the host itself waited.
+
+Events are read after they have passed, at the latest at the end of the next step: nobody waits for one.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+from ds_fuyou.host.device import Device
+
+__all__ = ["ComputeClock", "DeviceClock", "HostClock", "Phase", "Span", "compute_clock"]
+
+Span = Callable[["Phase", str, int, int], None]
+"""Told of a phase that has passed: its name, begin and end in nanoseconds of ``time.perf_counter_ns``."""
+
+
+class Phase(enum.Enum):
+    """What the computing stream does, or waits for."""
+
+    OUTSIDE = "outside"  # between steps and micro-batches: the script's own
+    FORWARD = "forward"
+    BACKWARD = "backward"  # from the end of forward, so the script's loss counts too
+    STEP = "step()"
+    PARAMETERS = "waits for parameters"
+    ACTIVATIONS = "waits for activations"
+
+
+_COMPUTES = (Phase.FORWARD, Phase.BACKWARD)
+_EXPOSED = (Phase.STEP, Phase.PARAMETERS, Phase.ACTIVATIONS)
+
+
+class ComputeClock(Protocol):
+    """Told by the training thread, and by autograd's while that waits for it; never by both at once."""
+
+    @property
+    def times_device(self) -> bool:
+        """Whether seconds are the device's own; else those of the thread that computes on the host."""
+
+    @property
+    def phase(self) -> Phase: ...
+
+    def enter(self, phase: Phase) -> None:
+        """From here on. A backward that a forward or ``step()`` follows at once did not end: it is not counted."""
+
+    def within(self, phase: Phase) -> AbstractContextManager[None]:
+        """A wait inside of forward or backward; anywhere else, and inside of another wait, it is not told apart."""
+
+    def name(self, block: str) -> None:
+        """What runs from here on, for traces."""
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Takes in what has passed; ``wait`` until everything has."""
+
+    def secs(self, phase: Phase) -> float:
+        """Of all that was taken in since the start."""
+
+    @property
+    def exposed_secs(self) -> float:
+        """Seconds in which the device idled for what the package does; on the host, in which threads waited for it."""
+
+
+class HostClock:
+    """The device is the host.
+
+    Args:
+        waited: seconds that the training thread has waited for lanes since the start.
+    """
+
+    times_device = False
+
+    def __init__(self, waited: Callable[[], float] = lambda: 0.0) -> None:
+        self._waited = waited
+        self._secs = dict.fromkeys(Phase, 0.0)
+        self._began = (time.perf_counter(), 0.0)
+        self.phase = Phase.OUTSIDE
+
+    def enter(self, phase: Phase) -> None:
+        before, then = self.phase, self._began
+        self.phase, self._began = phase, (time.perf_counter(), self._waited())
+        if _counts(before, phase):
+            wall, waited = (now - at for now, at in zip(self._began, then, strict=True))
+            self._secs[before] += max(0.0, wall - waited)
+
+    def within(self, phase: Phase) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def name(self, block: str) -> None:
+        """Traces on the host have the host's own times."""
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Everything is known at once."""
+
+    def secs(self, phase: Phase) -> float:
+        return self._secs[phase]
+
+    @property
+    def exposed_secs(self) -> float:
+        return self._waited()
+
+
+class DeviceClock:
+    """The device computes by itself; see [Note: device seconds].
+
+    Args:
+        span: told of every phase with its time, for traces. The host then waits once, here, to learn how the device's
+            clock stands to its own.
+    """
+
+    times_device = True
+
+    def __init__(self, device: Device, span: Span | None = None) -> None:
+        self._device = device
+        self._span = span
+        self._secs = dict.fromkeys(Phase, 0.0)
+        self._marks: deque[tuple[Any, Phase, str]] = deque()
+        self._block = ""
+        self._at_ns = 0
+        self.phase = Phase.OUTSIDE
+        if span is not None:
+            self._mark()
+            self._marks[0][0].synchronize()
+            self._at_ns = time.perf_counter_ns()
+
+    def _mark(self) -> None:
+        self._marks.append((self._device.record_event(timed=True), self.phase, self._block))
+
+    def enter(self, phase: Phase) -> None:
+        if phase is self.phase:
+            return
+        self.phase = phase
+        self._mark()
+        if phase is Phase.FORWARD:
+            self.settle()
+
+    @contextmanager
+    def _waiting(self, phase: Phase) -> Iterator[None]:
+        before = self.phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def within(self, phase: Phase) -> AbstractContextManager[None]:
+        return self._waiting(phase) if self.phase in _COMPUTES else nullcontext()
+
+    def name(self, block: str) -> None:
+        if self._span is not None and block != self._block:
+            self._block = block
+            self._mark()
+
+    def settle(self, *, wait: bool = False) -> None:
+        if wait and self._marks:
+            self._marks[-1][0].synchronize()
+        while len(self._marks) > 1 and self._marks[1][0].query():
+            first, phase, block = self._marks.popleft()
+            last, following, _ = self._marks[0]
+            secs = float(first.elapsed_time(last)) / 1000
+            if _counts(phase, following):
+                self._secs[phase] += secs
+            if self._span is not None:
+                begin, self._at_ns = self._at_ns, self._at_ns + round(1e9 * secs)
+                self._span(phase, block, begin, self._at_ns)
+
+    def secs(self, phase: Phase) -> float:
+        return self._secs[phase]
+
+    @property
+    def exposed_secs(self) -> float:
+        return sum(self._secs[phase] for phase in _EXPOSED)
+
+
+def _counts(phase: Phase, following: Phase) -> bool:
+    return phase is not Phase.BACKWARD or following not in (Phase.FORWARD, Phase.STEP)
+
+
+def compute_clock(device: Device, waited: Callable[[], float], span: Span | None) -> ComputeClock:
+    """The clock that fits the device."""
+    return HostClock(waited) if device.is_host else DeviceClock(device, span)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of a device reaches profiles: the name of its hardware, and rates by its own clock."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.profiling.lane_rates import probe_link
+from ds_fuyou.zero.device import AcceleratorDevice
+from tests.harness.timed_device import TimedDevice
+
+
+def accelerator(**changes: object) -> SimpleNamespace:
+    """As much of DeepSpeed's interface as is asked at the beginning."""
+    found = {
+        "Stream": object,
+        "Event": object,
+        "is_synchronized_device": lambda: False,
+        "device_name": lambda index=None: "cuda" if index is None else f"cuda:{index}",
+        "current_device_name": lambda: "cuda:0",
+    }
+    return SimpleNamespace(**{**found, **changes})
+
+
+def test_two_models_of_a_device_have_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept profiles are found by it; "cuda:0" would be the same for both."""
+    asked: list[torch.device] = []
+
+    def module_of(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(get_device_name=lambda device: asked.append(device) or "NVIDIA GeForce RTX 4090")
+
+    monkeypatch.setattr(torch, "get_device_module", module_of)
+    device = AcceleratorDevice(accelerator(), pin_memory=True)
+    assert device.name == "NVIDIA GeForce RTX 4090"
+    assert asked == [torch.device("cuda:0")]
+
+
+def test_a_device_without_streams_is_refused_by_name() -> None:
+    for lacking in ({"Stream": None}, {"Event": None}, {"is_synchronized_device": lambda: True}):
+        with pytest.raises(FuyouConfigError, match=r"'cuda' has no streams and events"):
+            AcceleratorDevice(accelerator(**lacking), pin_memory=True)
+
+
+class _Link(TimedDevice):
+    """A copy is what was issued between two events: the first three go up."""
+
+    num_events = 0
+
+    def record_event(self, *, timed: bool = False) -> object:
+        if self.num_events % 2:
+            self.compute(0.25 if self.num_events < 6 else 0.5)
+        self.num_events += 1
+        return super().record_event(timed=timed)
+
+
+def test_the_link_is_measured_by_the_device_s_own_clock() -> None:
+    assert probe_link(_Link(), 4096) == (4 * 4096, 2 * 4096)

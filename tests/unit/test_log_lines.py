@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run says what matters in few lines; the rest is for who asks (DS_FUYOU_LOG_LEVEL=debug)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.runner import ds_config, run_case, with_fuyou
+
+CASE = {
+    "model": {},
+    "steps": 6,  # the plan comes when activations have had their fates for a whole step
+    "config": ds_config(
+        zero_optimization={
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/none", "buffer_count": 5},
+            "offload_param": {"device": "cpu", "buffer_size": 1000},
+        }
+    ),
+}
+
+
+def ours(output: str) -> list[str]:
+    """Lines of our own: those with our prefix, and what follows indented."""
+    found, mine = [], False
+    for line in output.splitlines():
+        mine = "[ds_fuyou] INFO" in line or (mine and line.startswith("  "))
+        if mine:
+            found.append(line)
+    return found
+
+
+def test_a_short_run_says_twelve_lines_at_most(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_FUYOU_LOG_LEVEL", "info")
+    monkeypatch.setenv("DS_FUYOU_PROFILES", str(tmp_path_factory.mktemp("profiles")))  # everything is measured
+    block = {"nvme_path": str(tmp_path), "activations": {"mode": "auto"}, "gpu_budget_bytes": 150_000}
+    (result,) = run_case(with_fuyou(CASE, block), tmp_path / "run", "short")
+    lines = ours(result["output"])
+    assert len(lines) <= 12, "\n".join(lines)
+    assert sum("without effect" in line for line in lines) == 1
+    assert sum("where every byte lives" in line for line in lines) == 1
+    assert sum("plan (" in line for line in lines) == 1
+    assert not any("gpu" in line.split("fuyou.gpu_budget")[0] for line in lines), "there is none"
+    assert not any("NoGatherHandle" in line for line in lines)
