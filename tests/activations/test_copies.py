@@ -8,7 +8,8 @@ a wrong gradient.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,21 +22,33 @@ from tests.activations.support import MIB, Plain, attached, gradients, must_agre
 SMALL = 256 * 1024
 
 
+class LateStream:
+    """Does its copies in order; time passes when somebody asks."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.queue: deque[LateEvent] = deque()
+
+
 class LateEvent:
-    def __init__(self, source: torch.Tensor, target: torch.Tensor, num_queries: int) -> None:
-        self.move = lambda: target.copy_(source)
-        self.left = num_queries
+    def __init__(self, stream: LateStream, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], late: int) -> None:
+        self.stream, self.parts, self.due = stream, parts, stream.now + late
+        stream.queue.append(self)
 
     def query(self) -> bool:
-        self.left -= 1
-        if self.left <= 0:
+        self.stream.now += 1
+        if self.stream.now >= self.due:
             self.synchronize()
-        return self.left <= 0
+        return self not in self.stream.queue
 
     def synchronize(self) -> None:
-        self.left = 0
-        self.move()
-        self.move = lambda: None
+        while self in self.stream.queue:
+            self.stream.queue.popleft().run()
+
+    def run(self) -> None:
+        for source, target in self.parts:
+            target.copy_(source)
+        self.parts = ()
 
 
 class LateCopies:
@@ -43,17 +56,24 @@ class LateCopies:
 
     def __init__(self, num_queries: int) -> None:
         self.num_queries = num_queries
+        self.out, self.back = LateStream(), LateStream()
 
-    def copy_out(self, source: torch.Tensor, target: torch.Tensor) -> InFlightCopy:
-        return InFlightCopy(LateEvent(source, target, self.num_queries), source, target)
+    def mark(self) -> None:
+        return None
 
-    def copy_in(self, source: torch.Tensor) -> InFlightCopy:
-        target = torch.full_like(source, 255)
-        return InFlightCopy(LateEvent(source, target, self.num_queries), source, target)
+    def copy_out(self, source: torch.Tensor, target: torch.Tensor, after: object) -> InFlightCopy:
+        parts = ((source, target),)
+        return InFlightCopy(LateEvent(self.out, parts, self.num_queries), parts)
 
-    def make_visible(self, copied: InFlightCopy) -> torch.Tensor:
-        copied.event.synchronize()  # the computing stream would wait here
-        return copied.target
+    def new_target(self, num_bytes: int) -> torch.Tensor:
+        return torch.full((num_bytes,), 255, dtype=torch.uint8)
+
+    def copy_in(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> InFlightCopy:
+        return InFlightCopy(LateEvent(self.back, parts, self.num_queries), parts)
+
+    def make_visible(self, target: torch.Tensor, event: LateEvent) -> torch.Tensor:
+        event.synchronize()  # the computing stream would wait here
+        return target
 
 
 def ids(seed: int, length: int = 33) -> torch.Tensor:
@@ -74,7 +94,7 @@ def test_gradients(num_queries: int, arena_bytes: int, tmp_path: Path) -> None:
     found = must_agree(Plain(dropout=0.1), train, tmp_path, arena_bytes=arena_bytes, copies=LateCopies(num_queries))
     moved = found.tier.counters
     if num_queries == 1:
-        assert moved.in_bytes == moved.out_bytes
+        assert moved.in_bytes > 0.9 * moved.out_bytes, "all but the last ones"
     else:
         assert moved.in_bytes < moved.out_bytes, "what had not left yet is used where it is"
 
