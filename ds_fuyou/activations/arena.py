@@ -46,7 +46,7 @@ class Arena:
     @property
     def piece_bytes(self) -> int:
         """What records are cut into: several of them fit, however small the arena is."""
-        return min(PIECE_BYTES, max(4096, self.capacity_bytes // 8 // 4096 * 4096))
+        return min(PIECE_BYTES, max(4096, self.capacity_bytes // 16 // 4096 * 4096))
 
     @property
     def largest_block_bytes(self) -> int:

@@ -209,7 +209,7 @@ class SwapTier:
     def _leave(self, record: Record, index: int, piece: Piece, source: torch.Tensor) -> bool:
         """Starts the copy of one piece; False when there is no host memory for it."""
         if piece.memory is None:
-            piece.memory = self._free_memory(piece.num_bytes, self._next_sequence)
+            piece.memory = self._free_memory(piece.num_bytes, self._next_sequence + 1)  # its own pieces too
             if piece.memory is None:
                 return False
         copy = self.copies.copy_out(piece.of(source), piece.memory[: piece.num_bytes], record.after)

@@ -1,79 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies that end late, as those of an accelerator do: a stand-in for its streams, over real memory and storage.
-
-A copy is made only when its event is asked often enough or waited for. So memory that is handed on too early shows as
-a wrong gradient.
-"""
+"""Copies that end late, as those of an accelerator do: what is handed on too early shows as a wrong gradient."""
 
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from ds_fuyou.activations.copies import InFlightCopy
+from tests.activations.late import LateCopies
 from tests.activations.support import MIB, Plain, attached, gradients, must_agree
 
 SMALL = 256 * 1024
-
-
-class LateStream:
-    """Does its copies in order; time passes when somebody asks."""
-
-    def __init__(self) -> None:
-        self.now = 0
-        self.queue: deque[LateEvent] = deque()
-
-
-class LateEvent:
-    def __init__(self, stream: LateStream, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], late: int) -> None:
-        self.stream, self.parts, self.due = stream, parts, stream.now + late
-        stream.queue.append(self)
-
-    def query(self) -> bool:
-        self.stream.now += 1
-        if self.stream.now >= self.due:
-            self.synchronize()
-        return self not in self.stream.queue
-
-    def synchronize(self) -> None:
-        while self in self.stream.queue:
-            self.stream.queue.popleft().run()
-
-    def run(self) -> None:
-        for source, target in self.parts:
-            target.copy_(source)
-        self.parts = ()
-
-
-class LateCopies:
-    device_is_host = False
-
-    def __init__(self, num_queries: int) -> None:
-        self.num_queries = num_queries
-        self.out, self.back = LateStream(), LateStream()
-
-    def mark(self) -> None:
-        return None
-
-    def copy_out(self, source: torch.Tensor, target: torch.Tensor, after: object) -> InFlightCopy:
-        parts = ((source, target),)
-        return InFlightCopy(LateEvent(self.out, parts, self.num_queries), parts)
-
-    def new_target(self, num_bytes: int) -> torch.Tensor:
-        return torch.full((num_bytes,), 255, dtype=torch.uint8)
-
-    def copy_in(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> InFlightCopy:
-        return InFlightCopy(LateEvent(self.back, parts, self.num_queries), parts)
-
-    def make_visible(self, target: torch.Tensor, event: LateEvent) -> torch.Tensor:
-        event.synchronize()  # the computing stream would wait here
-        return target
 
 
 def ids(seed: int, length: int = 33) -> torch.Tensor:
@@ -87,23 +28,23 @@ def train(model: nn.Module) -> None:
     model(ids(2)).backward()
 
 
-@pytest.mark.parametrize("num_queries", [1, 4, 1000])
+@pytest.mark.parametrize("late", [1, 4, 1000])
 @pytest.mark.parametrize("arena_bytes", [SMALL, 16 * MIB], ids=["small", "large"])
-def test_gradients(num_queries: int, arena_bytes: int, tmp_path: Path) -> None:
+def test_gradients(late: int, arena_bytes: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    found = must_agree(Plain(dropout=0.1), train, tmp_path, arena_bytes=arena_bytes, copies=LateCopies(num_queries))
+    found = must_agree(Plain(dropout=0.1), train, tmp_path, arena_bytes=arena_bytes, copies=LateCopies(late))
     moved = found.tier.counters
-    if num_queries == 1:
+    if late == 1:
         assert moved.in_bytes > 0.9 * moved.out_bytes, "all but the last ones"
     else:
         assert moved.in_bytes < moved.out_bytes, "what had not left yet is used where it is"
 
 
-@pytest.mark.parametrize("num_queries", [1, 1000])
-def test_host_memory_alone(num_queries: int, tmp_path: Path, told: Callable[[], str]) -> None:
+@pytest.mark.parametrize("late", [1, 1000])
+def test_host_memory_alone(late: int, tmp_path: Path, told: Callable[[], str]) -> None:
     """Without storage behind it, what does not fit stays on the device, and the log says so once."""
     torch.manual_seed(0)
-    options = {"copies": LateCopies(num_queries), "on_storage": False}
+    options = {"copies": LateCopies(late), "on_storage": False}
     found = must_agree(Plain(), train, tmp_path, arena_bytes=16 * MIB, **options)
     assert found.space.num_bytes == 0
     assert told() == ""
