@@ -109,6 +109,7 @@ class SwapTier:
         self._clean: list[tuple[int, int, weakref.ref[Record]]] = []  # a heap: needed last first; some are not any more
         self._on_device_bytes = 0  # of records that have not left the device
         self._left: deque[int] = deque()  # bytes that have, and are not taken off yet; finalisers append
+        self._beside: Callable[[], Record | None] = lambda: None  # what was read ahead beside the arena last
         self._next_sequence = 0
         self._closed = False
 
@@ -431,7 +432,7 @@ class SwapTier:
         no more of the device than what is needed next should.
         """
         with self._lock:
-            self._progress()
+            self._note_ended()  # and sends nothing more out: backward needs first what was saved last
             for record in needed:
                 if not self._read_ahead(record):
                     break
@@ -454,11 +455,20 @@ class SwapTier:
             return False
         if self.copies.device_is_host and record.target is None:
             record.target = self._free_memory(record.num_bytes, record.sequence)
-            if record.target is None and round_up_to_page(record.num_bytes) > self._arena.largest_block_bytes:
-                record.target, record.is_own = self._own_memory(record.num_bytes), True
-            if record.target is None:
+            if record.target is None and not self._read_ahead_beside(record):
                 return False
         return all(self._start_read(record, index, is_demand=False) for index in stored)
+
+    def _read_ahead_beside(self, record: Record) -> bool:
+        """Where the device is the host: what never fits the arena comes back early to memory of its own, one record at
+        a time; whether that is its turn.
+        """
+        before = self._beside()
+        if round_up_to_page(record.num_bytes) <= self._arena.largest_block_bytes or (before and not before.stays):
+            return False
+        record.target, record.is_own = self._own_memory(record.num_bytes), True
+        self._beside = record.reference
+        return True
 
     def _start_read(self, record: Record, index: int, *, is_demand: bool) -> bool:
         """Starts reading a piece that is on storage alone; False when it must wait and nobody waits for it."""
@@ -490,6 +500,12 @@ class SwapTier:
     # ---- what has ended -----------------------------------------------------------------------------------
 
     def _progress(self) -> None:
+        """Moves on what has ended, and sends out what follows."""
+        self._note_ended()
+        self._leave_more()
+        self._write_more()
+
+    def _note_ended(self) -> None:
         """Moves on what has ended; raises the first failure when everything is accounted for."""
         while self._copies_out and self._end_copy_out(InFlightCopy.done):
             pass
@@ -499,8 +515,6 @@ class SwapTier:
             self._on_device_bytes -= self._left.popleft()
         if self._traffic is not None:
             self._finish_all(self._traffic.ended())
-        self._leave_more()
-        self._write_more()
 
     def _end_copy_out(self, has_ended: Callable[[InFlightCopy], bool | None]) -> bool:
         """Moves on the piece of the oldest copy out, if that has ended; what cannot be copied stays on the device."""

@@ -30,7 +30,7 @@ class StorageHome:
     io: IoLane
     space: SwapSpace
     eager: bool = True  # write at once; otherwise when the arena is half full
-    write_pieces: int = 2
+    write_pieces: int = 4
     read_pieces: int = 8
 
 
