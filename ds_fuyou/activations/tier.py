@@ -60,6 +60,7 @@ _CHANGED = (
     "modify it, or clone it first"
 )
 
+_ON_DEVICE = (PieceState.WAITING, PieceState.LEAVING)
 _Place = tuple["weakref.ref[Record]", int]  # a piece: its record, and its number there
 
 
@@ -231,8 +232,8 @@ class SwapTier:
         record.pieces[index].state = PieceState.HOST
         if self.storage is not None:
             self._unwritten.append((reference, index))
-        if index == len(record.pieces) - 1:  # they leave in order
-            record.end_leaving()
+        if index == len(record.pieces) - 1 and not any(piece.state in _ON_DEVICE for piece in record.pieces):
+            record.end_leaving()  # they leave in order; but one that could not be copied has not left
 
     def _write_more(self, *, at_least_one: bool = False) -> bool:
         """Keeps the storage write lane busy, within its bound; whether a write was started."""
@@ -279,7 +280,10 @@ class SwapTier:
         """One step towards free host memory; False when there is none left. See the note above."""
         if self._forget_oldest_clean(self._next_sequence + 1):
             return True
-        if self._wait_for_io(is_write=True) or self._wait_for_copy_out() or self._write_more(at_least_one=True):
+        if self._wait_for_io(is_write=True):
+            self._write_more()  # the next one begins while this thread waits for another
+            return True
+        if self._wait_for_copy_out() or self._write_more(at_least_one=True):
             return True
         return self._wait_for_copy_in() or self._wait_for_io(is_write=False)
 
@@ -526,6 +530,7 @@ class SwapTier:
         except BaseException:
             self._copies_out.popleft()
             if record is not None:
+                record.pieces[index].state, record.pieces[index].memory = PieceState.WAITING, None
                 record.stay()
             raise
         self._copies_out.popleft()

@@ -35,7 +35,7 @@ class LateEvent:
     def query(self) -> bool:
         self.stream.now += 1
         self.stream.num_queries += 1
-        if self.stream.now >= self.due:
+        if self.stream.now >= self.due or self not in self.stream.queue:
             self.run_all()
         return self not in self.stream.queue
 

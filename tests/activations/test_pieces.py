@@ -268,9 +268,10 @@ def test_closing_with_everything_in_flight(tmp_path: Path) -> None:
         del record
 
 
-def test_a_copy_out_that_fails_raises_and_the_tensor_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_copy_out_that_fails_raises_and_the_tensor_stays(number: int, tmp_path: Path) -> None:
     copies = LateCopies(2)
-    copies.out.fails_at = 3
+    copies.out.fails_at = number
     with rig([tmp_path], copies) as found:
         record, values = found.put(8 * PAGE, 1)
         with pytest.raises(RuntimeError, match="a copy failed"):
