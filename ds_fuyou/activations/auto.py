@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.policy import BlockFate, Fate
 
-__all__ = ["Choice", "Counts", "OutputCost", "StepMeasurement", "choose", "swap_allowance"]
+__all__ = ["WORKING_BLOCKS", "Choice", "Counts", "OutputCost", "StepMeasurement", "choose", "swap_allowance"]
 
-_WORKING_BLOCKS = 2
+WORKING_BLOCKS = 2
+"""Backward works on one, and the next comes back meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def choose(measured: StepMeasurement) -> Choice:
     total, block = measured.num_blocks, measured.block_bytes
     if measured.device_bytes >= total * block + measured.outside_bytes:
         return _whole(measured, num_swapped=0)
-    room = max(0.0, measured.device_bytes - _WORKING_BLOCKS * block)
+    room = max(0.0, measured.device_bytes - WORKING_BLOCKS * block)
     kept = min(total, int(room / block)) if block > 0 else total
     rest = total - kept
     allowance = measured.swap_bytes

@@ -7,23 +7,24 @@ from, and what comes back is used where it lies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from ds_fuyou.host.device import Device
+from ds_fuyou.host.memory import aligned_tensor
 
 __all__ = ["CopyLane", "DeviceCopies", "HostCopies", "InFlightCopy", "copy_lane"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InFlightCopy:
-    """A copy that a device stream does: owns source and target until its event has passed."""
+    """Copies that a device stream does: owns sources and targets until their one event has passed."""
 
     event: Any
-    source: torch.Tensor
-    target: torch.Tensor
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
     def done(self) -> bool:
         return bool(self.event.query())
@@ -38,14 +39,22 @@ class CopyLane(Protocol):
 
     device_is_host: bool
 
-    def copy_out(self, source: torch.Tensor, target: torch.Tensor) -> InFlightCopy | None:
+    def mark(self) -> Any:
+        """This point on the stream that computes: a copy out comes after the mark it is given, and after no more."""
+
+    def copy_out(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> InFlightCopy | None:
         """Starts device → host; None when it is complete already."""
 
-    def copy_in(self, source: torch.Tensor) -> InFlightCopy | None:
-        """Starts host → device into new memory; None when ``source`` can be used itself."""
+    def new_target(self, num_bytes: int) -> torch.Tensor:
+        """Memory where the device can use what comes back to it."""
 
-    def make_visible(self, copy: InFlightCopy) -> torch.Tensor:
-        """The target, ordered after the copy on the stream that computes. Does not block the calling thread."""
+    def copy_in(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> InFlightCopy | None:
+        """Starts host → device for all (source, target) in order; None when they are complete already."""
+
+    def make_visible(self, target: torch.Tensor, event: Any) -> torch.Tensor:
+        """The target, on the stream that computes ordered after ``event``, which follows the last copy to it. Does not
+        block the calling thread.
+        """
 
 
 class HostCopies:
@@ -53,22 +62,31 @@ class HostCopies:
 
     device_is_host = True
 
-    def copy_out(self, source: torch.Tensor, target: torch.Tensor) -> InFlightCopy | None:
+    def mark(self) -> None:
+        return None
+
+    def copy_out(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> InFlightCopy | None:
         target.copy_(source)
         return None
 
-    def copy_in(self, source: torch.Tensor) -> InFlightCopy | None:
+    def new_target(self, num_bytes: int) -> torch.Tensor:
+        return aligned_tensor(num_bytes)
+
+    def copy_in(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> InFlightCopy | None:
+        for source, target in parts:
+            target.copy_(source)
         return None
 
-    def make_visible(self, copy: InFlightCopy) -> torch.Tensor:
-        return copy.target
+    def make_visible(self, target: torch.Tensor, event: Any) -> torch.Tensor:
+        return target
 
 
 class DeviceCopies:
     """One stream a direction, so that both run beside compute and beside each other. Host memory must be pinned.
 
-    Nothing here synchronises the device: an event after each copy orders who comes next, and ``record_stream`` keeps
-    the allocator from handing memory on while another stream works on it.
+    Nothing here synchronises the device: an event after each copy orders who comes next. The source of a copy is held
+    by its owner until the event has passed; so the allocator needs no word of it. What comes back is allocated for
+    the copying stream, and ``record_stream`` tells the allocator that another one works on it.
     """
 
     device_is_host = False
@@ -78,26 +96,32 @@ class DeviceCopies:
         self._out = device.new_stream()
         self._in = device.new_stream()
 
-    def copy_out(self, source: torch.Tensor, target: torch.Tensor) -> InFlightCopy | None:
-        self._out.wait_stream(self._device.current_stream())
+    def mark(self) -> Any:
+        return self._device.record_event()
+
+    def copy_out(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> InFlightCopy | None:
+        self._out.wait_event(after)
         with self._device.stream(self._out):
             target.copy_(source, non_blocking=True)
             event = self._device.record_event()
-        source.record_stream(self._out)
-        return InFlightCopy(event, source, target)
+        return InFlightCopy(event, ((source, target),))
 
-    def copy_in(self, source: torch.Tensor) -> InFlightCopy | None:
+    def new_target(self, num_bytes: int) -> torch.Tensor:
         with self._device.stream(self._in):
-            target = torch.empty(source.numel(), dtype=torch.uint8, device=self._device.torch_device)
-            target.copy_(source, non_blocking=True)
-            event = self._device.record_event()
-        return InFlightCopy(event, source, target)
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device.torch_device)
 
-    def make_visible(self, copy: InFlightCopy) -> torch.Tensor:
+    def copy_in(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> InFlightCopy | None:
+        with self._device.stream(self._in):
+            for source, target in parts:
+                target.copy_(source, non_blocking=True)
+            event = self._device.record_event()
+        return InFlightCopy(event, parts)
+
+    def make_visible(self, target: torch.Tensor, event: Any) -> torch.Tensor:
         stream = self._device.current_stream()
-        stream.wait_event(copy.event)
-        copy.target.record_stream(stream)
-        return copy.target
+        stream.wait_event(event)
+        target.record_stream(stream)
+        return target
 
 
 def copy_lane(device: Device) -> CopyLane:

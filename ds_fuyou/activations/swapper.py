@@ -25,8 +25,8 @@ from ds_fuyou.log import log_once
 
 __all__ = ["PACKED", "KeptTensor", "MovedTensor", "Packed", "Swapper", "Tape"]
 
-SOON = 8
-"""So many records, well below what a block saves, are copied to a device before backward asks for them."""
+SOON = 32
+"""So many records, and so many bytes as the tier says, are copied to a device before backward asks for them."""
 
 
 class KeptTensor:

@@ -4,8 +4,10 @@
 The rule for every "auto": of the placements that fit the DRAM budget the one that moves the fewest bytes to and from
 storage in a step, by the counts of the cost model (``cost.py``). Each class saves a fixed number of bytes moved for
 each byte resident, so the best placement fills the classes in some order, the last one in part; all orders are tried.
-Staging and look-ahead memory come first: a quarter of the budget, at most what they can use. Nothing of the machine is
-measured for it: which lane is the slowest does not matter as long as fewer bytes are never slower.
+Before them come staging and look-ahead memory, a quarter of the budget, at most what they can use, and the arena of
+swapped activations: what keeps every path busy both ways, and the tensors of a block between device and storage; or,
+where they are to stay in host memory, a quarter of the budget, and whatever the other classes leave. Nothing of the
+machine is measured for it: which lane is the slowest does not matter as long as fewer bytes are never slower.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ MIB = 1024 * 1024
 _STAGING_BYTES = 1024 * MIB
 _PREFETCH_BYTES = 256 * MIB
 _CHUNK_BYTES = 16 * MIB
-_ACTIVATION_BYTES = 256 * MIB
+_ARENA_BYTES = 256 * MIB  # at least, where the budget has eight times as much
+_ARENA_PATH_BYTES = 128 * MIB  # pieces of one path: leaving, being written, being read, on their way up
+_ARENA_BLOCK_BYTES = 2048 * MIB  # for what a block saves, where that is not known
 _SMALLEST_SWAPPED_BYTES = 64 * 1024
 
 
@@ -33,6 +37,7 @@ class PlanInput:
     """What the rule needs to know of one rank. Tiers are "auto", "cpu" or "nvme"; sizes in bytes.
 
     ``shares``: resident shares that a plan fixes, by field of :class:`Residency`; used where the tier is "auto".
+    ``num_paths``: of storage. ``block_activation_bytes``: what the largest block saves in a forward; 0: not known.
     """
 
     numel: int
@@ -50,6 +55,8 @@ class PlanInput:
     swaps_activations: bool = False
     activations_stay_in_dram: bool = False  # there is no storage behind the host memory that they are swapped to
     shares: Mapping[str, float] = field(default_factory=dict)
+    num_paths: int = 1
+    block_activation_bytes: int = 0
 
     def fixed_shares(self) -> dict[str, float]:
         """Resident shares that are not the rule's to choose: 1 and 0 for tiers "cpu" and "nvme", else the plan's."""
@@ -122,7 +129,7 @@ def _moved_bytes_each(given: PlanInput, residency: Residency) -> float:
     return moved + 2 * given.grad_bytes_each * (1 - residency.gradients)
 
 
-def _candidates(given: PlanInput, chunk_bytes: int) -> Iterator[Residency]:
+def _candidates(given: PlanInput, chunk_bytes: int, arena_bytes: int) -> Iterator[Residency]:
     """Every placement worth a look that keeps what is fixed."""
     fixed = given.fixed_shares()
     open_classes = [name for name in _CLASSES if name not in fixed]
@@ -130,7 +137,8 @@ def _candidates(given: PlanInput, chunk_bytes: int) -> Iterator[Residency]:
     yield _changed(none, dict.fromkeys(open_classes, 1.0))
     for two_versions in (False, True):
         for order in itertools.permutations(open_classes):
-            left = float(given.dram_budget_bytes - _resident_bytes(given, none) - _lane_bytes(given, chunk_bytes))
+            lanes = _lane_bytes(given, chunk_bytes) + arena_bytes
+            left = float(given.dram_budget_bytes - _resident_bytes(given, none) - lanes)
             shares: dict[str, float] = {}
             for name in order:
                 size = _bytes_each(given, name, two_versions) * given.numel
@@ -148,11 +156,9 @@ def _changed(residency: Residency, shares: Mapping[str, float]) -> Residency:
 
 
 def _lane_bytes(given: PlanInput, chunk_bytes: int) -> int:
-    """Host memory left to the lanes where anything is on storage, whatever is: staging, look-ahead, activations."""
-    wanted = _STAGING_BYTES + _PREFETCH_BYTES + (_ACTIVATION_BYTES if given.swaps_activations else 0)
-    return max(
-        _minimum_lane_bytes(given, Residency(0.0, 0.0, 0.0), chunk_bytes), min(wanted, given.dram_budget_bytes // 4)
-    )
+    """Host memory left to the lanes where anything is on storage, whatever is: staging and look-ahead."""
+    wanted = min(_STAGING_BYTES + _PREFETCH_BYTES, given.dram_budget_bytes // 4)
+    return max(_minimum_lane_bytes(given, Residency(0.0, 0.0, 0.0), chunk_bytes), wanted)
 
 
 def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
@@ -162,13 +168,11 @@ def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
     """
     over = {key: value for key, value in overrides.items() if value is not None}
     chunk_bytes = over.get("chunk_bytes", _CHUNK_BYTES)
-    needs = []
-    fitting = []
-    for residency in _candidates(given, chunk_bytes):
-        needed = _resident_bytes(given, residency) + _minimum_lane_bytes(given, residency, chunk_bytes)
-        needs.append(needed)
-        if needed <= given.dram_budget_bytes:
-            fitting.append(residency)
+    arena_bytes = over.get("activation_bytes", _arena_bytes(given))
+    needs, fitting = _fitting(given, chunk_bytes, arena_bytes)
+    if not fitting and "activation_bytes" not in over:  # then what happens to be left has to do
+        arena_bytes = 0
+        needs, fitting = _fitting(given, chunk_bytes, arena_bytes)
     if not fitting:
         raise FuyouConfigError(
             f"the smallest placement that the tiers allow needs {min(needs) / MIB:.0f} MiB of host memory, "
@@ -177,21 +181,36 @@ def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
         )
     residency = min(fitting, key=lambda tried: _moved_bytes_each(given, tried))
     minimum = _minimum_lane_bytes(given, residency, chunk_bytes)
-    left = given.dram_budget_bytes - _resident_bytes(given, residency)
+    left = given.dram_budget_bytes - _resident_bytes(given, residency) - arena_bytes
+    staging_bytes = over.get("staging_bytes", max(minimum // 2, min(_STAGING_BYTES, left // 2)))
+    prefetch_bytes = over.get("prefetch_bytes", min(_PREFETCH_BYTES, left // 4))
     return Plan(
         residency=residency,
         chunk_bytes=chunk_bytes,
-        staging_bytes=over.get("staging_bytes", max(minimum // 2, min(_STAGING_BYTES, left // 2))),
-        prefetch_bytes=over.get("prefetch_bytes", min(_PREFETCH_BYTES, left // 4)),
+        staging_bytes=staging_bytes,
+        prefetch_bytes=prefetch_bytes,
         num_threads=over.get("num_threads", _num_threads(given)),
         queue_depth=over.get("queue_depth", 32),
         block_bytes=over.get("block_bytes", MIB),
         slots=over.get("slots", 2),
         double_params=_has_two_versions(given, residency),
-        activation_bytes=over.get("activation_bytes", _activation_bytes(given, left)),
+        activation_bytes=over.get(
+            "activation_bytes", _activation_bytes(given, arena_bytes, left - staging_bytes - prefetch_bytes)
+        ),
         smallest_swapped_bytes=over.get("smallest_swapped_bytes", _SMALLEST_SWAPPED_BYTES),
         small_param_bytes=over.get("small_param_bytes", 0),
     )
+
+
+def _fitting(given: PlanInput, chunk_bytes: int, arena_bytes: int) -> tuple[list[int], list[Residency]]:
+    """What every candidate needs, and those that fit the budget beside an arena."""
+    needs, fitting = [], []
+    for residency in _candidates(given, chunk_bytes, arena_bytes):
+        needed = _resident_bytes(given, residency) + _minimum_lane_bytes(given, residency, chunk_bytes) + arena_bytes
+        needs.append(needed)
+        if needed <= given.dram_budget_bytes:
+            fitting.append(residency)
+    return needs, fitting
 
 
 def _minimum_lane_bytes(given: PlanInput, residency: Residency, chunk_bytes: int) -> int:
@@ -203,13 +222,35 @@ def _minimum_lane_bytes(given: PlanInput, residency: Residency, chunk_bytes: int
     return 2 * chunk + in_use
 
 
-def _activation_bytes(given: PlanInput, left: int) -> int:
-    """Host memory for swapped activations: a buffer before storage, or the home of them all."""
-    if not given.swaps_activations:
+def _activations_stay(given: PlanInput) -> bool:
+    """Host memory is their home: there is no storage behind it, and it is not where they come from."""
+    return given.swaps_activations and given.activations_stay_in_dram and not given.device_is_host
+
+
+def _arena_bytes(given: PlanInput) -> int:
+    """Host memory of swapped activations that no other class gets. Where the device is the host, what does not move is
+    there anyway.
+    """
+    budget = given.dram_budget_bytes
+    if _activations_stay(given):
+        return budget // 4
+    if not given.swaps_activations or given.activations_stay_in_dram:
         return 0
-    if given.activations_stay_in_dram and not given.device_is_host:
-        return max(left // 8, (left - _STAGING_BYTES - _PREFETCH_BYTES) // 2)
-    return min(_ACTIVATION_BYTES, left // 8)
+    wanted = max(_ARENA_BYTES, _ARENA_PATH_BYTES * given.num_paths)
+    if given.block_activation_bytes:
+        wanted = max(wanted, _ARENA_PATH_BYTES * given.num_paths + 2 * given.block_activation_bytes)
+    elif not given.device_is_host:
+        wanted = max(wanted, min(_ARENA_BLOCK_BYTES, budget // 32))
+    return min(wanted, budget // 8)
+
+
+def _activation_bytes(given: PlanInput, arena_bytes: int, left: int) -> int:
+    """What was set aside; all that is left as well where activations stay. ``left`` may be less than nothing."""
+    if _activations_stay(given):
+        return arena_bytes + max(0, left)
+    if arena_bytes or not given.swaps_activations or given.activations_stay_in_dram:
+        return arena_bytes
+    return max(MIB, left // 8)
 
 
 def _num_threads(given: PlanInput) -> int:

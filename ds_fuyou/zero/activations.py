@@ -209,7 +209,8 @@ def _build_tier(given: ActivationInput) -> SwapTier | None:
     home = None
     if on_storage:
         space = SwapSpace(paths, given.storage_budget_bytes)
-        home = StorageHome(given.io.sharing(space.path_of), space, eager=wanted == "nvme")
+        pieces = 4 if copies.device_is_host else 8  # hooks of a device come in bursts, far ahead of it
+        home = StorageHome(given.io.sharing(space.path_of), space, wanted == "nvme", write_pieces=pieces)
     return SwapTier(given.arena_bytes, copies, home, given.device, trace=given.trace)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ds_fuyou.activations.auto import Choice, OutputCost, StepMeasurement, choose, swap_allowance
+from ds_fuyou.activations.auto import WORKING_BLOCKS, Choice, OutputCost, StepMeasurement, choose, swap_allowance
 from ds_fuyou.activations.named_outputs import planned_choice, require_blocks
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.host.compute_clock import ComputeClock, Phase
@@ -60,13 +60,20 @@ class AutoActivations:
         self._planned = planned
         self.measured_step = _MEASURED_STEP  # later where the first steps are not like the others
         self._num_steps = 0
-        self._at = self._look()
+        self._at = self._look_anew()
         swapper = session.swapper
         hooks = (swapper.pack, swapper.unpack) if swapper is not None else None
         self.recorder: OperatorRecorder | None = OperatorRecorder(model, session.blocks, hooks)
         self.profiles: tuple[BlockProfile, ...] = ()
         self._profile: BlockProfile | None = None
         session.observe(self.recorder)
+
+    def _look_anew(self) -> dict[str, float]:
+        """As :meth:`_look`, where a step begins that may be the measured one: its peaks are its own."""
+        self._device.reset_peak()
+        if self._session.swapper is not None:
+            self._session.swapper.held.mark()
+        return self._look()
 
     def _look(self) -> dict[str, float]:
         """Counters since the start."""
@@ -94,7 +101,7 @@ class AutoActivations:
         if self._num_steps < self.measured_step:
             if self._planned is not None:
                 choice = of_rank_0(self._by_plan(self._planned))
-            self._at = self._look()
+            self._at = self._look_anew()
         else:
             now = self._look()
             measured = self._measured({key: now[key] - self._at[key] for key in now})
@@ -111,7 +118,7 @@ class AutoActivations:
 
     def step_skipped(self) -> None:
         """Gradients overflowed: what was done belongs to no step that could be measured."""
-        self._at = self._look()
+        self._at = self._look_anew()
 
     def _take_profile(self) -> None:
         if self.recorder is not None:
@@ -151,10 +158,11 @@ class AutoActivations:
             others = max(0.0, step["bytes"] - step["swapped"])
             secs = max(0.0, step["time"] - step["waited"])
             allowance = swap_allowance(secs, step["bytes"] / step["busy"], others, forwards)
-        allowance, device_bytes = least(allowance, float(self._device_bytes()))
+        block_bytes = (step["out"] - step["outside"]) / forwards / num_blocks
+        allowance, device_bytes = least(allowance, float(self._device_bytes(block_bytes)))
         return StepMeasurement(
             num_blocks=num_blocks,
-            block_bytes=(step["out"] - step["outside"]) / forwards / num_blocks,
+            block_bytes=block_bytes,
             input_bytes=float(self._profile.input_bytes) if self._profile is not None else 0.0,
             outside_bytes=step["outside"] / forwards,
             outputs=self._outputs(),
@@ -162,11 +170,15 @@ class AutoActivations:
             device_bytes=device_bytes,
         )
 
-    def _device_bytes(self) -> int:
-        """Room for activations: the budget, less what the rest of training needs of the device. On the host that is
-        counted by the other budgets.
+    def _device_bytes(self, block_bytes: float) -> int:
+        """Room for activations: the budget, less what the rest of training needed of the device at the peak of this
+        step. The tensors of the blocks that backward works on are part of that peak, and the rule sets them aside
+        itself: they count once. On the host all of that is counted by the other budgets.
         """
         budget = self._budget_bytes
         if budget is None:
             budget = int(_OF_DEVICE * self._device.total_bytes())
-        return max(0, budget - self._device.peak_bytes())
+        swapper = self._session.swapper
+        held = swapper.held.peak_since_mark if swapper is not None else 0
+        rest = self._device.peak_bytes() - min(held, int(WORKING_BLOCKS * block_bytes))
+        return max(0, budget - max(0, rest))

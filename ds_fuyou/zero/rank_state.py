@@ -149,6 +149,7 @@ class RankState:
             swaps_activations=config.activations.mode != "recompute" and handles_activations(config),
             activations_stay_in_dram=no_storage or config.activations.tier == "cpu",
             shares=config.plan.resident_shares() if config.plan is not None else {},
+            num_paths=max(1, len(self.activation.state_paths)),
         )
 
     def _dram_budget(self) -> int:

@@ -100,10 +100,16 @@ class Attached:
     def settle(self) -> None:
         """Everything in flight has ended and everything dead is gone."""
         gc.collect()
-        for flight in list(self.tier._flights):
+        while True:
+            for flight in self.tier._traffic or ():
+                flight.transfer.wait_ended()
+            for moved, _ in (*self.tier._copies_out, *self.tier._copies_in):
+                moved.wait()
+            self.tier.poll()
+            if not (self.tier._copies_out or self.tier._copies_in or self.tier._waiting):
+                break
+        for flight in self.tier._traffic or ():
             flight.transfer.wait_ended()
-        for moved in list(self.tier._copying):
-            moved.wait()
         self.tier.poll()
         gc.collect()
 

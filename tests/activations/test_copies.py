@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies that end late, as those of an accelerator do: a stand-in for its streams, over real memory and storage.
-
-A copy is made only when its event is asked often enough or waited for. So memory that is handed on too early shows as
-a wrong gradient.
-"""
+"""Copies that end late, as those of an accelerator do: what is handed on too early shows as a wrong gradient."""
 
 from __future__ import annotations
 
@@ -15,45 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fuyou.activations.copies import InFlightCopy
+from tests.activations.late import LateCopies
 from tests.activations.support import MIB, Plain, attached, gradients, must_agree
 
 SMALL = 256 * 1024
-
-
-class LateEvent:
-    def __init__(self, source: torch.Tensor, target: torch.Tensor, num_queries: int) -> None:
-        self.move = lambda: target.copy_(source)
-        self.left = num_queries
-
-    def query(self) -> bool:
-        self.left -= 1
-        if self.left <= 0:
-            self.synchronize()
-        return self.left <= 0
-
-    def synchronize(self) -> None:
-        self.left = 0
-        self.move()
-        self.move = lambda: None
-
-
-class LateCopies:
-    device_is_host = False
-
-    def __init__(self, num_queries: int) -> None:
-        self.num_queries = num_queries
-
-    def copy_out(self, source: torch.Tensor, target: torch.Tensor) -> InFlightCopy:
-        return InFlightCopy(LateEvent(source, target, self.num_queries), source, target)
-
-    def copy_in(self, source: torch.Tensor) -> InFlightCopy:
-        target = torch.full_like(source, 255)
-        return InFlightCopy(LateEvent(source, target, self.num_queries), source, target)
-
-    def make_visible(self, copied: InFlightCopy) -> torch.Tensor:
-        copied.event.synchronize()  # the computing stream would wait here
-        return copied.target
 
 
 def ids(seed: int, length: int = 33) -> torch.Tensor:
@@ -67,23 +28,23 @@ def train(model: nn.Module) -> None:
     model(ids(2)).backward()
 
 
-@pytest.mark.parametrize("num_queries", [1, 4, 1000])
+@pytest.mark.parametrize("late", [1, 4, 1000])
 @pytest.mark.parametrize("arena_bytes", [SMALL, 16 * MIB], ids=["small", "large"])
-def test_gradients(num_queries: int, arena_bytes: int, tmp_path: Path) -> None:
+def test_gradients(late: int, arena_bytes: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    found = must_agree(Plain(dropout=0.1), train, tmp_path, arena_bytes=arena_bytes, copies=LateCopies(num_queries))
+    found = must_agree(Plain(dropout=0.1), train, tmp_path, arena_bytes=arena_bytes, copies=LateCopies(late))
     moved = found.tier.counters
-    if num_queries == 1:
-        assert moved.in_bytes == moved.out_bytes
+    if late == 1:
+        assert moved.in_bytes > 0.9 * moved.out_bytes, "all but the last ones"
     else:
         assert moved.in_bytes < moved.out_bytes, "what had not left yet is used where it is"
 
 
-@pytest.mark.parametrize("num_queries", [1, 1000])
-def test_host_memory_alone(num_queries: int, tmp_path: Path, told: Callable[[], str]) -> None:
+@pytest.mark.parametrize("late", [1, 1000])
+def test_host_memory_alone(late: int, tmp_path: Path, told: Callable[[], str]) -> None:
     """Without storage behind it, what does not fit stays on the device, and the log says so once."""
     torch.manual_seed(0)
-    options = {"copies": LateCopies(num_queries), "on_storage": False}
+    options = {"copies": LateCopies(late), "on_storage": False}
     found = must_agree(Plain(), train, tmp_path, arena_bytes=16 * MIB, **options)
     assert found.space.num_bytes == 0
     assert told() == ""

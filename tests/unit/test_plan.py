@@ -116,14 +116,59 @@ def test_a_core_stays_free_unless_the_device_is_the_host(num_cpus: int, device_i
     assert make_plan(given, {}).num_threads == threads
 
 
-def test_host_memory_for_activations() -> None:
-    """A buffer before storage; the home of all that is swapped where there is none, within what the rest leaves."""
-    assert make_plan(GIVEN, {}).activation_bytes == 0
-    swapping = replace(GIVEN, swaps_activations=True)
-    assert make_plan(swapping, {}).activation_bytes == 256 * MIB
-    staying = replace(swapping, activations_stay_in_dram=True)
-    assert make_plan(replace(staying, device_is_host=True), {}).activation_bytes == 256 * MIB
+SWAPPING = replace(GIVEN, swaps_activations=True)
+THIRTEEN = replace(SWAPPING, numel=12_850_000_000, largest_param_numel=110_000_000, num_cpus=16)
+"""Width 5120, 40 blocks; at 32 x 1024 tokens one of its activations has 320 MiB, the largest 1280."""
+
+
+def planned_bytes(given: PlanInput, plan: Plan) -> int:
+    return plan.resident_bytes(given) + plan.staging_bytes + plan.prefetch_bytes + plan.activation_bytes
+
+
+@pytest.mark.parametrize("gib", [96, 128])
+def test_the_arena_of_activations_comes_before_what_fills_memory(gib: int) -> None:
+    """13B does not fit: states fill memory to the brim, and the arena still holds the tensors of a block."""
+    given = replace(THIRTEEN, dram_budget_bytes=gib * GIB)
+    plan = make_plan(given, {})
+    assert plan.activation_bytes == 2 * GIB
+    assert planned_bytes(given, plan) <= gib * GIB
+    assert plan.resident_bytes(given) > (gib - 4) * GIB
+    known = make_plan(replace(given, block_activation_bytes=5 * GIB, num_paths=4), {})
+    assert known.activation_bytes == 10 * GIB + 512 * MIB
+    assert make_plan(replace(given, num_paths=32), {}).activation_bytes == 4 * GIB, "every path has its pieces"
+    assert make_plan(given, {"activation_bytes": MIB}).activation_bytes == MIB
+
+
+@pytest.mark.parametrize("gib", [96, 128])
+def test_activations_that_stay_get_a_quarter_and_all_that_is_left(gib: int) -> None:
+    staying = replace(THIRTEEN, dram_budget_bytes=gib * GIB, activations_stay_in_dram=True)
     plan = make_plan(staying, {})
-    left = staying.dram_budget_bytes - plan.resident_bytes(staying)
-    assert plan.activation_bytes > 8 * GIB
-    assert plan.activation_bytes + plan.staging_bytes + plan.prefetch_bytes < left
+    assert plan.activation_bytes >= gib * GIB // 4
+    assert (gib - 1) * GIB <= planned_bytes(staying, plan) <= gib * GIB
+    small = replace(staying, numel=GIVEN.numel, largest_param_numel=GIVEN.largest_param_numel)
+    plan = make_plan(small, {})
+    assert plan.activation_bytes > (gib - 20) * GIB, "everything else fits, and the rest is theirs"
+    assert planned_bytes(small, plan) <= gib * GIB
+
+
+def test_where_the_device_is_the_host_the_arena_is_a_buffer() -> None:
+    assert make_plan(GIVEN, {}).activation_bytes == 0
+    on_host = replace(SWAPPING, device_is_host=True)
+    assert make_plan(on_host, {}).activation_bytes == 256 * MIB
+    assert make_plan(replace(on_host, activations_stay_in_dram=True), {}).activation_bytes == 0, "nothing moves"
+
+
+def test_an_arena_never_makes_a_plan_impossible() -> None:
+    """Whatever the budget: with it the plan fits; where nothing is left for it, a small one has to do."""
+    for stays, on_host, tier in itertools.product((False, True), (False, True), ("auto", "cpu", "nvme")):
+        given = replace(SWAPPING, activations_stay_in_dram=stays, device_is_host=on_host, optimizer_tier=tier)
+        bare = replace(given, swaps_activations=False)
+        for gib in (1, 2, 3, 5, 8, 12, 13, 14, 15, 16, 17, 20, 40):
+            budget = {"dram_budget_bytes": gib * GIB}
+            try:
+                make_plan(replace(bare, **budget), {})
+            except FuyouConfigError:
+                continue
+            plan = make_plan(replace(given, **budget), {})
+            assert planned_bytes(given, plan) <= gib * GIB * 1.05
+            assert (plan.activation_bytes > 0) or (stays and on_host)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory that swapped activations pass through, or stay in: planned as a whole, taken as it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ds_fuyou.host.device import Device
+from ds_fuyou.host.memory import HostPool, round_up_to_page
+
+__all__ = ["PIECE_BYTES", "Arena"]
+
+PIECE_BYTES = 8 * 1024 * 1024
+"""Large enough for a disk's and a link's full rate, small enough that many are on their way at a time."""
+
+_SEGMENT_BYTES = 1024 * 1024 * 1024
+
+
+class Arena:
+    """At most ``capacity_bytes``, in segments that are mapped, and pinned for ``device``, when the ones before are
+    full: a share of host memory that is planned for activations costs nothing before activations fill it.
+
+    Args:
+        register: told of every segment.
+    """
+
+    def __init__(self, capacity_bytes: int, device: Device | None, register: Callable[[HostPool], None]) -> None:
+        self.capacity_bytes = round_up_to_page(capacity_bytes)
+        self.peak_bytes = 0
+        self._segment_bytes = min(self.capacity_bytes, max(_SEGMENT_BYTES, round_up_to_page(capacity_bytes // 8)))
+        self._device, self._register = device, register
+        self._segments: list[HostPool] = []
+        self._grow()
+
+    def _grow(self) -> HostPool | None:
+        left = self.capacity_bytes - sum(segment.capacity_bytes for segment in self._segments)
+        if left <= 0 and self._segments:
+            return None
+        segment = HostPool(min(self._segment_bytes, left), self._device)
+        self._register(segment)
+        self._segments.append(segment)
+        return segment
+
+    @property
+    def piece_bytes(self) -> int:
+        """What records are cut into: several of them fit, however small the arena is."""
+        return min(PIECE_BYTES, max(4096, self.capacity_bytes // 16 // 4096 * 4096))
+
+    @property
+    def largest_block_bytes(self) -> int:
+        """More in one run is not asked for."""
+        return self._segment_bytes // 2
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(segment.used_bytes for segment in self._segments)
+
+    def try_allocate(self, num_bytes: int) -> torch.Tensor | None:
+        """A byte tensor of whole pages, or None when no free run is large enough now."""
+        num_bytes = round_up_to_page(num_bytes)
+        for segment in self._segments:
+            memory = segment.try_allocate(num_bytes)
+            if memory is not None:
+                break
+        else:
+            grown = self._grow()
+            memory = grown.try_allocate(num_bytes) if grown is not None else None
+        if memory is not None:
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return memory
+
+    def give_back(self) -> None:
+        """At the end: no copy may be in flight."""
+        for segment in self._segments:
+            segment.give_back()

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Room on the device for mode "auto": what one step left of it, not what the process ever took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_fuyou.activations.auto import WORKING_BLOCKS
+from ds_fuyou.host.device import HostDevice
+from ds_fuyou.zero.auto_activations import AutoActivations
+from tests.activations.late import LateCopies
+from tests.activations.support import MIB, Plain, attached
+
+
+class CountedDevice(HostDevice):
+    """Memory of its own, which a test fills."""
+
+    is_host = False
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def total_bytes(self) -> int:
+        return 1000 * MIB
+
+    def hold(self, num_bytes: int) -> None:
+        self.now = num_bytes
+        self.peak = max(self.peak, num_bytes)
+
+    def peak_bytes(self) -> int:
+        return self.peak
+
+    def reset_peak(self) -> None:
+        self.peak = self.now
+
+
+@pytest.mark.parametrize("budget", [None, 800 * MIB])
+def test_the_peak_is_that_of_the_measured_step(budget: int | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    device = CountedDevice()
+    model = Plain().train()
+    with attached(model, tmp_path, copies=LateCopies(2)) as swapped:
+        device.hold(700 * MIB)  # building the model, say
+        auto = AutoActivations(swapped.session, model, swapped.io, device, budget, None)
+        device.hold(600 * MIB)
+        device.hold(100 * MIB)
+        auto.step_skipped()  # a new step begins
+        device.hold(300 * MIB)
+        model(torch.randint(300, (4, 33))).backward()
+        held = swapped.tier.held.peak_since_mark
+        assert held > 0
+        room = (900 if budget is None else 800) * MIB - 300 * MIB
+        assert auto._device_bytes(MIB) == room + min(held, WORKING_BLOCKS * MIB), "what backward works on counts once"
+        assert auto._device_bytes(1024.0) == room + WORKING_BLOCKS * 1024
+        device.hold(999 * MIB)
+        assert auto._device_bytes(1024.0) == 0
