@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage for swapped activations: one anonymous file in every path, handed out in pieces that return by themselves.
+"""Storage without a layout: one anonymous file in every path, handed out in leases that return by themselves.
 
-The files have no name (or lose it at once), so nothing of them outlives the process, however that ends.
+The files have no name (or lose it at once), so nothing of them outlives the process, however that ends. What is large
+is leased in pieces (:meth:`SwapSpace.leases`), which lie on all paths in turn, so that one tensor uses all of them.
 """
 
 from __future__ import annotations
@@ -19,20 +20,29 @@ from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage.anonymous import open_anonymous
 from ds_fuyou.storage.types import PAGE_BYTES, Extent
 
-__all__ = ["GROWTH_BYTES", "Lease", "SwapSpace"]
+__all__ = ["ACTIVATIONS", "GROWTH_BYTES", "Lease", "SwapSpace"]
+
+ACTIVATIONS = "swapped activations"
 
 GROWTH_BYTES = 64 * 1024 * 1024
 """Files grow by at least this much, fully allocated, so that a write never meets a full disk half-way."""
 
 
 class Lease:
-    """A run of bytes of one file. It returns to the space when the last reference is gone, in whatever thread."""
+    """A run of bytes of one file. It returns to the space when the last reference is gone, in whatever thread.
+
+    Attributes:
+        path: number of the path that the file is in, from 0.
+        extent: where in the file.
+    """
+
+    __slots__ = ("__weakref__", "_space", "extent", "path")
 
     def __init__(self, space: SwapSpace, path: int, extent: Extent) -> None:
-        self._space, self._path, self.extent = space, path, extent
+        self._space, self.path, self.extent = space, path, extent
 
     def __del__(self) -> None:
-        self._space._returned.append((self._path, self.extent))
+        self._space._returned.append((self.path, self.extent))
 
 
 class _FreeRuns:
@@ -71,7 +81,8 @@ class _FreeRuns:
 
 
 class SwapSpace:
-    """Leases over all paths in turn. Thread-safe; :meth:`close` only after all I/O on the leases has ended.
+    """Leases over all paths in turn, alike in bytes. Thread-safe; :meth:`close` only after all I/O on the leases has
+    ended.
 
     Args:
         directories: existing directories, best one a device.
@@ -95,10 +106,18 @@ class SwapSpace:
             raise
         self._sizes = [0] * len(self._fds)
         self._free = [_FreeRuns() for _ in self._fds]
-        self._next = 0
+        self._turns = [0] * len(self._fds)  # bytes that were ever leased of each path
 
-    def lease(self, num_bytes: int) -> Lease:
-        """``num_bytes`` rounded up to pages, in one piece of one file.
+    @property
+    def num_paths(self) -> int:
+        return len(self._directories)
+
+    def lease(self, num_bytes: int, what: str = ACTIVATIONS) -> Lease:
+        """``num_bytes`` rounded up to pages, in one piece of one file: of the path that had the least so far. Another
+        path is used only where that one has no room.
+
+        Args:
+            what: names in an error what needs the bytes.
 
         Raises:
             FuyouStorageError: ENOSPC when the disks or the budget are exhausted, with bytes needed and free.
@@ -106,21 +125,31 @@ class SwapSpace:
         num_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         with self._lock:
             self._collect()
-            order = [(self._next + i) % len(self._fds) for i in range(len(self._fds))]
-            self._next = (self._next + 1) % len(self._fds)
-            for path in order:
-                begin = self._free[path].take(num_bytes)
-                if begin is not None:
-                    return Lease(self, path, Extent(self._fds[path], begin, num_bytes))
+            first, *others = sorted(range(len(self._fds)), key=self._turns.__getitem__)
             refused: OSError | None = None
-            for path in order:
-                try:
-                    begin = self._grow(path, num_bytes)
-                except OSError as error:
-                    refused = error
-                    continue
-                return Lease(self, path, Extent(self._fds[path], begin, num_bytes))
-            raise self._full(num_bytes, refused)
+            for path, may_grow in ((first, True), *((path, False) for path in others), *((p, True) for p in others)):
+                begin = self._free[path].take(num_bytes)
+                if begin is None and may_grow:
+                    try:
+                        begin = self._grow(path, num_bytes)
+                    except OSError as error:
+                        refused = error
+                if begin is not None:
+                    self._turns[path] += num_bytes
+                    if path != first:  # a path that was full for a while must not get all that comes after
+                        self._turns[first] = max(self._turns[first], min(self._turns[other] for other in others))
+                    return Lease(self, path, Extent(self._fds[path], begin, num_bytes))
+            raise self._full(num_bytes, what, refused)
+
+    def leases(self, num_bytes: int, piece_bytes: int, what: str = ACTIVATIONS) -> list[Lease]:
+        """``num_bytes`` in pieces of at most ``piece_bytes`` (a multiple of 4096), in order, over all paths in turn;
+        the last piece is rounded up to pages.
+
+        Raises:
+            FuyouStorageError: as :meth:`lease`; what was leased for it has returned.
+        """
+        begins = range(0, num_bytes, piece_bytes)
+        return [self.lease(min(piece_bytes, num_bytes - begin), what) for begin in begins]
 
     def _grow(self, path: int, num_bytes: int) -> int:
         """Enlarges a file and takes the piece from its end; raises OSError when there is no room."""
@@ -143,16 +172,16 @@ class SwapSpace:
             self._free[path].give(begin + num_bytes, size - num_bytes)
         return begin
 
-    def _full(self, num_bytes: int, refused: OSError | None) -> FuyouStorageError:
+    def _full(self, num_bytes: int, what: str, refused: OSError | None) -> FuyouStorageError:
         free = []
         for directory in self._directories:
             facts = os.statvfs(directory)
             free.append(f"{directory}: {facts.f_bavail * facts.f_frsize} free")
         budget = "" if self._budget is None else f", nvme_budget_bytes leaves {self._budget - sum(self._sizes)}"
+        smaller = ', use smaller batches or activations.mode "recompute"' if what == ACTIVATIONS else ""
         message = (
-            f"swapping activations needs {num_bytes} more bytes of storage beside the {self.num_bytes} in use "
-            f"({'; '.join(free)}{budget}); free space, add an nvme_path, use smaller batches or "
-            f'activations.mode "recompute"'
+            f"{what}: storage needs {num_bytes} more bytes beside the {self.num_bytes} in use "
+            f"({'; '.join(free)}{budget}); free space or add an nvme_path{smaller}"
         )
         number = (refused.errno if refused is not None else None) or errno.ENOSPC
         return FuyouStorageError(number, message, str(self._directories[0]))
@@ -174,7 +203,7 @@ class SwapSpace:
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes in leases that have not returned."""
+        """Bytes in leases that have not returned; all paths together."""
         with self._lock:
             self._collect()
             return sum(self._sizes) - sum(free.num_bytes for free in self._free)

@@ -98,7 +98,9 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(errno.ENOSPC, "no space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", refuse)
-    with pytest.raises(FuyouStorageError, match=rf"needs 4096 more bytes.*{tmp_path}: \d+ free") as caught:
+    with pytest.raises(
+        FuyouStorageError, match=rf"swapped activations: storage needs 4096 more bytes.*{tmp_path}: \d+ free"
+    ) as caught:
         space.lease(1)
     assert caught.value.errno == errno.ENOSPC
     space.close()

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leases of the anonymous files: over all paths in turn, returned by themselves, refused with numbers."""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.storage.swap_space import GROWTH_BYTES, Lease, SwapSpace
+
+MIB = 1024 * 1024
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    found = [tmp_path / name for name in ("a", "b", "c")]
+    for path in found:
+        path.mkdir()
+    return found
+
+
+def by_path(leases: list[Lease]) -> Counter[int]:
+    found: Counter[int] = Counter()
+    for lease in leases:
+        found[lease.path] += lease.extent.num_bytes
+    return found
+
+
+def test_pieces_of_one_tensor_lie_on_all_paths_from_the_first_on(paths: list[Path]) -> None:
+    space = SwapSpace(paths)
+    leases = space.leases(48 * MIB - 100, 8 * MIB)
+    assert [lease.path for lease in leases] == [0, 1, 2, 0, 1, 2]
+    assert [lease.extent.num_bytes for lease in leases] == [8 * MIB] * 6, "the last is rounded up to pages"
+    assert len({(lease.extent.fd, lease.extent.offset) for lease in leases}) == 6
+    again = space.leases(24 * MIB, 8 * MIB)
+    assert by_path(again) == {0: 8 * MIB, 1: 8 * MIB, 2: 8 * MIB}
+    assert space.num_bytes == 3 * GROWTH_BYTES
+    space.close()
+
+
+def test_small_leases_between_large_ones_keep_paths_alike_in_bytes(paths: list[Path]) -> None:
+    space = SwapSpace(paths[:2])
+    leases = [space.lease(8 * MIB if number % 2 else 4096) for number in range(40)]
+    found = by_path(leases)
+    assert abs(found[0] - found[1]) <= 8 * MIB
+    space.close()
+
+
+def test_what_returned_is_used_again(paths: list[Path]) -> None:
+    space = SwapSpace(paths[:2])
+    for _ in range(20):
+        leases = space.leases(64 * MIB, 8 * MIB)
+        assert space.leased_bytes == 64 * MIB
+        del leases
+    assert space.leased_bytes == 0
+    assert space.num_bytes == 2 * GROWTH_BYTES
+    space.close()
+
+
+def test_a_full_path_leaves_its_turn_to_the_others(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    space = SwapSpace(paths[:2])
+    real, is_full = os.posix_fallocate, [True]
+
+    def refuse(fd: int, offset: int, num_bytes: int) -> None:
+        if is_full[0] and fd == space._fds[0]:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        real(fd, offset, num_bytes)
+
+    monkeypatch.setattr("os.posix_fallocate", refuse)
+    assert by_path(space.leases(128 * MIB, 8 * MIB)) == {1: 128 * MIB}
+    is_full[0] = False
+    found = by_path(space.leases(64 * MIB, 8 * MIB))
+    assert found == {0: 32 * MIB, 1: 32 * MIB}, "it does not get all that comes after"
+    space.close()
+
+
+def test_what_is_refused_leaves_nothing_leased(paths: list[Path]) -> None:
+    space = SwapSpace(paths[:2], budget_bytes=32 * MIB)
+    with pytest.raises(FuyouStorageError, match="frozen parameters: storage needs 8388608 more bytes") as caught:
+        space.leases(64 * MIB, 8 * MIB, "frozen parameters")
+    assert caught.value.errno == errno.ENOSPC
+    assert "recompute" not in str(caught.value)
+    del caught
+    assert space.leased_bytes == 0
+    space.close()
