@@ -45,7 +45,7 @@ class LaneTimes:
         io = core.io.stats()
         session = getattr(rank_state, "activations", None)
         swap = session.counters if session is not None else None
-        waiters = [core, core.gradients, rank_state.stored, rank_state.frozen, swap]
+        waiters = [core, core.gradients, rank_state.parameters, swap]
         return cls(
             read_secs=io["read"].busy_secs,
             update_secs=core.pipeline.stats().update_busy_secs,
