@@ -129,7 +129,8 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
 
         activation = activation_of(self._config)
         if activation is None:
-            handover.bring_home(self)
+            if optimizer is not None:  # others only compute with the parameters, and ask whoever has them
+                handover.bring_home(self)
             return original(self, optimizer)
         _refuse_optimizer(optimizer)
         _refuse_model_parallelism(self)

@@ -6,6 +6,7 @@ Called before stock's constructor runs, in the same way on all ranks.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +18,7 @@ from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, partition_of
 
 __all__ = ["bring_home", "owners", "release_gathered", "take_over"]
 
-owners: dict[int, Any] = {}
+owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """By ds_id: what has to end before another training engine may have a parameter (a ``FuyouStage3Optimizer``)."""
 
 

@@ -42,7 +42,7 @@ from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.plan import Plan, PlanInput, make_plan
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.lifetime import register_closer
-from ds_fuyou.storage.staged import StagedValues
+from ds_fuyou.storage.staged import StagedSpace, StagedValues
 from ds_fuyou.storage.store import RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
 from ds_fuyou.telemetry.report import report_close
@@ -330,7 +330,7 @@ class RankState:
         if self._lanes is not None:
             self._lanes.collect()
         self.parameters.step_applied()
-        if not self._positions_known:
+        if not self._positions_known and self.parameters.trace.order:
             self._positions_known = True
             order = [self._index.get(partition.handle.ds_id) for partition in self.parameters.trace.first_uses()]
             trainable = [index for index in order if index is not None]
@@ -363,7 +363,9 @@ class RankState:
                 if memory is not None:
                     param.nvme_swapper.give_back(param, memory)
                 else:
-                    param.nvme_swapper.stage(param, source.location().read(source.io))
+                    space = StagedSpace.at(self.activation.state_paths, self.activation.config.io.engine)
+                    values = source.location().read(source.io)
+                    param.nvme_swapper.hold(param, space.stage(f"parameter {self.span(param).name}", values))
             except (FuyouError, OSError) as error:
                 why = f"their engine failed ({error})"
                 param.nvme_swapper.hold(param, Lost(f"parameter {self.span(param).name}", why))

@@ -175,6 +175,25 @@ def inspected(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
     return found
 
 
+def watched(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
+    """An inference engine whose configuration has no block computes with a model that is being trained."""
+    config = config_of(swap, tiers)
+    model = model_in({"config_dict_or_path": config})
+    engine = engine_of(model, config)
+    train(engine, 0, 2)
+    looks = engine_of(model, config_of(swap, None, trains=False))
+    losses = {}
+    for index in range(2, 4):
+        engine.eval()
+        with torch.no_grad():
+            losses[f"loss {index}"] = looks(**make_batch({}, index, 0)).float().view(1)
+        engine.train()
+        train(engine, index, index + 1)
+    found = states(engine) | losses
+    engine.destroy()
+    return found
+
+
 def failed(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
     """An engine that could not be built, then one that could."""
     config = config_of(swap, tiers)
@@ -306,6 +325,7 @@ SCENARIOS: dict[str, Any] = {
     "validated": lambda swap: as_stock(validated, swap),
     "validated-alive": lambda swap: {t: equal(validated(swap, t, destroys=False), validated(swap, None)) for t in OURS},
     "inspected": lambda swap: as_stock(inspected, swap),
+    "watched": lambda swap: as_stock(watched, swap),
     "failed": lambda swap: as_stock(failed, swap),
     "other-inits": other_inits,
     "unlike": unlike,

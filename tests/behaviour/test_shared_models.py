@@ -18,6 +18,7 @@ SCENARIOS = (
     "validated",
     "validated-alive",
     "inspected",
+    "watched",
     "failed",
     "other-inits",
     "budget",
