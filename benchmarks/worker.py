@@ -83,12 +83,12 @@ class Trainer:
         """Counters of our lanes since the start; empty for stock."""
         if self.state is None:
             return {}
-        core, stored = self.state.core, self.state.stored
+        core, parameters = self.state.core, self.state.parameters
         lanes: dict[str, float] = {}
         for name, lane in core.io.stats().items():
             lanes[f"{name}_busy_secs"], lanes[f"{name}_bytes"] = lane.busy_secs, lane.num_bytes
         lanes["update_busy_secs"] = core.pipeline.stats().update_busy_secs
-        lanes["waited_secs"] = core.waited_secs + (stored.waited_secs if stored is not None else 0.0)
+        lanes["waited_secs"] = core.waited_secs + parameters.waited_secs
         lanes["redone_chunks"] = core.num_redone_chunks
         if self.state.activations is not None:
             swapped = self.state.activations.counters

@@ -310,6 +310,12 @@ REQUIRED: tuple[RequiredName, ...] = (
         "activations: whether a saved tensor lies in a gathered parameter",
     ),
     RequiredName(
+        "deepspeed.runtime.zero.partition_parameters",
+        "Init._partition_param",
+        ("self", "param", "buffer", "has_been_updated", "free_data"),
+        "plugin: wrapped, edits go where their own parameter lives",
+    ),
+    RequiredName(
         "deepspeed.runtime.zero.partitioned_param_coordinator",
         "iter_params",
         ("module", "recurse"),

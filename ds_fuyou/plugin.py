@@ -110,6 +110,12 @@ def _swapper_factory(original: Callable[..., Any]) -> Callable[..., Any]:
     return make_swapper
 
 
+def _own_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
+    from ds_fuyou.zero.param_swapper import through_own_swapper
+
+    return through_own_swapper(original)
+
+
 def _event_ordered(original: type) -> Callable[[Any], Any]:
     from ds_fuyou.zero.gather_handles import event_ordered
 
@@ -119,8 +125,12 @@ def _event_ordered(original: type) -> Callable[[Any], Any]:
 def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def configure(self: Any, optimizer: Any) -> Any:
+        from ds_fuyou.zero import handover
+
         activation = activation_of(self._config)
         if activation is None:
+            if optimizer is not None:  # others only compute with the parameters, and ask whoever has them
+                handover.bring_home(self)
             return original(self, optimizer)
         _refuse_optimizer(optimizer)
         _refuse_model_parallelism(self)
@@ -137,7 +147,11 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
         stage3.DeepSpeedZeroOptimizer_Stage3 = FuyouStage3Optimizer
         try:
             with activation_scope(activation):
+                handover.take_over(self, optimizer)
                 built = original(self, optimizer)
+        except BaseException:
+            _remove_hooks(self)
+            raise
         finally:
             stage3.DeepSpeedZeroOptimizer_Stage3 = stock
         if isinstance(built, FuyouStage3Optimizer):
@@ -145,6 +159,14 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
         return built
 
     return configure
+
+
+def _remove_hooks(engine: Any) -> None:
+    """An engine that could not be built must not be called by its model's next engine."""
+    for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+        hook = getattr(engine, name, None)
+        if hook is not None:
+            hook.remove()
 
 
 def _configure_checkpointing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -215,6 +237,12 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
         "AsyncPartitionedParameterSwapper",
         "zero.Init builds our parameter swapper",
         _swapper_factory,
+    ),
+    PatchPoint(
+        "deepspeed.runtime.zero.partition_parameters",
+        "Init._partition_param",
+        "an edit goes where its own parameter lives, not where the first of the context does",
+        _own_swapper,
     ),
     PatchPoint(
         "deepspeed.runtime.zero.partition_parameters",
@@ -399,7 +427,9 @@ def _rewrite(ds_config: Any, activation: Activation) -> None:
     path = Path(activation.state_paths[0] if activation.state_paths else tempfile.gettempdir())
     ds_config.zero_config.offload_optimizer = DeepSpeedZeroOffloadOptimizerConfig(device="cpu", pin_memory=pin_memory)
     ds_config.zero_config.offload_param = DeepSpeedZeroOffloadParamConfig(
-        device="nvme", nvme_path=path, pin_memory=pin_memory
+        device="nvme",
+        nvme_path=path,
+        pin_memory=False,  # what stays is copied to memory that is registered here, once
     )
     ds_config.zero_force_ds_cpu_optimizer = False
     ds_config.zero_allow_untested_optimizer = True

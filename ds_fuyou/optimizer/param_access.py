@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and replaces published P16 of single parameters, and keeps edits that a step must not undo.
+"""Published P16 of single parameters: where it is, reading and replacing it, and edits that a step must not undo.
 
 [Note: edits of P16]
 A script that edits a gathered parameter changes P16, not P32. The next update of that parameter narrows P32 over it, as
@@ -10,36 +10,60 @@ other parameters, whole. What it would lose is read before and written back afte
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from ds_fuyou.host.memory import PAGE_BYTES, aligned_tensor, round_up_to_page
+from ds_fuyou.host.memory import PAGE_BYTES, round_up_to_page
 from ds_fuyou.optimizer.layout import ParamSpan, overlap
-from ds_fuyou.storage.io import Transfer
-from ds_fuyou.storage.store import Extent
+from ds_fuyou.storage.io import IoLane
+from ds_fuyou.storage.location import Location, StoredRun
 
 if TYPE_CHECKING:
     from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 
-__all__ = ["ParamAccess", "ParamRead"]
+__all__ = ["ParamAccess", "PublishedSpan"]
 
 
-@dataclass(frozen=True)
-class ParamRead:
-    """A parameter on its way into memory: reads in flight, which own the memory, and the view that will hold it."""
+class PublishedSpan:
+    """P16 of one parameter as the applied steps left it: a source of the parameter store."""
 
-    span: ParamSpan
-    transfers: tuple[Transfer, ...]
-    values: torch.Tensor
+    changes = True
 
-    def done(self) -> bool:
-        return all(transfer.done() for transfer in self.transfers)
+    def __init__(self, core: OutOfCoreOptimizer, span: ParamSpan) -> None:
+        self._core, self.span = core, span
+        self._is_in_memory = core.place.is_in_memory(span)
+        low, high = core.params.page_range(span)
+        self.num_bytes = 0 if self._is_in_memory else high - low
+        self.size_bytes = span.numel * core.options.param_dtype.itemsize
+        self._views: dict[int, torch.Tensor] = {}  # by version
 
-    def wait(self) -> float:
-        """Until the values are there; returns the seconds waited. Raises FuyouStorageError if a read failed."""
-        return sum(transfer.wait() for transfer in self.transfers)
+    @property
+    def io(self) -> IoLane:
+        return self._core.io
+
+    def is_ready(self) -> bool:
+        return self._core.is_ready(self.span)
+
+    def wait(self) -> None:
+        self._core.wait_param(self.span)
+
+    def memory(self) -> torch.Tensor | None:
+        if not self._is_in_memory:
+            return None
+        version = self._core.param_version
+        if version not in self._views:
+            self._views[version] = self._core.param_view(self.span)
+        return self._views[version]
+
+    def location(self) -> Location:
+        return self._core.params.location(self.span)
+
+    def write(self, values: torch.Tensor) -> None:
+        self._core.params.edited(self.span)
+        memory = self.memory()
+        if memory is None or memory.data_ptr() != values.data_ptr():  # else they were written in their place
+            self._core.params.write(self.span, values)
 
 
 class ParamAccess:
@@ -55,39 +79,34 @@ class ParamAccess:
         itemsize = self._core.options.param_dtype.itemsize
         return span.begin * itemsize // PAGE_BYTES * PAGE_BYTES, round_up_to_page(span.end * itemsize)
 
-    def start_reading(self, span: ParamSpan, memory: torch.Tensor, what: str, priority: int = 0) -> ParamRead:
-        """Brings the published values into ``memory`` (bytes, as many as :meth:`page_range` spans).
+    def location(self, span: ParamSpan) -> Location:
+        """Where the published values are: chunks in DRAM, and pages of the others' slots. Wait for the update first."""
+        dtype = self._core.options.param_dtype
+        low, high = self.page_range(span)
+        return Location(
+            what=f"parameter {span.name}",
+            numel=span.numel,
+            dtype=dtype,
+            num_bytes=high - low,
+            skip=span.begin * dtype.itemsize - low,
+            runs=tuple(self._stored_runs(span, low, high)),
+            parts=tuple(self._resident_parts(span)),
+        )
 
-        Chunks in DRAM are copied at once, the others read from storage.
-        """
-        core, dtype = self._core, self._core.options.param_dtype
-        low, _ = self.page_range(span)
-        begin = span.begin * dtype.itemsize - low
-        values = memory[begin : begin + span.numel * dtype.itemsize].view(dtype)
-        for chunk, part in self._resident_parts(span, values):
-            part.copy_(chunk)
-        reads = [
-            core.io.read(extents, memory[first - low : end - low], what, priority=priority)
-            for first, end, extents in self._stored_runs(span)
-        ]
-        return ParamRead(span, tuple(reads), values)
-
-    def _resident_parts(self, span: ParamSpan, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(what a chunk in DRAM publishes of the span, the same elements of ``values``)."""
+    def _resident_parts(self, span: ParamSpan) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first element of the span, what a chunk in DRAM publishes from there)."""
         core = self._core
         for index in core.layout.chunks_of_param[span.index]:
-            if not core.place.residency.params[index]:
-                continue
-            chunk = core.layout.chunks[index]
-            begin, end = overlap(span, chunk)
-            own = core.place.chunk_params(chunk, core.param_version)
-            yield own[begin - chunk.begin : end - chunk.begin], values[begin - span.begin : end - span.begin]
+            if core.place.residency.params[index]:
+                chunk = core.layout.chunks[index]
+                begin, end = overlap(span, chunk)
+                own = core.place.chunk_params(chunk, core.param_version)
+                yield begin - span.begin, own[begin - chunk.begin : end - chunk.begin]
 
-    def _stored_runs(self, span: ParamSpan) -> list[tuple[int, int, list[Extent]]]:
-        """Runs of the span's pages on storage: first byte and end in the sub-group, where they are published."""
+    def _stored_runs(self, span: ParamSpan, low: int, high: int) -> Iterator[StoredRun]:
+        """Runs of the span's pages on storage, counted from ``low``, where they are published."""
         core, itemsize = self._core, self._core.options.param_dtype.itemsize
-        low, high = self.page_range(span)
-        runs: list[tuple[int, int, list[Extent]]] = []
+        last: StoredRun | None = None
         for index in core.layout.chunks_of_param[span.index]:
             if core.place.residency.params[index]:
                 continue
@@ -95,11 +114,14 @@ class ParamAccess:
             start = chunk.begin * itemsize  # a multiple of a page: see CUT_ELEMENTS
             begin, end = max(low, start), min(high, round_up_to_page(chunk.end * itemsize))
             extents = core.place.param_pages(index, core.pipeline.slot(index), begin - start, end - start)
-            if runs and runs[-1][1] == begin:
-                runs[-1] = (runs[-1][0], end, [*runs[-1][2], *extents])
-            else:
-                runs.append((begin, end, list(extents)))
-        return runs
+            if last is not None and last.end == begin - low:
+                last = StoredRun(last.begin, end - low, (*last.extents, *extents))
+                continue
+            if last is not None:
+                yield last
+            last = StoredRun(begin - low, end - low, tuple(extents))
+        if last is not None:
+            yield last
 
     def read(self, span: ParamSpan) -> torch.Tensor:
         """A copy, from wherever it lives; waits for the parameter's update."""
@@ -107,32 +129,16 @@ class ParamAccess:
         core.wait_param(span)
         if core.place.is_in_memory(span):
             return core.param_view(span).clone()
-        return self._read_pages(span)[1].clone()
+        return self.location(span).read(core.io)
 
     def write(self, span: ParamSpan, values: torch.Tensor) -> None:
         """Replaces P16, not P32; waits for the parameter's update."""
         core = self._core
         core.wait_param(span)
-        values = values.view(-1)
         if core.place.is_in_memory(span):
-            core.param_view(span).copy_(values)
+            core.param_view(span).copy_(values.view(-1))
             return
-        memory, there = self._read_pages(span)
-        there.copy_(values)
-        for chunk, part in self._resident_parts(span, there):
-            chunk.copy_(part)
-        low, _ = self.page_range(span)
-        what = f"writing parameter {span.name}"
-        for begin, end, extents in self._stored_runs(span):
-            core.io.write(extents, memory[begin - low : end - low], what).wait()
-
-    def _read_pages(self, span: ParamSpan) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pages that hold a span, as bytes, and the span's values in them."""
-        low, high = self.page_range(span)
-        memory = aligned_tensor(high - low)
-        read = self.start_reading(span, memory, f"reading parameter {span.name}")
-        read.wait()
-        return memory, read.values
+        self.location(span).write(core.io, values)
 
     # ---- [Note: edits of P16] ------------------------------------------------------------------------------
 

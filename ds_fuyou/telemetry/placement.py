@@ -67,10 +67,9 @@ def placement_of(rank_state: Any) -> list[Placed]:
     for name in ("P32 (master parameters)", *core.kind.moments):
         rows += _split(name, core.layout, residency.states, 4).rows(1, slots, "", on_storage)
     rows.append(Placed("staging pool", "cpu", core.staging.capacity_bytes, "chunks in flight"))
-    if rank_state.stored is not None:
-        rows.append(Placed("look-ahead pool", "cpu", rank_state.stored.pool_bytes, "parameters in use or read ahead"))
-    if rank_state.frozen is not None:
-        rows.append(Placed("look-ahead pool (frozen)", "cpu", rank_state.frozen.pool_bytes, "in use or read ahead"))
+    if rank_state.parameters.reads:
+        pool_bytes = rank_state.parameters.capacity_bytes
+        rows.append(Placed("look-ahead pool", "cpu", pool_bytes, "parameters in use or read ahead"))
     session = getattr(rank_state, "activations", None)
     tier = session.swapper.tier if session is not None and session.swapper is not None else None
     if tier is not None:

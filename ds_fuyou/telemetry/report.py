@@ -29,7 +29,7 @@ def waited_secs(rank_state: Any) -> float:
     """Seconds for which threads have waited for lanes since the start."""
     core = rank_state.core
     swap = rank_state.activations.counters if rank_state.activations is not None else None
-    waiters = [core, core.gradients, rank_state.stored, rank_state.frozen, swap]
+    waiters = [core, core.gradients, rank_state.parameters, swap]
     return float(sum(waiter.waited_secs for waiter in waiters if waiter is not None))
 
 

@@ -10,7 +10,7 @@ from ds_fuyou.telemetry.placement import placement_of
 
 __all__ = ["TierBytes"]
 
-_POOLS = ("staging pool", "look-ahead pool", "look-ahead pool (frozen)", "activation arena")
+_POOLS = ("staging pool", "look-ahead pool", "activation arena")
 
 
 class TierBytes:
@@ -28,9 +28,7 @@ class TierBytes:
         self._peaks: dict[str, float] = {}
 
     def _pools(self) -> list[Any]:
-        state = self._state
-        owners = (state.stored, state.frozen)
-        return [state.core.staging, *(owner.pool for owner in owners if owner is not None)]
+        return [self._state.core.staging, self._state.parameters]
 
     def now(self) -> dict[str, float]:
         """By the names that reports show; peaks are noted in passing."""

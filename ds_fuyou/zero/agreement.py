@@ -38,10 +38,10 @@ def on_any_rank(value: bool) -> bool:
     return least(float(not value))[0] == 0.0
 
 
-def least(*values: float) -> list[float]:
-    """The smallest of each over all ranks; whole numbers are exact below 2^53."""
-    if dist.get_world_size() == 1:
+def least(*values: float, group: Any = None) -> list[float]:
+    """The smallest of each over all ranks (of ``group``); whole numbers are exact below 2^53, and powers of two."""
+    if dist.get_world_size(group=group) == 1:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64, device=get_accelerator().current_device_name())
-    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
     return [float(value) for value in tensor.tolist()]

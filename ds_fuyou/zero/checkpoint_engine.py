@@ -24,6 +24,7 @@ from ds_fuyou.checkpoint import atomic, streamed_file
 from ds_fuyou.checkpoint.streamed_file import StandIns
 from ds_fuyou.errors import FuyouError, FuyouStateError, FuyouStorageError
 from ds_fuyou.log import log_once
+from ds_fuyou.zero.param_swapper import partition_of
 from ds_fuyou.zero.stage3 import FuyouStage3Optimizer
 
 __all__ = ["FuyouCheckpointEngine", "loading_module", "replace_writer", "saving"]
@@ -186,8 +187,7 @@ def _streaming(engine: Any) -> Iterator[FuyouCheckpointEngine]:
     stand_ins = writer.begin()
     fragment_of = engine._get_param_fragment_func
     engine.optimizer.checkpoint_state.stand_ins = stand_ins
-    rank_state = engine.optimizer.rank_state
-    engine._get_param_fragment_func = lambda param: _frozen_fragment(param, rank_state, stand_ins, fragment_of)
+    engine._get_param_fragment_func = lambda param: _frozen_fragment(param, stand_ins, fragment_of)
     try:
         yield writer
     except BaseException:
@@ -199,21 +199,12 @@ def _streaming(engine: Any) -> Iterator[FuyouCheckpointEngine]:
         writer.begin()
 
 
-def _frozen_fragment(
-    param: Any, rank_state: Any, stand_ins: StandIns, fragment_of: Callable[[Any], torch.Tensor]
-) -> torch.Tensor:
+def _frozen_fragment(param: Any, stand_ins: StandIns, fragment_of: Callable[[Any], torch.Tensor]) -> torch.Tensor:
     """This rank's part of a parameter that is frozen now; a stand-in if it is on storage or the optimizer's."""
-    swapper = getattr(param, "nvme_swapper", None)
-    if swapper is None or not hasattr(param, "ds_id"):
-        return fragment_of(param)
-    if rank_state.owns(param):  # frozen for the time being
-        span = rank_state.span(param)
-        params = rank_state.core.params
-        return stand_ins.add((span.numel,), param.ds_tensor.dtype, lambda: iter([(0, params.read(span))]))
-    if not swapper.is_staged(param):
+    if not hasattr(param, "ds_id") or partition_of(param) is None:
         return fragment_of(param)
     numel, dtype = param.ds_tensor.ds_numel, param.ds_tensor.dtype
-    return stand_ins.add((numel,), dtype, lambda: iter([(0, swapper.staged_values(param))]))
+    return stand_ins.add((numel,), dtype, lambda: iter([(0, param.nvme_swapper.values(param))]))
 
 
 def _require_space(engine: Any, folder: Path, exclude_frozen_parameters: bool) -> None:
@@ -244,16 +235,10 @@ def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
         if fragments:
             fragments = dict(fragments)
             for param in self.module.parameters():
-                swapper = getattr(param, "nvme_swapper", None)
                 name = self.param_names.get(param)
-                if swapper is None or name not in fragments:
+                if name not in fragments or partition_of(param) is None:
                     continue
-                if self.optimizer.rank_state.owns(param):
-                    self.optimizer.rank_state.replace(param, fragments[name])
-                elif swapper.is_staged(param):
-                    swapper.replace_staged(param, fragments[name])
-                else:
-                    continue
+                param.nvme_swapper.replace(param, fragments[name])
                 fragments[name] = param.ds_tensor.data  # what the original copies onto itself
             checkpoint = {**checkpoint, _FROZEN_FRAGMENTS: fragments}
         return original(self, checkpoint, *arguments, **named)

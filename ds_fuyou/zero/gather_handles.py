@@ -4,7 +4,7 @@
 Stock's handles of a gather on one rank copy the partition to the device and then synchronise the stream, in backward
 too. Here an event follows the copies, and the stream that waits for the handle comes after it: the coordinator's
 gathering stream, which the computing stream waits for and whose work in flight it bounds, or the computing stream
-itself. The host memory that such a copy reads is kept by the swapper's :class:`~ds_fuyou.host.fence.ReleaseFence`.
+itself. Host memory that was read for such a copy is kept until the same event, and no longer.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ def event_ordered(original: type) -> Callable[[Any], Any]:
             self._params = list(params) if isinstance(params, (list, tuple)) else [params]
             device = rank_device()
             self._copied = None if device.is_host else device.record_event()
+            if self._copied is not None:
+                for param in self._params:
+                    param.nvme_swapper.copied(param, self._copied)
 
         def wait(self, **kwargs: Any) -> None:
             """Orders the current stream; marks the parameters available, once: each of them waits for their handle."""

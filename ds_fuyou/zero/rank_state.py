@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the out-of-core optimizer of one rank from what stage 3 knows, and serves its parameters.
+"""Builds the out-of-core optimizer of one rank from what stage 3 knows, and holds its parts.
 
 :class:`RankState` is the one object that knows both sides: DeepSpeed's parameters and the spans, the plan and
-the store. It implements the swapper's :class:`ParameterSource`.
+the store. What serves its parameters is the :class:`~ds_fuyou.parameters.store.ParameterStore`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,26 @@ from tqdm import tqdm
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.checkpoint.recovery import contents_of
 from ds_fuyou.ds_json import Activation
+from ds_fuyou.errors import FuyouError, FuyouStateError
 from ds_fuyou.host.compute_clock import compute_clock
-from ds_fuyou.host.memory import HeapGuard
+from ds_fuyou.host.memory import HeapGuard, PageLocks, aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutLimits, ParamSpan, build_layout
 from ds_fuyou.optimizer.options import CoreOptions
+from ds_fuyou.optimizer.param_access import PublishedSpan
 from ds_fuyou.optimizer.placement import regions_for
 from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind
-from ds_fuyou.parameters.frozen import FrozenParameters
-from ds_fuyou.parameters.stored import StoredParameters
+from ds_fuyou.parameters.partition import Lost, Partition
+from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.planner.applied import require_params
 from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.plan import Plan, PlanInput, make_plan
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.probe import probe_path
+from ds_fuyou.storage.staged import StagedSpace, StagedValues
 from ds_fuyou.storage.store import RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
 from ds_fuyou.telemetry.report import report_close, waited_secs
@@ -52,12 +55,16 @@ from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks
 from ds_fuyou.zero.compute_spans import computed
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.param_swapper import AVAILABLE, NOT_AVAILABLE
+from ds_fuyou.zero.param_swapper import PartitionTensors, partition_of
 
 __all__ = ["RankState"]
 
 logger = logging.getLogger("ds_fuyou")
 _RUN_NUMBERS = itertools.count()
+
+
+def _is_in_host_memory(param: Any) -> bool:
+    return bool(param.ds_tensor.device.type == "cpu")
 
 
 class RankState:
@@ -103,13 +110,13 @@ class RankState:
             options = self._core_options(num_slots, grad_dtype, param_dtype)
             self.core = OutOfCoreOptimizer(self.layout, options, kind, hypers, self.store)
             undo.callback(self.core.close)
-            in_memory = all(options.residency.params)
-            self.stored = None if in_memory else StoredParameters(self.core, self.plan.prefetch_bytes)
             self._forget_closer = register_closer(self.core.close)
             undo.pop_all()
         self._frozen_params = {p.ds_id: p for p in names if p.ds_id not in self._index}
-        self.frozen: FrozenParameters | None = None
-        self._resident: set[int] = set()
+        self._partitions: dict[int, Partition] = {}  # by ds_id: what is read, or waits for updates
+        self._locks = PageLocks(self.device)
+        self.parameters = self._make_parameters()
+        self._ended: str | None = None
         self._lanes: PipelineLanes | None = None
         if self.trace is not None:
             states, p16 = 4 * (1 + len(kind.moments)), param_dtype.itemsize
@@ -121,8 +128,6 @@ class RankState:
         self.num_tokens = 0
         self._heap = HeapGuard()
         self._positions_known = False
-        self._seen: dict[int, int] = {}
-        self._alone = dist.get_world_size() == 1
 
     # ---- construction -------------------------------------------------------------------------------------
 
@@ -154,12 +159,13 @@ class RankState:
 
     def _dram_budget(self) -> int:
         """Bytes of host memory, the same on every rank: where parameters are decides which gathers may run ahead, and
-        a gather must be the same collective everywhere.
+        a gather must be the same collective everywhere. What trainable partitions take now is about to be free.
         """
         budget = self.activation.config.dram_budget_bytes
         if budget != "auto":
             return int(budget)
-        return int(least(float(available_host_bytes() * 8 // 10 // local_ranks()))[0])
+        in_place = sum(p.ds_tensor.nbytes for p in self._params if partition_of(p) is None and _is_in_host_memory(p))
+        return int(least(float((available_host_bytes() // local_ranks() + in_place) * 8 // 10))[0])
 
     def _core_options(self, num_slots: int, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> CoreOptions:
         config, plan = self.activation.config, self.plan
@@ -263,6 +269,7 @@ class RankState:
         for param in waiting.values():
             self._attach(param)
         self._attach_frozen()
+        self.parameters = self._make_parameters()
         self.bound_heap()
         if dist.get_rank() == 0:
             logger.debug(
@@ -270,36 +277,57 @@ class RankState:
             )
 
     def _attach(self, param: Any) -> None:
-        """From here on a trainable parameter's swapper asks this state; in DRAM its partition is the chunk's memory."""
-        param.nvme_swapper.attach(self, [param])
-        if self._in_memory(param):
-            param.ds_tensor.data = self.core.param_view(self.span(param))
-            param.ds_tensor.status = AVAILABLE
-        else:
-            param.nvme_swapper.mark_away(param)
+        """From here on the chunks hold a trainable parameter; in DRAM its partition is the chunk's memory."""
+        source = PublishedSpan(self.core, self.span(param))
+        partition = param.nvme_swapper.hold(param, source)
+        self._partitions[param.ds_id] = partition
+        memory = source.memory()
+        if memory is not None:
+            partition.show(memory)
+            param.nvme_swapper.tensors.here(partition, memory)
 
     def _attach_frozen(self) -> None:
-        """Frozen parameters that zero.Init staged on storage stay there and are read ahead from now on."""
-        staged = [p for p in self._frozen_params.values() if p.nvme_swapper.is_staged(p)]
-        if not staged:
-            return
-        self.frozen = FrozenParameters(
-            {p.ds_id: p.nvme_swapper.staged(p) for p in staged},
-            self.plan.prefetch_bytes,
+        """Frozen parameters stay where ``zero.Init`` built them; those on storage are read ahead from now on, those in
+        host memory are registered with a device that pins.
+        """
+        for param in self._frozen_params.values():
+            partition = partition_of(param)
+            if partition is None:
+                self._pin(param)
+            elif partition.store is None and isinstance(partition.source, StagedValues):
+                partition.source.space.rest()
+                partition.source.read_by(self.core.io)
+                self._partitions[param.ds_id] = partition
+
+    def _pin(self, param: Any) -> None:
+        """Moves a frozen partition from the heap to pages that the device copies from without a detour."""
+        tensor = param.ds_tensor
+        if self.device.pins and tensor.device.type == "cpu" and tensor.numel():
+            memory = aligned_tensor(round_up_to_page(tensor.numel() * tensor.element_size()))
+            memory.view(tensor.dtype)[: tensor.numel()].copy_(tensor.view(-1))
+            tensor.data = self._locks.lock(memory).view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
+
+    def _make_parameters(self) -> ParameterStore:
+        return ParameterStore(
+            self._partitions.values(),
+            PartitionTensors(),
             self.device,
+            self.core.io,
+            read_bytes=self.plan.prefetch_bytes,
+            keep_below=self.plan.small_param_bytes,
+            is_alone=dist.get_world_size() == 1,
         )
-        for swapper in {id(p.nvme_swapper): p.nvme_swapper for p in staged}.values():
-            swapper.read_frozen_from(self.frozen)
 
     @property
     def reads_parameters(self) -> bool:
         """Whether any parameters, trainable or frozen, come from storage when they are used."""
-        return self.stored is not None or self.frozen is not None
+        return self.parameters.reads
 
     def frozen_bytes(self) -> dict[str, int]:
         """Bytes of this rank's partitions of frozen parameters by tier."""
+        held = [self._partitions.get(ds_id) for ds_id in self._frozen_params]
+        stored = sum(partition.num_bytes for partition in held if partition is not None)
         total = sum(p.ds_tensor.ds_numel * p.ds_tensor.element_size() for p in self._frozen_params.values())
-        stored = self.frozen.num_bytes if self.frozen is not None else 0
         return {"cpu": max(0, total - stored), "nvme": stored}
 
     def bound_heap(self) -> None:
@@ -317,124 +345,88 @@ class RankState:
     def owns(self, param: Any) -> bool:
         return param.ds_id in self._index
 
-    def _in_memory(self, param: Any) -> bool:
-        """Whether P16 of a trainable parameter is in host memory for good."""
-        return self.core.place.is_in_memory(self.span(param))
-
-    def fetch(self, param: Any) -> torch.Tensor:
-        span = self.span(param)
-        if self.stored is None or self._in_memory(param):
-            self.core.wait_param(span)
-            return self.core.param_view(span)
-        self._resident.add(span.index)
-        self.bound_heap()
-        return self.stored.fetch(span)
-
-    def release(self, param: Any) -> bool:
-        span = self.span(param)
-        stays = span.numel * self.core.options.param_dtype.itemsize < self.plan.small_param_bytes
-        if stays or self._in_memory(param):
-            return False
-        self._resident.discard(span.index)
-        return True
-
-    def replace(self, param: Any, values: torch.Tensor) -> None:
-        """P16 of a parameter := ``values`` (this rank's part), wherever it lives. It must not be gathered."""
-        span = self.span(param)
-        self.core.params.edited(span)
-        self.core.params.write(span, values)
-        if self.stored is not None and not self._in_memory(param):  # what was read ahead is old
-            self.stored.forget(span)
-            self._resident.discard(span.index)
-            param.nvme_swapper.mark_away(param)
-
-    def edit(self, param: Any, values: torch.Tensor) -> None:
-        """The script wrote a gathered parameter: ``values`` are its P16 now (in DRAM they lie in place already)."""
-        span = self.span(param)
-        self.core.params.edited(span)
-        if not self._in_memory(param):
-            self.core.params.write(span, values)
-
     def before_module(self, params: Iterable[Any]) -> None:
-        """A module is about to run: fetch what it needs, then read ahead. Called before DeepSpeed's own fetch."""
+        """A module is about to run: makes what it needs available, then reads ahead. Comes before DeepSpeed's fetch."""
+        parameters = self.parameters
         for param in params:
-            index = self._index.get(param.ds_id)
-            if index is None:
-                self._use_frozen(param)
-                continue
-            if self.stored is not None:
-                self.stored.trace.use(index)
-            elif not self._positions_known:
-                self._trace_use(index)
-            if param.ds_tensor.status == NOT_AVAILABLE and param.ds_status.name == "NOT_AVAILABLE":
-                param.nvme_swapper.swap_in([param])
-        if self.stored is not None:
-            if self._alone:
-                self._offer_ready(self.stored)
+            partition = self._partitions.get(param.ds_id)
+            if partition is not None:
+                parameters.use(partition)
+        parameters.move_on()
+        if parameters.reads:
             self.bound_heap()
-            self.stored.look_ahead(self._resident)
-        if self.frozen is not None:
-            self.bound_heap()
-            self.frozen.look_ahead(self._is_frozen_resident)
-
-    def _use_frozen(self, param: Any) -> None:
-        if self.frozen is None or param.ds_id not in self.frozen:
-            return
-        self.frozen.trace.use(param.ds_id)
-        if param.ds_tensor.status == NOT_AVAILABLE and param.ds_status.name == "NOT_AVAILABLE":
-            param.nvme_swapper.swap_in([param])
-
-    def _is_frozen_resident(self, ds_id: int) -> bool:
-        return bool(self._frozen_params[ds_id].ds_tensor.status == AVAILABLE)
-
-    def _offer_ready(self, stored: StoredParameters) -> None:
-        """Lets DeepSpeed gather ahead what was read ahead. On one rank only: which reads have ended differs between
-        ranks, and a gather must be the same collective everywhere.
-        """
-        for flight in stored.take_ready():
-            param = self._params[flight.span.index]
-            if param.ds_tensor.status == NOT_AVAILABLE:
-                self._resident.add(flight.span.index)
-                param.ds_tensor.data = flight.values
-                param.ds_tensor.status = AVAILABLE
-
-    def _trace_use(self, index: int) -> None:
-        self._seen.setdefault(index, len(self._seen))
 
     def step_applied(self) -> None:
         """Every parameter may have changed: its next use waits for its update."""
         if self._lanes is not None:
             self._lanes.collect()
-        if self.stored is not None:
-            self.stored.drop_all()
-            self.stored.trace.end_step()
-        if self.frozen is not None:
-            self.frozen.trace.end_step()
-        if not self._positions_known:
+        self.parameters.step_applied()
+        if not self._positions_known and self.parameters.trace.order:
             self._positions_known = True
-            order = self.stored.trace.first_uses() if self.stored is not None else list(self._seen)
-            self.core.set_positions(zip(order, range(len(order)), strict=True))
-        for param in self._params:
-            if self._in_memory(param):
-                param.ds_tensor.status = NOT_AVAILABLE
-            else:
-                param.nvme_swapper.mark_away(param)
-        self._resident.clear()
+            order = [self._index.get(partition.handle.ds_id) for partition in self.parameters.trace.first_uses()]
+            trainable = [index for index in order if index is not None]
+            self.core.set_positions(zip(trainable, range(len(trainable)), strict=True))
 
-    def close(self) -> None:
-        """Stops everything of this rank and lets its files go. Idempotent."""
+    # ---- the end ------------------------------------------------------------------------------------------
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended is not None
+
+    def require_parameters(self) -> None:
+        """Raises FuyouStateError if the engine was destroyed, or its parameters belong to another one by now."""
+        if self._ended is not None:
+            raise FuyouStateError(self._ended)
+
+    def _leave_values(self) -> None:
+        """The model, which is not gathered, holds its parameters: those in host memory there, the others on storage.
+
+        What cannot be read any more is lost; whoever asks for it is told why.
+        """
+        for param in self._params:
+            partition = self._partitions.get(param.ds_id)
+            if partition is None:
+                continue
+            source = partition.source
+            try:
+                source.wait()
+                memory = source.memory()
+                if memory is not None:
+                    param.nvme_swapper.give_back(param, memory)
+                else:
+                    space = StagedSpace.at(self.activation.state_paths, self.activation.config.io.engine)
+                    values = source.location().read(source.io)
+                    param.nvme_swapper.hold(param, space.stage(f"parameter {self.span(param).name}", values))
+            except (FuyouError, OSError) as error:
+                why = f"their engine failed ({error})"
+                param.nvme_swapper.hold(param, Lost(f"parameter {self.span(param).name}", why))
+            self.bound_heap()
+
+    def _rest(self) -> None:
+        """Frozen parameters are read by their own space again."""
+        for partition in self._partitions.values():
+            if isinstance(partition.source, StagedValues):
+                partition.source.read_by(None)
+                partition.source.space.rest()
+
+    def close(self, why: str = "it was not built") -> None:
+        """Stops everything of this rank and lets its files go; the model keeps its values. Idempotent."""
+        if self._ended is not None:
+            return
+        self._ended = f"this engine makes no steps any more: {why}"
         with ExitStack() as ending:  # from the last line to the first; what fails keeps nothing else from ending
-            for param in [*self._params, *self._frozen_params.values()]:
-                ending.callback(param.nvme_swapper.detach, [param])
-            for owner in (self.frozen, self.store):
-                if owner is not None:
-                    ending.callback(owner.close)
+            ending.callback(self._partitions.clear)
+            ending.callback(self._rest)
+            if self.store is not None:
+                ending.callback(self.store.close)
+            ending.callback(self._locks.release)
             ending.callback(self._forget_closer)
-            for owner in (self.stored, self.core, self.trace):
+            for owner in (self.parameters, self.core, self.trace):
                 if owner is not None:
                     ending.callback(owner.close)
             if self._lanes is not None:
                 ending.callback(self._lanes.close)
+            ending.callback(self._leave_values)
             if self.activations is not None:
                 ending.callback(self.activations.close)
             ending.callback(self.device.synchronize)  # no copy may be in flight when memory is unpinned

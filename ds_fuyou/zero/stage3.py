@@ -31,6 +31,7 @@ from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_act
 from ds_fuyou.zero.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
 from ds_fuyou.zero.compute_spans import ComputeSpans
 from ds_fuyou.zero.gradient_flow import GradientFlowMixin
+from ds_fuyou.zero.handover import owners, release_gathered
 from ds_fuyou.zero.hp_access import HpAccess
 from ds_fuyou.zero.monitoring import StepMonitor, count_tokens
 from ds_fuyou.zero.planning import Planning
@@ -60,7 +61,13 @@ class FuyouStage3Optimizer(GradientFlowMixin, DeepSpeedZeroOptimizer_Stage3):
 
     def _setup_for_real_optimizer(self) -> None:
         """Stock: fp32 partitions, states, gradient buffers. Here: plan, store, streamed initialisation."""
-        activation = current_activation()
+        try:
+            self._build(current_activation())
+        except BaseException:
+            self.parameter_offload.destroy()  # the model must not keep the hooks of an engine that was never built
+            raise
+
+    def _build(self, activation: Activation) -> None:
         if activation.config.activations.block_classes:
             model_blocks(self.module, activation.config)  # a name that is none is told before anything is built
         kind = optimizer_kind(self.optimizer)
@@ -76,14 +83,16 @@ class FuyouStage3Optimizer(GradientFlowMixin, DeepSpeedZeroOptimizer_Stage3):
             self.dtype,
         )
         try:
+            owners.update(dict.fromkeys(self._owned_ids(), self))
             self._build_on(activation)
         except BaseException:
+            self._disown()
             self.rank_state.close()  # no engine will: threads, files and memory go with the exception
             raise
 
     def _build_on(self, activation: Activation) -> None:
         """Fills the rank state and takes the places of stock's buffers and hooks."""
-        self.rank_state.initialize(lambda param: param.nvme_swapper.staged_values(param))
+        self.rank_state.initialize(lambda param: param.nvme_swapper.values(param))
         for sub_group, ids in enumerate(self.fp16_partitioned_groups_flat_id):
             placeholder = torch.empty(0, dtype=self.master_weights_and_grads_dtype)
             placeholder.ds_id = f"{ids[0]}_{ids[-1]}"
@@ -175,6 +184,7 @@ class FuyouStage3Optimizer(GradientFlowMixin, DeepSpeedZeroOptimizer_Stage3):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """One transaction: validate what backward prepared, publish it or redo it, or skip the step."""
+        self.rank_state.require_parameters()
         trace, clock = self.rank_state.trace, self.rank_state.clock
         if self._compute_spans is not None:
             self._compute_spans.leave()
@@ -334,11 +344,30 @@ class FuyouStage3Optimizer(GradientFlowMixin, DeepSpeedZeroOptimizer_Stage3):
     def _is_all_persistent(self) -> bool:
         return len(self.persistent_parameters) == sum(1 for _ in self.module.parameters())
 
+    def _owned_ids(self) -> list[int]:
+        return [param.ds_id for group in self.fp16_groups for param in group]
+
+    def _disown(self) -> None:
+        for ds_id in self._owned_ids():
+            if owners.get(ds_id) is self:
+                del owners[ds_id]
+
+    def lose_parameters(self) -> None:
+        """Another training engine takes them: this one makes no further steps."""
+        self._end("another engine trains its parameters now")
+
     def destroy(self) -> None:
+        self._end("it was destroyed")
+
+    def _end(self, why: str) -> None:
+        if self.rank_state.has_ended:
+            return
+        self._disown()
         try:
+            release_gathered(self.module)
             super().destroy()
         finally:
             self.planning.close()
             self._token_count.remove()
-            self.rank_state.close()
+            self.rank_state.close(why)
             self.fp16_partitioned_groups_flat.clear()

@@ -215,14 +215,13 @@ def core_refuses(swap: str) -> str:
 def ends_badly(engine: Any) -> str:
     """What destroy() raises where one part of an engine closes with an error."""
     state = engine.optimizer.rank_state
-    held = state.stored
+    held = state.parameters
 
     def refuse() -> None:
-        if held is not None:
-            held.close()
+        held.close()
         raise OSError("this part did not end well")
 
-    state.stored = types.SimpleNamespace(close=refuse)
+    state.parameters = types.SimpleNamespace(close=refuse)
     try:
         engine.destroy()
     except OSError as error:
@@ -248,10 +247,17 @@ def freed(swap: str, tiers: str) -> dict[str, Any]:
         else:
             said.append(ends_badly(engine))
         counts.append(counted(swap, engine))  # the engine is still there
+        p16 = sum(2 * param.ds_numel for param in engine.module.parameters())
         del engine
         gc.collect()
     counts[0]["threads"] = counts[1]["threads"]  # the first one also starts threads that torch keeps
-    return {"before": counts[0], "after": counts[-1], "growth": max(sizes[3:]) - max(sizes[:3]), "refused": said}
+    return {
+        "before": counts[0],
+        "after": counts[-1],
+        "growth": max(sizes[3:]) - max(sizes[:3]),
+        "refused": said,
+        "parameters": p16,
+    }
 
 
 def say(what: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two engines in one process, one after another and together; what destroy() leaves behind: nothing."""
+"""Two engines in one process, one after another and together; what destroy() leaves behind: the model's values."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ROOT = Path(__file__).parents[2]
 LIMIT_SECS = 150
 
 
-def run(name: str, swap: Path, num_ranks: int = 1) -> list[dict[str, Any]]:
+def run(name: str, swap: Path, num_ranks: int = 1, script: str = "engines.py") -> list[dict[str, Any]]:
     """What every rank found."""
     swap.mkdir()
     logs = [swap.with_name(f"log{rank}") for rank in range(num_ranks)]
-    script, port = ROOT / "tests/behaviour/engines.py", free_port()
+    path, port = ROOT / "tests/behaviour" / script, free_port()
     processes = [
-        start(script, [name, str(swap)], environment(rank, num_ranks, port), log) for rank, log in enumerate(logs)
+        start(path, [name, str(swap)], environment(rank, num_ranks, port), log) for rank, log in enumerate(logs)
     ]
     finish(processes, LIMIT_SECS)
     outputs = [log.read_text() for log in logs]
@@ -51,10 +51,12 @@ def test_ranks_that_saw_different_forwards_do_what_rank_0_read_in_the_plan(tmp_p
 @pytest.mark.parametrize("tiers", ["all", "none"])
 def test_destroy_frees_threads_descriptors_files_and_memory(tiers: str, tmp_path: Path) -> None:
     (found,) = run(f"freed-{tiers}", tmp_path / "swap")
-    assert found["after"] == found["before"]
+    kept = 1 if tiers == "all" else 0  # the model's values are in a file without a name, as long as there is a model
+    assert found["after"] == found["before"] | {"descriptors": found["before"]["descriptors"] + kept}
     core, trace, plan, last = found["refused"]
     assert core == "the core refuses, 0 files are left"
     assert last == "this part did not end well", "and all others have gone"
     assert "fuyou.trace must name a file that can be written" in trace
     assert "block_input is planned for 4 blocks, the model has 3" in plan
-    assert found["growth"] < 16 << 20  # one engine's states are 70 MB or more
+    kept = 0 if tiers == "all" else 3 * found["parameters"]  # models hold their values, and DeepSpeed holds models
+    assert found["growth"] < kept + (16 << 20)  # one engine's states are 70 MB or more

@@ -259,10 +259,10 @@ def shares_of(core) -> dict[str, float]:
 def param_reads(engine) -> tuple[int, int] | None:
     """(reads of parameters from storage so far, parameters that lie there)."""
     state = getattr(engine.optimizer, "rank_state", None)
-    if state is None or state.stored is None:
+    if state is None or not state.reads_parameters:
         return None
     num_stored = sum(not state.core.place.is_in_memory(span) for span in state.layout.params)
-    return state.stored.num_demand_reads + state.stored.num_ahead_reads, num_stored
+    return state.parameters.num_demand_reads + state.parameters.num_ahead_reads, num_stored
 
 
 def main() -> None:

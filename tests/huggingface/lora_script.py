@@ -70,7 +70,7 @@ def placement(optimizer) -> dict:
         "layout_numel": core.layout.numel,
         "names": [span.name for span in core.layout.params],
         "frozen_bytes": state.frozen_bytes(),
-        "ahead_reads": state.frozen.num_ahead_reads if state.frozen is not None else 0,
+        "ahead_reads": state.parameters.num_ahead_reads,
         "gradient_bytes": sum(t.numel() * t.element_size() for t in getattr(core.gradients, "_flat", [])),
         "store_bytes": state.store.total_bytes if state.store is not None else 0,
     }

@@ -192,6 +192,7 @@ class Engine:
 
     def __init__(self, config: Any) -> None:
         self._config = config
+        self.module = torch.nn.Linear(2, 2)
 
 
 def test_stage3_class_is_substituted_only_while_the_engine_builds_it(monkeypatch: pytest.MonkeyPatch) -> None:

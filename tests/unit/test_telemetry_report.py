@@ -41,8 +41,8 @@ class State:
             num_update_threads=1,
             io=IoSettings(),
         )
-        self.stored = SimpleNamespace(waited_secs=0.0, pool_bytes=500) if params < 1 else None
-        self.frozen = None
+        self.parameters = SimpleNamespace(waited_secs=0.0, capacity_bytes=500, reads=params < 1)
+        self.frozen_stored = 0
         self.activations = None
         self.num_tokens = 0
         self.clock = HostClock(lambda: report.waited_secs(self))
@@ -59,7 +59,7 @@ class State:
         )
 
     def frozen_bytes(self) -> dict:
-        return {"cpu": 0, "nvme": self.frozen.num_bytes if self.frozen is not None else 0}
+        return {"cpu": 0, "nvme": self.frozen_stored}
 
     def work(self) -> None:
         self.lanes["read"].busy_secs += 0.5
@@ -113,10 +113,11 @@ def test_parameters_on_storage_have_slots_and_a_look_ahead_pool() -> None:
 
 def test_frozen_parameters_have_a_row_and_a_pool_and_their_waits_count() -> None:
     state = State()
-    state.frozen = SimpleNamespace(num_bytes=12_000, pool_bytes=700, waited_secs=0.25)
+    state.frozen_stored = 12_000
+    state.parameters = SimpleNamespace(waited_secs=0.25, capacity_bytes=700, reads=True)
     rows = {row.name: (row.tier, row.num_bytes) for row in placement_of(state)}
     assert rows["frozen parameters"] == ("nvme", 12_000)
-    assert rows["look-ahead pool (frozen)"] == ("cpu", 700)
+    assert rows["look-ahead pool"] == ("cpu", 700)
     assert LaneTimes.of(state).exposed_secs == pytest.approx(0.25)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_fuyou.parameters.trace import AccessTrace
+from ds_fuyou.parameters.trace import AccessTrace, Ahead
 
 
 def recorded(*items: int) -> AccessTrace:
@@ -16,44 +16,57 @@ def recorded(*items: int) -> AccessTrace:
     return trace
 
 
+def walked(ahead: Ahead) -> list[int]:
+    """What the walk comes to, to its end."""
+    items = []
+    while (item := ahead.peek()) is not None:
+        items.append(item)
+        ahead.pop()
+    return items
+
+
+def upcoming(trace: AccessTrace) -> list[int]:
+    return walked(Ahead(trace, lambda item, is_next_step: True))
+
+
 def test_nothing_is_predicted_before_the_first_step_has_ended() -> None:
     trace = AccessTrace()
     trace.use(1)
-    assert list(trace.upcoming()) == []
+    assert upcoming(trace) == []
 
 
 def test_what_follows_in_the_last_step_comes_next() -> None:
     trace = recorded(1, 2, 3, 3, 2, 1)
-    assert list(trace.upcoming()) == [1, 2, 3, 3, 2, 1]
+    assert upcoming(trace) == [1, 2, 3, 3, 2, 1]
     trace.use(1)
     trace.use(2)
-    assert list(trace.upcoming()) == [3, 3, 2, 1, 1, 2]
+    assert upcoming(trace) == [3, 3, 2, 1, 1, 2]
 
 
 def test_a_skipped_layer_moves_the_prediction_on() -> None:
     trace = recorded(1, 2, 3, 4)
     trace.use(1)
     trace.use(3)
-    assert next(trace.upcoming()) == 4
+    assert upcoming(trace)[0] == 4
 
 
 def test_an_evaluation_in_between_starts_again() -> None:
     trace = recorded(1, 2, 3)
     for item in (1, 2, 3, 1):
         trace.use(item)
-    assert next(trace.upcoming()) == 2
+    assert upcoming(trace)[0] == 2
 
 
 def test_an_unknown_item_leaves_the_prediction() -> None:
     trace = recorded(1, 2)
     trace.use(99)
-    assert list(trace.upcoming()) == [1, 2]
+    assert upcoming(trace) == [1, 2]
 
 
 def test_a_step_without_use_keeps_the_order() -> None:
     trace = recorded(1, 2)
     trace.end_step()
-    assert list(trace.upcoming()) == [1, 2]
+    assert upcoming(trace) == [1, 2]
 
 
 def test_first_uses_are_the_forward_order() -> None:
@@ -62,4 +75,40 @@ def test_first_uses_are_the_forward_order() -> None:
 
 def test_serving_without_steps_is_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_fuyou.parameters.trace.LONGEST_TRACE", 6)
-    assert list(recorded(*[9] * 10, 1, 2, 3, 3, 2, 1).upcoming()) == [1, 2, 3, 3, 2, 1]
+    assert upcoming(recorded(*[9] * 10, 1, 2, 3, 3, 2, 1)) == [1, 2, 3, 3, 2, 1]
+
+
+def test_a_walk_comes_to_each_place_once_and_again_where_the_item_went_away() -> None:
+    trace = recorded(1, 2, 3, 3, 2, 1)
+    ahead = Ahead(trace, lambda item, is_next_step: not is_next_step)
+    assert walked(ahead) == [1, 2, 3, 3, 2, 1]
+    trace.use(1)
+    assert walked(ahead) == []
+    ahead.gone(1)
+    trace.use(2)
+    ahead.gone(2)
+    assert walked(ahead) == [2, 1], "backward needs them again, in this order"
+    trace.use(3)
+    trace.use(3)
+    ahead.gone(3)
+    assert walked(ahead) == [], "3 is not needed any more"
+
+
+def test_a_walk_follows_a_changed_order() -> None:
+    trace = recorded(1, 2, 3, 4, 5)
+    ahead = Ahead(trace, lambda item, is_next_step: not is_next_step)
+    assert walked(ahead) == [1, 2, 3, 4, 5]
+    trace.use(3)
+    assert walked(ahead) == [4, 5]
+    trace.use(1)
+    assert walked(ahead) == [2, 3, 4, 5]
+
+
+def test_only_what_never_changes_is_wanted_for_the_next_step() -> None:
+    trace = recorded(1, 2, 3)
+    ahead = Ahead(trace, lambda item, is_next_step: item == 2 or not is_next_step)
+    for item in (1, 2, 3):
+        trace.use(item)
+    assert walked(ahead) == [2]
+    trace.end_step()
+    assert walked(ahead) == [1, 2, 3]

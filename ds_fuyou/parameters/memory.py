@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory of parameters that were read: pools of fixed size, and copies to the device that still read from them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ds_fuyou.host.device import Device
+from ds_fuyou.host.memory import HostPool
+
+__all__ = ["ReadMemory"]
+
+
+class ReadMemory:
+    """One pool, registered with the device, and what copies of the device still read. Training thread only.
+
+    [Note: copies in flight] Copies from registered memory return at once, so what they read is kept until the event
+    after them has passed. Whoever finds the pool full waits for the oldest of these events. That cannot deadlock: the
+    copies stand in a stream behind work that was issued before them, none of which waits for the host.
+    """
+
+    def __init__(self, sizes: Sequence[int], wanted_bytes: int, device: Device) -> None:
+        """``sizes``: bytes of every parameter that may come here. The pool takes ``wanted_bytes``, but always two of
+        the largest, and never more than twice all of them.
+        """
+        self._pool = HostPool(min(max(wanted_bytes, 2 * max(sizes)), 2 * sum(sizes)), device)
+        self._copies: deque[tuple[Any, torch.Tensor]] = deque()
+
+    @property
+    def pool(self) -> HostPool:
+        return self._pool
+
+    def try_allocate(self, num_bytes: int) -> torch.Tensor | None:
+        """Bytes of the pool, or None when there is no room now; they return when the last alias is gone."""
+        self.sweep()
+        return self._pool.try_allocate(num_bytes)
+
+    def keep_until(self, event: Any, memory: torch.Tensor) -> None:
+        """The device reads ``memory`` until ``event``."""
+        self._copies.append((event, memory))
+
+    def sweep(self) -> None:
+        """Lets go of what the device is done with."""
+        while self._copies and self._copies[0][0].query():
+            self._copies.popleft()
+
+    def wait_for_copy(self) -> bool:
+        """Waits for the oldest copy and lets its memory go; False if none is in flight."""
+        if not self._copies:
+            return False
+        event, _ = self._copies.popleft()
+        event.synchronize()
+        return True
+
+    def close(self) -> None:
+        """Unpins the pool and returns its pages; no read and no copy may be in flight."""
+        self._copies.clear()
+        self._pool.give_back()

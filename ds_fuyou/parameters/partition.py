@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One parameter's 16-bit values on this rank: where they are, and in which state."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+
+from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.storage.io import IoLane
+from ds_fuyou.storage.location import Location, ValuesRead
+
+__all__ = ["Lost", "Partition", "Presence", "Source"]
+
+
+class Presence(Enum):
+    """Which memory holds a partition's values, beside its source."""
+
+    AWAY = 1
+    """None. (Where the source is host memory: nobody may use the values before their update is published.)"""
+    READING = 2
+    """Memory that a read in flight fills; the read owns it."""
+    HERE = 3
+    """Memory that whoever gathers them takes them from: a block of a pool, memory of its own, or the source's."""
+    GATHERED = 4
+    """The device's alone. The memory that was copied from is kept until the copy has ended."""
+
+
+class Source(Protocol):
+    """Where the values of one partition are when nobody uses them. Training thread only."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that a read of them takes (whole pages); 0 if they are in memory for good."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the values."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether steps change them: then nothing is read for the next step."""
+
+    @property
+    def io(self) -> IoLane: ...
+
+    def is_ready(self) -> bool:
+        """Whether the values of the last applied step are published."""
+
+    def wait(self) -> None:
+        """Until they are. Raises what the work on them met."""
+
+    def memory(self) -> torch.Tensor | None:
+        """The published values, if host memory holds them for good."""
+
+    def location(self) -> Location:
+        """Where the published values are."""
+
+    def write(self, values: torch.Tensor) -> None:
+        """The script replaced the values (1-D). Waits."""
+
+
+class Lost:
+    """Values that nobody has any more."""
+
+    num_bytes = size_bytes = 1
+    changes = True
+
+    def __init__(self, what: str, why: str) -> None:
+        self._message = (
+            f"{what} has no values any more: {why}. Read or save parameters before that; build the model anew for "
+            "another engine"
+        )
+
+    @property
+    def io(self) -> IoLane:
+        raise FuyouStateError(self._message)
+
+    def is_ready(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        raise FuyouStateError(self._message)
+
+    def memory(self) -> torch.Tensor | None:
+        raise FuyouStateError(self._message)
+
+    def location(self) -> Location:
+        raise FuyouStateError(self._message)
+
+    def write(self, values: torch.Tensor) -> None:
+        raise FuyouStateError(self._message)
+
+
+class Partition:
+    """The values of one parameter. The :class:`~ds_fuyou.parameters.store.ParameterStore` moves it between states; one
+    without a store (no engine took it) is AWAY or HERE, and every read of it takes memory of its own.
+    """
+
+    __slots__ = ("handle", "num_bytes", "presence", "read", "size_bytes", "source", "store", "values")
+
+    def __init__(self, handle: Any, source: Source) -> None:
+        """``handle`` is whatever the borrower knows the parameter by."""
+        self.handle = handle
+        self.source = source
+        self.num_bytes, self.size_bytes = source.num_bytes, source.size_bytes
+        self.presence = Presence.AWAY
+        self.read: ValuesRead | None = None
+        self.values: torch.Tensor | None = None
+        self.store: Any = None
+
+    def move(self, source: Source) -> None:
+        """From here on ``source`` holds the values; what was read of them before is forgotten."""
+        self.source, self.num_bytes, self.size_bytes = source, source.num_bytes, source.size_bytes
+        self.presence, self.read, self.values = Presence.AWAY, None, None
+
+    def show(self, values: torch.Tensor) -> None:
+        """``values`` are in memory: HERE."""
+        self.presence, self.read, self.values = Presence.HERE, None, values
+
+    def copy(self) -> torch.Tensor:
+        """The published values, for reading only; no state changes."""
+        self.source.wait()
+        memory = self.source.memory()
+        return memory if memory is not None else self.source.location().read(self.source.io)

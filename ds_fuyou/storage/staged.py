@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters on storage that no optimizer updates: what ``zero.Init`` built, frozen ones, those of a destroyed engine.
+
+They lie in pieces over all paths, in files without a name: nothing of them outlives the process. One space serves
+everybody in the process who names the same paths; it goes with the last value in it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from ds_fuyou.host.memory import aligned_tensor
+from ds_fuyou.storage.io import IoLane, IoSettings
+from ds_fuyou.storage.location import Location, StoredRun
+from ds_fuyou.storage.swap_space import Lease, SwapSpace
+
+__all__ = ["PIECE_BYTES", "StagedSpace", "StagedValues"]
+
+PIECE_BYTES = 8 * 1024 * 1024
+"""Larger values are cut, so that all paths work at one read."""
+
+
+class StagedSpace:
+    """Storage of one process for values, and an I/O engine for those that no training engine reads. Training thread."""
+
+    _of_paths: ClassVar[weakref.WeakValueDictionary[tuple[str, ...], StagedSpace]] = weakref.WeakValueDictionary()
+
+    def __init__(self, paths: tuple[str, ...], engine: str) -> None:
+        self.space = SwapSpace([Path(path) for path in paths])
+        self._engine = engine
+        self._io: list[IoLane] = []
+        self._close = weakref.finalize(self, _closed, self._io, self.space)
+
+    @classmethod
+    def at(cls, paths: tuple[str, ...], engine: str) -> StagedSpace:
+        """The space of these paths; an open one if there is one.
+
+        Raises:
+            FuyouStorageError: a path is not writable.
+        """
+        found = cls._of_paths.get(paths)
+        if found is None:
+            found = cls._of_paths[paths] = cls(paths, engine)
+        return found
+
+    @property
+    def io(self) -> IoLane:
+        """An engine of its own, started at need; :meth:`rest` stops it."""
+        if not self._io:
+            self._io.append(IoLane(IoSettings(engine=self._engine), self.space.path_of))
+        return self._io[0]
+
+    def rest(self) -> None:
+        """Stops the I/O engine until it is needed again. Waits for what is in flight."""
+        while self._io:
+            self._io.pop().close()
+
+    def stage(self, what: str, values: torch.Tensor) -> StagedValues:
+        """Writes values (1-D); returns when they are there.
+
+        Raises:
+            FuyouStorageError: storage is full, or the write failed.
+        """
+        pieces = self.space.leases(values.numel() * values.element_size(), PIECE_BYTES, "parameters")
+        staged = StagedValues(self, what, values.numel(), values.dtype, pieces)
+        staged.write(values)
+        return staged
+
+
+def _closed(lanes: list[IoLane], space: SwapSpace) -> None:
+    while lanes:
+        lanes.pop().close()
+    space.close()
+
+
+class StagedValues:
+    """A source of the parameter store. Its pieces return to the space with it."""
+
+    changes = False
+
+    def __init__(self, space: StagedSpace, what: str, numel: int, dtype: torch.dtype, pieces: list[Lease]) -> None:
+        self.space = space
+        self._pieces = pieces
+        self._lane: IoLane | None = None
+        self.num_bytes = sum(piece.extent.num_bytes for piece in pieces)
+        self.size_bytes = numel * dtype.itemsize
+        run = StoredRun(0, self.num_bytes, tuple(piece.extent for piece in pieces))
+        self._location = Location(what, numel, dtype, self.num_bytes, runs=(run,))
+
+    @property
+    def io(self) -> IoLane:
+        return self._lane if self._lane is not None else self.space.io
+
+    def read_by(self, lane: IoLane | None) -> None:
+        """An engine's I/O lane serves these values from here on; None gives it back."""
+        self._lane = None if lane is None else lane.sharing(self.space.space.path_of)
+
+    def is_ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Nothing updates them."""
+
+    def memory(self) -> torch.Tensor | None:
+        return None
+
+    def location(self) -> Location:
+        return self._location
+
+    def write(self, values: torch.Tensor) -> None:
+        """Replaces them in their place; returns when that is done."""
+        memory = aligned_tensor(self.num_bytes)
+        self._location.view(memory).copy_(values.view(-1))
+        extents = self._location.runs[0].extents
+        self.io.write(extents, memory, f"writing {self._location.what}").wait()

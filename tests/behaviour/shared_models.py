@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that several engines or ``zero.Init`` contexts share: ``shared_models.py NAME SWAP_PATH``.
+
+Prints one JSON line; where stock DeepSpeed is the reference the scenario has run it in this process, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from ds_fuyou.zero import param_swapper, rank_state
+from tests.behaviour.engines import equal, say, states, train
+from tests.harness.models import build_model, make_batch
+from tests.harness.runner import ds_config
+from tests.parity.cases import block
+
+OURS = ("all", "none")
+
+
+def config_of(swap: str, tiers: str | None, *, trains: bool = True, **changes: Any) -> dict[str, Any]:
+    config = ds_config(gradient_clipping=0.5) if trains else ds_config(optimizer=None)
+    if tiers is not None:
+        config["fuyou"] = block(swap, tiers, "speculate") | changes
+    return config
+
+
+def model_in(init: dict[str, Any] | None, seed: int = 1) -> torch.nn.Module:
+    """A model built under ``zero.Init`` with these arguments, or without it."""
+    torch.manual_seed(seed)
+    with deepspeed.zero.Init(**(init or {}), enabled=init is not None):
+        return build_model({})
+
+
+def engine_of(model: torch.nn.Module, config: dict[str, Any]) -> Any:
+    given = {"model_parameters": [p for p in model.parameters() if p.requires_grad]} if "optimizer" in config else {}
+    engine, *_ = deepspeed.initialize(model=model, config=config, **given)
+    return engine
+
+
+def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, param in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            found[name] = param.detach().clone()
+    return found
+
+
+def as_stock(run: Any, swap: str, tiers: tuple[str, ...] = OURS) -> dict[str, bool]:
+    wanted = run(swap, None)
+    return {name: equal(run(swap, name), wanted) for name in tiers}
+
+
+# ---- edits of several models at once -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def gathered(*models: torch.nn.Module) -> Iterator[list[tuple[Any, Any]]]:
+    """Pairs of parameters, all gathered by one context."""
+    lists = [list(model.parameters()) for model in models]
+    with deepspeed.zero.GatheredParameters([p for each in lists for p in each], modifier_rank=0):
+        yield list(zip(*lists, strict=True))
+
+
+def edited(models: list[torch.nn.Module]) -> list[bool]:
+    """One edit of both models by one context, as scripts keep a target network: is it there afterwards?"""
+    before = [values(model) for model in models]
+    with gathered(*models) as pairs:
+        for first, second in pairs:
+            first.data.add_(1.0)
+            second.data.mul_(0.5)
+    after = [values(model) for model in models]
+    wanted = [{n: v + 1.0 for n, v in before[0].items()}, {n: v * 0.5 for n, v in before[1].items()}]
+    return [equal(now, then) for now, then in zip(after, wanted, strict=True)]
+
+
+def edits(swap: str) -> dict[str, Any]:
+    """Before any engine, beside a training and an inference engine, and after a step; either model built first."""
+    found: dict[str, Any] = {}
+    for tiers in OURS:
+        for order in ("policy first", "reference first"):
+            trains, looks = config_of(swap, tiers), config_of(swap, tiers, trains=False)
+            configs = [trains, looks] if order == "policy first" else [looks, trains]
+            models = [model_in({"config_dict_or_path": config}, seed) for seed, config in enumerate(configs)]
+            models[0].head.requires_grad_(False)
+            said = edited(models)
+            engines = [engine_of(model, config) for model, config in zip(models, configs, strict=True)]
+            policy = engines[configs.index(trains)]
+            said += edited(models)
+            train(policy, 0, 2)
+            said += edited(models)
+            for engine in engines:
+                engine(**make_batch({}, 3, torch.distributed.get_rank()))
+            said += edited(models)
+            train(policy, 2, 3)
+            found[f"{tiers}, {order}"] = all(said) or said
+            for engine in engines:
+                engine.destroy()
+    return found
+
+
+# ---- one engine after another --------------------------------------------------------------------------------------
+
+
+def twice(
+    swap: str, tiers: str | None, *, init: bool, destroys: bool, second: str | None = "same"
+) -> dict[str, torch.Tensor]:
+    """Two trainings of one model, each with an engine of its own."""
+    config = config_of(swap, tiers)
+    model = model_in({"config_dict_or_path": config} if init else None)
+    engine = engine_of(model, config)
+    train(engine, 0, 3)
+    if destroys:
+        engine.destroy()
+    other = config_of(swap, tiers if second == "same" else second)
+    again = engine_of(model, other)
+    train(again, 3, 6)
+    found = states(again) | {f"p16 {name}": value for name, value in values(model).items()}
+    again.destroy()
+    if not destroys:
+        if tiers is not None:
+            try:
+                engine.step()
+            except RuntimeError as error:
+                if "another engine" not in str(error):
+                    raise
+            else:
+                raise SystemExit("an engine without parameters made a step")
+        engine.destroy()
+    return found
+
+
+def validated(swap: str, tiers: str | None, *, destroys: bool = True) -> dict[str, torch.Tensor]:
+    """An inference engine computes something, then the same model is trained."""
+    config = config_of(swap, tiers)
+    model = model_in({"config_dict_or_path": config})
+    first = engine_of(model, config_of(swap, tiers, trains=False))
+    first.eval()
+    with torch.no_grad():
+        losses = [first(**make_batch({}, index, 0)).float().view(1) for index in range(2)]
+    if destroys:
+        first.destroy()
+    engine = engine_of(model, config)
+    engine.train()
+    train(engine, 0, 3)
+    found = states(engine) | {f"loss {i}": loss for i, loss in enumerate(losses)}
+    engine.destroy()
+    return found
+
+
+def inspected(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
+    """What a model holds when its engine is gone; and a reference engine goes on with it."""
+    config = config_of(swap, tiers)
+    model = model_in({"config_dict_or_path": config})
+    model.norm.requires_grad_(False)
+    engine = engine_of(model, config)
+    train(engine, 0, 3)
+    engine.destroy()
+    found = values(model)
+    with gathered(model) as pairs:
+        for (param,) in pairs:
+            param.data.mul_(2.0)
+    found |= {f"edited {name}": value for name, value in values(model).items()}
+    looks = engine_of(model, config_of(swap, tiers, trains=False))
+    looks.eval()
+    with torch.no_grad():
+        found["loss"] = looks(**make_batch({}, 9, 0)).float().view(1)
+    looks.destroy()
+    return found
+
+
+def watched(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
+    """An inference engine whose configuration has no block computes with a model that is being trained."""
+    config = config_of(swap, tiers)
+    model = model_in({"config_dict_or_path": config})
+    engine = engine_of(model, config)
+    train(engine, 0, 2)
+    looks = engine_of(model, config_of(swap, None, trains=False))
+    losses = {}
+    for index in range(2, 4):
+        engine.eval()
+        with torch.no_grad():
+            losses[f"loss {index}"] = looks(**make_batch({}, index, 0)).float().view(1)
+        engine.train()
+        train(engine, index, index + 1)
+    found = states(engine) | losses
+    engine.destroy()
+    return found
+
+
+def failed(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
+    """An engine that could not be built, then one that could."""
+    config = config_of(swap, tiers)
+    model = model_in({"config_dict_or_path": config})
+    if tiers is not None:
+        for mistake in (
+            {"trace": f"{swap}/none/trace.json"},
+            {"activations": {"mode": "swap", "block_classes": ["No"]}},
+        ):
+            try:
+                engine_of(model, config_of(swap, tiers, **mistake))
+            except (OSError, ValueError):
+                continue
+            raise SystemExit(f"an engine was built with {mistake}")
+    engine = engine_of(model, config)
+    train(engine, 0, 3)
+    found = states(engine)
+    engine.destroy()
+    return found
+
+
+# ---- contexts that did not see the block ---------------------------------------------------------------------------
+
+
+def other_inits(swap: str) -> dict[str, Any]:
+    found = {}
+    plain = ds_config()
+    plain["zero_optimization"] = {"stage": 3, "offload_param": {"device": "cpu"}}
+    kinds: dict[str, dict[str, Any]] = {
+        "without a configuration": {"dtype": torch.bfloat16},
+        "without a block": {"config_dict_or_path": ds_config()},
+        "with offload": {"config_dict_or_path": plain},
+        "another block": {"config_dict_or_path": config_of(swap, "params_only", trains=False)},
+    }
+
+    def run(swap: str, tiers: str | None, init: dict[str, Any], frozen: bool, mixed: bool) -> dict[str, torch.Tensor]:
+        model = model_in(init)
+        if mixed:  # a part from a context that saw the block
+            torch.manual_seed(5)
+            with deepspeed.zero.Init(config_dict_or_path=config_of(swap, tiers)):
+                model.head = torch.nn.Linear(model.head.in_features, model.head.out_features, bias=False)
+        if frozen:
+            model.blocks[0].requires_grad_(False)
+        engine = engine_of(model, config_of(swap, tiers))
+        train(engine, 0, 2)
+        with gathered(model) as pairs:
+            for (param,) in pairs:
+                param.data.mul_(0.5)
+        train(engine, 2, 4)
+        held = states(engine) if not frozen else {}
+        held |= {f"p16 {name}": value for name, value in values(model).items()}
+        engine.destroy()
+        return held
+
+    for name, init in kinds.items():
+        for frozen in (False, True):
+            given = ds_config() if name == "another block" else None
+            wanted = run(swap, None, {"config_dict_or_path": given} if given else init, frozen, mixed=False)
+            same = [equal(run(swap, tiers, init, frozen, mixed=False), wanted) for tiers in OURS]
+            found[f"{name}{', frozen parts' if frozen else ''}"] = all(same) or same
+    wanted = run(swap, None, kinds["without a block"], False, mixed=True)
+    found["a part of each"] = equal(run(swap, "all", kinds["without a block"], False, mixed=True), wanted)
+    return found
+
+
+# ---- what all ranks must do alike ------------------------------------------------------------------------------------
+
+
+def unlike(swap: str) -> dict[str, Any]:
+    """Ranks that find different amounts of free memory while a model is built, most of which is frozen."""
+    free = [800_000, 400_000][torch.distributed.get_rank()]
+    param_swapper.available_host_bytes = lambda: free
+    config = config_of(swap, "all", parameters={"tier": "auto"})
+    config["zero_optimization"] = {"stage": 3}
+    model = model_in({"config_dict_or_path": config})
+    for name, param in model.named_parameters():
+        param.requires_grad_("head" in name or "blocks.2" in name)
+    engine = engine_of(model, config)
+    on_storage = [name for name, p in model.named_parameters() if str(p.ds_tensor.final_location).endswith("nvme")]
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    train(engine, 0, 4)
+    engine.destroy()
+    return {"frozen on storage": [name for name in frozen if name in on_storage], "num frozen": len(frozen)}
+
+
+def ahead(swap: str) -> dict[str, Any]:
+    """How many parameters are gathered, or being gathered, before the first forward after a step comes to them."""
+    found = {}
+    for tiers in OURS:
+        config = config_of(swap, tiers)
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        model = model_in({"config_dict_or_path": config})
+        engine = engine_of(model, config)
+        train(engine, 0, 4)
+        state, seen = engine.optimizer.rank_state, []
+        before_module = state.before_module
+
+        def watched(params: Any, seen: list[Any] = seen, before_module: Any = before_module) -> None:
+            seen += [param.ds_id for param in params if param.ds_status is not ZeroParamStatus.NOT_AVAILABLE]
+            before_module(params)
+
+        state.before_module = watched
+        engine(**make_batch({}, 9, torch.distributed.get_rank()))
+        found[tiers] = len(set(seen))
+        engine.destroy()
+    return found
+
+
+def budget(swap: str) -> dict[str, Any]:
+    """What a model's partitions take while an engine is built is counted as free."""
+    rank_state.available_host_bytes = lambda: 50_000_000
+    found = {}
+    for tiers in ("all", "states"):
+        config = config_of(swap, tiers)
+        model = model_in({"config_dict_or_path": config})
+        p16 = 2 * sum(param.ds_numel for param in model.parameters()) if tiers == "states" else 0
+        engine = engine_of(model, config)
+        found[tiers] = engine.optimizer.rank_state.host_budget_bytes == (50_000_000 + p16) * 8 // 10
+        engine.destroy()
+    return found
+
+
+SCENARIOS: dict[str, Any] = {
+    "edits": edits,
+    "twice": lambda swap: as_stock(lambda s, t: twice(s, t, init=True, destroys=False), swap),
+    "twice-destroyed": lambda swap: as_stock(lambda s, t: twice(s, t, init=True, destroys=True), swap),
+    "twice-no-init": lambda swap: as_stock(lambda s, t: twice(s, t, init=False, destroys=False), swap),
+    "then-stock": lambda swap: as_stock(lambda s, t: twice(s, t, init=False, destroys=True, second=None), swap),
+    "validated": lambda swap: as_stock(validated, swap),
+    "validated-alive": lambda swap: {t: equal(validated(swap, t, destroys=False), validated(swap, None)) for t in OURS},
+    "inspected": lambda swap: as_stock(inspected, swap),
+    "watched": lambda swap: as_stock(watched, swap),
+    "failed": lambda swap: as_stock(failed, swap),
+    "other-inits": other_inits,
+    "unlike": unlike,
+    "ahead": ahead,
+    "budget": budget,
+}
+
+if __name__ == "__main__":
+    deepspeed.init_distributed("gloo")
+    say(SCENARIOS[sys.argv[1]](sys.argv[2]))
+    for _ in range(4):  # as harness.train_worker.leave_group
+        torch.distributed.barrier()

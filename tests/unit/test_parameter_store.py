@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One object holds the parameters of an engine: what is read, when, into which memory, and when that is free again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.host.device import HostDevice
+from ds_fuyou.parameters.partition import Lost, Partition, Presence
+from ds_fuyou.parameters.store import SMALL_BYTES, ParameterStore
+from ds_fuyou.storage.io import IoLane, IoSettings
+from ds_fuyou.storage.staged import StagedSpace
+
+LARGE = 150_000  # elements of two bytes: more than SMALL_BYTES, and not a whole number of pages
+LARGE_BYTES = 303_104
+
+
+class Event:
+    """Of a device that is late: it passes when the host waits for it, or when the test says so."""
+
+    def __init__(self) -> None:
+        self.has_passed = False
+        self.num_waits = 0
+
+    def query(self) -> bool:
+        return self.has_passed
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+        self.has_passed = True
+
+
+class LateDevice(HostDevice):
+    """A device with memory of its own."""
+
+    is_host = False
+
+
+class Tensors:
+    """What DeepSpeed would see."""
+
+    def __init__(self) -> None:
+        self.shown: dict[Partition, torch.Tensor] = {}
+        self.in_use: set[Partition] = set()
+
+    def here(self, partition: Partition, values: torch.Tensor) -> None:
+        self.shown[partition] = values
+
+    def away(self, partition: Partition) -> None:
+        self.shown.pop(partition, None)
+
+    def is_idle(self, partition: Partition) -> bool:
+        return partition not in self.in_use
+
+
+class Trained:
+    """A source that steps change: on storage or in memory, published or not."""
+
+    changes = True
+
+    def __init__(self, staged: Any, memory: torch.Tensor | None = None) -> None:
+        self.staged, self._memory = staged, memory
+        self.num_bytes = 0 if memory is not None else staged.num_bytes
+        self.size_bytes = staged.size_bytes
+        self.is_published = True
+        self.num_waits = 0
+
+    @property
+    def io(self) -> IoLane:
+        lane: IoLane = self.staged.io
+        return lane
+
+    def is_ready(self) -> bool:
+        return self.is_published
+
+    def wait(self) -> None:
+        self.num_waits += 0 if self.is_published else 1
+        self.is_published = True
+
+    def memory(self) -> torch.Tensor | None:
+        return self._memory
+
+    def location(self) -> Any:
+        return self.staged.location()
+
+    def write(self, values: torch.Tensor) -> None:
+        self.staged.write(values)
+
+
+class Bench:
+    """A store over staged values, and a script that uses one parameter after another."""
+
+    def __init__(self, space: StagedSpace, io: IoLane) -> None:
+        self.space, self.io = space, io
+        self.tensors = Tensors()
+        self.expected: dict[Partition, torch.Tensor] = {}
+        self.stores: list[ParameterStore] = []
+
+    def partition(
+        self, number: int, numel: int = LARGE, *, trained: bool = False, in_memory: bool = False
+    ) -> Partition:
+        values = torch.full((numel,), number, dtype=torch.bfloat16)
+        staged: Any = self.space.stage(f"parameter {number}", values)
+        source = Trained(staged, values if in_memory else None) if trained else staged
+        partition = Partition(number, source)
+        self.expected[partition] = values
+        return partition
+
+    def store(self, partitions: Sequence[Partition], read_bytes: int, **more: Any) -> ParameterStore:
+        device = more.pop("device", HostDevice())
+        store = ParameterStore(partitions, self.tensors, device, self.io, read_bytes=read_bytes, **more)
+        self.stores.append(store)
+        return store
+
+    def run(self, store: ParameterStore, partitions: Sequence[Partition], *, step: bool = True) -> int:
+        """Uses each once, one at a time; returns how many were read on demand."""
+        before = store.num_demand_reads
+        for partition in partitions:
+            store.use(partition)
+            store.move_on()
+            assert torch.equal(self.tensors.shown[partition], self.expected[partition]), partition.handle
+            if store.release(partition):
+                self.tensors.away(partition)
+        if step:
+            store.step_applied()
+        return store.num_demand_reads - before
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    space = StagedSpace.at((str(tmp_path / "first"), str(tmp_path / "second")), "auto")
+    io = IoLane(IoSettings(), lambda fd: tmp_path)
+    bench = Bench(space, io)
+    yield bench
+    for store in bench.stores:
+        store.close()
+    io.close()
+    space.rest()
+
+
+def test_the_second_round_is_read_ahead(bench: Bench) -> None:
+    every = [bench.partition(i) for i in range(8)]
+    store = bench.store(every, read_bytes=1_000_000)
+    assert bench.run(store, every) == 8
+    assert store.capacity_bytes < 8 * LARGE_BYTES
+    for _ in range(3):
+        assert bench.run(store, every) <= 1
+
+
+def test_forward_and_backward_are_read_ahead_though_each_is_used_twice(bench: Bench) -> None:
+    """What was released in forward is read again for backward: the walk comes back to it."""
+    every = [bench.partition(i, trained=True) for i in range(8)]
+    both = [*every, *reversed(every)]
+    store = bench.store(every, read_bytes=3 * LARGE_BYTES)
+    bench.run(store, both)
+    assert bench.run(store, both) <= 3  # the first, and what is used twice in a row
+    assert bench.run(store, both) <= 3
+
+
+def test_steps_change_what_was_read(bench: Bench) -> None:
+    every = [bench.partition(i, trained=True) for i in range(4)]
+    store = bench.store(every, read_bytes=1 << 20)
+    for step in range(3):
+        bench.run(store, every)
+        for partition in every:
+            bench.expected[partition] = torch.full((LARGE,), 10 * step + 7, dtype=torch.bfloat16)
+            partition.source.write(bench.expected[partition])
+        store.trace.turn += 1
+        for partition in every:
+            store.forget(partition)
+
+
+def test_nothing_of_the_next_step_is_read_before_it_is_published(bench: Bench) -> None:
+    """Only what never changes is read beyond the end of the step."""
+    trained = [bench.partition(i, trained=True) for i in range(4)]
+    frozen = [bench.partition(10 + i) for i in range(4)]
+    every = [*trained, *frozen]
+    store = bench.store(every, read_bytes=16 * LARGE_BYTES)
+    bench.run(store, every)
+    bench.run(store, every, step=False)
+    store.move_on()
+    reading = {p for p in every if p.presence is not Presence.AWAY}
+    assert reading == set(frozen)
+    trained[1].source.is_published = False
+    store.step_applied()
+    assert {p for p in trained if p.presence is not Presence.AWAY} == {trained[0]}, "the second is not published yet"
+    trained[1].source.is_published = True
+    store.use(trained[0])
+    store.move_on()
+    assert all(p.presence is not Presence.AWAY for p in trained)
+
+
+def test_memory_in_use_is_not_read_into(bench: Bench) -> None:
+    every = [bench.partition(i) for i in range(6)]
+    store = bench.store(every, read_bytes=1)
+    bench.run(store, every)
+    held = {}
+    for partition in every:  # autograd keeps every one of them
+        store.use(partition)
+        held[partition] = bench.tensors.shown[partition]
+        bench.tensors.in_use.add(partition)
+        store.release(partition)
+        store.move_on()
+    assert all(torch.equal(values, bench.expected[p]) for p, values in held.items())
+    assert store.num_overflows > 0
+
+
+def test_small_partitions_are_read_into_a_pool_of_their_own_and_no_further_ahead_than_it_reaches(bench: Bench) -> None:
+    small = [bench.partition(i, 30_000, trained=True) for i in range(40)]
+    assert small[0].num_bytes < SMALL_BYTES
+    large = [bench.partition(100 + i, trained=True) for i in range(2)]
+    every = [*large, *small]
+    store = bench.store(every, read_bytes=1 << 20)
+    bench.run(store, every)
+    in_flight = [p for p in small if p.presence is Presence.READING]
+    assert 0 < sum(p.num_bytes for p in in_flight) <= store.used_bytes <= store.capacity_bytes
+    assert len(in_flight) < len(small)
+    assert bench.run(store, every) <= 2
+    assert store.num_overflows == 0, "all of them lie in memory that the device knows"
+
+
+def test_a_walk_ahead_costs_the_same_for_long_orders(bench: Bench) -> None:
+    """Each place is looked at once a pass, however much is read ahead already."""
+    few = [bench.partition(i, 1000, trained=True) for i in range(300)]
+    store = bench.store(few, read_bytes=1 << 30)
+    bench.run(store, few)
+    looked = 0
+    wants = store._lanes[0].ahead._wants
+
+    def counted(partition: Any, is_next_step: bool) -> bool:
+        nonlocal looked
+        looked += 1
+        return wants(partition, is_next_step)
+
+    store._lanes[0].ahead._wants = counted
+    bench.run(store, few)
+    assert looked <= 4 * len(few)
+
+
+def test_host_memory_is_free_when_the_copy_has_ended_not_when_the_module_has_run(bench: Bench) -> None:
+    every = [bench.partition(i) for i in range(3)]
+    store = bench.store(every, read_bytes=2 * LARGE_BYTES, device=LateDevice())
+    store.use(every[0])
+    event = Event()
+    assert store.copied(every[0], event)
+    bench.tensors.away(every[0])
+    bench.tensors.in_use.add(every[0])
+    assert every[0].presence is Presence.GATHERED
+    store.move_on()
+    assert store.used_bytes == LARGE_BYTES
+    event.has_passed = True
+    store.use(every[1])
+    assert store.used_bytes == LARGE_BYTES, "the first one's memory is free, though it is gathered still"
+    assert store.release(every[0])
+    assert torch.equal(store.fetch(every[0]), bench.expected[every[0]])
+
+
+def test_a_full_pool_is_waited_for_copy_by_copy(bench: Bench) -> None:
+    """The host runs ahead of the device: memory stays what the plan says."""
+    every = [bench.partition(i) for i in range(12)]
+    store = bench.store(every, read_bytes=1, device=LateDevice())
+    assert store.capacity_bytes == 2 * LARGE_BYTES
+    events = []
+    for partition in every:
+        store.use(partition)
+        bench.tensors.in_use.add(partition)
+        events.append(Event())
+        store.copied(partition, events[-1])
+        bench.tensors.away(partition)
+        store.move_on()
+    assert store.num_overflows == 0
+    assert store.used_bytes <= store.capacity_bytes
+    assert [event.num_waits for event in events] == [1] * 10 + [0] * 2, "the oldest first, and no more than needed"
+
+
+def test_what_was_read_ahead_gives_way_to_what_is_needed(bench: Bench) -> None:
+    every = [bench.partition(i) for i in range(6)]
+    late = bench.partition(50)
+    store = bench.store([*every, late], read_bytes=1, device=LateDevice())
+    bench.run(store, every)
+    assert store.used_bytes == store.capacity_bytes, "two are read ahead for the next step"
+    store.use(late)
+    assert store.num_overflows == 0
+    assert torch.equal(bench.tensors.shown[late], bench.expected[late])
+
+
+def test_values_in_memory_are_offered_as_soon_as_they_are_published(bench: Bench) -> None:
+    every = [bench.partition(i, trained=True, in_memory=True) for i in range(6)]
+    store = bench.store(every, read_bytes=1)
+    assert not store.reads
+    bench.run(store, every)
+    assert not bench.tensors.shown
+    for partition in every[3:]:
+        partition.source.is_published = False
+    store.use(every[0])
+    store.move_on()
+    assert set(bench.tensors.shown) == set(every[:3]), "in their order, up to the first that is not published"
+    assert sum(partition.source.num_waits for partition in every) == 0
+    bench.run(store, every[1:])
+    assert [partition.source.num_waits for partition in every] == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_several_ranks_offer_by_position_whatever_has_come(in_memory: bool, bench: Bench) -> None:
+    """Which reads have ended and which updates are published differs between ranks; what is offered may not."""
+    large = 3 * 1024 * 1024  # elements: 6 MiB
+    every = [bench.partition(i, large, trained=True, in_memory=in_memory) for i in range(5)]
+    store = bench.store(every, read_bytes=1 << 30, is_alone=False)
+    bench.run(store, every)
+    for unpublished in (every[1:], every[2:], []):
+        for partition in every:
+            partition.source.is_published = partition not in unpublished
+        store.use(every[0])
+        store.move_on()
+        assert set(bench.tensors.shown) == set(every[:3]), "the one in use, and what begins within the next 8 MiB"
+        bench.run(store, every[1:])
+
+
+def test_several_ranks_take_back_what_was_offered_for_an_order_that_did_not_come(bench: Bench) -> None:
+    every = [bench.partition(i) for i in range(6)]
+    store = bench.store(every, read_bytes=1 << 30, is_alone=False)
+    bench.run(store, every)
+    store.use(every[0])
+    store.move_on()
+    offered = set(bench.tensors.shown)
+    assert offered == set(every)  # 2 MB in all
+    bench.tensors.in_use.update(every[:2])  # gathered
+    store.use(every[4])
+    store.move_on()
+    assert set(bench.tensors.shown) == {*every[:2], *every[4:]}
+
+
+def test_small_ones_stay_until_the_step_if_the_plan_says_so(bench: Bench) -> None:
+    every = [bench.partition(i, 1000, trained=True) for i in range(3)]
+    store = bench.store(every, read_bytes=1 << 20, keep_below=4097)
+    bench.run(store, every, step=False)
+    assert set(bench.tensors.shown) == set(every)
+    assert bench.run(store, every) == 0
+    assert not bench.tensors.shown
+
+
+def test_rewritten_values_are_read_again(bench: Bench) -> None:
+    every = [bench.partition(i) for i in range(4)]
+    store = bench.store(every, read_bytes=1 << 20)
+    bench.run(store, every)  # and the next round is on its way
+    bench.expected[every[1]] = torch.full((LARGE,), 55, dtype=torch.bfloat16)
+    every[1].source.write(bench.expected[every[1]])
+    store.forget(every[1])
+    bench.run(store, every)
+
+
+def test_other_dtypes_and_sizes(bench: Bench) -> None:
+    values = [
+        torch.randint(0, 255, (400_001,), dtype=torch.uint8),
+        torch.arange(7, dtype=torch.int8),
+        torch.randn(LARGE),
+    ]
+    every = [Partition(i, bench.space.stage("a parameter", value)) for i, value in enumerate(values)]
+    bench.expected = dict(zip(every, values, strict=True))
+    store = bench.store(every, read_bytes=1 << 20)
+    for _ in range(3):
+        bench.run(store, every)
+
+
+def test_after_the_end_partitions_are_read_without_a_store_and_memory_is_given_back(bench: Bench) -> None:
+    every = [bench.partition(i) for i in range(4)]
+    store = bench.store(every, read_bytes=1 << 20)
+    bench.run(store, every)
+    store.close()
+    assert store.used_bytes == 0
+    assert not bench.tensors.shown
+    assert all(p.store is None and torch.equal(p.copy(), bench.expected[p]) for p in every)
+
+
+def test_what_is_lost_says_why() -> None:
+    lost = Partition(1, Lost("parameter head.weight", "their engine failed (disk is gone)"))
+    with pytest.raises(FuyouStateError, match=r"head.weight has no values any more: .*disk is gone"):
+        lost.copy()
