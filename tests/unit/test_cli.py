@@ -78,14 +78,14 @@ def test_clean_wants_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
 @dataclasses.dataclass
 class State:
     path: str
-    in_use: bool
+    alive: bool
     num_bytes: int = 4096
 
 
 def test_clean_removes_what_nobody_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    states = [State("dead", in_use=False), State("live", in_use=True)]
+    states = [State("dead", alive=False), State("live", alive=True)]
     removed: list[State] = []
     cleanup = ModuleType("ds_fuyou.storage.cleanup")
     cleanup.find_state = lambda path: states  # type: ignore[attr-defined]
