@@ -110,9 +110,7 @@ class GradientFlowMixin:
         if boundary:
             state.core.open_window(self._hypers(), self._multiplier(None), managed=not self.planning.holds_updates)
         for param, partition in zip(params_to_release, grad_partitions, strict=True):
-            rank = dist.get_rank(group=param.ds_process_group)
-            if param.partition_numel() * rank < param.ds_numel:
-                self._store_gradient(param, partition, boundary)
+            self._store_gradient(param, partition, boundary)
             if synchronized:  # one by one: the sooner a chunk is complete, the fewer are in memory
                 state.core.complete_gradient(state.span(param))
             elif param.grad is not None:
@@ -128,7 +126,8 @@ class GradientFlowMixin:
             complete.pop(param.ds_id, None)  # it is complete when this gradient has been copied, too
         if hasattr(self, "_offload_boundary_param_ids"):
             self._offload_boundary_param_ids.add(param.ds_id)
-        if partition.numel() < span.numel:  # the last rank's padding carries zeros
+        if partition.numel() < span.numel:
+            # Padding carries zeros, also where a rank's partition is nothing else: as in stock's buffer, it arrives.
             partition = torch.nn.functional.pad(partition.view(-1), (0, span.numel - partition.numel()))
         views = core.add_gradient(span, partition)
         if boundary:
