@@ -9,7 +9,8 @@ prepared with exactly the rules and the multiplier of the step are published, al
 untouched slots; ``skip`` drops everything. Readers wait for the generation of the chunk they need.
 
 [Note: threads]
-The training thread owns everything here. The C++ pipeline's worker and I/O threads own the jobs they were
+The training thread owns everything here. The thread of HostSums owns gradients on their way from a device until they
+are added ([Note: sums on the host]). The C++ pipeline's worker and I/O threads own the jobs they were
 given (see the note in chunk_pipeline.h). The committer thread waits for a generation to be durable, writes
 the commit record and opens the next generation's writes; it never waits for the training thread, except for
 its next order.

@@ -332,7 +332,7 @@ class StoredGradients:
             return
         if entry.reading is not None:  # a gradient came and was added: this has ended, or the sum would have failed
             self.waited_secs += entry.reading.wait()
-        while len(self._sealed) >= self._max_buffers and entry.is_lent:
+        while entry.is_lent and len(self._sealed) >= self._max_buffers:
             self._retire(next(iter(self._sealed)))
         writing = self._io.write(self._extents(chunk), entry.memory, f"writing the gradient of chunk {chunk}")
         self._sealed[chunk] = _Sealed(entry.memory, writing, entry.is_lent)
@@ -344,8 +344,6 @@ class StoredGradients:
             self.seal(chunk)
         if self._is_last:
             self._drop_ahead()
-            for chunk in [chunk for chunk, sealed in self._sealed.items() if sealed.is_lent]:
-                self._retire(chunk)
         elif self._used:
             self._order, self._used, self._next_ahead = list(self._used), {}, 0
             self._read_ahead()
