@@ -308,8 +308,14 @@ class StoredGradients:
         self._give_back(sealed.memory, sealed.is_lent)
 
     def _read_ahead(self) -> None:
-        """Starts reading what the order of the micro-batch before says comes next."""
+        """Starts reading what the order of the micro-batch before says comes next. Waits for nothing: while writes are
+        so late that their buffers and those read ahead are twice ``max_buffers``, nothing more is read.
+        """
         while len(self._ahead) < self._max_buffers and self._next_ahead < len(self._order):
+            while len(self._sealed) >= self._max_buffers and next(iter(self._sealed.values())).writing.done():
+                self._retire(next(iter(self._sealed)))
+            if len(self._sealed) + len(self._ahead) >= 2 * self._max_buffers:
+                return
             index = self._order[self._next_ahead]
             self._next_ahead += 1
             if index in self._used or index in self._open or index in self._sealed or index not in self._stored:

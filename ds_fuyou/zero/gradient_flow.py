@@ -5,9 +5,9 @@
 As in stock, gradients are reduced and copied on a stream of their own if ``overlap_comm`` is set, which it is for stage
 3 unless the JSON says otherwise, and on the default stream if not. That stream waits for the computing one at every
 hook. Memory of a gradient belongs to the computing stream: it is let go when the event that follows its reduction has
-passed, or, when as much as two of the largest block is kept, when the computing stream has waited for that event, on the
-device. So the host waits for nothing, and gradients of no more than three blocks are on the device. ``step()`` waits for
-both streams.
+passed, or, when as much as two of the largest block is kept, when the computing stream has waited for that event, on
+the device. So the host waits for nothing, and gradients of no more than three blocks are on the device. ``step()``
+waits for both streams.
 """
 
 from __future__ import annotations

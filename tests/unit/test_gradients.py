@@ -132,7 +132,8 @@ def test_a_write_that_failed_keeps_nothing_from_closing(stored: tuple[StoredGrad
     memory, _ = stored
     memory.pieces(LAYOUT.params[0])
     io.engine.add_fault(core.IoKind.WRITE, core.IoFaultEffect.ERROR, count=1 << 40)
-    memory.seal_all()
+    for index in LAYOUT.chunks_of_param[0]:
+        memory.seal(index)
     memory.close()
     assert not any(memory.pointer(chunk.index) for chunk in LAYOUT.chunks)
 
@@ -146,7 +147,7 @@ def test_a_buffer_stays_owned_when_the_wait_for_its_write_raises(
     io.engine.add_fault(core.IoKind.WRITE, core.IoFaultEffect.ERROR, count=1 << 40)
     memory.pieces(LAYOUT.params[0])
     first = memory.pointer(0)
-    memory.seal_all()
+    memory.seal(0)
     for wait in (lambda: memory._retire(0), lambda: memory.pieces(LAYOUT.params[0]), memory.check):
         with pytest.raises(OSError, match="writing the gradient of chunk 0 failed"):
             wait()
@@ -187,6 +188,9 @@ def test_the_order_of_the_micro_batch_before_is_read_ahead(
             for index in LAYOUT.chunks_of_param[span.index]:
                 memory.seal(index)
             assert len(memory._ahead) <= 2
+            assert len(memory._ahead) + len(memory._sealed) <= 2 * 2 + len(LAYOUT.chunks_of_param[span.index])
+            for sealed in memory._sealed.values():
+                sealed.writing.wait()
             assert len(memory._free) <= 2
         return ahead
 
