@@ -110,6 +110,14 @@ class PageLocks:
             self._locked.append(tensor)
         return tensor
 
+    def unlock(self, tensor: torch.Tensor) -> None:
+        """Takes one registration back and lets the tensor go. No device copy may be in flight from or to it."""
+        for at, locked in enumerate(self._locked):
+            if locked.data_ptr() == tensor.data_ptr():
+                self._device.unregister(locked.data_ptr())
+                del self._locked[at]
+                return
+
     def release(self) -> None:
         """Takes all registrations back. No device copy may be in flight."""
         while self._locked:

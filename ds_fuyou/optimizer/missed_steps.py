@@ -9,7 +9,10 @@ from typing import Any
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, overlap
 from ds_fuyou.optimizer.rules import RuleClock, StepRules
 
-__all__ = ["MissedSteps"]
+__all__ = ["MissedSteps", "Run"]
+
+Run = tuple[int, int, int | None]
+"""Elements [begin, end) of a chunk, and how many steps their parameters missed before; None: no gradient now."""
 
 
 class MissedSteps:
@@ -21,32 +24,34 @@ class MissedSteps:
 
     def any_of(self, params: Collection[int]) -> bool:
         """Whether one of the parameters is behind the others."""
-        return not self._missed.keys().isdisjoint(params)
+        return bool(self._missed) and not self._missed.keys().isdisjoint(params)
 
-    def segments(self, chunk: Chunk, rules: StepRules, arrived: set[int]) -> list[Any]:
-        """Runs (begin, end, rule) of the chunk in a step in which the gradients of ``arrived`` came.
-
-        The rule is None for parameters without a gradient, that of an older clock for late ones.
-        """
-        rule = rules.rules[chunk.sub_group]
+    def runs(self, chunk: Chunk, arrived: set[int]) -> tuple[Run, ...]:
+        """What a step does to the chunk in which the gradients of ``arrived`` came."""
         if arrived.issuperset(chunk.params) and not self.any_of(chunk.params):
-            return [(0, chunk.numel, rule)]
-        segments: list[Any] = []
+            return ((0, chunk.numel, 0),)
+        runs: list[Run] = []
         for index in chunk.params:
             begin, end = (at - chunk.begin for at in overlap(self._layout.params[index], chunk))
-            one: Any = rule
-            if index not in arrived:
-                one = None
-            elif index in self._missed:
-                one = self._clock.rule_at(rules.step - self._missed[index], rules.hypers[chunk.sub_group])
-            if segments and segments[-1][2] is one:
-                segments[-1] = (segments[-1][0], end, one)
-            else:
-                segments.append((begin, end, one))
-        return segments
+            missed = self._missed.get(index, 0) if index in arrived else None
+            if runs and runs[-1][2] == missed:
+                begin = runs.pop()[0]
+            runs.append((begin, end, missed))
+        return tuple(runs)
+
+    def segments(self, chunk: Chunk, rules: StepRules, runs: tuple[Run, ...]) -> list[Any]:
+        """(begin, end, rule) of every run; the rule is None without a gradient, of an older clock for late ones."""
+        return [(begin, end, self._rule(chunk, rules, missed)) for begin, end, missed in runs]
+
+    def _rule(self, chunk: Chunk, rules: StepRules, missed: int | None) -> Any:
+        if not missed:
+            return None if missed is None else rules.rules[chunk.sub_group]
+        return self._clock.rule_at(rules.step - missed, rules.hypers[chunk.sub_group])
 
     def count(self, arrived: set[int]) -> None:
         """A step was applied in which only the gradients of ``arrived`` came."""
+        if len(arrived) == len(self._layout.params):
+            return
         for span in self._layout.params:
             if span.index not in arrived:
                 self._missed[span.index] = self._missed.get(span.index, 0) + 1

@@ -53,6 +53,7 @@ class Transfer:
     memory: torch.Tensor
     what: str
     path_of: Callable[[int], Path]
+    on_failure: Callable[[FuyouStorageError], None] | None = None
     pid: int = field(default_factory=os.getpid)
 
     def __del__(self) -> None:
@@ -82,7 +83,10 @@ class Transfer:
         seconds = self.wait_ended()
         outcome = self.ticket.outcome()
         if outcome.error:
-            raise storage_error(self.what, outcome.error, outcome.fd, outcome.offset, self.path_of)
+            error = storage_error(self.what, outcome.error, outcome.fd, outcome.offset, self.path_of)
+            if self.on_failure is not None:
+                self.on_failure(error)
+            raise error
         return seconds
 
     def wait_ended(self) -> float:
@@ -116,6 +120,8 @@ class IoLane:
         )
         self._core = core
         self._path_of = path_of
+        self.on_failure: Callable[[FuyouStorageError], None] | None = None
+        """Called with the error of a transfer before it is raised, in the thread that waits for the transfer."""
         self._told = {"unregistered": False}  # shared by all lanes of the engine
         self._registered: list[HostPool] = []
 
@@ -132,6 +138,7 @@ class IoLane:
         """The same engine for files of another owner. Only the lane that was built first closes it."""
         lane = copy.copy(self)
         lane._path_of = path_of
+        lane.on_failure = None
         return lane
 
     def register_memory(self, pool: HostPool) -> None:
@@ -170,7 +177,7 @@ class IoLane:
             raise ValueError(f"{what}: extents hold {num_bytes} bytes, the memory {memory.nbytes}")
         ranges = [(extent.fd, extent.offset, extent.num_bytes) for extent in extents]
         ticket = self.engine.submit(kind=kind, ranges=ranges, buffer=memory.data_ptr(), priority=priority)
-        return Transfer(ticket, memory, what, self._path_of)
+        return Transfer(ticket, memory, what, self._path_of, self.on_failure)
 
     def stats(self) -> dict[str, Any]:
         """Per lane: number of operations, bytes and busy seconds since the start."""

@@ -30,7 +30,7 @@ from ds_fuyou.telemetry.trace import Lane
 from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations, model_blocks
 from ds_fuyou.zero.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
 from ds_fuyou.zero.compute_spans import ComputeSpans
-from ds_fuyou.zero.gradient_flow import GradientFlowMixin
+from ds_fuyou.zero.gradient_flow import GradientFlow
 from ds_fuyou.zero.handover import owners, release_gathered
 from ds_fuyou.zero.hp_access import HpAccess
 from ds_fuyou.zero.monitoring import StepMonitor, count_tokens
@@ -43,7 +43,7 @@ __all__ = ["FuyouStage3Optimizer"]
 logger = logging.getLogger("ds_fuyou")
 
 
-class FuyouStage3Optimizer(GradientFlowMixin, DeepSpeedZeroOptimizer_Stage3):
+class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     """Drop-in for DeepSpeedZeroOptimizer_Stage3 when the JSON has an active fuyou block."""
 
     rank_state: RankState
@@ -105,9 +105,15 @@ class FuyouStage3Optimizer(GradientFlowMixin, DeepSpeedZeroOptimizer_Stage3):
         self.grad_partitions_flat_buffer = torch.empty(0, dtype=self.gradient_accumulation_dtype)
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor] = {}
         self.subgroup_to_device = dict.fromkeys(range(len(self.fp16_groups)), "cpu")
-        self._init_gradient_flow()
+        self.gradient_flow = GradientFlow(
+            self,
+            self.rank_state,
+            self._hypers,
+            lambda: self._multiplier(None),
+            lambda: self.planning.holds_updates,
+        )
         self.checkpoint_state = CheckpointState(self.rank_state, self.optimizer, self._group_of_sub_group, self._hypers)
-        self.hp_access = HpAccess(self.rank_state, lambda: self._complete_copied(wait=True), lambda: is_boundary(self))
+        self.hp_access = HpAccess(self.rank_state, self.rank_state.core.intake.arrive, lambda: is_boundary(self))
         self._watch_modules(self._attach_activations(activation))
 
     def _attach_activations(self, activation: Activation) -> GatheredIndex:
@@ -179,6 +185,34 @@ class FuyouStage3Optimizer(GradientFlowMixin, DeepSpeedZeroOptimizer_Stage3):
         groups = [GroupHyper.of(group) for group in self.optimizer.param_groups]
         return [groups[i] for i in self._group_of_sub_group]
 
+    # ---- gradients: stock's hooks and ends, as GradientFlow serves them ------------------------------------
+
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
+        self.gradient_flow.collect(param)
+
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> None:
+        self.gradient_flow.hand_over(params_to_release, grad_partitions)
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        self.gradient_flow.end_micro_batch()
+        for param_id in self.params_already_reduced:
+            self.params_already_reduced[param_id] = False
+        self._epilogue_ran_this_backward = True
+        self.planning.backward_ended()
+
+    def _finalize_offload_gradient_accumulation(self) -> None:
+        self.gradient_flow.end_unmanaged()
+
+    def complete_grad_norm_calculation_for_cpu_offload(self, params: list[Any]) -> torch.Tensor:
+        self.gradient_flow.put_norms(params)
+        norm: torch.Tensor = super().complete_grad_norm_calculation_for_cpu_offload(params)
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.gradient_flow.forget()
+        self.reset_cpu_buffers()
+
     # ---- the step -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -200,7 +234,7 @@ class FuyouStage3Optimizer(GradientFlowMixin, DeepSpeedZeroOptimizer_Stage3):
             self.rank_state.activations.end_step()
         self._pre_step()
         self._partition_all_parameters()
-        self._finish_gradients()
+        self.gradient_flow.finish()
         core = self.rank_state.core
         core.check()
         self._overflow_check_and_loss_scale_update_compat()
@@ -244,11 +278,10 @@ class FuyouStage3Optimizer(GradientFlowMixin, DeepSpeedZeroOptimizer_Stage3):
         return float(torch.ones(1, dtype=torch.float32).mul_(1.0 / combined).item())
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Stock reads a buffer of all gradients; a gradient is not finite exactly if its fp64 norm is not."""
+        """Stock reads a buffer of all gradients; here their norms tell."""
         from deepspeed import comm as dist
 
-        norms = self.norm_for_param_grads.values()
-        local = any(not bool(torch.isfinite(torch.as_tensor(norm)).all()) for norm in norms)
+        local = not self.rank_state.core.intake.norms.all_finite()
         flag = get_accelerator().ByteTensor([int(local)])
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.dp_process_group)
         self._model_parallel_all_reduce(tensor=flag, op=dist.ReduceOp.MAX)

@@ -57,8 +57,7 @@ def main(paths: list[Path], share: float, slots: int, end: str) -> None:
     core.clock.replay([(5, [hyper.betas for hyper in HYPERS])])
     for _ in range(3):
         for span in layout.params:
-            core.add_gradient(span, torch.linspace(1, 2, span.numel).bfloat16())
-            core.complete_gradient(span)
+            core.add_gradients([(span, torch.linspace(1, 2, span.numel).bfloat16())])
         core.apply(HYPERS, 1.0, expected_multiplier=1.0)
     if end == "loading":
         core.states.write(0, [torch.full((layout.chunks[0].numel,), 7.0)] * 3)

@@ -35,6 +35,19 @@ class TinyExperts(nn.Module):
         return out
 
 
+class TinyGate(nn.Module):
+    """One number a token from an odd width: a bias of one element, and a scalar, which two ranks cannot share."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wide = nn.Linear(width, 1003)
+        self.gate = nn.Linear(1003, 1)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.gate(torch.tanh(self.wide(x)))
+
+
 class TinyGPT(nn.Module):
     def __init__(
         self,
@@ -45,12 +58,15 @@ class TinyGPT(nn.Module):
         skip: int = -1,
         experts: bool = False,
         tied_blocks: bool = False,
+        gates: bool = False,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(TinyBlock(width) for _ in range(num_layers))
         if experts:
             self.blocks[1] = TinyExperts(width)
+        if gates:
+            self.blocks[0], self.blocks[2] = TinyGate(width), TinyGate(width)
         if tied_blocks:
             self.blocks[2].up.weight = self.blocks[0].up.weight
         self.norm = nn.LayerNorm(width)

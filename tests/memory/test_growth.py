@@ -25,7 +25,6 @@ SCRIPT = """
 import sys
 import deepspeed, torch
 from ds_fuyou.telemetry.placement import placement_of
-from ds_fuyou.zero import gradient_flow
 from tests.harness.models import TinyGPT, make_batch
 from tests.harness.runner import ds_config
 
@@ -46,13 +45,10 @@ with deepspeed.zero.Init(config_dict_or_path=config):
     model = TinyGPT(num_layers=num_layers, width=640, vocabulary=500)
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 for micro_batch in range(8):
-    if micro_batch == 6:  # what is rare: fast norms cannot tell how stock's are rounded, all are taken in stock's way
-        gradient_flow.rounds_safely = lambda squares, numels: False
     engine.backward(engine(**make_batch({}, micro_batch, 0)))
     engine.step()
 with open("/proc/self/status") as status:  # ru_maxrss would begin with what the process that started this one has
     peak_bytes = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-assert engine.optimizer.num_exact_norms > 0
 rows = placement_of(engine.optimizer.rank_state)
 resident = sum(row.num_bytes for row in rows if row.tier == "cpu" and "pool" not in row.name)
 print("FOUND", sum(p.ds_numel for p in model.parameters()), peak_bytes, resident, flush=True)

@@ -110,3 +110,10 @@ def test_two_ranks_keep_directories_of_their_own_and_what_they_keep_is_recovered
     assert all(torch.equal(recovered[name], values) for name, values in first["p32"].items())
     assert main(["recover", directories[0], "--out", str(weights)]) == 2
     assert f"all 2 ranks of one run must be named, found {Path(directories[0]).name}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tiers", ["states", "all"])
+def test_parameters_of_one_element_leave_their_neighbours_alone(tiers: str, must_equal, tmp_path: Path) -> None:
+    """The second rank holds padding of them and nothing else; it is updated beside the rest, as in stock."""
+    case = {"steps": 5, "model": {"gates": True, "width": 83}, "groups": "one", "config": ds_config(), "world_size": 2}
+    must_equal(case, block(str(tmp_path / "swap"), tiers, "speculate", chunk_bytes=1 << 20))

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ds_fuyou.host.device import HostDevice
-from ds_fuyou.host.memory import PageLocks, round_up_to_page
+from ds_fuyou.host.memory import PageLocks, aligned_tensor, round_up_to_page
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.gradients import DramGradients, StoredGradients
-from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
+from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, ParamSpan, build_layout
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.store import Extent
 
@@ -57,10 +57,19 @@ def values_of(index: int) -> torch.Tensor:
     return (torch.arange(numel) % 128 + index).to(torch.bfloat16)
 
 
+def changed(memory: StoredGradients | DramGradients, span: ParamSpan) -> list[torch.Tensor]:
+    """Memory to be changed, with what was in it."""
+    pieces = memory.pieces(span)
+    for _, reading in pieces:
+        if reading is not None:
+            reading.wait()
+    return [values for values, _ in pieces]
+
+
 def write_all(memory: StoredGradients | DramGradients) -> None:
     for span in reversed(LAYOUT.params):
         at = 0
-        for piece in memory.pieces(span):
+        for piece in changed(memory, span):
             piece.copy_(values_of(span.index)[at : at + piece.numel()])
             at += piece.numel()
         memory.seal_all()
@@ -68,7 +77,7 @@ def write_all(memory: StoredGradients | DramGradients) -> None:
 
 def check_all(memory: StoredGradients | DramGradients) -> None:
     for span in LAYOUT.params:
-        assert torch.equal(torch.cat(memory.pieces(span)), values_of(span.index))
+        assert torch.equal(torch.cat(changed(memory, span)), values_of(span.index))
         memory.seal_all()
 
 
@@ -103,8 +112,8 @@ def test_reading_takes_no_buffer_and_writes_nothing(stored: tuple[StoredGradient
     memory, _ = stored
     write_all(memory)
     resident = [chunk.index for chunk in LAYOUT.chunks if memory.pointer(chunk.index)]
-    for _, transfer in memory._sealed.values():
-        transfer.wait()
+    for sealed in memory._sealed.values():
+        sealed.writing.wait()
     writes = io.stats()["write"].num_operations
     for span in LAYOUT.params:
         assert torch.equal(torch.cat(memory.values(span)), values_of(span.index))
@@ -112,7 +121,7 @@ def test_reading_takes_no_buffer_and_writes_nothing(stored: tuple[StoredGradient
     memory.seal_all()
     assert io.stats()["write"].num_operations == writes
     for span in LAYOUT.params:  # what is written after it was read is read anew
-        memory.pieces(span)[0][0] = -1.0
+        changed(memory, span)[0][0] = -1.0
         assert memory.values(span)[0][0] == -1.0
         memory.seal_all()
     assert all(memory.values(span)[0][0] == -1.0 for span in LAYOUT.params)
@@ -123,9 +132,142 @@ def test_a_write_that_failed_keeps_nothing_from_closing(stored: tuple[StoredGrad
     memory, _ = stored
     memory.pieces(LAYOUT.params[0])
     io.engine.add_fault(core.IoKind.WRITE, core.IoFaultEffect.ERROR, count=1 << 40)
-    memory.seal_all()
+    for index in LAYOUT.chunks_of_param[0]:
+        memory.seal(index)
     memory.close()
     assert not any(memory.pointer(chunk.index) for chunk in LAYOUT.chunks)
+
+
+def test_a_buffer_stays_owned_when_the_wait_for_its_write_raises(
+    stored: tuple[StoredGradients, list[int]], io: IoLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update may still read it: the memory must not go with the exception."""
+    core = load_core()
+    memory, detached = stored
+    io.engine.add_fault(core.IoKind.WRITE, core.IoFaultEffect.ERROR, count=1 << 40)
+    memory.pieces(LAYOUT.params[0])
+    first = memory.pointer(0)
+    memory.seal(0)
+    for wait in (lambda: memory._retire(0), lambda: memory.pieces(LAYOUT.params[0]), memory.check):
+        with pytest.raises(OSError, match="writing the gradient of chunk 0 failed"):
+            wait()
+        assert memory.pointer(0) == first
+    assert detached == []
+
+
+def test_a_buffer_stays_owned_when_its_write_is_not_taken(
+    stored: tuple[StoredGradients, list[int]], io: IoLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    memory, _ = stored
+    memory.pieces(LAYOUT.params[0])
+    before = memory.pointer(0)
+    monkeypatch.setattr(io, "write", refuse)
+    with pytest.raises(KeyboardInterrupt):
+        memory.seal(0)
+    assert memory.pointer(0) == before
+
+
+def test_the_order_of_the_micro_batch_before_is_read_ahead(
+    stored: tuple[StoredGradients, list[int]], io: IoLane
+) -> None:
+    memory, _ = stored
+
+    def micro_batch() -> list[bool]:
+        """Whether each chunk that had left was in memory, or on its way, when its gradients came."""
+        ahead = []
+        for span in reversed(LAYOUT.params):
+            for index in LAYOUT.chunks_of_param[span.index]:
+                ahead += [index in memory._ahead] if memory.pointer(index) == 0 else []
+            at = 0
+            for piece in changed(memory, span):
+                piece.add_(values_of(span.index)[at : at + piece.numel()])
+                at += piece.numel()
+            for index in LAYOUT.chunks_of_param[span.index]:
+                if LAYOUT.chunks[index].params[0] == span.index:  # the last of them in backward
+                    memory.seal(index)
+            assert len(memory._ahead) <= 2
+            assert len(memory._ahead) + len(memory._sealed) <= 2 * 2 + len(LAYOUT.chunks_of_param[span.index])
+            for sealed in memory._sealed.values():
+                sealed.writing.wait()
+            assert len(memory._free) <= 2
+        return ahead
+
+    write_all(memory)
+    micro_batch()
+    memory.seal_all()
+    reads = io.stats()["read"].num_operations
+    ahead = micro_batch()
+    assert all(ahead)
+    assert len(ahead) >= len(LAYOUT.chunks) - 4
+    assert io.stats()["read"].num_operations - reads <= len(LAYOUT.chunks)
+    for span in LAYOUT.params:
+        assert torch.equal(torch.cat(memory.values(span)), 3 * values_of(span.index))
+    memory.begin_last()
+    memory.seal_all()
+    assert not memory._ahead
+
+
+def test_lent_memory_keeps_a_sum_until_the_last_micro_batch(io: IoLane, tmp_path: Path) -> None:
+    fd = os.open(tmp_path / "gradients", os.O_RDWR | os.O_CREAT)
+    os.truncate(fd, CHUNK_BYTES * len(LAYOUT.chunks))
+    left = [6]
+
+    def lend(num_bytes: int) -> torch.Tensor | None:
+        left[0] -= 1
+        return aligned_tensor(num_bytes) if left[0] >= 0 else None
+
+    def extents(chunk: int) -> tuple[Extent, ...]:
+        return (Extent(fd, chunk * CHUNK_BYTES, round_up_to_page(LAYOUT.chunks[chunk].numel * 2)),)
+
+    def moved() -> int:
+        return sum(stats.num_operations for stats in io.stats().values())
+
+    memory = StoredGradients(LAYOUT, torch.bfloat16, io, extents, lambda *_: None, UNLOCKED, 2, lend)
+    lent = LAYOUT.params[-2:]
+    lent_chunks = {index for span in lent for index in LAYOUT.chunks_of_param[span.index]}
+    assert len(lent_chunks) <= 6
+    for _ in range(3):
+        for span in lent:
+            for piece in changed(memory, span):
+                piece.fill_(7.0)
+            memory.seal_all()
+    assert moved() == 0
+    assert memory.lent_bytes > 0
+    write_all(memory)
+    assert moved() > 0
+    memory.begin_last()
+    memory.seal_all()
+    assert memory.lent_bytes <= 2 * CHUNK_BYTES  # on their way to storage
+    check_all(memory)
+    memory.end_step()
+    write_all(memory)
+    memory.begin_last()
+    memory.seal_all()
+    check_all(memory)
+    assert memory.lent_bytes == 0
+    memory.close()
+    os.close(fd)
+
+
+def test_a_copy_is_waited_for_before_more_than_a_few_buffers_are_open(
+    stored: tuple[StoredGradients, list[int]],
+) -> None:
+    memory, _ = stored
+    waited: list[int] = []
+
+    def relieve() -> bool:
+        waited.append(len(memory._open))
+        memory.seal(next(iter(memory._open)))
+        return True
+
+    memory.relieve = relieve
+    for span in LAYOUT.params:
+        memory.pieces(span)
+    assert waited
+    assert set(waited) == {5}
 
 
 def test_a_new_step_does_not_read_the_last_ones_values(stored: tuple[StoredGradients, list[int]], io: IoLane) -> None:

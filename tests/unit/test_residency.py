@@ -78,10 +78,9 @@ def train(core: OutOfCoreOptimizer, multipliers: tuple[float, ...] = (1.0, 0.5, 
     for step, multiplier in enumerate(multipliers):
         core.open_window(HYPERS, 1.0, managed=True)
         for span in reversed(LAYOUT.params):
-            core.add_gradient(span, torch.linspace(-1, 1 + step, span.numel).bfloat16())
-            core.complete_gradient(span)
+            core.add_gradients([(span, torch.linspace(-1, 1 + step, span.numel).bfloat16())])
         core.end_micro_batch()
-        prepared.append(set(core._prepared))
+        prepared.append(set(core.window.prepared))
         core.apply(HYPERS, multiplier, expected_multiplier=1.0)
     core.wait_all()
     return prepared

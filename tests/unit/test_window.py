@@ -55,9 +55,8 @@ def arrive(core: OutOfCoreOptimizer, *spans: object) -> list[bool]:
     core.open_window(HYPERS, 1.0, managed=True)
     prepared = []
     for span in spans:
-        core.add_gradient(span, torch.ones(span.numel, dtype=torch.bfloat16))
-        core.complete_gradient(span)
-        prepared.append(0 in core._prepared)
+        core.add_gradients([(span, torch.ones(span.numel, dtype=torch.bfloat16))])
+        prepared.append(0 in core.window.prepared)
     core.end_micro_batch()
     return prepared
 
@@ -123,20 +122,109 @@ def test_a_gradient_is_not_overwritten_before_its_update_has_read_it(core: OutOf
     arrive(core, B, A)
     core.apply(HYPERS, 1.0, expected_multiplier=1.0)
     core.open_window(HYPERS, 1.0, managed=True)
-    core.add_gradient(A, torch.full((A.numel,), 3.0, dtype=torch.bfloat16))
+    core.add_gradients([(A, torch.full((A.numel,), 3.0, dtype=torch.bfloat16))])
     core.forget_gradients()
     assert float(core.states.read_param(A, 1)[0]) == pytest.approx(0.1)
 
 
 def test_a_failure_after_the_last_call_is_told(core: OutOfCoreOptimizer, told: Callable[[], str]) -> None:
     module = load_core()
+    core.policy = ClipPolicy("defer", possible=True)  # nothing is written before the step
     arrive(core, B, A)
+    core.close_window()
     core.io.engine.add_fault(module.IoKind.WRITE, module.IoFaultEffect.ERROR, count=1 << 40)
-    core.apply(HYPERS, 2.0, expected_multiplier=1.0)  # what backward prepared is done again
+    core.apply(HYPERS, 1.0, expected_multiplier=1.0)
     with pytest.raises(RuntimeError, match="has failed"):
         core.pipeline.wait_durable(core.generation, 60.0)
     core.close()
     assert "closed after a failure: writing the state of chunk 0 failed" in told()
+
+
+def test_a_parameter_that_missed_a_step_is_prepared_again(core: OutOfCoreOptimizer) -> None:
+    """Its own clock runs behind from then on; that is known before the step, too."""
+    arrive(core, B)
+    step(core)
+    for _ in range(3):
+        assert arrive(core, B, A) == [False, True]
+        step(core)
+    assert core.num_redone_chunks == 0
+    assert core.missed.by_name() == {"block.a": 1}
+    found = [core.states.read_param(span, part) for span in (A, B) for part in range(3)]
+
+    core.missed.restore({})
+    core.clock.replay([])
+    for span in (A, B):
+        for part, value in enumerate((1.0, 0.0, 0.0)):
+            core.states.write_param(span, part, torch.full((span.numel,), value))
+    core.policy = ClipPolicy("defer", possible=True)
+    arrive(core, B)
+    step(core)
+    for _ in range(3):
+        assert arrive(core, B, A) == [False, False]
+        step(core)
+    again = [core.states.read_param(span, part) for span in (A, B) for part in range(3)]
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("where", ["params", "missed", "_end_window"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_step_that_was_cut_short_is_the_last(
+    where: str, error: type[BaseException], core: OutOfCoreOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is half applied. A script that catches the exception and goes on would train on that."""
+
+    def cut(*_: object) -> None:
+        raise error(5, "no more") if error is OSError else error
+
+    target, name = {"params": (core.params, "after_step"), "missed": (core.missed, "count")}.get(where, (core, where))
+    arrive(core, B, A)
+    monkeypatch.setattr(target, name, cut)
+    with pytest.raises(error):
+        core.apply(HYPERS, 1.0, expected_multiplier=1.0)
+    monkeypatch.undo()
+    with pytest.raises((RuntimeError, OSError), match="step 1 was cut short"):
+        core.check()
+    with pytest.raises((RuntimeError, OSError), match="step 1 was cut short"):
+        core.apply(HYPERS, 1.0, expected_multiplier=1.0)
+
+
+@pytest.mark.parametrize("core", ["nvme"], indirect=True)
+def test_a_failed_read_of_a_parameter_ends_the_run(core: OutOfCoreOptimizer) -> None:
+    module = load_core()
+    arrive(core, B, A)
+    core.forget_gradients()
+    core.io.engine.add_fault(module.IoKind.READ, module.IoFaultEffect.ERROR)
+    with pytest.raises(OSError, match=r"reading parameter block\.a failed"):
+        core.params.read(A)
+    with pytest.raises(OSError, match=r"reading parameter block\.a failed"):
+        core.apply(HYPERS, 1.0, expected_multiplier=1.0)
+
+
+def fail_gradient_writes(core: OutOfCoreOptimizer) -> None:
+    module = load_core()
+    extent = core.place.grad_extents(0)[0]
+    end = extent.offset + extent.num_bytes
+    where = {"fd": extent.fd, "offset_begin": extent.offset, "offset_end": end}
+    core.io.engine.add_fault(module.IoKind.WRITE, module.IoFaultEffect.ERROR, count=1 << 40, **where)
+
+
+@pytest.mark.parametrize("core", ["nvme"], indirect=True)
+def test_a_failed_write_of_a_gradient_is_told_by_the_step(core: OutOfCoreOptimizer) -> None:
+    fail_gradient_writes(core)
+    arrive(core, B, A)
+    core.gradients._sealed[0].writing.wait_ended()
+    with pytest.raises(OSError, match="writing the gradient of chunk 0 failed"):
+        core.close_window()
+    with pytest.raises(OSError, match="writing the gradient of chunk 0 failed"):
+        core.check()
+
+
+@pytest.mark.parametrize("core", ["nvme"], indirect=True)
+def test_a_failed_write_of_the_last_gradient_is_told(core: OutOfCoreOptimizer, told: Callable[[], str]) -> None:
+    fail_gradient_writes(core)
+    arrive(core, B, A)
+    core.close()
+    assert "closed after a failure: writing the gradient of chunk 0 failed" in told()
 
 
 def test_memory_and_threads_go_with_close(core: OutOfCoreOptimizer) -> None:

@@ -10,10 +10,12 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "io/io_engine.h"
 #include "kernels/elementwise.h"
+#include "kernels/gradient_norm.h"
 #include "kernels/place_sum.h"
 #include "kernels/update_rule.h"
 #include "memory/aligned_pool.h"
@@ -134,8 +136,12 @@ void bind_kernels(py::module_& m)
     m.def("make_adagrad_clock", &make_adagrad_clock);
     m.def(
         "sum_of_squares",
-        [](ElementType type, std::uintptr_t source, std::size_t numel, int num_threads) {
-            return sum_of_squares(type, address(source), numel, num_threads);
+        [](ElementType type, const std::vector<std::pair<std::uintptr_t, std::size_t>>& runs,
+           int num_lanes) {
+            std::vector<ValueRun> gradient;
+            gradient.reserve(runs.size());
+            for (const auto& [source, numel] : runs) gradient.push_back({address(source), numel});
+            return sum_of_squares(type, gradient, num_lanes);
         },
         NoGil());
     m.def(

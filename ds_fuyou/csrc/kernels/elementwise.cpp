@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/elementwise.h"
 
-#include <algorithm>
 #include <cstring>
 #if defined(__F16C__)
 #include <immintrin.h>
@@ -63,42 +62,6 @@ void narrow16(const float* src, std::uint16_t* dst, std::size_t numel)
     for (std::size_t i = 0; i < numel; ++i) dst[i] = Format::store(src[i]);
 }
 
-template <class Load>
-double sum_run(const Load& load, std::size_t begin, std::size_t end)
-{
-    constexpr std::size_t kLanes = 16;
-    double lanes[kLanes] = {};
-    std::size_t i = begin;
-    for (; i + kLanes <= end; i += kLanes) {
-        for (std::size_t lane = 0; lane < kLanes; ++lane) {
-            const double value = load(i + lane);
-            lanes[lane] += value * value;
-        }
-    }
-    double sum = 0.0;
-    for (; i < end; ++i) {
-        const double value = load(i);
-        sum += value * value;
-    }
-    for (double lane : lanes) sum += lane;
-    return sum;
-}
-
-template <class Load>
-double sum_parallel(const Load& load, std::size_t numel, int num_threads)
-{
-    constexpr std::size_t kRun = 64 * 1024;
-    const std::ptrdiff_t num_runs = static_cast<std::ptrdiff_t>((numel + kRun - 1) / kRun);
-    double sum = 0.0;
-#pragma omp parallel for num_threads(num_threads) \
-    reduction(+ : sum) if (num_threads > 1 && num_runs > 1)
-    for (std::ptrdiff_t run = 0; run < num_runs; ++run) {
-        const std::size_t begin = static_cast<std::size_t>(run) * kRun;
-        sum += sum_run(load, begin, std::min(begin + kRun, numel));
-    }
-    return sum;
-}
-
 }  // namespace
 
 void scale_gradient(ElementType type, const void* src, float* dst, std::size_t numel,
@@ -132,24 +95,6 @@ void narrow_parameter(ElementType type, const float* src, void* dst, std::size_t
             narrow16<BFloat16>(src, static_cast<std::uint16_t*>(dst), numel);
             break;
     }
-}
-
-double sum_of_squares(ElementType type, const void* src, std::size_t numel, int num_threads)
-{
-    if (type == ElementType::kFloat32) {
-        const float* values = static_cast<const float*>(src);
-        return sum_parallel([values](std::size_t i) { return static_cast<double>(values[i]); },
-                            numel, num_threads);
-    }
-    const std::uint16_t* values = static_cast<const std::uint16_t*>(src);
-    if (type == ElementType::kFloat16) {
-        return sum_parallel(
-            [values](std::size_t i) { return static_cast<double>(Float16::load(values[i])); },
-            numel, num_threads);
-    }
-    return sum_parallel(
-        [values](std::size_t i) { return static_cast<double>(BFloat16::load(values[i])); }, numel,
-        num_threads);
 }
 
 }  // namespace fuyou

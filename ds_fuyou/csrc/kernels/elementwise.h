@@ -22,7 +22,4 @@ void scale_gradient(ElementType type, const void* src, float* dst, std::size_t n
 // dst = src in `type`, round to nearest even (torch: param16.copy_(param32)).
 void narrow_parameter(ElementType type, const float* src, void* dst, std::size_t numel);
 
-// Sum of squares in double precision, in no promised order; not finite if any element is not.
-double sum_of_squares(ElementType type, const void* src, std::size_t numel, int num_threads);
-
 }  // namespace fuyou

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of further micro-batches, added on the host behind their copies from the device.
+
+[Note: sums on the host]
+The sum of two 16-bit or fp32 values rounds alike on the host and on a device, so each micro-batch crosses the link
+once: it is copied to staging memory, and one thread adds it to G16 when the copy, and the read of the sum so far if
+that lay on storage, have ended. The thread waits for nothing else: device events and reads end by themselves. Staging
+and the target belong to it from :meth:`HostSums.submit` until the sum has ended; the training thread alone asks for
+that.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ds_fuyou.host.memory import PageLocks, aligned_tensor, round_up_to_page
+from ds_fuyou.host.waiting import wait_reporting
+from ds_fuyou.optimizer.norms import host_squares
+from ds_fuyou.storage.io import Transfer
+
+__all__ = ["PIECE_ELEMENTS", "HostSum", "HostSums"]
+
+PIECE_ELEMENTS = 4 * 1024 * 1024
+"""The most that is copied and added at once."""
+
+_STAGING_BYTES = 128 * 1024 * 1024
+"""How far copies may run ahead of their sums. Beyond, the oldest is waited for."""
+
+
+class HostSum:
+    """``target`` := or += what a copy from the device brings into ``staging``."""
+
+    def __init__(
+        self,
+        target: torch.Tensor,
+        staging: torch.Tensor,
+        event: Any,
+        reading: Transfer | None,
+        *,
+        adds: bool,
+        gradient: Sequence[torch.Tensor],
+    ) -> None:
+        """``event`` follows the copy, ``reading`` brings what ``target`` holds so far. ``gradient``: the pieces of the
+        whole gradient if this is its last one and its norm is wanted; else empty."""
+        self._target, self._staging, self._event, self._reading = target, staging, event, reading
+        self._adds, self._gradient = adds, gradient
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self.squares: float | None = None
+        """Sum of squares of ``gradient``, after the end."""
+
+    def run(self) -> None:
+        try:
+            self._event.synchronize()
+            if self._reading is not None:
+                self._reading.wait()
+            if self._adds:
+                self._target.add_(self._staging)
+            else:
+                self._target.copy_(self._staging)
+            if self._gradient:
+                self.squares = host_squares(self._gradient)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self) -> float:
+        """Until it has ended; returns the seconds waited. Raises what failed, in the training thread."""
+        seconds = wait_reporting(self._ended.wait, lambda: "a gradient to be copied from the device and added")
+        if self._error is not None:
+            raise self._error
+        return seconds
+
+
+class HostSums:
+    """The thread that adds, and its staging memory."""
+
+    def __init__(self, dtype: torch.dtype, locks: PageLocks) -> None:
+        self._dtype, self._locks = dtype, locks
+        self._bytes = round_up_to_page(PIECE_ELEMENTS * dtype.itemsize)
+        self._orders: queue.SimpleQueue[HostSum | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._num_buffers = 0
+        self._free: list[torch.Tensor] = []
+        self._lent: deque[tuple[HostSum, torch.Tensor]] = deque()
+        self.waited_secs = 0.0
+
+    def staging(self, numel: int) -> torch.Tensor:
+        """Memory for a copy of ``numel`` elements, to be submitted next. Waits for the oldest sum if there is none."""
+        while self._lent and (self._lent[0][0].done() or self._is_full()):
+            self.waited_secs += self._lent[0][0].wait()
+            self._free.append(self._lent.popleft()[1])
+        if not self._free:
+            self._free.append(self._locks.lock(aligned_tensor(self._bytes)))
+            self._num_buffers += 1
+        return self._free[-1].view(self._dtype)[:numel]
+
+    def _is_full(self) -> bool:
+        return not self._free and (self._num_buffers + 1) * self._bytes > _STAGING_BYTES
+
+    def submit(self, one: HostSum) -> HostSum:
+        """Hands over a sum whose staging is the memory given last."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="fuyou-sums", daemon=True)
+            self._thread.start()
+        self._lent.append((one, self._free.pop()))
+        self._orders.put(one)
+        return one
+
+    def _run(self) -> None:
+        while (one := self._orders.get()) is not None:
+            one.run()
+
+    def close(self) -> None:
+        """Ends what was submitted, then the thread. Idempotent."""
+        if self._thread is not None:
+            self._orders.put(None)
+            self._thread.join()
+            self._thread = None
+        self._lent.clear()
+        self._free.clear()
