@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BESIDE_IO", "CASES", "OFF", "Case", "StockTuning", "memory_spec", "spec_of"]
+__all__ = ["BESIDE_IO", "CASES", "OFF", "Case", "StockTuning", "config_of", "memory_spec", "spec_of"]
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,6 @@ VOCABULARY = 8192  # with 12 layers of width 768 about 98 million parameters
 
 def spec_of(case: Case, variant: str, directory: Path, tuning: StockTuning) -> dict[str, Any]:
     """What benchmarks/worker.py needs to run a variant of a case."""
-    config = _CONFIGS[variant](str(directory), tuning) | _common(case.batch, case.clip)
     return {
         "model": {
             "num_layers": 12,
@@ -132,8 +131,14 @@ def spec_of(case: Case, variant: str, directory: Path, tuning: StockTuning) -> d
         },
         "batch": case.batch,
         "mode": "off" if variant in (*OFF, BESIDE_IO) else "train",
-        "config": config,
+        "config": config_of(variant, directory, tuning, case.batch, case.clip),
     }
+
+
+def config_of(variant: str, directory: Path, tuning: StockTuning, batch: int, clip: float) -> dict[str, Any]:
+    """The DeepSpeed JSON of a variant."""
+    config: dict[str, Any] = _CONFIGS[variant](str(directory), tuning) | _common(batch, clip)
+    return config
 
 
 def memory_spec(variant: str, num_layers: int, clip: float, directory: Path, tuning: StockTuning) -> dict[str, Any]:

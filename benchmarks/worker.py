@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT)]
 
 
 class Trainer:
-    """The loop of examples/finetune.py, step by step. ``mode`` "off" never reaches the optimizer."""
+    """The loop of examples/finetune.py, step by step. ``mode`` "off" never reaches the optimizer.
+
+    ``device``: settings of the stand-in device (tests/device), which computes then; the host without.
+    """
 
     def __init__(self, spec: dict[str, Any]) -> None:
         import deepspeed
@@ -29,6 +32,10 @@ class Trainer:
         from text import manual
 
         self.spec, self.torch = spec, torch
+        if "device" in spec:
+            from tests.device.accelerator import install
+
+            install(**spec["device"])
         torch.manual_seed(0)
         deepspeed.init_distributed("gloo")
         begin = time.perf_counter()
@@ -44,22 +51,29 @@ class Trainer:
 
     def step(self) -> tuple[float, float, float, float]:
         """Seconds of the whole step, of forward, of backward and of ``engine.step()``."""
-        length = self.spec["model"]["length"]
-        begin = time.perf_counter()
-        starts = self.torch.randint(len(self.data) - length - 1, (self.spec["batch"],), generator=self.generator)
-        ids = self.torch.stack([self.data[s : s + length + 1] for s in starts])
-        if self.spec["mode"] == "off":
-            self.engine.set_gradient_accumulation_boundary(False)
-        loss = self.engine(ids)
-        if self.spec["mode"] == "off":
-            self.engine.optimizer.micro_step_id = 0  # gradients are stored, not accumulated, as in a training step
-        forward = time.perf_counter()
-        self.engine.backward(loss)
-        backward = time.perf_counter()
-        self.engine.step()
-        end = time.perf_counter()
+        begin, forward_secs, backward_secs, step_secs = time.perf_counter(), 0.0, 0.0, 0.0
+        for _ in range(self.engine.gradient_accumulation_steps()):
+            began = time.perf_counter()
+            if self.spec["mode"] == "off":
+                self.engine.set_gradient_accumulation_boundary(False)
+            loss = self.engine(self.batch())
+            if self.spec["mode"] == "off":
+                self.engine.optimizer.micro_step_id = 0  # gradients are stored, not accumulated, as in a training step
+            forward = time.perf_counter()
+            self.engine.backward(loss)
+            backward = time.perf_counter()
+            self.engine.step()
+            end = time.perf_counter()
+            forward_secs += forward - began
+            backward_secs += backward - forward
+            step_secs += end - backward
         self.loss = float(loss)
-        return end - begin, forward - begin, backward - forward, end - backward
+        return time.perf_counter() - begin, forward_secs, backward_secs, step_secs
+
+    def batch(self) -> Any:
+        length = self.spec["model"]["length"]
+        starts = self.torch.randint(len(self.data) - length - 1, (self.spec["batch"],), generator=self.generator)
+        return self.torch.stack([self.data[s : s + length + 1] for s in starts]).to(self.engine.device)
 
     def steps(self, num_lead: int, num_timed: int) -> dict[str, Any]:
         """``num_lead`` steps that are not timed bring the overlap into its steady state; the work that the
@@ -80,11 +94,17 @@ class Trainer:
         }
 
     def lanes(self) -> dict[str, float]:
-        """Counters of our lanes since the start; empty for stock."""
-        if self.state is None:
-            return {}
-        core, parameters = self.state.core, self.state.parameters
+        """Counters since the start: of the stand-in device, and of our lanes."""
         lanes: dict[str, float] = {}
+        if "device" in self.spec:
+            from tests.device.backend import usage
+
+            lanes |= {f"device_{name}_secs": secs for name, secs in vars(usage()).items()}
+            counters = self.torch.standin.core.counters()
+            lanes |= {f"device_{way}_bytes": counters.get(f"bytes {way}", 0) for way in ("up", "down")}
+        if self.state is None:
+            return lanes
+        core, parameters = self.state.core, self.state.parameters
         for name, lane in core.io.stats().items():
             lanes[f"{name}_busy_secs"], lanes[f"{name}_bytes"] = lane.busy_secs, lane.num_bytes
         lanes["update_busy_secs"] = core.pipeline.stats().update_busy_secs
@@ -126,7 +146,13 @@ def answer(trainer: Trainer, command: dict[str, Any]) -> dict[str, Any]:
         return trainer.steps(command["lead"], command["timed"])
     if command["do"] == "memory":
         return {"peak_rss_bytes": peak_rss_bytes(), "numel": trainer.numel}
-    raise ValueError(f"unknown command {command!r}; steps, memory and stop are known")
+    if command["do"] == "waits":  # of the host on the device since the last time: seconds and how often, by place
+        found: dict[str, list[float]] = {}
+        for wait in trainer.torch.standin.take_waits():
+            secs, number = found.get(f"{wait.what}\n{wait.stack}", [0.0, 0])
+            found[f"{wait.what}\n{wait.stack}"] = [secs + wait.secs, number + 1]
+        return {"waits": sorted(found.items(), key=lambda item: -item[1][0])}
+    raise ValueError(f"unknown command {command!r}; steps, memory, waits and stop are known")
 
 
 def serve(replies: TextIO) -> None:

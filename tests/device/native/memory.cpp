@@ -48,8 +48,7 @@ std::vector<Trip> take_trips()
     return std::exchange(trips, {});
 }
 
-// ---- device memory
-// ------------------------------------------------------------------------------------------
+// ---- device memory ----------------------------------------------------------------------------
 
 void DeviceMemory::open()
 {
@@ -237,8 +236,7 @@ void DeviceMemory::reset_peaks()
     peak_reserved_ = reserved_;
 }
 
-// ---- host memory
-// --------------------------------------------------------------------------------------------
+// ---- host memory ------------------------------------------------------------------------------
 
 bool HostMemory::overlaps(uintptr_t at, size_t bytes) const
 {

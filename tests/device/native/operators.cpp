@@ -35,8 +35,7 @@ void count(const std::string& name, int64_t n = 1)
     counted[name] += n;
 }
 
-// ---- allocators
-// ---------------------------------------------------------------------------------------------
+// ---- allocators -------------------------------------------------------------------------------
 
 class OnDevice final : public c10::Allocator {
   public:
@@ -115,7 +114,15 @@ void launch(const char* name, Engine engine, double secs, std::function<void()> 
                       .engine = engine,
                       .secs = secs,
                       .latency = engine == Engine::compute ? settings.launch_secs : 0,
-                      .run = settings.skip ? nullptr : std::move(run)});
+                      .run = std::move(run)});
+}
+
+// Under `skip` what is small is computed all the same: counts, flags and losses that scripts and
+// DeepSpeed decide by. The rest is left out.
+constexpr size_t kSmall = size_t{16} << 10;
+bool is_left_out(size_t bytes)
+{
+    return settings.skip && bytes > kSmall;
 }
 
 // For what the host needs at once: computed in the stream's order, also where nothing else is.
@@ -134,13 +141,14 @@ void compute_now(const char* name, const std::function<void()>& run)
     if (failed) std::rethrow_exception(failed);
 }
 
-// ---- copies
-// -------------------------------------------------------------------------------------------------
+// ---- copies -----------------------------------------------------------------------------------
 
 void move_bytes(const char* name, char* to, const char* from, size_t bytes)
 {
     launch(name, Engine::compute, 2 * double(bytes) / settings.memory_rate,
-           [=] { std::memcpy(to, from, bytes); });
+           [=, left_out = is_left_out(bytes)] {
+               if (!left_out) std::memcpy(to, from, bytes);
+           });
 }
 
 const char* words_of(bool is_up, bool is_late)
@@ -157,18 +165,17 @@ void copy_late(const Tensor& from, const Tensor& to, bool is_up)
     const int64_t flight = host_memory.begin(host.const_data_ptr(), host.nbytes(), is_up);
     const Tensor source = is_up ? unowned(from) : aliased(from),
                  target = is_up ? aliased(to) : unowned(to);
+    const bool left_out = is_left_out(host.nbytes());
     raise_failure();
-    push(the_stream, {.name = words_of(is_up, true),
-                      .engine = is_up ? Engine::up : Engine::down,
-                      .secs = bytes / rate,
-                      .run = [=] {
-                          if (!settings.skip) {
-                              host_memory.arrive(flight);
-                              std::memcpy(target.mutable_data_ptr(), source.const_data_ptr(),
-                                          source.nbytes());
-                          }
-                          host_memory.end(flight);
-                      }});
+    Work work{.name = words_of(is_up, true), .engine = is_up ? Engine::up : Engine::down};
+    work.secs = bytes / rate;
+    work.run = [=] {
+        host_memory.arrive(flight);
+        if (!left_out)
+            std::memcpy(target.mutable_data_ptr(), source.const_data_ptr(), source.nbytes());
+        host_memory.end(flight);
+    };
+    push(the_stream, std::move(work));
 }
 
 // As CUDA's: late where the host's side is pinned, contiguous and of the same type; the host waits
@@ -209,11 +216,13 @@ void copy_across(const Tensor& from, const Tensor& to, bool non_blocking)
         });
         return;
     }
-    if (settings.skip && !is_up) to.zero_();  // the host reads what is defined
+    const bool left_out = is_left_out(host.nbytes());
+    if (left_out && !is_up) to.zero_();  // the host reads what is defined
     const Tensor source = is_up ? unowned(from) : aliased(from),
                  target = is_up ? aliased(to) : unowned(to);
     launch(name, engine, secs, [=] {
-        std::memcpy(target.mutable_data_ptr(), source.const_data_ptr(), source.nbytes());
+        if (!left_out)
+            std::memcpy(target.mutable_data_ptr(), source.const_data_ptr(), source.nbytes());
     });
     wait_stream(the_stream, non_blocking ? "pageable copy" : "copy");
 }
@@ -226,10 +235,11 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking)
         return to;
     }
     const Tensor source = aliased(from), target = aliased(to);
-    const double bytes = double(from.nbytes()) + double(to.nbytes());
-    launch("copy", Engine::compute, bytes / settings.memory_rate, [=] {
+    const size_t bytes = from.nbytes() + to.nbytes();
+    const bool left_out = is_left_out(bytes);
+    launch("copy", Engine::compute, double(bytes) / settings.memory_rate, [=] {
         Tensor out = target;
-        out.copy_(source);
+        if (!left_out) out.copy_(source);
     });
     return to;
 }
@@ -250,8 +260,7 @@ const Tensor& resize_(const Tensor& self, at::IntArrayRef sizes,
     return self;
 }
 
-// ---- every other operator
-// -----------------------------------------------------------------------------------
+// ---- every other operator ---------------------------------------------------------------------
 
 // What is known of an operator from its schema.
 struct Operator {
@@ -530,13 +539,20 @@ Tensor without_values(const Tensor& tensor)
                              tensor.options().device(at::kMeta).requires_grad(false));
 }
 
+size_t bytes_of(const std::vector<IValue>& given)
+{
+    size_t bytes = 0;
+    for (const Tensor& each : tensors_of(given)) bytes += is_ours(each) ? each.nbytes() : 0;
+    return bytes;
+}
+
 // What a call of this kind makes: tried once on zeros, by the CPU's kernel. (Meta kernels, which
 // serve where nothing is computed, do not agree with it on every dtype.)
 Results tried(const c10::OperatorHandle& op, const std::vector<IValue>& given,
               const Operator& facts)
 {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    if (settings.skip) {
+    if (is_left_out(bytes_of(given))) {
         Stack call = replaced(given, at::kMeta, without_values);
         try {
             op.callBoxed(&call);
@@ -602,7 +618,8 @@ bool has_mask(const std::vector<IValue>& given)
 void run_now(const c10::OperatorHandle& op, Stack* stack, const std::vector<IValue>& given,
              const Operator& facts)
 {
-    Stack call = settings.skip ? replaced(given, at::kCPU, zeros_on_host) : with_aliases(given);
+    Stack call = is_left_out(bytes_of(given)) ? replaced(given, at::kCPU, zeros_on_host)
+                                              : with_aliases(given);
     for (int argument : facts.returns)
         if (argument >= 0 && given[argument].isTensor() && is_ours(given[argument].toTensor()) &&
             given[argument].toTensor().numel() == 0)  // an out= tensor that the kernel may resize
@@ -627,10 +644,11 @@ void draw(const c10::OperatorHandle& op, Stack* stack, const std::vector<IValue>
           const Operator& facts)
 {
     Stack call = replaced(given, at::kCPU, zeros_on_host);
-    if (!settings.skip) op.callBoxed(&call);
+    const bool left_out = is_left_out(bytes_of(given));
+    if (!left_out) op.callBoxed(&call);
     launch(op.schema().name().c_str(), Engine::compute, cost_of(op, given, {}),
-           [drawn = call[0].toTensor(), target = aliased(given[0].toTensor())] {
-               store({drawn}, {target});
+           [left_out, drawn = call[0].toTensor(), target = aliased(given[0].toTensor())] {
+               if (!left_out) store({drawn}, {target});
            });
     give_back(stack, given, nullptr, facts, {{-1}, {}, {}}, {});
 }
@@ -647,18 +665,26 @@ void run_operator(const c10::OperatorHandle& op, Stack* stack)
         return run_now(op, stack, given, facts);
     const auto results = results_for(op, given, facts);
     const std::vector<Tensor> fresh = make_fresh(given, *results);
-    std::shared_ptr<Stack> call;
-    if (!settings.skip) call = std::make_shared<Stack>(with_aliases(given));
-    launch(op.schema().name().c_str(), Engine::compute, cost_of(op, given, fresh),
-           [op, call, targets = settings.skip ? fresh : aliases_of(fresh), &facts] {
-               op.callBoxed(call.get());
-               store(fresh_of(*call, facts), targets);
-           });
+    const double secs = cost_of(op, given, fresh);
+    const char* name = op.schema().name().c_str();
+    if (is_left_out(bytes_of(given))) {
+        std::vector<Tensor> small;  // these may be asked for
+        for (const Tensor& each : fresh)
+            if (each.defined() && each.nbytes() <= kSmall) small.push_back(aliased(each));
+        launch(name, Engine::compute, secs, [small] {
+            for (Tensor each : small) each.zero_();
+        });
+    } else {
+        auto call = std::make_shared<Stack>(with_aliases(given));
+        launch(name, Engine::compute, secs, [op, call, targets = aliases_of(fresh), &facts] {
+            op.callBoxed(call.get());
+            store(fresh_of(*call, facts), targets);
+        });
+    }
     give_back(stack, given, nullptr, facts, *results, fresh);
 }
 
-// ---- kernels of their own
-// -----------------------------------------------------------------------------------
+// ---- kernels of their own ---------------------------------------------------------------------
 
 void refuse_pinned(std::optional<bool> pin)
 {
@@ -682,10 +708,6 @@ Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides,
 }
 at::Scalar item(const Tensor& self)
 {
-    if (settings.skip) {
-        wait_stream(the_stream, "item");
-        return at::zeros({}, self.options().device(at::kCPU)).item();
-    }
     Tensor value;
     compute_now("item", [&, here = aliased(self)] { value = here.clone(); });
     return value.item();

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps on the stand-in device in timed mode (``make bench-device``): the device computes by a clock and takes no core.
+
+Storage, CPU Adam, Python and the threads of the package are real; the device's FLOPs, the bytes of its memory and the
+link take the time that a scaled GPU would take (tests/device/README.md). Rates are chosen so that one lane decides.
+
+python -m benchmarks.device --case compute_bound --rounds 3      a quick look, nothing written
+python -m benchmarks.device                                      everything, written to benchmarks/results/
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import StockTuning, config_of
+from benchmarks.floor import BYTES_A_PARAMETER
+from benchmarks.processes import ForeignLoad, started
+from benchmarks.rates import Rates, measure_rates
+from ds_fuyou.ops.core import load_core
+from tests.device.backend import preset
+from tests.device.build import build
+
+__all__ = ["CASES", "DeviceCase", "floor_secs", "main"]
+
+GPU = "rtx4090"
+MODEL = {"num_layers": 12, "width": 768, "num_heads": 12, "length": 512, "vocabulary": 8192}  # 98 million parameters
+WIDE = {"num_layers": 2, "width": 4096, "num_heads": 32, "length": 2048, "vocabulary": 2048}  # 419 million
+MOST_IDLE = 0.02
+MOST_OVER_FLOOR = 1.10
+
+
+@dataclass(frozen=True)
+class DeviceCase:
+    """``speed`` scales the GPU's FLOPs and memory, ``up`` and ``down`` are bytes/s of the link.
+
+    ``bars``: by "ours/theirs" what the quotient of step times must not exceed.
+    """
+
+    name: str
+    batch: int
+    speed: float
+    up: float
+    down: float
+    variants: tuple[str, ...]
+    bars: Mapping[str, float] = field(default_factory=dict)
+    model: Mapping[str, int] = field(default_factory=lambda: MODEL)
+    accumulation: int = 1
+    num_timed: int = 3
+
+    def settings(self) -> dict[str, float]:
+        return preset(GPU, speed=self.speed) | {"up_rate": self.up, "down_rate": self.down}
+
+
+CASES = (
+    DeviceCase(
+        "compute_bound",
+        16,
+        0.01,
+        4e9,
+        4e9,
+        ("zero_infinity", "fuyou_optimizer_nvme", "fuyou_off"),
+        {"fuyou_optimizer_nvme/fuyou_off": 1.03, "fuyou_optimizer_nvme/zero_infinity": 0.60},
+    ),
+    DeviceCase(
+        "balanced",
+        16,
+        0.03,
+        4e9,
+        4e9,
+        ("zero_infinity", "fuyou_optimizer_nvme", "fuyou_all_nvme"),
+        {"fuyou_optimizer_nvme/zero_infinity": 0.45},
+    ),
+    DeviceCase("storage_bound", 2, 0.1, 4e9, 4e9, ("zero_infinity", "fuyou_optimizer_nvme", "fuyou_all_nvme")),
+    DeviceCase("link_bound_up", 2, 0.1, 1e8, 1e9, ("fuyou_optimizer_nvme",)),
+    DeviceCase("link_bound_down", 2, 0.1, 1e9, 5e7, ("fuyou_optimizer_nvme",)),
+    DeviceCase("accumulation_8", 2, 0.02, 1e9, 1e9, ("zero_infinity", "fuyou_all_nvme"), accumulation=8),
+    DeviceCase(
+        "activations",
+        8,
+        0.2,
+        4e9,
+        4e9,
+        ("zero_infinity_checkpointing", "fuyou_swap"),
+        {"fuyou_swap/zero_infinity_checkpointing": 0.45},
+        model=WIDE,
+        num_timed=2,
+    ),
+)
+BY_NAME = {case.name: case for case in CASES}
+
+
+def spec_of(case: DeviceCase, variant: str, directory: Path) -> dict[str, Any]:
+    name = variant.removesuffix("_checkpointing")
+    config = config_of(name, directory, StockTuning(), case.batch, 0.0)
+    config["gradient_accumulation_steps"] = case.accumulation
+    for section in ("offload_optimizer", "offload_param"):
+        config["zero_optimization"][section]["pin_memory"] = True
+    return {
+        "model": {**case.model, "checkpointing": variant != name},
+        "batch": case.batch,
+        "mode": "off" if variant == "fuyou_off" else "train",
+        "config": config,
+        "device": case.settings(),
+    }
+
+
+def floor_secs(
+    case: DeviceCase, variant: str, numel: int, lanes: Mapping[str, float], rates: Rates
+) -> dict[str, float]:
+    """Seconds that each lane needs alone for what a step must do; the largest is the floor.
+
+    Parameters cross the link twice a micro-batch, gradients once; swapped activations cross it twice and lie on
+    storage. ``compute`` is what the device was busy with.
+    """
+    settings = case.settings()
+    swapped = lanes.get("activation_out_bytes", 0.0)
+    read, written = (each * numel for each in BYTES_A_PARAMETER.get(variant, (12, 12)))
+    read, written = read + lanes.get("activation_read_bytes", 0.0), written + lanes.get("activation_written_bytes", 0.0)
+    passes = case.accumulation
+    if variant == "fuyou_all_nvme":  # P16 is read for every pass of every micro-batch
+        read += 4 * numel * (passes - 1)
+    return {
+        "compute": lanes["device_compute_secs"],
+        "up": (4 * numel * passes + swapped) / settings["up_rate"],
+        "down": (2 * numel * passes + swapped) / settings["down_rate"],
+        "storage": max(read / rates.read, written / rates.write, (read + written) / rates.mixed),
+        "update": numel / rates.update,
+    }
+
+
+def measure(case: DeviceCase, num_rounds: int, directory: Path) -> dict[str, Any]:
+    """Rounds of one burst a variant, in alternating order. The first steps bring overlap and plans into their state."""
+    for variant in case.variants:
+        (directory / variant).mkdir(parents=True, exist_ok=True)
+    specs = {variant: spec_of(case, variant, directory / variant) for variant in case.variants}
+    rates = measure_rates(directory)
+    with tempfile.TemporaryDirectory(prefix="fuyou-bench-") as scratch, started(specs, Path(scratch)) as workers:
+        bursts: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}
+        for worker in workers:
+            worker.ask(do="steps", lead=4, timed=1)
+            worker.ask(do="waits")
+        load = ForeignLoad(workers)
+        for number in range(num_rounds):
+            for worker in workers if number % 2 == 0 else reversed(workers):
+                bursts[worker.name].append(worker.ask(do="steps", lead=1, timed=case.num_timed))
+            times = "  ".join(f"{name} {runs[-1]['secs']:.3f}" for name, runs in bursts.items())
+            print(f"{case.name} round {number}: {times}", flush=True)
+        foreign = load.cores()
+        waits = {worker.name: worker.ask(do="waits")["waits"][:12] for worker in workers}
+        numels = {worker.name: worker.about["numel"] for worker in workers}
+        peaks = {worker.name: worker.ask(do="memory")["peak_rss_bytes"] for worker in workers}
+        plans = {worker.name: worker.about["plan"] for worker in workers}
+    secs = {name: statistics.median(run["secs"] for run in runs) for name, runs in bursts.items()}
+    variants = {}
+    for name, runs in bursts.items():
+        lanes = {key: statistics.median(run["lanes"][key] for run in runs) for key in runs[-1]["lanes"]}
+        floor = floor_secs(case, name, numels[name], lanes, rates)
+        variants[name] = {
+            "secs": secs[name],
+            "all_secs": [run["secs"] for run in runs],
+            "idle_share": max(0.0, 1 - lanes["device_compute_secs"] / secs[name]),
+            "floor": floor,
+            "over_floor": secs[name] / max(floor.values()),
+            "lanes": lanes,
+            "host_waits": waits[name],
+            "peak_rss_bytes": peaks[name],
+            "plan": plans[name],
+        }
+    ratios = {pair: secs[pair.split("/")[0]] / secs[pair.split("/")[1]] for pair in case.bars}
+    return {
+        "case": {**asdict(case), "settings": case.settings()},
+        "foreign_cores": foreign,
+        "rates": asdict(rates),
+        "variants": variants,
+        "ratios": {pair: {"found": ratio, "bar": case.bars[pair]} for pair, ratio in ratios.items()},
+    }
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    lines = ["| case | variant | step s | device busy s | idle | up s | down s | floor s | of lane | over floor |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    for name, case in results["cases"].items():
+        for variant, found in case["variants"].items():
+            lanes, floor = found["lanes"], found["floor"]
+            lane = max(floor, key=lambda each: floor[each])
+            lines.append(
+                f"| {name} | {variant} | {found['secs']:.3f} | {lanes['device_compute_secs']:.3f} | "
+                f"{found['idle_share']:.1%} | {lanes['device_up_secs']:.3f} | {lanes['device_down_secs']:.3f} | "
+                f"{floor[lane]:.3f} | {lane} | {found['over_floor']:.3f} |"
+            )
+    lines.append("")
+    for name, case in results["cases"].items():
+        for pair, ratio in case["ratios"].items():
+            verdict = "holds" if ratio["found"] <= ratio["bar"] else "missed"
+            lines.append(f"- {name}: {pair} = {ratio['found']:.3f} (bar {ratio['bar']}: {verdict})")
+        lines.append(f"- {name}: {case['foreign_cores']:.2f} cores were used by others")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=list(BY_NAME), action="append", help="only this one; may be given again")
+    parser.add_argument("--variant", action="append", help="only this one of the cases' variants")
+    parser.add_argument("--rounds", type=int, default=5, help="bursts a variant (default 5)")
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the storage to use")
+    parser.add_argument("--write", action="store_true", help="write results for a selection of cases, too")
+    arguments = parser.parse_args()
+    load_core()
+    build()
+    results: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "gpu": GPU,
+        "cases": {},
+        "failed": {},
+    }
+    for name in arguments.case or list(BY_NAME):
+        with tempfile.TemporaryDirectory(prefix="fuyou-bench-", dir=arguments.directory) as directory:
+            try:
+                case = BY_NAME[name]
+                variants = tuple(each for each in case.variants if each in (arguments.variant or case.variants))
+                bars = {pair: bar for pair, bar in case.bars.items() if {*pair.split("/")} <= {*variants}}
+                case = replace(case, variants=variants, bars=bars)
+                results["cases"][name] = measure(case, arguments.rounds, Path(directory))
+            except (RuntimeError, OSError) as error:
+                print(f"{name} failed: {error}", file=sys.stderr, flush=True)
+                results["failed"][name] = str(error)
+    print(markdown(results))
+    if arguments.case is None or arguments.write:
+        stem = Path(__file__).parent / "results" / f"{results['date'][:10]}-device"
+        stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+        stem.with_suffix(".md").write_text("# Steps on the timed stand-in device\n\n" + markdown(results) + "\n")
+        print(f"written: {stem}.md")
+    if results["failed"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

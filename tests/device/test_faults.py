@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every call of the package that orders work is left out once: the device must find each, or it is not needed.
+
+The calls are those that a run comes by, so they follow the code. One engine of the device is slow at a time, until the
+fault shows: by a trip wire, by other bits, or by an error.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.device.parity import case_of, fuyou_of
+from tests.harness.runner import differences, run_case, with_fuyou
+
+pytestmark = pytest.mark.timeout(900)  # some thirty runs
+
+SLOW = {
+    "up": {"slow_up_secs": 0.004},
+    "down": {"slow_down_secs": 0.004},
+    "compute": {"slow_compute_secs": 0.001},
+}
+CASE = case_of("bf16-always-1-two", zero_init=True) | {
+    "steps": 3,
+    "model": {"width": 256},  # partitions large enough to be read ahead into pinned memory
+    "look_at": [],
+    "eval_within": [1, 2],
+    "edit_before": [1],
+}
+PLACEMENT = ("all", "auto", "backward_and_forward", 2, "swap-nvme")
+
+# Calls without which everything is right here, and why.
+NOT_NEEDED = {
+    "event.record at zero/gather_handles.py:__init__": "on one rank the coordinator waits on the stream that copied",
+    "stream.wait_event at zero/gather_handles.py:wait": "on one rank the coordinator waits on the stream that copied",
+    "tensor.record_stream at zero/gradient_flow.py:partition_grads": "gradients are reduced on their own stream",
+    "event.query at zero/gradient_flow.py:_complete_copied": "synchronize() follows",
+    "event.synchronize at zero/gradient_flow.py:_complete_copied": "the norm of the gradient has waited for its copy",
+    "stream.synchronize at zero/gradient_flow.py:_finish_gradients": "the norm waits for the same stream",
+}
+# Measure time, and order nothing; profiles of operators keep no values.
+MEASURING = ("profiling/", "zero/step_clock.py")
+
+
+def test_each_is_found(stock_run, tmp_path: Path) -> None:
+    stock = stock_run(CASE)
+
+    def run(fault: str, slow: str) -> dict:
+        directory = tmp_path / f"{abs(hash((fault, slow)))}"
+        fuyou = fuyou_of(directory / "swap", *PLACEMENT)
+        (directory / "swap").mkdir(parents=True)
+        device = {"seed": 1, "delay_secs": 0.002, "delayed_share": 0.2, "fault": fault, **SLOW[slow]}
+        return run_case(with_fuyou({**CASE, "device": device}, fuyou), directory, "ours")[0]
+
+    def shows(fault: str) -> bool:
+        for slow in SLOW:
+            try:
+                found = run(fault, slow)
+            except AssertionError:  # the run failed, or did not end
+                return True
+            if found["trips"] or differences(stock, [found]):
+                return True
+        return False
+
+    sound = run("", "up")
+    assert not sound["trips"]
+    assert differences(stock, [sound]) == []
+    sites = [site for site in sound["sites"] if not any(f" {each}" in site for each in MEASURING)]
+    shown = {site: shows(site) for site in sites}
+    missed = [site for site, is_found in shown.items() if not is_found and site not in NOT_NEEDED]
+    assert not missed, f"left out, and nobody noticed: {missed}"
+    assert sum(shown.values()) >= 10, shown
+    needed = [site for site in NOT_NEEDED if shown.get(site)]
+    assert not needed, f"these are needed after all: {needed}"
