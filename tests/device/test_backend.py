@@ -42,6 +42,7 @@ def pinned(numel: int, value: float) -> torch.Tensor:
 def test_work_waits_in_its_stream_and_nowhere_else() -> None:
     side = torch.standin.Stream()
     values = torch.zeros(1000, device=DEVICE)
+    torch.standin.synchronize()
     with torch.standin.held(side), torch.standin.stream(side):
         late = values + 1
         assert not side.query()
@@ -55,6 +56,7 @@ def test_work_waits_in_its_stream_and_nowhere_else() -> None:
 def test_an_event_orders_streams_and_tells_what_has_passed() -> None:
     side, event = torch.standin.Stream(), torch.standin.Event()
     target = torch.zeros(1000, device=DEVICE)
+    torch.standin.synchronize()
     with torch.standin.held(side):
         with torch.standin.stream(side):
             target.add_(1)
