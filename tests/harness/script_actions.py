@@ -7,6 +7,7 @@
 ``twice_in``            two backwards on one forward (retain_graph)
 ``lr_changes_in``       learning rates are halved between backward and step
 ``eval_within``         an evaluation forward between the first backward and what follows
+``eval_late_in``        an evaluation forward right before step(), whose loss is read after it
 ``edit_within``         an edit under GatheredParameters there
 ``raise_in``            a forward that raises in its second block, and a backward that never comes
 ``loss_factors``        factor of the loss by step, repeated: makes clipping come and go
@@ -94,6 +95,17 @@ def within(engine, case: dict, step: int, edit, result: dict) -> None:
         with torch.no_grad():
             result["evals"].append(float(engine(**batch_of(case, 20_000 + step))))
         engine.train()
+
+
+def evaluate_late(engine, case: dict, step: int) -> list[torch.Tensor]:
+    """Right before step(): losses that nobody has read, so that a device may still be at them."""
+    if step not in case.get("eval_late_in", ()):
+        return []
+    engine.eval()
+    with torch.no_grad():
+        losses = [engine(**batch_of(case, 40_000 + step))]
+    engine.train()
+    return losses
 
 
 def before_step(engine, case: dict, step: int, first_index: int, micro_batches: int) -> None:

@@ -33,7 +33,7 @@ from deepspeed.utils import (
 )
 from models import TinyExperts, build_model, make_batch
 from plain import PlainEngine
-from script_actions import before_step, break_rank, forward_and_backward, within, wrapped
+from script_actions import before_step, break_rank, evaluate_late, forward_and_backward, within, wrapped
 
 from tests.device import faults
 from tests.device.accelerator import install_from
@@ -199,8 +199,10 @@ def train(engine, case: dict, first: int, last: int, result: dict) -> None:
                 set_gradients(engine, case)
             if is_last and step in case.get("look_at", ()):
                 look(engine, case, result, with_gradients=True)
+            late = evaluate_late(engine, case, step) if is_last else []
             if is_last or not one_step:
                 engine.step()
+            result["evals"] += [float(each) for each in late]
         if step in case.get("look_at", ()):
             look(engine, case, result, with_gradients=False)
         if step in case.get("read_ungathered_after", ()):
