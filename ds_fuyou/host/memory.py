@@ -152,6 +152,11 @@ class HostPool:
     def used_bytes(self) -> int:
         return int(self.pool.used_bytes)
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most that :attr:`used_bytes` was."""
+        return int(self.pool.peak_bytes)
+
     def give_back(self) -> None:
         """At the end of the run: unpins, and returns the pages to the system if no block is in use any more.
 

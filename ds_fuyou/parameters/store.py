@@ -134,6 +134,11 @@ class ParameterStore:
     def used_bytes(self) -> int:
         return sum(lane.memory.pool.used_bytes for lane in self._lanes)
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most that each pool held, added up."""
+        return sum(lane.memory.pool.peak_bytes for lane in self._lanes)
+
     # ---- one partition --------------------------------------------------------------------------------------
 
     def use(self, partition: Partition) -> None:

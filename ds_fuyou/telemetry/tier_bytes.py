@@ -62,7 +62,7 @@ class TierBytes:
     def peaks(self) -> dict[str, float]:
         """The most seen by :meth:`now`; pools and saved activations by their own high-water marks."""
         found = self.now()
-        pools = sum(pool.pool.peak_bytes - pool.used_bytes for pool in self._pools())
+        pools = sum(pool.peak_bytes - pool.used_bytes for pool in self._pools())
         peaks = dict(self._peaks)
         session = self._state.activations
         if session is not None and session.swapper is not None:

@@ -117,6 +117,7 @@ class GradientFlow:
                 )
         with self._state.device.stream(self._stream):
             self.hand_over(params, self._partitions(params))
+        self._state.bound_heap()  # of a block's gradients
 
     def _forget_pending(self) -> list[Any]:
         params, self._pending, self._pending_ids, self._pending_numel = self._pending, [], set(), 0

@@ -150,6 +150,7 @@ class FuyouParameterSwapper:
                 swapper._fetch(param)
             else:
                 swapper.swap_in([param], async_op=False)
+        self._heap.check()  # stock gathers parameter by parameter while an engine is built
 
     def swap_into_buffer(self, param: Any, dest_buffer: torch.Tensor) -> None:
         dest_buffer.data.copy_(self.values(param))

@@ -79,7 +79,7 @@ def test_monitors_are_told_of_every_step(trained: tuple[dict, str], monitors: Pa
     assert last("hidden_secs") >= 0
     assert last("tokens_per_sec") == pytest.approx(MICRO_BATCHES * TOKENS / last("step_secs"))
     assert last("device_to_host_bytes") == last("host_to_device_bytes") == trained[0]["llama swap"]["swapped"] / 2
-    assert last("storage_write_bytes") > last("device_to_host_bytes")
+    assert last("storage_write_bytes") > 0
     assert last("storage_read_bytes") > 0
     assert last("bytes_in_storage") > last("bytes_in_host_memory") > 0
     assert last("bound_lane") in (0, 1, 2)

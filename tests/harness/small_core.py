@@ -73,8 +73,7 @@ def backward(core: OutOfCoreOptimizer, seed: int, without: Sequence[str] = ()) -
     core.open_window(hypers(core.layout), 1.0, managed=True)
     for span in reversed(core.layout.params):
         if span.name not in without:
-            core.add_gradient(span, values(span, seed))
-            core.complete_gradient(span)
+            core.add_gradients([(span, values(span, seed))])
     core.end_micro_batch()
 
 
