@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_fuyou.host.waiting import wait_reporting
+from ds_fuyou.host.waiting import wait_reporting, wait_through
 from ds_fuyou.storage.store import SlotStore
 
 __all__ = ["Committer"]
@@ -93,7 +93,7 @@ class Committer:
     def stop(self) -> None:
         """Lets the orders given so far finish or fail, then ends the thread. Idempotent."""
         self._orders.put(None)
-        wait_reporting(self._joined, lambda: "the last steps to be committed")
+        wait_through(self._joined, lambda: "the last steps to be committed")
 
     def _joined(self, timeout_secs: float) -> bool:
         self._thread.join(timeout_secs)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -411,6 +412,8 @@ class OutOfCoreOptimizer:
         if self._worker.is_closed:
             return
         self._worker.is_closed = True
+        with suppress(RuntimeError):  # a device that has failed copies nothing any more
+            self.options.device.synchronize()  # nor does one that works, once its memory is unpinned below
         if self._committer is not None and self.store is not None and self.store.keep:
             self._committer.stop()  # the state stays: let the last step become durable
         self._worker.stop()

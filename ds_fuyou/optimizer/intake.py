@@ -100,7 +100,8 @@ class GradientIntake:
             self._reopen(chunk)
             self._window.await_gradient(chunk, span.index)
         pieces = self._memory.pieces(span)
-        adds = span.index in self._window.arrived
+        adds = span.index in self._window.summed
+        self._window.summed.add(span.index)
         self._window.arrived.add(span.index)
         self._window.overrides.pop(span.index, None)
         self.norms.forget(span.index)
@@ -229,7 +230,7 @@ class GradientIntake:
         self._memory.end_step()
 
     def close(self) -> None:
-        """Ends what is in flight. Idempotent."""
+        """Ends what is in flight; the device has ended its copies. Idempotent."""
         self._sums.close()
         self._in_flight.clear()
         self._num_in_flight.clear()

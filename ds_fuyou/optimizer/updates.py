@@ -91,8 +91,12 @@ class WindowUpdates:
             return
         runs = self._missed.runs(spec, window.arrived)
         segments = self._missed.segments(spec, window.rules, runs)
-        self._enqueue(chunk, segments, window.multiplier, gradient, self._options.grad_dtype)
-        window.prepared[chunk] = Prepared(window.rules, window.multiplier, runs)
+        try:
+            self._enqueue(chunk, segments, window.multiplier, gradient, self._options.grad_dtype)
+            window.prepared[chunk] = Prepared(window.rules, window.multiplier, runs)
+        except BaseException:  # an interrupt, say: publishing must find no job that the window does not know
+            self._worker.pipeline.invalidate(chunk)
+            raise
 
     def read_ahead(self, num_bytes: int) -> None:
         """Reads, in deadline order and as far as ``num_bytes`` of staging memory reach, the state that step() will

@@ -39,6 +39,8 @@ class Window:
         self._layout = layout
         self.arrived: set[int] = set()
         """Parameters with a gradient."""
+        self.summed: set[int] = set()
+        """Those of them whose G16 holds values of this window: a gradient that the script set has none."""
         self.overrides: dict[int, torch.Tensor] = {}
         """Gradients that the script replaced for this step, fp32, 1-D."""
         self.prepared: dict[int, Prepared] = {}
@@ -55,7 +57,7 @@ class Window:
 
     def reset(self) -> None:
         """A new window: nothing has arrived."""
-        for kept in (self.arrived, self.overrides, self.prepared, self.held, self.opened, self._missing):
+        for kept in (self.arrived, self.summed, self.overrides, self.prepared, self.held, self.opened, self._missing):
             kept.clear()
         self.start, self.rules, self.multiplier = UpdateStart.DEFER, None, 0.0
 

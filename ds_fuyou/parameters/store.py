@@ -188,6 +188,14 @@ class ParameterStore:
             self._leave(partition)
             self._borrower.away(partition)
 
+    def before_write(self) -> None:
+        """Values on storage are about to be written in place, by whole pages, which neighbours share: reads that are in
+        flight end first, or they would bring old bytes where the checksums are new ones."""
+        for lane in self._lanes:
+            for partition in lane.reading:
+                for transfer in partition.read.transfers if partition.read is not None else ():
+                    transfer.wait_ended()
+
     def _leave(self, partition: Partition) -> None:
         if partition.read is not None:
             self._dropped.append(partition.read)

@@ -186,7 +186,9 @@ class FuyouParameterSwapper:
 
     def give_back(self, param: Any, values: torch.Tensor) -> None:
         """From here on the partition is DeepSpeed's alone, as ``zero.Init`` builds it in host memory."""
-        self.partitions.pop(param.ds_id, None)
+        partition = self.partitions.pop(param.ds_id, None)
+        if partition is not None:
+            partition.move(partition.source)  # its store has nothing to take back any more
         self._buffers.pop(param.ds_id, None)
         param.ds_tensor.data = values
         param.ds_tensor.status = AVAILABLE
@@ -214,7 +216,7 @@ class FuyouParameterSwapper:
     def replace(self, param: Any, values: torch.Tensor) -> None:
         """The values := ``values`` (1-D, this rank's part), wherever they live; on storage alone if it is gathered."""
         partition = self.partitions[param.ds_id]
-        partition.source.write(values)
+        self._write(partition, values)
         if partition.store is not None and self.tensors.is_idle(partition):
             partition.store.forget(partition)
         elif partition.presence is Presence.HERE and partition.values is not None:
@@ -245,9 +247,14 @@ class FuyouParameterSwapper:
         values, partition = param.ds_tensor.data, self.partitions.get(param.ds_id)
         if partition is not None:
             self._buffers.pop(param.ds_id, None)
-            partition.source.write(values)
+            self._write(partition, values)
         elif param.ds_tensor.final_location == OffloadDeviceEnum.nvme:
             self.stage(param, values)
+
+    def _write(self, partition: Partition, values: torch.Tensor) -> None:
+        if partition.store is not None:
+            partition.store.before_write()
+        partition.source.write(values)
 
     def _release(self, param: Any) -> None:
         """Lets the partition go, unless a gather in flight reads it (DeepSpeed releases persistent ones early)."""

@@ -16,7 +16,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_fuyou.zero import param_swapper, rank_state
-from tests.behaviour.engines import equal, say, states, train
+from tests.behaviour.engines import equal, evaluate, say, states, train
 from tests.harness.models import build_model, make_batch
 from tests.harness.runner import ds_config
 from tests.parity.cases import block
@@ -152,6 +152,16 @@ def validated(swap: str, tiers: str | None, *, destroys: bool = True) -> dict[st
     found = states(engine) | {f"loss {i}": loss for i, loss in enumerate(losses)}
     engine.destroy()
     return found
+
+
+def left(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
+    """What an engine leaves after an evaluation: gathered and released, nothing waits for a step."""
+    model = model_in({"config_dict_or_path": config_of(swap, tiers)})
+    engine = engine_of(model, config_of(swap, tiers))
+    train(engine, 0, 2)
+    evaluate(engine, 7)
+    engine.destroy()
+    return values(model)
 
 
 def inspected(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
@@ -324,6 +334,7 @@ SCENARIOS: dict[str, Any] = {
     "then-stock": lambda swap: as_stock(lambda s, t: twice(s, t, init=False, destroys=True, second=None), swap),
     "validated": lambda swap: as_stock(validated, swap),
     "validated-alive": lambda swap: {t: equal(validated(swap, t, destroys=False), validated(swap, None)) for t in OURS},
+    "left": lambda swap: as_stock(left, swap),
     "inspected": lambda swap: as_stock(inspected, swap),
     "watched": lambda swap: as_stock(watched, swap),
     "failed": lambda swap: as_stock(failed, swap),

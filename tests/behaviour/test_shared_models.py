@@ -17,6 +17,7 @@ SCENARIOS = (
     "then-stock",
     "validated",
     "validated-alive",
+    "left",
     "inspected",
     "watched",
     "failed",

@@ -150,6 +150,22 @@ TEST(pipeline_dropped_while_reading)
     }
 }
 
+TEST(pipeline_dropped_while_reading_what_fails)
+{
+    // What a dropped job reads may have been written anew meanwhile: an error of it is nobody's.
+    World world({});
+    const FileRange where = world.state_range(0, 0);
+    world.engine->add_fault(fault(IoKind::kRead, IoFault::Effect::kDelay, where));
+    world.engine->add_fault(fault(IoKind::kRead, IoFault::Effect::kError, where));
+    world.pipeline->enqueue(world.update(0, 1, 9.0F));
+    while (world.engine->num_in_flight() == 0) std::this_thread::yield();
+    world.pipeline->invalidate(0);
+    CHECK(world.pipeline->wait_idle(0, kPatienceSecs));
+    CHECK(!world.pipeline->failed());
+    world.engine->clear_faults();
+    redo_and_check(world);
+}
+
 TEST(pipeline_dropped_while_updating)
 {
     World world({});

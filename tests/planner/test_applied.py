@@ -117,8 +117,9 @@ def test_a_run_takes_its_placement_from_the_plan(tmp_path: Path) -> None:
     output = result["output"]
     assert "parameters 25% in host memory, optimizer 50% in host memory, gradients cpu" in output
     assert "zero_optimization.offload_param.device (fuyou.plan decides" in output
-    where = {words[0]: line for line in output.splitlines() if len(words := line.split()) > 1 and line[:2] == "  "}
-    lines = (next(line for line in where.values() if line.strip().startswith(tier)) for tier in ("host", "storage"))
+    lines = [
+        next(line for line in output.splitlines() if line.startswith(f"  {t} ")) for t in ("host memory", "storage")
+    ]
     names = ("P16 (", "G16 (", "P32 (", "exp_avg ")
     in_memory, on_storage = ([name for name in names if name in line] for line in lines)
     assert sorted(in_memory) == sorted(names)

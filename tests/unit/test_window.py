@@ -140,6 +140,31 @@ def test_a_failure_after_the_last_call_is_told(core: OutOfCoreOptimizer, told: C
     assert "closed after a failure: writing the state of chunk 0 failed" in told()
 
 
+def test_a_gradient_set_before_any_came_is_not_added_to_old_memory(core: OutOfCoreOptimizer) -> None:
+    """The next backward of the window replaces it, as in stock: G16 holds nothing of this step yet."""
+    arrive(core, B, A)
+    step(core)
+    core.override_gradient(A, torch.full((A.numel,), 7.0))
+    core.add_gradients([(A, torch.full((A.numel,), 3.0, dtype=torch.bfloat16))])
+    assert set(core.gradient(A).tolist()) == {3.0}
+
+
+def test_an_interrupt_while_an_update_is_prepared_leaves_no_job_behind(
+    core: OutOfCoreOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    core.open_window(HYPERS, 1.0, managed=True)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("ds_fuyou.optimizer.updates.Prepared", interrupted)
+        core.add_gradients([(span, torch.ones(span.numel, dtype=torch.bfloat16)) for span in (B, A)])
+    core.forget_gradients()
+    arrive(core, B, A)
+    step(core)
+    assert core.generation == 1
+
+
 def test_a_parameter_that_missed_a_step_is_prepared_again(core: OutOfCoreOptimizer) -> None:
     """Its own clock runs behind from then on; that is known before the step, too."""
     arrive(core, B)

@@ -126,7 +126,8 @@ class ChunkPipeline {
     // Gives held jobs of `generation` what step() decided and lets them run.
     void release(std::size_t chunk, std::vector<UpdateSegment> segments, float multiplier,
                  const char* gradient, ElementType gradient_type, int param_version);
-    // Drops an unpublished update; returns once nothing reads its gradient any more.
+    // Drops an unpublished update; returns once nothing reads its gradient in memory any more. A
+    // read of it from storage may be in flight still; what it brings is not looked at.
     void invalidate(std::size_t chunk);
     void discard_all();
     // Makes every live job of `generation` final. Readers then see the new state.

@@ -179,14 +179,16 @@ void ChunkPipeline::on_read(const std::shared_ptr<Job>& job, const IoOutcome& ou
     --num_transfers_;
     trace_locked(0, *job, job->begin_secs, now_secs());
     job->state = JobState::kHeld;  // until it is known what comes next
-    if (outcome.error != 0) {
+    // Nobody wants what a dropped job read. Its gradient may have been written anew meanwhile, so
+    // that the bytes are of one sum and the checksums of another: no fault of the disk.
+    if (job->dropped) {
+        finish_locked(job);
+    } else if (outcome.error != 0) {
         const Chunk& chunk = chunks_[job->update.chunk];
         const char* part = lies_in(chunk.spec.grad_slot, outcome) ? "gradient" : "state";
         fail_locked(
             std::string("reading the ") + part + " of chunk " + std::to_string(job->update.chunk),
             outcome.error, outcome.fd, outcome.offset);
-    } else if (job->dropped) {
-        finish_locked(job);
     } else if (job->gradient_place == GradientPlace::kStorage && !stopping_) {
         try {
             read_gradient_locked(job);
