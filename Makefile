@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # One command a job; each prepares what it needs. Python 3.10+, a C++ compiler and a network suffice.
-#   make setup | demo | test | test-oldest | test-deepspeed | test-openreg | soak-device | lint | format | docs
+#   make setup | demo | test | test-oldest | test-deepspeed | soak-device | lint | format | docs
 #   make bench | bench-planner | bench-device | clean
 # Overridable: PYTHON, VENV, DS_VERSION, TORCH, TORCH_FLAGS (for instance a package index), EXTRAS, TEST_FLAGS.
 
@@ -28,7 +28,7 @@ OLDEST := PATH="$(abspath .venv-ds0189/bin):$$PATH" TORCH_EXTENSIONS_DIR="$(absp
 BUILD_TOOLS := "setuptools>=77" wheel packaging ninja psutil py-cpuinfo numpy tqdm hjson "pydantic>=2" \
 	einops msgpack
 
-.PHONY: setup demo test test-oldest test-deepspeed test-openreg soak-device lint format docs bench bench-planner \
+.PHONY: setup demo test test-oldest test-deepspeed soak-device lint format docs bench bench-planner \
 	bench-device clean
 
 setup: $(STAMP)

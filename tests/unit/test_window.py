@@ -156,9 +156,11 @@ def test_an_interrupt_while_an_update_is_prepared_leaves_no_job_behind(
         raise KeyboardInterrupt
 
     core.open_window(HYPERS, 1.0, managed=True)
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    gradients = [(span, torch.ones(span.numel, dtype=torch.bfloat16)) for span in (B, A)]
+    with monkeypatch.context() as patched:
         patched.setattr("ds_fuyou.optimizer.updates.Prepared", interrupted)
-        core.add_gradients([(span, torch.ones(span.numel, dtype=torch.bfloat16)) for span in (B, A)])
+        with pytest.raises(KeyboardInterrupt):
+            core.add_gradients(gradients)
     core.forget_gradients()
     arrive(core, B, A)
     step(core)
