@@ -319,7 +319,7 @@ TEST(pipeline_a_queued_update_behind_another_keeps_younger_generations_waiting)
     IoFault late;
     late.kind = IoKind::kRead;
     late.effect = IoFault::Effect::kDelay;
-    late.delay_secs = 0.2;
+    late.delay_secs = 1.5;  // longer than a loaded machine takes to queue what follows
     late.offset_begin = world.state_range(0, 0).offset;
     late.offset_end = late.offset_begin + 1;
     world.engine->add_fault(late);
