@@ -220,6 +220,7 @@ def test_a_failed_read_of_a_parameter_ends_the_run(core: OutOfCoreOptimizer) -> 
     module = load_core()
     arrive(core, B, A)
     core.forget_gradients()
+    assert core.pipeline.wait_idle(0, 60.0)  # the dropped update may still read its state: that is not the read meant
     core.io.engine.add_fault(module.IoKind.READ, module.IoFaultEffect.ERROR)
     with pytest.raises(OSError, match=r"reading parameter block\.a failed"):
         core.params.read(A)
