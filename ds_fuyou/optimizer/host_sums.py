@@ -93,12 +93,11 @@ class HostSums:
         self._num_buffers = 0
         self._free: list[torch.Tensor] = []
         self._lent: deque[tuple[HostSum, torch.Tensor]] = deque()
-        self.waited_secs = 0.0
 
     def staging(self, numel: int) -> torch.Tensor:
         """Memory for a copy of ``numel`` elements, to be submitted next. Waits for the oldest sum if there is none."""
         while self._lent and (self._lent[0][0].done() or self._is_full()):
-            self.waited_secs += self._lent[0][0].wait()
+            self._lent[0][0].wait()
             self._free.append(self._lent.popleft()[1])
         if not self._free:
             self._free.append(self._locks.lock(aligned_tensor(self._bytes)))

@@ -159,10 +159,6 @@ class GradientIntake:
         while self._in_flight and (wait or self._in_flight[0][1].done()):
             self.settle_oldest()
 
-    def arrive(self) -> None:
-        """Every gradient that is on its way is in host memory when this returns."""
-        self.settle(wait=True)
-
     def settle_oldest(self) -> bool:
         """Waits for the oldest copy or sum and hands it on; False if nothing is in flight."""
         if not self._in_flight:

@@ -24,13 +24,11 @@ class HpAccess:
     """Behind stage 3's access to fp32 states and gradients.
 
     Args:
-        arrive: every gradient that is on its way to host memory is there when it returns.
         is_boundary: whether this micro-batch is the last of the step.
     """
 
-    def __init__(self, rank_state: RankState, arrive: Callable[[], None], is_boundary: Callable[[], bool]) -> None:
+    def __init__(self, rank_state: RankState, is_boundary: Callable[[], bool]) -> None:
         self._rank_state = rank_state
-        self._arrive = arrive
         self._is_boundary = is_boundary
         self._state: tuple[ParamSpan, int, torch.Tensor] | None = None
         self._gradient: tuple[ParamSpan, torch.Tensor] | None = None
@@ -77,7 +75,6 @@ class HpAccess:
         """(a copy of this rank's gradient in fp32, zeros where none arrived; the sub-group)."""
         self._rank_state.bound_heap()
         span, core = self._rank_state.span(param), self._rank_state.core
-        self._arrive()
         if core.has_arrived(span):
             values = core.gradient(span).to(torch.float32, copy=True)
         else:

@@ -113,7 +113,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             lambda: self.planning.holds_updates,
         )
         self.checkpoint_state = CheckpointState(self.rank_state, self.optimizer, self._group_of_sub_group, self._hypers)
-        self.hp_access = HpAccess(self.rank_state, self.rank_state.core.intake.arrive, lambda: is_boundary(self))
+        self.hp_access = HpAccess(self.rank_state, lambda: is_boundary(self))
         self._watch_modules(self._attach_activations(activation))
 
     def _attach_activations(self, activation: Activation) -> GatheredIndex:
