@@ -86,14 +86,17 @@ docs: setup
 	$(RUN) python docs/generate_settings.py
 
 bench: setup
+	$(RUN) python tests/harness/prebuild.py
 	$(RUN) python -m benchmarks.run
 
 # The automatic plan against a sweep by hand: about 30 minutes.
 bench-planner: setup
+	$(RUN) python tests/harness/prebuild.py
 	$(RUN) python -m benchmarks.planner
 
 # Steps on the stand-in device in timed mode, ours and stock's, against the floor.
 bench-device: setup
+	$(RUN) python tests/harness/prebuild.py
 	$(RUN) python -m benchmarks.device
 
 clean:
