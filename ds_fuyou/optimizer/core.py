@@ -179,8 +179,16 @@ class OutOfCoreOptimizer:
         start = self.policy.choose() if managed else UpdateStart.DEFER
         window.begin_last(self.clock.prepare(hypers), multiplier, start)
         self.gradients.begin_last()
-        if start is UpdateStart.DEFER and managed and self.options.overlap is not Overlap.NONE:
-            self._updates.read_ahead(self.staging.capacity_bytes - self.gradients.lent_bytes)
+        if managed and self.options.overlap is not Overlap.NONE:
+            self._updates.read_ahead(self._room_to_read_ahead(start))
+
+    def _room_to_read_ahead(self, start: UpdateStart) -> int:
+        """Staging memory for states whose gradient has not come. Where updates begin in backward it is for the chunks
+        that come last, are needed first, and have nothing to hide behind."""
+        room = self.staging.capacity_bytes - self.gradients.lent_bytes
+        if start is UpdateStart.DEFER:
+            return room
+        return min(room - self._reserved_bytes, self.staging.capacity_bytes // 4)
 
     def add_gradients(self, gradients: Sequence[tuple[ParamSpan, torch.Tensor]], *, last: bool = True) -> None:
         """The door: see :meth:`GradientIntake.add`."""
@@ -406,6 +414,7 @@ class OutOfCoreOptimizer:
                 found[chunk] = min(position, found.get(chunk, position))
         for chunk, position in found.items():
             self.pipeline.set_position(chunk, position)
+        self._updates.set_positions(found)
 
     def close(self) -> None:
         """Stops the threads; what was not published is lost, what was committed stays. Idempotent."""

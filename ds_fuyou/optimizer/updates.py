@@ -56,6 +56,7 @@ class WindowUpdates:
         self._worker, self._published, self._window, self._missed = worker, published, window, missed
         self._types = types
         self._by_deadline = sorted(layout.chunks, key=lambda chunk: chunk.position)
+        self._left_out: frozenset[int] = frozenset()  # chunks that the last step did not touch
         self._wide: dict[int, torch.Tensor] = {}
         self._read_wide: dict[int, torch.Tensor] = {}
         self.num_redone = 0
@@ -92,17 +93,21 @@ class WindowUpdates:
         runs = self._missed.runs(spec, window.arrived)
         segments = self._missed.segments(spec, window.rules, runs)
         try:
-            self._enqueue(chunk, segments, window.multiplier, gradient, self._options.grad_dtype)
+            self._start(chunk, segments, window.multiplier, gradient, self._options.grad_dtype)
             window.prepared[chunk] = Prepared(window.rules, window.multiplier, runs)
         except BaseException:  # an interrupt, say: publishing must find no job that the window does not know
             self._worker.pipeline.invalidate(chunk)
             raise
 
     def read_ahead(self, num_bytes: int) -> None:
-        """Reads, in deadline order and as far as ``num_bytes`` of staging memory reach, the state that step() will
-        update. What chunks with a resident state will need of it, G16 from storage, stays free for them.
+        """Reads, in deadline order and as far as ``num_bytes`` of staging memory reach, the state that will be updated.
+
+        What chunks with a resident state will need of it, G16 from storage, stays free for them. Chunks that the last
+        step did not touch (experts without a token, say) are left out.
         """
         for chunk in self._by_deadline:
+            if chunk.index in self._left_out:
+                continue
             num_bytes -= self._place.job_bytes(chunk)
             if num_bytes < 0:
                 break
@@ -132,6 +137,10 @@ class WindowUpdates:
             param_version=self._published.next_version,
             held=held,
         )
+
+    def set_positions(self, positions: Mapping[int, int]) -> None:
+        """Deadlines of chunks as observed; those that were not keep theirs."""
+        self._by_deadline.sort(key=lambda chunk: positions.get(chunk.index, chunk.position))
 
     def drop(self) -> None:
         """Nothing that backward prepared is kept."""
@@ -165,6 +174,7 @@ class WindowUpdates:
         ``values(span)``: the gradient of a parameter, also where the script replaced it.
         """
         kept = self._keep_prepared(work, rules, multiplier)
+        self._left_out = frozenset(chunk.index for chunk in self._by_deadline if chunk.index not in work)
         self._worker.ask(self._worker.pipeline.publish, self._published.generation + 1)
         for chunk in self._by_deadline:
             if chunk.index in work and chunk.index not in kept:
@@ -195,6 +205,7 @@ class WindowUpdates:
         if chunk not in self._window.held:
             self._enqueue(chunk, segments, multiplier, pointer, dtype)
             return
+        self._window.held.discard(chunk)  # before: an interrupted release is dropped as a prepared update is
         self._worker.ask(
             self._worker.pipeline.release,
             chunk=chunk,

@@ -14,6 +14,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <unordered_map>
 
@@ -110,6 +111,7 @@ Tensor unowned(const Tensor& host)
 void launch(const char* name, Engine engine, double secs, std::function<void()> run)
 {
     raise_failure();
+    if (settings.timed) count(std::string("ns of ") + name, std::llround(secs * 1e9));
     push(the_stream, {.name = name,
                       .engine = engine,
                       .secs = secs,
@@ -277,8 +279,10 @@ Operator facts_from(const c10::OperatorHandle& op)
     Operator facts;
     const auto& schema = op.schema();
     facts.indexes = schema.name() == "aten::index";
-    facts.is_dynamic = op.hasTag(at::Tag::data_dependent_output) ||
-                       op.hasTag(at::Tag::nondeterministic_seeded) ||
+    // The CPU's fused attention draws nothing: with dropout another kernel is chosen.
+    const bool may_draw = op.hasTag(at::Tag::nondeterministic_seeded) &&
+                          schema.name() != "aten::_scaled_dot_product_flash_attention_for_cpu";
+    facts.is_dynamic = op.hasTag(at::Tag::data_dependent_output) || may_draw ||
                        (op.hasTag(at::Tag::dynamic_output_shape) && !facts.indexes);
     const auto is_tensor = [](const c10::TypePtr& type) {
         return type->kind() == c10::TypeKind::TensorType;
