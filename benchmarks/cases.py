@@ -242,4 +242,5 @@ _CONFIGS = {
     "fuyou_all_nvme": _fuyou("nvme", "nvme", "nvme"),
     "fuyou_swap": _SWAP,
     "fuyou_swap_traced": _traced(_SWAP),
+    "fuyou_auto": _fuyou("cpu", "nvme", "cpu", gpu_budget_bytes=4_400_000_000),  # what stock takes with checkpointing
 }

@@ -145,7 +145,8 @@ def answer(trainer: Trainer, command: dict[str, Any]) -> dict[str, Any]:
     if command["do"] == "steps":
         return trainer.steps(command["lead"], command["timed"])
     if command["do"] == "memory":
-        return {"peak_rss_bytes": peak_rss_bytes(), "numel": trainer.numel}
+        device = trainer.torch.standin.max_memory_allocated() if "device" in trainer.spec else 0
+        return {"peak_rss_bytes": peak_rss_bytes(), "peak_device_bytes": device, "numel": trainer.numel}
     if command["do"] == "waits":  # of the host on the device since the last time: seconds and how often, by place
         found: dict[str, list[float]] = {}
         for wait in trainer.torch.standin.take_waits():

@@ -142,6 +142,23 @@ def _stage_collectives() -> None:
     comm.TorchBackend._staged_for_standin = True
     on_host = comm.TorchBackend.reduce_scatter_tensor
 
+    def on_device_alone(name: str) -> None:
+        """A single rank's collective is a copy on the device, as NCCL's; or nothing, where it works in place."""
+        staged = getattr(comm.TorchBackend, name)
+
+        @functools.wraps(staged)
+        def collective(self, *tensors, group=None, async_op=False, **kwargs):  # type: ignore[no-untyped-def]
+            given = [
+                each for each in (*tensors, *kwargs.values()) if isinstance(each, torch.Tensor)
+            ]  # the output first
+            if given[0].device.type != NAME or torch.distributed.get_world_size(group) > 1:
+                return staged(self, *tensors, group=group, async_op=async_op, **kwargs)
+            if len(given) == 2:
+                given[0].view(-1).copy_(given[1].view(-1))
+            return _Done() if async_op else None
+
+        setattr(comm.TorchBackend, name, collective)
+
     def reduce_scatter_tensor(self, output_tensor, input_tensor, *args, async_op=False, **kwargs):  # type: ignore[no-untyped-def]
         output = torch.empty_like(output_tensor, device="cpu")
         on_host(self, output, input_tensor.cpu(), *args, async_op=False, **kwargs)
@@ -149,6 +166,8 @@ def _stage_collectives() -> None:
         return _Done() if async_op else None
 
     comm.TorchBackend.reduce_scatter_tensor = reduce_scatter_tensor
+    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
+        on_device_alone(name)
 
 
 def install_from(environment: Mapping[str, str]) -> None:
