@@ -160,6 +160,7 @@ def measure(case: DeviceCase, num_rounds: int, directory: Path) -> dict[str, Any
         for worker in workers:
             worker.ask(do="steps", lead=4, timed=1)
             worker.ask(do="waits")
+            worker.ask(do="forget_peaks")
         load = ForeignLoad(workers)
         for number in range(num_rounds):
             for worker in workers if number % 2 == 0 else reversed(workers):
@@ -170,7 +171,7 @@ def measure(case: DeviceCase, num_rounds: int, directory: Path) -> dict[str, Any
         waits = {worker.name: worker.ask(do="waits")["waits"][:12] for worker in workers}
         numels = {worker.name: worker.about["numel"] for worker in workers}
         peaks = {worker.name: worker.ask(do="memory") for worker in workers}
-        plans = {worker.name: worker.about["plan"] for worker in workers}
+        about = {worker.name: worker.about for worker in workers}
     secs = {name: statistics.median(run["secs"] for run in runs) for name, runs in bursts.items()}
     variants = {}
     for name, runs in bursts.items():
@@ -184,9 +185,10 @@ def measure(case: DeviceCase, num_rounds: int, directory: Path) -> dict[str, Any
             "over_floor": secs[name] / max(floor.values()),
             "lanes": lanes,
             "host_waits": waits[name],
-            "peak_rss_bytes": peaks[name]["peak_rss_bytes"],
             "peak_device_bytes": peaks[name]["peak_device_bytes"],
-            "plan": plans[name],
+            "host_bytes": peaks[name]["peak_rss_bytes"] - about[name]["base_rss_bytes"],
+            "planned_host_bytes": about[name]["planned_host_bytes"],
+            "plan": about[name]["plan"],
         }
     ratios = {pair: secs[pair.split("/")[0]] / secs[pair.split("/")[1]] for pair in case.bars}
     return {
@@ -210,7 +212,8 @@ def markdown(results: Mapping[str, Any]) -> str:
             lines.append(
                 f"| {name} | {variant} | {found['secs']:.3f} | {lanes['device_compute_secs']:.3f} | "
                 f"{found['idle_share']:.1%} | {lanes['device_up_secs']:.3f} | {lanes['device_down_secs']:.3f} | "
-                f"{floor[lane]:.3f} | {lane} | {found['over_floor']:.3f} | {found['peak_rss_bytes'] / 1e9:.2f} |"
+                f"{floor[lane]:.3f} | {lane} | {found['over_floor']:.3f} | {found['host_bytes'] / 1e9:.2f} | "
+                f"{found['planned_host_bytes'] / 1e9:.2f} |"
             )
     lines.append("")
     for name, case in results["cases"].items():

@@ -38,6 +38,7 @@ class Trainer:
             install(**spec["device"])
         torch.manual_seed(0)
         deepspeed.init_distributed("gloo")
+        self.base_rss_bytes = _status_bytes("VmRSS")
         begin = time.perf_counter()
         with deepspeed.zero.Init(config_dict_or_path=spec["config"], enabled=spec.get("zero_init", False)):
             model = GPT(**spec["model"])
@@ -127,23 +128,46 @@ class Trainer:
             "start_secs": self.start_secs,
             "optimizer": type(self.engine.optimizer).__name__,
             "plan": repr(self.state.plan) if self.state is not None else None,
+            "planned_host_bytes": self.planned_host_bytes(),
+            "base_rss_bytes": self.base_rss_bytes,
         }
+
+    def planned_host_bytes(self) -> float:
+        """What the plan keeps in host memory, and what it gives the lanes; 0 without a plan."""
+        if self.state is None:
+            return 0.0
+        plan, shares = self.state.plan, self.state.plan.residency
+        versions = 2 if plan.double_params else 1
+        each = 2 * versions * shares.parameters + 12 * shares.optimizer + 2 * shares.gradients
+        return float(each * self.numel + plan.staging_bytes + plan.prefetch_bytes + plan.activation_bytes)
 
     def close(self) -> None:
         if self.state is not None:
             self.engine.destroy()
 
 
-def peak_rss_bytes() -> int:
-    """The kernel's high-water mark of this process's resident memory."""
+def _status_bytes(field: str) -> int:
     with open("/proc/self/status", encoding="ascii") as status:
         fields = dict(line.split(":", 1) for line in status)
-    return int(fields["VmHWM"].split()[0]) * 1024
+    return int(fields[field].split()[0]) * 1024
+
+
+def peak_rss_bytes() -> int:
+    """The kernel's high-water mark of this process's resident memory."""
+    return _status_bytes("VmHWM")
+
+
+def forget_peak_rss() -> None:
+    """The high-water mark begins anew (proc(5), clear_refs)."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def answer(trainer: Trainer, command: dict[str, Any]) -> dict[str, Any]:
     if command["do"] == "steps":
         return trainer.steps(command["lead"], command["timed"])
+    if command["do"] == "forget_peaks":
+        forget_peak_rss()
+        return {}
     if command["do"] == "memory":
         device = trainer.torch.standin.max_memory_allocated() if "device" in trainer.spec else 0
         return {"peak_rss_bytes": peak_rss_bytes(), "peak_device_bytes": device, "numel": trainer.numel}
@@ -153,7 +177,7 @@ def answer(trainer: Trainer, command: dict[str, Any]) -> dict[str, Any]:
             secs, number = found.get(f"{wait.what}\n{wait.stack}", [0.0, 0])
             found[f"{wait.what}\n{wait.stack}"] = [secs + wait.secs, number + 1]
         return {"waits": sorted(found.items(), key=lambda item: -item[1][0])}
-    raise ValueError(f"unknown command {command!r}; steps, memory, waits and stop are known")
+    raise ValueError(f"unknown command {command!r}; steps, memory, forget_peaks, waits and stop are known")
 
 
 def serve(replies: TextIO) -> None:

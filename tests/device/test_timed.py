@@ -151,3 +151,21 @@ def test_a_gpu_of_the_presets_is_one_line() -> None:
     assert settings["capacity"] == 6 << 30
     assert settings["up_rate"] == settings["down_rate"] == 10.5e9
     assert settings["flops"] == pytest.approx(178.5e12 / 2)
+
+
+def test_nobody_waits_for_attention() -> None:
+    """It draws random numbers only where there is dropout, for which another kernel is chosen."""
+    query = torch.empty(2, 4, 256, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    before = usage()
+    torch.standin.take_waits()
+    F.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
+    assert torch.standin.take_waits() == []
+    torch.standin.synchronize()
+    assert usage().since(before).compute >= 14 * query.numel() * 256 / RATES["flops"]
+
+
+def test_operations_are_told_by_their_seconds() -> None:
+    a = torch.empty(1000, 1000, device=DEVICE)
+    before = torch.standin.core.counters().get("ns of aten::mm", 0)
+    a @ a
+    assert torch.standin.core.counters()["ns of aten::mm"] - before == 2_000_000
