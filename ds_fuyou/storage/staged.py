@@ -30,7 +30,7 @@ class StagedSpace:
     _of_paths: ClassVar[weakref.WeakValueDictionary[tuple[str, ...], StagedSpace]] = weakref.WeakValueDictionary()
 
     def __init__(self, paths: tuple[str, ...], engine: str) -> None:
-        self.space = SwapSpace([Path(path) for path in paths])
+        self.space = SwapSpace([Path(path) for path in paths], what="parameters")
         self._engine = engine
         self._io: list[IoLane] = []
         self._close = weakref.finalize(self, _closed, self._io, self.space)
@@ -65,7 +65,7 @@ class StagedSpace:
         Raises:
             FuyouStorageError: storage is full, or the write failed.
         """
-        pieces = self.space.leases(values.numel() * values.element_size(), PIECE_BYTES, "parameters")
+        pieces = self.space.leases(values.numel() * values.element_size(), PIECE_BYTES)
         staged = StagedValues(self, what, values.numel(), values.dtype, pieces)
         staged.write(values)
         return staged

@@ -107,7 +107,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_unwritable_path_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(FuyouStorageError, match="cannot swap activations in nvme_path"):
+    with pytest.raises(FuyouStorageError, match="cannot keep swapped activations in nvme_path"):
         SwapSpace([tmp_path / "missing"])
 
 
