@@ -143,6 +143,10 @@ class World {
         for (std::size_t i = given.num_chunks; i-- > 0;)
             pipeline->enqueue(update(i, generation, multiplier));
     }
+    void drop_all()
+    {
+        for (std::size_t i = 0; i < given.num_chunks; ++i) pipeline->invalidate(i);
+    }
     void finish(std::int64_t generation)
     {
         if (!pipeline->wait_durable(generation, kPatienceSecs))
