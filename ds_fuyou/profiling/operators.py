@@ -26,7 +26,7 @@ from ds_fuyou.activations.blocks import Block
 from ds_fuyou.activations.calls import CallCounter, OperatorCall, written_tensors
 from ds_fuyou.activations.views import ByteRange, byte_view
 
-__all__ = ["BlockProfile", "OperatorOutput", "OperatorRecorder", "SavedHooks", "profile_blocks"]
+__all__ = ["BlockProfile", "OperatorOutput", "OperatorRecorder", "SavedHooks"]
 
 SavedHooks: TypeAlias = "tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]"
 
@@ -344,13 +344,3 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
         return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
     except Exception:
         return 0
-
-
-def profile_blocks(
-    model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any], hooks: SavedHooks | None = None
-) -> tuple[BlockProfile, ...]:
-    """Runs ``forward`` once and tells what each block did; see :meth:`OperatorRecorder.profiles`."""
-    recorder = OperatorRecorder(model, blocks, hooks)
-    with recorder:
-        forward()
-    return recorder.profiles()

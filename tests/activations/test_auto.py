@@ -14,9 +14,8 @@ from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.named_outputs import by_planned_name, planned_choice, require_blocks
 from ds_fuyou.activations.policy import BlockFate, Fate
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.profiling.operators import profile_blocks
 from tests.activations.huggingface import TINY
-from tests.activations.support import Plain
+from tests.activations.support import Plain, profile_blocks
 
 DOWN, UP, GELU = (OperatorCall(f"aten.{name}.default", 0) for name in ("down", "up", "gelu"))
 MEASURED = StepMeasurement(

@@ -13,16 +13,14 @@ from torch import nn
 
 from ds_fuyou.activations.blocks import find_blocks
 from ds_fuyou.activations.copies import copy_lane
-from ds_fuyou.activations.parameters import ResidentParameters
 from ds_fuyou.activations.policy import BlockFate, Fate, SwapEverything
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.activations.swapper import Swapper
 from ds_fuyou.activations.tier import StorageHome, SwapTier
-from ds_fuyou.profiling.operators import profile_blocks
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.swap_space import SwapSpace
 from ds_fuyou.zero.device import rank_device
-from tests.activations.support import MIB, Plain, gradients
+from tests.activations.support import MIB, Plain, ResidentParameters, gradients, profile_blocks
 
 pytestmark = pytest.mark.gpu
 

@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from ds_fuyou.activations.blocks import find_blocks
 from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.policy import BlockFate, Fate
-from ds_fuyou.profiling.operators import profile_blocks
-from tests.activations.support import Attached, Plain, attached, gradients
+from tests.activations.support import Attached, Plain, attached, gradients, profile_blocks
 
 SMALL = 256 * 1024
 AROUND = {"": BlockFate(Fate.SWAP)}

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_fuyou.activations.blocks import find_blocks
-from ds_fuyou.profiling.operators import OperatorRecorder, profile_blocks
+from ds_fuyou.profiling.operators import OperatorRecorder
+from tests.activations.support import profile_blocks
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 8, 16, 2
 TOKENS = BATCH * LENGTH
