@@ -233,14 +233,14 @@ def test_a_walk_ahead_costs_the_same_for_long_orders(bench: Bench) -> None:
     store = bench.store(few, read_bytes=1 << 30)
     bench.run(store, few)
     looked = 0
-    wants = store._lanes[0].ahead._wants
+    wants = store._size_classes[0].ahead._wants
 
     def counted(partition: Any, is_next_step: bool) -> bool:
         nonlocal looked
         looked += 1
         return wants(partition, is_next_step)
 
-    store._lanes[0].ahead._wants = counted
+    store._size_classes[0].ahead._wants = counted
     bench.run(store, few)
     assert looked <= 4 * len(few)
 
