@@ -76,7 +76,6 @@ class ParameterStore:
 
     def __init__(
         self,
-        partitions: Iterable[Partition],
         borrower: Borrower,
         device: Device,
         io: IoLane,
@@ -89,32 +88,33 @@ class ParameterStore:
         self.trace = AccessTrace()
         self.num_demand_reads = self.num_ahead_reads = self.num_overflows = 0
         self.waited_secs = 0.0
-        self._borrower, self._device = borrower, device
-        self._keep_below, self._is_alone = keep_below, is_alone
-        self.partitions = list(partitions)
-        stored = [partition for partition in self.partitions if partition.num_bytes]
-        self._size_classes = self._make_size_classes(stored, read_bytes)
-        self._size_class_of = {partition: found for found in self._size_classes for partition in found.members}
-        for size_class in self._size_classes:
-            io.register_memory(size_class.memory.pool)
+        self._borrower, self._device, self._io = borrower, device, io
+        self._read_bytes, self._keep_below, self._is_alone = read_bytes, keep_below, is_alone
+        self.partitions: list[Partition] = []
+        self._size_classes: list[_SizeClass] = []
+        self._size_class_of: dict[Partition, _SizeClass] = {}
         self._offers = Ahead(self.trace, self._may_offer)
         self._offered: dict[Partition, None] = {}  # and not used yet
         self._dropped: list[ValuesRead] = []  # reads whose values nobody wants, until they have ended
         self._sums: list[int] = [0]  # of bytes, over the order that they were made for
         self._sums_of: list[Any] | None = None
         self._turn = -1
-        for partition in self.partitions:
-            partition.store = self
 
-    def _make_size_classes(self, stored: list[Partition], read_bytes: int) -> list[_SizeClass]:
+    def take(self, partitions: Iterable[Partition]) -> None:
+        """Serves these from here on. Once, because the pools are sized by them."""
+        self.partitions = list(partitions)
+        stored = [partition for partition in self.partitions if partition.num_bytes]
         small = [partition for partition in stored if partition.num_bytes < SMALL_BYTES]
         large = [partition for partition in stored if partition.num_bytes >= SMALL_BYTES]
         total = sum(partition.num_bytes for partition in stored)
-        return [
-            _SizeClass(members, read_bytes * sum(p.num_bytes for p in members) // total, self.trace, self._device)
-            for members in (large, small)
-            if members
-        ]
+        for members in filter(None, (large, small)):
+            num_bytes = self._read_bytes * sum(partition.num_bytes for partition in members) // total
+            size_class = _SizeClass(members, num_bytes, self.trace, self._device)
+            self._size_classes.append(size_class)
+            self._size_class_of.update(dict.fromkeys(members, size_class))
+            self._io.register_memory(size_class.memory.pool)
+        for partition in self.partitions:
+            partition.store = self
 
     def _may_offer(self, partition: Partition, is_next_step: bool) -> bool:
         return not is_next_step and (not self._is_alone or partition not in self._size_class_of)

@@ -29,7 +29,7 @@ from ds_fuyou.storage.staged import StagedSpace
 from ds_fuyou.zero.agreement import least
 from ds_fuyou.zero.budgets import local_ranks
 
-__all__ = ["FuyouParameterSwapper", "PartitionTensors", "partition_of", "through_own_swapper"]
+__all__ = ["PARTITION_TENSORS", "FuyouParameterSwapper", "partition_of", "through_own_swapper"]
 
 AVAILABLE, NOT_AVAILABLE = PartitionedParamStatus.AVAILABLE, PartitionedParamStatus.NOT_AVAILABLE
 _NO_LIMIT = 1 << 62
@@ -41,7 +41,7 @@ def partition_of(param: Any) -> Partition | None:
     return swapper.partitions.get(param.ds_id) if isinstance(swapper, FuyouParameterSwapper) else None
 
 
-class PartitionTensors:
+class _PartitionTensors:
     """Shows partitions to DeepSpeed as ``ds_tensor``. A partition's handle is its parameter."""
 
     def __init__(self) -> None:
@@ -69,6 +69,9 @@ class PartitionTensors:
         return bool(partition.handle.ds_status is ZeroParamStatus.NOT_AVAILABLE)
 
 
+PARTITION_TENSORS = _PartitionTensors()
+
+
 class FuyouParameterSwapper:
     """Duck-typed AsyncPartitionedParameterSwapper of one ``zero.Init``. Used by the training thread alone."""
 
@@ -80,7 +83,6 @@ class FuyouParameterSwapper:
         self.dtype = model_dtype
         self.swap_element_size = model_dtype.itemsize
         self.partitions: dict[int, Partition] = {}  # by ds_id: those that are not DeepSpeed's alone
-        self.tensors = PartitionTensors()
         self._buffers: dict[int, torch.Tensor] = {}
         self._dram_left: int | None = None
         self._heap = HeapGuard()
@@ -181,7 +183,7 @@ class FuyouParameterSwapper:
         else:
             partition.move(source)
         param.ds_tensor.final_location = OffloadDeviceEnum.nvme
-        self.tensors.away(partition)
+        PARTITION_TENSORS.away(partition)
         return partition
 
     def give_back(self, param: Any, values: torch.Tensor) -> None:
@@ -217,7 +219,7 @@ class FuyouParameterSwapper:
         """The values := ``values`` (1-D, this rank's part), wherever they live; on storage alone if it is gathered."""
         partition = self.partitions[param.ds_id]
         self._write(partition, values)
-        if partition.store is not None and self.tensors.is_idle(partition):
+        if partition.store is not None and PARTITION_TENSORS.is_idle(partition):
             partition.store.forget(partition)
         elif partition.presence is Presence.HERE and partition.values is not None:
             partition.values.copy_(values.view(-1))
@@ -226,7 +228,7 @@ class FuyouParameterSwapper:
         """The device copies the partition until ``event``: host memory that was read for that goes with it."""
         partition = self.partitions.get(param.ds_id)
         if partition is not None and partition.store is not None and partition.store.copied(partition, event):
-            self.tensors.stand_in(param.ds_tensor)
+            PARTITION_TENSORS.stand_in(param.ds_tensor)
 
     def before_edit(self, param: Any) -> None:
         """DeepSpeed is about to write a gathered parameter's values into the partition: it must have memory."""
@@ -241,7 +243,7 @@ class FuyouParameterSwapper:
         else:
             values = partition.copy()
             partition.show(values)
-        self.tensors.here(partition, values)
+        PARTITION_TENSORS.here(partition, values)
 
     def _take(self, param: Any) -> None:
         values, partition = param.ds_tensor.data, self.partitions.get(param.ds_id)
@@ -266,7 +268,7 @@ class FuyouParameterSwapper:
         else:
             partition.presence, partition.values, leaves = Presence.AWAY, None, True
         if leaves:
-            self.tensors.away(partition)
+            PARTITION_TENSORS.away(partition)
 
 
 def through_own_swapper(original: Callable[..., Any]) -> Callable[..., Any]:

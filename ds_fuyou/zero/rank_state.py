@@ -55,7 +55,7 @@ from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks
 from ds_fuyou.zero.compute_spans import computed
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.param_swapper import PartitionTensors, partition_of
+from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, partition_of
 
 __all__ = ["RankState"]
 
@@ -115,7 +115,14 @@ class RankState:
         self._frozen_params = {p.ds_id: p for p in names if p.ds_id not in self._index}
         self._partitions: dict[int, Partition] = {}  # by ds_id: what is read, or waits for updates
         self._locks = PageLocks(self.device)
-        self.parameters = self._make_parameters()
+        self.parameters = ParameterStore(
+            PARTITION_TENSORS,
+            self.device,
+            self.core.io,
+            read_bytes=self.plan.prefetch_bytes,
+            keep_below=self.plan.small_param_bytes,
+            is_alone=dist.get_world_size() == 1,
+        )
         self._ended: str | None = None
         self._lanes: PipelineLanes | None = None
         if self.trace is not None:
@@ -269,7 +276,7 @@ class RankState:
         for param in waiting.values():
             self._attach(param)
         self._attach_frozen()
-        self.parameters = self._make_parameters()
+        self.parameters.take(self._partitions.values())
         self.bound_heap()
         if dist.get_rank() == 0:
             logger.debug(
@@ -284,7 +291,7 @@ class RankState:
         memory = source.memory()
         if memory is not None:
             partition.show(memory)
-            param.nvme_swapper.tensors.here(partition, memory)
+            PARTITION_TENSORS.here(partition, memory)
 
     def _attach_frozen(self) -> None:
         """Frozen parameters stay where ``zero.Init`` built them; those on storage are read ahead from now on, those in
@@ -306,17 +313,6 @@ class RankState:
             memory = aligned_tensor(round_up_to_page(tensor.numel() * tensor.element_size()))
             memory.view(tensor.dtype)[: tensor.numel()].copy_(tensor.view(-1))
             tensor.data = self._locks.lock(memory).view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
-
-    def _make_parameters(self) -> ParameterStore:
-        return ParameterStore(
-            self._partitions.values(),
-            PartitionTensors(),
-            self.device,
-            self.core.io,
-            read_bytes=self.plan.prefetch_bytes,
-            keep_below=self.plan.small_param_bytes,
-            is_alone=dist.get_world_size() == 1,
-        )
 
     @property
     def reads_parameters(self) -> bool:

@@ -114,7 +114,8 @@ class Bench:
 
     def store(self, partitions: Sequence[Partition], read_bytes: int, **more: Any) -> ParameterStore:
         device = more.pop("device", HostDevice())
-        store = ParameterStore(partitions, self.tensors, device, self.io, read_bytes=read_bytes, **more)
+        store = ParameterStore(self.tensors, device, self.io, read_bytes=read_bytes, **more)
+        store.take(partitions)
         self.stores.append(store)
         return store
 
