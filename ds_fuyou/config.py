@@ -290,7 +290,7 @@ class FuyouConfig(_Settings):
         True,
         description="Compare what is read back from storage with what this run wrote there: P32 and moments by the "
         "chunk, P16 and G16 by the page of 4 KiB (8 bytes of host memory each), weights that `fuyou recover` takes "
-        "out by the commit record. Staged and frozen parameters and swapped activations are not compared.",
+        "out by the commit record. Parameters that no optimizer updates and swapped activations are not compared.",
     )
     trace: FileName | None = Field(None, description="File to write a lane trace to (opens in Perfetto).")
     keep_state: bool = Field(

@@ -65,7 +65,7 @@ def _adopt(param: Any, swapper: FuyouParameterSwapper) -> None:
     if param.requires_grad or not swapper.swappable_tensor(param):
         swapper.give_back(param, values if values.device.type == "cpu" else values.cpu())
     else:
-        swapper.stage(param, values)
+        swapper.park(param, values)
 
 
 def bring_home(engine: Any) -> None:

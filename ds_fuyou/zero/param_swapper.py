@@ -6,7 +6,7 @@ is NOT_AVAILABLE stops the prefetch scan, and a gather of it calls :meth:`FuyouP
 protocol serves every tier here: NOT_AVAILABLE means "on storage" or "its update is not published yet".
 
 Until an engine takes them (inside ``zero.Init``, and after ``destroy()``) partitions live in host memory, where they
-are DeepSpeed's own tensors, or on storage (``storage/staged.py``).
+are DeepSpeed's own tensors, or on storage (``storage/parked.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.memory import HeapGuard, aligned_tensor, round_up_to_page
 from ds_fuyou.parameters.partition import Partition, Presence, Source
 from ds_fuyou.planner.host_memory import available_host_bytes
-from ds_fuyou.storage.staged import StagedSpace
+from ds_fuyou.storage.parked import ParkedSpace
 from ds_fuyou.zero.agreement import least
 from ds_fuyou.zero.budgets import local_ranks
 
@@ -94,9 +94,9 @@ class FuyouParameterSwapper:
         parameters in memory run ahead and others do not. A collective of those who build this model, once.
         """
         if self._dram_left is None:
-            self._dram_left = int(least(float(self._staging_budget()), group=group)[0])
+            self._dram_left = int(least(float(self._dram_budget()), group=group)[0])
 
-    def _staging_budget(self) -> int:
+    def _dram_budget(self) -> int:
         """Bytes of P16 that zero.Init may keep in DRAM before the tiers are decided for the whole model."""
         config = self.activation.config
         if config.parameters.tier == "nvme":
@@ -110,7 +110,7 @@ class FuyouParameterSwapper:
         """Whether a partition built now goes to storage."""
         count = param.ds_tensor.ds_numel if param is not None else numel
         num_bytes = int(count or 0) * self.swap_element_size
-        left = self._staging_budget() if self._dram_left is None else self._dram_left
+        left = self._dram_budget() if self._dram_left is None else self._dram_left
         self._dram_left = left - num_bytes if num_bytes <= left else left
         return num_bytes > left
 
@@ -196,11 +196,11 @@ class FuyouParameterSwapper:
         param.ds_tensor.status = AVAILABLE
         param.ds_tensor.final_location = None
 
-    def stage(self, param: Any, values: torch.Tensor) -> None:
+    def park(self, param: Any, values: torch.Tensor) -> None:
         """From here on the values of a parameter that is not gathered are on storage."""
         config = self.activation.config
-        space = StagedSpace.at(self.activation.state_paths, config.io.engine)
-        self.hold(param, space.stage(f"parameter {param.ds_id}", values.view(-1)))
+        space = ParkedSpace.at(self.activation.state_paths, config.io.engine)
+        self.hold(param, space.park(f"parameter {param.ds_id}", values.view(-1)))
         self._heap.check()
 
     def values(self, param: Any) -> torch.Tensor:
@@ -251,7 +251,7 @@ class FuyouParameterSwapper:
             self._buffers.pop(param.ds_id, None)
             self._write(partition, values)
         elif param.ds_tensor.final_location == OffloadDeviceEnum.nvme:
-            self.stage(param, values)
+            self.park(param, values)
 
     def _write(self, partition: Partition, values: torch.Tensor) -> None:
         if partition.store is not None:

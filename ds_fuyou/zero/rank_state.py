@@ -43,8 +43,8 @@ from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.plan import Plan, PlanInput, make_plan
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.lifetime import register_closer
+from ds_fuyou.storage.parked import ParkedSpace, ParkedValues
 from ds_fuyou.storage.probe import probe_path
-from ds_fuyou.storage.staged import StagedSpace, StagedValues
 from ds_fuyou.storage.store import RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
 from ds_fuyou.telemetry.report import report_close, waited_secs
@@ -301,7 +301,7 @@ class RankState:
             partition = partition_of(param)
             if partition is None:
                 self._pin(param)
-            elif partition.store is None and isinstance(partition.source, StagedValues):
+            elif partition.store is None and isinstance(partition.source, ParkedValues):
                 partition.source.space.rest()
                 partition.source.read_by(self.core.io)
                 self._partitions[param.ds_id] = partition
@@ -390,9 +390,9 @@ class RankState:
                 if memory is not None:
                     param.nvme_swapper.give_back(param, memory)
                 else:
-                    space = StagedSpace.at(self.activation.state_paths, self.activation.config.io.engine)
+                    space = ParkedSpace.at(self.activation.state_paths, self.activation.config.io.engine)
                     values = source.location().read(source.io)
-                    param.nvme_swapper.hold(param, space.stage(f"parameter {self.span(param).name}", values))
+                    param.nvme_swapper.hold(param, space.park(f"parameter {self.span(param).name}", values))
             except (FuyouError, OSError) as error:
                 why = f"their engine failed ({error})"
                 param.nvme_swapper.hold(param, Lost(f"parameter {self.span(param).name}", why))
@@ -401,7 +401,7 @@ class RankState:
     def _rest(self) -> None:
         """Frozen parameters are read by their own space again."""
         for partition in self._partitions.values():
-            if isinstance(partition.source, StagedValues):
+            if isinstance(partition.source, ParkedValues):
                 partition.source.read_by(None)
                 partition.source.space.rest()
 
