@@ -27,15 +27,15 @@ from ds_fuyou.optimizer.rules import GroupHyper, optimizer_kind
 from ds_fuyou.telemetry.report import LaneTimes, report_leave_out, report_step
 from ds_fuyou.telemetry.tier_bytes import TierBytes
 from ds_fuyou.telemetry.trace import Lane
-from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations, model_blocks
+from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations, attach_auto, model_blocks
 from ds_fuyou.zero.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
 from ds_fuyou.zero.compute_spans import ComputeSpans
 from ds_fuyou.zero.gradient_flow import GradientFlow
 from ds_fuyou.zero.handover import owners, release_gathered
 from ds_fuyou.zero.hp_access import HpAccess
 from ds_fuyou.zero.monitoring import StepMonitor, count_tokens
-from ds_fuyou.zero.planning import Planning
 from ds_fuyou.zero.rank_state import RankState
+from ds_fuyou.zero.run_plan import RunPlan
 from ds_fuyou.zero.stock import combined_grad_norm, is_boundary, iter_module_params
 
 __all__ = ["FuyouStage3Optimizer"]
@@ -47,7 +47,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     """Drop-in for DeepSpeedZeroOptimizer_Stage3 when the JSON has an active fuyou block."""
 
     rank_state: RankState
-    planning: Planning
+    run_plan: RunPlan
     checkpoint_state: CheckpointState
     hp_access: HpAccess
     _monitor: StepMonitor | None = None
@@ -110,7 +110,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             self.rank_state,
             self._hypers,
             lambda: self._multiplier(None),
-            lambda: self.planning.holds_updates,
+            lambda: self.run_plan.holds_updates,
         )
         self.checkpoint_state = CheckpointState(self.rank_state, self.optimizer, self._group_of_sub_group, self._hypers)
         self.hp_access = HpAccess(self.rank_state, lambda: is_boundary(self))
@@ -133,7 +133,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             trace=state.trace,
         )
         state.activations = attach_activations(self.module, index, given)
-        self.planning = Planning(state, self.module, given, self._leave_out)
+        auto = attach_auto(state.activations, self.module, given)
+        self.run_plan = RunPlan(state, self.module, auto, self._leave_out)
         return index
 
     def _leave_out(self, secs: float, work: LaneTimes) -> None:
@@ -160,7 +161,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             if compute is not None:
                 compute.enter(current_submodule, forward)
             params = iter_module_params(current_submodule)
-            recorder = self.planning.recorder
+            recorder = self.run_plan.recorder
             waits = any(param.ds_status != ZeroParamStatus.AVAILABLE for param in params)
             with (
                 nullcontext() if recorder is None else recorder.paused(),
@@ -198,7 +199,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         for param_id in self.params_already_reduced:
             self.params_already_reduced[param_id] = False
         self._epilogue_ran_this_backward = True
-        self.planning.backward_ended()
+        self.run_plan.clock.backward_ended()
 
     def _finalize_offload_gradient_accumulation(self) -> None:
         self.gradient_flow.end_unmanaged()
@@ -239,7 +240,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         core.check()
         self._overflow_check_and_loss_scale_update_compat()
         if self.overflow:
-            self.planning.step_skipped()
+            self.run_plan.step_skipped()
             return
         multiplier = self._multiplier(self._scaled_norm)
         core.apply(self._hypers(), multiplier, expected_multiplier=self._multiplier(None))
@@ -250,7 +251,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         report_step(self.rank_state)
         if self._monitor is not None:
             self._monitor.step_applied()
-        self.planning.step_applied()
+        self.run_plan.step_applied()
 
     def _overflow_check_and_loss_scale_update_compat(self) -> None:
         """Stock's order of decisions: raw overflow, norm, invalid norm, loss scale, clean-up, global norm."""
@@ -400,7 +401,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             release_gathered(self.module)
             super().destroy()
         finally:
-            self.planning.close()
+            self.run_plan.close()
             self._token_count.remove()
             self.rank_state.close(why)
             self.fp16_partitioned_groups_flat.clear()
