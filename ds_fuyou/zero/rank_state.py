@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from torch.nn import Parameter
 from tqdm import tqdm
 
 from ds_fuyou.activations.session import ActivationSession
@@ -30,7 +30,7 @@ from ds_fuyou.host.compute_clock import compute_clock
 from ds_fuyou.host.memory import HeapGuard, PageLocks, aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
-from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutLimits, ParamSpan, build_layout
+from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutEntry, LayoutLimits, ParamSpan, build_layout
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.param_access import PublishedSpan
 from ds_fuyou.optimizer.placement import regions_for
@@ -63,7 +63,7 @@ logger = logging.getLogger("ds_fuyou")
 _RUN_NUMBERS = itertools.count()
 
 
-def _is_in_host_memory(param: Any) -> bool:
+def _is_in_host_memory(param: Parameter) -> bool:
     return bool(param.ds_tensor.device.type == "cpu")
 
 
@@ -73,8 +73,8 @@ class RankState:
     def __init__(
         self,
         activation: Activation,
-        sub_groups: Sequence[Sequence[Any]],
-        names: dict[Any, str],
+        sub_groups: Sequence[Sequence[Parameter]],
+        names: dict[Parameter, str],
         kind: OptimizerKind,
         hypers: Sequence[GroupHyper],
         grad_dtype: torch.dtype,
@@ -139,7 +139,11 @@ class RankState:
     # ---- construction -------------------------------------------------------------------------------------
 
     def _plan_input(
-        self, entries: Any, kind: OptimizerKind, grad_dtype: torch.dtype, param_dtype: torch.dtype
+        self,
+        entries: Sequence[Sequence[LayoutEntry]],
+        kind: OptimizerKind,
+        grad_dtype: torch.dtype,
+        param_dtype: torch.dtype,
     ) -> PlanInput:
         config = self.activation.config
         check_budgets(config)
@@ -191,7 +195,9 @@ class RankState:
             device=self.device,
         )
 
-    def _create_store(self, kind: OptimizerKind, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> Any:
+    def _create_store(
+        self, kind: OptimizerKind, grad_dtype: torch.dtype, param_dtype: torch.dtype
+    ) -> tuple[SlotStore | None, int]:
         """The slot store, with as many slots as the disks hold; None when nothing lives on storage."""
         run_id = self._run_id()
         residency = self._core_options(1, grad_dtype, param_dtype).residency
@@ -248,7 +254,7 @@ class RankState:
         """One for all ranks, and for no other run: `fuyou recover` takes ranks of one run alone. A collective."""
         return of_rank_0(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_RUN_NUMBERS)}-{secrets.token_hex(3)}")
 
-    def initialize(self, values_of: Callable[[Any], torch.Tensor]) -> None:
+    def initialize(self, values_of: Callable[[Parameter], torch.Tensor]) -> None:
         """Moves the model's parameters into their place, chunk by chunk, with a progress bar on rank 0.
 
         A parameter's old partition goes as soon as its values are in their place, so that host memory holds no class
@@ -283,7 +289,7 @@ class RankState:
                 "states of %d parameters initialised in %.1f s", self.layout.numel, time.perf_counter() - begin
             )
 
-    def _attach(self, param: Any) -> None:
+    def _attach(self, param: Parameter) -> None:
         """From here on the chunks hold a trainable parameter; in DRAM its partition is the chunk's memory."""
         source = PublishedSpan(self.core, self.span(param))
         partition = param.nvme_swapper.hold(param, source)
@@ -306,7 +312,7 @@ class RankState:
                 partition.source.read_by(self.core.io)
                 self._partitions[param.ds_id] = partition
 
-    def _pin(self, param: Any) -> None:
+    def _pin(self, param: Parameter) -> None:
         """Moves a frozen partition from the heap to pages that the device copies from without a detour."""
         tensor = param.ds_tensor
         if self.device.pins and tensor.device.type == "cpu" and tensor.numel():
@@ -332,16 +338,16 @@ class RankState:
 
     # ---- parameters ---------------------------------------------------------------------------------------
 
-    def span(self, param: Any) -> ParamSpan:
+    def span(self, param: Parameter) -> ParamSpan:
         return self.layout.params[self._index[param.ds_id]]
 
-    def param(self, span: ParamSpan) -> Any:
+    def param(self, span: ParamSpan) -> Parameter:
         return self._params[span.index]
 
-    def owns(self, param: Any) -> bool:
+    def owns(self, param: Parameter) -> bool:
         return param.ds_id in self._index
 
-    def before_module(self, params: Iterable[Any]) -> None:
+    def before_module(self, params: Iterable[Parameter]) -> None:
         """A module is about to run: makes what it needs available, then reads ahead. Comes before DeepSpeed's fetch."""
         parameters = self.parameters
         for param in params:

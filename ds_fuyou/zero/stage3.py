@@ -19,6 +19,7 @@ from deepspeed.checkpoint.constants import LOSS_SCALER, PARTITION_COUNT, ZERO_ST
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch.nn import Parameter
 
 from ds_fuyou.ds_json import Activation, current_activation
 from ds_fuyou.host.compute_clock import Phase
@@ -157,7 +158,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         compute = None if state.trace is None else ComputeSpans(state.trace, self.module, self._tier_bytes, clock)
         self._compute_spans = compute
 
-        def fetch_sub_module(current_submodule: Any, forward: bool) -> None:
+        def fetch_sub_module(current_submodule: torch.nn.Module, forward: bool) -> None:
             if compute is not None:
                 compute.enter(current_submodule, forward)
             params = iter_module_params(current_submodule)
@@ -188,10 +189,10 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
 
     # ---- gradients: stock's hooks and ends, as GradientFlow serves them ------------------------------------
 
-    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Parameter) -> None:
         self.gradient_flow.collect(param)
 
-    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> None:
+    def partition_grads(self, params_to_release: list[Parameter], grad_partitions: list[torch.Tensor]) -> None:
         self.gradient_flow.hand_over(params_to_release, grad_partitions)
 
     def independent_gradient_partition_epilogue(self) -> None:
@@ -204,7 +205,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def _finalize_offload_gradient_accumulation(self) -> None:
         self.gradient_flow.end_unmanaged()
 
-    def complete_grad_norm_calculation_for_cpu_offload(self, params: list[Any]) -> torch.Tensor:
+    def complete_grad_norm_calculation_for_cpu_offload(self, params: list[Parameter]) -> torch.Tensor:
         self.gradient_flow.put_norms(params)
         norm: torch.Tensor = super().complete_grad_norm_calculation_for_cpu_offload(params)
         return norm
@@ -295,26 +296,26 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         return True
 
     def _get_fp32_opt_state_partition(
-        self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
+        self, param: Parameter, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[torch.Tensor, int]:
         return self.hp_access.state(param, optim_state_key, to_write=not release_swap_buffers)
 
     def _optimizer_states_and_gradient_swap_out(self, sub_group_id: int, timer_names: Any = None) -> None:
         self.hp_access.put_state()
 
-    def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+    def set_full_hp_param(self, value: torch.Tensor, param: Parameter, optim_state_key: str | None = None) -> None:
         self.hp_access.set_state(param, value, optim_state_key)
 
-    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
+    def _get_fp32_grad_state_partition(self, param: Parameter, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
         return self.hp_access.gradient(param, to_write=not release_swap_buffers)
 
     def _writeback_swap_state(self, sub_group_id: int, write_opt_state: bool, write_gradients: bool) -> None:
         self.hp_access.put_gradient()
 
-    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Parameter) -> None:
         self.hp_access.set_gradient(param, value)
 
-    def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: Any) -> None:
+    def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: list[Parameter]) -> None:
         """Applies ``update_func(full_gradient, param)`` to every trainable parameter's gradient."""
         for param in param_list:
             if param.requires_grad:
