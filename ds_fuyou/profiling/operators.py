@@ -192,7 +192,7 @@ def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """Records what ``model`` does while this is entered: around one forward.
+    """Records what a model does while this is entered: around one forward.
 
     Args:
         blocks: the units of the result. A block that runs twice is recorded the first time.
@@ -202,11 +202,8 @@ class OperatorRecorder(TorchDispatchMode):
             others hold on to the memory that these are gathered in.
     """
 
-    def __init__(
-        self, model: nn.Module, blocks: Sequence[Block], hooks: SavedHooks | None = None, *, sees_saves: bool = True
-    ) -> None:
+    def __init__(self, blocks: Sequence[Block], hooks: SavedHooks | None = None, *, sees_saves: bool = True) -> None:
         super().__init__()
-        self._model = model
         self._blocks = blocks
         self._sees_saves = sees_saves
         self._pack, self._unpack = hooks if hooks is not None else (_keep, _give)

@@ -189,15 +189,13 @@ def _planned(config: FuyouConfig) -> Mapping[str, Mapping[str, int]] | None:
     return document.activations if document is not None and document.activations else None
 
 
-def attach_auto(
-    session: ActivationSession | None, module: torch.nn.Module, given: ActivationInput
-) -> AutoActivations | None:
+def attach_auto(session: ActivationSession | None, given: ActivationInput) -> AutoActivations | None:
     """What decides for mode "auto" after the first steps; None for any other mode."""
     config = given.activation.config
     budget = None if config.gpu_budget_bytes == "auto" else int(config.gpu_budget_bytes)
     if session is None or config.activations.mode != "auto":
         return None
-    return AutoActivations(session, module, given.io, given.device, given.clock, budget, _planned(config))
+    return AutoActivations(session, given.io, given.device, given.clock, budget, _planned(config))
 
 
 def _build_tier(given: ActivationInput) -> SwapTier | None:

@@ -9,8 +9,6 @@ import logging
 import time
 from collections.abc import Mapping
 
-import torch
-
 from ds_fuyou.activations.auto import WORKING_BLOCKS, Choice, OutputCost, StepMeasurement, choose, swap_allowance
 from ds_fuyou.activations.named_outputs import planned_choice, require_blocks
 from ds_fuyou.activations.policy import BlockFate, Fate
@@ -44,7 +42,6 @@ class AutoActivations:
     def __init__(
         self,
         session: ActivationSession,
-        model: torch.nn.Module,
         io: IoLane,
         device: Device,
         clock: ComputeClock,
@@ -54,7 +51,6 @@ class AutoActivations:
         if planned is not None:
             require_blocks(planned, len(session.blocks))
         self._session = session
-        self._model = model
         self._io = io
         self._device = device
         self._clock = clock
@@ -69,7 +65,7 @@ class AutoActivations:
         self._at = self._look_anew()
         swapper = self._session.swapper
         hooks = (swapper.pack, swapper.unpack) if swapper is not None else None
-        self.recorder: OperatorRecorder | None = OperatorRecorder(self._model, self._session.blocks, hooks)
+        self.recorder: OperatorRecorder | None = OperatorRecorder(self._session.blocks, hooks)
         self.profiles: tuple[BlockProfile, ...] = ()
         self._profile: BlockProfile | None = None
         self._session.observe(self.recorder)

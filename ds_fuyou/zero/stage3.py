@@ -134,7 +134,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             trace=state.trace,
         )
         state.activations = attach_activations(self.module, index, given)
-        auto = attach_auto(state.activations, self.module, given)
+        auto = attach_auto(state.activations, given)
         self.run_plan = RunPlan(state, self.module, auto, self._leave_out)
         return index
 

@@ -176,10 +176,10 @@ def attached(
 
 
 def profile_blocks(
-    model: nn.Module, blocks: Sequence[Block], forward: Callable[[], object], hooks: SavedHooks | None = None
+    blocks: Sequence[Block], forward: Callable[[], object], hooks: SavedHooks | None = None
 ) -> tuple[BlockProfile, ...]:
     """What each block does in ``forward``."""
-    recorder = OperatorRecorder(model, blocks, hooks)
+    recorder = OperatorRecorder(blocks, hooks)
     with recorder:
         forward()
     return recorder.profiles()

@@ -93,10 +93,10 @@ def outputs_of(name: str) -> list[OutputCost]:
     torch.manual_seed(0)
     if name == "plain":
         model, run = Plain(), torch.randint(300, (4, 33))
-        profiles = profile_blocks(model, find_blocks(model), lambda: model(run))
+        profiles = profile_blocks(find_blocks(model), lambda: model(run))
     else:
         model, batch = TINY[name]()
-        profiles = profile_blocks(model, find_blocks(model), lambda: model(**batch))
+        profiles = profile_blocks(find_blocks(model), lambda: model(**batch))
     return [
         OutputCost(output.name, output.call, output.flops, output.num_bytes)
         for output in profiles[0].outputs

@@ -49,7 +49,7 @@ def train_twice_through_one_graph(model: nn.Module) -> None:
 
 def calls_of(model: nn.Module, step: Callable[[nn.Module], None]) -> list[OperatorCall]:
     copied = copy.deepcopy(model)
-    profile = profile_blocks(copied, find_blocks(copied), lambda: step(copied))[0]
+    profile = profile_blocks(find_blocks(copied), lambda: step(copied))[0]
     return [output.call for output in profile.outputs if output.call is not None]
 
 
