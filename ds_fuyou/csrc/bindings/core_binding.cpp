@@ -110,7 +110,6 @@ void bind_kernels(py::module_& m)
         .value("FLOAT16", ElementType::kFloat16)
         .value("BFLOAT16", ElementType::kBFloat16);
     py::class_<UpdateRule, std::shared_ptr<UpdateRule>>(m, "UpdateRule")
-        .def_property_readonly("num_moments", &UpdateRule::num_moments)
         .def(
             "apply",
             [](const UpdateRule& rule, torch::Tensor param, torch::Tensor grad,
@@ -129,8 +128,7 @@ void bind_kernels(py::module_& m)
                  return std::const_pointer_cast<UpdateRule>(
                      clock.rule(lr, eps, weight_decay, bias_correction));
              })
-        .def("clone", &OptimizerClock::clone)
-        .def_property_readonly("num_moments", &OptimizerClock::num_moments);
+        .def("clone", &OptimizerClock::clone);
     m.def("make_adam_clock", &make_adam_clock);
     m.def("make_lion_clock", &make_lion_clock);
     m.def("make_adagrad_clock", &make_adagrad_clock);
@@ -392,8 +390,7 @@ void bind_pipeline(py::module_& m)
                  return events;
              })
         .def("stop", py::overload_cast<double>(&ChunkPipeline::stop), py::arg("timeout_secs"),
-             NoGil())
-        .def_static("part_bytes", &StateBlock::part_bytes);
+             NoGil());
 }
 
 }  // namespace
