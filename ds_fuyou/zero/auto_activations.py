@@ -22,9 +22,7 @@ from ds_fuyou.zero.agreement import least, of_rank_0
 
 __all__ = ["AutoActivations"]
 
-_MEASURED_STEP = (
-    2  # at the earliest: the first one builds what later ones use again, and is slowed down by being watched
-)
+_MEASURED_STEP = 2  # at the earliest: the first one is watched, and builds what later ones use again
 _OF_DEVICE = 0.9  # of the device's memory, where no budget is given; the rest is the allocator's
 
 
