@@ -87,7 +87,7 @@ def measure(case: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     for _ in range(case["num_timed"]):
         step()
     secs = (time.perf_counter() - begin) / case["num_timed"]
-    prediction = optimizer.planning.run_plan.prediction
+    prediction = optimizer.run_plan.prediction
     found = {
         **run,
         "secs": secs,
@@ -104,7 +104,7 @@ def tier_bytes(optimizer: Any) -> dict[str, dict[str, float]]:
     """By tier: what the placement and the profile say (whole pools, whole slots, everything that one forward saves,
     because the measured step swaps all of it), and the most that was held; on storage, what the files take.
     """
-    state, profile = optimizer.rank_state, optimizer.planning.run_plan.profile
+    state, profile = optimizer.rank_state, optimizer.run_plan.profile
     saved = sum(one.num_bytes for block in profile.blocks for one in block.operators if one.saved) if profile else 0.0
     planned = optimizer._tier_bytes.planned(saved)
     session = state.activations

@@ -137,7 +137,6 @@ ByteCount = Annotated[int, BeforeValidator(parse_bytes)]
 BlockBytes = Annotated[int, BeforeValidator(_parse_block)]
 FileName = Annotated[str, AfterValidator(_printable)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_as_paths)]
-Count = Annotated[int, Field(ge=1)]
 Threads = Annotated[int, Field(ge=1, le=4096)]
 QueueDepth = Annotated[int, Field(ge=1, le=4096)]
 Weight = Annotated[int, Field(ge=1, le=10**9)]
@@ -291,7 +290,7 @@ class FuyouConfig(_Settings):
         True,
         description="Compare what is read back from storage with what this run wrote there: P32 and moments by the "
         "chunk, P16 and G16 by the page of 4 KiB (8 bytes of host memory each), weights that `fuyou recover` takes "
-        "out by the commit record. Staged and frozen parameters and swapped activations are not compared.",
+        "out by the commit record. Parameters that no optimizer updates and swapped activations are not compared.",
     )
     trace: FileName | None = Field(None, description="File to write a lane trace to (opens in Perfetto).")
     keep_state: bool = Field(

@@ -58,13 +58,11 @@ class Absorbed:
 
     Attributes:
         config: the block, its "auto" tiers and missing `nvme_path` filled in.
-        honoured: dotted keys that were taken over.
-        ignored: dotted keys that were not, each once.
+        ignored: dotted keys that were not taken over, each once.
         pin_memory: whether host buffers may be page-locked.
     """
 
     config: FuyouConfig
-    honoured: tuple[str, ...]
     ignored: tuple[IgnoredKey, ...]
     pin_memory: bool
 
@@ -140,7 +138,6 @@ def absorb_offload_sections(ds_config: Mapping[str, Any], config: FuyouConfig) -
     zero = _section(ds_config, "zero_optimization")
     _require_stage_3(ds_config.get("zero_optimization"), zero)
     _refuse_combinations(ds_config)
-    honoured: list[str] = []
     ignored: list[IgnoredKey] = []
     paths: list[str] = []
     tiers: dict[str, str] = {}
@@ -152,14 +149,14 @@ def absorb_offload_sections(ds_config: Mapping[str, Any], config: FuyouConfig) -
                 if part in _planned(config):
                     ignored.append(IgnoredKey(dotted, f"fuyou.plan decides how much of {part} is in host memory"))
                     continue
-                open_tier = getattr(config, part).tier == "auto"
-                _take(open_tier, f"fuyou.{part}.tier is set", dotted, honoured, ignored)
+                if getattr(config, part).tier != "auto":
+                    ignored.append(IgnoredKey(dotted, f"fuyou.{part}.tier is set"))
                 tiers[part] = value
             elif key == "nvme_path" and isinstance(value, str) and value != "auto":
-                _take(config.nvme_path is None, "fuyou.nvme_path is set", dotted, honoured, ignored)
+                if config.nvme_path is not None:
+                    ignored.append(IgnoredKey(dotted, "fuyou.nvme_path is set"))
                 paths.append(value)
             elif key == "pin_memory" and isinstance(value, bool):
-                honoured.append(dotted)
                 pins.append(value)
             elif value is not None and value != "auto":
                 reason = _IGNORED_REASONS.get(key, "it has no meaning here")
@@ -170,19 +167,12 @@ def absorb_offload_sections(ds_config: Mapping[str, Any], config: FuyouConfig) -
     ]
     completed = _completed(config, paths, tiers)
     _require_path(completed)
-    return Absorbed(completed, tuple(honoured), tuple(ignored), pin_memory=all(pins))
+    return Absorbed(completed, tuple(ignored), pin_memory=all(pins))
 
 
 def _planned(config: FuyouConfig) -> dict[str, float]:
     """Resident shares that the plan sets, by class."""
     return config.plan.resident_shares() if config.plan is not None else {}
-
-
-def _take(wanted: bool, why_not: str, key: str, honoured: list[str], ignored: list[IgnoredKey]) -> None:
-    if wanted:
-        honoured.append(key)
-    else:
-        ignored.append(IgnoredKey(key, why_not))
 
 
 def _completed(config: FuyouConfig, paths: list[str], tiers: dict[str, str]) -> FuyouConfig:

@@ -39,10 +39,6 @@ class OpenHooks:
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._is_lowest = False
 
-    @property
-    def are_open(self) -> bool:
-        return self._hooks is not None
-
     def open(self) -> None:
         if self._hooks is None:
             self._is_lowest = _top() is None

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -79,7 +78,7 @@ class ChunkValues:
         self._replaced(chunk.index, memory.data_ptr())
         return [self._io.write(extents, memory, f"writing P32 of chunk {chunk.index}")]
 
-    def put_params(self, chunk: Chunk, values: torch.Tensor) -> list[Any]:
+    def put_params(self, chunk: Chunk, values: torch.Tensor) -> list[Transfer]:
         """P16 of a chunk := ``values``, in every version in DRAM or in its place on storage; the writes in flight."""
         if self._place.residency.params[chunk.index]:
             for version in range(self._place.num_param_versions):

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ class OutOfCoreOptimizer:
 
     # ---- construction -------------------------------------------------------------------------------------
 
-    def _path_of(self, fd: int) -> Any:
+    def _path_of(self, fd: int) -> Path | None:
         return self.store.paths_of_fd(fd) if self.store is not None else None
 
     def _make_gradients(self) -> GradientMemory:

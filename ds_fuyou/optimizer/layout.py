@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 CUT_ELEMENTS = 2048
 
-__all__ = ["CUT_ELEMENTS", "Chunk", "FlatLayout", "LayoutLimits", "ParamSpan", "build_layout", "overlap"]
+__all__ = ["CUT_ELEMENTS", "Chunk", "FlatLayout", "LayoutEntry", "LayoutLimits", "ParamSpan", "build_layout", "overlap"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ class Chunk:
         return self.end - self.begin
 
 
+LayoutEntry = tuple[str, str, int, int]
+"""A parameter to be laid out: name, block, numel, forward position."""
+
+
 @dataclass(frozen=True)
 class LayoutLimits:
     """Largest and smallest chunk, in elements. Runs below the smallest are merged with their neighbours."""
@@ -76,10 +80,8 @@ def overlap(span: ParamSpan, chunk: Chunk) -> tuple[int, int]:
     return max(span.begin, chunk.begin), min(span.end, chunk.end)
 
 
-def build_layout(
-    sub_groups: Sequence[Sequence[tuple[str, str, int, int]]], limits: LayoutLimits | None = None
-) -> FlatLayout:
-    """Cuts every sub-group. An entry is (name, block, numel, forward position); order is the flat order.
+def build_layout(sub_groups: Sequence[Sequence[LayoutEntry]], limits: LayoutLimits | None = None) -> FlatLayout:
+    """Cuts every sub-group; order is the flat order.
 
     Chunks are numbered by sub-group and offset; ``position`` is the smallest forward position among the
     parameters a chunk holds (its deadline in the next forward).

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, overlap
-from ds_fuyou.optimizer.rules import RuleClock, StepRules
+from ds_fuyou.optimizer.rules import RuleClock, Segment, StepRules
 
 __all__ = ["MissedSteps", "Run"]
 
@@ -39,7 +39,7 @@ class MissedSteps:
             runs.append((begin, end, missed))
         return tuple(runs)
 
-    def segments(self, chunk: Chunk, rules: StepRules, runs: tuple[Run, ...]) -> list[Any]:
+    def segments(self, chunk: Chunk, rules: StepRules, runs: tuple[Run, ...]) -> list[Segment]:
         """(begin, end, rule) of every run; the rule is None without a gradient, of an older clock for late ones."""
         return [(begin, end, self._rule(chunk, rules, missed)) for begin, end, missed in runs]
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -168,7 +168,7 @@ class ChunkPlacement:
             raise FuyouStateError("this placement has nothing on storage")
         return self._store
 
-    def slotted(self, slot_of: Any) -> dict[str, int]:
+    def slotted(self, slot_of: Callable[[int], int]) -> dict[str, int]:
         """The slots to be committed: of every chunk that has any, as ``slot_of(chunk)`` says."""
         keeps = self.residency.keeps_slots
         return {state_region(c.index): slot_of(c.index) for c in self._layout.chunks if keeps(c.index)}

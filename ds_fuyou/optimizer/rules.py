@@ -16,7 +16,7 @@ from typing import Any
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.ops.core import load_core
 
-__all__ = ["GroupHyper", "OptimizerKind", "RuleClock", "StepRules", "optimizer_kind"]
+__all__ = ["GroupHyper", "OptimizerKind", "RuleClock", "Segment", "StepRules", "optimizer_kind"]
 
 _LATE_CLOCKS = 64
 """Clocks kept for parameters that missed steps: one for each number of updates seen lately, for as many betas."""
@@ -85,6 +85,10 @@ def optimizer_kind(optimizer: Any) -> OptimizerKind:
             raise FuyouConfigError(f"{name} with lr_decay or initial_accumulator_value is not supported")
         return OptimizerKind("adagrad", ("exp_avg_sq",))
     raise FuyouConfigError(f"optimizer {name} cannot be updated out of core; these can: {_SUPPORTED}")
+
+
+Segment = tuple[int, int, Any]
+"""Elements [begin, end) of a chunk, and the C++ rule object that updates them; None: they stay as they are."""
 
 
 @dataclass(frozen=True)

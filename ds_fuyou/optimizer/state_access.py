@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ds_fuyou.host.memory import aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.layout import Chunk, ParamSpan, overlap
-from ds_fuyou.storage.io import storage_error
+from ds_fuyou.storage.io import Transfer, storage_error
 from ds_fuyou.storage.store import Extent
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class StateAccess:
     def read_all(self, indices: Iterable[int]) -> Iterator[tuple[Chunk, list[torch.Tensor]]]:
         """Copies of chunks' states in the order given, the next one being read while one is used."""
         self._core.wait_all()
-        ahead: tuple[Chunk, torch.Tensor, Any] | None = None
+        ahead: tuple[Chunk, torch.Tensor, Transfer | None] | None = None
         for index in indices:
             started = self._start_reading(index)
             if ahead is not None:
@@ -49,7 +49,7 @@ class StateAccess:
         if ahead is not None:
             yield self._finish_reading(*ahead)
 
-    def _start_reading(self, index: int) -> tuple[Chunk, torch.Tensor, Any]:
+    def _start_reading(self, index: int) -> tuple[Chunk, torch.Tensor, Transfer | None]:
         core = self._core
         chunk = core.layout.chunks[index]
         resident = core.place.state(index)
@@ -59,7 +59,9 @@ class StateAccess:
         extents = prefix(core.state_extents(index), self._num_stored_bytes(chunk))
         return chunk, state, core.io.read(extents, state, f"reading the state of chunk {index}")
 
-    def _finish_reading(self, chunk: Chunk, state: torch.Tensor, transfer: Any) -> tuple[Chunk, list[torch.Tensor]]:
+    def _finish_reading(
+        self, chunk: Chunk, state: torch.Tensor, transfer: Transfer | None
+    ) -> tuple[Chunk, list[torch.Tensor]]:
         if transfer is not None:
             transfer.wait()
             state[self._num_stored_bytes(chunk) :].zero_()

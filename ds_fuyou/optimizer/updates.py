@@ -15,7 +15,7 @@ from ds_fuyou.optimizer.layout import FlatLayout, ParamSpan, overlap
 from ds_fuyou.optimizer.missed_steps import MissedSteps, Run
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.placement import ChunkPlacement
-from ds_fuyou.optimizer.rules import StepRules
+from ds_fuyou.optimizer.rules import Segment, StepRules
 from ds_fuyou.optimizer.window import Prepared, Window
 from ds_fuyou.optimizer.worker import Worker
 
@@ -119,7 +119,7 @@ class WindowUpdates:
     def _enqueue(
         self,
         chunk: int,
-        segments: list[Any],
+        segments: list[Segment],
         multiplier: float,
         gradient: int,
         gradient_type: torch.dtype,
@@ -201,7 +201,7 @@ class WindowUpdates:
             window.held.discard(chunk)
         return kept
 
-    def _start(self, chunk: int, segments: list[Any], multiplier: float, pointer: int, dtype: torch.dtype) -> None:
+    def _start(self, chunk: int, segments: list[Segment], multiplier: float, pointer: int, dtype: torch.dtype) -> None:
         if chunk not in self._window.held:
             self._enqueue(chunk, segments, multiplier, pointer, dtype)
             return

@@ -20,7 +20,7 @@ logger = logging.getLogger("ds_fuyou")
 class Worker:
     """One pipeline until :meth:`stop`. A failure, of it or told to it, is for good: every later call raises it."""
 
-    def __init__(self, pipeline: Any, path_of: Callable[[int], Path]) -> None:
+    def __init__(self, pipeline: Any, path_of: Callable[[int], Path | None]) -> None:
         self.pipeline: Any = pipeline
         self.waited_secs = 0.0
         self.is_closed = False

@@ -56,8 +56,8 @@ class Borrower(Protocol):
         """Whether no gather of it is in flight or in use."""
 
 
-class _Lane:
-    """Reads of one class of partitions: their memory, in the order of their use."""
+class _SizeClass:
+    """Large partitions on storage, or small ones: their pool, and their reads, in the order of their use."""
 
     def __init__(self, members: Sequence[Partition], wanted_bytes: int, trace: AccessTrace, device: Device) -> None:
         self.memory = ReadMemory([partition.num_bytes for partition in members], wanted_bytes, device)
@@ -76,7 +76,6 @@ class ParameterStore:
 
     def __init__(
         self,
-        partitions: Iterable[Partition],
         borrower: Borrower,
         device: Device,
         io: IoLane,
@@ -89,55 +88,56 @@ class ParameterStore:
         self.trace = AccessTrace()
         self.num_demand_reads = self.num_ahead_reads = self.num_overflows = 0
         self.waited_secs = 0.0
-        self._borrower, self._device = borrower, device
-        self._keep_below, self._is_alone = keep_below, is_alone
-        self.partitions = list(partitions)
-        stored = [partition for partition in self.partitions if partition.num_bytes]
-        self._lanes = self._make_lanes(stored, read_bytes)
-        self._lane_of = {partition: lane for lane in self._lanes for partition in lane.members}
-        for lane in self._lanes:
-            io.register_memory(lane.memory.pool)
+        self._borrower, self._device, self._io = borrower, device, io
+        self._read_bytes, self._keep_below, self._is_alone = read_bytes, keep_below, is_alone
+        self.partitions: list[Partition] = []
+        self._size_classes: list[_SizeClass] = []
+        self._size_class_of: dict[Partition, _SizeClass] = {}
         self._offers = Ahead(self.trace, self._may_offer)
         self._offered: dict[Partition, None] = {}  # and not used yet
         self._dropped: list[ValuesRead] = []  # reads whose values nobody wants, until they have ended
         self._sums: list[int] = [0]  # of bytes, over the order that they were made for
         self._sums_of: list[Any] | None = None
         self._turn = -1
-        for partition in self.partitions:
-            partition.store = self
 
-    def _make_lanes(self, stored: list[Partition], read_bytes: int) -> list[_Lane]:
+    def take(self, partitions: Iterable[Partition]) -> None:
+        """Serves these from here on. Once, because the pools are sized by them."""
+        self.partitions = list(partitions)
+        stored = [partition for partition in self.partitions if partition.num_bytes]
         small = [partition for partition in stored if partition.num_bytes < SMALL_BYTES]
         large = [partition for partition in stored if partition.num_bytes >= SMALL_BYTES]
         total = sum(partition.num_bytes for partition in stored)
-        return [
-            _Lane(members, read_bytes * sum(p.num_bytes for p in members) // total, self.trace, self._device)
-            for members in (large, small)
-            if members
-        ]
+        for members in filter(None, (large, small)):
+            num_bytes = self._read_bytes * sum(partition.num_bytes for partition in members) // total
+            size_class = _SizeClass(members, num_bytes, self.trace, self._device)
+            self._size_classes.append(size_class)
+            self._size_class_of.update(dict.fromkeys(members, size_class))
+            self._io.register_memory(size_class.memory.pool)
+        for partition in self.partitions:
+            partition.store = self
 
     def _may_offer(self, partition: Partition, is_next_step: bool) -> bool:
-        return not is_next_step and (not self._is_alone or partition not in self._lane_of)
+        return not is_next_step and (not self._is_alone or partition not in self._size_class_of)
 
     # ---- for people -----------------------------------------------------------------------------------------
 
     @property
     def reads(self) -> bool:
         """Whether any of the parameters come from storage when they are used."""
-        return bool(self._lanes)
+        return bool(self._size_classes)
 
     @property
     def capacity_bytes(self) -> int:
-        return sum(lane.memory.pool.capacity_bytes for lane in self._lanes)
+        return sum(size_class.memory.pool.capacity_bytes for size_class in self._size_classes)
 
     @property
     def used_bytes(self) -> int:
-        return sum(lane.memory.pool.used_bytes for lane in self._lanes)
+        return sum(size_class.memory.pool.used_bytes for size_class in self._size_classes)
 
     @property
     def peak_bytes(self) -> int:
         """The most that each pool held, added up."""
-        return sum(lane.memory.pool.peak_bytes for lane in self._lanes)
+        return sum(size_class.memory.pool.peak_bytes for size_class in self._size_classes)
 
     # ---- one partition --------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class ParameterStore:
         stays = not partition.num_bytes or partition.num_bytes < self._keep_below
         if stays or partition.presence is not Presence.HERE or partition.values is None:
             return False
-        self._lane_of[partition].memory.keep_until(event, partition.values)
+        self._size_class_of[partition].memory.keep_until(event, partition.values)
         partition.presence, partition.values = Presence.GATHERED, None
         return True
 
@@ -191,8 +191,8 @@ class ParameterStore:
     def before_write(self) -> None:
         """Values on storage are about to be written in place, by whole pages, which neighbours share: reads that are in
         flight end first, or they would bring old bytes where the checksums are new ones."""
-        for lane in self._lanes:
-            for partition in lane.reading:
+        for size_class in self._size_classes:
+            for partition in size_class.reading:
                 for transfer in partition.read.transfers if partition.read is not None else ():
                     transfer.wait_ended()
 
@@ -201,9 +201,9 @@ class ParameterStore:
             self._dropped.append(partition.read)
         partition.presence, partition.read, partition.values = Presence.AWAY, None, None
         self._offered.pop(partition, None)
-        lane = self._lane_of.get(partition)
-        if lane is not None:
-            lane.ahead.gone(partition)
+        size_class = self._size_class_of.get(partition)
+        if size_class is not None:
+            size_class.ahead.gone(partition)
         self._offers.gone(partition)
 
     def _show(self, partition: Partition, values: torch.Tensor) -> None:
@@ -236,28 +236,28 @@ class ParameterStore:
         themselves, then what was read ahead is given up, the last of it first. What is left then is in use, and the
         read takes memory of its own. So does the host at once: what is gathered there *is* the pool's memory.
         """
-        lane = self._lane_of[partition]
+        size_class = self._size_class_of[partition]
         while True:
-            memory = lane.memory.try_allocate(partition.num_bytes)
+            memory = size_class.memory.try_allocate(partition.num_bytes)
             if memory is not None:
                 return memory
-            if self._device.is_host or not (lane.memory.wait_for_copy() or self._give_up_last(lane)):
+            if self._device.is_host or not (size_class.memory.wait_for_copy() or self._give_up_last(size_class)):
                 self.num_overflows += 1
                 return aligned_tensor(partition.num_bytes)
 
-    def _give_up_last(self, lane: _Lane) -> bool:
+    def _give_up_last(self, size_class: _SizeClass) -> bool:
         """Takes back the memory of what is used last of all that was read ahead; False if there is none. What several
         ranks have offered stays: it is the same on all of them.
         """
-        while lane.reading:
-            partition = lane.reading.pop()
+        while size_class.reading:
+            partition = size_class.reading.pop()
             if partition.presence is Presence.READING and partition.read is not None:
                 partition.read.wait()
                 partition.read = None
                 self._leave(partition)
                 return True
         for partition in reversed(self._offered) if self._is_alone else ():
-            if self._lane_of.get(partition) is lane and self._borrower.is_idle(partition):
+            if self._size_class_of.get(partition) is size_class and self._borrower.is_idle(partition):
                 self._leave(partition)
                 self._borrower.away(partition)
                 return True
@@ -277,31 +277,31 @@ class ParameterStore:
 
     def look_ahead(self) -> None:
         """Starts reads in the recorded order, until a pool is full or an update that is not published is met."""
-        for lane in self._lanes:
-            ahead = lane.ahead
+        for size_class in self._size_classes:
+            ahead = size_class.ahead
             while (partition := ahead.peek()) is not None:
                 if partition.presence is Presence.AWAY:
                     if not partition.source.is_ready():
                         break
-                    memory = lane.memory.try_allocate(partition.num_bytes)
+                    memory = size_class.memory.try_allocate(partition.num_bytes)
                     if memory is None:
                         break
                     self._start(partition, memory, priority=0)
-                    lane.reading.append(partition)
+                    size_class.reading.append(partition)
                     self.num_ahead_reads += 1
                 ahead.pop()
 
     def _offer_what_came(self) -> None:
         """One rank: reads that have ended, and values in memory whose updates were published, in their order."""
-        for lane in self._lanes:
-            while lane.reading:
-                partition = lane.reading[0]
+        for size_class in self._size_classes:
+            while size_class.reading:
+                partition = size_class.reading[0]
                 if partition.presence is Presence.READING and partition.read is not None:
                     if not partition.read.done():
                         break
                     self._arrive(partition)
                     self._offered[partition] = None
-                lane.reading.popleft()
+                size_class.reading.popleft()
         for _ in range(_OFFERS_AT_ONCE):
             upcoming = self._offers.peek()
             if upcoming is None or not self._publish(upcoming):
@@ -338,9 +338,9 @@ class ParameterStore:
                 self.fetch(upcoming)
                 self._offered[upcoming] = None
             self._offers.pop()
-        for lane in self._lanes:
-            while lane.reading and lane.reading[0].presence is not Presence.READING:
-                lane.reading.popleft()
+        for size_class in self._size_classes:
+            while size_class.reading and size_class.reading[0].presence is not Presence.READING:
+                size_class.reading.popleft()
 
     # ---- the step, and the end --------------------------------------------------------------------------------
 
@@ -368,11 +368,11 @@ class ParameterStore:
         for read in reads:
             for transfer in read.transfers:
                 transfer.wait_ended()
-        for lane in self._lanes:
-            lane.memory.close()
+        for size_class in self._size_classes:
+            size_class.memory.close()
         # A destroyed engine may be referenced for long, and with it this object: no values go with it.
         self.trace = AccessTrace()
         self._offers = Ahead(self.trace, self._may_offer)
         self._sums_of = None
-        for held in (self.partitions, self._dropped, self._offered, self._lane_of, self._lanes):
+        for held in (self.partitions, self._dropped, self._offered, self._size_class_of, self._size_classes):
             held.clear()

@@ -101,14 +101,13 @@ class Placement:
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Seconds: of all forwards, of all backwards, of what comes after, of the step; and each lane's own work.
+    """Seconds: of all forwards, of all backwards, of the step; and each lane's own work.
 
     ``bound`` is the lane that bounds most of the time: of each phase the lane with the most work in it.
     """
 
     forward_secs: float
     backward_secs: float
-    tail_secs: float
     iteration_secs: float
     lane_secs: dict[Lane, float]
     bound: Lane
@@ -297,7 +296,7 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
             backward += secs(1, p.backward, p.spill)
             tail = secs(1, p.optimizer)
         step = forward + backward + tail
-    return ClosedForm(forward, backward, tail, step, dict(zip(Lane, total, strict=True)), bound_lane(by_lane, 1.0))
+    return ClosedForm(forward, backward, step, dict(zip(Lane, total, strict=True)), bound_lane(by_lane, 1.0))
 
 
 def _chunk_secs(num_params: float, machine: Machine, policy: Policy, place: Placement) -> dict[str, float]:

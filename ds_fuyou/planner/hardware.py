@@ -30,8 +30,6 @@ __all__ = [
     "find_ssd",
     "machine_of",
     "model_shapes",
-    "preset_names",
-    "source_of",
 ]
 
 GIB = 1024**3
@@ -141,17 +139,6 @@ def constants() -> Constants:
 def model_shapes() -> dict[str, tuple[int, int, int]]:
     """Published GPTs by name: (layers, heads, hidden), smallest first."""
     return {name: (shape[0], shape[1], shape[2]) for name, shape in _presets()["models"].items()}
-
-
-def preset_names(kind: str) -> list[str]:
-    """Names of ``gpus``, ``ssds`` or ``hosts``, without aliases."""
-    return list(_presets()[kind])
-
-
-def source_of(kind: str, name: str, number: str) -> str:
-    """Where a number of a preset comes from."""
-    source: str = _presets()[kind][name][number][1]
-    return source
 
 
 def _found(kind: str, flag: str, name: str) -> tuple[str, dict[str, float]]:

@@ -77,7 +77,6 @@ class Plan:
     queue_depth: int
     block_bytes: int
     slots: int
-    double_params: bool
     activation_bytes: int = 0  # host memory of swapped activations
     smallest_swapped_bytes: int = _SMALLEST_SWAPPED_BYTES
     small_param_bytes: int = 0  # P16 partitions on storage of fewer bytes stay once they are read, until the step
@@ -193,7 +192,6 @@ def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
         queue_depth=over.get("queue_depth", 32),
         block_bytes=over.get("block_bytes", MIB),
         slots=over.get("slots", 2),
-        double_params=_has_two_versions(given, residency),
         activation_bytes=over.get(
             "activation_bytes", _activation_bytes(given, arena_bytes, left - staging_bytes - prefetch_bytes)
         ),

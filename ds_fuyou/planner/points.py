@@ -21,7 +21,6 @@ __all__ = ["ADDED", "MAX_MODEL", "Defaults", "predict", "read_points", "write_po
 
 MAX_MODEL = "max_model"
 REQUIRED = ("system", "gpu", "num_ssds", "dram_gb", "model", "batch")
-OPTIONAL = ("tokens_per_s", "tflops_8p", "ssd", "host", "seq", "num_gpus", "largest_model")
 ADDED = (
     "predicted_tokens_per_s",
     "predicted_tflops_8p",

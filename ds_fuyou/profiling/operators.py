@@ -26,7 +26,7 @@ from ds_fuyou.activations.blocks import Block
 from ds_fuyou.activations.calls import CallCounter, OperatorCall, written_tensors
 from ds_fuyou.activations.views import ByteRange, byte_view
 
-__all__ = ["BlockProfile", "OperatorOutput", "OperatorRecorder", "SavedHooks", "profile_blocks"]
+__all__ = ["BlockProfile", "OperatorOutput", "OperatorRecorder", "SavedHooks"]
 
 SavedHooks: TypeAlias = "tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]"
 
@@ -192,7 +192,7 @@ def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """Records what ``model`` does while this is entered: around one forward.
+    """Records what a model does while this is entered: around one forward.
 
     Args:
         blocks: the units of the result. A block that runs twice is recorded the first time.
@@ -202,11 +202,8 @@ class OperatorRecorder(TorchDispatchMode):
             others hold on to the memory that these are gathered in.
     """
 
-    def __init__(
-        self, model: nn.Module, blocks: Sequence[Block], hooks: SavedHooks | None = None, *, sees_saves: bool = True
-    ) -> None:
+    def __init__(self, blocks: Sequence[Block], hooks: SavedHooks | None = None, *, sees_saves: bool = True) -> None:
         super().__init__()
-        self._model = model
         self._blocks = blocks
         self._sees_saves = sees_saves
         self._pack, self._unpack = hooks if hooks is not None else (_keep, _give)
@@ -344,13 +341,3 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
         return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
     except Exception:
         return 0
-
-
-def profile_blocks(
-    model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any], hooks: SavedHooks | None = None
-) -> tuple[BlockProfile, ...]:
-    """Runs ``forward`` once and tells what each block did; see :meth:`OperatorRecorder.profiles`."""
-    recorder = OperatorRecorder(model, blocks, hooks)
-    with recorder:
-        forward()
-    return recorder.profiles()

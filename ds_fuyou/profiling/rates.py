@@ -1,55 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the lanes of this machine can do alone: storage through our engine, DeepSpeed's Adam on all cores.
 
-Run as ``python -m ds_fuyou.profiling.rates DIRECTORY`` in a process of its own (one OpenMP thread, so that the
-threads made here are the only ones); writes one JSON object.
+To be measured in a process of its own with one OpenMP thread, so that the threads made here are the only ones.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import resource
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_fuyou.errors import FuyouStateError
 
-__all__ = ["Rates", "Storage", "measure_rates", "update_rate"]
+__all__ = ["Storage", "update_rate"]
 
 FILE_BYTES = 1 << 30
 TRANSFER_BYTES = 16 << 20
 NUM_IN_FLIGHT = 6
 CHUNK_ELEMENTS = 4 << 20
 SLICE_ELEMENTS = 64 << 10  # P32, M, V, gradient and scratch of a slice stay in the cache
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Bytes a second, elements a second; ``io_cpu_secs_per_byte`` is what the host pays to move a byte."""
-
-    read: float
-    write: float
-    mixed: float
-    io_cpu_secs_per_byte: float
-    update: float
-    num_cores: int
-
-
-def measure_rates(directory: Path) -> Rates:
-    """Measures in a fresh process, about 10 s. Raises FuyouStateError with its output if it fails."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, "-m", "ds_fuyou.profiling.rates", str(directory)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    if done.returncode != 0:
-        raise FuyouStateError(f"the rates of the lanes could not be measured: {done.stderr[-2000:]}")
-    return Rates(**json.loads(done.stdout.splitlines()[-1]))
 
 
 class Storage:
@@ -141,26 +113,3 @@ def update_rate(num_threads: int) -> float:
 
     round_secs()
     return len(chunks) * CHUNK_ELEMENTS / min(round_secs() for _ in range(5))
-
-
-def main() -> None:
-    num_cores = len(os.sched_getaffinity(0))
-    storage = Storage(Path(sys.argv[1]))
-    storage.rate("write")  # blocks that were never written read as zeros, for free
-    before, best = resource.getrusage(resource.RUSAGE_SELF), {}
-    for mode in ("read", "write", "mixed"):
-        best[mode] = max(storage.rate(mode) for _ in range(3))
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    storage.close()
-    cpu_secs = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    rates = Rates(
-        **best,
-        io_cpu_secs_per_byte=cpu_secs / (9 * FILE_BYTES),
-        update=update_rate(num_cores),
-        num_cores=num_cores,
-    )
-    sys.stdout.write(json.dumps(asdict(rates)) + "\n")
-
-
-if __name__ == "__main__":
-    main()

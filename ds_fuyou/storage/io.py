@@ -52,7 +52,7 @@ class Transfer:
     ticket: Any
     memory: torch.Tensor
     what: str
-    path_of: Callable[[int], Path]
+    path_of: Callable[[int], Path | None]
     on_failure: Callable[[FuyouStorageError], None] | None = None
     pid: int = field(default_factory=os.getpid)
 
@@ -94,7 +94,9 @@ class Transfer:
         return wait_reporting(self.ticket.wait, lambda: self.what)
 
 
-def storage_error(what: str, error: int, fd: int, offset: int, path_of: Callable[[int], Path]) -> FuyouStorageError:
+def storage_error(
+    what: str, error: int, fd: int, offset: int, path_of: Callable[[int], Path | None]
+) -> FuyouStorageError:
     """The error for a failed transfer: what was moved, where and why."""
     path = path_of(fd) if fd >= 0 else None
     message = f"{what} failed"
@@ -109,7 +111,7 @@ def storage_error(what: str, error: int, fd: int, offset: int, path_of: Callable
 class IoLane:
     """Storage read and write lanes of one rank. Thread-safe; :meth:`close` waits for what is in flight."""
 
-    def __init__(self, settings: IoSettings, path_of: Callable[[int], Path]) -> None:
+    def __init__(self, settings: IoSettings, path_of: Callable[[int], Path | None]) -> None:
         core = load_core()
         backends = {"auto": core.IoBackend.AUTO, "io_uring": core.IoBackend.IO_URING, "threads": core.IoBackend.THREADS}
         self.engine: Any = core.IoEngine(
@@ -134,7 +136,7 @@ class IoLane:
         for extent in extents:
             self.engine.watch_pages(extent.fd, extent.offset, extent.num_bytes)
 
-    def sharing(self, path_of: Callable[[int], Path]) -> IoLane:
+    def sharing(self, path_of: Callable[[int], Path | None]) -> IoLane:
         """The same engine for files of another owner. Only the lane that was built first closes it."""
         lane = copy.copy(self)
         lane._path_of = path_of

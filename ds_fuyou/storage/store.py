@@ -235,17 +235,6 @@ class SlotStore:
             index += 1
         return tuple(found)
 
-    def sync_data(self) -> None:
-        """Makes everything written so far durable.
-
-        Raises:
-            FuyouStorageError: a device could not; nothing may be committed after that, because the kernel
-                forgets which pages were lost.
-        """
-        with self._lock:
-            self._check_open()
-            self._sync_data()
-
     def commit(self, step: int, slots: Mapping[str, int], meta: Mapping[str, JsonValue]) -> None:
         """Makes all data durable, then records ``slots`` as the state of ``step`` in one atomic step.
 

@@ -87,20 +87,22 @@ class SwapSpace:
     Args:
         directories: existing directories, best one a device.
         budget_bytes: most bytes on storage, None for what the disks hold.
+        what: names in errors what is kept here.
 
     Raises:
         FuyouStorageError: a directory is not writable.
     """
 
-    def __init__(self, directories: Sequence[Path], budget_bytes: int | None = None) -> None:
+    def __init__(self, directories: Sequence[Path], budget_bytes: int | None = None, what: str = ACTIVATIONS) -> None:
         self._directories = tuple(directories)
         self._budget = budget_bytes
+        self._what = what
         self._lock = threading.Lock()
         self._returned: deque[tuple[int, Extent]] = deque()
         self._fds: list[int] = []
         try:
             for directory in self._directories:
-                self._fds.append(open_anonymous(directory, "swap activations"))
+                self._fds.append(open_anonymous(directory, f"keep {what}"))
         except BaseException:
             self.close()
             raise
@@ -112,12 +114,9 @@ class SwapSpace:
     def num_paths(self) -> int:
         return len(self._directories)
 
-    def lease(self, num_bytes: int, what: str = ACTIVATIONS) -> Lease:
+    def lease(self, num_bytes: int) -> Lease:
         """``num_bytes`` rounded up to pages, in one piece of one file: of the path that had the least so far. Another
         path is used only where that one has no room.
-
-        Args:
-            what: names in an error what needs the bytes.
 
         Raises:
             FuyouStorageError: ENOSPC when the disks or the budget are exhausted, with bytes needed and free.
@@ -139,9 +138,9 @@ class SwapSpace:
                     if path != first:  # a path that was full for a while must not get all that comes after
                         self._turns[first] = max(self._turns[first], min(self._turns[other] for other in others))
                     return Lease(self, path, Extent(self._fds[path], begin, num_bytes))
-            raise self._full(num_bytes, what, refused)
+            raise self._full(num_bytes, refused)
 
-    def leases(self, num_bytes: int, piece_bytes: int, what: str = ACTIVATIONS) -> list[Lease]:
+    def leases(self, num_bytes: int, piece_bytes: int) -> list[Lease]:
         """``num_bytes`` in pieces of at most ``piece_bytes`` (a multiple of 4096), in order, over all paths in turn;
         the last piece is rounded up to pages.
 
@@ -149,7 +148,7 @@ class SwapSpace:
             FuyouStorageError: as :meth:`lease`; what was leased for it has returned.
         """
         begins = range(0, num_bytes, piece_bytes)
-        return [self.lease(min(piece_bytes, num_bytes - begin), what) for begin in begins]
+        return [self.lease(min(piece_bytes, num_bytes - begin)) for begin in begins]
 
     def _grow(self, path: int, num_bytes: int) -> int:
         """Enlarges a file and takes the piece from its end; raises OSError when there is no room."""
@@ -172,15 +171,15 @@ class SwapSpace:
             self._free[path].give(begin + num_bytes, size - num_bytes)
         return begin
 
-    def _full(self, num_bytes: int, what: str, refused: OSError | None) -> FuyouStorageError:
+    def _full(self, num_bytes: int, refused: OSError | None) -> FuyouStorageError:
         free = []
         for directory in self._directories:
             facts = os.statvfs(directory)
             free.append(f"{directory}: {facts.f_bavail * facts.f_frsize} free")
         budget = "" if self._budget is None else f", nvme_budget_bytes leaves {self._budget - sum(self._sizes)}"
-        smaller = ', use smaller batches or activations.mode "recompute"' if what == ACTIVATIONS else ""
+        smaller = ', use smaller batches or activations.mode "recompute"' if self._what == ACTIVATIONS else ""
         message = (
-            f"{what}: storage needs {num_bytes} more bytes beside the {self.num_bytes} in use "
+            f"{self._what}: storage needs {num_bytes} more bytes beside the {self.num_bytes} in use "
             f"({'; '.join(free)}{budget}); free space or add an nvme_path{smaller}"
         )
         number = (refused.errno if refused is not None else None) or errno.ENOSPC

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch.nn import Parameter
 
 from ds_fuyou.activations.blocks import Block, find_blocks
 from ds_fuyou.activations.copies import copy_lane
@@ -71,10 +72,10 @@ class GatheredIndex:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._registry: Any = getattr(module, "ds_inflight_param_registry", None)
-        self._by_address: dict[int, Any] = {}
+        self._by_address: dict[int, Parameter] = {}
         self._address_of: dict[int, int] = {}  # by ds_id: where it was gathered last; older places are forgotten
 
-    def note(self, params: Iterable[Any]) -> None:
+    def note(self, params: Iterable[Parameter]) -> None:
         """These were just gathered for a module that runs now."""
         for param in params:
             if param.ds_status == ZeroParamStatus.AVAILABLE:
@@ -94,7 +95,7 @@ class GatheredIndex:
             return None
         return SavedParameter(source, ViewSpec.of(tensor), tensor.dtype)
 
-    def _candidate(self, tensor: torch.Tensor) -> Any:
+    def _candidate(self, tensor: torch.Tensor) -> Parameter | None:
         for known in (tensor, tensor._base):
             if hasattr(known, "ds_id") and hasattr(known, "ds_tensor"):
                 return known
@@ -188,15 +189,13 @@ def _planned(config: FuyouConfig) -> Mapping[str, Mapping[str, int]] | None:
     return document.activations if document is not None and document.activations else None
 
 
-def attach_auto(
-    session: ActivationSession | None, module: torch.nn.Module, given: ActivationInput
-) -> AutoActivations | None:
+def attach_auto(session: ActivationSession | None, given: ActivationInput) -> AutoActivations | None:
     """What decides for mode "auto" after the first steps; None for any other mode."""
     config = given.activation.config
     budget = None if config.gpu_budget_bytes == "auto" else int(config.gpu_budget_bytes)
     if session is None or config.activations.mode != "auto":
         return None
-    return AutoActivations(session, module, given.io, given.device, given.clock, budget, _planned(config))
+    return AutoActivations(session, given.io, given.device, given.clock, budget, _planned(config))
 
 
 def _build_tier(given: ActivationInput) -> SwapTier | None:

@@ -38,7 +38,7 @@ def on_any_rank(value: bool) -> bool:
     return least(float(not value))[0] == 0.0
 
 
-def least(*values: float, group: Any = None) -> list[float]:
+def least(*values: float, group: dist.ProcessGroup | None = None) -> list[float]:
     """The smallest of each over all ranks (of ``group``); whole numbers are exact below 2^53, and powers of two."""
     if dist.get_world_size(group=group) == 1:
         return list(values)

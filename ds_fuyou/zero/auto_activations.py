@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the rule of ``activations.mode: auto`` in the engine: watches one forward, measures one step, decides once, the
-same on all ranks. Where a plan document says what becomes of activations, that is done instead.
+"""Runs the rule of ``activations.mode: auto`` in the engine: watches one forward, measures one step and decides, the
+same on all ranks; anew when asked. Where a plan document says what becomes of activations, that is done instead.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ import logging
 import time
 from collections.abc import Mapping
 
-import torch
-
 from ds_fuyou.activations.auto import WORKING_BLOCKS, Choice, OutputCost, StepMeasurement, choose, swap_allowance
 from ds_fuyou.activations.named_outputs import planned_choice, require_blocks
+from ds_fuyou.activations.policy import BlockFate, Fate
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.host.compute_clock import ComputeClock, Phase
 from ds_fuyou.host.device import Device
@@ -23,14 +22,12 @@ from ds_fuyou.zero.agreement import least, of_rank_0
 
 __all__ = ["AutoActivations"]
 
-_MEASURED_STEP = (
-    2  # at the earliest: the first one builds what later ones use again, and is slowed down by being watched
-)
+_MEASURED_STEP = 2  # at the earliest: the first one is watched, and builds what later ones use again
 _OF_DEVICE = 0.9  # of the device's memory, where no budget is given; the rest is the allocator's
 
 
 class AutoActivations:
-    """To be told of every step, until it has decided.
+    """To be told of every step.
 
     Args:
         budget_bytes: of the device; None: most of what it has.
@@ -43,7 +40,6 @@ class AutoActivations:
     def __init__(
         self,
         session: ActivationSession,
-        model: torch.nn.Module,
         io: IoLane,
         device: Device,
         clock: ComputeClock,
@@ -59,14 +55,24 @@ class AutoActivations:
         self._budget_bytes = budget_bytes
         self._planned = planned
         self.measured_step = _MEASURED_STEP  # later where the first steps are not like the others
+        self._begin()
+
+    def _begin(self) -> None:
+        self.is_decided = False
         self._num_steps = 0
         self._at = self._look_anew()
-        swapper = session.swapper
+        swapper = self._session.swapper
         hooks = (swapper.pack, swapper.unpack) if swapper is not None else None
-        self.recorder: OperatorRecorder | None = OperatorRecorder(model, session.blocks, hooks)
+        self.recorder: OperatorRecorder | None = OperatorRecorder(self._session.blocks, hooks)
         self.profiles: tuple[BlockProfile, ...] = ()
         self._profile: BlockProfile | None = None
-        session.observe(self.recorder)
+        self._session.observe(self.recorder)
+
+    def decide_anew(self) -> None:
+        """Everything is swapped again until the next step has been measured. On all ranks after the same step."""
+        self.measured_step = _MEASURED_STEP
+        self._begin()
+        self._session.decide({name: BlockFate(Fate.SWAP) for name in (*(b.name for b in self._session.blocks), "")})
 
     def _look_anew(self) -> dict[str, float]:
         """As :meth:`_look`, where a step begins that may be the measured one: its peaks are its own."""
@@ -91,10 +97,12 @@ class AutoActivations:
             "forwards": float(self._session.num_forwards),
         }
 
-    def step_applied(self) -> bool:
-        """Whether the decision has fallen, so that this object is of no more use. Rank 0 decides for all: others may
-        have seen another first forward, and recomputed blocks gather parameters, which is a collective.
+    def step_applied(self) -> None:
+        """Decides, if enough is known. Rank 0 does for all: others may have seen another first forward, and recomputed
+        blocks gather parameters, which is a collective.
         """
+        if self.is_decided:
+            return
         self._num_steps += 1
         self._take_profile()
         choice: Choice | None = None
@@ -109,16 +117,17 @@ class AutoActivations:
             if self._session.swapper is not None:  # a longer batch must not fill the device with what this one leaves
                 self._session.swapper.keep_bytes = measured.device_bytes
         if choice is None:
-            return False
+            return
+        self.is_decided = True
         self._session.decide(choice.fates([block.name for block in self._session.blocks]))
         if current_rank() == 0:
             get_logger().info("activations, decided after step %d: %s", self._num_steps, choice.line())
             get_logger().debug("in how many of %d blocks:\n%s", len(self._session.blocks), choice.table())
-        return True
 
     def step_skipped(self) -> None:
         """Gradients overflowed: what was done belongs to no step that could be measured."""
-        self._at = self._look_anew()
+        if not self.is_decided:
+            self._at = self._look_anew()
 
     def _take_profile(self) -> None:
         if self.recorder is not None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from torch.nn import Parameter
 
 from ds_fuyou.checkpoint import atomic, streamed_file
 from ds_fuyou.checkpoint.streamed_file import StandIns
@@ -199,7 +200,9 @@ def _streaming(engine: Any) -> Iterator[FuyouCheckpointEngine]:
         writer.begin()
 
 
-def _frozen_fragment(param: Any, stand_ins: StandIns, fragment_of: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+def _frozen_fragment(
+    param: Parameter, stand_ins: StandIns, fragment_of: Callable[[Parameter], torch.Tensor]
+) -> torch.Tensor:
     """This rank's part of a parameter that is frozen now; a stand-in if it is on storage or the optimizer's."""
     if not hasattr(param, "ds_id") or partition_of(param) is None:
         return fragment_of(param)

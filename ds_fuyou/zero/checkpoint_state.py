@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
+from torch.nn import Parameter
 
 from ds_fuyou.checkpoint.streamed_file import StandIns
 from ds_fuyou.errors import FuyouStateError
@@ -276,7 +277,7 @@ class UniversalReader:
         rank_state: RankState,
         checkpoint_dir: str,
         read_partition: Callable[..., torch.Tensor],
-        name_of: Mapping[Any, str],
+        name_of: Mapping[Parameter, str],
     ) -> None:
         self._rank_state = rank_state
         self._folder = Path(checkpoint_dir, "zero")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 
@@ -42,7 +41,7 @@ class ComputeSpans:
         self._name = ""
         self._began_ns = 0
 
-    def enter(self, module: Any, forward: bool) -> None:
+    def enter(self, module: torch.nn.Module, forward: bool) -> None:
         """DeepSpeed is about to fetch the parameters of ``module``. The model itself ("") belongs to what follows."""
         block = self._names.get(id(module), "")
         if not block:

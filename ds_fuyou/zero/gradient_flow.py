@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from torch.nn import Parameter
 
 from ds_fuyou.optimizer.rules import GroupHyper
 from ds_fuyou.zero.blocks import block_of
@@ -45,7 +46,7 @@ class GradientFlow:
         """
         self._stock, self._state, self._core = stock, state, state.core
         self._hypers, self._multiplier, self._holds_updates = hypers, multiplier, holds_updates
-        self._pending: list[Any] = []
+        self._pending: list[Parameter] = []
         self._pending_ids: set[int] = set()
         self._pending_numel = 0
         self._block_of = {p.ds_id: block_of(n) for n, p in stock.module.named_parameters()}
@@ -66,7 +67,7 @@ class GradientFlow:
 
     # ---- reduce -------------------------------------------------------------------------------------------
 
-    def collect(self, param: Any) -> None:
+    def collect(self, param: Parameter) -> None:
         """A gradient is there. Stock fills a bucket; here a block's gradients leave as soon as the next begins."""
         if not getattr(param, "ds_grad_is_ready", True):
             return
@@ -86,7 +87,7 @@ class GradientFlow:
         if self._is_alone(param):
             self.flush()
 
-    def _must_flush_before(self, param: Any) -> bool:
+    def _must_flush_before(self, param: Parameter) -> bool:
         last, stock = self._pending[-1], self._stock
         return bool(
             self._block_of[last.ds_id] != self._block_of[param.ds_id]
@@ -95,7 +96,7 @@ class GradientFlow:
             or stock.get_param_comm_dtype(last) != stock.get_param_comm_dtype(param)
         )
 
-    def _is_alone(self, param: Any) -> bool:
+    def _is_alone(self, param: Parameter) -> bool:
         """One rank without scaling around the reduction: the gradient is its own average."""
         return bool(
             dist.get_world_size(group=param.ds_process_group) == 1
@@ -119,11 +120,11 @@ class GradientFlow:
             self.hand_over(params, self._partitions(params))
         self._state.bound_heap()  # of a block's gradients
 
-    def _forget_pending(self) -> list[Any]:
+    def _forget_pending(self) -> list[Parameter]:
         params, self._pending, self._pending_ids, self._pending_numel = self._pending, [], set(), 0
         return params
 
-    def _partitions(self, params: list[Any]) -> list[torch.Tensor]:
+    def _partitions(self, params: list[Parameter]) -> list[torch.Tensor]:
         """This rank's parts of the averaged gradients, in the accumulation dtype. May put ``params`` in order."""
         stock = self._stock
         comm_dtype = stock.get_param_comm_dtype(params[0])
@@ -135,7 +136,7 @@ class GradientFlow:
         partitions: list[torch.Tensor] = stock._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(params, comm_dtype)
         return partitions
 
-    def _all_reduce(self, params: list[Any], comm_dtype: torch.dtype) -> list[torch.Tensor]:
+    def _all_reduce(self, params: list[Parameter], comm_dtype: torch.dtype) -> list[torch.Tensor]:
         """``reduce_scatter: false``: stock's all-reduce over one contiguous bucket."""
         stock = self._stock
         bucket = stock.ipg_buckets[comm_dtype]
@@ -154,7 +155,7 @@ class GradientFlow:
     # ---- partition ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def hand_over(self, params: Sequence[Any], partitions: Sequence[torch.Tensor]) -> None:
+    def hand_over(self, params: Sequence[Parameter], partitions: Sequence[torch.Tensor]) -> None:
         """Partitions to the out-of-core optimizer, on the current stream; the gradients are let go."""
         core, last = self._core, bool(is_boundary(self._stock))
         if last:
@@ -171,7 +172,7 @@ class GradientFlow:
         core.add_gradients(gradients, last=last)
         self._let_go(params)
 
-    def _let_go(self, params: Iterable[Any]) -> None:
+    def _let_go(self, params: Iterable[Parameter]) -> None:
         """See [Note: the stream of gradients]."""
         device = self._state.device
         if self._stream is None:
@@ -201,7 +202,7 @@ class GradientFlow:
 
     # ---- norms --------------------------------------------------------------------------------------------
 
-    def put_norms(self, params: Sequence[Any]) -> None:
+    def put_norms(self, params: Sequence[Parameter]) -> None:
         """Where stock looks for them: the norms of a sub-group's gradients."""
         state, norms_of = self._state, self._stock.norm_for_param_grads
         norms = self._core.norms(state.span(param) for param in params)

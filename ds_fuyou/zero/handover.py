@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
+from torch.nn import Parameter
 
 from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, partition_of
 
@@ -57,7 +58,7 @@ def take_over(engine: Any, optimizer: Any) -> None:
         _adopt(param, swapper)
 
 
-def _adopt(param: Any, swapper: FuyouParameterSwapper) -> None:
+def _adopt(param: Parameter, swapper: FuyouParameterSwapper) -> None:
     """The partition lies where a ``zero.Init`` with the block would have built it: a frozen one stays there."""
     swapper.agree(param.ds_process_group)
     values = _values(param)
@@ -65,7 +66,7 @@ def _adopt(param: Any, swapper: FuyouParameterSwapper) -> None:
     if param.requires_grad or not swapper.swappable_tensor(param):
         swapper.give_back(param, values if values.device.type == "cpu" else values.cpu())
     else:
-        swapper.stage(param, values)
+        swapper.park(param, values)
 
 
 def bring_home(engine: Any) -> None:
@@ -85,7 +86,7 @@ def bring_home(engine: Any) -> None:
         param.nvme_swapper = None
 
 
-def _values(param: Any) -> torch.Tensor:
+def _values(param: Parameter) -> torch.Tensor:
     """A partition that another swapper, or none, holds."""
     tensor = param.ds_tensor
     if tensor.status is PartitionedParamStatus.AVAILABLE:
@@ -97,5 +98,5 @@ def _values(param: Any) -> torch.Tensor:
     return copy
 
 
-def _zero_params(module: torch.nn.Module) -> Iterable[Any]:
+def _zero_params(module: torch.nn.Module) -> Iterable[Parameter]:
     return [param for param in module.parameters() if is_zero_param(param)]

@@ -8,10 +8,10 @@ here keeps that protocol: what was handed out is remembered until the write-back
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from torch.nn import Parameter
 
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.optimizer.layout import ParamSpan
@@ -41,7 +41,7 @@ class HpAccess:
             raise KeyError(f"the optimizer keeps {', '.join(moments)}, not {optim_state_key!r}")
         return 1 + moments.index(optim_state_key)
 
-    def state(self, param: Any, key: str | None, *, to_write: bool) -> tuple[torch.Tensor, int]:
+    def state(self, param: Parameter, key: str | None, *, to_write: bool) -> tuple[torch.Tensor, int]:
         """(this rank's fp32 values of P32 (None) or a moment, the sub-group); ``to_write``: :meth:`put_state` follows.
 
         Raises:
@@ -62,7 +62,7 @@ class HpAccess:
         span, part, values = self._state
         self._rank_state.core.states.write_param(span, part, values)
 
-    def set_state(self, param: Any, value: torch.Tensor, key: str | None) -> None:
+    def set_state(self, param: Parameter, value: torch.Tensor, key: str | None) -> None:
         """From the full value, which every rank gives; also where it cannot be shared out evenly among them."""
         if not param.requires_grad:
             return
@@ -71,7 +71,7 @@ class HpAccess:
         _take_own_part(values, value, dist.get_rank(group=param.ds_process_group))
         self.put_state()
 
-    def gradient(self, param: Any, *, to_write: bool) -> tuple[torch.Tensor, int]:
+    def gradient(self, param: Parameter, *, to_write: bool) -> tuple[torch.Tensor, int]:
         """(a copy of this rank's gradient in fp32, zeros where none arrived; the sub-group)."""
         self._rank_state.bound_heap()
         span, core = self._rank_state.span(param), self._rank_state.core
@@ -93,7 +93,7 @@ class HpAccess:
         if self._is_boundary():
             core.complete_gradient(span)
 
-    def set_gradient(self, param: Any, value: torch.Tensor) -> None:
+    def set_gradient(self, param: Parameter, value: torch.Tensor) -> None:
         """From the full value, which every rank gives; also where it cannot be shared out evenly among them."""
         if not param.requires_grad:
             return
@@ -103,7 +103,7 @@ class HpAccess:
         self.put_gradient()
 
 
-def _require_size(value: torch.Tensor, param: Any) -> None:
+def _require_size(value: torch.Tensor, param: Parameter) -> None:
     if value.numel() != param.ds_numel:
         raise FuyouStateError(
             f"a value for a parameter of {param.ds_numel} elements (shape {tuple(param.ds_shape)}) must have as many; "

@@ -16,11 +16,12 @@ from torch.utils.hooks import RemovableHandle
 from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.telemetry.step_metrics import StepMetrics
 from ds_fuyou.telemetry.tier_bytes import TierBytes
+from ds_fuyou.zero.rank_state import RankState
 
 __all__ = ["StepMonitor", "count_tokens"]
 
 
-def count_tokens(rank_state: Any, module: torch.nn.Module) -> RemovableHandle:
+def count_tokens(rank_state: RankState, module: torch.nn.Module) -> RemovableHandle:
     """Until the handle is removed ``rank_state.num_tokens`` counts elements of the first input of whole numbers, of two
     dimensions or more, in every forward in training mode: token ids, as a rule. A model without such an input counts
     nothing.
@@ -48,7 +49,7 @@ class StepMonitor:
     The x axis is that of stock's events: samples after the step.
     """
 
-    def __init__(self, engine: Any, rank_state: Any, tiers: TierBytes) -> None:
+    def __init__(self, engine: Any, rank_state: RankState, tiers: TierBytes) -> None:
         self._engine = weakref.ref(engine)
         self._state = rank_state
         self._tiers = tiers

@@ -6,7 +6,7 @@ is NOT_AVAILABLE stops the prefetch scan, and a gather of it calls :meth:`FuyouP
 protocol serves every tier here: NOT_AVAILABLE means "on storage" or "its update is not published yet".
 
 Until an engine takes them (inside ``zero.Init``, and after ``destroy()``) partitions live in host memory, where they
-are DeepSpeed's own tensors, or on storage (``storage/staged.py``).
+are DeepSpeed's own tensors, or on storage (``storage/parked.py``).
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch.nn import Parameter
 
 from ds_fuyou.ds_json import Activation, activation_of
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.memory import HeapGuard, aligned_tensor, round_up_to_page
 from ds_fuyou.parameters.partition import Partition, Presence, Source
 from ds_fuyou.planner.host_memory import available_host_bytes
-from ds_fuyou.storage.staged import StagedSpace
+from ds_fuyou.storage.parked import ParkedSpace
 from ds_fuyou.zero.agreement import least
 from ds_fuyou.zero.budgets import local_ranks
 
-__all__ = ["FuyouParameterSwapper", "PartitionTensors", "partition_of", "through_own_swapper"]
+__all__ = ["PARTITION_TENSORS", "FuyouParameterSwapper", "partition_of", "through_own_swapper"]
 
 AVAILABLE, NOT_AVAILABLE = PartitionedParamStatus.AVAILABLE, PartitionedParamStatus.NOT_AVAILABLE
 _NO_LIMIT = 1 << 62
 
 
-def partition_of(param: Any) -> Partition | None:
+def partition_of(param: Parameter) -> Partition | None:
     """What we hold of a parameter; None if its partition is DeepSpeed's alone."""
     swapper = getattr(param, "nvme_swapper", None)
     return swapper.partitions.get(param.ds_id) if isinstance(swapper, FuyouParameterSwapper) else None
 
 
-class PartitionTensors:
+class _PartitionTensors:
     """Shows partitions to DeepSpeed as ``ds_tensor``. A partition's handle is its parameter."""
 
     def __init__(self) -> None:
@@ -69,6 +70,9 @@ class PartitionTensors:
         return bool(partition.handle.ds_status is ZeroParamStatus.NOT_AVAILABLE)
 
 
+PARTITION_TENSORS = _PartitionTensors()
+
+
 class FuyouParameterSwapper:
     """Duck-typed AsyncPartitionedParameterSwapper of one ``zero.Init``. Used by the training thread alone."""
 
@@ -80,7 +84,6 @@ class FuyouParameterSwapper:
         self.dtype = model_dtype
         self.swap_element_size = model_dtype.itemsize
         self.partitions: dict[int, Partition] = {}  # by ds_id: those that are not DeepSpeed's alone
-        self.tensors = PartitionTensors()
         self._buffers: dict[int, torch.Tensor] = {}
         self._dram_left: int | None = None
         self._heap = HeapGuard()
@@ -92,9 +95,9 @@ class FuyouParameterSwapper:
         parameters in memory run ahead and others do not. A collective of those who build this model, once.
         """
         if self._dram_left is None:
-            self._dram_left = int(least(float(self._staging_budget()), group=group)[0])
+            self._dram_left = int(least(float(self._dram_budget()), group=group)[0])
 
-    def _staging_budget(self) -> int:
+    def _dram_budget(self) -> int:
         """Bytes of P16 that zero.Init may keep in DRAM before the tiers are decided for the whole model."""
         config = self.activation.config
         if config.parameters.tier == "nvme":
@@ -104,15 +107,15 @@ class FuyouParameterSwapper:
         budget = config.dram_budget_bytes
         return (available_host_bytes() // local_ranks() if budget == "auto" else int(budget)) // 4
 
-    def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
+    def swappable_tensor(self, param: Parameter | None = None, numel: int | None = None) -> bool:
         """Whether a partition built now goes to storage."""
         count = param.ds_tensor.ds_numel if param is not None else numel
         num_bytes = int(count or 0) * self.swap_element_size
-        left = self._staging_budget() if self._dram_left is None else self._dram_left
+        left = self._dram_budget() if self._dram_left is None else self._dram_left
         self._dram_left = left - num_bytes if num_bytes <= left else left
         return num_bytes > left
 
-    def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
+    def get_buffer(self, param: Parameter, numel: int) -> torch.Tensor:
         """Memory for a partition that is about to be filled and swapped out."""
         memory = aligned_tensor(round_up_to_page(numel * param.dtype.itemsize))
         self._buffers[param.ds_id] = memory
@@ -128,7 +131,7 @@ class FuyouParameterSwapper:
         """Nothing to reserve: updates write P16 from their own staging memory."""
 
     def swap_out_and_release(
-        self, params: list[Any], async_op: bool = False, force_buffer_release: bool = False
+        self, params: list[Parameter], async_op: bool = False, force_buffer_release: bool = False
     ) -> None:
         """The partition was built or edited; its new values are in ``param.ds_tensor``.
 
@@ -142,7 +145,7 @@ class FuyouParameterSwapper:
             else:
                 swapper.swap_out_and_release([param], async_op, force_buffer_release)
 
-    def swap_in(self, params: list[Any], async_op: bool = True, swap_in_buffers: Any = None) -> None:
+    def swap_in(self, params: list[Parameter], async_op: bool = True, swap_in_buffers: Any = None) -> None:
         """Makes the partitions available; returns when they are. Parameters of other swappers are asked there."""
         for param in params:
             swapper = param.nvme_swapper
@@ -152,7 +155,7 @@ class FuyouParameterSwapper:
                 swapper.swap_in([param], async_op=False)
         self._heap.check()  # stock gathers parameter by parameter while an engine is built
 
-    def swap_into_buffer(self, param: Any, dest_buffer: torch.Tensor) -> None:
+    def swap_into_buffer(self, param: Parameter, dest_buffer: torch.Tensor) -> None:
         dest_buffer.data.copy_(self.values(param))
 
     def synchronize_reads(self) -> None:
@@ -161,7 +164,7 @@ class FuyouParameterSwapper:
     def synchronize_writes(self) -> None:
         """Writes end in :meth:`swap_out_and_release`."""
 
-    def remove_partition_and_release_buffers(self, params: list[Any]) -> None:
+    def remove_partition_and_release_buffers(self, params: list[Parameter]) -> None:
         """The gathered parameter was released."""
         for param in params:
             swapper = param.nvme_swapper
@@ -172,7 +175,7 @@ class FuyouParameterSwapper:
 
     # ---- states ---------------------------------------------------------------------------------------------
 
-    def hold(self, param: Any, source: Source) -> Partition:
+    def hold(self, param: Parameter, source: Source) -> Partition:
         """From here on ``source`` has the values of a parameter that is not gathered."""
         self._buffers.pop(param.ds_id, None)
         partition = self.partitions.get(param.ds_id)
@@ -181,10 +184,10 @@ class FuyouParameterSwapper:
         else:
             partition.move(source)
         param.ds_tensor.final_location = OffloadDeviceEnum.nvme
-        self.tensors.away(partition)
+        PARTITION_TENSORS.away(partition)
         return partition
 
-    def give_back(self, param: Any, values: torch.Tensor) -> None:
+    def give_back(self, param: Parameter, values: torch.Tensor) -> None:
         """From here on the partition is DeepSpeed's alone, as ``zero.Init`` builds it in host memory."""
         partition = self.partitions.pop(param.ds_id, None)
         if partition is not None:
@@ -194,14 +197,14 @@ class FuyouParameterSwapper:
         param.ds_tensor.status = AVAILABLE
         param.ds_tensor.final_location = None
 
-    def stage(self, param: Any, values: torch.Tensor) -> None:
+    def park(self, param: Parameter, values: torch.Tensor) -> None:
         """From here on the values of a parameter that is not gathered are on storage."""
         config = self.activation.config
-        space = StagedSpace.at(self.activation.state_paths, config.io.engine)
-        self.hold(param, space.stage(f"parameter {param.ds_id}", values.view(-1)))
+        space = ParkedSpace.at(self.activation.state_paths, config.io.engine)
+        self.hold(param, space.park(f"parameter {param.ds_id}", values.view(-1)))
         self._heap.check()
 
-    def values(self, param: Any) -> torch.Tensor:
+    def values(self, param: Parameter) -> torch.Tensor:
         """The partition's values, for reading, wherever they are.
 
         Raises:
@@ -213,50 +216,50 @@ class FuyouParameterSwapper:
             return tensor
         return partition.copy()
 
-    def replace(self, param: Any, values: torch.Tensor) -> None:
+    def replace(self, param: Parameter, values: torch.Tensor) -> None:
         """The values := ``values`` (1-D, this rank's part), wherever they live; on storage alone if it is gathered."""
         partition = self.partitions[param.ds_id]
         self._write(partition, values)
-        if partition.store is not None and self.tensors.is_idle(partition):
+        if partition.store is not None and PARTITION_TENSORS.is_idle(partition):
             partition.store.forget(partition)
         elif partition.presence is Presence.HERE and partition.values is not None:
             partition.values.copy_(values.view(-1))
 
-    def copied(self, param: Any, event: Any) -> None:
+    def copied(self, param: Parameter, event: Any) -> None:
         """The device copies the partition until ``event``: host memory that was read for that goes with it."""
         partition = self.partitions.get(param.ds_id)
         if partition is not None and partition.store is not None and partition.store.copied(partition, event):
-            self.tensors.stand_in(param.ds_tensor)
+            PARTITION_TENSORS.stand_in(param.ds_tensor)
 
-    def before_edit(self, param: Any) -> None:
+    def before_edit(self, param: Parameter) -> None:
         """DeepSpeed is about to write a gathered parameter's values into the partition: it must have memory."""
         partition = self.partitions.get(param.ds_id)
         if partition is not None and partition.presence in (Presence.GATHERED, Presence.AWAY):
             param.ds_tensor.data = self.get_buffer(param, param.ds_tensor.ds_numel)
 
-    def _fetch(self, param: Any) -> None:
+    def _fetch(self, param: Parameter) -> None:
         partition = self.partitions[param.ds_id]
         if partition.store is not None:
             values = partition.store.fetch(partition)
         else:
             values = partition.copy()
             partition.show(values)
-        self.tensors.here(partition, values)
+        PARTITION_TENSORS.here(partition, values)
 
-    def _take(self, param: Any) -> None:
+    def _take(self, param: Parameter) -> None:
         values, partition = param.ds_tensor.data, self.partitions.get(param.ds_id)
         if partition is not None:
             self._buffers.pop(param.ds_id, None)
             self._write(partition, values)
         elif param.ds_tensor.final_location == OffloadDeviceEnum.nvme:
-            self.stage(param, values)
+            self.park(param, values)
 
     def _write(self, partition: Partition, values: torch.Tensor) -> None:
         if partition.store is not None:
             partition.store.before_write()
         partition.source.write(values)
 
-    def _release(self, param: Any) -> None:
+    def _release(self, param: Parameter) -> None:
         """Lets the partition go, unless a gather in flight reads it (DeepSpeed releases persistent ones early)."""
         partition = self.partitions.get(param.ds_id)
         if partition is None or param.ds_status is ZeroParamStatus.INFLIGHT:
@@ -266,7 +269,7 @@ class FuyouParameterSwapper:
         else:
             partition.presence, partition.values, leaves = Presence.AWAY, None, True
         if leaves:
-            self.tensors.away(partition)
+            PARTITION_TENSORS.away(partition)
 
 
 def through_own_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -276,7 +279,7 @@ def through_own_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _partition_param(
-        self: Any, param: Any, buffer: Any = None, has_been_updated: bool = False, free_data: bool = True
+        self: Any, param: Parameter, buffer: Any = None, has_been_updated: bool = False, free_data: bool = True
     ) -> Any:
         swapper = param.nvme_swapper
         if not isinstance(swapper, FuyouParameterSwapper):

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from torch.nn import Parameter
 from tqdm import tqdm
 
 from ds_fuyou.activations.session import ActivationSession
@@ -30,7 +30,7 @@ from ds_fuyou.host.compute_clock import compute_clock
 from ds_fuyou.host.memory import HeapGuard, PageLocks, aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
-from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutLimits, ParamSpan, build_layout
+from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutEntry, LayoutLimits, ParamSpan, build_layout
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.param_access import PublishedSpan
 from ds_fuyou.optimizer.placement import regions_for
@@ -43,8 +43,8 @@ from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.plan import Plan, PlanInput, make_plan
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.lifetime import register_closer
+from ds_fuyou.storage.parked import ParkedSpace, ParkedValues
 from ds_fuyou.storage.probe import probe_path
-from ds_fuyou.storage.staged import StagedSpace, StagedValues
 from ds_fuyou.storage.store import RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
 from ds_fuyou.telemetry.report import report_close, waited_secs
@@ -55,7 +55,7 @@ from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks
 from ds_fuyou.zero.compute_spans import computed
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.param_swapper import PartitionTensors, partition_of
+from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, partition_of
 
 __all__ = ["RankState"]
 
@@ -63,7 +63,7 @@ logger = logging.getLogger("ds_fuyou")
 _RUN_NUMBERS = itertools.count()
 
 
-def _is_in_host_memory(param: Any) -> bool:
+def _is_in_host_memory(param: Parameter) -> bool:
     return bool(param.ds_tensor.device.type == "cpu")
 
 
@@ -73,8 +73,8 @@ class RankState:
     def __init__(
         self,
         activation: Activation,
-        sub_groups: Sequence[Sequence[Any]],
-        names: dict[Any, str],
+        sub_groups: Sequence[Sequence[Parameter]],
+        names: dict[Parameter, str],
         kind: OptimizerKind,
         hypers: Sequence[GroupHyper],
         grad_dtype: torch.dtype,
@@ -115,7 +115,14 @@ class RankState:
         self._frozen_params = {p.ds_id: p for p in names if p.ds_id not in self._index}
         self._partitions: dict[int, Partition] = {}  # by ds_id: what is read, or waits for updates
         self._locks = PageLocks(self.device)
-        self.parameters = self._make_parameters()
+        self.parameters = ParameterStore(
+            PARTITION_TENSORS,
+            self.device,
+            self.core.io,
+            read_bytes=self.plan.prefetch_bytes,
+            keep_below=self.plan.small_param_bytes,
+            is_alone=dist.get_world_size() == 1,
+        )
         self._ended: str | None = None
         self._lanes: PipelineLanes | None = None
         if self.trace is not None:
@@ -132,7 +139,11 @@ class RankState:
     # ---- construction -------------------------------------------------------------------------------------
 
     def _plan_input(
-        self, entries: Any, kind: OptimizerKind, grad_dtype: torch.dtype, param_dtype: torch.dtype
+        self,
+        entries: Sequence[Sequence[LayoutEntry]],
+        kind: OptimizerKind,
+        grad_dtype: torch.dtype,
+        param_dtype: torch.dtype,
     ) -> PlanInput:
         config = self.activation.config
         check_budgets(config)
@@ -184,7 +195,9 @@ class RankState:
             device=self.device,
         )
 
-    def _create_store(self, kind: OptimizerKind, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> Any:
+    def _create_store(
+        self, kind: OptimizerKind, grad_dtype: torch.dtype, param_dtype: torch.dtype
+    ) -> tuple[SlotStore | None, int]:
         """The slot store, with as many slots as the disks hold; None when nothing lives on storage."""
         run_id = self._run_id()
         residency = self._core_options(1, grad_dtype, param_dtype).residency
@@ -241,7 +254,7 @@ class RankState:
         """One for all ranks, and for no other run: `fuyou recover` takes ranks of one run alone. A collective."""
         return of_rank_0(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_RUN_NUMBERS)}-{secrets.token_hex(3)}")
 
-    def initialize(self, values_of: Callable[[Any], torch.Tensor]) -> None:
+    def initialize(self, values_of: Callable[[Parameter], torch.Tensor]) -> None:
         """Moves the model's parameters into their place, chunk by chunk, with a progress bar on rank 0.
 
         A parameter's old partition goes as soon as its values are in their place, so that host memory holds no class
@@ -269,14 +282,14 @@ class RankState:
         for param in waiting.values():
             self._attach(param)
         self._attach_frozen()
-        self.parameters = self._make_parameters()
+        self.parameters.take(self._partitions.values())
         self.bound_heap()
         if dist.get_rank() == 0:
             logger.debug(
                 "states of %d parameters initialised in %.1f s", self.layout.numel, time.perf_counter() - begin
             )
 
-    def _attach(self, param: Any) -> None:
+    def _attach(self, param: Parameter) -> None:
         """From here on the chunks hold a trainable parameter; in DRAM its partition is the chunk's memory."""
         source = PublishedSpan(self.core, self.span(param))
         partition = param.nvme_swapper.hold(param, source)
@@ -284,7 +297,7 @@ class RankState:
         memory = source.memory()
         if memory is not None:
             partition.show(memory)
-            param.nvme_swapper.tensors.here(partition, memory)
+            PARTITION_TENSORS.here(partition, memory)
 
     def _attach_frozen(self) -> None:
         """Frozen parameters stay where ``zero.Init`` built them; those on storage are read ahead from now on, those in
@@ -294,29 +307,18 @@ class RankState:
             partition = partition_of(param)
             if partition is None:
                 self._pin(param)
-            elif partition.store is None and isinstance(partition.source, StagedValues):
+            elif partition.store is None and isinstance(partition.source, ParkedValues):
                 partition.source.space.rest()
                 partition.source.read_by(self.core.io)
                 self._partitions[param.ds_id] = partition
 
-    def _pin(self, param: Any) -> None:
+    def _pin(self, param: Parameter) -> None:
         """Moves a frozen partition from the heap to pages that the device copies from without a detour."""
         tensor = param.ds_tensor
         if self.device.pins and tensor.device.type == "cpu" and tensor.numel():
             memory = aligned_tensor(round_up_to_page(tensor.numel() * tensor.element_size()))
             memory.view(tensor.dtype)[: tensor.numel()].copy_(tensor.view(-1))
             tensor.data = self._locks.lock(memory).view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
-
-    def _make_parameters(self) -> ParameterStore:
-        return ParameterStore(
-            self._partitions.values(),
-            PartitionTensors(),
-            self.device,
-            self.core.io,
-            read_bytes=self.plan.prefetch_bytes,
-            keep_below=self.plan.small_param_bytes,
-            is_alone=dist.get_world_size() == 1,
-        )
 
     @property
     def reads_parameters(self) -> bool:
@@ -336,16 +338,16 @@ class RankState:
 
     # ---- parameters ---------------------------------------------------------------------------------------
 
-    def span(self, param: Any) -> ParamSpan:
+    def span(self, param: Parameter) -> ParamSpan:
         return self.layout.params[self._index[param.ds_id]]
 
-    def param(self, span: ParamSpan) -> Any:
+    def param(self, span: ParamSpan) -> Parameter:
         return self._params[span.index]
 
-    def owns(self, param: Any) -> bool:
+    def owns(self, param: Parameter) -> bool:
         return param.ds_id in self._index
 
-    def before_module(self, params: Iterable[Any]) -> None:
+    def before_module(self, params: Iterable[Parameter]) -> None:
         """A module is about to run: makes what it needs available, then reads ahead. Comes before DeepSpeed's fetch."""
         parameters = self.parameters
         for param in params:
@@ -394,9 +396,9 @@ class RankState:
                 if memory is not None:
                     param.nvme_swapper.give_back(param, memory)
                 else:
-                    space = StagedSpace.at(self.activation.state_paths, self.activation.config.io.engine)
+                    space = ParkedSpace.at(self.activation.state_paths, self.activation.config.io.engine)
                     values = source.location().read(source.io)
-                    param.nvme_swapper.hold(param, space.stage(f"parameter {self.span(param).name}", values))
+                    param.nvme_swapper.hold(param, space.park(f"parameter {self.span(param).name}", values))
             except (FuyouError, OSError) as error:
                 why = f"their engine failed ({error})"
                 param.nvme_swapper.hold(param, Lost(f"parameter {self.span(param).name}", why))
@@ -405,7 +407,7 @@ class RankState:
     def _rest(self) -> None:
         """Frozen parameters are read by their own space again."""
         for partition in self._partitions.values():
-            if isinstance(partition.source, StagedValues):
+            if isinstance(partition.source, ParkedValues):
                 partition.source.read_by(None)
                 partition.source.space.rest()
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import torch
@@ -24,14 +23,15 @@ from ds_fuyou.profiling.operators import BlockProfile
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import cores_of_rank, local_ranks
+from ds_fuyou.zero.rank_state import RankState
 
 __all__ = [
     "ActivationWork",
-    "RunIdentity",
+    "RunFacts",
     "model_settings",
     "placement_of_run",
     "recomputed_flops",
-    "run_identity",
+    "run_facts",
     "updates_of_run",
 ]
 
@@ -44,7 +44,7 @@ _STARTS = {
 
 
 @dataclass(frozen=True)
-class RunIdentity:
+class RunFacts:
     """Fingerprints of a run's machine and model, and what it has of the machine."""
 
     machine: str
@@ -74,7 +74,7 @@ def recomputed_flops(session: ActivationSession | None, profiles: Sequence[Block
     return total
 
 
-def run_identity(rank_state: Any, model: torch.nn.Module) -> RunIdentity:
+def run_facts(rank_state: RankState, model: torch.nn.Module) -> RunFacts:
     """The machine: its parts, the disks below the paths, how they are reached. The model: its parameters, their dtype
     and partitions, the optimizer, what is done to activations, how its modules are set (heads, attention
     implementation, checkpointing), and the versions of what runs it.
@@ -90,7 +90,7 @@ def run_identity(rank_state: Any, model: torch.nn.Module) -> RunIdentity:
         (dist.get_world_size(), config.activations.mode, config.activations.tier, config.gpu_budget_bytes),
         (torch.__version__, deepspeed.__version__, model_settings(model)),
     )
-    return RunIdentity(
+    return RunFacts(
         machine_fingerprint(device, disks, (core.options.io, core.options.num_update_threads)),
         model,
         cores_of_rank(),
@@ -118,7 +118,7 @@ def _disk(path: Path) -> str:
     return f"{facts.device} {facts.filesystem} {facts.supports_direct}"
 
 
-def placement_of_run(rank_state: Any, profile: RunProfile, activations: ActivationWork) -> RunPlacement | None:
+def placement_of_run(rank_state: RankState, profile: RunProfile, activations: ActivationWork) -> RunPlacement | None:
     """The placement as it was built; None where it is on storage and the profile has no rates of that."""
     core = rank_state.core
     options, residency = core.options, core.options.residency
@@ -153,7 +153,7 @@ def _share(layout: FlatLayout, resident: Sequence[bool]) -> float:
     return sum(chunk.numel for chunk in layout.chunks if resident[chunk.index]) / layout.numel
 
 
-def _first_params(rank_state: Any, profile: RunProfile) -> int:
+def _first_params(rank_state: RankState, profile: RunProfile) -> int:
     """Parameters whose gradient comes last and which are needed first: those before the first block."""
     blocks = {block.name for block in profile.blocks if block.name}
     total = 0

@@ -15,11 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
-from ds_fuyou.activations.blocks import Block
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.planner.host_memory import available_host_bytes
@@ -37,16 +35,18 @@ from ds_fuyou.planner.profile import (
 from ds_fuyou.planner.profiled import Prediction, alternatives, predict, prediction_line, prediction_table, profile_line
 from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement, with_finding
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
-from ds_fuyou.profiling.operators import BlockProfile
+from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
 from ds_fuyou.storage.types import PAGE_BYTES
 from ds_fuyou.telemetry.report import LaneTimes
+from ds_fuyou.zero.activations import model_blocks
 from ds_fuyou.zero.agreement import of_rank_0, on_any_rank
+from ds_fuyou.zero.auto_activations import AutoActivations
+from ds_fuyou.zero.rank_state import RankState
 from ds_fuyou.zero.run_facts import (
     ActivationWork,
-    RunIdentity,
     placement_of_run,
     recomputed_flops,
-    run_identity,
+    run_facts,
     updates_of_run,
 )
 from ds_fuyou.zero.step_clock import StepClock, StepTimes
@@ -59,48 +59,26 @@ _TIMED_STEP = 2
 _EARLIER = "measured in an earlier run"
 
 
-class ActivationChoice(Protocol):
-    """What the plan asks of activations in mode "auto", and may ask for."""
-
-    def undecided(self) -> bool:
-        """Whether fates are still to be decided."""
-        ...
-
-    def profiles(self) -> tuple[BlockProfile, ...]:
-        """What was recorded of the first forward; empty where mode "auto" does not record."""
-        ...
-
-    def can_decide_anew(self) -> bool:
-        """Whether fates were decided, and may be again. The same on all ranks."""
-        ...
-
-    def decide_anew(self) -> None:
-        """Measures and decides again: to be called on all ranks after the same step."""
-        ...
-
-
 class RunPlan:
-    """Of one rank; told of forwards by its clock, of everything else by the stage-3 optimizer.
+    """Of one rank; told of forwards by its clock, of everything else by the stage-3 optimizer. Tells mode "auto".
 
     Args:
         rank_state: the rank's placement and lanes.
-        blocks: finds the repeated blocks of the model.
-        activations: what mode "auto" does.
+        auto: decides what becomes of activations; None in other modes.
         leave_out: seconds and work of lanes that were spent on measuring, to be left out of reports.
     """
 
     def __init__(
         self,
-        rank_state: Any,
+        rank_state: RankState,
         model: torch.nn.Module,
-        blocks: Callable[[], Sequence[Block]],
-        activations: ActivationChoice,
+        auto: AutoActivations | None,
         leave_out: Callable[[float, LaneTimes], None],
     ) -> None:
         self._state = rank_state
-        self._activations = activations
+        self.auto = auto
         self._leave_out = leave_out
-        self._identity: RunIdentity = run_identity(rank_state, model)
+        self._facts = run_facts(rank_state, model)
         self.clock = StepClock(model, rank_state.clock)
         self.profile: RunProfile | None = None
         self.prediction: Prediction | None = None
@@ -108,20 +86,24 @@ class RunPlan:
         self._origin = _EARLIER
         self._usual: dict[Cause, float] = {}
         self._patience = LASTING
-        self._settles = activations.undecided()
+        self._settles = auto is not None
         self._watch: LaneWatch | None = None
         self._num_steps = 0
         self._blocks: tuple[BlockCost, ...] = ()
         self._at = self._look()
         plans = profile_directory() is not None
         if plans and current_rank() == 0:
-            self.profile = load_profile(self._identity.machine, self._identity.model)
+            self.profile = load_profile(self._facts.machine, self._facts.model)
         if self.profile is not None and self.profile.storage is None and rank_state.store is not None:
             self.profile = None  # measured while nothing was on storage
         self._plans, self._measures = of_rank_0((plans, plans and self.profile is None))
-        if not self._settles and self._measures and current_rank() == 0:
-            swapper = rank_state.activations.swapper if rank_state.activations is not None else None
-            self.clock.record_next(blocks(), None if swapper is None else (swapper.pack, swapper.unpack))
+        if auto is not None:  # not a step that is slowed down by measuring, nor the one after it
+            auto.measured_step = _TIMED_STEP + 2 if self._measures else 2
+        elif self._measures and current_rank() == 0:
+            session = rank_state.activations
+            blocks = session.blocks if session is not None else model_blocks(model, rank_state.activation.config)
+            swapper = session.swapper if session is not None else None
+            self.clock.record_next(blocks, None if swapper is None else (swapper.pack, swapper.unpack))
 
     def _look(self) -> tuple[float, LaneTimes, int, ActivationWork]:
         """Counters since the start."""
@@ -134,9 +116,9 @@ class RunPlan:
     # ---- told by the optimizer ----------------------------------------------------------------------------
 
     @property
-    def first_usual_step(self) -> int:
-        """Number of the first step that is not slowed down by measuring, nor by the one before."""
-        return _TIMED_STEP + 2 if self._measures else 2
+    def recorder(self) -> OperatorRecorder | None:
+        """Whoever records the forward that runs now."""
+        return (self.auto.recorder if self.auto is not None else None) or self.clock.recorder
 
     @property
     def holds_updates(self) -> bool:
@@ -145,11 +127,15 @@ class RunPlan:
 
     def step_skipped(self) -> None:
         """Gradients overflowed: what was timed belongs to no step."""
+        if self.auto is not None:
+            self.auto.step_skipped()
         self.clock.end_step()
         self._at = self._look()
 
     def step_applied(self) -> None:
         """A step was applied; its updates may still run."""
+        if self.auto is not None:
+            self.auto.step_applied()
         self._num_steps += 1
         times = self.clock.end_step(wait=self._measures)
         wished = False
@@ -169,9 +155,10 @@ class RunPlan:
 
     def _decide_anew(self, wished: bool) -> None:
         """If rank 0, which alone watches, wishes so. Nothing that only rank 0 knows may keep it from asking."""
-        if not (self._plans and self._activations.can_decide_anew() and on_any_rank(wished)):
+        auto = self.auto
+        if not (self._plans and auto is not None and auto.is_decided and on_any_rank(wished)):
             return
-        self._activations.decide_anew()
+        auto.decide_anew()
         self._watch, self._settles = None, True
         if wished:
             get_logger().info("activations are decided anew within the next steps")
@@ -180,8 +167,12 @@ class RunPlan:
         """Plans once activations have their fates for a whole step."""
         if not self._settles:
             self._begin(profile)
-        elif not self._activations.undecided():
+        elif self.auto is None or self.auto.is_decided:
             self._settles = False
+
+    def _profiles(self) -> tuple[BlockProfile, ...]:
+        """What mode "auto" recorded of the first forward; empty without it."""
+        return self.auto.profiles if self.auto is not None else ()
 
     def close(self) -> None:
         """Idempotent."""
@@ -193,7 +184,7 @@ class RunPlan:
         """The first step also builds what later ones use again; the second is timed."""
         state = self._state
         if self._num_steps < _TIMED_STEP:
-            self._blocks = tuple(_block_cost(p) for p in self._activations.profiles() or self.clock.profiles())
+            self._blocks = tuple(_block_cost(p) for p in self._profiles() or self.clock.profiles())
             state.core.wait_all()
             return
         self._measures = False
@@ -219,8 +210,8 @@ class RunPlan:
         device = state.device
         up, down = probe_link(device, _LINK_BYTES_ON_HOST if device.is_host else _LINK_BYTES)
         self.profile = RunProfile(
-            machine=self._identity.machine,
-            model=self._identity.model,
+            machine=self._facts.machine,
+            model=self._facts.model,
             shape=self.clock.shape,
             accumulation=times.num_forwards,
             blocks=self._blocks,
@@ -231,7 +222,7 @@ class RunPlan:
             link_up=up,
             link_down=down,
             device_is_host=device.is_host,
-            num_cores=self._identity.num_cores,
+            num_cores=self._facts.num_cores,
             host_bytes=float(available_host_bytes()),
             device_bytes=0.0 if device.is_host else float(device.free_bytes()),
         )
@@ -247,7 +238,7 @@ class RunPlan:
         transfer = min(state.plan.chunk_bytes, max(256 << 10, num_bytes // 16)) // PAGE_BYTES * PAGE_BYTES
         paths = [Path(path) for path in state.activation.state_paths]
         rates = probe_storage(state.core.io, paths, num_bytes, transfer)
-        share = 1.0 / self._identity.local_ranks  # the others wait now, and will not wait then
+        share = 1.0 / self._facts.local_ranks  # the others wait now, and will not wait then
         return replace(rates, read=share * rates.read, write=share * rates.write, mixed=share * rates.mixed)
 
     # ---- planned ------------------------------------------------------------------------------------------
@@ -259,7 +250,7 @@ class RunPlan:
         moved = ActivationWork(
             work.written_bytes - before.written_bytes,
             work.num_forwards - before.num_forwards,
-            recomputed_flops(self._state.activations, self._activations.profiles()),
+            recomputed_flops(self._state.activations, self._profiles()),
         )
         placement = placement_of_run(self._state, profile, moved)
         if placement is None:
@@ -330,7 +321,7 @@ class RunPlan:
         """A profile of an earlier run that no longer tells how long a step takes is measured again by the next run."""
         if self._origin != _EARLIER or not any(found.cause in (Cause.STEP, Cause.COMPUTE) for found in findings):
             return
-        if forget_profile(self._identity.machine, self._identity.model):
+        if forget_profile(self._facts.machine, self._facts.model):
             get_logger().info("the kept profile no longer holds: it is dropped, and the next run measures again")
 
     def _again(self, findings: Sequence[Finding], known: RunProfile, times: StepTimes) -> None:

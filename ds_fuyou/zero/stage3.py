@@ -19,6 +19,7 @@ from deepspeed.checkpoint.constants import LOSS_SCALER, PARTITION_COUNT, ZERO_ST
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch.nn import Parameter
 
 from ds_fuyou.ds_json import Activation, current_activation
 from ds_fuyou.host.compute_clock import Phase
@@ -27,15 +28,15 @@ from ds_fuyou.optimizer.rules import GroupHyper, optimizer_kind
 from ds_fuyou.telemetry.report import LaneTimes, report_leave_out, report_step
 from ds_fuyou.telemetry.tier_bytes import TierBytes
 from ds_fuyou.telemetry.trace import Lane
-from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations, model_blocks
+from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations, attach_auto, model_blocks
 from ds_fuyou.zero.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
 from ds_fuyou.zero.compute_spans import ComputeSpans
 from ds_fuyou.zero.gradient_flow import GradientFlow
 from ds_fuyou.zero.handover import owners, release_gathered
 from ds_fuyou.zero.hp_access import HpAccess
 from ds_fuyou.zero.monitoring import StepMonitor, count_tokens
-from ds_fuyou.zero.planning import Planning
 from ds_fuyou.zero.rank_state import RankState
+from ds_fuyou.zero.run_plan import RunPlan
 from ds_fuyou.zero.stock import combined_grad_norm, is_boundary, iter_module_params
 
 __all__ = ["FuyouStage3Optimizer"]
@@ -47,7 +48,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     """Drop-in for DeepSpeedZeroOptimizer_Stage3 when the JSON has an active fuyou block."""
 
     rank_state: RankState
-    planning: Planning
+    run_plan: RunPlan
     checkpoint_state: CheckpointState
     hp_access: HpAccess
     _monitor: StepMonitor | None = None
@@ -110,7 +111,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             self.rank_state,
             self._hypers,
             lambda: self._multiplier(None),
-            lambda: self.planning.holds_updates,
+            lambda: self.run_plan.holds_updates,
         )
         self.checkpoint_state = CheckpointState(self.rank_state, self.optimizer, self._group_of_sub_group, self._hypers)
         self.hp_access = HpAccess(self.rank_state, lambda: is_boundary(self))
@@ -133,7 +134,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             trace=state.trace,
         )
         state.activations = attach_activations(self.module, index, given)
-        self.planning = Planning(state, self.module, given, self._leave_out)
+        auto = attach_auto(state.activations, given)
+        self.run_plan = RunPlan(state, self.module, auto, self._leave_out)
         return index
 
     def _leave_out(self, secs: float, work: LaneTimes) -> None:
@@ -156,11 +158,11 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         compute = None if state.trace is None else ComputeSpans(state.trace, self.module, self._tier_bytes, clock)
         self._compute_spans = compute
 
-        def fetch_sub_module(current_submodule: Any, forward: bool) -> None:
+        def fetch_sub_module(current_submodule: torch.nn.Module, forward: bool) -> None:
             if compute is not None:
                 compute.enter(current_submodule, forward)
             params = iter_module_params(current_submodule)
-            recorder = self.planning.recorder
+            recorder = self.run_plan.recorder
             waits = any(param.ds_status != ZeroParamStatus.AVAILABLE for param in params)
             with (
                 nullcontext() if recorder is None else recorder.paused(),
@@ -187,10 +189,10 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
 
     # ---- gradients: stock's hooks and ends, as GradientFlow serves them ------------------------------------
 
-    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Parameter) -> None:
         self.gradient_flow.collect(param)
 
-    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> None:
+    def partition_grads(self, params_to_release: list[Parameter], grad_partitions: list[torch.Tensor]) -> None:
         self.gradient_flow.hand_over(params_to_release, grad_partitions)
 
     def independent_gradient_partition_epilogue(self) -> None:
@@ -198,12 +200,12 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         for param_id in self.params_already_reduced:
             self.params_already_reduced[param_id] = False
         self._epilogue_ran_this_backward = True
-        self.planning.backward_ended()
+        self.run_plan.clock.backward_ended()
 
     def _finalize_offload_gradient_accumulation(self) -> None:
         self.gradient_flow.end_unmanaged()
 
-    def complete_grad_norm_calculation_for_cpu_offload(self, params: list[Any]) -> torch.Tensor:
+    def complete_grad_norm_calculation_for_cpu_offload(self, params: list[Parameter]) -> torch.Tensor:
         self.gradient_flow.put_norms(params)
         norm: torch.Tensor = super().complete_grad_norm_calculation_for_cpu_offload(params)
         return norm
@@ -239,7 +241,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         core.check()
         self._overflow_check_and_loss_scale_update_compat()
         if self.overflow:
-            self.planning.step_skipped()
+            self.run_plan.step_skipped()
             return
         multiplier = self._multiplier(self._scaled_norm)
         core.apply(self._hypers(), multiplier, expected_multiplier=self._multiplier(None))
@@ -250,7 +252,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         report_step(self.rank_state)
         if self._monitor is not None:
             self._monitor.step_applied()
-        self.planning.step_applied()
+        self.run_plan.step_applied()
 
     def _overflow_check_and_loss_scale_update_compat(self) -> None:
         """Stock's order of decisions: raw overflow, norm, invalid norm, loss scale, clean-up, global norm."""
@@ -294,26 +296,26 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         return True
 
     def _get_fp32_opt_state_partition(
-        self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
+        self, param: Parameter, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[torch.Tensor, int]:
         return self.hp_access.state(param, optim_state_key, to_write=not release_swap_buffers)
 
     def _optimizer_states_and_gradient_swap_out(self, sub_group_id: int, timer_names: Any = None) -> None:
         self.hp_access.put_state()
 
-    def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+    def set_full_hp_param(self, value: torch.Tensor, param: Parameter, optim_state_key: str | None = None) -> None:
         self.hp_access.set_state(param, value, optim_state_key)
 
-    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
+    def _get_fp32_grad_state_partition(self, param: Parameter, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
         return self.hp_access.gradient(param, to_write=not release_swap_buffers)
 
     def _writeback_swap_state(self, sub_group_id: int, write_opt_state: bool, write_gradients: bool) -> None:
         self.hp_access.put_gradient()
 
-    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Parameter) -> None:
         self.hp_access.set_gradient(param, value)
 
-    def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: Any) -> None:
+    def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: list[Parameter]) -> None:
         """Applies ``update_func(full_gradient, param)`` to every trainable parameter's gradient."""
         for param in param_list:
             if param.requires_grad:
@@ -400,7 +402,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             release_gathered(self.module)
             super().destroy()
         finally:
-            self.planning.close()
+            self.run_plan.close()
             self._token_count.remove()
             self.rank_state.close(why)
             self.fp16_partitioned_groups_flat.clear()

@@ -74,7 +74,7 @@ class StepClock:
         wanted, self._wanted = self._wanted, None
         if wanted is not None and not _is_compiled(model):
             blocks, hooks = wanted
-            self.recorder = OperatorRecorder(model, blocks, hooks, sees_saves=hooks is not None)
+            self.recorder = OperatorRecorder(blocks, hooks, sees_saves=hooks is not None)
             self.recorder.__enter__()
         self._clock.enter(Phase.FORWARD)
 

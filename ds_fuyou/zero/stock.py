@@ -11,16 +11,17 @@ from deepspeed.runtime import utils as ds_utils
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
+from torch.nn import Parameter
 
 __all__ = ["combined_grad_norm", "get_norm_dtype", "is_boundary", "iter_module_params"]
 
 
-def iter_module_params(module: Any) -> Iterable[Any]:
+def iter_module_params(module: torch.nn.Module) -> Iterable[Parameter]:
     """The parameters DeepSpeed fetches with a module, in a fixed order."""
     return sorted(set(iter_params(module, recurse=z3_leaf_module(module))), key=lambda param: int(param.ds_id))
 
 
-def combined_grad_norm(norm_groups: Sequence[Any]) -> tuple[torch.Tensor, bool]:
+def combined_grad_norm(norm_groups: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
     """Global norm of the sub-groups' norms as the installed version combines them, and whether it is invalid.
 
     DeepSpeed 0.18 has no check after the overflow check; a non-finite norm skips the step here in every version.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,19 +14,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ds_fuyou.activations.blocks import find_blocks
+from ds_fuyou.activations.blocks import Block, find_blocks
 from ds_fuyou.activations.copies import CopyLane, copy_lane
-from ds_fuyou.activations.parameters import ResidentParameters
+from ds_fuyou.activations.parameters import SavedParameter, as_saved_parameter, cast_source
 from ds_fuyou.activations.policy import ActivationPolicy, SwapEverything
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.activations.swapper import Swapper
 from ds_fuyou.activations.tier import StorageHome, SwapTier
+from ds_fuyou.activations.views import ViewSpec
 from ds_fuyou.host.device import HostDevice
+from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder, SavedHooks
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.swap_space import SwapSpace
 from ds_fuyou.telemetry.trace import LaneTrace
 
-__all__ = ["MIB", "Attached", "Plain", "attached", "gradients", "must_agree"]
+__all__ = ["MIB", "Attached", "Plain", "ResidentParameters", "attached", "gradients", "must_agree", "profile_blocks"]
 
 MIB = 1024 * 1024
 
@@ -118,6 +120,25 @@ class Attached:
         return (self.tier.held.now, self.tier.arena_used_bytes, self.space.leased_bytes) == (0, 0, 0)
 
 
+class ResidentParameters:
+    """Parameters and buffers that stay in one place: a model without ZeRO."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self._by_storage = {param.untyped_storage()._cdata: param for param in params}
+
+    def find(self, tensor: torch.Tensor) -> SavedParameter | None:
+        param = self._by_storage.get(tensor.untyped_storage()._cdata)
+        if param is not None:
+            return as_saved_parameter(tensor, param, param.data)
+        source = cast_source(tensor)
+        if source is None or not source.is_contiguous() or source.untyped_storage()._cdata not in self._by_storage:
+            return None
+        return SavedParameter(source, ViewSpec.of(tensor), tensor.dtype)
+
+    def values(self, saved: SavedParameter) -> torch.Tensor:
+        return saved.param.data
+
+
 @contextlib.contextmanager
 def attached(
     model: nn.Module,
@@ -152,6 +173,16 @@ def attached(
     finally:
         session.close()
         io.close()
+
+
+def profile_blocks(
+    blocks: Sequence[Block], forward: Callable[[], object], hooks: SavedHooks | None = None
+) -> tuple[BlockProfile, ...]:
+    """What each block does in ``forward``."""
+    recorder = OperatorRecorder(blocks, hooks)
+    with recorder:
+        forward()
+    return recorder.profiles()
 
 
 Step = Callable[[nn.Module], None]

@@ -14,9 +14,8 @@ from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.named_outputs import by_planned_name, planned_choice, require_blocks
 from ds_fuyou.activations.policy import BlockFate, Fate
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.profiling.operators import profile_blocks
 from tests.activations.huggingface import TINY
-from tests.activations.support import Plain
+from tests.activations.support import Plain, profile_blocks
 
 DOWN, UP, GELU = (OperatorCall(f"aten.{name}.default", 0) for name in ("down", "up", "gelu"))
 MEASURED = StepMeasurement(
@@ -94,10 +93,10 @@ def outputs_of(name: str) -> list[OutputCost]:
     torch.manual_seed(0)
     if name == "plain":
         model, run = Plain(), torch.randint(300, (4, 33))
-        profiles = profile_blocks(model, find_blocks(model), lambda: model(run))
+        profiles = profile_blocks(find_blocks(model), lambda: model(run))
     else:
         model, batch = TINY[name]()
-        profiles = profile_blocks(model, find_blocks(model), lambda: model(**batch))
+        profiles = profile_blocks(find_blocks(model), lambda: model(**batch))
     return [
         OutputCost(output.name, output.call, output.flops, output.num_bytes)
         for output in profiles[0].outputs

@@ -13,16 +13,14 @@ from torch import nn
 
 from ds_fuyou.activations.blocks import find_blocks
 from ds_fuyou.activations.copies import copy_lane
-from ds_fuyou.activations.parameters import ResidentParameters
 from ds_fuyou.activations.policy import BlockFate, Fate, SwapEverything
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.activations.swapper import Swapper
 from ds_fuyou.activations.tier import StorageHome, SwapTier
-from ds_fuyou.profiling.operators import profile_blocks
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.swap_space import SwapSpace
 from ds_fuyou.zero.device import rank_device
-from tests.activations.support import MIB, Plain, gradients
+from tests.activations.support import MIB, Plain, ResidentParameters, gradients, profile_blocks
 
 pytestmark = pytest.mark.gpu
 
@@ -69,7 +67,7 @@ def test_any_mixture_of_fates_on_the_device(tmp_path: Path) -> None:
 
     expected = gradients(copy.deepcopy(model), step)
     copied = copy.deepcopy(model)
-    profile = profile_blocks(copied, find_blocks(copied), lambda: step(copied))[0]
+    profile = profile_blocks(find_blocks(copied), lambda: step(copied))[0]
     calls = [output.call for output in profile.outputs if output.call is not None]
     space = SwapSpace([tmp_path])
     io = IoLane(IoSettings(), space.path_of)

@@ -107,7 +107,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_unwritable_path_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(FuyouStorageError, match="cannot swap activations in nvme_path"):
+    with pytest.raises(FuyouStorageError, match="cannot keep swapped activations in nvme_path"):
         SwapSpace([tmp_path / "missing"])
 
 
@@ -222,15 +222,6 @@ def test_copies_of_parameters_with_other_values_or_layout_are_activations(tmp_pa
     torch.manual_seed(0)
     x = torch.randn(4, 8, 12, 12)
     must_agree(Converted(), lambda model: model(x).backward(), tmp_path)
-
-
-def test_a_parameter_changed_between_forward_and_backward_is_refused(tmp_path: Path, model: nn.Module) -> None:
-    with attached(model, tmp_path):
-        loss = model(ids())
-        with torch.no_grad():
-            model.head.weight.mul_(2.0)
-        with pytest.raises(RuntimeError, match="in-place operation"):
-            loss.backward()
 
 
 def test_use_after_close(model: nn.Module, tmp_path: Path) -> None:

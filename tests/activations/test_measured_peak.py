@@ -45,7 +45,7 @@ def test_the_peak_is_that_of_the_measured_step(budget: int | None, tmp_path: Pat
     model = Plain().train()
     with attached(model, tmp_path, copies=LateCopies(2)) as swapped:
         device.hold(700 * MIB)  # building the model, say
-        auto = AutoActivations(swapped.session, model, swapped.io, device, HostClock(lambda: 0.0), budget, None)
+        auto = AutoActivations(swapped.session, swapped.io, device, HostClock(lambda: 0.0), budget, None)
         device.hold(600 * MIB)
         device.hold(100 * MIB)
         auto.step_skipped()  # a new step begins

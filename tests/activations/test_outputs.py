@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from ds_fuyou.activations.blocks import find_blocks
 from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.policy import BlockFate, Fate
-from ds_fuyou.profiling.operators import profile_blocks
-from tests.activations.support import Attached, Plain, attached, gradients
+from tests.activations.support import Attached, Plain, attached, gradients, profile_blocks
 
 SMALL = 256 * 1024
 AROUND = {"": BlockFate(Fate.SWAP)}
@@ -50,7 +49,7 @@ def train_twice_through_one_graph(model: nn.Module) -> None:
 
 def calls_of(model: nn.Module, step: Callable[[nn.Module], None]) -> list[OperatorCall]:
     copied = copy.deepcopy(model)
-    profile = profile_blocks(copied, find_blocks(copied), lambda: step(copied))[0]
+    profile = profile_blocks(find_blocks(copied), lambda: step(copied))[0]
     return [output.call for output in profile.outputs if output.call is not None]
 
 

@@ -147,7 +147,7 @@ def agree(swap: str) -> dict[str, Any]:
         "plan": plan_document(numel, 2, {"block_input": (0, 2, 0), "mlp_up": (0, 1, 1)}) | {"world_size": 2},
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    auto, session = engine.optimizer.planning.auto, engine.optimizer.rank_state.activations
+    auto, session = engine.optimizer.run_plan.auto, engine.optimizer.rank_state.activations
     for factor in (float("inf"), 1.0, 1.0, 1.0):
         engine.backward(factor * engine(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean())
         engine.step()

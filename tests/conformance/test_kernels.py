@@ -70,7 +70,8 @@ class Ours:
         self.betas = betas or [BETAS] * len(numels)
         self.clock = make_clock(kind)
         self.params = [gradient(n, 10**6) for n in numels]
-        self.moments = [[torch.zeros(n) for _ in range(self.clock.num_moments)] for n in numels]
+        num_moments = 2 if kind in ("adam", "adamw") else 1
+        self.moments = [[torch.zeros(n) for _ in range(num_moments)] for n in numels]
 
     def step(self, step: int, cut: int = 1 << 60) -> None:
         for param, moments, betas in zip(self.params, self.moments, self.betas, strict=True):

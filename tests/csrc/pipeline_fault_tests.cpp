@@ -19,7 +19,6 @@ constexpr double kDelaySecs = 0.05;
 // An update that says when it has begun and ends when it is told to.
 class GatedRule final : public UpdateRule {
   public:
-    int num_moments() const override { return 2; }
     void apply(float* param, float* grad, float* const* moments, std::size_t numel) const override
     {
         {

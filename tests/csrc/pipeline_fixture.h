@@ -20,7 +20,6 @@ constexpr double kPatienceSecs = 60.0;  // far longer than any wait lasts; a bro
 // param -= grad; every moment += 1. In small whole numbers, hence exact in every type.
 class CountingRule final : public UpdateRule {
   public:
-    int num_moments() const override { return 2; }
     void apply(float* param, float* grad, float* const* moments, std::size_t numel) const override
     {
         for (std::size_t i = 0; i < numel; ++i) {
@@ -33,7 +32,6 @@ class CountingRule final : public UpdateRule {
 
 class FailingRule final : public UpdateRule {
   public:
-    int num_moments() const override { return 2; }
     void apply(float*, float*, float* const*, std::size_t) const override
     {
         throw std::runtime_error("the rule failed");
@@ -142,6 +140,10 @@ class World {
     {
         for (std::size_t i = given.num_chunks; i-- > 0;)
             pipeline->enqueue(update(i, generation, multiplier));
+    }
+    void drop_all()
+    {
+        for (std::size_t i = 0; i < given.num_chunks; ++i) pipeline->invalidate(i);
     }
     void finish(std::int64_t generation)
     {

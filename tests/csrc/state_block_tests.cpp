@@ -16,7 +16,6 @@ namespace {
 class TailRule final : public UpdateRule {
   public:
     explicit TailRule(float rate) : rate_(rate) {}
-    int num_moments() const override { return 2; }
     void apply(float* param, float* grad, float* const* moments, std::size_t numel) const override
     {
         const std::size_t whole = numel / 16 * 16;

@@ -17,7 +17,6 @@ from ds_fuyou.ops.core import load_core
 from ds_fuyou.ops.stock_operators import build_directory, left_locks
 from tests.device.build import build
 
-
 STOCK = ("CPUAdamBuilder", "CPULionBuilder", "CPUAdagradBuilder", "ShareMemCommBuilder", "AsyncIOBuilder")
 
 

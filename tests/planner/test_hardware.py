@@ -15,21 +15,22 @@ from ds_fuyou.errors import FuyouConfigError, FuyouStateError
 from ds_fuyou.planner.choose import choose, fits, largest_model
 from ds_fuyou.planner.cost import Placement, Workload
 from ds_fuyou.planner.fit import needs_of
-from ds_fuyou.planner.hardware import GIB, find_gpu, find_host, find_ssd, preset_names, source_of
+from ds_fuyou.planner.hardware import GIB, find_gpu, find_host, find_ssd
 from ds_fuyou.planner.lanes import Lane, Schedule, Task
 from ds_fuyou.planner.policies import POLICIES, find_policy
 from tests.planner.support import chosen, machine, model
 
+PRESETS = json.loads(Path(hardware.__file__).with_name("presets.json").read_text(encoding="utf-8"))
+
 
 def test_every_number_has_a_source() -> None:
-    presets = json.loads(Path(hardware.__file__).with_name("presets.json").read_text(encoding="utf-8"))
     for kind in ("gpus", "ssds", "hosts"):
-        for name, entry in presets[kind].items():
+        for name, entry in PRESETS[kind].items():
             for number, value in entry.items():
                 if number != "aliases":
                     assert value[0] > 0
-                    assert len(source_of(kind, name, number)) > 10
-    for value in presets["constants"].values():
+                    assert len(value[1]) > 10, f"{name}: {number}"
+    for value in PRESETS["constants"].values():
         assert len(value[1]) > 10
 
 
@@ -37,7 +38,7 @@ def test_names_are_found_whatever_their_spelling() -> None:
     assert find_gpu("RTX 4090") == find_gpu("nvidia-geforce-rtx-4090") == find_gpu("4090")
     assert find_gpu("A100").memory_bytes == 80 * GIB
     for kind, find in (("gpus", find_gpu), ("ssds", find_ssd), ("hosts", find_host)):
-        for name in preset_names(kind):
+        for name in PRESETS[kind]:
             assert find(name).name == name
         with pytest.raises(FuyouConfigError, match=r"known are|did you mean"):
             find("zzzz")

@@ -49,7 +49,7 @@ def train(engine, first: int, last: int, repeat: int = 1) -> list[float]:
 
 
 def about(engine, losses: list[float]) -> dict:
-    plan = engine.optimizer.planning.run_plan
+    plan = engine.optimizer.run_plan
     profile = None if plan.profile is None else plan.profile.to_json()
     found = {"losses": losses, "profile": profile, "causes": [finding.cause.name for finding in plan.findings]}
     if plan.prediction is not None:

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_fuyou.activations.blocks import find_blocks
-from ds_fuyou.profiling.operators import OperatorRecorder, profile_blocks
+from ds_fuyou.profiling.operators import OperatorRecorder
+from tests.activations.support import profile_blocks
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 8, 16, 2
 TOKENS = BATCH * LENGTH
@@ -49,7 +50,7 @@ def batch() -> torch.Tensor:
 
 def test_flops_and_bytes_are_those_of_the_shapes() -> None:
     net = model()
-    *blocks, outside = profile_blocks(net, find_blocks(net, ["Block"]), lambda: net(batch()).sum())
+    *blocks, outside = profile_blocks(find_blocks(net, ["Block"]), lambda: net(batch()).sum())
     assert [profile.name for profile in blocks] == ["1", "2"]
     found = {output.name: output for output in blocks[0].outputs}
     assert found["qkv/addmm"].flops == 2 * TOKENS * WIDTH * 3 * WIDTH
@@ -67,7 +68,7 @@ def test_flops_and_bytes_are_those_of_the_shapes() -> None:
 
 def test_what_backward_needs_is_told_from_what_it_does_not() -> None:
     net = model()
-    first, *_ = profile_blocks(net, find_blocks(net, ["Block"]), lambda: net(batch()).sum())
+    first, *_ = profile_blocks(find_blocks(net, ["Block"]), lambda: net(batch()).sum())
     needed = {output.name: output.saved for output in first.outputs}
     assert first.saves_known
     assert needed["qkv/addmm"]  # a view of it: q, k and v
@@ -79,7 +80,7 @@ def test_what_backward_needs_is_told_from_what_it_does_not() -> None:
 
 def test_saves_are_left_alone_where_nobody_knows_parameters() -> None:
     net = model()
-    recorder = OperatorRecorder(net, find_blocks(net, ["Block"]), sees_saves=False)
+    recorder = OperatorRecorder(find_blocks(net, ["Block"]), sees_saves=False)
     with recorder:
         loss = net(batch()).sum()
     first, *_ = recorder.profiles()
@@ -92,7 +93,7 @@ def test_saves_are_left_alone_where_nobody_knows_parameters() -> None:
 def test_inside_a_checkpoint_nobody_knows_what_is_saved() -> None:
     net = model(checkpointed=True)
     loss: list[torch.Tensor] = []
-    first, *_ = profile_blocks(net, find_blocks(net, ["Block"]), lambda: loss.append(net(batch()).sum()))
+    first, *_ = profile_blocks(find_blocks(net, ["Block"]), lambda: loss.append(net(batch()).sum()))
     assert not first.saves_known
     assert [output.name for output in first.outputs if output.saved] == ["down/addmm"]  # the next block's input
     assert first.flops > 0
@@ -110,7 +111,7 @@ def test_gradients_are_the_same_and_hooks_of_others_go_on() -> None:
     reference = torch.autograd.grad(net(batch()).sum(), list(net.parameters()))
     losses: list[torch.Tensor] = []
     for hooks in (None, (pack, lambda tensor: tensor)):
-        profile_blocks(net, find_blocks(net, ["Block"]), lambda: losses.append(net(batch()).sum()), hooks)
+        profile_blocks(find_blocks(net, ["Block"]), lambda: losses.append(net(batch()).sum()), hooks)
     assert packed
     for loss in losses:
         found = torch.autograd.grad(loss, list(net.parameters()))
@@ -121,7 +122,7 @@ def test_gradients_are_the_same_and_hooks_of_others_go_on() -> None:
 def test_a_saved_tensor_that_is_changed_is_refused_as_ever() -> None:
     net = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid()))
     outputs: list[torch.Tensor] = []
-    profile_blocks(net, find_blocks(net, ["Sequential"]), lambda: outputs.append(net(batch())))
+    profile_blocks(find_blocks(net, ["Sequential"]), lambda: outputs.append(net(batch())))
     outputs[0].add_(1)
     with pytest.raises(RuntimeError, match="modified by an in-place operation"):
         outputs[0].sum().backward()
@@ -129,7 +130,7 @@ def test_a_saved_tensor_that_is_changed_is_refused_as_ever() -> None:
 
 def test_what_runs_while_paused_and_after_an_error_is_not_counted() -> None:
     net = model()
-    recorder = OperatorRecorder(net, find_blocks(net, ["Block"]))
+    recorder = OperatorRecorder(find_blocks(net, ["Block"]))
 
     def forward() -> None:
         with recorder:
@@ -153,5 +154,5 @@ def test_what_a_module_compiles_itself_is_still_compiled() -> None:
     net = model()
     for block in list(net)[1:]:
         block.inner = torch.compile(block.inner, backend=seen)
-    profile_blocks(net, find_blocks(net, ["Block"]), lambda: net(batch()).sum())
+    profile_blocks(find_blocks(net, ["Block"]), lambda: net(batch()).sum())
     assert seen.frame_count > 0

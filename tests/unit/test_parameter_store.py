@@ -15,7 +15,7 @@ from ds_fuyou.host.device import HostDevice
 from ds_fuyou.parameters.partition import Lost, Partition, Presence
 from ds_fuyou.parameters.store import SMALL_BYTES, ParameterStore
 from ds_fuyou.storage.io import IoLane, IoSettings
-from ds_fuyou.storage.staged import StagedSpace
+from ds_fuyou.storage.parked import ParkedSpace
 
 LARGE = 150_000  # elements of two bytes: more than SMALL_BYTES, and not a whole number of pages
 LARGE_BYTES = 303_104
@@ -64,16 +64,16 @@ class Trained:
 
     changes = True
 
-    def __init__(self, staged: Any, memory: torch.Tensor | None = None) -> None:
-        self.staged, self._memory = staged, memory
-        self.num_bytes = 0 if memory is not None else staged.num_bytes
-        self.size_bytes = staged.size_bytes
+    def __init__(self, parked: Any, memory: torch.Tensor | None = None) -> None:
+        self.parked, self._memory = parked, memory
+        self.num_bytes = 0 if memory is not None else parked.num_bytes
+        self.size_bytes = parked.size_bytes
         self.is_published = True
         self.num_waits = 0
 
     @property
     def io(self) -> IoLane:
-        lane: IoLane = self.staged.io
+        lane: IoLane = self.parked.io
         return lane
 
     def is_ready(self) -> bool:
@@ -87,16 +87,16 @@ class Trained:
         return self._memory
 
     def location(self) -> Any:
-        return self.staged.location()
+        return self.parked.location()
 
     def write(self, values: torch.Tensor) -> None:
-        self.staged.write(values)
+        self.parked.write(values)
 
 
 class Bench:
-    """A store over staged values, and a script that uses one parameter after another."""
+    """A store over parked values, and a script that uses one parameter after another."""
 
-    def __init__(self, space: StagedSpace, io: IoLane) -> None:
+    def __init__(self, space: ParkedSpace, io: IoLane) -> None:
         self.space, self.io = space, io
         self.tensors = Tensors()
         self.expected: dict[Partition, torch.Tensor] = {}
@@ -106,15 +106,16 @@ class Bench:
         self, number: int, numel: int = LARGE, *, trained: bool = False, in_memory: bool = False
     ) -> Partition:
         values = torch.full((numel,), number, dtype=torch.bfloat16)
-        staged: Any = self.space.stage(f"parameter {number}", values)
-        source = Trained(staged, values if in_memory else None) if trained else staged
+        parked: Any = self.space.park(f"parameter {number}", values)
+        source = Trained(parked, values if in_memory else None) if trained else parked
         partition = Partition(number, source)
         self.expected[partition] = values
         return partition
 
     def store(self, partitions: Sequence[Partition], read_bytes: int, **more: Any) -> ParameterStore:
         device = more.pop("device", HostDevice())
-        store = ParameterStore(partitions, self.tensors, device, self.io, read_bytes=read_bytes, **more)
+        store = ParameterStore(self.tensors, device, self.io, read_bytes=read_bytes, **more)
+        store.take(partitions)
         self.stores.append(store)
         return store
 
@@ -136,7 +137,7 @@ class Bench:
 def bench(tmp_path: Path) -> Iterator[Bench]:
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-    space = StagedSpace.at((str(tmp_path / "first"), str(tmp_path / "second")), "auto")
+    space = ParkedSpace.at((str(tmp_path / "first"), str(tmp_path / "second")), "auto")
     io = IoLane(IoSettings(), lambda fd: tmp_path)
     bench = Bench(space, io)
     yield bench
@@ -233,14 +234,14 @@ def test_a_walk_ahead_costs_the_same_for_long_orders(bench: Bench) -> None:
     store = bench.store(few, read_bytes=1 << 30)
     bench.run(store, few)
     looked = 0
-    wants = store._lanes[0].ahead._wants
+    wants = store._size_classes[0].ahead._wants
 
     def counted(partition: Any, is_next_step: bool) -> bool:
         nonlocal looked
         looked += 1
         return wants(partition, is_next_step)
 
-    store._lanes[0].ahead._wants = counted
+    store._size_classes[0].ahead._wants = counted
     bench.run(store, few)
     assert looked <= 4 * len(few)
 
@@ -363,7 +364,7 @@ def test_other_dtypes_and_sizes(bench: Bench) -> None:
         torch.arange(7, dtype=torch.int8),
         torch.randn(LARGE),
     ]
-    every = [Partition(i, bench.space.stage("a parameter", value)) for i, value in enumerate(values)]
+    every = [Partition(i, bench.space.park("a parameter", value)) for i, value in enumerate(values)]
     bench.expected = dict(zip(every, values, strict=True))
     store = bench.store(every, read_bytes=1 << 20)
     for _ in range(3):

@@ -102,7 +102,6 @@ def test_closing_removes_everything_and_twice_is_once(paths: list[Path]) -> None
     assert all_files(paths[1]) == []
     assert store.paths_of_fd(fd).name == "data"
     for call in (
-        store.sync_data,
         store.last_commit,
         lambda: store.extents("big", 0),
         lambda: store.commit(0, {}, {}),

@@ -110,7 +110,6 @@ void bind_kernels(py::module_& m)
         .value("FLOAT16", ElementType::kFloat16)
         .value("BFLOAT16", ElementType::kBFloat16);
     py::class_<UpdateRule, std::shared_ptr<UpdateRule>>(m, "UpdateRule")
-        .def_property_readonly("num_moments", &UpdateRule::num_moments)
         .def(
             "apply",
             [](const UpdateRule& rule, torch::Tensor param, torch::Tensor grad,
@@ -129,8 +128,7 @@ void bind_kernels(py::module_& m)
                  return std::const_pointer_cast<UpdateRule>(
                      clock.rule(lr, eps, weight_decay, bias_correction));
              })
-        .def("clone", &OptimizerClock::clone)
-        .def_property_readonly("num_moments", &OptimizerClock::num_moments);
+        .def("clone", &OptimizerClock::clone);
     m.def("make_adam_clock", &make_adam_clock);
     m.def("make_lion_clock", &make_lion_clock);
     m.def("make_adagrad_clock", &make_adagrad_clock);
@@ -180,8 +178,7 @@ void bind_io(py::module_& m)
     py::class_<IoOutcome>(m, "IoOutcome")
         .def_readonly("error", &IoOutcome::error)
         .def_readonly("fd", &IoOutcome::fd)
-        .def_readonly("offset", &IoOutcome::offset)
-        .def_readonly("num_bytes_done", &IoOutcome::num_bytes_done);
+        .def_readonly("offset", &IoOutcome::offset);
     py::class_<IoLaneStats>(m, "IoLaneStats")
         .def_readonly("num_operations", &IoLaneStats::num_operations)
         .def_readonly("num_bytes", &IoLaneStats::num_bytes)
@@ -226,7 +223,6 @@ void bind_io(py::module_& m)
         .def("clear_faults", &IoEngine::clear_faults)
         .def("stats", &IoEngine::stats)
         .def_property_readonly("backend", &IoEngine::backend)
-        .def_property_readonly("backend_reason", &IoEngine::backend_reason)
         .def_property_readonly("num_in_flight", &IoEngine::num_in_flight)
         .def("close", py::overload_cast<double>(&IoEngine::close), py::arg("timeout_secs"),
              NoGil());
@@ -290,10 +286,7 @@ void bind_pipeline(py::module_& m)
     py::class_<PipelineStats>(m, "PipelineStats")
         .def_readonly("update_busy_secs", &PipelineStats::update_busy_secs)
         .def_readonly("num_updates", &PipelineStats::num_updates)
-        .def_readonly("num_updated_elements", &PipelineStats::num_updated_elements)
-        .def_readonly("num_discarded", &PipelineStats::num_discarded)
-        .def_readonly("state_bytes_read", &PipelineStats::state_bytes_read)
-        .def_readonly("state_bytes_written", &PipelineStats::state_bytes_written);
+        .def_readonly("num_updated_elements", &PipelineStats::num_updated_elements);
     py::class_<ChunkPipeline, std::shared_ptr<ChunkPipeline>>(m, "ChunkPipeline")
         .def(py::init([](std::shared_ptr<IoEngine> io, std::shared_ptr<AlignedPool> staging,
                          int num_update_threads) {
@@ -329,7 +322,6 @@ void bind_pipeline(py::module_& m)
                 pipeline.replace_state(chunk, address(block), has_moments);
             },
             py::arg("chunk"), py::arg("block"), py::kw_only(), py::arg("has_moments"), NoGil())
-        .def("set_slot", &ChunkPipeline::set_slot)
         .def("slot", &ChunkPipeline::slot)
         .def(
             "enqueue",
@@ -353,7 +345,6 @@ void bind_pipeline(py::module_& m)
             py::kw_only(), py::arg("chunk"), py::arg("segments"), py::arg("multiplier"),
             py::arg("gradient"), py::arg("gradient_type"), py::arg("param_version"))
         .def("invalidate", &ChunkPipeline::invalidate, NoGil())
-        .def("discard_all", &ChunkPipeline::discard_all, NoGil())
         .def("publish", &ChunkPipeline::publish, NoGil())
         .def("set_committed", &ChunkPipeline::set_committed, NoGil())
         .def("is_published", &ChunkPipeline::is_published)
@@ -367,7 +358,6 @@ void bind_pipeline(py::module_& m)
             },
             NoGil())
         .def("wait_idle", &ChunkPipeline::wait_idle, NoGil())
-        .def("has_job", &ChunkPipeline::has_job)
         .def("fail", &ChunkPipeline::fail)
         .def_property_readonly("failed", &ChunkPipeline::failed)
         .def_property_readonly("failure", &ChunkPipeline::failure)
@@ -400,8 +390,7 @@ void bind_pipeline(py::module_& m)
                  return events;
              })
         .def("stop", py::overload_cast<double>(&ChunkPipeline::stop), py::arg("timeout_secs"),
-             NoGil())
-        .def_static("part_bytes", &StateBlock::part_bytes);
+             NoGil());
 }
 
 }  // namespace

@@ -19,8 +19,6 @@ class AdagradRule final : public UpdateRule {
   public:
     explicit AdagradRule(const Stock& optimizer) : optimizer_(optimizer) {}
 
-    int num_moments() const override { return 1; }
-
     void apply(float* param, float* grad, float* const* moments, std::size_t numel) const override
     {
         Stock optimizer(optimizer_);  // Step_8 is not const; the copy is a few words
@@ -52,8 +50,6 @@ class AdagradClock final : public OptimizerClock {
     {
         return std::make_unique<AdagradClock>(optimizer_);
     }
-
-    int num_moments() const override { return 1; }
 
   private:
     Stock optimizer_;

@@ -19,8 +19,6 @@ class LionRule final : public UpdateRule {
   public:
     explicit LionRule(const Stock& optimizer) : optimizer_(optimizer) {}
 
-    int num_moments() const override { return 1; }
-
     void apply(float* param, float* grad, float* const* moments, std::size_t numel) const override
     {
         Stock optimizer(optimizer_);  // Step_8 is not const; the copy is a few words
@@ -52,8 +50,6 @@ class LionClock final : public OptimizerClock {
     {
         return std::make_unique<LionClock>(optimizer_);
     }
-
-    int num_moments() const override { return 1; }
 
   private:
     Stock optimizer_;

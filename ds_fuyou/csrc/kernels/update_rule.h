@@ -19,9 +19,8 @@ constexpr std::uint64_t kKernelBlockElements = 128;
 class UpdateRule {
   public:
     virtual ~UpdateRule() = default;
-    // Number of fp32 moments beside the parameter: 2 for Adam, 1 for Lion and Adagrad.
-    virtual int num_moments() const = 0;
-    // In-place update of `numel` elements; `grad` is fp32, already unscaled and clipped.
+    // In-place update of `numel` elements; `grad` is fp32, already unscaled and clipped. Moments: 2
+    // for Adam, 1 for Lion and Adagrad.
     virtual void apply(float* param, float* grad, float* const* moments,
                        std::size_t numel) const = 0;
 };
@@ -36,7 +35,6 @@ class OptimizerClock {
     virtual std::shared_ptr<const UpdateRule> rule(float lr, float eps, float weight_decay,
                                                    bool bias_correction) const = 0;
     virtual std::unique_ptr<OptimizerClock> clone() const = 0;
-    virtual int num_moments() const = 0;
 };
 
 std::unique_ptr<OptimizerClock> make_adam_clock(float lr, float beta1, float beta2, float eps,

@@ -65,12 +65,6 @@ void ChunkPipeline::replace_state(std::size_t index, char* memory, bool has_mome
     chunk.has_sums[slot] = checked;
 }
 
-void ChunkPipeline::set_slot(std::size_t chunk, int slot)
-{
-    std::lock_guard<std::mutex> lock(mutex_);
-    chunks_.at(chunk).slot = slot;
-}
-
 int ChunkPipeline::slot(std::size_t chunk) const
 {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -221,16 +215,6 @@ void ChunkPipeline::invalidate(std::size_t chunk_index)
     wake_chunk_locked(chunk);
 }
 
-void ChunkPipeline::discard_all()
-{
-    std::size_t num_chunks = 0;
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        num_chunks = chunks_.size();
-    }
-    for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) invalidate(chunk);
-}
-
 void ChunkPipeline::publish(std::int64_t generation)
 {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -328,13 +312,6 @@ bool ChunkPipeline::wait_idle(std::size_t chunk_index, double timeout_secs)
     std::unique_lock<std::mutex> lock(mutex_);
     Chunk& chunk = chunks_.at(chunk_index);
     return wait_for_chunk_locked(lock, chunk, timeout_secs, [&] { return !chunk.job; });
-}
-
-bool ChunkPipeline::has_job(std::size_t chunk_index) const
-{
-    std::lock_guard<std::mutex> lock(mutex_);
-    const Chunk& chunk = chunks_.at(chunk_index);
-    return !chunk.waiting.empty() || (chunk.job && !chunk.job->dropped);
 }
 
 bool ChunkPipeline::failed() const

@@ -93,7 +93,6 @@ struct PipelineStats {
     std::uint64_t num_updates = 0;
     std::uint64_t num_updated_elements = 0;
     std::uint64_t num_discarded = 0;
-    std::uint64_t state_bytes_read = 0;
     std::uint64_t state_bytes_written = 0;
 };
 
@@ -118,8 +117,7 @@ class ChunkPipeline {
     // The published state was replaced from outside by `block` (a StateBlock's memory). Without
     // moments only P32 stands there and is given: moments are zeros that no update has written yet.
     void replace_state(std::size_t chunk, char* block, bool has_moments);
-    void set_slot(std::size_t chunk, int slot);  // where the published state is
-    int slot(std::size_t chunk) const;
+    int slot(std::size_t chunk) const;  // where the published state is
 
     // Queues one update; at most one per chunk and generation is alive.
     void enqueue(ChunkUpdate update);
@@ -129,7 +127,6 @@ class ChunkPipeline {
     // Drops an unpublished update; returns once nothing reads its gradient in memory any more. A
     // read of it from storage may be in flight still; what it brings is not looked at.
     void invalidate(std::size_t chunk);
-    void discard_all();
     // Makes every live job of `generation` final. Readers then see the new state.
     void publish(std::int64_t generation);
     // Opens the writes of `generation` + 1 (the record of `generation` is durable).
@@ -147,7 +144,6 @@ class ChunkPipeline {
     void read_gradient_from_storage(std::size_t chunk, const char* buffer);
     bool wait_idle(std::size_t chunk,
                    double timeout_secs);  // no transfer of the chunk is in flight
-    bool has_job(std::size_t chunk) const;
 
     // Fails every waiter now and later, for a failure met outside (the commit of a generation).
     void fail(const std::string& what, int error);

@@ -131,11 +131,8 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
 
     std::vector<IoExtent> extents;
     if (!chunk.resident()) {
-        const std::uint64_t num_bytes =
-            chunk.zero_moments ? chunk.part_bytes() : chunk.state_bytes();
         place(extents, chunk.spec.state_slots[static_cast<std::size_t>(chunk.slot)], job->staging,
-              num_bytes);
-        stats_.state_bytes_read += num_bytes;
+              chunk.zero_moments ? chunk.part_bytes() : chunk.state_bytes());
     }
     if (job->gradient_place == GradientPlace::kStorage) {
         job->gradient = job->staging + chunk.grad_offset();

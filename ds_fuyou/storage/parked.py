@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters on storage that no optimizer updates: what ``zero.Init`` built, frozen ones, those of a destroyed engine.
+"""Parked parameters: on storage, updated by no optimizer. What ``zero.Init`` built, frozen ones, a destroyed engine's.
 
 They lie in pieces over all paths, in files without a name: nothing of them outlives the process. One space serves
 everybody in the process who names the same paths; it goes with the last value in it.
@@ -18,25 +18,25 @@ from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.location import Location, StoredRun
 from ds_fuyou.storage.swap_space import Lease, SwapSpace
 
-__all__ = ["PIECE_BYTES", "StagedSpace", "StagedValues"]
+__all__ = ["PIECE_BYTES", "ParkedSpace", "ParkedValues"]
 
 PIECE_BYTES = 8 * 1024 * 1024
 """Larger values are cut, so that all paths work at one read."""
 
 
-class StagedSpace:
+class ParkedSpace:
     """Storage of one process for values, and an I/O engine for those that no training engine reads. Training thread."""
 
-    _of_paths: ClassVar[weakref.WeakValueDictionary[tuple[str, ...], StagedSpace]] = weakref.WeakValueDictionary()
+    _of_paths: ClassVar[weakref.WeakValueDictionary[tuple[str, ...], ParkedSpace]] = weakref.WeakValueDictionary()
 
     def __init__(self, paths: tuple[str, ...], engine: str) -> None:
-        self.space = SwapSpace([Path(path) for path in paths])
+        self.space = SwapSpace([Path(path) for path in paths], what="parameters")
         self._engine = engine
         self._io: list[IoLane] = []
         self._close = weakref.finalize(self, _closed, self._io, self.space)
 
     @classmethod
-    def at(cls, paths: tuple[str, ...], engine: str) -> StagedSpace:
+    def at(cls, paths: tuple[str, ...], engine: str) -> ParkedSpace:
         """The space of these paths; an open one if there is one.
 
         Raises:
@@ -59,16 +59,16 @@ class StagedSpace:
         while self._io:
             self._io.pop().close()
 
-    def stage(self, what: str, values: torch.Tensor) -> StagedValues:
-        """Writes values (1-D); returns when they are there.
+    def park(self, what: str, values: torch.Tensor) -> ParkedValues:
+        """Writes values (1-D) to storage; returns when they are there.
 
         Raises:
             FuyouStorageError: storage is full, or the write failed.
         """
-        pieces = self.space.leases(values.numel() * values.element_size(), PIECE_BYTES, "parameters")
-        staged = StagedValues(self, what, values.numel(), values.dtype, pieces)
-        staged.write(values)
-        return staged
+        pieces = self.space.leases(values.numel() * values.element_size(), PIECE_BYTES)
+        parked = ParkedValues(self, what, values.numel(), values.dtype, pieces)
+        parked.write(values)
+        return parked
 
 
 def _closed(lanes: list[IoLane], space: SwapSpace) -> None:
@@ -77,12 +77,12 @@ def _closed(lanes: list[IoLane], space: SwapSpace) -> None:
     space.close()
 
 
-class StagedValues:
+class ParkedValues:
     """A source of the parameter store. Its pieces return to the space with it."""
 
     changes = False
 
-    def __init__(self, space: StagedSpace, what: str, numel: int, dtype: torch.dtype, pieces: list[Lease]) -> None:
+    def __init__(self, space: ParkedSpace, what: str, numel: int, dtype: torch.dtype, pieces: list[Lease]) -> None:
         self.space = space
         self._pieces = pieces
         self._lane: IoLane | None = None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ds_fuyou.storage.staged import PIECE_BYTES, StagedSpace
+from ds_fuyou.storage.parked import PIECE_BYTES, ParkedSpace
 
 
 def paths_in(folder: Path, number: int) -> tuple[str, ...]:
@@ -19,25 +19,25 @@ def paths_in(folder: Path, number: int) -> tuple[str, ...]:
 
 
 def test_large_values_lie_on_all_paths(tmp_path: Path) -> None:
-    space = StagedSpace.at(paths_in(tmp_path, 3), "auto")
+    space = ParkedSpace.at(paths_in(tmp_path, 3), "auto")
     values = torch.arange(3 * PIECE_BYTES // 8 + 1)
-    staged = space.stage("a parameter", values)
-    extents = staged.location().runs[0].extents
+    parked = space.park("a parameter", values)
+    extents = parked.location().runs[0].extents
     assert len({extent.fd for extent in extents}) == 3
     assert max(extent.num_bytes for extent in extents) == PIECE_BYTES
-    assert torch.equal(staged.location().read(staged.io), values)
-    staged.write(values + 1)
-    assert torch.equal(staged.location().read(staged.io), values + 1)
+    assert torch.equal(parked.location().read(parked.io), values)
+    parked.write(values + 1)
+    assert torch.equal(parked.location().read(parked.io), values + 1)
     space.rest()
-    assert torch.equal(staged.location().read(staged.io), values + 1), "the engine is started again"
+    assert torch.equal(parked.location().read(parked.io), values + 1), "the engine is started again"
 
 
 def test_one_space_serves_all_who_name_the_same_paths_and_goes_with_the_last_value(tmp_path: Path) -> None:
     paths = paths_in(tmp_path, 2)
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    first = StagedSpace.at(paths, "auto").stage("one", torch.zeros(10))
-    second = StagedSpace.at(paths, "auto").stage("two", torch.ones(10))
+    first = ParkedSpace.at(paths, "auto").park("one", torch.zeros(10))
+    second = ParkedSpace.at(paths, "auto").park("two", torch.ones(10))
     assert first.space is second.space
     assert first.space.space.leased_bytes == 2 * 4096
     space = first.space.space
