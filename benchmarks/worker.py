@@ -137,7 +137,7 @@ class Trainer:
         if self.state is None:
             return 0.0
         plan, shares = self.state.plan, self.state.plan.residency
-        versions = 2 if plan.double_params else 1
+        versions = self.state.core.published.num_param_versions
         each = 2 * versions * shares.parameters + 12 * shares.optimizer + 2 * shares.gradients
         return float(each * self.numel + plan.staging_bytes + plan.prefetch_bytes + plan.activation_bytes)
 

@@ -28,11 +28,11 @@ def open_window(core: OutOfCoreOptimizer) -> set[int]:
 
 
 def bytes_read(core: OutOfCoreOptimizer, at_least: int) -> int:
-    """As soon as they are that many; the threads of the pipeline count them."""
+    """As soon as they are that many; the threads of the I/O engine count them."""
     end = time.monotonic() + 30
-    while core.pipeline.stats().state_bytes_read < at_least and time.monotonic() < end:
+    while core.io.stats()["read"].num_bytes < at_least and time.monotonic() < end:
         time.sleep(0.001)
-    return int(core.pipeline.stats().state_bytes_read)
+    return int(core.io.stats()["read"].num_bytes)
 
 
 def state(core: OutOfCoreOptimizer) -> list[torch.Tensor]:
