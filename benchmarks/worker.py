@@ -139,7 +139,8 @@ class Trainer:
         plan, shares = self.state.plan, self.state.plan.residency
         versions = self.state.core.published.num_param_versions
         each = 2 * versions * shares.parameters + 12 * shares.optimizer + 2 * shares.gradients
-        return float(each * self.numel + plan.staging_bytes + plan.prefetch_bytes + plan.activation_bytes)
+        lanes = plan.staging_bytes + plan.prefetch_bytes + plan.gradient_buffer_bytes + plan.activation_bytes
+        return float(each * self.numel + lanes)
 
     def close(self) -> None:
         if self.state is not None:

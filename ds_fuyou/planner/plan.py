@@ -25,6 +25,8 @@ __all__ = ["MIB", "Plan", "PlanInput", "make_plan"]
 MIB = 1024 * 1024
 _STAGING_BYTES = 1024 * MIB
 _PREFETCH_BYTES = 256 * MIB
+_GRADIENT_BUFFERS = 17
+"""The most chunks of G16 on storage that are in host memory at once, by the limits of optimizer/gradients.py."""
 _CHUNK_BYTES = 16 * MIB
 _ARENA_BYTES = 256 * MIB  # at least, where the budget has eight times as much
 _ARENA_PATH_BYTES = 128 * MIB  # pieces of one path: leaving, being written, being read, on their way up
@@ -79,6 +81,7 @@ class Plan:
     slots: int
     activation_bytes: int = 0  # host memory of swapped activations
     smallest_swapped_bytes: int = _SMALLEST_SWAPPED_BYTES
+    gradient_buffer_bytes: int = 0  # host memory of gradients on their way to storage, at most
     small_param_bytes: int = 0  # P16 partitions on storage of fewer bytes stay once they are read, until the step
 
     def resident_bytes(self, given: PlanInput) -> int:
@@ -180,7 +183,8 @@ def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
         )
     residency = min(fitting, key=lambda tried: _moved_bytes_each(given, tried))
     minimum = _minimum_lane_bytes(given, residency, chunk_bytes)
-    left = given.dram_budget_bytes - _resident_bytes(given, residency) - arena_bytes
+    buffers = _gradient_buffer_bytes(given, residency, chunk_bytes)
+    left = max(0, given.dram_budget_bytes - _resident_bytes(given, residency) - arena_bytes - buffers)
     staging_bytes = over.get("staging_bytes", max(minimum // 2, min(_STAGING_BYTES, left // 2)))
     prefetch_bytes = over.get("prefetch_bytes", min(_PREFETCH_BYTES, left // 4))
     return Plan(
@@ -196,8 +200,16 @@ def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
             "activation_bytes", _activation_bytes(given, arena_bytes, left - staging_bytes - prefetch_bytes)
         ),
         smallest_swapped_bytes=over.get("smallest_swapped_bytes", _SMALLEST_SWAPPED_BYTES),
+        gradient_buffer_bytes=buffers,
         small_param_bytes=over.get("small_param_bytes", 0),
     )
+
+
+def _gradient_buffer_bytes(given: PlanInput, residency: Residency, chunk_bytes: int) -> int:
+    if residency.gradients == 1:
+        return 0
+    most = min(_GRADIENT_BUFFERS * chunk_bytes // 4, int(given.numel * (1 - residency.gradients)))
+    return most * given.grad_bytes_each
 
 
 def _fitting(given: PlanInput, chunk_bytes: int, arena_bytes: int) -> tuple[list[int], list[Residency]]:

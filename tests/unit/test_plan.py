@@ -101,6 +101,19 @@ def test_less_memory_never_moves_fewer_bytes() -> None:
         assert moved == sorted(moved)
 
 
+@pytest.mark.parametrize("gib", [20, 5, 3, 2])
+def test_gradients_on_their_way_to_storage_count(gib: int) -> None:
+    """17 chunks of 4 million elements, or what of the model is there; the lanes get what is left."""
+    given = replace(GIVEN, dram_budget_bytes=gib * GIB, gradients_tier="nvme")
+    plan = make_plan(given, {})
+    assert plan.gradient_buffer_bytes == 17 * plan.chunk_bytes // 4 * 2
+    lanes = plan.staging_bytes + plan.prefetch_bytes + plan.gradient_buffer_bytes + plan.activation_bytes
+    assert plan.resident_bytes(given) + lanes <= gib * GIB
+    assert make_plan(replace(given, gradients_tier="cpu", dram_budget_bytes=20 * GIB), {}).gradient_buffer_bytes == 0
+    small = make_plan(replace(given, numel=1_000_000, largest_param_numel=100), {})
+    assert small.gradient_buffer_bytes == 2_000_000
+
+
 def test_single_values_are_overridden() -> None:
     wanted = {"chunk_bytes": MIB, "staging_bytes": 8 * MIB, "slots": 1, "num_threads": 3, "queue_depth": None}
     plan = make_plan(GIVEN, wanted)
