@@ -179,9 +179,16 @@ class OptimizerSettings(_Settings):
 
 
 class GradientSettings(_Settings):
-    """Where the gradients wait until `step()` has validated them."""
+    """Where the gradients wait until `step()` has validated them, and how they are reduced."""
 
     tier: Tier = Field("auto", description="Home of G16, and of the accumulator when accumulating.")
+    reduce_by: Literal["auto", "bucket", "block"] = Field(
+        "auto",
+        description="Which gradients are reduced over the ranks together. `bucket`: as many as `reduce_bucket_size` "
+        "holds, as in stock, so that sums equal stock's on any number of ranks; updates of a bucket start when it is "
+        "full. `block`: a block's, so that its updates start in backward; on more than two ranks the last bit of a sum "
+        "may differ from stock's. `auto`: `block` on one and two ranks, where sums are the same, `bucket` on more.",
+    )
 
 
 class ActivationSettings(_Settings):

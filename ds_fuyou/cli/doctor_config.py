@@ -115,6 +115,9 @@ def _effects(activation: Activation) -> Iterator[Row]:
     if activation.absorbed.ignored:
         keys = "; ".join(f"{item.key} ({item.reason})" for item in activation.absorbed.ignored)
         yield f"without effect under the block: {keys}", True, "leave them out, or keep them for runs without the block"
+    if activation.config.gradients.reduce_by == "block":
+        found = f'{BLOCK_KEY}.gradients.reduce_by is "block": on more than two ranks last bits differ from stock\'s'
+        yield found, True, "leave it out for equal bits, with a reduce_bucket_size of an eighth of the model or less"
 
 
 def _block_paths(config: Mapping[str, Any]) -> list[str]:

@@ -1,27 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From autograd's hooks to the door of the out-of-core optimizer: gradients reduced block by block, then partitioned.
+"""From autograd's hooks to the door of the out-of-core optimizer: gradients reduced together, then partitioned.
+
+Which of them together: ``gradient_cuts.py``.
 
 [Note: the stream of gradients]
 As in stock, gradients are reduced and copied on a stream of their own if ``overlap_comm`` is set, which it is for stage
 3 unless the JSON says otherwise, and on the default stream if not. That stream waits for the computing one at every
 hook. Memory of a gradient belongs to the computing stream: it is let go when the event that follows its reduction has
-passed, or, when as much as two of the largest block is kept, when the computing stream has waited for that event, on
-the device. So the host waits for nothing, and gradients of no more than three blocks are on the device. ``step()``
-waits for both streams.
+passed, or, when as much as two of the largest block (or one bucket) is kept, when the computing stream has waited for
+that event, on the device. So the host waits for nothing, and gradients of no more than three blocks (or two buckets)
+are on the device. ``step()`` waits for both streams.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from torch.nn import Parameter
 
+from ds_fuyou.log import log_once
 from ds_fuyou.optimizer.rules import GroupHyper
 from ds_fuyou.zero.blocks import block_of
+from ds_fuyou.zero.gradient_cuts import make_cut, why_updates_wait
 from ds_fuyou.zero.rank_state import RankState
 from ds_fuyou.zero.stock import get_norm_dtype, is_boundary
 
@@ -46,55 +51,53 @@ class GradientFlow:
         """
         self._stock, self._state, self._core = stock, state, state.core
         self._hypers, self._multiplier, self._holds_updates = hypers, multiplier, holds_updates
-        self._pending: list[Parameter] = []
-        self._pending_ids: set[int] = set()
-        self._pending_numel = 0
-        self._block_of = {p.ds_id: block_of(n) for n, p in stock.module.named_parameters()}
+        blocks = {p.ds_id: block_of(n) for n, p in stock.module.named_parameters()}
+        self._cut = make_cut(stock, state.activation.config.gradients.reduce_by, blocks)
         self._stream = None if state.device.is_host else stock.reduce_and_partition_stream
         self._reducing: deque[tuple[Any, list[torch.Tensor], int]] = deque()
         self._reducing_numel = 0
-        self._most_reducing = 2 * max(self._block_numels(stock))
+        self._most_reducing = 2 * max(_block_numels(stock, blocks))
+        if self.reduce_by == "bucket":
+            numel = sum(param.ds_numel for group in stock.fp16_groups for param in group)
+            self._most_reducing = max(self._most_reducing, min(stock.reduce_bucket_size, numel))
+            self._tell_what_waits(numel)
         if not state.device.is_host or get_norm_dtype() != torch.float64:
             self._core.intake.norms.take_by(stock._constant_buffered_norm2)
 
-    def _block_numels(self, stock: Any) -> Iterable[int]:
-        numels: dict[str, int] = {}
-        for group in stock.fp16_groups:
-            for param in group:
-                block = self._block_of[param.ds_id]
-                numels[block] = numels.get(block, 0) + param.ds_numel
-        return numels.values()
+    @property
+    def reduce_by(self) -> str:
+        """What of ``gradients.reduce_by`` is in force: "bucket" or "block"."""
+        return self._cut.reduce_by
+
+    def _tell_what_waits(self, numel: int) -> None:
+        """``numel``: elements of all trainable parameters."""
+        settings = self._state.activation.config.optimizer
+        why = why_updates_wait(self._stock.reduce_bucket_size, numel)
+        if why is not None and settings.overlap != "none" and settings.clip_policy != "defer":
+            log_once(logging.WARNING, why)
 
     # ---- reduce -------------------------------------------------------------------------------------------
 
     def collect(self, param: Parameter) -> None:
-        """A gradient is there. Stock fills a bucket; here a block's gradients leave as soon as the next begins."""
-        if not getattr(param, "ds_grad_is_ready", True):
-            return
-        if hasattr(self._stock, "_apply_autoep_folding_tp_correction"):
-            self._stock._apply_autoep_folding_tp_correction(param)
-        if self._stream is not None:
-            computing = self._state.device.current_stream()
-            self._sweep(computing)
-            self._stream.wait_stream(computing)
-        if param.ds_id in self._pending_ids:
+        """A gradient is there, or, if it is not ready yet, a part of it."""
+        is_ready = getattr(param, "ds_grad_is_ready", True)
+        if is_ready:
+            if hasattr(self._stock, "_apply_autoep_folding_tp_correction"):
+                self._stock._apply_autoep_folding_tp_correction(param)
+            if self._stream is not None:
+                computing = self._state.device.current_stream()
+                self._sweep(computing)
+                self._stream.wait_stream(computing)
+        if param in self._cut:
             return  # another phase of this backward: autograd added to the gradient that waits here
-        if self._pending and self._must_flush_before(param):
-            self.flush()
-        self._pending.append(param)
-        self._pending_ids.add(param.ds_id)
-        self._pending_numel += param.ds_numel
+        self._reduce(self._cut.displaced_by(param))  # by one that is not ready too, as in stock
+        if not is_ready:
+            return
         if self._is_alone(param):
-            self.flush()
-
-    def _must_flush_before(self, param: Parameter) -> bool:
-        last, stock = self._pending[-1], self._stock
-        return bool(
-            self._block_of[last.ds_id] != self._block_of[param.ds_id]
-            or self._pending_numel + param.ds_numel > stock.reduce_bucket_size
-            or last.ds_process_group != param.ds_process_group
-            or stock.get_param_comm_dtype(last) != stock.get_param_comm_dtype(param)
-        )
+            self._reduce([param])
+        else:
+            self._cut.add(param)
+            self._open_window_if_last()  # states are read ahead while the message fills
 
     def _is_alone(self, param: Parameter) -> bool:
         """One rank without scaling around the reduction: the gradient is its own average."""
@@ -105,10 +108,14 @@ class GradientFlow:
             and self._stock.all2all_process_group is None
         )
 
-    @torch.no_grad()
     def flush(self) -> None:
-        """Reduces what is pending and hands the partitions over."""
-        params = self._forget_pending()
+        """Reduces what waits and hands the partitions over."""
+        for params in self._cut.take_all():
+            self._reduce(params)
+
+    @torch.no_grad()
+    def _reduce(self, params: list[Parameter]) -> None:
+        """One message. May put ``params`` in order."""
         if not params:
             return
         for param in params:
@@ -118,11 +125,7 @@ class GradientFlow:
                 )
         with self._state.device.stream(self._stream):
             self.hand_over(params, self._partitions(params))
-        self._state.bound_heap()  # of a block's gradients
-
-    def _forget_pending(self) -> list[Parameter]:
-        params, self._pending, self._pending_ids, self._pending_numel = self._pending, [], set(), 0
-        return params
+        self._state.bound_heap()  # of these gradients
 
     def _partitions(self, params: list[Parameter]) -> list[torch.Tensor]:
         """This rank's parts of the averaged gradients, in the accumulation dtype. May put ``params`` in order."""
@@ -130,7 +133,8 @@ class GradientFlow:
         comm_dtype = stock.get_param_comm_dtype(params[0])
         if self._is_alone(params[0]):
             return [p.grad.view(-1).to(comm_dtype).to(stock.gradient_accumulation_dtype) for p in params]
-        if stock.contiguous_gradients and not stock.reduce_scatter:
+        fits = sum(param.ds_numel for param in params) <= stock.reduce_bucket_size
+        if stock.contiguous_gradients and not stock.reduce_scatter and fits:
             return self._all_reduce(params, comm_dtype)
         params.sort(key=lambda p: p.ds_id)
         partitions: list[torch.Tensor] = stock._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(params, comm_dtype)
@@ -157,9 +161,7 @@ class GradientFlow:
     @torch.no_grad()
     def hand_over(self, params: Sequence[Parameter], partitions: Sequence[torch.Tensor]) -> None:
         """Partitions to the out-of-core optimizer, on the current stream; the gradients are let go."""
-        core, last = self._core, bool(is_boundary(self._stock))
-        if last:
-            core.open_window(self._hypers(), self._multiplier(), managed=not self._holds_updates())
+        last = self._open_window_if_last()
         gradients = []
         for param, partition in zip(params, partitions, strict=True):
             span = self._state.span(param)
@@ -169,8 +171,15 @@ class GradientFlow:
                 # Padding carries zeros, and arrives where a rank's partition is nothing else: as in stock's buffer.
                 partition = torch.nn.functional.pad(partition.view(-1), (0, span.numel - partition.numel()))
             gradients.append((span, partition))
-        core.add_gradients(gradients, last=last)
+        self._core.add_gradients(gradients, last=last)
         self._let_go(params)
+
+    def _open_window_if_last(self) -> bool:
+        """Whether this is the last micro-batch of the step."""
+        last = bool(is_boundary(self._stock))
+        if last and self._core.window.rules is None:
+            self._core.open_window(self._hypers(), self._multiplier(), managed=not self._holds_updates())
+        return last
 
     def _let_go(self, params: Iterable[Parameter]) -> None:
         """See [Note: the stream of gradients]."""
@@ -240,6 +249,16 @@ class GradientFlow:
 
     def forget(self) -> None:
         """zero_grad(): as in PyTorch no gradient of this step is left. Stock keeps its copies and updates with them."""
-        self._forget_pending()
+        self._cut.take_all()
         self._core.forget_gradients()
         self._stock._offload_boundary_param_ids = set()
+
+
+def _block_numels(stock: Any, blocks: Mapping[int, str]) -> Iterable[int]:
+    """Elements of the trainable parameters of each block; ``blocks``: names by ``ds_id``."""
+    numels: dict[str, int] = {}
+    for group in stock.fp16_groups:
+        for param in group:
+            block = blocks[param.ds_id]
+            numels[block] = numels.get(block, 0) + param.ds_numel
+    return numels.values()

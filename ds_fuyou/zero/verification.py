@@ -98,6 +98,8 @@ def _finish(engine: Any, verification: Verification) -> None:
     from deepspeed import comm as dist
 
     result = {**_record_of(engine), "parameters": _digests(engine), "world_size": dist.get_world_size()}
+    if hasattr(engine.optimizer, "gradient_flow"):
+        result["reduce_by"] = engine.optimizer.gradient_flow.reduce_by
     file = Path(verification.folder, f"{verification.mode}.{dist.get_rank()}.json")
     file.write_text(json.dumps(result), encoding="utf-8")
     for _ in range(4):  # gloo's threads keep the tensors of their last collective, and abort an ending interpreter

@@ -16,16 +16,22 @@ HERE = Path(__file__).parent
 TIMEOUT_SECS = 240
 
 
-def environment(rank: int, world_size: int, port: int, device: dict | None = None) -> dict:
-    """``device``: settings of the stand-in device, which then takes the CPU's place."""
+def environment(
+    rank: int, world_size: int, port: int, device: dict | None = None, ranks_per_node: int | None = None
+) -> dict:
+    """``device``: settings of the stand-in device, which then takes the CPU's place. ``ranks_per_node``: as torchrun
+    says it on several nodes; one node without.
+    """
+    ranks_per_node = ranks_per_node or world_size
     env = dict(os.environ)
     if device is not None:
         env["STANDIN"] = json.dumps(device)
     env.update(
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        LOCAL_RANK=str(rank % ranks_per_node),
+        GROUP_RANK=str(rank // ranks_per_node),
         WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(ranks_per_node),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         DS_ACCELERATOR="cpu",
@@ -40,6 +46,7 @@ def run_case(case: dict, directory: Path, name: str) -> list[dict]:
     """Trains one case; returns the result of every rank. A failing rank raises with its output.
 
     ``case["device"]``: settings of the stand-in device (tests/device) to train on; on the CPU without.
+    ``case["ranks_per_node"]``: ranks are told of several nodes.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if "device" in case:
@@ -52,7 +59,7 @@ def run_case(case: dict, directory: Path, name: str) -> list[dict]:
         start(
             HERE / "train_worker.py",
             [str(file), str(directory / name)],
-            environment(rank, world_size, port, case.get("device")),
+            environment(rank, world_size, port, case.get("device"), case.get("ranks_per_node")),
             log,
         )
         for rank, log in enumerate(logs)

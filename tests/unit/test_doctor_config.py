@@ -98,6 +98,12 @@ SHAPES: dict[str, tuple[dict[str, Any], bool, str, str]] = {
         "without effect under the block: zero_optimization.offload_param.buffer_size",
         "leave them out",
     ),
+    "sums of its own": (
+        {**zero(), "fuyou": {"nvme_path": "PATH", "gradients": {"reduce_by": "block"}}},
+        False,
+        "on more than two ranks last bits differ",
+        "leave it out for equal bits",
+    ),
     "right": ({**zero(), "fuyou": {"nvme_path": "PATH"}}, False, "says what it means", ""),
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ds_fuyou.cli.main import main
-from ds_fuyou.cli.verify import compare
+from ds_fuyou.cli.verify import compare, explanation
 from tests.harness.ports import free_port
 from tests.harness.runner import HERE, ds_config, environment
 
@@ -103,3 +103,11 @@ def test_every_difference_is_named(ours: list[dict], line: str) -> None:
 def test_equal_runs_have_no_differences() -> None:
     nan = _changed(norms=[0.5, float("nan")])
     assert compare(nan, json.loads(json.dumps(nan))) == []
+
+
+@pytest.mark.parametrize(
+    ("reduce_by", "num_ranks", "told"), [("block", 3, True), ("block", 2, False), ("bucket", 3, False)]
+)
+def test_a_key_that_changes_last_bits_is_named(reduce_by: str, num_ranks: int, told: bool) -> None:
+    ours = [{**RECORD, "reduce_by": reduce_by}] * num_ranks
+    assert ('"reduce_by": "block"' in explanation(ours)) == told
