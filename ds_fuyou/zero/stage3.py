@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import LOSS_SCALER, PARTITION_COUNT, ZERO_STAGE
+from deepspeed.comm import get_world_size
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -369,15 +370,22 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def _gather_persistent(self) -> None:
         """As stock, where every update ends inside ``step()`` anyway, and where the whole model is persistent: it is
-        small, and scripts read it as they would without ZeRO. Otherwise persistent parameters are gathered at their
-        first use: here it would wait for all of their updates."""
+        small, and scripts read it as they would without ZeRO. So, too, where torch_autocast has several ranks gather in
+        16 bits: this gather does not round, the one before a use does. Otherwise persistent parameters are gathered at
+        their first use: here it would wait for all of their updates."""
         waits = self.rank_state.core.options.overlap is not Overlap.BACKWARD_AND_FORWARD
-        if self.persistent_parameters and (waits or self._is_all_persistent):
+        if self.persistent_parameters and (waits or self._is_all_persistent or self._gathers_round):
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
 
     @cached_property
     def _is_all_persistent(self) -> bool:
         return len(self.persistent_parameters) == sum(1 for _ in self.module.parameters())
+
+    @cached_property
+    def _gathers_round(self) -> bool:
+        """Whether a gather before a use gives other values than the partitions hold."""
+        params = self.persistent_parameters
+        return get_world_size() > 1 and any(getattr(p, "comm_dtype", p.dtype) != p.dtype for p in params)
 
     def _owned_ids(self) -> list[int]:
         return [param.ds_id for group in self.fp16_groups for param in group]
