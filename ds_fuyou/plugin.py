@@ -156,6 +156,8 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
             stage3.DeepSpeedZeroOptimizer_Stage3 = stock
         if isinstance(built, FuyouStage3Optimizer):
             built.report_to(self)
+        elif optimizer is None:
+            handover.report_inference(self.module)
         return built
 
     return configure

@@ -81,9 +81,12 @@ def placement_of(rank_state: Any) -> list[Placed]:
     return rows
 
 
-def placement_table(rows: Sequence[Placed], numel: int) -> str:
-    """A line for each tier that holds anything: its total, then the classes, the largest first."""
-    lines = [f"where every byte lives, {numel / 1e6:.1f} M trainable parameters on this rank:"]
+def placement_table(rows: Sequence[Placed], numel: int, what: str = "trainable parameters") -> str:
+    """A line for each tier that holds anything: its total, then the classes, the largest first.
+
+    ``numel``: elements of ``what``.
+    """
+    lines = [f"where every byte lives, {numel / 1e6:.1f} M {what} on this rank:"]
     for tier, name in _TIERS.items():
         held = sorted((row for row in rows if row.tier == tier), key=lambda row: -row.num_bytes)
         if held:

@@ -15,9 +15,11 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from torch.nn import Parameter
 
-from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, partition_of
+from ds_fuyou.log import current_rank, get_logger
+from ds_fuyou.telemetry.placement import Placed, placement_table
+from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, held_bytes, partition_of
 
-__all__ = ["bring_home", "owners", "release_gathered", "take_over"]
+__all__ = ["bring_home", "owners", "release_gathered", "report_inference", "take_over"]
 
 owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """By ds_id: what has to end before another training engine may have a parameter (a ``FuyouStage3Optimizer``)."""
@@ -32,6 +34,17 @@ def release_gathered(module: torch.nn.Module) -> None:
         if param.ds_status is ZeroParamStatus.AVAILABLE:
             param.ds_active_sub_modules.clear()
             param.partition()
+
+
+def report_inference(module: torch.nn.Module) -> None:
+    """Says on rank 0 where the parameters of an engine without an optimizer live: those that it shares with a training
+    engine stand in that one's table.
+    """
+    params = _zero_params(module)
+    rows = [Placed("P16 (parameters)", tier, size) for tier, size in held_bytes(params).items() if size]
+    if rows and current_rank() == 0:
+        numel = sum(param.ds_tensor.ds_numel for param in params)
+        get_logger().info("%s", placement_table(rows, numel, "parameters without an optimizer"))
 
 
 def take_over(engine: Any, optimizer: Any) -> None:

@@ -26,11 +26,11 @@ from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.memory import HeapGuard, aligned_tensor, round_up_to_page
 from ds_fuyou.parameters.partition import Partition, Presence, Source
 from ds_fuyou.planner.host_memory import available_host_bytes
-from ds_fuyou.storage.parked import ParkedSpace
+from ds_fuyou.storage.parked import ParkedSpace, ParkedValues
 from ds_fuyou.zero.agreement import least
 from ds_fuyou.zero.budgets import local_ranks
 
-__all__ = ["PARTITION_TENSORS", "FuyouParameterSwapper", "partition_of", "through_own_swapper"]
+__all__ = ["PARTITION_TENSORS", "FuyouParameterSwapper", "held_bytes", "partition_of", "through_own_swapper"]
 
 AVAILABLE, NOT_AVAILABLE = PartitionedParamStatus.AVAILABLE, PartitionedParamStatus.NOT_AVAILABLE
 _NO_LIMIT = 1 << 62
@@ -40,6 +40,20 @@ def partition_of(param: Parameter) -> Partition | None:
     """What we hold of a parameter; None if its partition is DeepSpeed's alone."""
     swapper = getattr(param, "nvme_swapper", None)
     return swapper.partitions.get(param.ds_id) if isinstance(swapper, FuyouParameterSwapper) else None
+
+
+def held_bytes(params: Iterable[Parameter]) -> dict[str, int]:
+    """Bytes of this rank's partitions by tier ("cpu", "nvme"), without those that a training engine has: it tells of
+    them.
+    """
+    held = {"cpu": 0, "nvme": 0}
+    for param in params:
+        partition = partition_of(param)
+        if partition is None:
+            held["cpu"] += param.ds_tensor.ds_numel * param.ds_tensor.element_size()
+        elif isinstance(partition.source, ParkedValues):
+            held["nvme"] += partition.num_bytes
+    return held
 
 
 class _PartitionTensors:

@@ -55,7 +55,7 @@ from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks
 from ds_fuyou.zero.compute_spans import computed
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, partition_of
+from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, held_bytes, partition_of
 
 __all__ = ["RankState"]
 
@@ -327,10 +327,7 @@ class RankState:
 
     def frozen_bytes(self) -> dict[str, int]:
         """Bytes of this rank's partitions of frozen parameters by tier."""
-        held = [self._partitions.get(ds_id) for ds_id in self._frozen_params]
-        stored = sum(partition.num_bytes for partition in held if partition is not None)
-        total = sum(p.ds_tensor.ds_numel * p.ds_tensor.element_size() for p in self._frozen_params.values())
-        return {"cpu": max(0, total - stored), "nvme": stored}
+        return held_bytes(self._frozen_params.values())
 
     def bound_heap(self) -> None:
         """Called where temporaries of a parameter's size were freed: their holes must not add up over the model."""

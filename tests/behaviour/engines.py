@@ -98,25 +98,31 @@ def together(swap: str) -> dict[str, Any]:
     }
 
 
-def reference(swap: str) -> dict[str, Any]:
-    """A frozen reference model without an optimizer beside the engine that trains."""
-    actor = make_engine(swap, "all", 1)
+def inference_engine(swap: str, tiers: str) -> Any:
     torch.manual_seed(1)
     config = ds_config(optimizer=None)
-    config["fuyou"] = block(swap, "all")
+    config["fuyou"] = block(swap, tiers)
     with deepspeed.zero.Init(config_dict_or_path=config):
         module = build_model({})
-    frozen, *_ = deepspeed.initialize(model=module, config=config)
-    before = [evaluate(actor, 7), evaluate(frozen, 7)]
+    engine, *_ = deepspeed.initialize(model=module, config=config)
+    return engine
+
+
+def reference(swap: str) -> dict[str, Any]:
+    """Frozen reference models without an optimizer beside the engine that trains: on storage, and in host memory."""
+    actor = make_engine(swap, "all", 1)
+    frozen, kept = [inference_engine(swap, tiers) for tiers in ("all", "none")]
+    before = [evaluate(actor, 7), evaluate(frozen, 7), evaluate(kept, 7)]
     train(actor, 0, 3)
-    after = [evaluate(actor, 7), evaluate(frozen, 7)]
+    after = [evaluate(actor, 7), evaluate(frozen, 7), evaluate(kept, 7)]
     actor.destroy()
-    alone = evaluate(frozen, 7)
+    alone = [evaluate(frozen, 7), evaluate(kept, 7)]
     frozen.destroy()
+    kept.destroy()
     return {
-        "equal at first": before[0] == before[1],
+        "equal at first": before[0] == before[1] == before[2],
         "actor moved": after[0] != before[0],
-        "reference stayed": after[1] == before[1] == alone,
+        "reference stayed": after[1:] == before[1:] == alone,
     }
 
 

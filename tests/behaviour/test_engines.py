@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def test_two_engines_on_two_ranks_train_as_each_of_them_alone(tmp_path: Path) ->
 def test_a_reference_model_without_an_optimizer_stays_as_it_is(tmp_path: Path) -> None:
     (found,) = run("reference", tmp_path / "swap")
     assert found == {"equal at first": True, "actor moved": True, "reference stayed": True}
+    table = r"0\.2 M parameters without an optimizer on this rank:\n  (storage|host memory) [\d.]+ kB: P16"
+    assert re.findall(table, (tmp_path / "log0").read_text()) == ["storage", "host memory"]
 
 
 def test_ranks_that_saw_different_forwards_do_what_rank_0_read_in_the_plan(tmp_path: Path) -> None:
