@@ -147,15 +147,15 @@ def _stage_collectives() -> None:
         staged = getattr(comm.TorchBackend, name)
 
         @functools.wraps(staged)
-        def collective(self, *tensors, group=None, async_op=False, **kwargs):  # type: ignore[no-untyped-def]
-            given = [
-                each for each in (*tensors, *kwargs.values()) if isinstance(each, torch.Tensor)
-            ]  # the output first
+        def collective(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+            every = (*args, *kwargs.values())  # DeepSpeed names some, and gives others by their place
+            given = [each for each in every if isinstance(each, torch.Tensor)]  # the output first
+            group = next((each for each in every if isinstance(each, torch.distributed.ProcessGroup)), None)
             if given[0].device.type != NAME or torch.distributed.get_world_size(group) > 1:
-                return staged(self, *tensors, group=group, async_op=async_op, **kwargs)
+                return staged(self, *args, **kwargs)
             if len(given) == 2:
                 given[0].view(-1).copy_(given[1].view(-1))
-            return _Done() if async_op else None
+            return _Done() if any(each is True for each in every) else None
 
         setattr(comm.TorchBackend, name, collective)
 
