@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single steps of an engine on the stand-in device: what the host waits for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+import ds_fuyou
+from tests.device.parity import fuyou_of
+from tests.harness.models import build_model, make_batch
+from tests.harness.ports import free_port
+from tests.harness.runner import ds_config
+
+pytestmark = pytest.mark.standin
+
+PACKAGE = re.escape(str(Path(ds_fuyou.__file__).parent))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    """This process is the only rank."""
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (rank | {"MASTER_PORT": str(free_port())}).items():
+            patch.setenv(name, value)
+        deepspeed.init_distributed("gloo")
+        yield
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def sound() -> Iterator[None]:
+    """Each test finds the device at rest, and leaves it sound."""
+    device = torch.standin
+    device.take_trips()
+    yield
+    device.synchronize()
+    assert device.take_trips() == []
+
+
+def make_engine(swap: Path, tiers: str, activations: str, *, is_gathered: bool = False) -> Any:
+    """Three small blocks, updates behind the next forward. ``is_gathered``: all parameters, from step to step."""
+    swap.mkdir()
+    zero: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    zero |= {"offload_param": {"device": "cpu", "pin_memory": True}}
+    if is_gathered:
+        zero["stage3_param_persistence_threshold"] = 1_000_000
+    config = ds_config(gradient_clipping=1.0, zero_optimization=zero)
+    config["fuyou"] = fuyou_of(swap, tiers, "auto", "backward_and_forward", 2, activations)
+    torch.manual_seed(0)
+    model = build_model({})
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine
+
+
+def batches(number: int) -> list[dict]:
+    return [make_batch({}, index, 0) for index in range(number)]
+
+
+def train(engine: Any, batch: dict) -> torch.Tensor:
+    loss = engine(**batch)
+    engine.backward(loss)
+    engine.step()
+    return loss
+
+
+# ---- what the host waits for ----------------------------------------------------------------------------------
+
+STEADY = 3
+"""Steps after which orders are recorded and nothing is measured any more."""
+
+# step() up to the norm: gradients on their way end, then their norms are read, combined and clipped by.
+TO_THE_NORM = (
+    r"zero/gradient_flow\.py:\d+ in finish",
+    r"zero/stage3\.py:\d+ in _overflow_check_and_loss_scale_update_compat",
+    r"zero/stage3\.py:\d+ in _multiplier",
+)
+# Both streams, and the copies by which the norm of the one sub-group is read and reduced.
+BESIDE_GRADIENTS = 6
+
+
+def of_the_package(stack: str) -> bool:
+    return re.search(rf"  {PACKAGE}/", stack) is not None
+
+
+def is_for_the_norm(stack: str) -> bool:
+    return any(re.search(rf"  {PACKAGE}/{place}\n", stack) for place in TO_THE_NORM)
+
+
+@pytest.mark.parametrize(("tiers", "activations"), [("states", "none"), ("states", "recompute"), ("all", "swap-nvme")])
+def test_between_forwards_the_host_waits_for_the_norm_alone(tiers: str, activations: str, tmp_path: Path) -> None:
+    """From the begin of step() to the next forward, of all waits that pass through the package."""
+    engine = make_engine(tmp_path / "swap", tiers, activations)
+    num_gradients = sum(param.requires_grad for param in engine.module.parameters())
+    for step, batch in enumerate(batches(STEADY + 4)):
+        loss = engine(**batch)
+        engine.backward(loss)
+        torch.standin.take_waits()
+        engine.step()
+        assert float(loss.detach()) > 0  # the script's own wait
+        if step < STEADY:
+            continue
+        ours = [wait for wait in torch.standin.take_waits() if of_the_package(wait.stack)]
+        needless = [f"{wait.what} at\n{wait.stack}" for wait in ours if not is_for_the_norm(wait.stack)]
+        assert not needless, "\n".join(needless)
+        assert 0 < len(ours) <= num_gradients + BESIDE_GRADIENTS, [wait.what for wait in ours]
+    engine.destroy()
