@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single steps of an engine on the stand-in device: what the host waits for."""
+"""Single steps of an engine on the stand-in device: what the host waits for, and what a failing copy does."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 import torch
 
 import ds_fuyou
+from ds_fuyou.cli import main
 from tests.device.parity import fuyou_of
 from tests.harness.models import build_model, make_batch
 from tests.harness.ports import free_port
@@ -41,6 +45,8 @@ def sound() -> Iterator[None]:
     device = torch.standin
     device.take_trips()
     yield
+    device.core.fail_copy(-1)
+    device.core.clear_failure()
     device.synchronize()
     assert device.take_trips() == []
 
@@ -112,3 +118,55 @@ def test_between_forwards_the_host_waits_for_the_norm_alone(tiers: str, activati
         assert not needless, "\n".join(needless)
         assert 0 < len(ours) <= num_gradients + BESIDE_GRADIENTS, [wait.what for wait in ours]
     engine.destroy()
+
+
+# ---- a copy that fails ----------------------------------------------------------------------------------------
+
+# (what fails, the direction, activations, whether parameters are gathered before: then nothing else is copied)
+FAILING = {
+    "parameter": ("up", "none", False),
+    "gradient": ("down", "none", True),
+    "activation": ("down", "swap-nvme", True),
+}
+
+
+def train_until_a_copy_fails(engine: Any, batch: dict, what: str) -> None:
+    if what != "gradient":
+        torch.standin.core.fail_copy(1)
+    loss = engine(**batch)
+    if what == "gradient":
+        torch.standin.synchronize()
+        torch.standin.core.fail_copy(1)
+    engine.backward(loss)
+    engine.step()
+
+
+@pytest.mark.parametrize("what", FAILING)
+def test_a_copy_that_fails_raises_in_its_step(what: str, tmp_path: Path, told) -> None:
+    way, activations, is_gathered = FAILING[what]
+    engine = make_engine(tmp_path / "swap", "states", activations, is_gathered=is_gathered)
+    first, second, third = batches(3)
+    train(engine, first)
+    train(engine, second)
+    torch.standin.synchronize()
+    with pytest.raises(RuntimeError, match=f"stand-in device: the device failed in a copy {way}"):
+        train_until_a_copy_fails(engine, third, what)
+    assert engine.global_steps == 2
+    directories = list(engine.optimizer.rank_state.store.directories)
+    engine.destroy()
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("fuyou")] == []
+    assert "the device failed in a copy" in told()
+
+    # The run has failed: its state stays as of the last step, and nothing else does.
+    left = {path.parent for path in (tmp_path / "swap").glob("**/*") if path.is_file()}
+    assert left == set(directories)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main(["recover", *map(str, directories), "--out", str(tmp_path / "weights.pt")]) == 0
+    assert "as of step 2 (" in said.getvalue()
+
+    # (The list of copies in flight keeps those that the failed device refused to launch.)
+    assert all("was unregistered while" in trip for trip in torch.standin.take_trips())
+    torch.standin.core.clear_failure()
+    other = make_engine(tmp_path / "other", "states", activations)  # the process is sound
+    train(other, third)
+    other.destroy()
