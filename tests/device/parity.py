@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.harness.runner import differences, run_case, with_fuyou
 from tests.parity.cases import STOCK, block
+from tests.parity.test_behaviours import case_of as behaviour
 
 __all__ = ["CELLS", "case_of", "fuyou_of", "must_equal_stock"]
 
@@ -21,6 +22,8 @@ ACTIVATIONS: dict[str, dict] = {
     "auto": {"activations": {"mode": "auto"}, "gpu_budget_bytes": 150_000},  # room for two blocks of three
 }
 SMALL_ARENA = {"smallest_swapped_bytes": 1024, "activation_bytes": 65536}
+
+CASES = STOCK | {"frozen": behaviour("frozen"), "frozen-2ranks": behaviour("frozen") | {"world_size": 2}}
 
 # (stock case, tiers, clip_policy, overlap, slots, activations, zero.Init)
 CELLS: list[tuple[str, str, str, str, int, str, bool]] = [
@@ -39,15 +42,20 @@ CELLS: list[tuple[str, str, str, str, int, str, bool]] = [
     ("bf16-rarely-1-two-2ranks", "states", "auto", "backward", 2, "auto", False),
     ("fp16-always-3-one-2ranks", "all", "speculate", "backward", 2, "recompute", False),
     ("fp32-off-1-two_lrs-2ranks", "grads_cpu", "auto", "backward_and_forward", 2, "swap-nvme", True),
+    ("frozen", "all", "auto", "backward_and_forward", 2, "swap-nvme", True),
+    ("frozen", "states", "speculate", "backward", 2, "recompute", False),
+    ("frozen-2ranks", "all", "speculate", "backward_and_forward", 2, "none", False),
+    ("frozen-2ranks", "states", "auto", "backward_and_forward", 2, "swap", True),
 ]
 
 
 def case_of(name: str, zero_init: bool) -> dict:
     """A stock case as users of accelerators write it: with pinned memory; and with what scripts do between steps."""
-    case = copy.deepcopy(STOCK[name])
+    case = copy.deepcopy(CASES[name])
     for section in ("offload_optimizer", "offload_param"):
         case["config"]["zero_optimization"][section] = {"device": "cpu", "pin_memory": True}
-    looks = [] if "fp16" in case["config"] else [4]  # stock has no moments while its first steps overflow
+    # Stock has no moments while its first steps overflow, and never any of what is frozen.
+    looks = [] if "fp16" in case["config"] or "frozen" in case["model"] else [4]
     return case | {"steps": NUM_STEPS, "zero_init": zero_init, "look_at": looks}
 
 

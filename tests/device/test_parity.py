@@ -34,4 +34,6 @@ def test_ours_equals_stock(number: int, stock_run, tmp_path: Path) -> None:
         ours = must_equal_stock(case_of(name, zero_init), fuyou, device, stock_run, directory)
         assert ours[0]["optimizer_class"] == "FuyouStage3Optimizer"
         assert (ours[0].get("swapped_bytes", 0) > 0) == (activations not in ("none", "recompute"))
+        if "frozen" in name:
+            assert [ours[0]["frozen_bytes"][tier] > 0 for tier in ("cpu", "nvme")] == [tiers != "all", tiers == "all"]
         assert sum(count for what, count in ours[0]["device"].items() if what.startswith("copies down late")) > 0
