@@ -56,21 +56,24 @@ def case_of(name: str, zero_init: bool) -> dict:
         case["config"]["zero_optimization"][section] = {"device": "cpu", "pin_memory": True}
     # Stock has no moments while its first steps overflow, and never any of what is frozen.
     looks = [] if "fp16" in case["config"] or "frozen" in case["model"] else [4]
-    return case | {"steps": NUM_STEPS, "zero_init": zero_init, "look_at": looks}
+    return {"eval_before": [2], **case, "steps": NUM_STEPS, "zero_init": zero_init, "look_at": looks, "pairs_in": [3]}
 
 
-def fuyou_of(path: Path, tiers: str, policy: str, overlap: str, slots: int, activations: str) -> dict:
-    return block(str(path), tiers, policy, overlap, slots, **SMALL_ARENA) | ACTIVATIONS[activations]
+def fuyou_of(path: Path, tiers: str, policy: str, overlap: str, slots: int, activations: str, **plan: int) -> dict:
+    return block(str(path), tiers, policy, overlap, slots, **SMALL_ARENA, **plan) | ACTIVATIONS[activations]
 
 
 def must_equal_stock(
-    case: dict, fuyou: dict, device: dict, stock_run: Callable[[dict], list[dict]], directory: Path
+    case: dict, fuyou: dict, device: dict | str, stock_run: Callable[[dict], list[dict]], directory: Path
 ) -> list[dict]:
-    """Runs ``case`` with the block on the device: every bit is stock's, no wire was tripped, nothing is left."""
-    stock = stock_run(case)
+    """Runs ``case`` with the block on the device: every bit is stock's, no wire was tripped, nothing is left.
+
+    Stock runs on the CPU for the stand-in device, whose bits are the CPU's, and on any other device itself.
+    """
+    stock = stock_run(case if isinstance(device, dict) else {**case, "device": device})
     Path(fuyou["nvme_path"]).mkdir(parents=True)
     ours = run_case(with_fuyou({**case, "device": device}, fuyou), directory, "ours")
-    trips = [trip for result in ours for trip in result["trips"]]
+    trips = [trip for result in ours for trip in result.get("trips", ())]
     assert not trips, f"{len(trips)} trips, the first: {trips[0]}"
     found = differences(stock, ours)
     assert not found, "\n".join(found)

@@ -17,12 +17,10 @@ from tests.harness.forked import finish, start
 from tests.harness.runner import run_case, with_fuyou
 
 ROOT = Path(__file__).parent.parent.parent
-ELSEWHERE = {"tests/parity/test_device.py"}  # starts processes itself: its cases are among those of test_parity.py
 MARKED = sorted(
-    name
+    file.relative_to(ROOT).as_posix()
     for file in (ROOT / "tests").glob("**/test_*.py")
-    if (name := file.relative_to(ROOT).as_posix()) not in ELSEWHERE
-    and any(f"pytest.mark.{marker}\n" in file.read_text() for marker in ("gpu", "standin"))
+    if any(f"pytest.mark.{marker}\n" in file.read_text() for marker in ("gpu", "standin"))
 )
 
 
