@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single steps of an engine on the stand-in device: what the host waits for, and what a failing copy does."""
+"""Single steps of an engine on the stand-in device: what the host waits for, what a failing copy does, what must be
+over when memory goes.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,14 @@ import torch
 
 import ds_fuyou
 from ds_fuyou.cli import main
+from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
+from ds_fuyou.zero.device import rank_device
+from tests.device import faults
 from tests.device.parity import fuyou_of
 from tests.harness.models import build_model, make_batch
 from tests.harness.ports import free_port
 from tests.harness.runner import ds_config
+from tests.harness.small_core import hypers, small_core, values
 
 pytestmark = pytest.mark.standin
 
@@ -45,8 +51,10 @@ def sound() -> Iterator[None]:
     device = torch.standin
     device.take_trips()
     yield
+    faults.leave_out("")
     device.core.fail_copy(-1)
     device.core.clear_failure()
+    device.core.configure({"slow_down_secs": 0.0})
     device.synchronize()
     assert device.take_trips() == []
 
@@ -170,3 +178,51 @@ def test_a_copy_that_fails_raises_in_its_step(what: str, tmp_path: Path, told) -
     other = make_engine(tmp_path / "other", "states", activations)  # the process is sound
     train(other, third)
     other.destroy()
+
+
+# ---- what must be over ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["", "device.synchronize at optimizer/core.py:close"])
+def test_nothing_is_unpinned_while_it_is_copied(fault: str, tmp_path: Path) -> None:
+    """The optimizer is closed in the middle of backward: gradients are on their way to host memory."""
+    limits = LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS)
+    layout = build_layout([[(name, name, CUT_ELEMENTS, 0) for name in "abc"]], limits)
+    torch.standin.core.configure({"slow_down_secs": 0.05})
+    with small_core(tmp_path, layout, device=rank_device()) as core:
+        kept = list(core._locks._locked)  # a fault shows as a trip, not as a write into memory that is gone
+        core.intake.norms.take_by(lambda gradient: gradient.double().norm(2))
+        core.open_window(hypers(layout), 1.0, managed=True)
+        for span in layout.params:
+            core.add_gradients([(span, values(span, 1).to("standin"))])
+        assert torch.standin.core.num_flights() > 0
+        faults.leave_out(fault)
+    torch.standin.synchronize()
+    trips = torch.standin.take_trips()
+    assert any("unregistered while a copy of it was in flight" in trip for trip in trips) == bool(fault)
+    assert bool(trips) == bool(fault), trips
+    del kept
+
+
+@pytest.mark.parametrize("fault", ["", "stream.wait_event at zero/gather_handles.py:wait"])
+def test_who_waits_for_a_gather_of_another_stream_gets_its_values(fault: str, tmp_path: Path) -> None:
+    """DeepSpeed's coordinator waits on the stream that copies; what is unpacked in backward, and the end of a step
+    after a forward that raised, wait on the one that computes.
+    """
+    engine = make_engine(tmp_path / "swap", "states", "none")
+    param = engine.module.blocks[0].up.weight
+    expected = param.ds_tensor.data.clone()
+    side = torch.standin.Stream()
+    torch.standin.synchronize()
+    faults.leave_out(fault)
+    with torch.standin.held(side):
+        with torch.standin.stream(side):
+            handle = param.all_gather_coalesced([param])
+        handle.wait()
+        seen = param.data.view(-1).clone()
+        if fault:
+            torch.standin.current_stream().synchronize()  # nothing orders it after the copies
+    torch.standin.synchronize()
+    assert torch.equal(seen.cpu(), expected) == (not fault)
+    param.partition()
+    engine.destroy()
