@@ -143,20 +143,22 @@ def _stage_collectives() -> None:
     torch.distributed.all_gather = _staged(torch.distributed.all_gather)
     on_host = comm.TorchBackend.reduce_scatter_tensor
 
-    def on_device_alone(name: str) -> None:
-        """A single rank's collective is a copy on the device, as NCCL's; or nothing, where it works in place."""
+    def on_device_alone(name: str, *places: str) -> None:
+        """A single rank's collective is a copy on the device, as NCCL's; or nothing, where it works in place.
+
+        ``places``: its arguments in their order. DeepSpeed names them or does not.
+        """
         staged = getattr(comm.TorchBackend, name)
 
         @functools.wraps(staged)
-        def collective(self, *tensors, group=None, async_op=False, **kwargs):  # type: ignore[no-untyped-def]
-            given = [
-                each for each in (*tensors, *kwargs.values()) if isinstance(each, torch.Tensor)
-            ]  # the output first
-            if given[0].device.type != NAME or torch.distributed.get_world_size(group) > 1:
-                return staged(self, *tensors, group=group, async_op=async_op, **kwargs)
+        def collective(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+            named = dict(zip(places, args, strict=False)) | kwargs
+            given = [each for each in named.values() if isinstance(each, torch.Tensor)]  # the output first
+            if given[0].device.type != NAME or torch.distributed.get_world_size(named.get("group")) > 1:
+                return staged(self, **named)
             if len(given) == 2:
                 given[0].view(-1).copy_(given[1].view(-1))
-            return _Done() if async_op else None
+            return _Done() if named.get("async_op") else None
 
         setattr(comm.TorchBackend, name, collective)
 
@@ -167,8 +169,9 @@ def _stage_collectives() -> None:
         return _Done() if async_op else None
 
     comm.TorchBackend.reduce_scatter_tensor = reduce_scatter_tensor
-    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
-        on_device_alone(name)
+    on_device_alone("all_reduce", "tensor", "op", "group", "async_op")
+    on_device_alone("reduce_scatter_tensor", "output_tensor", "input_tensor", "op", "group", "async_op")
+    on_device_alone("all_gather_into_tensor", "output_tensor", "input_tensor", "group", "async_op")
 
 
 def _staged(all_gather: Callable[..., Any]) -> Callable[..., Any]:
