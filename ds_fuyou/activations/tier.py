@@ -38,6 +38,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -621,7 +622,8 @@ class SwapTier:
                     flight.transfer.wait_ended()
                     self._traffic.remove(flight)
             for copy, _ in (*self._copies_out, *self._copies_in):
-                copy.wait()
+                with suppress(RuntimeError):  # of a device that has failed: it copies nothing any more
+                    copy.wait()
             self._copies_out.clear()
             self._copies_in.clear()
             self._waiting.clear()

@@ -14,7 +14,7 @@ import torch
 
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
 
-__all__ = ["Device", "HostDevice"]
+__all__ = ["Device", "HostDevice", "failure_of"]
 
 
 class Device(Protocol):
@@ -115,3 +115,12 @@ class HostDevice:
 
     def reset_peak(self) -> None:
         """Nothing is counted."""
+
+
+def failure_of(device: Device) -> str:
+    """Waits until all work has ended; what the device says if it has failed, and then copies nothing any more."""
+    try:
+        device.synchronize()
+    except RuntimeError as error:
+        return str(error) or type(error).__name__
+    return ""

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ds_fuyou.host.device import failure_of
 from ds_fuyou.host.memory import HostPool, PageLocks
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.chunk_values import ChunkValues
@@ -422,8 +422,11 @@ class OutOfCoreOptimizer:
         if self._worker.is_closed:
             return
         self._worker.is_closed = True
-        with suppress(RuntimeError):  # a device that has failed copies nothing any more
-            self.options.device.synchronize()  # nor does one that works, once its memory is unpinned below
+        failure = failure_of(self.options.device)  # nothing is copied any more: memory is unpinned below
+        if failure:
+            logger.error("closed after the device failed: %s", failure)
+            if self.store is not None:
+                self.store.keep_because("the device failed")
         if self._committer is not None and self.store is not None and self.store.keep:
             self._committer.stop()  # the state stays: let the last step become durable
         self._worker.stop()

@@ -27,6 +27,7 @@ from ds_fuyou.checkpoint.recovery import contents_of
 from ds_fuyou.ds_json import Activation
 from ds_fuyou.errors import FuyouError, FuyouStateError
 from ds_fuyou.host.compute_clock import compute_clock
+from ds_fuyou.host.device import failure_of
 from ds_fuyou.host.memory import HeapGuard, PageLocks, aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
@@ -428,7 +429,7 @@ class RankState:
             ending.callback(self._leave_values)
             if self.activations is not None:
                 ending.callback(self.activations.close)
-            ending.callback(self.device.synchronize)  # no copy may be in flight when memory is unpinned
+            ending.callback(failure_of, self.device)  # no copy may be in flight when memory is unpinned
             ending.callback(report_close, self)
 
 

@@ -24,6 +24,7 @@ from torch.nn import Parameter
 
 from ds_fuyou.ds_json import Activation, current_activation
 from ds_fuyou.host.compute_clock import Phase
+from ds_fuyou.host.device import failure_of
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.rules import GroupHyper, optimizer_kind
 from ds_fuyou.telemetry.report import LaneTimes, report_leave_out, report_step
@@ -409,6 +410,9 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         try:
             release_gathered(self.module)
             super().destroy()
+        except RuntimeError:
+            if not failure_of(self.rank_state.device):
+                raise
         finally:
             self.run_plan.close()
             self._token_count.remove()

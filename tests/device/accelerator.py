@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -133,29 +133,32 @@ def _stage_collectives() -> None:
     """DeepSpeed has staging for another device; where the output is a part of the input it loses the sum.
 
     DeepSpeed 0.19.8 copies inputs back as well as outputs, and stage 3's output of a reduce-scatter is a view of its
-    input. So that one collective is staged here.
+    input. So that one collective is staged here; and the one that the Trainer asks of torch.
     """
     comm = importlib.import_module("deepspeed.comm.torch")
     comm._needs_cpu_staging = lambda value: isinstance(value, torch.Tensor) and value.device.type == NAME
     if getattr(comm.TorchBackend, "_staged_for_standin", False):
         return
     comm.TorchBackend._staged_for_standin = True
+    torch.distributed.all_gather = _staged(torch.distributed.all_gather)
     on_host = comm.TorchBackend.reduce_scatter_tensor
 
-    def on_device_alone(name: str) -> None:
-        """A single rank's collective is a copy on the device, as NCCL's; or nothing, where it works in place."""
+    def on_device_alone(name: str, *places: str) -> None:
+        """A single rank's collective is a copy on the device, as NCCL's; or nothing, where it works in place.
+
+        ``places``: its arguments in their order. DeepSpeed names them or does not.
+        """
         staged = getattr(comm.TorchBackend, name)
 
         @functools.wraps(staged)
         def collective(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-            every = (*args, *kwargs.values())  # DeepSpeed names some, and gives others by their place
-            given = [each for each in every if isinstance(each, torch.Tensor)]  # the output first
-            group = next((each for each in every if isinstance(each, torch.distributed.ProcessGroup)), None)
-            if given[0].device.type != NAME or torch.distributed.get_world_size(group) > 1:
-                return staged(self, *args, **kwargs)
+            named = dict(zip(places, args, strict=False)) | kwargs
+            given = [each for each in named.values() if isinstance(each, torch.Tensor)]  # the output first
+            if given[0].device.type != NAME or torch.distributed.get_world_size(named.get("group")) > 1:
+                return staged(self, **named)
             if len(given) == 2:
                 given[0].view(-1).copy_(given[1].view(-1))
-            return _Done() if any(each is True for each in every) else None
+            return _Done() if named.get("async_op") else None
 
         setattr(comm.TorchBackend, name, collective)
 
@@ -166,8 +169,24 @@ def _stage_collectives() -> None:
         return _Done() if async_op else None
 
     comm.TorchBackend.reduce_scatter_tensor = reduce_scatter_tensor
-    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
-        on_device_alone(name)
+    on_device_alone("all_reduce", "tensor", "op", "group", "async_op")
+    on_device_alone("reduce_scatter_tensor", "output_tensor", "input_tensor", "op", "group", "async_op")
+    on_device_alone("all_gather_into_tensor", "output_tensor", "input_tensor", "group", "async_op")
+
+
+def _staged(all_gather: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed.all_gather`` that takes tensors of the device, too."""
+
+    def by_way_of_the_host(outputs: list[torch.Tensor], given: torch.Tensor, *args: Any, **named: Any) -> Any:
+        if given.device.type != NAME:
+            return all_gather(outputs, given, *args, **named)
+        on_host = [torch.empty_like(output, device="cpu") for output in outputs]
+        done = all_gather(on_host, given.cpu(), *args, **{**named, "async_op": False})
+        for output, values in zip(outputs, on_host, strict=True):
+            output.copy_(values)
+        return _Done() if named.get("async_op") else done
+
+    return by_way_of_the_host
 
 
 def install_from(environment: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.harness.runner import differences, run_case, with_fuyou
 from tests.parity.cases import STOCK, block
+from tests.parity.test_behaviours import case_of as behaviour
 
 __all__ = ["CELLS", "case_of", "fuyou_of", "must_equal_stock"]
 
@@ -21,6 +22,8 @@ ACTIVATIONS: dict[str, dict] = {
     "auto": {"activations": {"mode": "auto"}, "gpu_budget_bytes": 150_000},  # room for two blocks of three
 }
 SMALL_ARENA = {"smallest_swapped_bytes": 1024, "activation_bytes": 65536}
+
+CASES = STOCK | {"frozen": behaviour("frozen"), "frozen-2ranks": behaviour("frozen") | {"world_size": 2}}
 
 # (stock case, tiers, clip_policy, overlap, slots, activations, zero.Init)
 CELLS: list[tuple[str, str, str, str, int, str, bool]] = [
@@ -39,30 +42,38 @@ CELLS: list[tuple[str, str, str, str, int, str, bool]] = [
     ("bf16-rarely-1-two-2ranks", "states", "auto", "backward", 2, "auto", False),
     ("fp16-always-3-one-2ranks", "all", "speculate", "backward", 2, "recompute", False),
     ("fp32-off-1-two_lrs-2ranks", "grads_cpu", "auto", "backward_and_forward", 2, "swap-nvme", True),
+    ("frozen", "all", "auto", "backward_and_forward", 2, "swap-nvme", True),
+    ("frozen", "states", "speculate", "backward", 2, "recompute", False),
+    ("frozen-2ranks", "all", "speculate", "backward_and_forward", 2, "none", False),
+    ("frozen-2ranks", "states", "auto", "backward_and_forward", 2, "swap", True),
 ]
 
 
 def case_of(name: str, zero_init: bool) -> dict:
     """A stock case as users of accelerators write it: with pinned memory; and with what scripts do between steps."""
-    case = copy.deepcopy(STOCK[name])
+    case = copy.deepcopy(CASES[name])
     for section in ("offload_optimizer", "offload_param"):
         case["config"]["zero_optimization"][section] = {"device": "cpu", "pin_memory": True}
-    looks = [] if "fp16" in case["config"] else [4]  # stock has no moments while its first steps overflow
-    return case | {"steps": NUM_STEPS, "zero_init": zero_init, "look_at": looks}
+    # Stock has no moments while its first steps overflow, and never any of what is frozen.
+    looks = [] if "fp16" in case["config"] or "frozen" in case["model"] else [4]
+    return {"eval_before": [2], **case, "steps": NUM_STEPS, "zero_init": zero_init, "look_at": looks, "pairs_in": [3]}
 
 
-def fuyou_of(path: Path, tiers: str, policy: str, overlap: str, slots: int, activations: str) -> dict:
-    return block(str(path), tiers, policy, overlap, slots, **SMALL_ARENA) | ACTIVATIONS[activations]
+def fuyou_of(path: Path, tiers: str, policy: str, overlap: str, slots: int, activations: str, **plan: int) -> dict:
+    return block(str(path), tiers, policy, overlap, slots, **SMALL_ARENA, **plan) | ACTIVATIONS[activations]
 
 
 def must_equal_stock(
-    case: dict, fuyou: dict, device: dict, stock_run: Callable[[dict], list[dict]], directory: Path
+    case: dict, fuyou: dict, device: dict | str, stock_run: Callable[[dict], list[dict]], directory: Path
 ) -> list[dict]:
-    """Runs ``case`` with the block on the device: every bit is stock's, no wire was tripped, nothing is left."""
-    stock = stock_run(case)
+    """Runs ``case`` with the block on the device: every bit is stock's, no wire was tripped, nothing is left.
+
+    Stock runs on the CPU for the stand-in device, whose bits are the CPU's, and on any other device itself.
+    """
+    stock = stock_run(case if isinstance(device, dict) else {**case, "device": device})
     Path(fuyou["nvme_path"]).mkdir(parents=True)
     ours = run_case(with_fuyou({**case, "device": device}, fuyou), directory, "ours")
-    trips = [trip for result in ours for trip in result["trips"]]
+    trips = [trip for result in ours for trip in result.get("trips", ())]
     assert not trips, f"{len(trips)} trips, the first: {trips[0]}"
     found = differences(stock, ours)
     assert not found, "\n".join(found)

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed on the stand-in device equals DeepSpeed on the CPU: stock first, then ours."""
+"""DeepSpeed on the stand-in device equals DeepSpeed on the CPU: stock first, then ours.
+
+Where there is CUDA, ours is compared with stock there instead.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.device.parity import CELLS, case_of, fuyou_of, must_equal_stock
 from tests.harness.runner import differences, run_case
@@ -24,14 +28,25 @@ def test_stock_equals_itself(name: str, stock_run, tmp_path: Path) -> None:
     assert found[0]["trips"] == []
 
 
+def devices(number: int) -> list[dict | str]:
+    if torch.cuda.is_available():
+        return ["cuda"]
+    return [{"seed": 100 * turn + number, "delay_secs": delay} for turn, delay in enumerate(DELAYS)]
+
+
 @pytest.mark.parametrize("number", range(len(CELLS)), ids=IDS)
 def test_ours_equals_stock(number: int, stock_run, tmp_path: Path) -> None:
     name, tiers, policy, overlap, slots, activations, zero_init = CELLS[number]
-    for round_number, delay in enumerate(DELAYS):
-        directory = tmp_path / str(round_number)
+    case = case_of(name, zero_init)
+    for turn, device in enumerate(devices(number)):
+        if device == "cuda" and case.get("world_size", 1) > torch.cuda.device_count():
+            pytest.skip("two ranks need two GPUs")
+        directory = tmp_path / str(turn)
         fuyou = fuyou_of(directory / "swap", tiers, policy, overlap, slots, activations)
-        device = {"seed": 100 * round_number + number, "delay_secs": delay}
-        ours = must_equal_stock(case_of(name, zero_init), fuyou, device, stock_run, directory)
+        ours = must_equal_stock(case, fuyou, device, stock_run, directory)
         assert ours[0]["optimizer_class"] == "FuyouStage3Optimizer"
         assert (ours[0].get("swapped_bytes", 0) > 0) == (activations not in ("none", "recompute"))
-        assert sum(count for what, count in ours[0]["device"].items() if what.startswith("copies down late")) > 0
+        if "frozen" in name:
+            assert [ours[0]["frozen_bytes"][tier] > 0 for tier in ("cpu", "nvme")] == [tiers != "all", tiers == "all"]
+        if device != "cuda":
+            assert sum(count for what, count in ours[0]["device"].items() if what.startswith("copies down late")) > 0

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from ds_fuyou.cli import main
 from tests.device.build import build
+from tests.device.parity import case_of, fuyou_of
 from tests.harness.forked import finish, start
+from tests.harness.runner import run_case, with_fuyou
 
 ROOT = Path(__file__).parent.parent.parent
-ELSEWHERE = {"tests/parity/test_device.py"}  # starts processes itself: its cases are among those of test_parity.py
 MARKED = sorted(
-    name
+    file.relative_to(ROOT).as_posix()
     for file in (ROOT / "tests").glob("**/test_*.py")
-    if (name := file.relative_to(ROOT).as_posix()) not in ELSEWHERE
-    and any(f"pytest.mark.{marker}\n" in file.read_text() for marker in ("gpu", "standin"))
+    if any(f"pytest.mark.{marker}\n" in file.read_text() for marker in ("gpu", "standin"))
 )
 
 
@@ -58,3 +59,15 @@ def test_the_host_cannot_read_its_memory(tmp_path: Path) -> None:
     status, said = run(script, [], tmp_path / "log")
     assert status == -signal.SIGSEGV, said
     assert "alive" in said
+
+
+def test_a_run_that_its_device_ends_keeps_its_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script does not catch what a copy raises, and destroys nothing."""
+    (tmp_path / "swap").mkdir()
+    case = case_of("bf16-off-1-one", zero_init=True) | {"break": {"rank": 0, "step": 4, "how": "copy"}}
+    fuyou = fuyou_of(tmp_path / "swap", "states", "auto", "backward_and_forward", 2, "swap-nvme")
+    with pytest.raises(AssertionError, match="stand-in device: the device failed in a copy up"):
+        run_case(with_fuyou({**case, "device": {"seed": 1, "delay_secs": 0.002}}, fuyou), tmp_path, "ours")
+    (directory,) = {path.parent for path in (tmp_path / "swap").glob("**/*") if path.is_file()}
+    assert main(["recover", str(directory), "--out", str(tmp_path / "weights.pt")]) == 0
+    assert "as of step 4 (" in capsys.readouterr().out

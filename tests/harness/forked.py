@@ -14,23 +14,30 @@ import runpy
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 __all__ = ["finish", "start"]
 
 _context = multiprocessing.get_context("forkserver")
+_fresh = multiprocessing.get_context("spawn")
 _context.set_forkserver_preload(["tests.harness.preloaded"])
 
 
-def start(script: Path, arguments: Sequence[str], env: Mapping[str, str], output: Path) -> ForkServerProcess:
-    """Runs ``python script arguments`` with exactly this environment; what it says goes to the file ``output``."""
-    process = _context.Process(target=_main, args=(str(script), [str(a) for a in arguments], dict(env), str(output)))
+def start(
+    script: Path, arguments: Sequence[str], env: Mapping[str, str], output: Path, *, knows_cpu_only: bool = True
+) -> BaseProcess:
+    """Runs ``python script arguments`` with exactly this environment; what it says goes to the file ``output``.
+
+    ``knows_cpu_only``: as the server has imported DeepSpeed. For another accelerator the process imports it anew.
+    """
+    context = _context if knows_cpu_only else _fresh
+    process = context.Process(target=_main, args=(str(script), [str(a) for a in arguments], dict(env), str(output)))
     process.start()
     return process
 
 
-def finish(processes: Sequence[ForkServerProcess], limit_secs: float) -> None:
+def finish(processes: Sequence[BaseProcess], limit_secs: float) -> None:
     """Waits for all of them; whatever has not ended after ``limit_secs`` is killed. Negative statuses are signals."""
     end = time.monotonic() + limit_secs
     try:

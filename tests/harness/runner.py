@@ -17,14 +17,14 @@ TIMEOUT_SECS = 240
 
 
 def environment(
-    rank: int, world_size: int, port: int, device: dict | None = None, ranks_per_node: int | None = None
+    rank: int, world_size: int, port: int, device: dict | str = "cpu", ranks_per_node: int | None = None
 ) -> dict:
-    """``device``: settings of the stand-in device, which then takes the CPU's place. ``ranks_per_node``: as torchrun
-    says it on several nodes; one node without.
+    """``device``: a name that DeepSpeed knows, or settings of the stand-in device, which takes the CPU's place.
+    ``ranks_per_node``: as torchrun says it on several nodes; one node without.
     """
     ranks_per_node = ranks_per_node or world_size
     env = dict(os.environ)
-    if device is not None:
+    if isinstance(device, dict):
         env["STANDIN"] = json.dumps(device)
     env.update(
         RANK=str(rank),
@@ -34,7 +34,7 @@ def environment(
         LOCAL_WORLD_SIZE=str(ranks_per_node),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        DS_ACCELERATOR="cpu",
+        DS_ACCELERATOR="cpu" if isinstance(device, dict) else device,
         DS_FUYOU_LOG_LEVEL=os.environ.get("DS_FUYOU_LOG_LEVEL", "debug"),
         OMP_NUM_THREADS="1" if world_size > 1 else "2",
         PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parent.parent)]),  # this tree, wherever it is checked out
@@ -45,11 +45,12 @@ def environment(
 def run_case(case: dict, directory: Path, name: str) -> list[dict]:
     """Trains one case; returns the result of every rank. A failing rank raises with its output.
 
-    ``case["device"]``: settings of the stand-in device (tests/device) to train on; on the CPU without.
+    ``case["device"]``: what to train on, as in :func:`environment`; on the CPU without.
     ``case["ranks_per_node"]``: ranks are told of several nodes.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    if "device" in case:
+    device = case.get("device", "cpu")
+    if isinstance(device, dict):
         build()
     file = directory / f"{name}.json"
     file.write_text(json.dumps(case))
@@ -59,8 +60,9 @@ def run_case(case: dict, directory: Path, name: str) -> list[dict]:
         start(
             HERE / "train_worker.py",
             [str(file), str(directory / name)],
-            environment(rank, world_size, port, case.get("device"), case.get("ranks_per_node")),
+            environment(rank, world_size, port, device, case.get("ranks_per_node")),
             log,
+            knows_cpu_only=device == "cpu" or isinstance(device, dict),
         )
         for rank, log in enumerate(logs)
     ]

@@ -15,7 +15,8 @@
 ``coalesce``            backwards run under coalesce_grad_reduction()
 ``torch_backward``      loss.backward() instead of engine.backward(loss)
 ``batch_size_at``       {step: train_batch_size}
-``break``               {"rank", "step", "how"}: "kill" ends the process, "read" and "write" make its storage fail
+``break``               {"rank", "step", "how"}: "kill" ends the process, "read" and "write" make its storage fail,
+                        "copy" the second copy from then on of the stand-in device
 ``offload_states_in``   offload_states() and reload_states() before the step
 ``no_sync_in``          a backward that the script wants under no_sync(): what the refusal says is kept
 """
@@ -122,12 +123,15 @@ def before_step(engine, case: dict, step: int, first_index: int, micro_batches: 
 
 
 def break_rank(engine, case: dict, step: int) -> None:
-    """Storage of one rank fails from here on, or its process ends."""
+    """Storage of one rank fails from here on, or its device, or its process ends."""
     found = case.get("break", {})
     if found.get("step") != step or found["rank"] != torch.distributed.get_rank():
         return
     if found["how"] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if found["how"] == "copy":
+        torch.standin.core.fail_copy(2)  # the first brings the batch
+        return
     from ds_fuyou.ops.core import load_core
 
     core = load_core()

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ds_fuyou.checkpoint.recovery import contents_of
+from ds_fuyou.host.device import Device, HostDevice
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import FlatLayout, ParamSpan
@@ -43,8 +44,9 @@ def small_core(
     clip_policy: str = "defer",
     checksum: bool = True,
     keep: bool = False,
+    device: Device | None = None,
 ) -> Iterator[OutOfCoreOptimizer]:
-    """Initialised. ``residency``: the shares of P16, states and G16 in memory."""
+    """Initialised. ``residency``: the shares of P16, states and G16 in memory. ``device``: the host, without one."""
     options = CoreOptions(
         residency=ChunkResidency.by_deadline(layout, *residency),
         num_slots=2,
@@ -56,6 +58,7 @@ def small_core(
         num_update_threads=1,
         io=IoSettings(engine="threads"),
         checksum=checksum,
+        device=device or HostDevice(),
     )
     regions = regions_for(layout, options, len(kind.moments), 2)
     store = SlotStore.create([path], regions, RunIdentity("test", 0, 1, "run"), keep=keep)

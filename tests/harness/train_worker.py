@@ -296,6 +296,7 @@ def main() -> None:
         result["plan"] = repr(engine.optimizer.rank_state.plan)
         result["shares"] = shares_of(core)
         result["file_bytes"] = [sum(f.stat().st_size for f in Path(d).glob("*")) for d in result["directories"]]
+        result["frozen_bytes"] = engine.optimizer.rank_state.frozen_bytes()
         collect_activations(engine.optimizer.rank_state.activations, result)
     if hasattr(torch, "standin"):
         torch.standin.synchronize()

@@ -78,10 +78,11 @@ def launcher(how: str, num_ranks: int, config_file: Path | None = None, **flags:
     ]
 
 
-def launch(case: dict, script: str, directory: Path, name: str, *, by_launcher: bool = True) -> dict:
+def launch(case: dict, script: str | Path, directory: Path, name: str, *, by_launcher: bool = True, **env: str) -> dict:
     """Runs a script with a case; returns what rank 0 left, the output added.
 
     ``by_launcher``: by the command that the case names; otherwise by processes with the variables it would have set.
+    ``env``: variables for these processes.
     """
     directory.mkdir(parents=True, exist_ok=True)
     num_ranks, how = case.get("num_ranks", 1), case["launcher"]
@@ -97,7 +98,7 @@ def launch(case: dict, script: str, directory: Path, name: str, *, by_launcher: 
         output = run_command([*launcher(how, num_ranks, config_file, **flags), HERE / script, case_file], num_ranks)
     else:
         told_by_flags = accelerate_variables(config_file, flags) if how == "accelerate" else {}
-        output = run_script(HERE / script, [case_file], directory / name, num_ranks, **told_by_flags)
+        output = run_script(HERE / script, [case_file], directory / name, num_ranks, **told_by_flags, **env)
     return {**json.loads(Path(told["result"]).read_text()), "output": output}
 
 

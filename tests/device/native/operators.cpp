@@ -164,11 +164,11 @@ void copy_late(const Tensor& from, const Tensor& to, bool is_up)
     const Tensor& host = is_up ? from : to;
     const double rate = is_up ? settings.up_rate : settings.down_rate;
     const auto bytes = double(host.nbytes());
+    raise_failure();  // before: what is refused is not in flight
     const int64_t flight = host_memory.begin(host.const_data_ptr(), host.nbytes(), is_up);
     const Tensor source = is_up ? unowned(from) : aliased(from),
                  target = is_up ? aliased(to) : unowned(to);
     const bool left_out = is_left_out(host.nbytes());
-    raise_failure();
     Work work{.name = words_of(is_up, true), .engine = is_up ? Engine::up : Engine::down};
     work.secs = bytes / rate;
     work.run = [=] {

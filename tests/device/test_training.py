@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single steps of an engine on the stand-in device: what the host waits for, what a failing copy does, what must be
+over when memory goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+import ds_fuyou
+from ds_fuyou.cli import main
+from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
+from ds_fuyou.zero.device import rank_device
+from tests.device import faults
+from tests.device.parity import fuyou_of
+from tests.harness.models import build_model, make_batch
+from tests.harness.ports import free_port
+from tests.harness.runner import ds_config
+from tests.harness.small_core import hypers, small_core, values
+
+pytestmark = pytest.mark.standin
+
+PACKAGE = re.escape(str(Path(ds_fuyou.__file__).parent))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    """This process is the only rank."""
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (rank | {"MASTER_PORT": str(free_port())}).items():
+            patch.setenv(name, value)
+        deepspeed.init_distributed("gloo")
+        yield
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def sound() -> Iterator[None]:
+    """Each test finds the device at rest, and leaves it sound."""
+    device = torch.standin
+    device.take_trips()
+    yield
+    faults.leave_out("")
+    device.core.fail_copy(-1)
+    device.core.clear_failure()
+    device.core.configure({"slow_down_secs": 0.0})
+    device.synchronize()
+    assert device.take_trips() == []
+
+
+def make_engine(swap: Path, tiers: str, activations: str, *, is_gathered: bool = False) -> Any:
+    """Three small blocks, updates behind the next forward. ``is_gathered``: all parameters, from step to step."""
+    swap.mkdir()
+    zero: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    zero |= {"offload_param": {"device": "cpu", "pin_memory": True}}
+    if is_gathered:
+        zero["stage3_param_persistence_threshold"] = 1_000_000
+    config = ds_config(gradient_clipping=1.0, zero_optimization=zero)
+    config["fuyou"] = fuyou_of(swap, tiers, "auto", "backward_and_forward", 2, activations)
+    torch.manual_seed(0)
+    model = build_model({})
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine
+
+
+def batches(number: int) -> list[dict]:
+    return [make_batch({}, index, 0) for index in range(number)]
+
+
+def train(engine: Any, batch: dict) -> torch.Tensor:
+    loss = engine(**batch)
+    engine.backward(loss)
+    engine.step()
+    return loss
+
+
+# ---- what the host waits for ----------------------------------------------------------------------------------
+
+STEADY = 3
+"""Steps after which orders are recorded and nothing is measured any more."""
+
+# step() up to the norm: gradients on their way end, then their norms are read, combined and clipped by.
+TO_THE_NORM = (
+    r"zero/gradient_flow\.py:\d+ in finish",
+    r"zero/stage3\.py:\d+ in _overflow_check_and_loss_scale_update_compat",
+    r"zero/stage3\.py:\d+ in _multiplier",
+)
+# Both streams, and the copies by which the norm of the one sub-group is read and reduced.
+BESIDE_GRADIENTS = 6
+
+
+def of_the_package(stack: str) -> bool:
+    return re.search(rf"  {PACKAGE}/", stack) is not None
+
+
+def is_for_the_norm(stack: str) -> bool:
+    return any(re.search(rf"  {PACKAGE}/{place}\n", stack) for place in TO_THE_NORM)
+
+
+@pytest.mark.parametrize(("tiers", "activations"), [("states", "none"), ("states", "recompute"), ("all", "swap-nvme")])
+def test_between_forwards_the_host_waits_for_the_norm_alone(tiers: str, activations: str, tmp_path: Path) -> None:
+    """From the begin of step() to the next forward, of all waits that pass through the package."""
+    engine = make_engine(tmp_path / "swap", tiers, activations)
+    num_gradients = sum(param.requires_grad for param in engine.module.parameters())
+    for step, batch in enumerate(batches(STEADY + 4)):
+        loss = engine(**batch)
+        engine.backward(loss)
+        torch.standin.take_waits()
+        engine.step()
+        assert float(loss.detach()) > 0  # the script's own wait
+        if step < STEADY:
+            continue
+        ours = [wait for wait in torch.standin.take_waits() if of_the_package(wait.stack)]
+        needless = [f"{wait.what} at\n{wait.stack}" for wait in ours if not is_for_the_norm(wait.stack)]
+        assert not needless, "\n".join(needless)
+        assert 0 < len(ours) <= num_gradients + BESIDE_GRADIENTS, [wait.what for wait in ours]
+    engine.destroy()
+
+
+# ---- a copy that fails ----------------------------------------------------------------------------------------
+
+# (what fails, the direction, activations, whether parameters are gathered before: then nothing else is copied)
+FAILING = {
+    "parameter": ("up", "none", False),
+    "gradient": ("down", "none", True),
+    "activation": ("down", "swap-nvme", True),
+}
+
+
+def train_until_a_copy_fails(engine: Any, batch: dict, what: str) -> None:
+    if what != "gradient":
+        torch.standin.core.fail_copy(1)
+    loss = engine(**batch)
+    if what == "gradient":
+        torch.standin.synchronize()
+        torch.standin.core.fail_copy(1)
+    engine.backward(loss)
+    engine.step()
+
+
+@pytest.mark.parametrize("what", FAILING)
+def test_a_copy_that_fails_raises_in_its_step(what: str, tmp_path: Path, told) -> None:
+    way, activations, is_gathered = FAILING[what]
+    engine = make_engine(tmp_path / "swap", "states", activations, is_gathered=is_gathered)
+    first, second, third = batches(3)
+    train(engine, first)
+    train(engine, second)
+    torch.standin.synchronize()
+    with pytest.raises(RuntimeError, match=f"stand-in device: the device failed in a copy {way}"):
+        train_until_a_copy_fails(engine, third, what)
+    assert engine.global_steps == 2
+    directories = list(engine.optimizer.rank_state.store.directories)
+    engine.destroy()
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("fuyou")] == []
+    assert "the device failed in a copy" in told()
+
+    # The run has failed: its state stays as of the last step, and nothing else does.
+    left = {path.parent for path in (tmp_path / "swap").glob("**/*") if path.is_file()}
+    assert left == set(directories)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main(["recover", *map(str, directories), "--out", str(tmp_path / "weights.pt")]) == 0
+    assert "as of step 2 (" in said.getvalue()
+
+    # (The list of copies in flight keeps those that the failed device refused to launch.)
+    assert all("was unregistered while" in trip for trip in torch.standin.take_trips())
+    torch.standin.core.clear_failure()
+    other = make_engine(tmp_path / "other", "states", activations)  # the process is sound
+    train(other, third)
+    other.destroy()
+
+
+# ---- what must be over ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["", "device.synchronize at optimizer/core.py:close"])
+def test_nothing_is_unpinned_while_it_is_copied(fault: str, tmp_path: Path) -> None:
+    """The optimizer is closed in the middle of backward: gradients are on their way to host memory."""
+    limits = LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS)
+    layout = build_layout([[(name, name, CUT_ELEMENTS, 0) for name in "abc"]], limits)
+    torch.standin.core.configure({"slow_down_secs": 0.05})
+    with small_core(tmp_path, layout, device=rank_device()) as core:
+        kept = list(core._locks._locked)  # a fault shows as a trip, not as a write into memory that is gone
+        core.intake.norms.take_by(lambda gradient: gradient.double().norm(2))
+        core.open_window(hypers(layout), 1.0, managed=True)
+        for span in layout.params:
+            core.add_gradients([(span, values(span, 1).to("standin"))])
+        assert torch.standin.core.num_flights() > 0
+        faults.leave_out(fault)
+    torch.standin.synchronize()
+    trips = torch.standin.take_trips()
+    assert any("unregistered while a copy of it was in flight" in trip for trip in trips) == bool(fault)
+    assert bool(trips) == bool(fault), trips
+    del kept
+
+
+@pytest.mark.parametrize("fault", ["", "stream.wait_event at zero/gather_handles.py:wait"])
+def test_who_waits_for_a_gather_of_another_stream_gets_its_values(fault: str, tmp_path: Path) -> None:
+    """DeepSpeed's coordinator waits on the stream that copies; what is unpacked in backward, and the end of a step
+    after a forward that raised, wait on the one that computes.
+    """
+    engine = make_engine(tmp_path / "swap", "states", "none")
+    param = engine.module.blocks[0].up.weight
+    expected = param.ds_tensor.data.clone()
+    side = torch.standin.Stream()
+    torch.standin.synchronize()
+    faults.leave_out(fault)
+    with torch.standin.held(side):
+        with torch.standin.stream(side):
+            handle = param.all_gather_coalesced([param])
+        handle.wait()
+        seen = param.data.view(-1).clone()
+        if fault:
+            torch.standin.current_stream().synchronize()  # nothing orders it after the copies
+    torch.standin.synchronize()
+    assert torch.equal(seen.cpu(), expected) == (not fault)
+    param.partition()
+    engine.destroy()
