@@ -46,7 +46,7 @@ class Window:
         self.prepared: dict[int, Prepared] = {}
         """Chunks that were updated into their spare slot."""
         self.held: set[int] = set()
-        """Chunks whose state is read ahead, for ``step()`` to update."""
+        """Chunks whose state is read ahead of their gradient."""
         self.opened: set[int] = set()
         """Chunks whose gradient memory nothing of an earlier step reads any more."""
         self.start = UpdateStart.DEFER

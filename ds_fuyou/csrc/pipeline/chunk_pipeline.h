@@ -18,7 +18,7 @@
 // are, so a job of an older generation never waits for memory that a younger one holds. A parked
 // write waits only for the commit of the generation before it; that commit waits only for jobs of
 // older generations. An update that is held back waits for release(), which the training thread
-// calls, or drops, in every step(). Held jobs of a generation are admitted only when no older job
+// calls when its gradients are there, or drops, in step() at the latest. Held jobs of a generation are admitted only when no older job
 // still waits for memory. Hence the oldest generation can always finish. A failure of any kind is
 // sticky: it wakes and fails every waiter.
 // Who signals: whoever makes a job ready, frees staging memory, ends a job or opens writes wakes
