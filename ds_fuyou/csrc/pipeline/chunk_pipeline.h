@@ -18,9 +18,9 @@
 // are, so a job of an older generation never waits for memory that a younger one holds. A parked
 // write waits only for the commit of the generation before it; that commit waits only for jobs of
 // older generations. An update that is held back waits for release(), which the training thread
-// calls when its gradients are there, or drops, in step() at the latest. Held jobs of a generation are admitted only when no older job
-// still waits for memory. Hence the oldest generation can always finish. A failure of any kind is
-// sticky: it wakes and fails every waiter.
+// calls when its gradients are there, or drops, in step() at the latest. Held jobs of a generation
+// are admitted only when no older job still waits for memory. Hence the oldest generation can
+// always finish. A failure of any kind is sticky: it wakes and fails every waiter.
 // Who signals: whoever makes a job ready, frees staging memory, ends a job or opens writes wakes
 // the worker; an ended update, publication, drop or job wakes those who wait for its chunk, if
 // there are any; the last job of a generation wakes those who wait for it to be durable.
