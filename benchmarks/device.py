@@ -201,10 +201,8 @@ def measure(case: DeviceCase, num_rounds: int, directory: Path) -> dict[str, Any
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    lines = [
-        "| case | variant | step s | device busy s | idle | up s | down s | floor s | of lane | over floor | host GB |"
-    ]
-    lines.append("|---|---|---|---|---|---|---|---|---|---|---|")
+    heads = "case | variant | step s | device busy s | idle | up s | down s | floor s | of lane | over floor"
+    lines = [f"| {heads} | host GB | planned GB |", "|---" * 12 + "|"]
     for name, case in results["cases"].items():
         for variant, found in case["variants"].items():
             lanes, floor = found["lanes"], found["floor"]
@@ -253,6 +251,7 @@ def main() -> None:
             except (RuntimeError, OSError) as error:
                 print(f"{name} failed: {error}", file=sys.stderr, flush=True)
                 failed.append(name)
+                results["cases"].pop(name, None)
         if writes:
             results["cases"] = {each: results["cases"][each] for each in BY_NAME if each in results["cases"]}
             stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")

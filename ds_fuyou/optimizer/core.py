@@ -4,9 +4,10 @@
 [Note: one transaction a step]
 Nothing that backward prepared is final before :meth:`OutOfCoreOptimizer.apply`. A step has a *generation*,
 one more than that of the last applied step. During backward a chunk whose gradients are all there may be
-updated into its spare slot (speculation) or read ahead (held). ``apply`` validates once: chunks that were
-prepared with exactly the rules and the multiplier of the step are published, all others are redone from the
-untouched slots; ``skip`` drops everything. Readers wait for the generation of the chunk they need.
+updated into its spare slot (speculation), and the state of one that waits for gradients is read ahead (held).
+``apply`` validates once: chunks that were prepared with exactly the rules and the multiplier of the step are
+published, all others are redone from the untouched slots; ``skip`` drops everything. Readers wait for the
+generation of the chunk they need.
 
 [Note: threads]
 The training thread owns everything here. The thread of HostSums owns gradients on their way from a device until they
@@ -173,7 +174,7 @@ class OutOfCoreOptimizer:
     # ---- gradients ----------------------------------------------------------------------------------------
 
     def open_window(self, hypers: Sequence[GroupHyper], multiplier: float, *, managed: bool) -> None:
-        """The last micro-batch of the step begins: decide whether to speculate, and read ahead otherwise."""
+        """The last micro-batch of the step begins: decide whether to speculate, and read states ahead."""
         window = self.window
         if window.rules is not None:
             return

@@ -86,11 +86,10 @@ class GradientIntake:
                 self._add_on_host(span, gradient.view(-1), last=last)
                 self._settled(span)
             return
-        copied = [span for span, gradient in gradients if not self._add_from_device(span, gradient.view(-1), last=last)]
-        if copied:
-            copy = _EventCopy(self._device.record_event())
-            for span in copied:
-                self._in_flight.append((span, copy))
+        for span, gradient in gradients:
+            if not self._add_from_device(span, gradient.view(-1), last=last):
+                # An event each: where memory for the next one is short, it waits for the oldest of these.
+                self._in_flight.append((span, _EventCopy(self._device.record_event())))
                 self._num_in_flight[span.index] += 1
         self.settle(wait=False)
 

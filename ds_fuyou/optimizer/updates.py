@@ -67,8 +67,7 @@ class WindowUpdates:
         """Before a chunk's gradient memory is written: nothing may still read it. (A held update reads it later.)"""
         window = self._window
         if chunk in window.prepared:
-            self._worker.pipeline.invalidate(chunk)
-            del window.prepared[chunk]
+            self._forget(chunk)
         if chunk not in window.opened:
             self._wait_unread(chunk, self._published.generation)
             window.opened.add(chunk)
@@ -96,8 +95,14 @@ class WindowUpdates:
             self._start(chunk, segments, window.multiplier, gradient, self._options.grad_dtype)
             window.prepared[chunk] = Prepared(window.rules, window.multiplier, runs)
         except BaseException:  # an interrupt, say: publishing must find no job that the window does not know
-            self._worker.pipeline.invalidate(chunk)
+            self._forget(chunk)
             raise
+
+    def _forget(self, chunk: int) -> None:
+        """Whatever was asked for the chunk in this window is not done."""
+        self._worker.pipeline.invalidate(chunk)
+        self._window.prepared.pop(chunk, None)
+        self._window.held.discard(chunk)
 
     def read_ahead(self, num_bytes: int) -> None:
         """Reads, in deadline order and as far as ``num_bytes`` of staging memory reach, the state that will be updated.
@@ -113,8 +118,12 @@ class WindowUpdates:
                 break
             if self._place.residency.states[chunk.index]:
                 continue
-            self._window.held.add(chunk.index)
-            self._enqueue(chunk.index, [], 1.0, 0, self._options.grad_dtype, held=True)
+            try:
+                self._enqueue(chunk.index, [], 1.0, 0, self._options.grad_dtype, held=True)
+                self._window.held.add(chunk.index)
+            except BaseException:
+                self._forget(chunk.index)
+                raise
 
     def _enqueue(
         self,
@@ -152,9 +161,7 @@ class WindowUpdates:
         window = self._window
         if chunk not in window.prepared and chunk not in window.held:
             return
-        self._worker.pipeline.invalidate(chunk)
-        window.prepared.pop(chunk, None)
-        window.held.discard(chunk)
+        self._forget(chunk)
         self._worker.wait(
             lambda t: self._worker.pipeline.wait_idle(chunk, t), lambda: f"the dropped update of chunk {chunk} to end"
         )
@@ -205,7 +212,7 @@ class WindowUpdates:
         if chunk not in self._window.held:
             self._enqueue(chunk, segments, multiplier, pointer, dtype)
             return
-        self._window.held.discard(chunk)  # before: an interrupted release is dropped as a prepared update is
+        self._window.held.discard(chunk)
         self._worker.ask(
             self._worker.pipeline.release,
             chunk=chunk,

@@ -63,7 +63,7 @@ class Window:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.arrived or self.prepared or self.held)
+        return self.rules is None and not (self.arrived or self.prepared or self.held)
 
     def begin_last(self, rules: StepRules, multiplier: float, start: UpdateStart) -> None:
         """The last micro-batch begins: what is complete from now on may be prepared by these rules."""

@@ -25,8 +25,9 @@ __all__ = ["MIB", "Plan", "PlanInput", "make_plan"]
 MIB = 1024 * 1024
 _STAGING_BYTES = 1024 * MIB
 _PREFETCH_BYTES = 256 * MIB
-_GRADIENT_BUFFERS = 17
-"""The most chunks of G16 on storage that are in host memory at once, by the limits of optimizer/gradients.py."""
+_OPEN_BUFFERS, _GRADIENT_BUFFERS = 9, 17
+"""Chunks of G16 on storage that are in host memory at once, by the limits of optimizer/gradients.py: that are being
+filled (more if one parameter has more), and in all with those that are written, read ahead or kept for the next."""
 _CHUNK_BYTES = 16 * MIB
 _ARENA_BYTES = 256 * MIB  # at least, where the budget has eight times as much
 _ARENA_PATH_BYTES = 128 * MIB  # pieces of one path: leaving, being written, being read, on their way up
@@ -140,7 +141,8 @@ def _candidates(given: PlanInput, chunk_bytes: int, arena_bytes: int) -> Iterato
     for two_versions in (False, True):
         for order in itertools.permutations(open_classes):
             lanes = _lane_bytes(given, chunk_bytes) + arena_bytes
-            left = float(given.dram_budget_bytes - _resident_bytes(given, none) - lanes)
+            buffers = _gradient_buffer_bytes(given, none, chunk_bytes)
+            left = float(given.dram_budget_bytes - _resident_bytes(given, none) - lanes - buffers)
             shares: dict[str, float] = {}
             for name in order:
                 size = _bytes_each(given, name, two_versions) * given.numel
@@ -206,10 +208,10 @@ def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
 
 
 def _gradient_buffer_bytes(given: PlanInput, residency: Residency, chunk_bytes: int) -> int:
-    if residency.gradients == 1:
-        return 0
-    most = min(_GRADIENT_BUFFERS * chunk_bytes // 4, int(given.numel * (1 - residency.gradients)))
-    return most * given.grad_bytes_each
+    """Host bytes of gradients on their way to storage, at most: a parameter's chunks are open together."""
+    chunk = chunk_bytes // 4
+    most = max(_GRADIENT_BUFFERS * chunk, given.largest_param_numel + (_GRADIENT_BUFFERS - _OPEN_BUFFERS) * chunk)
+    return min(most, int(given.numel * (1 - residency.gradients))) * given.grad_bytes_each
 
 
 def _fitting(given: PlanInput, chunk_bytes: int, arena_bytes: int) -> tuple[list[int], list[Residency]]:

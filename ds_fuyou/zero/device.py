@@ -12,7 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError
-from ds_fuyou.host.device import Device, HostDevice
+from ds_fuyou.host.device import Device, HostDevice, failure_of
 from ds_fuyou.host.memory import PAGE_BYTES, aligned_tensor
 from ds_fuyou.log import log_once
 
@@ -82,11 +82,16 @@ class AcceleratorDevice:
         )
 
     def unregister(self, address: int) -> None:
+        """A device that has failed may refuse: its process ends, and the memory with it."""
         unregister = getattr(self._accelerator, "unregister_host_memory", None)
-        if unregister is not None:
-            unregister(address)
-        else:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+        try:
+            if unregister is not None:
+                unregister(address)
+            else:
+                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+        except RuntimeError:
+            if not failure_of(self):
+                raise
 
     def new_stream(self) -> Any:
         return self._accelerator.Stream()

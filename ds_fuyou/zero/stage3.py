@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from ds_fuyou.ds_json import Activation, current_activation
 from ds_fuyou.host.compute_clock import Phase
 from ds_fuyou.host.device import failure_of
+from ds_fuyou.log import get_logger
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.rules import GroupHyper, optimizer_kind
 from ds_fuyou.telemetry.report import LaneTimes, report_leave_out, report_step
@@ -408,11 +409,13 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             return
         self._disown()
         try:
-            release_gathered(self.module)
-            super().destroy()
-        except RuntimeError:
-            if not failure_of(self.rank_state.device):
-                raise
+            for part in (partial(release_gathered, self.module), super().destroy):
+                try:
+                    part()
+                except RuntimeError as error:
+                    if not failure_of(self.rank_state.device):
+                        raise
+                    get_logger().error("while the engine ended, its device having failed: %s", error)
         finally:
             self.run_plan.close()
             self._token_count.remove()

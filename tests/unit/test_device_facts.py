@@ -45,6 +45,17 @@ def test_a_device_without_streams_is_refused_by_name() -> None:
             AcceleratorDevice(accelerator(**lacking), pin_memory=True)
 
 
+def test_host_memory_goes_back_though_a_device_that_failed_refuses() -> None:
+    def refuse(*_: int) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    failed = accelerator(unregister_host_memory=refuse, synchronize=refuse)
+    AcceleratorDevice(failed, pin_memory=True).unregister(4096)
+    sound = accelerator(unregister_host_memory=refuse, synchronize=lambda: None)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        AcceleratorDevice(sound, pin_memory=True).unregister(4096)
+
+
 class _Link(TimedDevice):
     """A copy is what was issued between two events: the first three go up."""
 

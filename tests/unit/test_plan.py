@@ -106,7 +106,8 @@ def test_gradients_on_their_way_to_storage_count(gib: int) -> None:
     """17 chunks of 4 million elements, or what of the model is there; the lanes get what is left."""
     given = replace(GIVEN, dram_budget_bytes=gib * GIB, gradients_tier="nvme")
     plan = make_plan(given, {})
-    assert plan.gradient_buffer_bytes == 17 * plan.chunk_bytes // 4 * 2
+    assert plan.gradient_buffer_bytes == (50_000_000 + 8 * plan.chunk_bytes // 4) * 2  # the largest parameter's at once
+    assert make_plan(replace(given, largest_param_numel=1_000), {}).gradient_buffer_bytes == 17 * plan.chunk_bytes // 2
     lanes = plan.staging_bytes + plan.prefetch_bytes + plan.gradient_buffer_bytes + plan.activation_bytes
     assert plan.resident_bytes(given) + lanes <= gib * GIB
     assert make_plan(replace(given, gradients_tier="cpu", dram_budget_bytes=20 * GIB), {}).gradient_buffer_bytes == 0

@@ -98,3 +98,40 @@ def test_deadlines_as_observed_count(tmp_path: Path) -> None:
     with small_core(tmp_path, LAYOUT, clip_policy="speculate") as core:
         core.set_positions((span.index, 3 - span.index) for span in LAYOUT.params)
         assert open_window(core) == {3}
+
+
+@pytest.mark.parametrize("at", ["before", "after"])
+def test_an_interrupt_leaves_no_chunk_that_nobody_reads(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_core(tmp_path, LAYOUT, clip_policy="speculate") as core:
+        step(core, 1)
+        enqueue = core._updates._enqueue
+
+        def interrupted(*args: object, **kwargs: object) -> None:
+            if at == "after":
+                enqueue(*args, **kwargs)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(core._updates, "_enqueue", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            open_window(core)
+        monkeypatch.undo()
+        assert not core.window.held
+        backward(core, 2)  # the window is open; its updates are asked for as ever
+        core.apply(hypers(LAYOUT), 1.0, expected_multiplier=1.0)
+        core.wait_all()
+        found = state(core)
+    (tmp_path / "other").mkdir()
+    with small_core(tmp_path / "other", LAYOUT, clip_policy="speculate") as core:
+        step(core, 1)
+        step(core, 2)
+        assert all(torch.equal(one, other) for one, other in zip(found, state(core), strict=True))
+
+
+def test_zero_grad_closes_a_window_that_nothing_came_to(tmp_path: Path) -> None:
+    with small_core(tmp_path, LAYOUT, residency=(1.0, 1.0, 1.0), clip_policy="defer") as core:
+        assert open_window(core) == set()
+        assert core.window.rules is not None
+        core.forget_gradients()
+        assert core.window.rules is None
