@@ -141,8 +141,7 @@ def _candidates(given: PlanInput, chunk_bytes: int, arena_bytes: int) -> Iterato
     for two_versions in (False, True):
         for order in itertools.permutations(open_classes):
             lanes = _lane_bytes(given, chunk_bytes) + arena_bytes
-            buffers = _gradient_buffer_bytes(given, none, chunk_bytes)
-            left = float(given.dram_budget_bytes - _resident_bytes(given, none) - lanes - buffers)
+            left = float(given.dram_budget_bytes - _resident_bytes(given, none) - lanes)
             shares: dict[str, float] = {}
             for name in order:
                 size = _bytes_each(given, name, two_versions) * given.numel

@@ -45,7 +45,9 @@ def test_a_device_without_streams_is_refused_by_name() -> None:
             AcceleratorDevice(accelerator(**lacking), pin_memory=True)
 
 
-def test_host_memory_goes_back_though_a_device_that_failed_refuses() -> None:
+def test_host_memory_goes_back_though_a_device_that_failed_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+
     def refuse(*_: int) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 

@@ -130,7 +130,7 @@ def test_an_interrupt_leaves_no_chunk_that_nobody_reads(
 
 
 def test_zero_grad_closes_a_window_that_nothing_came_to(tmp_path: Path) -> None:
-    with small_core(tmp_path, LAYOUT, residency=(1.0, 1.0, 1.0), clip_policy="defer") as core:
+    with small_core(tmp_path, LAYOUT, residency=(0.0, 1.0, 1.0), clip_policy="defer") as core:
         assert open_window(core) == set()
         assert core.window.rules is not None
         core.forget_gradients()
