@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ds_fuyou.host.memory import aligned_tensor
+
 pytestmark = pytest.mark.standin
 
 DEVICE = "standin"
@@ -221,7 +223,7 @@ def test_a_copy_of_part_of_a_registration_is_late_and_one_beyond_it_waits() -> N
 
 
 def test_pages_are_registered_once() -> None:
-    memory = torch.zeros(4096)
+    memory = aligned_tensor(4 * 4096)  # what follows stays in its first page
     core = torch.standin.core
     core.register_host_memory(memory.data_ptr(), 100)
     for offset in (0, 200):  # of the same page

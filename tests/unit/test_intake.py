@@ -108,8 +108,11 @@ def test_a_chunk_is_complete_when_its_copies_have_ended(taken: Taken) -> None:
     assert taken.complete == [1]
     events[1].passed.set()
     intake.settle(wait=False)
+    assert taken.complete == [1], "the chunk's other gradient, of the same message, is on its way"
+    events[2].passed.set()
+    intake.settle(wait=False)
     assert taken.complete == [1, 0]
-    assert [event.num_waits for event in events] == [0, 0]
+    assert [event.num_waits for event in events] == [0, 0, 0]
 
 
 def test_a_further_micro_batch_is_added_behind_its_copy(taken: Taken) -> None:
@@ -165,7 +168,8 @@ def test_a_copy_that_fails_raises_in_its_step(adds: bool, taken: Taken) -> None:
 def test_dropped_gradients_end_and_count_for_nothing(taken: Taken) -> None:
     intake, events = taken.intake, taken.device.events
     intake.add([(A, values(A.numel, 1.0)), (B, values(B.numel, 1.0))], last=True)
-    events[0].passed.set()
+    for event in events:
+        event.passed.set()
     intake.drop()
     taken.window.reset()
     intake.end_window()
