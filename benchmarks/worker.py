@@ -128,19 +128,9 @@ class Trainer:
             "start_secs": self.start_secs,
             "optimizer": type(self.engine.optimizer).__name__,
             "plan": repr(self.state.plan) if self.state is not None else None,
-            "planned_host_bytes": self.planned_host_bytes(),
+            "planned_host_bytes": self.state.planned_host_bytes if self.state is not None else 0,
             "base_rss_bytes": self.base_rss_bytes,
         }
-
-    def planned_host_bytes(self) -> float:
-        """What the plan keeps in host memory, and what it gives the lanes; 0 without a plan."""
-        if self.state is None:
-            return 0.0
-        plan, shares = self.state.plan, self.state.plan.residency
-        versions = self.state.core.published.num_param_versions
-        each = 2 * versions * shares.parameters + 12 * shares.optimizer + 2 * shares.gradients
-        lanes = plan.staging_bytes + plan.prefetch_bytes + plan.gradient_buffer_bytes + plan.activation_bytes
-        return float(each * self.numel + lanes)
 
     def close(self) -> None:
         if self.state is not None:

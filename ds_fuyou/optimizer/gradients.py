@@ -13,6 +13,7 @@ import torch
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.host.memory import PageLocks, aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.layout import FlatLayout, ParamSpan, overlap
+from ds_fuyou.planner.plan import GRADIENT_BUFFERS
 from ds_fuyou.storage.io import IoLane, Transfer
 from ds_fuyou.storage.store import Extent
 
@@ -159,7 +160,7 @@ class StoredGradients:
         extents: Callable[[int], tuple[Extent, ...]],
         detach: Callable[[int, int], None],
         locks: PageLocks,
-        max_buffers: int = 4,
+        max_buffers: int = GRADIENT_BUFFERS,
         lend: Callable[[int], torch.Tensor | None] = lambda num_bytes: None,
     ) -> None:
         """``lend(num_bytes)``: memory that goes back with its last alias, or None."""

@@ -204,8 +204,7 @@ class WindowUpdates:
                 self._worker.pipeline.invalidate(chunk)
                 self.num_redone += 1
         for chunk in [chunk for chunk in window.held if chunk not in work]:
-            self._worker.pipeline.invalidate(chunk)
-            window.held.discard(chunk)
+            self._forget(chunk)
         return kept
 
     def _start(self, chunk: int, segments: list[Segment], multiplier: float, pointer: int, dtype: torch.dtype) -> None:

@@ -20,14 +20,14 @@ from typing import Any
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import Residency
 
-__all__ = ["MIB", "Plan", "PlanInput", "make_plan"]
+__all__ = ["GRADIENT_BUFFERS", "MIB", "Plan", "PlanInput", "make_plan"]
 
 MIB = 1024 * 1024
 _STAGING_BYTES = 1024 * MIB
 _PREFETCH_BYTES = 256 * MIB
-_OPEN_BUFFERS, _GRADIENT_BUFFERS = 9, 17
-"""Chunks of G16 on storage that are in host memory at once, by the limits of optimizer/gradients.py: that are being
-filled (more if one parameter has more), and in all with those that are written, read ahead or kept for the next."""
+GRADIENT_BUFFERS = 4
+"""Chunks of G16 on storage that are in host memory by each of their ways: twice as many and one are filled at once
+(more if one parameter has more), as many are being written, and as many are read ahead or kept for the next."""
 _CHUNK_BYTES = 16 * MIB
 _ARENA_BYTES = 256 * MIB  # at least, where the budget has eight times as much
 _ARENA_PATH_BYTES = 128 * MIB  # pieces of one path: leaving, being written, being read, on their way up
@@ -88,6 +88,11 @@ class Plan:
     def resident_bytes(self, given: PlanInput) -> int:
         """Host bytes that grow with the model under this plan."""
         return _resident_bytes(given, self.residency)
+
+    def host_bytes(self, given: PlanInput) -> int:
+        """All host bytes of this plan: what grows with the model, and what the lanes get."""
+        lanes = self.staging_bytes + self.prefetch_bytes + self.gradient_buffer_bytes + self.activation_bytes
+        return self.resident_bytes(given) + lanes
 
     def moved_bytes(self, given: PlanInput) -> float:
         """Bytes to and from storage in a step under this plan, without activations."""
@@ -209,7 +214,8 @@ def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
 def _gradient_buffer_bytes(given: PlanInput, residency: Residency, chunk_bytes: int) -> int:
     """Host bytes of gradients on their way to storage, at most: a parameter's chunks are open together."""
     chunk = chunk_bytes // 4
-    most = max(_GRADIENT_BUFFERS * chunk, given.largest_param_numel + (_GRADIENT_BUFFERS - _OPEN_BUFFERS) * chunk)
+    filled = max((2 * GRADIENT_BUFFERS + 1) * chunk, given.largest_param_numel)
+    most = filled + 2 * GRADIENT_BUFFERS * chunk
     return min(most, int(given.numel * (1 - residency.gradients))) * given.grad_bytes_each
 
 

@@ -96,6 +96,7 @@ class RankState:
             require_params(expert.document, sum(param.ds_numel for param in names))
         self.plan: Plan = make_plan(given, overrides)
         self.host_budget_bytes = given.dram_budget_bytes
+        self.planned_host_bytes = self.plan.host_bytes(given)
         limits = LayoutLimits(
             max_elements=max(CUT_ELEMENTS, self.plan.chunk_bytes // 4),
             min_elements=min(512 * 1024, max(CUT_ELEMENTS, self.plan.chunk_bytes // 8)),

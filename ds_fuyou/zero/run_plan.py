@@ -97,8 +97,9 @@ class RunPlan:
         if self.profile is not None and self.profile.storage is None and rank_state.store is not None:
             self.profile = None  # measured while nothing was on storage
         self._plans, self._measures = of_rank_0((plans, plans and self.profile is None))
-        if auto is not None:  # not a step that is slowed down by measuring, nor the one after it
-            auto.measured_step = _TIMED_STEP + 2 if self._measures else 2
+        if auto is not None:
+            if self._measures:  # not a step that is slowed down by measuring, nor the one after it
+                auto.measured_step = _TIMED_STEP + 2
         elif self._measures and current_rank() == 0:
             session = rank_state.activations
             blocks = session.blocks if session is not None else model_blocks(model, rank_state.activation.config)
