@@ -28,7 +28,8 @@ _PREFETCH_BYTES = 256 * MIB
 GRADIENT_BUFFERS = 4
 """Chunks of G16 on storage that are in host memory by each of their ways: twice as many and one are filled at once
 (more if one parameter has more), as many are being written, and as many are read ahead or kept for the next."""
-_CHUNK_BYTES = 16 * MIB
+_CHUNK_BYTES = (16 * MIB, 8 * MIB, 4 * MIB, 2 * MIB)
+"""Of these the largest with which a placement fits the budget."""
 _ARENA_BYTES = 256 * MIB  # at least, where the budget has eight times as much
 _ARENA_PATH_BYTES = 128 * MIB  # pieces of one path: leaving, being written, being read, on their way up
 _ARENA_BLOCK_BYTES = 2048 * MIB  # for what a block saves, where that is not known
@@ -175,22 +176,24 @@ def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
     Raises :class:`FuyouConfigError` with the bytes needed and found when none fits.
     """
     over = {key: value for key, value in overrides.items() if value is not None}
-    chunk_bytes = over.get("chunk_bytes", _CHUNK_BYTES)
-    arena_bytes = over.get("activation_bytes", _arena_bytes(given))
-    needs, fitting = _fitting(given, chunk_bytes, arena_bytes)
-    if not fitting and "activation_bytes" not in over:  # then what happens to be left has to do
-        arena_bytes = 0
+    sizes = (over["chunk_bytes"],) if "chunk_bytes" in over else _CHUNK_BYTES
+    # Without an arena of its own, what happens to be left has to do for activations.
+    arenas = (over["activation_bytes"],) if "activation_bytes" in over else (_arena_bytes(given), 0)
+    needs: list[int] = []
+    for arena_bytes, chunk_bytes in itertools.product(arenas, sizes):
         needs, fitting = _fitting(given, chunk_bytes, arena_bytes)
-    if not fitting:
+        if fitting:
+            break
+    else:
         raise FuyouConfigError(
             f"the smallest placement that the tiers allow needs {min(needs) / MIB:.0f} MiB of host memory, "
             f"dram_budget_bytes is {given.dram_budget_bytes / MIB:.0f} MiB; raise it, set more tiers to nvme, or plan "
             f"smaller shares"
         )
     residency = min(fitting, key=lambda tried: _moved_bytes_each(given, tried))
-    minimum = _minimum_lane_bytes(given, residency, chunk_bytes)
     buffers = _gradient_buffer_bytes(given, residency, chunk_bytes)
-    left = max(0, given.dram_budget_bytes - _resident_bytes(given, residency) - arena_bytes - buffers)
+    minimum = _minimum_lane_bytes(given, residency, chunk_bytes) - buffers
+    left = given.dram_budget_bytes - _resident_bytes(given, residency) - arena_bytes - buffers
     staging_bytes = over.get("staging_bytes", max(minimum // 2, min(_STAGING_BYTES, left // 2)))
     prefetch_bytes = over.get("prefetch_bytes", min(_PREFETCH_BYTES, left // 4))
     return Plan(
@@ -236,7 +239,7 @@ def _minimum_lane_bytes(given: PlanInput, residency: Residency, chunk_bytes: int
         return 0
     chunk = chunk_bytes * (1 + given.num_moments) + chunk_bytes
     in_use = 2 * given.largest_param_numel * given.param_bytes_each if residency.parameters < 1 else 0
-    return 2 * chunk + in_use
+    return 2 * chunk + in_use + _gradient_buffer_bytes(given, residency, chunk_bytes)
 
 
 def _activations_stay(given: PlanInput) -> bool:

@@ -38,9 +38,10 @@ def test_memory_is_filled_and_nothing_whole_that_fits_moves_less(gib: int) -> No
     plan = make_plan(given, {})
     stored = plan.residency != Residency(1.0, 1.0, 1.0)
     assert stored == (gib < 16)
-    assert plan.resident_bytes(given) + (plan.staging_bytes if stored else 0) <= gib * GIB
+    assert (plan.host_bytes(given) if stored else plan.resident_bytes(given)) <= gib * GIB
     if stored:
-        assert plan.resident_bytes(given) >= gib * GIB - max(gib * GIB // 4, 320 * MIB) - 1
+        filled = plan.resident_bytes(given) + plan.gradient_buffer_bytes
+        assert filled >= gib * GIB - max(gib * GIB // 4, 320 * MIB) - 1
     room = gib * GIB * 3 // 4
     for whole in WHOLE:
         other = replace(plan, residency=whole)
@@ -87,6 +88,20 @@ def test_what_cannot_fit_is_refused_with_the_bytes_needed_and_found() -> None:
         make_plan(replace(GIVEN, dram_budget_bytes=100 * MIB), {})
     with pytest.raises(FuyouConfigError, match="set more tiers to nvme"):
         make_plan(replace(GIVEN, dram_budget_bytes=8 * GIB, optimizer_tier="cpu"), {})
+
+
+@pytest.mark.parametrize("mib", [250, 400, 700])
+def test_small_budgets_get_small_chunks_and_gradients_fit_them(mib: int) -> None:
+    given = replace(GIVEN, largest_param_numel=10_000_000, dram_budget_bytes=mib * MIB)
+    plan = make_plan(replace(given, gradients_tier="nvme"), {})
+    assert plan.gradient_buffer_bytes > 0
+    assert plan.host_bytes(given) <= mib * MIB
+    assert (plan.chunk_bytes < 16 * MIB) == (mib < 400)
+    with pytest.raises(FuyouConfigError, match=r"needs \d+ MiB .* is 60 MiB"):
+        make_plan(replace(given, dram_budget_bytes=60 * MIB), {})
+    if mib < 400:
+        with pytest.raises(FuyouConfigError, match="raise it"):
+            make_plan(given, {"chunk_bytes": 16 * MIB})
 
 
 def test_less_memory_never_moves_fewer_bytes() -> None:
