@@ -7,6 +7,7 @@ link take the time that a scaled GPU would take (tests/device/README.md). Rates 
 python -m benchmarks.device --case compute_bound --rounds 3      a quick look, nothing written
 python -m benchmarks.device                                      everything, written to benchmarks/results/
 python -m benchmarks.device --case compute_bound --write         one case, into the file of the day
+python -m benchmarks.device --scale 0.1 --rounds 1 --write       on a device ten times slower: what memory it takes
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ STREAMED = {
 }
 MOST_IDLE = 0.02
 MOST_OVER_FLOOR = 1.10
+MOST_OVER_PLAN = 1.05  # host memory
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,17 @@ class DeviceCase:
     variants: tuple[str, ...]
     bars: Mapping[str, float] = field(default_factory=dict)
     model: Mapping[str, int] = field(default_factory=lambda: MODEL)
-    accumulation: int = 1
+    accumulation: int = 1  # sums are made by the host, of zeros
     num_timed: int = 3
 
+    def scaled(self, scale: float) -> DeviceCase:
+        """Ours alone, on a device that is so many times as fast: bars of times are of the device as it was."""
+        ours = tuple(variant for variant in self.variants if variant.startswith("fuyou_") and variant != "fuyou_off")
+        return replace(self, name=f"{self.name}_x{scale:g}", speed=self.speed * scale, variants=ours, bars={})
+
     def settings(self) -> dict[str, float]:
-        return preset(GPU, speed=self.speed) | {"up_rate": self.up, "down_rate": self.down}
+        zeros = {"zeros": 1} if self.accumulation > 1 else {}
+        return preset(GPU, speed=self.speed) | {"up_rate": self.up, "down_rate": self.down} | zeros
 
 
 CASES = (
@@ -105,6 +113,7 @@ CASES = (
     ),
 )
 BY_NAME = {case.name: case for case in CASES}
+MEASURED_BY_FLOOR = ("storage_bound", "link_bound_up", "link_bound_down", "accumulation_8", "activations")
 
 
 def spec_of(case: DeviceCase, variant: str, directory: Path) -> dict[str, Any]:
@@ -168,9 +177,9 @@ def measure(case: DeviceCase, num_rounds: int, directory: Path) -> dict[str, Any
             times = "  ".join(f"{name} {runs[-1]['secs']:.3f}" for name, runs in bursts.items())
             print(f"{case.name} round {number}: {times}", flush=True)
         foreign = load.cores()
+        peaks = {worker.name: worker.ask(do="memory") for worker in workers}  # before waits become text
         waits = {worker.name: worker.ask(do="waits")["waits"][:12] for worker in workers}
         numels = {worker.name: worker.about["numel"] for worker in workers}
-        peaks = {worker.name: worker.ask(do="memory") for worker in workers}
         about = {worker.name: worker.about for worker in workers}
     secs = {name: statistics.median(run["secs"] for run in runs) for name, runs in bursts.items()}
     variants = {}
@@ -200,6 +209,20 @@ def measure(case: DeviceCase, num_rounds: int, directory: Path) -> dict[str, Any
     }
 
 
+def missed(name: str, variant: str, found: Mapping[str, Any]) -> list[str]:
+    """The bars of ours that do not belong to a pair of variants, and are not kept."""
+    if not found["planned_host_bytes"] or variant == "fuyou_off":
+        return []
+    lines, over = [], found["host_bytes"] / found["planned_host_bytes"]
+    if over > MOST_OVER_PLAN:
+        lines.append(f"{over:.3f} of the planned host memory (bar {MOST_OVER_PLAN}: missed)")
+    if name in MEASURED_BY_FLOOR and found["over_floor"] > MOST_OVER_FLOOR:
+        lines.append(f"{found['over_floor']:.3f} of the floor (bar {MOST_OVER_FLOOR}: missed)")
+    if name == "compute_bound" and found["idle_share"] > MOST_IDLE:
+        lines.append(f"the device idles {found['idle_share']:.1%} (bar {MOST_IDLE:.0%}: missed)")
+    return lines
+
+
 def markdown(results: Mapping[str, Any]) -> str:
     heads = "case | variant | step s | device busy s | idle | up s | down s | floor s | of lane | over floor"
     lines = [f"| {heads} | host GB | planned GB |", "|---" * 12 + "|"]
@@ -218,6 +241,8 @@ def markdown(results: Mapping[str, Any]) -> str:
         for pair, ratio in case["ratios"].items():
             verdict = "holds" if ratio["found"] <= ratio["bar"] else "missed"
             lines.append(f"- {name}: {pair} = {ratio['found']:.3f} (bar {ratio['bar']}: {verdict})")
+        for variant, found in case["variants"].items():
+            lines += [f"- {name}: {variant}: {line}" for line in missed(name, variant, found)]
         lines.append(f"- {name}: {case['foreign_cores']:.2f} cores were used by others")
     return "\n".join(lines)
 
@@ -227,6 +252,7 @@ def main() -> None:
     parser.add_argument("--case", choices=list(BY_NAME), action="append", help="only this one; may be given again")
     parser.add_argument("--variant", action="append", help="only this one of the cases' variants")
     parser.add_argument("--rounds", type=int, default=5, help="bursts a variant (default 5)")
+    parser.add_argument("--scale", type=float, help="only our variants, the device so many times as fast")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the storage to use")
     parser.add_argument("--write", action="store_true", help="write results for a selection of cases, too")
     arguments = parser.parse_args()
@@ -240,10 +266,13 @@ def main() -> None:
         results = json.loads(stem.with_suffix(".json").read_text())
     results["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
     failed, measured = [], {}
-    for name in arguments.case or list(BY_NAME):
+    cases = [BY_NAME[name] for name in arguments.case or BY_NAME]
+    if arguments.scale is not None:
+        cases = [case.scaled(arguments.scale) for case in cases]
+    for case in cases:
+        name = case.name
         with tempfile.TemporaryDirectory(prefix="fuyou-bench-", dir=arguments.directory) as directory:
             try:
-                case = BY_NAME[name]
                 variants = tuple(each for each in case.variants if each in (arguments.variant or case.variants))
                 bars = {pair: bar for pair, bar in case.bars.items() if {*pair.split("/")} <= {*variants}}
                 case = replace(case, variants=variants, bars=bars)
@@ -253,7 +282,8 @@ def main() -> None:
                 failed.append(name)
                 results["cases"].pop(name, None)
         if writes:
-            results["cases"] = {each: results["cases"][each] for each in BY_NAME if each in results["cases"]}
+            order = [each for name in BY_NAME for each in results["cases"] if each.split("_x")[0] == name]
+            results["cases"] = {each: results["cases"][each] for each in order}
             stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
             stem.with_suffix(".md").write_text("# Steps on the timed stand-in device\n\n" + markdown(results) + "\n")
     print(markdown({"cases": measured}))

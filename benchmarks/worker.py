@@ -87,6 +87,8 @@ class Trainer:
         wall = time.perf_counter() - begin
         after = self.lanes()
         self.drain()
+        if self.engine.skipped_steps:
+            raise RuntimeError(f"{self.engine.skipped_steps} of {self.engine.global_steps} steps were skipped")
         return {
             "secs": wall / num_timed,
             "steps": parts,

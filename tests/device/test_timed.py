@@ -129,6 +129,16 @@ def test_small_values_are_computed_and_large_ones_are_zeros_to_the_host() -> Non
     assert not bool(torch.isnan(large).any())
 
 
+@pytest.mark.parametrize("zeros", [0, 1])
+def test_late_copies_down_write_zeros_where_asked(zeros: int) -> None:
+    torch.standin.core.configure({"zeros": zeros})
+    host = host_memory(1 << 20).fill_(7)
+    host.copy_(torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE), non_blocking=True)
+    torch.standin.synchronize()
+    torch.standin.core.configure({"zeros": 0})
+    assert host.unique().tolist() == [0 if zeros else 7]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", LAYERS)
 def test_shapes_are_those_of_computed_values(name: str, dtype: torch.dtype) -> None:

@@ -138,7 +138,10 @@ void configure(const std::map<std::string, double>& changes)
         {"launch_secs", &settings.launch_secs},
     };
     const std::map<std::string, bool*> switches{
-        {"watch", &settings.watch}, {"timed", &settings.timed}, {"skip", &settings.skip}};
+        {"watch", &settings.watch},
+        {"timed", &settings.timed},
+        {"skip", &settings.skip},
+        {"zeros", &settings.zeros}};
     for (const auto& [name, value] : changes) {
         if (rates.contains(name))
             *rates.at(name) = value;

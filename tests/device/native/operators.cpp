@@ -175,6 +175,8 @@ void copy_late(const Tensor& from, const Tensor& to, bool is_up)
         host_memory.arrive(flight);
         if (!left_out)
             std::memcpy(target.mutable_data_ptr(), source.const_data_ptr(), source.nbytes());
+        else if (!is_up && settings.zeros)
+            std::memset(target.mutable_data_ptr(), 0, target.nbytes());
         host_memory.end(flight);
     };
     push(the_stream, std::move(work));

@@ -26,6 +26,7 @@ struct Settings {
     bool watch = true;          // trip wires on host memory of late copies
     bool timed = false;         // work occupies its engine by the rates below
     bool skip = false;          // nothing is computed or moved: shapes, memory and time alone
+    bool zeros = false;         // under `skip`, late copies down write zeros: for hosts that sum them
     double flops = 1e12;        // a second
     double memory_rate = 1e11;  // bytes a second
     double up_rate = 1e10;
