@@ -132,7 +132,7 @@ def test_small_values_are_computed_and_large_ones_are_zeros_to_the_host() -> Non
 @pytest.mark.parametrize("zeros", [0, 1])
 def test_late_copies_down_write_zeros_where_asked(zeros: int) -> None:
     torch.standin.core.configure({"zeros": zeros})
-    host = host_memory(1 << 20).fill_(7)
+    host = torch.empty(1 << 20, dtype=torch.uint8).pin_memory().fill_(7)
     host.copy_(torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE), non_blocking=True)
     torch.standin.synchronize()
     torch.standin.core.configure({"zeros": 0})
