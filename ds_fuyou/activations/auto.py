@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.policy import BlockFate, Fate
 
-__all__ = ["WORKING_BLOCKS", "Choice", "Counts", "OutputCost", "StepMeasurement", "choose", "swap_allowance"]
+__all__ = ["WORKING_BLOCKS", "Choice", "Counts", "OutputCost", "SwappedStep", "choose", "swap_allowance"]
 
 WORKING_BLOCKS = 2
 """Backward works on one, and the next comes back meanwhile."""
@@ -37,7 +37,7 @@ class OutputCost:
 
 
 @dataclass(frozen=True)
-class StepMeasurement:
+class SwappedStep:
     """One step in which everything was swapped. Blocks are taken to be alike.
 
     Attributes:
@@ -135,7 +135,7 @@ class Choice:
         return "\n".join(lines)
 
 
-def choose(measured: StepMeasurement) -> Choice:
+def choose(measured: SwappedStep) -> Choice:
     """Applies the rule, [Note: the rule of mode auto]."""
     total, block = measured.num_blocks, measured.block_bytes
     if measured.device_bytes >= total * block + measured.outside_bytes:
@@ -154,14 +154,12 @@ def choose(measured: StepMeasurement) -> Choice:
     return Choice(total, Counts(rest, 0, kept), outputs, swaps_outside=True)
 
 
-def _whole(measured: StepMeasurement, num_swapped: int) -> Choice:
+def _whole(measured: SwappedStep, num_swapped: int) -> Choice:
     counts = Counts(num_swapped, 0, measured.num_blocks - num_swapped)
     return Choice(measured.num_blocks, counts, {}, swaps_outside=num_swapped > 0)
 
 
-def _ladder(
-    measured: StepMeasurement, kept: int, allowance: float, room: float
-) -> dict[tuple[str, OperatorCall], Counts]:
+def _ladder(measured: SwappedStep, kept: int, allowance: float, room: float) -> dict[tuple[str, OperatorCall], Counts]:
     """Counts of every output where the last ``kept`` blocks are kept, in the order of worth."""
     rest = measured.num_blocks - kept
     found = {}

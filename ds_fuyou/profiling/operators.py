@@ -159,6 +159,9 @@ class _Calls:
 class _Contents:
     """Finds outputs that somebody changes past PyTorch's dispatcher: a kernel of another library that works in place,
     as rotary embeddings do. Such an output cannot be handed out in a recomputation, which would change it again.
+
+    To see it, the outputs of the first block are held until that block ends: in one forward, no more than a
+    recomputation of the block holds in every backward.
     """
 
     def __init__(self, calls: _Calls) -> None:

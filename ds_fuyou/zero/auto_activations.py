@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Mapping
 
-from ds_fuyou.activations.auto import WORKING_BLOCKS, Choice, OutputCost, StepMeasurement, choose, swap_allowance
+from ds_fuyou.activations.auto import WORKING_BLOCKS, Choice, OutputCost, SwappedStep, choose, swap_allowance
 from ds_fuyou.activations.named_outputs import planned_choice, require_blocks
 from ds_fuyou.activations.policy import BlockFate, Fate
 from ds_fuyou.activations.session import ActivationSession
@@ -155,7 +155,7 @@ class AutoActivations:
             )
         return choice
 
-    def _measured(self, step: dict[str, float]) -> StepMeasurement:
+    def _measured(self, step: dict[str, float]) -> SwappedStep:
         num_blocks = max(1, len(self._session.blocks))
         forwards = max(1, int(step["forwards"]))
         swapper = self._session.swapper
@@ -169,7 +169,7 @@ class AutoActivations:
             allowance = swap_allowance(secs, step["bytes"] / step["busy"], others, forwards)
         block_bytes = (step["out"] - step["outside"]) / forwards / num_blocks
         allowance, device_bytes = least(allowance, float(self._device_bytes(block_bytes)))
-        return StepMeasurement(
+        return SwappedStep(
             num_blocks=num_blocks,
             block_bytes=block_bytes,
             input_bytes=float(self._profile.input_bytes) if self._profile is not None else 0.0,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_fuyou.activations.auto import Choice, Counts, OutputCost, StepMeasurement, choose, swap_allowance
+from ds_fuyou.activations.auto import Choice, Counts, OutputCost, SwappedStep, choose, swap_allowance
 from ds_fuyou.activations.blocks import find_blocks
 from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.named_outputs import by_planned_name, planned_choice, require_blocks
@@ -18,7 +18,7 @@ from tests.activations.huggingface import TINY
 from tests.activations.support import Plain, profile_blocks
 
 DOWN, UP, GELU = (OperatorCall(f"aten.{name}.default", 0) for name in ("down", "up", "gelu"))
-MEASURED = StepMeasurement(
+MEASURED = SwappedStep(
     num_blocks=12,
     block_bytes=100e6,
     input_bytes=10e6,
