@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # One command a job; each prepares what it needs. Python 3.10+, a C++ compiler and a network suffice.
-#   make setup | demo | test | test-oldest | test-deepspeed | soak-device | lint | format | docs
+#   make setup | demo | test | test-oldest | test-deepspeed | test-clients | soak-device | lint | format | docs
 #   make bench | bench-planner | bench-device | clean
 # Overridable: PYTHON, VENV, DS_VERSION, TORCH, TORCH_FLAGS (for instance a package index), EXTRAS, TEST_FLAGS.
 
@@ -28,7 +28,7 @@ OLDEST := PATH="$(abspath .venv-ds0189/bin):$$PATH" TORCH_EXTENSIONS_DIR="$(absp
 BUILD_TOOLS := "setuptools>=77" wheel packaging ninja psutil py-cpuinfo numpy tqdm hjson "pydantic>=2" \
 	einops msgpack
 
-.PHONY: setup demo test test-oldest test-deepspeed soak-device lint format docs bench bench-planner \
+.PHONY: setup demo test test-oldest test-deepspeed test-clients soak-device lint format docs bench bench-planner \
 	bench-device clean
 
 setup: $(STAMP)
@@ -65,6 +65,29 @@ soak-device: setup
 	$(RUN) python tests/harness/prebuild.py
 	$(RUN) python -m tests.device.soak $(SEEDS)
 
+# Programs that others wrote, against stock ZeRO-3, and the table of docs/clients.md: about an hour the first time.
+# CLIENTS_FLAGS="--only trl" runs a part, and leaves the rest of the table as it was.
+CLIENTS := .venv-clients
+OLDER := $(CLIENTS)/older
+CLIENTS_RUN := TORCH_EXTENSIONS_DIR="$(abspath $(CLIENTS))/torch_extensions" DS_ACCELERATOR=cpu
+
+test-clients: $(CLIENTS)/.installed-clients
+	$(CLIENTS_RUN) PATH="$(abspath $(CLIENTS))/bin:$$PATH" fuyou build
+	$(CLIENTS_RUN) PATH="$(abspath $(CLIENTS))/bin:$$PATH" python -m tests.clients.run $(CLIENTS_FLAGS)
+	$(CLIENTS_RUN) PATH="$(abspath $(OLDER))/bin:$$PATH" python -m tests.clients.run --older $(CLIENTS_FLAGS)
+	$(CLIENTS)/bin/python -m tests.clients.table
+
+# The second environment sees the first one's packages behind its own.
+$(CLIENTS)/.installed-clients: tests/clients/requirements.txt tests/clients/requirements-older.txt
+	$(MAKE) setup VENV=$(CLIENTS) EXTRAS=huggingface
+	$(CLIENTS)/bin/python -m pip install --quiet -r tests/clients/requirements.txt
+	test -x $(OLDER)/bin/python || $(PYTHON) -m venv $(OLDER)
+	echo "import site; site.addsitedir('$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> "$$($(OLDER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/clients.pth"
+	$(OLDER)/bin/python -m pip install --quiet -r tests/clients/requirements-older.txt
+	$(OLDER)/bin/python -m pip install --quiet --no-deps llamafactory==0.9.5 ms-swift==4.6.0
+	touch $@
+
 # A smaller selection (marker "compat") with the oldest DeepSpeed that works.
 test-oldest:
 	$(MAKE) setup VENV=.venv-ds0189 DS_VERSION=$(DS_OLDEST) EXTRAS=dev
@@ -100,4 +123,4 @@ bench-device: setup
 	$(RUN) python -m benchmarks.device
 
 clean:
-	rm -rf .venv .venv-ds0189 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-ds0189 .venv-clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

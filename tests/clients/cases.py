@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The matrix: which program does what, on how many ranks, from which checkpoint it goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["CASES", "PROGRAMS", "Case"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """``options``: what the script is told. ``checkpoint``: what a second run goes on from, below the first one's
+    directory. ``plain``: the JSON has no "auto" outside of the block, for programs that do not fill them in.
+    ``older``: runs in the environment of older libraries. ``remark``: what the table says beside the outcome.
+    """
+
+    name: str
+    program: str
+    shows: str
+    script: str
+    options: dict[str, Any] = field(default_factory=dict)
+    ranks: tuple[int, ...] = (1,)
+    checkpoint: str | None = None
+    plain: bool = False
+    older: bool = False
+    remark: str = ""
+
+
+# In the order of the table: distributions whose versions it names.
+PROGRAMS = {
+    "TRL": "trl",
+    "Lightning": "lightning",
+    "LLaMA-Factory": "llamafactory",
+    "Trainer": "transformers",
+    "ms-swift": "ms-swift",
+    "DeepSpeed-Chat": "deepspeed",
+}
+
+
+def _trl(name: str, shows: str, trainer: str, ranks: tuple[int, ...] = (1,), **arguments: Any) -> Case:
+    options: dict[str, Any] = {"trainer": trainer}
+    if arguments.pop("judge", False):
+        options["judge"] = True
+    checkpoint = "checkpoint-2" if arguments.pop("resumed", False) else None
+    return Case(f"trl-{name}", "TRL", shows, "trl_script.py", {**options, "arguments": arguments}, ranks, checkpoint)
+
+
+def _dpo(name: str, shows: str, ranks: tuple[int, ...] = (1,), **arguments: Any) -> Case:
+    return _trl(name, shows, "DPO", ranks, max_length=96, learning_rate=1e-3, **arguments)
+
+
+def _rollout(name: str, shows: str, trainer: str, ranks: tuple[int, ...] = (1,), **arguments: Any) -> Case:
+    given = {"num_generations": 2, "max_completion_length": 8, "learning_rate": 1e-3, "beta": 0.04}
+    return _trl(name, shows, trainer, ranks, **{**given, **arguments})
+
+
+_CUDA_CHECK = "Lightning's check for CUDA is left out"
+_OVERLAY = "installed without torchaudio, which it imports"
+
+CASES = (
+    _trl(
+        "sft-packing",
+        "SFT: packing, gradient checkpointing, accumulation, evaluation",
+        "SFT",
+        (1, 2),
+        packing=True,
+        packing_strategy="wrapped",
+        max_length=96,
+        gradient_accumulation_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        resumed=True,
+    ),
+    _dpo("dpo", "DPO with a reference engine", resumed=True),
+    _dpo("dpo-sync", "DPO, `sync_ref_model`", (1, 2), sync_ref_model=True, ref_model_sync_steps=1),
+    _dpo("dpo-precompute", "DPO, `precompute_ref_log_probs`", precompute_ref_log_probs=True),
+    _rollout("grpo", "GRPO with a reference engine, gathered for generation", "GRPO", (1, 2)),
+    _rollout("grpo-not-gathered", "GRPO, `ds3_gather_for_generation` false", "GRPO", ds3_gather_for_generation=False),
+    _rollout(
+        "grpo-sync",
+        "GRPO, `sync_ref_model`, 2 iterations",
+        "GRPO",
+        sync_ref_model=True,
+        ref_model_sync_steps=1,
+        num_iterations=2,
+    ),
+    _rollout("grpo-judge", "GRPO with a reward model (third engine)", "GRPO", judge=True),
+    _rollout("rloo", "RLOO", "RLOO"),
+    _trl("reward", "Reward", "Reward", (1, 2), max_length=96, resumed=True),
+    Case(
+        "lightning-fit",
+        "Lightning",
+        "fit: validation, accumulation, clipping, schedule, ModelCheckpoint",
+        "lightning_script.py",
+        {"order": ["fit"]},
+        (1, 2),
+        "checkpoint-2",
+        plain=True,
+        remark=_CUDA_CHECK,
+    ),
+    Case(
+        "lightning-all",
+        "Lightning",
+        "validate, fit, test, predict, fit again",
+        "lightning_script.py",
+        {"order": ["validate", "fit", "test", "predict", "fit"]},
+        plain=True,
+        remark=_CUDA_CHECK,
+    ),
+    Case(
+        "fabric",
+        "Lightning",
+        "Fabric: a loop of its own",
+        "fabric_script.py",
+        {},
+        (1, 2),
+        "checkpoint-2",
+        plain=True,
+        remark=_CUDA_CHECK,
+    ),
+    Case(
+        "llamafactory-full",
+        "LLaMA-Factory",
+        "full SFT",
+        "llamafactory_script.py",
+        {},
+        (1, 2),
+        "checkpoint-2",
+        older=True,
+        remark=_OVERLAY,
+    ),
+    Case(
+        "llamafactory-lora",
+        "LLaMA-Factory",
+        "LoRA SFT",
+        "llamafactory_script.py",
+        {"arguments": {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "all"}},
+        (1,),
+        "checkpoint-2",
+        older=True,
+        remark=_OVERLAY,
+    ),
+    Case(
+        "trainer-moe",
+        "Trainer",
+        "Qwen3-MoE with leaf modules, `load_best_model_at_end`, `save_total_limit`",
+        "trainer_script.py",
+        {
+            "kind": "moe",
+            "arguments": {"load_best_model_at_end": True, "save_total_limit": 2, "gradient_accumulation_steps": 2},
+        },
+        (1, 2),
+        "checkpoint-2",
+    ),
+    Case(
+        "trainer-t5",
+        "Trainer",
+        "T5, evaluation by generation",
+        "trainer_script.py",
+        {"kind": "t5", "arguments": {"predict_with_generate": True, "generation_max_length": 8}},
+        (1, 2),
+        "checkpoint-2",
+    ),
+    Case(
+        "trainer-vit",
+        "Trainer",
+        "ViT in fp32",
+        "trainer_script.py",
+        {"kind": "vit", "arguments": {"bf16": False}},
+        (1,),
+        "checkpoint-2",
+    ),
+    Case("swift-full", "ms-swift", "full SFT", "swift_script.py", {}, (1,), "checkpoint-2", older=True),
+    Case(
+        "swift-lora",
+        "ms-swift",
+        "LoRA SFT",
+        "swift_script.py",
+        {"arguments": {"tuner_type": "lora", "lora_rank": 4, "target_modules": "all-linear"}},
+        older=True,
+    ),
+    Case(
+        "chat-step3",
+        "DeepSpeed-Chat",
+        "what its step 3 does (PPO): actor, critic, reference, reward, moving average",
+        "chat_script.py",
+        {},
+        (1, 2),
+        plain=True,
+        remark="a script of its shape; the critic is built under a configuration without the block",
+    ),
+)

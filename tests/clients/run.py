@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the matrix: every case stock (CPU tier), with all tiers NVMe and with all "auto", and compares.
+
+    python -m tests.clients.run [--older] [--only TEXT]
+
+Logs digit for digit, final weights bit for bit; a run that goes on from a checkpoint against the undisturbed one. The
+processes have the variables that torchrun would have given them. Exits with 1 if a case that runs in stock differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.clients.cases import CASES, PROGRAMS, Case
+from tests.harness.ports import remove_shared_buffers
+from tests.huggingface.runner import ROOT, ds_json, run_script, weight_differences, with_block
+
+__all__ = ["RESULTS", "WORK", "make_models", "run_case"]
+
+HERE = Path(__file__).parent
+WORK = ROOT / ".work" / "clients"
+RESULTS = WORK / "results"
+TIERS = {"nvme": "all", "auto": "auto"}
+NOISE = ("_runtime", "_per_second", "total_flos", "_time", "memory(GiB)", "speed(iter/s)", "speed(s/it)")
+
+
+def config_of(case: Case) -> dict[str, Any]:
+    if not case.plain:
+        return ds_json()
+    zero = {**ds_json()["zero_optimization"], "stage3_param_persistence_threshold": 1000}
+    kept = {key: value for key, value in zero.items() if value != "auto"}
+    if case.program == "Lightning":  # which sets the rest itself, and refuses it here
+        return {"train_micro_batch_size_per_gpu": 2, "zero_optimization": kept}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "zero_optimization": kept,
+    }
+
+
+def history(out: Path, *, steps_only: bool = False) -> list[str]:
+    """The lines of a log without what a clock measured; as text, so that NaN equals NaN. ``steps_only``: also without
+    the last line of a Trainer, a mean over the steps of the process, and without the names of calls.
+    """
+    entries = json.loads((out / "log.json").read_text())
+    if steps_only:
+        entries = [entry for entry in entries if "train_runtime" not in entry and "call" not in entry]
+    return [
+        json.dumps({key: value for key, value in entry.items() if not key.endswith(NOISE)}, sort_keys=True)
+        for entry in entries
+    ]
+
+
+def differences(stock: Path, ours: Path, *, resumed: bool = False) -> str:
+    """What differs first, or nothing. ``resumed``: ``ours`` may have logged the last steps of ``stock`` alone."""
+    wanted, found = history(stock, steps_only=resumed), history(ours, steps_only=resumed)
+    if not found:
+        return "nothing was logged"
+    if resumed:
+        wanted = wanted[-len(found) :]
+    for number, (a, b) in enumerate(zip(wanted, found, strict=False)):
+        if a != b:
+            return f"entry {number} of the log: {a} became {b}"
+    if len(wanted) != len(found):
+        return f"{len(found)} entries in the log instead of {len(wanted)}"
+    names = weight_differences(stock / "final", ours / "final")
+    return f"weights: {', '.join(names)[:200]}" if names else ""
+
+
+class Runs:
+    """The runs of a case on a number of ranks, below one directory."""
+
+    def __init__(self, case: Case, num_ranks: int, work: Path, models: Path) -> None:
+        self.case, self.num_ranks, self.models = case, num_ranks, models
+        self.work = work / f"{case.name}-{num_ranks}"
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir(parents=True)
+
+    def run(self, kind: str, resume: Path | None = None) -> Path:
+        """One run; ``kind``: "stock" or a name of TIERS. Raises AssertionError with what was said when it fails."""
+        name = f"{kind}-resumed" if resume else kind
+        config, swap = {"config": config_of(self.case)}, self.work / f"{name}.swap"
+        if kind != "stock":
+            config = with_block(config, swap, TIERS[kind])
+        file, out = self.work / f"{name}.ds.json", self.work / name
+        file.write_text(json.dumps(config["config"]))
+        options = {**self.case.options, "models": str(self.models), **({"resume": str(resume)} if resume else {})}
+        said = run_script(
+            HERE / self.case.script,
+            [file, out, json.dumps(options)],
+            self.work / f"{name}.process",
+            self.num_ranks,
+            HF_HOME=str(self.work / f"{name}.cache"),  # of its own: nothing is found there that another run computed
+            HF_DATASETS_OFFLINE="1",
+            MODELSCOPE_CACHE=str(self.work / f"{name}.cache"),
+            USE_HF="1",
+        )
+        if ("is active under DeepSpeed" in said) != (kind != "stock"):
+            raise AssertionError("the block was not seen" if kind != "stock" else "a block was seen in the stock run")
+        left = [str(found) for found in swap.glob("**/*") if found.is_file()]
+        if left:
+            raise AssertionError(f"files left behind: {left}")
+        return out
+
+
+def _last_error(error: AssertionError) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if ("Error" in line or "Exception" in line) and not line.startswith(" ")]
+    return (named or lines)[-1][:300]
+
+
+def run_case(case: Case, work: Path, models: Path, kinds: tuple[str, ...] = tuple(TIERS)) -> dict[str, str]:
+    """Outcomes by cell: "1 nvme", "2 auto", "resumed" and so on; "equal", or what happened."""
+    cells: dict[str, str] = {}
+    for num_ranks in case.ranks:
+        runs = Runs(case, num_ranks, work, models)
+        try:
+            stock = runs.run("stock")
+        except AssertionError as error:
+            cells |= {f"{num_ranks} {kind}": f"stock fails: {_last_error(error)}" for kind in kinds}
+            continue
+        for kind in kinds:
+            try:
+                ours = runs.run(kind)
+                cells[f"{num_ranks} {kind}"] = f"differs: {found}" if (found := differences(stock, ours)) else "equal"
+            except AssertionError as error:
+                cells[f"{num_ranks} {kind}"] = f"fails: {_last_error(error)}"
+                continue
+            if case.checkpoint and num_ranks == 1 and kind == kinds[0]:
+                cells["resumed"] = resumed(runs, case, kind)
+        remove_shared_buffers()
+    return cells
+
+
+def resumed(runs: Runs, case: Case, kind: str) -> str:
+    """Going on from the checkpoint against the undisturbed run; where that differs, against stock's going on."""
+    undisturbed = runs.work / kind
+    try:
+        again = runs.run(kind, undisturbed / str(case.checkpoint))
+        found = differences(undisturbed, again, resumed=True)
+        if not found:
+            return "equal"
+        stock_again = runs.run("stock", runs.work / "stock" / str(case.checkpoint))
+    except AssertionError as error:
+        return f"fails: {_last_error(error)}"
+    if differences(stock_again, again):
+        return f"differs: {found}"
+    return f"as stock: {found}"
+
+
+def make_models(directory: Path) -> Path:
+    if not (directory / "judge").exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        run_script(HERE / "given.py", [directory], directory / "made")
+    return directory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--older", action="store_true", help="the cases of the environment of older libraries")
+    parser.add_argument("--only", default="", help="cases whose name has this text in it")
+    args = parser.parse_args()
+    models = make_models(WORK / ("models-older" if args.older else "models"))
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    wrong = []
+    for case in CASES:
+        if case.older != args.older or args.only not in case.name:
+            continue
+        cells = run_case(case, WORK / "runs", models)
+        names = {PROGRAMS[case.program], "transformers", "accelerate", "peft", "deepspeed", "torch"}
+        versions = {name: importlib.metadata.version(name) for name in sorted(names)}
+        told = {"cells": cells, "versions": versions, "date": f"{datetime.date.today()}"}
+        (RESULTS / f"{case.name}.json").write_text(json.dumps(told, indent=1))
+        sys.stdout.write(f"{case.name}: {json.dumps(cells)}\n")
+        sys.stdout.flush()
+        wrong += [cell for cell in cells.values() if cell.startswith(("differs", "fails"))]
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
