@@ -67,6 +67,7 @@ def main() -> None:
     path, out, _ = told()
     if not torch.distributed.is_initialized():
         deepspeed.init_distributed("gloo")
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     config = json.loads(Path(path).read_text())
     quiet = evaluating(config)
     # As a user has it who gives every dictionary the block that the actor got.
@@ -78,7 +79,7 @@ def main() -> None:
     reward = deepspeed.initialize(model=built(quiet, Scored, 3), config=quiet)[0]
     history = []
     for step in range(4):
-        prompts = torch.stack([row["input_ids"][:PROMPT] for row in sequences(2, skip=2 * step)])
+        prompts = torch.stack([row["input_ids"][:PROMPT] for row in sequences(2, skip=2 * (step * num_ranks + rank))])
         with torch.no_grad():
             actor.eval()
             ids = actor.module.generate(

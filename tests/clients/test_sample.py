@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sample of the matrix that needs no other environment, and whether the comparison would notice."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.clients.cases import CASES
+from tests.clients.run import differences, run_case
+from tests.clients.table import TARGET, page
+
+pytestmark = pytest.mark.timeout(900)  # several processes, each with a limit of its own
+
+
+def test_a_mixture_of_experts_under_the_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    case = next(case for case in CASES if case.name == "trainer-moe")
+    cells = run_case(dataclasses.replace(case, ranks=(1,)), tmp_path, tmp_path, ("nvme",))
+    assert cells == {"1 nvme": "equal", "resumed": "equal"}
+
+
+def _left(out: Path, log: list[dict], weight: float) -> Path:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    (out / "final").mkdir(parents=True)
+    (out / "log.json").write_text(json.dumps(log))
+    save_file({"weight": torch.tensor([weight])}, out / "final" / "model.safetensors")
+    return out
+
+
+def test_differences_are_noticed(tmp_path: Path) -> None:
+    log = [{"loss": 1.0, "train_runtime": 3.0}, {"loss": float("nan")}, {"loss": 0.5}]
+    stock = _left(tmp_path / "stock", log, 1.0)
+    same = _left(tmp_path / "same", [{"loss": 1.0, "train_runtime": 4.0}, *log[1:]], 1.0)
+    assert differences(stock, same) == ""
+    assert "log: " in differences(stock, _left(tmp_path / "loss", [*log[:2], {"loss": 0.5000001}], 1.0))
+    assert "2 entries" in differences(stock, _left(tmp_path / "short", log[:2], 1.0))
+    assert differences(stock, _left(tmp_path / "weight", log, 1.0000001)) == "weights: weight"
+    assert "nothing" in differences(stock, _left(tmp_path / "silent", [], 1.0))
+    tail = _left(tmp_path / "tail", log[2:], 1.0)
+    assert differences(stock, tail) != ""
+    assert differences(stock, tail, resumed=True) == ""
+
+
+def test_the_page_has_a_row_for_every_case() -> None:
+    rows = [line for line in TARGET.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    named = [line for line in page({}).splitlines() if line.startswith("| ")]
+    assert [row.split(" | ")[:2] for row in rows] == [row.split(" | ")[:2] for row in named]
+
+
+def test_what_did_not_run_is_said() -> None:
+    case = CASES[0]
+    told = {"cells": {"1 nvme": "equal", "1 auto": "differs: entry 0", "2 nvme": "stock fails: x"}}
+    row = next(line for line in page({case.name: told}).splitlines() if case.shows in line)
+    assert row.split(" | ")[2:7] == ["equal", "**differs**", "stock fails", "not run", "not run"]
