@@ -69,13 +69,15 @@ soak-device: setup
 # CLIENTS_FLAGS="--only trl" runs a part, and leaves the rest of the table as it was.
 CLIENTS := .venv-clients
 OLDER := $(CLIENTS)/older
-CLIENTS_RUN := TORCH_EXTENSIONS_DIR="$(abspath $(CLIENTS))/torch_extensions" DS_ACCELERATOR=cpu
+# $(1): an environment. Its operators are its own, too: the flags that compile them name its folder.
+clients_run = PATH="$(abspath $(1))/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(abspath $(1))/torch_extensions" DS_ACCELERATOR=cpu
 
 test-clients: $(CLIENTS)/.installed-clients
-	$(CLIENTS_RUN) PATH="$(abspath $(CLIENTS))/bin:$$PATH" fuyou build
-	$(CLIENTS_RUN) PATH="$(abspath $(CLIENTS))/bin:$$PATH" python -m tests.clients.run $(CLIENTS_FLAGS)
-	$(CLIENTS_RUN) PATH="$(abspath $(OLDER))/bin:$$PATH" python -m tests.clients.run --older $(CLIENTS_FLAGS)
-	$(CLIENTS)/bin/python -m tests.clients.table
+	$(call clients_run,$(CLIENTS)) python -m ds_fuyou build
+	$(call clients_run,$(CLIENTS)) python -m tests.clients.run $(CLIENTS_FLAGS)
+	$(call clients_run,$(OLDER)) python -m ds_fuyou build
+	$(call clients_run,$(OLDER)) python -m tests.clients.run --older $(CLIENTS_FLAGS)
+	$(call clients_run,$(CLIENTS)) python -m tests.clients.table
 
 # The second environment sees the first one's packages behind its own.
 $(CLIENTS)/.installed-clients: tests/clients/requirements.txt tests/clients/requirements-older.txt

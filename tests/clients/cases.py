@@ -57,7 +57,7 @@ def _rollout(name: str, shows: str, trainer: str, ranks: tuple[int, ...] = (1,),
 
 
 _CUDA_CHECK = "Lightning's check for CUDA is left out"
-_OVERLAY = "installed without torchaudio, which it imports"
+_OVERLAY = "without torchaudio, which it imports; with a newer `datasets` than it asks for"
 
 CASES = (
     _trl(

@@ -10,9 +10,9 @@ from pathlib import Path
 import deepspeed
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from given import leave_log, leave_weights, told
+from given import language, leave_log, leave_weights, told
 
-from tests.huggingface.texts import fresh_model, sequences
+from tests.huggingface.texts import sequences
 
 PROMPT, ANSWER = 16, 6
 
@@ -22,7 +22,7 @@ class Scored(torch.nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.trunk = fresh_model("llama", seed).model
+        self.trunk = language(seed).model
         self.head = torch.nn.Linear(96, 1, bias=False, dtype=torch.bfloat16)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -45,10 +45,6 @@ def built(config: dict, make, seed: int) -> torch.nn.Module:
 def trained(model: torch.nn.Module, config: dict):
     optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-3, weight_decay=0.1)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-
-
-def language(seed: int) -> torch.nn.Module:
-    return fresh_model("llama", seed)
 
 
 def log_probs(engine, ids: torch.Tensor) -> torch.Tensor:

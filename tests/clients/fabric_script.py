@@ -6,16 +6,20 @@ from pathlib import Path
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from given import leave_log, leave_weights, told
+from given import language, leave_log, leave_weights, told
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.fabric.utilities.seed import reset_seed
 
-from tests.huggingface.texts import fresh_model, sequences
+from tests.huggingface.texts import sequences
 
 
 class OnCpu(DeepSpeedStrategy):
-    """Lightning's own without its two questions whether the devices are CUDA's."""
+    """Lightning's own without its two questions whether the devices are CUDA's, and with a number for the device."""
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu", 0)
 
     def setup_environment(self) -> None:
         super(DeepSpeedStrategy, self).setup_environment()
@@ -35,7 +39,7 @@ def main() -> None:
     fabric = Fabric(accelerator="cpu", devices=num_ranks, strategy=strategy, precision="bf16-true")
     fabric.launch()
     with fabric.init_module():
-        model = fresh_model("llama")
+        model = language()
     optimizer = DeepSpeedCPUAdam(model.parameters(), lr=2e-3, weight_decay=0.1)
     model, optimizer = fabric.setup(model, optimizer)
     data = fabric.setup_dataloaders(torch.utils.data.DataLoader(sequences(64), batch_size=2))

@@ -22,6 +22,7 @@ import deepspeed
 import torch
 
 from tests.harness.group import leave_group
+from tests.huggingface.texts import model_config
 
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -61,6 +62,18 @@ def told() -> tuple[str, Path, dict[str, Any]]:
         deepspeed.init_distributed("gloo")  # TrainingArguments do it, but not with use_cpu
     Path(out).mkdir(parents=True, exist_ok=True)
     return config, Path(out), json.loads(options)
+
+
+def language(seed: int = 0) -> torch.nn.Module:
+    """A small language model that can be made in any ``zero.Init``: its row of a padding token would be written while
+    it is partitioned.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = model_config("llama")
+    config.pad_token_id = None
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def leave_log(out: Path, history: list[dict[str, Any]]) -> None:

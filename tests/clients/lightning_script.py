@@ -9,15 +9,19 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from given import leave_log, leave_weights, told
+from given import language, leave_log, leave_weights, told
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from tests.huggingface.texts import fresh_model, sequences
+from tests.huggingface.texts import sequences
 
 
 class OnCpu(DeepSpeedStrategy):
-    """Lightning's own without its two questions whether the devices are CUDA's."""
+    """Lightning's own without its two questions whether the devices are CUDA's, and with a number for the device."""
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu", 0)
 
     def setup_environment(self) -> None:
         super(DeepSpeedStrategy, self).setup_environment()
@@ -35,7 +39,7 @@ class Module(pl.LightningModule):
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
-            self.model = fresh_model("llama")
+            self.model = language()
 
     def training_step(self, batch, index):
         loss = self.model(**batch).loss

@@ -23,7 +23,7 @@ def main() -> None:
 
     data = out / "data"
     data.mkdir(exist_ok=True)
-    rows = [{"instruction": text[:40], "output": text[40:160]} for text in paragraphs()[:48]]
+    rows = [{"instruction": text[:40], "input": "", "output": text[40:160]} for text in paragraphs()[:48]]
     (data / "manual.json").write_text(json.dumps(rows))
     (data / "dataset_info.json").write_text(json.dumps({"manual": {"file_name": "manual.json"}}))
     arguments = {

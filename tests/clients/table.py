@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/clients.md from the outcomes that tests.clients.run left: ``make test-clients``."""
+"""Writes docs/clients.md from the outcomes that tests.clients.run left: ``make test-clients``.
+
+Exits with 1 if something that runs in stock differs or fails with the block.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +86,8 @@ def main() -> None:
     results = {file.stem: json.loads(file.read_text()) for file in RESULTS.glob("*.json")}
     TARGET.write_text(page(results))
     sys.stdout.write(TARGET.read_text())
+    outcomes = [outcome for told in results.values() for outcome in told["cells"].values()]
+    sys.exit(1 if any(outcome.startswith(("differs", "fails")) for outcome in outcomes) else 0)
 
 
 if __name__ == "__main__":
