@@ -13,7 +13,8 @@ __all__ = ["CASES", "PROGRAMS", "Case"]
 class Case:
     """``options``: what the script is told. ``checkpoint``: what a second run goes on from, below the first one's
     directory. ``plain``: the JSON has no "auto" outside of the block, for programs that do not fill them in.
-    ``older``: runs in the environment of older libraries. ``remark``: what the table says beside the outcome.
+    ``older``: runs in the environment of older libraries. ``zero``: more keys of ``zero_optimization``. ``remark``:
+    what the table says beside the outcome.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Case:
     checkpoint: str | None = None
     plain: bool = False
     older: bool = False
+    zero: dict[str, Any] = field(default_factory=dict)
     remark: str = ""
 
 
@@ -44,7 +46,9 @@ def _trl(name: str, shows: str, trainer: str, ranks: tuple[int, ...] = (1,), **a
     if arguments.pop("judge", False):
         options["judge"] = True
     checkpoint = "checkpoint-2" if arguments.pop("resumed", False) else None
-    return Case(f"trl-{name}", "TRL", shows, "trl_script.py", {**options, "arguments": arguments}, ranks, checkpoint)
+    zero, remark = arguments.pop("zero", {}), arguments.pop("remark", "")
+    told = {**options, "arguments": arguments}
+    return Case(f"trl-{name}", "TRL", shows, "trl_script.py", told, ranks, checkpoint, zero=zero, remark=remark)
 
 
 def _dpo(name: str, shows: str, ranks: tuple[int, ...] = (1,), **arguments: Any) -> Case:
@@ -77,7 +81,14 @@ CASES = (
     _dpo("dpo-sync", "DPO, `sync_ref_model`", (1, 2), sync_ref_model=True, ref_model_sync_steps=1),
     _dpo("dpo-precompute", "DPO, `precompute_ref_log_probs`", precompute_ref_log_probs=True),
     _rollout("grpo", "GRPO with a reference engine, gathered for generation", "GRPO", (1, 2)),
-    _rollout("grpo-not-gathered", "GRPO, `ds3_gather_for_generation` false", "GRPO", ds3_gather_for_generation=False),
+    _rollout(
+        "grpo-not-gathered",
+        "GRPO, `ds3_gather_for_generation` false",
+        "GRPO",
+        ds3_gather_for_generation=False,
+        zero={"stage3_prefetch_bucket_size": 0},
+        remark="without prefetching: with it stock fails (Cannot partition a param in flight)",
+    ),
     _rollout(
         "grpo-sync",
         "GRPO, `sync_ref_model`, 2 iterations",
