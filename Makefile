@@ -73,9 +73,9 @@ OLDER := $(CLIENTS)/older
 clients_run = PATH="$(abspath $(1))/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(abspath $(1))/torch_extensions" DS_ACCELERATOR=cpu
 
 test-clients: $(CLIENTS)/.installed-clients
-	$(call clients_run,$(CLIENTS)) python -m ds_fuyou build
+	$(call clients_run,$(CLIENTS)) python -c 'from ds_fuyou.cli import main; main(["build"])'
 	$(call clients_run,$(CLIENTS)) python -m tests.clients.run $(CLIENTS_FLAGS)
-	$(call clients_run,$(OLDER)) python -m ds_fuyou build
+	$(call clients_run,$(OLDER)) python -c 'from ds_fuyou.cli import main; main(["build"])'
 	$(call clients_run,$(OLDER)) python -m tests.clients.run --older $(CLIENTS_FLAGS)
 	$(call clients_run,$(CLIENTS)) python -m tests.clients.table
 

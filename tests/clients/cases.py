@@ -183,7 +183,7 @@ CASES = (
         (1,),
         "checkpoint-2",
     ),
-    Case("swift-full", "ms-swift", "full SFT", "swift_script.py", {}, (1,), "checkpoint-2", older=True),
+    Case("swift-full", "ms-swift", "full SFT", "swift_script.py", {}, (1, 2), "checkpoint-2", older=True),
     Case(
         "swift-lora",
         "ms-swift",

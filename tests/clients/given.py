@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import pydoc_data.topics
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,23 @@ def language(seed: int = 0) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config)
 
 
+def is_first() -> bool:
+    """Also when the program has ended the group."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def write_once(file: Path, text: str) -> Path:
+    """By rank 0, before any rank goes on."""
+    if is_first():
+        file.write_text(text)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    return file
+
+
 def leave_log(out: Path, history: list[dict[str, Any]]) -> None:
     """Rank 0 writes the log; all ranks leave the group together."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+    if is_first():
         (out / "log.json").write_text(json.dumps(history))
     if torch.distributed.is_initialized():
         leave_group()
@@ -90,6 +105,19 @@ def leave_trainer(trainer: Any, out: Path, more: list[dict[str, Any]] = ()) -> N
     leave_log(out, [*trainer.state.log_history, *more])
 
 
+def leave_written(written: Path, out: Path) -> None:
+    """The same of a program that wrote its model and a ``trainer_state.json`` into a directory by itself."""
+    if is_first():
+        (out / "final").mkdir()
+        for file in written.glob("*.safetensors"):
+            shutil.copy(file, out / "final")
+        (out / "log.json").write_text(
+            json.dumps(json.loads((written / "trainer_state.json").read_text())["log_history"])
+        )
+    if torch.distributed.is_initialized():
+        leave_group()
+
+
 def leave_weights(model: torch.nn.Module, out: Path) -> None:
     """Gathers the parameters of a ZeRO-3 model for ``OUT/final``."""
     from safetensors.torch import save_file
@@ -98,7 +126,7 @@ def leave_weights(model: torch.nn.Module, out: Path) -> None:
     for name, param in model.named_parameters():
         with deepspeed.zero.GatheredParameters([param]):
             found[name] = param.detach().clone().contiguous()
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+    if is_first():
         (out / "final").mkdir(parents=True, exist_ok=True)
         save_file(found, out / "final" / "model.safetensors")
 

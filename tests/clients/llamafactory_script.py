@@ -5,7 +5,7 @@ import json
 import sys
 import types
 
-from given import ARGUMENTS, leave_log, paragraphs, told
+from given import ARGUMENTS, leave_written, paragraphs, told, write_once
 
 
 def without_audio() -> None:
@@ -24,8 +24,8 @@ def main() -> None:
     data = out / "data"
     data.mkdir(exist_ok=True)
     rows = [{"instruction": text[:40], "input": "", "output": text[40:160]} for text in paragraphs()[:48]]
-    (data / "manual.json").write_text(json.dumps(rows))
-    (data / "dataset_info.json").write_text(json.dumps({"manual": {"file_name": "manual.json"}}))
+    write_once(data / "manual.json", json.dumps(rows))
+    write_once(data / "dataset_info.json", json.dumps({"manual": {"file_name": "manual.json"}}))
     arguments = {
         **ARGUMENTS,
         "stage": "sft",
@@ -45,11 +45,7 @@ def main() -> None:
     if options.get("resume"):
         arguments["resume_from_checkpoint"] = options["resume"]
     run_exp(arguments)
-    final = out / "final"
-    final.mkdir(exist_ok=True)
-    for file in out.glob("*.safetensors"):
-        file.rename(final / file.name)
-    leave_log(out, json.loads((out / "trainer_state.json").read_text())["log_history"])
+    leave_written(out, out)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 
 import json
 
-from given import ARGUMENTS, leave_log, paragraphs, told
+from given import ARGUMENTS, leave_written, paragraphs, told, write_once
 
 
 def main() -> None:
@@ -14,8 +14,7 @@ def main() -> None:
         {"messages": [{"role": "user", "content": text[:40]}, {"role": "assistant", "content": text[40:160]}]}
         for text in paragraphs()[:48]
     ]
-    data = out / "manual.jsonl"
-    data.write_text("\n".join(json.dumps(row) for row in rows))
+    data = write_once(out / "manual.jsonl", "\n".join(json.dumps(row) for row in rows))
     given = {
         **{key: value for key, value in ARGUMENTS.items() if key != "disable_tqdm"},
         "model": f"{options['models']}/policy",
@@ -37,12 +36,7 @@ def main() -> None:
         given["resume_from_checkpoint"] = options["resume"]
     command = [part for key, value in given.items() for part in (f"--{key}", str(value))]
     sft_main(command)
-    last = out / f"checkpoint-{given['max_steps']}"
-    final = out / "final"
-    final.mkdir(exist_ok=True)
-    for file in last.glob("*.safetensors"):
-        (final / file.name).write_bytes(file.read_bytes())
-    leave_log(out, json.loads((last / "trainer_state.json").read_text())["log_history"])
+    leave_written(out / f"checkpoint-{given['max_steps']}", out)
 
 
 if __name__ == "__main__":
