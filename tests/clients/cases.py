@@ -107,7 +107,7 @@ CASES = (
         "lightning_script.py",
         {"order": ["fit"]},
         (1, 2),
-        "checkpoint-2",
+        "checkpoint-2.ckpt",
         plain=True,
         remark=_CUDA_CHECK,
     ),

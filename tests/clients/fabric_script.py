@@ -34,7 +34,7 @@ class OnCpu(DeepSpeedStrategy):
 
 def main() -> None:
     config, out, options = told()
-    strategy = OnCpu(config=json.loads(Path(config).read_text()))
+    strategy = OnCpu(config={**json.loads(Path(config).read_text()), "gradient_clipping": 0.5})
     num_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     fabric = Fabric(accelerator="cpu", devices=num_ranks, strategy=strategy, precision="bf16-true")
     fabric.launch()
@@ -56,7 +56,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         norm = model._forward_module.get_global_grad_norm()
-        history.append({"loss": loss.item(), "norm": float(norm)})
+        history.append({"loss": loss.item(), "norm": None if norm is None else float(norm)})
         state["step"] = step + 1
         if step + 1 == 2:
             fabric.save(out / "checkpoint-2", state)
