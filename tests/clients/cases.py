@@ -80,6 +80,7 @@ CASES = (
     _dpo("dpo", "DPO with a reference engine", resumed=True),
     _dpo("dpo-sync", "DPO, `sync_ref_model`", (1, 2), sync_ref_model=True, ref_model_sync_steps=1),
     _dpo("dpo-precompute", "DPO, `precompute_ref_log_probs`", precompute_ref_log_probs=True),
+    _trl("kto", "KTO with a reference engine", "KTO", max_length=96),
     _rollout("grpo", "GRPO with a reference engine, gathered for generation", "GRPO", (1, 2)),
     _rollout(
         "grpo-not-gathered",
@@ -180,6 +181,15 @@ CASES = (
         "ViT in fp32",
         "trainer_script.py",
         {"kind": "vit", "arguments": {"bf16": False}},
+        (1,),
+        "checkpoint-2",
+    ),
+    Case(
+        "trainer-compile",
+        "Trainer",
+        "GPT-2, `torch_compile` (aot_eager)",
+        "trainer_script.py",
+        {"kind": "gpt", "arguments": {"torch_compile": True, "torch_compile_backend": "aot_eager"}},
         (1,),
         "checkpoint-2",
     ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' Trainer beyond a causal language model. Options: ``kind`` (moe, t5, vit), ``arguments``."""
+"""transformers' Trainer beyond a causal language model. Options: ``kind`` (moe, t5, vit, gpt), ``arguments``."""
 
 import torch
 from given import ARGUMENTS, leave_trainer, told
@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from tests.huggingface.texts import sequences
+from tests.huggingface.texts import fresh_model, sequences
 
 
 def moe() -> torch.nn.Module:
@@ -70,7 +70,7 @@ def main() -> None:
     more = {"data_collator": default_data_collator}
     if kind == "t5":
         more["compute_metrics"] = lambda answer: {"told": float((answer.predictions % 97).sum())}
-    model = {"moe": moe, "t5": t5, "vit": vit}[kind]()
+    model = {"moe": moe, "t5": t5, "vit": vit, "gpt": lambda: fresh_model("gpt2")}[kind]()
     trainer = classes[0](model=model, args=args, train_dataset=data, eval_dataset=data[:4], **more)
     trainer.train(resume_from_checkpoint=options.get("resume"))
     leave_trainer(trainer, out, [trainer.evaluate()] if args.load_best_model_at_end else [])

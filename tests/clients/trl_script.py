@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's trainers. Options: ``trainer`` (SFT, DPO, Reward, GRPO, RLOO), ``arguments`` of its configuration,
+"""TRL's trainers. Options: ``trainer`` (SFT, DPO, KTO, Reward, GRPO, RLOO), ``arguments`` of its configuration,
 ``judge``: rewards come from a model instead of a function.
 """
 
@@ -17,6 +17,9 @@ def rows(kind: str) -> Dataset:
     if kind in ("GRPO", "RLOO"):
         return Dataset.from_dict({"prompt": prompts})
     chosen, rejected = [text[40:120] for text in texts], [text[120:40:-1] for text in texts]
+    if kind == "KTO":
+        given = {"prompt": prompts, "completion": chosen, "label": [n % 2 == 0 for n in range(len(prompts))]}
+        return Dataset.from_dict(given)
     if kind == "Reward":
         chosen, rejected = ([p + a for p, a in zip(prompts, ends, strict=True)] for ends in (chosen, rejected))
         return Dataset.from_dict({"chosen": chosen, "rejected": rejected})
