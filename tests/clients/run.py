@@ -122,7 +122,7 @@ class Runs:
 def _last_error(error: AssertionError) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if ("Error" in line or "Exception" in line) and not line.startswith(" ")]
-    return (named or lines)[-1][:300]
+    return (named or lines)[-1].replace(f"{ROOT}/", "")[:300]
 
 
 def run_case(case: Case, work: Path, models: Path, kinds: tuple[str, ...] = tuple(TIERS)) -> dict[str, str]:

@@ -29,15 +29,17 @@ Python manual; 4 steps.
   digit for digit, and every tensor of the final model is stock's bit for bit.
 - **NVMe**: parameters, gradients and optimizer with tier `nvme`. **auto**: all three `auto`.
 - **resumed**: a fresh process that goes on from the checkpoint of step 2 (one rank, NVMe) ends like the undisturbed
-  run. "as stock": it does not, and stock's resumed run departs in the same way, to the bit.
+  run, but for tokens, which TRL counts anew. "as stock": it does not, and stock's resumed run departs in the same way,
+  to the bit. (By itself stock's resumed run departs in the last bits: [design.md](design.md), "Resume".)
+- **stock fails**: the program does not run with its own JSON either.
 - **–**: not tried. **not run**: no outcome yet.
 """
 
 TAIL = """\
 ## What was left out
 
-- axolotl 0.21 asks for Python 3.12 and for CUDA libraries; it is not installed here.
-- TRL has had no PPO since 1.0.
+- axolotl 0.21 asks for Python 3.12, xformers and triton; it was not tried.
+- TRL 1.16 has no PPO.
 - DeepSpeedExamples needs data sets and weights from the network; `tests/clients/chat_script.py` has the five engines
   and `zero.Init` contexts of its step 3.
 """
