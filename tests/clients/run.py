@@ -33,10 +33,11 @@ COUNTED_ANEW = ("num_tokens",)  # by a resumed process, in stock too
 
 
 def config_of(case: Case) -> dict[str, Any]:
+    zero = {**ds_json()["zero_optimization"], **case.zero}
     if not case.plain:
-        return ds_json()
-    zero = {**ds_json()["zero_optimization"], "stage3_param_persistence_threshold": 1000}
+        return ds_json(zero_optimization=zero)
     kept = {key: value for key, value in zero.items() if value != "auto"}
+    kept["stage3_param_persistence_threshold"] = 1000  # of the small models some are persistent and some are not
     if case.program == "Lightning":  # which sets the rest itself, and refuses it here
         return {
             "train_micro_batch_size_per_gpu": 2,
