@@ -46,9 +46,10 @@ class Module(pl.LightningModule):
         self.history.append({"loss": loss.item()})
         return loss
 
-    def on_before_zero_grad(self, optimizer) -> None:
-        norm = self.trainer.strategy.deepspeed_engine.get_global_grad_norm()
-        self.history.append({"norm": None if norm is None else float(norm), "lr": optimizer.param_groups[0]["lr"]})
+    def on_train_batch_end(self, outputs, batch, index) -> None:
+        if (index + 1) % 2 == 0:  # a step was made
+            norm = self.trainer.strategy.deepspeed_engine.get_global_grad_norm()
+            self.history.append({"norm": float(norm), "lr": self.optimizers().param_groups[0]["lr"]})
 
     def validation_step(self, batch, index) -> None:
         self.history.append({"validated": self.model(**batch).loss.item()})
@@ -99,7 +100,8 @@ def main() -> None:
         if call == "fit":
             module.fits += 1
             trainer.fit_loop.epoch_loop.max_steps = 4 * module.fits
-            trainer.fit(module, loader(64), loader(4, skip=100), ckpt_path=options.get("resume"))
+            # Checkpoints lie between epochs: within one Lightning goes on at another batch, in stock too.
+            trainer.fit(module, loader(8), loader(4, skip=100), ckpt_path=options.get("resume"))
         elif call == "predict":
             told_all = trainer.predict(module, loader(4, skip=200))
             module.history.append({"predicted": [row.tolist() for row in told_all]})
