@@ -65,7 +65,7 @@ soak-device: setup
 	$(RUN) python tests/harness/prebuild.py
 	$(RUN) python -m tests.device.soak $(SEEDS)
 
-# Programs that others wrote, against stock ZeRO-3, and the table of docs/clients.md: about an hour the first time.
+# Programs that others wrote, against stock ZeRO-3, and the table of docs/clients.md: about 40 minutes the first time, on two cores.
 # CLIENTS_FLAGS="--only trl" runs a part, and leaves the rest of the table as it was.
 CLIENTS := .venv-clients
 OLDER := $(CLIENTS)/older
