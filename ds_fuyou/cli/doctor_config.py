@@ -113,6 +113,14 @@ def _block(config: Mapping[str, Any]) -> Iterator[Row]:
         yield f'"{BLOCK_KEY}" says "enabled": false', True, '"enabled": true'
         return
     yield from _effects(activation)
+    held = [name for name in _OFFLOADS if _device(config, name) == "cpu" and _open_tier(config, name)]
+    if held and _block_paths(config):
+        found = f'{" and ".join(held)} say "cpu", so what they name stays in host memory, whatever nvme_path holds'
+        yield (
+            found,
+            True,
+            "leave these sections out, and the run decides by the memory that is free; or set tiers in the block",
+        )
 
 
 def _effects(activation: Activation) -> Iterator[Row]:
@@ -122,6 +130,19 @@ def _effects(activation: Activation) -> Iterator[Row]:
     if activation.config.gradients.reduce_by == "block":
         found = f'{BLOCK_KEY}.gradients.reduce_by is "block": on more than two ranks last bits differ from stock\'s'
         yield found, True, "leave it out for equal bits, with a reduce_bucket_size of an eighth of the model or less"
+
+
+def _device(config: Mapping[str, Any], name: str) -> object:
+    section = _zero(config).get(name)
+    return section.get("device") if isinstance(section, Mapping) else None
+
+
+def _open_tier(config: Mapping[str, Any], name: str) -> bool:
+    """Whether the block leaves it to the offload section where its class lives."""
+    part = {"offload_optimizer": "optimizer", "offload_param": "parameters"}[name]
+    section, plan = config[BLOCK_KEY].get(part), config[BLOCK_KEY].get("plan")
+    given = section.get("tier", "auto") if isinstance(section, Mapping) else "auto"
+    return given == "auto" and plan in (None, "auto")
 
 
 def _block_paths(config: Mapping[str, Any]) -> list[str]:
