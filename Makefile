@@ -10,7 +10,7 @@ DS_VERSION ?= 0.19.8
 DS_OLDEST := 0.18.9
 TORCH ?= torch==2.13.0
 TORCH_FLAGS ?=
-EXTRAS ?= dev,huggingface
+EXTRAS ?= dev,huggingface,docs
 # Two workers; a file stays on one of them, so that its tests share their stock runs.
 TEST_FLAGS ?= -n 2 --dist loadfile
 DEMO_CONFIG ?= configs/finetune_fuyou.json
@@ -109,6 +109,8 @@ format: setup
 
 docs: setup
 	$(RUN) python docs/generate_settings.py
+	$(RUN) sphinx-build -q --fail-on-warning --keep-going -c docs . build/site
+	@echo build/site/docs/index.html
 
 bench: setup
 	$(RUN) python tests/harness/prebuild.py

@@ -10,6 +10,7 @@ directory is renamed into place, so that what has the final name is complete.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.util
@@ -39,6 +40,7 @@ __all__ = ["build_cached", "cache_directory", "cache_key", "missing_tool", "reme
 CACHE_VARIABLE = "FUYOU_CACHE"
 JOBS_VARIABLE = "MAX_JOBS"
 _LAST_LINES = 40
+MOST_KEPT = 16  # builds: one for each environment and version, 5 MB each
 
 
 def cache_directory() -> Path:
@@ -126,6 +128,8 @@ def build_cached(name: str, plan: CompilePlan) -> Path:
     label = f"{name}-{cache_key(plan)}"
     library = cache / label / f"{name}.so"
     if _is_there(library):
+        with contextlib.suppress(OSError):  # of another user: root's, say
+            os.utime(library.parent)
         return library
     with _lock(cache / f"{label}.lock", f"the C++ core to be built in {cache}"):
         if _is_there(library):
@@ -141,7 +145,24 @@ def build_cached(name: str, plan: CompilePlan) -> Path:
             os.rename(work, library.parent)
         finally:
             shutil.rmtree(work, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another process does the same
+            _drop_old(name, cache)
     return library
+
+
+def _drop_old(name: str, cache: Path) -> None:
+    """Builds but those that were made or used last, and what builds that were killed left. Loaded ones stay mapped."""
+    built = sorted((path for path in cache.glob(f"{name}-*") if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    old = {path.name: [path] for path in built[:-MOST_KEPT]}
+    for path in cache.glob(f".build-{name}-*"):
+        old.setdefault(path.name.removeprefix(".build-").rpartition("-")[0], []).append(path)
+    for label, paths in old.items():
+        with contextlib.suppress(OSError), open(cache / f"{label}.lock", "a", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody builds it
+            for path in paths:
+                shutil.rmtree(path, ignore_errors=True)
+            if not (cache / label).exists():
+                os.unlink(lock.name)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 def findings(paths: list[str], *, measure: bool = False) -> Iterator[Finding]:
     """Every check in order; a check that itself fails is a finding, not an exception."""
     checks: list[Callable[[], Finding]] = [_hook, _other_ways, _versions, _compiler, _operators, _io_uring]
-    checks += [_locked_memory, _host_memory, *(_path_check(path) for path in paths)]
+    checks += [_locked_memory, _host_memory, _shared_memory, *(_path_check(path) for path in paths)]
     if measure:
         checks += [_rates_check(path) for path in paths]
     for check in checks:
@@ -165,6 +165,13 @@ def _host_memory() -> Finding:
     from ds_fuyou.planner.host_memory import available_host_bytes
 
     return Finding("host memory", f"{available_host_bytes() / 1e9:.1f} GB available, a run plans with 80 % of it")
+
+
+def _shared_memory() -> Finding:
+    from ds_fuyou.cli.clean import left_in_shared_memory
+
+    left = left_in_shared_memory()
+    return Finding("shared memory", left or "nothing is left there", fix="fuyou clean --shared-memory" if left else "")
 
 
 def _path_check(path: str) -> Callable[[], Finding]:

@@ -10,18 +10,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ds_fuyou.cli.ds_config import read_ds_file
 from ds_fuyou.cli.finding import Finding, path_finding
 from ds_fuyou.config import BLOCK_KEY
 from ds_fuyou.ds_json import Activation, load_activation
 from ds_fuyou.errors import FuyouConfigError, FuyouStorageError
-from ds_fuyou.storage.probe import probe_path
+from ds_fuyou.storage.probe import NETWORK_FILESYSTEMS, probe_path
 
-__all__ = ["config_findings"]
+__all__ = ["config_findings", "findings_of"]
 
 _OFFLOADS = ("offload_optimizer", "offload_param")
-_NETWORK_FILESYSTEMS = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "ceph", "fuse.sshfs", "fuse.glusterfs", "9p", "lustre"}
-)
 _TWO_SLOT_BYTES = 24
 
 
@@ -29,13 +27,19 @@ def config_findings(file: Path) -> Iterator[Finding]:
     """Every check of one file, the worst that DeepSpeed itself would refuse first."""
     name = str(file)
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        yield Finding(name, f"not readable as JSON: {error}", ok=False, fix="correct the file at the place named")
+        read = read_ds_file(file)
+    except FuyouConfigError as error:
+        found = str(error).removeprefix(f"{name}: ")
+        yield Finding(name, found, ok=False, fix="correct the file at the place named: a JSON object, { ... }")
         return
-    if not isinstance(config, dict):
-        yield Finding(name, f"holds a {type(config).__name__}", ok=False, fix="write a JSON object: { ... }")
-        return
+    if not read.is_json:
+        fix = "take them out where Accelerate or the Trainer reads the file"
+        yield Finding(name, "holds comments or the like: DeepSpeed takes them, Hugging Face's programs do not", fix=fix)
+    yield from findings_of(name, read.config)
+
+
+def findings_of(name: str, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Every check of a configuration that was read from ``name``."""
     num_findings = 0
     for check in (_aio, _offload_sections, _block):
         for found, ok, fix in check(config):
@@ -109,6 +113,14 @@ def _block(config: Mapping[str, Any]) -> Iterator[Row]:
         yield f'"{BLOCK_KEY}" says "enabled": false', True, '"enabled": true'
         return
     yield from _effects(activation)
+    held = [name for name in _OFFLOADS if _device(config, name) == "cpu" and _open_tier(config, name)]
+    if held and _block_paths(config):
+        found = f'{" and ".join(held)} say "cpu", so what they name stays in host memory, whatever nvme_path holds'
+        yield (
+            found,
+            True,
+            "leave these sections out, and the run decides by the memory that is free; or set tiers in the block",
+        )
 
 
 def _effects(activation: Activation) -> Iterator[Row]:
@@ -118,6 +130,19 @@ def _effects(activation: Activation) -> Iterator[Row]:
     if activation.config.gradients.reduce_by == "block":
         found = f'{BLOCK_KEY}.gradients.reduce_by is "block": on more than two ranks last bits differ from stock\'s'
         yield found, True, "leave it out for equal bits, with a reduce_bucket_size of an eighth of the model or less"
+
+
+def _device(config: Mapping[str, Any], name: str) -> object:
+    section = _zero(config).get(name)
+    return section.get("device") if isinstance(section, Mapping) else None
+
+
+def _open_tier(config: Mapping[str, Any], name: str) -> bool:
+    """Whether the block leaves it to the offload section where its class lives."""
+    part = {"offload_optimizer": "optimizer", "offload_param": "parameters"}[name]
+    section, plan = config[BLOCK_KEY].get(part), config[BLOCK_KEY].get("plan")
+    given = section.get("tier", "auto") if isinstance(section, Mapping) else "auto"
+    return given == "auto" and plan in (None, "auto")
 
 
 def _block_paths(config: Mapping[str, Any]) -> list[str]:
@@ -158,7 +183,7 @@ def _path(path: str, place: str, devices: dict[str, str]) -> Iterator[Finding]:
         facts = probe_path(Path(path))
     except FuyouStorageError:  # it changed since
         return
-    if facts.filesystem in _NETWORK_FILESYSTEMS:
+    if facts.filesystem in NETWORK_FILESYSTEMS:
         fix = "name a disk of this machine: every step reads and writes all states"
         yield Finding(what, f"is on a network file system ({facts.filesystem})", fix=fix)
     if facts.device in devices:

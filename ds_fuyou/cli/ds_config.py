@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner takes from a DeepSpeed JSON: batch, accumulation, and the ``fuyou`` block around which it plans."""
+"""DeepSpeed's JSON as it reads it, and what the planner takes from it: batch, accumulation, and the block around which
+it plans.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,52 @@ from ds_fuyou.config import FuyouConfig
 from ds_fuyou.ds_json import load_activation
 from ds_fuyou.errors import FuyouConfigError
 
-__all__ = ["DeepSpeedJson", "read_ds_config"]
+__all__ = ["DeepSpeedFile", "DeepSpeedJson", "read_ds_config", "read_ds_file"]
+
+
+@dataclass(frozen=True)
+class DeepSpeedFile:
+    """A configuration as it stands in its file. ``is_json``: by the letter; else with comments and other liberties of
+    Hjson, which DeepSpeed reads, and Hugging Face's programs do not.
+    """
+
+    text: str
+    config: dict[str, Any]
+    is_json: bool
+
+
+def read_ds_file(path: Path) -> DeepSpeedFile:
+    """Reads a file as DeepSpeed does.
+
+    Raises:
+        FuyouConfigError: unreadable, or no object.
+    """
+    is_json = True
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            text = file.read()
+        try:
+            config = json.loads(text)
+        except ValueError as error:
+            is_json, config = False, _hjson(text, error)
+    except (OSError, ValueError, RecursionError) as error:
+        raise FuyouConfigError(f"{path}: must be a readable JSON file, found {error}") from error
+    if not isinstance(config, dict):
+        raise FuyouConfigError(f"{path}: must hold a JSON object, found {type(config).__name__}")
+    return DeepSpeedFile(text, config, is_json)
+
+
+def _hjson(text: str, error: ValueError) -> object:
+    """Whatever it cannot read either, or reads as nothing, is the ``error`` that it was as JSON."""
+    import hjson
+
+    try:
+        found = json.loads(hjson.dumpsJSON(hjson.loads(text)))  # plain dictionaries
+    except ValueError:
+        raise error from None
+    if not isinstance(found, dict) or not found:
+        raise error
+    return found
 
 
 @dataclass(frozen=True)
@@ -32,11 +79,9 @@ def read_ds_config(path: Path) -> DeepSpeedJson:
         FuyouConfigError: unreadable, or the block is wrong or cannot work with the rest.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FuyouConfigError(f"--config {path}: must be a readable JSON file, found {error}") from error
-    if not isinstance(data, Mapping):
-        raise FuyouConfigError(f"--config {path}: must hold a JSON object, found {type(data).__name__}")
+        data = read_ds_file(path).config
+    except FuyouConfigError as error:
+        raise FuyouConfigError(f"--config {error}") from error
     activation = load_activation(data)
     return DeepSpeedJson(
         batch=_count(path, data, "train_micro_batch_size_per_gpu"),

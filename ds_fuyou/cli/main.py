@@ -19,8 +19,9 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
     "build": "compile now what a first start would compile: the C++ core and DeepSpeed's operators",
-    "clean": "remove state files that dead runs left behind",
+    "clean": "remove state files and shared memory that dead runs left behind",
     "doctor": "check this machine and say how to fix what is missing",
+    "init": "write a block for this machine and a model, or add it to a DeepSpeed JSON",
     "verify": "run a script with stock and with the block and compare the results bit by bit",
     "max-model": "name the largest model that trains on a machine",
     "plan": "say what fits where, how fast a step is and why",

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import sys
 from pathlib import Path
 
 from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.files import replacing
 from ds_fuyou.planner.document import load
 from ds_fuyou.planner.hardware import find_ssd
 from ds_fuyou.telemetry.lane_times import read_trace, sum_lanes
@@ -53,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     if page.resolve() == arguments.trace.resolve():
         raise FuyouConfigError(f"--out {page} must not be the trace itself")
     title = f"Lanes of {arguments.trace.name}"
-    _replaced(page, render_page(title, content, sums, planned, endurance))
+    with replacing(page) as part:
+        part.write_text(render_page(title, content, sums, planned, endurance), encoding="utf-8")
     sys.stdout.write(f"page: {page}\n")
     if arguments.no_png:
         return 0
@@ -75,12 +76,3 @@ def _planned(path: Path) -> dict[str, float]:
         raise FuyouConfigError(f"{path}: predicted.lane_secs must be there; make the plan again with fuyou plan --out")
     step = predicted.get("iteration_secs")
     return {**lanes, **({"iteration": step} if isinstance(step, (int, float)) and step > 0 else {})}
-
-
-def _replaced(path: Path, text: str) -> None:
-    part = path.with_name(f"{path.name}.part-{os.getpid()}")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

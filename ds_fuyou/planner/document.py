@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.files import replacing
 from ds_fuyou.planner.model import output_names
 
 __all__ = ["SCHEMA", "PlanDocument", "Residency", "Subject", "diff", "is_document", "load", "parse", "save"]
@@ -85,12 +85,8 @@ def is_document(data: object) -> bool:
 
 def save(plan: PlanDocument, path: Path) -> None:
     """Writes the document; whoever reads beside it sees the old one or the new one, never half of it."""
-    part = path.with_name(f"{path.name}.part-{os.getpid()}")
-    try:
+    with replacing(path) as part:
         part.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def load(path: Path, fingerprint: str | None = None, world_size: int | None = None) -> PlanDocument:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.files import replacing
 from ds_fuyou.planner.choose import Chosen, best_batch, largest_model, try_choose
 from ds_fuyou.planner.cost import Workload
 from ds_fuyou.planner.hardware import GIB, Machine, find_gpu, find_host, find_ssd, machine_of, model_shapes
@@ -66,15 +67,10 @@ def read_points(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 def write_points(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> None:
     """Writes through a temporary file beside ``path``, so that a failure leaves no half-written result."""
     names = [*columns, *(name for name in ADDED if name not in columns)]
-    part = path.with_name(f"{path.name}.part-{os.getpid()}")
-    try:
-        with open(part, "w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, names, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with replacing(path) as part, open(part, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def _whole(row: Mapping[str, str], column: str, least: int, default: int | None = None) -> int:

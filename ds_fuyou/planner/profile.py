@@ -8,6 +8,7 @@ one JSON file for each pair of fingerprints, written atomically.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ds_fuyou.files import replacing
 from ds_fuyou.log import log_once
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 SCHEMA = "ds_fuyou.profile/1"
+MOST_KEPT = 100  # profiles, a few kB each
 OFF = "off"
 
 
@@ -200,6 +203,8 @@ def load_profile(machine: str, model: str) -> RunProfile | None:
         profile = RunProfile.from_json(json.loads(path.read_text(encoding="utf-8")))
         if (profile.machine, profile.model) != (machine, model):
             raise ValueError("it was made for another machine or model")
+        with contextlib.suppress(OSError):  # a cache that this user only reads
+            os.utime(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
@@ -227,15 +232,22 @@ def save_profile(profile: RunProfile) -> Path | None:
     path = _path(profile.machine, profile.model)
     if path is None:
         return None
-    part = path.with_name(f"{path.name}.part-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with replacing(path) as part:
             part.write_text(json.dumps(profile.to_json()) + "\n", encoding="utf-8")
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        _drop_old(path.parent)
     except OSError as error:
         log_once(logging.WARNING, f"the profile could not be kept for the next run: {error}")
         return None
     return path
+
+
+def _drop_old(directory: Path) -> None:
+    """All but those that were made or used last. Another process may do the same."""
+    found = []
+    for file in directory.glob("*-*.json"):
+        with contextlib.suppress(OSError):
+            found.append((file.stat().st_mtime_ns, file))
+    for _, file in sorted(found)[:-MOST_KEPT]:
+        file.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from ds_fuyou.host.device import Device, HostDevice, failure_of
 from ds_fuyou.host.memory import PAGE_BYTES, aligned_tensor
 from ds_fuyou.log import log_once
 
-__all__ = ["AcceleratorDevice", "rank_device"]
+__all__ = ["AcceleratorDevice", "num_devices", "rank_device"]
 
 
 class AcceleratorDevice:
@@ -141,6 +141,11 @@ def rank_device(*, pin_memory: bool = True) -> Device:
     """
     accelerator: Any = get_accelerator()
     return _device(accelerator, str(accelerator.current_device_name()), pin_memory)
+
+
+def num_devices() -> int:
+    """Devices of this machine that a rank each could train on; the host is one."""
+    return 1 if rank_device().is_host else max(1, int(get_accelerator().device_count()))
 
 
 @functools.cache

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ds_fuyou.planner import profile
 from ds_fuyou.planner.profile import forget_profile, load_profile, machine_fingerprint, profile_directory, save_profile
 from tests.planner.profiles import PROFILE
 
@@ -31,6 +33,18 @@ def test_what_is_kept_comes_back(profiles: Path) -> None:
         False,
     ]
     assert load_profile(PROFILE.machine, PROFILE.model) is None
+
+
+def test_old_profiles_go(profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "MOST_KEPT", 3)
+    for number in range(5):
+        path = save_profile(replace(PROFILE, model=f"model{number}"))
+        assert path is not None
+        os.utime(path, (number, number))
+    assert load_profile(PROFILE.machine, "model2") is not None  # used now
+    save_profile(replace(PROFILE, model="new"))
+    left = {file.name.partition("-")[2] for file in profiles.iterdir()}
+    assert left == {"model2.json", "model4.json", "new.json"}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert f"usage: fuyou {command}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["clean"], ["build", "--nonsense"]])
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["init"], ["build", "--nonsense"]])
 def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(arguments)

@@ -104,6 +104,48 @@ SHAPES: dict[str, tuple[dict[str, Any], bool, str, str]] = {
         "on more than two ranks last bits differ",
         "leave it out for equal bits",
     ),
+    "offload sections that outweigh the path": (
+        {
+            **zero(offload_optimizer={"device": "cpu", "pin_memory": True}, offload_param={"device": "cpu"}),
+            "fuyou": {"nvme_path": "PATH"},
+        },
+        False,
+        'offload_optimizer and offload_param say "cpu", so what they name stays in host memory',
+        "leave these sections out",
+    ),
+    "a tier that outweighs the section": (
+        {
+            **zero(offload_optimizer={"device": "cpu"}),
+            "fuyou": {"nvme_path": "PATH", "optimizer": {"tier": "nvme"}},
+        },
+        False,
+        "fuyou.optimizer.tier is set",
+        "leave them out",
+    ),
+    "full offload as axolotl has it": (
+        {
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_allow_untested_optimizer": True,
+            **zero(
+                offload_optimizer={"device": "cpu", "pin_memory": True},
+                offload_param={"device": "cpu", "pin_memory": True},
+                sub_group_size=0,
+                reduce_bucket_size="auto",
+                stage3_gather_16bit_weights_on_model_save=True,
+            ),
+            "bf16": {"enabled": True},
+            "gradient_accumulation_steps": "auto",
+        },
+        False,
+        "runs as stock",
+        '"fuyou": { "nvme_path"',
+    ),
+    "quantised gathers": (
+        {**zero(zero_quantized_weights=True), "fuyou": {"nvme_path": "PATH"}},
+        True,
+        "the block cannot run",
+        "cannot be combined with: zero_optimization.zero_quantized_weights",
+    ),
     "right": ({**zero(), "fuyou": {"nvme_path": "PATH"}}, False, "says what it means", ""),
 }
 
@@ -123,6 +165,19 @@ def test_shapes_of_public_configurations(shape: str, tmp_path: Path) -> None:
     assert any(not finding.ok for finding in findings) == fails, findings
     assert any(what in finding.found and fix in finding.fix for finding in findings), findings
     assert all(finding.fix for finding in findings if not finding.ok)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{ // stage\n"zero_optimization": {"stage": 3}}', '{"zero_optimization": {"stage": 3},}', "# all\n{fp16: {}}"],
+)
+def test_comments_and_the_like_are_read_as_deepspeed_reads_them(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    findings = list(config_findings(file))
+    assert all(finding.ok for finding in findings), findings
+    assert "Hugging Face's programs do not" in findings[0].found
+    assert "runs as stock" in findings[1].found
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100000, "null"])

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import signal
 import subprocess
@@ -223,6 +224,24 @@ def test_a_killed_build_leaves_nothing_in_the_way(csrc: Path, tmp_path: Path, mo
     leave.touch()
     assert builder(csrc).build().is_file()
     assert not list(cache.glob(".build-*"))
+
+
+def test_old_builds_and_what_killed_ones_left_go(csrc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_cache, "MOST_KEPT", 2)
+    cache = build_cache.cache_directory()
+    for age, name in enumerate(("tiny-c", "tiny-b", "tiny-a", "other-a", ".build-tiny-d-x", ".build-tiny-e-x")):
+        (cache / name).mkdir()
+        os.utime(cache / name, (age, age))
+    (cache / "tiny-c.lock").touch()
+    with open(cache / "tiny-e.lock", "w") as held:  # somebody builds it
+        fcntl.flock(held, fcntl.LOCK_EX)
+        library = builder(csrc).build()
+        left = {path.name for path in cache.iterdir() if path.is_dir()}
+    assert left == {library.parent.name, "tiny-a", "other-a", ".build-tiny-e-x"}
+    assert not (cache / "tiny-c.lock").exists()
+    os.utime(library.parent, (0, 0))
+    builder(csrc).build()
+    assert library.parent.stat().st_mtime > 1e9  # used now
 
 
 def test_an_interrupt_ends_the_compilers(csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``fuyou init`` decides: directories for state, and tiers where those of a DeepSpeed JSON would not fit.
+
+By the same rule as a run, with what it would find now: free host memory, disks, devices, cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ds_fuyou.config import BLOCK_KEY
+from ds_fuyou.ds_json import Activation, load_activation
+from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.planner.document import Residency
+from ds_fuyou.planner.fit import shown_bytes
+from ds_fuyou.planner.host_memory import available_host_bytes
+from ds_fuyou.planner.model import ModelSpec
+from ds_fuyou.planner.plan import Plan, PlanInput, make_plan
+from ds_fuyou.storage.disks import DIRECTORY_NAME, Disk, find_disks
+from ds_fuyou.storage.layout import choose_num_slots, device_capacities
+from ds_fuyou.storage.probe import PathFacts, probe_path
+from ds_fuyou.zero.budgets import cores_of_rank
+from ds_fuyou.zero.device import num_devices, rank_device
+
+__all__ = ["FirstBlock", "Question", "choose_block"]
+
+_MOMENTS = {"lion": 1, "adagrad": 1}
+_CLASSES = {"parameters": "P16", "optimizer": "P32 and moments", "gradients": "G16"}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model, the configuration around the block, and what the user has said: directories, ranks of this machine."""
+
+    model: ModelSpec
+    config: Mapping[str, Any]
+    paths: tuple[str, ...] = ()
+    ranks: int | None = None
+
+
+@dataclass(frozen=True)
+class FirstBlock:
+    """The block, directories to be made for it, and lines that say why it is so."""
+
+    block: dict[str, Any]
+    new_directories: tuple[str, ...] = ()
+    why: list[str] = field(default_factory=list)
+
+
+def choose_block(asked: Question) -> FirstBlock:
+    """The smallest block that trains the model here.
+
+    Raises:
+        FuyouConfigError: the configuration cannot be combined with a block, host memory holds no placement, or the
+            disks do not hold the state.
+    """
+    ranks = asked.ranks or num_devices()
+    paths, new, where = _paths(asked)
+    activation = _activation(asked.config, {"nvme_path": paths} if paths else {})
+    given = _plan_input(asked, activation, ranks)
+    plan, tiers, how = _placed(given, asked, activation)
+    why = [
+        f"{asked.model.name}: {asked.model.params / 1e6:,.0f} million parameters on {ranks} rank{'s' * (ranks > 1)}; "
+        f"{shown_bytes(given.dram_budget_bytes)} of host memory for each (80 % of what is free now)",
+        where,
+        f"placement: {_shown(plan.residency)}; {how}",
+    ]
+    if plan.residency != Residency(1.0, 1.0, 1.0):
+        why.append(_slots(given, plan, ranks, [Path(path).parent if path in new else Path(path) for path in paths]))
+    why += _buckets(asked, ranks)
+    written = [] if paths == _named(asked.config) else list(paths)
+    block: dict[str, Any] = {"enabled": True, **tiers}
+    if written:
+        block = {"enabled": True, "nvme_path": written[0] if len(written) == 1 else written, **tiers}
+    return FirstBlock(block, new, why)
+
+
+def _activation(config: Mapping[str, Any], block: Mapping[str, Any]) -> Activation:
+    activation = load_activation({**config, BLOCK_KEY: {"enabled": True, **block}})
+    if activation is None:
+        raise FuyouConfigError("a block must be enabled to be written")
+    return activation
+
+
+def _paths(asked: Question) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Directories for state, those of them that are to be made, and a line about them."""
+    for paths, says in ((asked.paths, "as told"), (_named(asked.config), "as the offload sections say")):
+        if paths:
+            _refuse_memory(paths)
+            return paths, (), f"state in {', '.join(paths)}, {says}"
+    disks = _best(find_disks())
+    if not disks:
+        return (), (), "state in host memory only: no local disk was found on which this user may write (--path)"
+    chosen = tuple(str(disk.directory / DIRECTORY_NAME) for disk in disks)
+    new = tuple(path for path in chosen if not Path(path).is_dir())
+    shown = ", ".join(f"{path} ({_told(disk)})" for path, disk in zip(chosen, disks, strict=True))
+    return chosen, new, f"state in {shown}: the best kind of disk here on which this user may write"
+
+
+def _named(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Directories of the offload sections."""
+    zero = config.get("zero_optimization")
+    sections = [zero.get(name) for name in ("offload_optimizer", "offload_param")] if isinstance(zero, Mapping) else []
+    named = any(isinstance(section, Mapping) and section.get("nvme_path") for section in sections)
+    return _activation(config, {}).state_paths if named else ()
+
+
+def _refuse_memory(paths: Sequence[str]) -> None:
+    for path in paths:
+        if probe_path(Path(path)).is_tmpfs:
+            raise FuyouConfigError(f"{path} is host memory, which state on storage is to save; name one on a disk")
+
+
+def _best(disks: Sequence[Disk]) -> list[Disk]:
+    """All of the best kind that hold at least half of what the largest of them does: a state is striped evenly."""
+    return [d for d in disks if d.kind == disks[0].kind and 2 * d.facts.free_bytes >= disks[0].facts.free_bytes]
+
+
+def _told(disk: Disk) -> str:
+    return f"{disk.kind}, {disk.facts.filesystem}, {shown_bytes(disk.facts.free_bytes)} free"
+
+
+def _plan_input(asked: Question, activation: Activation, ranks: int) -> PlanInput:
+    """As a run would give it to the rule."""
+    config, model = activation.config, asked.model
+    stored = bool(activation.state_paths)
+    device_is_host = rank_device().is_host
+    width = 2 if _is_16_bit(asked.config) else 4
+    return PlanInput(
+        numel=-(-model.params // ranks),
+        param_bytes_each=width,
+        grad_bytes_each=width,
+        num_moments=_MOMENTS.get(_optimizer(asked.config), 2),
+        largest_param_numel=-(-_largest_param(model) // ranks),
+        dram_budget_bytes=available_host_bytes() // ranks * 8 // 10,
+        params_tier=config.parameters.tier if stored else "cpu",
+        optimizer_tier=config.optimizer.tier if stored else "cpu",
+        gradients_tier=config.gradients.tier if stored else "cpu",
+        num_cpus=max(1, cores_of_rank() // ranks),
+        device_is_host=device_is_host,
+        swaps_activations=not device_is_host,
+        activations_stay_in_dram=not stored,
+        num_paths=max(1, len(activation.state_paths)),
+    )
+
+
+def _largest_param(model: ModelSpec) -> int:
+    """A gated MLP has its two matrices apart."""
+    return max(
+        model.vocab * model.hidden, model.hidden * model.intermediate, model.hidden * model.heads * model.head_dim
+    )
+
+
+def _is_16_bit(config: Mapping[str, Any]) -> bool:
+    """What is not said, as in a file without a precision that Accelerate is to set, is 16 bits."""
+    said = [config[name] for name in ("bf16", "bfloat16", "fp16") if isinstance(config.get(name), Mapping)]
+    return not said or any(section.get("enabled", False) in (True, "auto") for section in said)
+
+
+def _optimizer(config: Mapping[str, Any]) -> str:
+    section = config.get("optimizer")
+    return str(section.get("type", "")).lower() if isinstance(section, Mapping) else ""
+
+
+def _placed(given: PlanInput, asked: Question, activation: Activation) -> tuple[Plan, dict[str, Any], str]:
+    """The plan, what the block must say for it, and why."""
+    moved = "of what fits it moves the fewest bytes, and a run decides anew by what is free when it starts"
+    fixed = [tier for tier in (given.params_tier, given.optimizer_tier) if tier != "auto"]
+    try:
+        plan = make_plan(given, {})
+    except FuyouConfigError as error:
+        if not fixed or not activation.state_paths:
+            raise FuyouConfigError(f"{asked.model.name} on this machine: {error}") from error
+        free = replace(given, params_tier="auto", optimizer_tier="auto", gradients_tier="auto")
+        plan = make_plan(free, {})
+        return (
+            plan,
+            _tiers(plan),
+            "the block says so, because the offload sections ask for more host memory than is free",
+        )
+    if plan.residency == Residency(1.0, 1.0, 1.0):
+        return plan, {}, "it fits; what does not when a run starts goes to storage"
+    return plan, {}, "as the offload sections say" if len(fixed) == 2 else moved
+
+
+def _tiers(plan: Plan) -> dict[str, Any]:
+    """Keys of the block for a placement that offload sections do not give."""
+    shares = {name: float(getattr(plan.residency, name)) for name in _CLASSES}
+    whole = {name: {"tier": "cpu" if share else "nvme"} for name, share in shares.items() if share in (0.0, 1.0)}
+    part = {name: int(100 * share) / 100 for name, share in shares.items() if name not in whole}
+    return {**whole, **({"plan": {"residency": part}} if part else {})}
+
+
+def _shown(residency: Residency) -> str:
+    where = {1.0: "in host memory", 0.0: "on storage"}
+    if residency == Residency(1.0, 1.0, 1.0):
+        return "everything in host memory"
+    shares = {shown: float(getattr(residency, name)) for name, shown in _CLASSES.items()}
+    return ", ".join(
+        f"{name} {where.get(x, f'{x:.0%} in host memory, the rest on storage')}" for name, x in shares.items()
+    )
+
+
+def _slots(given: PlanInput, plan: Plan, ranks: int, paths: Sequence[Path]) -> str:
+    """A line on how much storage is needed; ``paths`` exist.
+
+    Raises:
+        FuyouConfigError: there is too little.
+    """
+    place, num = plan.residency, given.numel * ranks
+    slot = given.param_bytes_each * (1 - place.parameters) + 4 * (1 + given.num_moments) * (1 - place.optimizer)
+    spilled = given.grad_bytes_each * (1 - place.gradients)
+    one, two = (int(num * (n * slot + spilled)) for n in (1, 2))
+    facts: list[PathFacts] = [probe_path(path) for path in paths]
+    free = sum(device_capacities(facts).values())
+    if one > free:
+        raise FuyouConfigError(
+            f"the state needs {shown_bytes(one)} on storage, {shown_bytes(free)} can be used; free space, or name "
+            f"directories on more disks with --path"
+        )
+    if choose_num_slots(paths, one, two, swaps_activations=given.swaps_activations).num_slots == 2:
+        return f"storage: {shown_bytes(two)} with two slots, so that a crash leaves the last step whole"
+    return f"storage: {shown_bytes(one)} with one slot; {shown_bytes(two)} would hold two (safe in a crash, faster)"
+
+
+def _buckets(asked: Question, ranks: int) -> list[str]:
+    """On more than two ranks gradients are reduced in stock's buckets."""
+    zero, eighth = asked.config["zero_optimization"], asked.model.params // 8
+    size = zero.get("reduce_bucket_size", 500_000_000)
+    if ranks <= 2 or size == "auto" or not isinstance(size, (int, float)) or size <= eighth:
+        return []
+    return [
+        f'to set yourself: "reduce_bucket_size": {eighth} in zero_optimization, or updates wait for backward\'s end'
+    ]

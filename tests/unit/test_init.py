@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fuyou init``: a block that trains, nothing else changed, and no file where a doctor would object."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_fuyou.cli import first_block, main
+from ds_fuyou.cli.ds_config import read_ds_file
+from ds_fuyou.cli.init import with_block
+from ds_fuyou.ds_json import load_activation
+from ds_fuyou.storage.disks import Disk, DiskKind
+from ds_fuyou.storage.probe import probe_path
+from tests.harness.runner import ds_config, run_case
+
+MODEL = "gpt:24,16,1024,50000"  # 354 million parameters
+GB = 10**9
+CPU = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 GB of free memory, and one disk on which the user may write below ``disk``."""
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(first_block, "available_host_bytes", lambda: 100 * GB)
+    disk = Disk(tmp_path / "disk", DiskKind.NVME, probe_path(tmp_path / "disk"))
+    monkeypatch.setattr(first_block, "find_disks", lambda: [disk])
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(first_block, "available_host_bytes", lambda: num_bytes)
+
+
+def written(tmp_path: Path, config: object) -> Path:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(config, indent=2))
+    return file
+
+
+def block_of(file: Path) -> dict[str, Any]:
+    config = json.loads(file.read_text())
+    assert load_activation(config) is not None
+    found: dict[str, Any] = config["fuyou"]
+    return found
+
+
+def test_alone_it_shows_the_smallest_configuration_and_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", "--model", MODEL]) == 0
+    shown = capsys.readouterr()
+    path = tmp_path / "disk/fuyou_swap"
+    assert json.loads(shown.out) == {
+        "zero_optimization": {"stage": 3},
+        "fuyou": {"enabled": True, "nvme_path": str(path)},
+    }
+    assert path.is_dir()
+    assert "354 million parameters on 1 rank; 80.0 GB of host memory" in shown.err
+    assert f"{path} (NVMe, " in shown.err
+    assert "everything in host memory; it fits" in shown.err
+    assert len(shown.err.splitlines()) <= 6
+
+
+TEXTS = [
+    '{\n    "zero_optimization": {"stage": 3},\n    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}\n}\n',
+    '{"zero_optimization": {"stage": 3}, "x": 5e8}',
+    '{\r\n\t"zero_optimization": {\r\n\t\t"stage": 3\r\n\t}\r\n}\r\n\r\n',
+    '  \n{\n"zero_optimization": {"stage": 3}\n}',
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_character_of_the_file_stays(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_bytes(text.encode())
+    file.chmod(0o640)
+    assert main(["init", str(file), "--model", MODEL]) == 0
+    after = file.read_bytes().decode()
+    body, _, rest = after.partition('"fuyou"')
+    assert text.startswith(body.rstrip().removesuffix(","))
+    assert rest.endswith(text[text.rindex("}") :])
+    assert {**json.loads(text), "fuyou": block_of(file)} == json.loads(after)
+    assert ("\r\n" in text) == ("\r\n" in rest)
+    assert file.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_null_block_is_replaced(tmp_path: Path) -> None:
+    file = written(tmp_path, {"fuyou": None, "zero_optimization": {"stage": 3}})
+    assert main(["init", str(file), "--model", MODEL]) == 0
+    assert block_of(file)["enabled"]
+
+
+def test_comments_go_only_to_another_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, other = tmp_path / "ds.json", tmp_path / "out.json"
+    file.write_text('{\n  // three\n  "zero_optimization": {"stage": 3},\n}\n')
+    assert main(["init", str(file), "--model", MODEL]) == 2
+    assert "comments or the like, which would be lost" in capsys.readouterr().err
+    assert main(["init", str(file), "--model", MODEL, "--out", str(other)]) == 0
+    assert json.loads(other.read_text())["zero_optimization"] == {"stage": 3}
+    assert "three" in file.read_text()
+
+
+def test_an_empty_object_gets_no_comma(tmp_path: Path) -> None:
+    file = written(tmp_path, {})
+    assert json.loads(with_block(read_ds_file(file), {"enabled": True})) == {"fuyou": {"enabled": True}}
+
+
+def test_paths_of_the_offload_sections_are_not_named_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    section = {"device": "nvme", "nvme_path": str(tmp_path)}
+    file = written(tmp_path, {"zero_optimization": {"stage": 3, "offload_optimizer": section}})
+    assert main(["init", str(file), "--model", MODEL]) == 0
+    assert block_of(file) == {"enabled": True}
+    said = capsys.readouterr().out
+    assert f"state in {tmp_path}, as the offload sections say" in said
+    assert "P32 and moments on storage" in said
+    assert "8.5 GB with two slots" in said  # 24 bytes each
+    assert not (tmp_path / "disk/fuyou_swap").exists()
+
+
+def test_sections_that_ask_for_too_much_memory_are_overruled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_memory(monkeypatch, 5 * GB)  # 14 bytes of P16 and states for each of 354 million do not fit 80 % of it
+    file = written(tmp_path, {"bf16": {"enabled": True}, "zero_optimization": CPU})
+    assert main(["init", str(file), "--model", MODEL]) == 0
+    block = block_of(file)
+    assert 0 < block["plan"]["residency"]["optimizer"] < 1
+    assert "the offload sections ask for more host memory than is free" in capsys.readouterr().out
+    activation = load_activation(json.loads(file.read_text()))
+    assert activation is not None
+    assert activation.config.plan.resident_shares() == block["plan"]["residency"]
+
+
+def test_what_fits_is_left_to_the_sections(tmp_path: Path) -> None:
+    file = written(tmp_path, {"bf16": {"enabled": True}, "zero_optimization": CPU})
+    assert main(["init", str(file), "--model", MODEL]) == 0
+    assert block_of(file) == {"enabled": True, "nvme_path": str(tmp_path / "disk/fuyou_swap")}
+
+
+def test_more_than_two_ranks_are_told_of_buckets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--model", MODEL, "--ranks", "4"]) == 0
+    assert '"reduce_bucket_size": 44' in capsys.readouterr().err
+    auto = written(tmp_path, {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}})
+    assert main(["init", str(auto), "--model", MODEL, "--ranks", "4"]) == 0
+    assert "reduce_bucket_size" not in capsys.readouterr().out
+
+
+# name: (configuration, more arguments, status, what must be said)
+REFUSED: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
+    "aio inside": ({"zero_optimization": {"stage": 3, "aio": {}}}, [], 1, "top level of the file"),
+    "stage 2": ({"zero_optimization": {"stage": 2}}, [], 2, "stage 3"),
+    "no stage": ({}, [], 2, "stage 3"),
+    "offload of stage 2": ({"zero_optimization": {**CPU, "stage": 2}}, [], 1, '"stage": 3'),
+    "quantised": ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, [], 2, "cannot be combined"),
+    "a block": ({"zero_optimization": {"stage": 3}, "fuyou": {}}, [], 2, "block already"),
+    "memory": ({"zero_optimization": {"stage": 3}}, ["--path", "/dev/shm"], 2, "is host memory"),
+    "no directory": ({"zero_optimization": {"stage": 3}}, ["--path", "/no/such"], 2, "create it"),
+    "no model": ({"zero_optimization": {"stage": 3}}, ["--model", "13Q"], 2, "nearest sizes"),
+    "no ranks": ({"zero_optimization": {"stage": 3}}, ["--ranks", "0"], 2, "--ranks must be at least 1"),
+    "a disk too small": (
+        {"zero_optimization": {"stage": 3}},
+        ["--model", "gpt:2000,64,8192,50000"],
+        2,
+        "name directories on more disks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_doctor_would_name_is_refused_and_nothing_is_written(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, more, status, says = REFUSED[name]
+    file = written(tmp_path, config)
+    before = file.read_text()
+    assert main(["init", str(file), "--model", MODEL, *more]) == status
+    assert says in capsys.readouterr().err
+    assert file.read_text() == before
+    assert sorted(os.listdir(tmp_path)) == ["disk", "ds.json"]
+    assert os.listdir(tmp_path / "disk") == []
+
+
+def test_without_a_disk_the_model_must_fit_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(first_block, "find_disks", list)
+    assert main(["init", "--model", MODEL]) == 0
+    assert json.loads(capsys.readouterr().out)["fuyou"] == {"enabled": True}
+    with_memory(monkeypatch, 2 * GB)
+    assert main(["init", "--model", MODEL]) == 2
+    assert "the smallest placement that the tiers allow needs" in capsys.readouterr().err
+
+
+def test_a_run_takes_what_was_written(tmp_path: Path) -> None:
+    file = written(tmp_path, ds_config())
+    assert main(["init", str(file), "--model", "gpt:2,2,32,100"]) == 0
+    case = {"model": {}, "steps": 2, "config": json.loads(file.read_text())}
+    (result,) = run_case(case, tmp_path / "run", "initial")
+    assert f"state in {tmp_path}/disk/fuyou_swap" in result["output"]
