@@ -53,8 +53,10 @@ void copy_across(const Tensor& from, const Tensor& to, bool non_blocking)
         if (!left_out) std::memcpy(written, read, bytes);
     };
     if (is_late) move = host_memory.watched(host.const_data_ptr(), bytes, is_up, std::move(move));
-    launch(name_of(is_up, is_late), is_up ? Engine::up : Engine::down,
-           double(bytes) / (is_up ? settings.up_rate : settings.down_rate), std::move(move));
+    Work work{.name = name_of(is_up, is_late), .engine = is_up ? Engine::up : Engine::down};
+    work.secs = double(bytes) / (is_up ? settings.up_rate : settings.down_rate);
+    work.run = std::move(move);
+    push(current_stream, std::move(work));
     if (!is_late && !is_taken) wait_stream(current_stream, non_blocking ? "pageable copy" : "copy");
 }
 

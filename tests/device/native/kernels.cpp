@@ -66,10 +66,6 @@ const Tensor& resize_(const Tensor& self, at::IntArrayRef sizes,
     if (bytes > self.storage().nbytes()) device_memory.resize(self.storage(), bytes);
     return self;
 }
-Tensor copy_from_and_resize(const Tensor& from, const Tensor& to)
-{
-    return copy_from(from, resize_(to, from.sizes(), std::nullopt), false);
-}
 
 at::Scalar item(const Tensor& self)
 {
@@ -130,7 +126,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library)
     library.impl("empty.memory_format", TORCH_FN(empty));
     library.impl("empty_strided", TORCH_FN(empty_strided));
     library.impl("_copy_from", TORCH_FN(copy_from));
-    library.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
     library.impl("_local_scalar_dense", TORCH_FN(item));
     library.impl("resize_", TORCH_FN(resize_));
     library.impl("record_stream", TORCH_FN(record_stream));

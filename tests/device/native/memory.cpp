@@ -40,11 +40,10 @@ size_t up_to(size_t bytes, size_t unit)
 void DeviceMemory::open()
 {
     file_ = memfd_create("standin", MFD_CLOEXEC);
-    TORCH_CHECK(file_ >= 0 && ftruncate(file_, kAddresses) == 0,
-                "the stand-in device found no memory");
+    require(file_ >= 0 && ftruncate(file_, kAddresses) == 0, "the stand-in device found no memory");
     const auto map = [this](int access) {
         void* at = mmap(nullptr, kAddresses, access, MAP_SHARED | MAP_NORESERVE, file_, 0);
-        TORCH_CHECK(at != MAP_FAILED, "the stand-in device cannot map its memory");
+        require(at != MAP_FAILED, "the stand-in device cannot map its memory");
         madvise(at, kAddresses, MADV_DONTDUMP);
         return static_cast<char*>(at);
     };
@@ -224,9 +223,10 @@ void DeviceMemory::reset_peaks()
 
 // ---- host memory ------------------------------------------------------------------------------
 
-bool HostMemory::overlaps(uintptr_t at, size_t bytes) const
+std::list<HostMemory::Flight>::const_iterator HostMemory::first_over(uintptr_t at,
+                                                                     size_t bytes) const
 {
-    return std::any_of(flights_.begin(), flights_.end(), [&](const Flight& each) {
+    return std::find_if(flights_.begin(), flights_.end(), [&](const Flight& each) {
         return each.at < at + bytes && at < each.at + each.bytes;
     });
 }
@@ -236,8 +236,9 @@ c10::DataPtr HostMemory::allocate(size_t bytes)
     const size_t size = up_to(std::max<size_t>(bytes, 1), kPage);
     Lock hold(mutex_);
     const auto [first, last] = free_.equal_range(size);
-    const auto idle = std::find_if(
-        first, last, [&](const auto& each) { return !overlaps(uintptr_t(each.second), size); });
+    const auto idle = std::find_if(first, last, [&](const auto& each) {
+        return first_over(uintptr_t(each.second), size) == flights_.end();
+    });
     void* place = nullptr;
     if (idle != last) {
         place = idle->second;
@@ -269,12 +270,12 @@ bool HostMemory::is_pinned(const void* at, size_t bytes)
 
 void HostMemory::add(uintptr_t at, size_t bytes)
 {
-    TORCH_CHECK(bytes > 0, "host memory to register must have bytes");
+    require(bytes > 0, "host memory to register must have bytes");
     Lock hold(mutex_);
     for (const auto& [begin, size] : pinned_)
-        TORCH_CHECK(up_to(begin + size, kPage) <= at / kPage * kPage ||
-                        up_to(at + bytes, kPage) <= begin / kPage * kPage,
-                    "host memory: its pages are registered already");
+        require(up_to(begin + size, kPage) <= at / kPage * kPage ||
+                    up_to(at + bytes, kPage) <= begin / kPage * kPage,
+                "host memory: its pages are registered already");
     pinned_[at] = bytes;
 }
 
@@ -282,11 +283,8 @@ void HostMemory::remove(uintptr_t at)
 {
     Lock hold(mutex_);
     const auto found = pinned_.find(at);
-    TORCH_CHECK(found != pinned_.end(), "host memory: this address is not registered");
-    const size_t bytes = found->second;
-    const auto flight = std::find_if(flights_.begin(), flights_.end(), [&](const Flight& each) {
-        return each.at < at + bytes && at < each.at + each.bytes;
-    });
+    require(found != pinned_.end(), "host memory: this address is not registered");
+    const auto flight = first_over(at, found->second);
     if (flight != flights_.end())
         trips_.push_back(
             {"host memory was unregistered while a copy of it was in flight", flight->launched});
@@ -299,7 +297,7 @@ std::function<void()> HostMemory::watched(const void* at, size_t bytes, bool is_
     Flight flight{uintptr_t(at), bytes, python_stack()};
     auto* host = static_cast<char*>(const_cast<void*>(at));
     Lock hold(mutex_);
-    if (settings.watch && !settings.skip && !overlaps(flight.at, bytes)) {
+    if (settings.watch && !settings.skip && first_over(flight.at, bytes) == flights_.end()) {
         const size_t num_watched = std::min(bytes, kMostWatched);
         if (is_up)
             flight.before.assign(host, host + num_watched);

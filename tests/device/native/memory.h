@@ -105,7 +105,7 @@ class HostMemory final : public c10::Allocator {
         size_t filled = 0;              // bytes of the target of a copy down that hold the filling
     };
     static void free(void* place);
-    bool overlaps(uintptr_t at, size_t bytes) const;
+    std::list<Flight>::const_iterator first_over(uintptr_t at, size_t bytes) const;
     void check(const Flight& flight);
 
     std::mutex mutex_;

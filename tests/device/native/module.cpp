@@ -141,7 +141,7 @@ void configure(const std::map<std::string, double>& changes)
         {"capacity", &it.capacity},
     };
     for (const auto& [name, value] : changes) {
-        TORCH_CHECK_VALUE(places.contains(name), "the stand-in device has no setting ", name);
+        require(places.contains(name), "the stand-in device has no setting " + name);
         std::visit([value](auto* at) { *at = std::decay_t<decltype(*at)>(value); },
                    places.at(name));
     }

@@ -188,6 +188,8 @@ bool reached(const Mark& mark)
 
 Mark push(int stream, Work work)
 {
+    if (settings.timed && work.secs > 0)
+        count(std::string("ns of ") + work.name, std::llround(work.secs * 1e9));
     Stream* on = nullptr;
     {
         Lock hold(streams_mutex);
@@ -206,7 +208,6 @@ bool idle(int stream)
 void launch(const char* name, Engine engine, double secs, std::function<void()> run)
 {
     raise_failure();
-    if (settings.timed) count(std::string("ns of ") + name, std::llround(secs * 1e9));
     const double latency = engine == Engine::compute ? settings.launch_secs : 0;
     push(current_stream, {name, engine, secs, latency, std::move(run)});
 }
@@ -225,7 +226,7 @@ std::map<std::string, int64_t> counters()
 void raise_failure()
 {
     Lock hold(state.mutex);
-    if (!state.failure.empty()) throw DeviceError("stand-in device: " + state.failure);
+    if (!state.failure.empty()) throw std::runtime_error("stand-in device: " + state.failure);
 }
 void clear_failure()
 {
@@ -262,17 +263,10 @@ void wait_marks(const std::vector<Mark>& marks, const char* what)
     raise_failure();
 }
 
-void wait_stream(int stream, const char* what)
+void wait_streams(int first, int last, const char* what)
 {
     std::vector<Mark> ends;
-    if (!idle(stream)) ends.push_back(push(stream, {.name = "end"}));
-    wait_marks(ends, what);
-}
-
-void wait_all(const char* what)
-{
-    std::vector<Mark> ends;
-    for (int stream = 0; stream < kStreams; ++stream)
+    for (int stream = first; stream <= last; ++stream)
         if (!idle(stream)) ends.push_back(push(stream, {.name = "end"}));
     wait_marks(ends, what);
 }

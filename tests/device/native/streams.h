@@ -10,6 +10,7 @@
 #include <future>
 #include <map>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -41,6 +42,12 @@ struct Settings {
 extern Settings settings;
 
 int64_t now_ns();
+
+// Python sees these as RuntimeError, without the C++ stack that TORCH_CHECK adds.
+inline void require(bool holds, const std::string& otherwise)
+{
+    if (!holds) throw std::runtime_error(otherwise);
+}
 
 // What executes work: kernels of all streams share one engine, each direction of the link is
 // another.
@@ -78,9 +85,6 @@ std::map<std::string, int64_t> counters();
 
 // A failure of work is raised by every later call of the host that launches, asks or waits, until
 // it is cleared.
-struct DeviceError : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
 void raise_failure();
 void clear_failure();
 void fail_copy(int64_t nth);  // the nth copy from now on fails when its turn comes
@@ -98,8 +102,15 @@ struct HostWait {
     PythonStack stack;
 };
 void wait_marks(const std::vector<Mark>& marks, const char* what);
-void wait_stream(int stream, const char* what);
-void wait_all(const char* what);
+void wait_streams(int first, int last, const char* what);
+inline void wait_stream(int stream, const char* what)
+{
+    wait_streams(stream, stream, what);
+}
+inline void wait_all(const char* what)
+{
+    wait_streams(0, kStreams - 1, what);
+}
 std::vector<HostWait> take_waits();
 
 }  // namespace standin
