@@ -44,13 +44,15 @@ void copy_across(const Tensor& from, const Tensor& to, bool non_blocking)
     count("bytes " + way, int64_t(bytes));
     raise_failure();  // before: what is refused is not in flight
     const bool left_out = settings.leaves_out(bytes);
-    if (left_out && !is_up && !is_late) to.zero_();  // the host reads what is defined
+    // Who waits reads what is defined.
+    const bool is_zeroed = left_out && !is_up && (!is_late || settings.zeros);
     const Tensor source = is_ours(from) ? aliased(from) : is_taken ? from.clone() : from;
     const Tensor target = is_up ? aliased(to) : to;
     const Tensor taken = is_taken ? source : Tensor();  // of a late copy nothing is kept alive
     std::function<void()> move = [taken, read = source.const_data_ptr(),
-                                  written = target.mutable_data_ptr(), bytes, left_out] {
+                                  written = target.mutable_data_ptr(), bytes, left_out, is_zeroed] {
         if (!left_out) std::memcpy(written, read, bytes);
+        if (is_zeroed) std::memset(written, 0, bytes);
     };
     if (is_late) move = host_memory.watched(host.const_data_ptr(), bytes, is_up, std::move(move));
     Work work{.name = name_of(is_up, is_late), .engine = is_up ? Engine::up : Engine::down};

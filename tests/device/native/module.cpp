@@ -133,6 +133,7 @@ void configure(const std::map<std::string, double>& changes)
         {"watch", &it.watch},
         {"timed", &it.timed},
         {"skip", &it.skip},
+        {"zeros", &it.zeros},
         {"flops", &it.flops},
         {"memory_rate", &it.memory_rate},
         {"up_rate", &it.up_rate},

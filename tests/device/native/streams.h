@@ -23,11 +23,11 @@ struct Settings {
     double slow_compute_secs = 0;  // every kernel begins this much later
     double slow_up_secs = 0;       // and every copy of a direction
     double slow_down_secs = 0;
-    bool watch = true;          // trip wires on host memory of late copies
-    bool timed = false;         // work occupies its engine by the rates below
-    bool skip = false;          // nothing is computed or moved: shapes, memory and time alone
-    bool zeros = false;         // under `skip`, late copies down write zeros: for hosts that sum them
-    double flops = 1e12;        // a second
+    bool watch = true;    // trip wires on host memory of late copies
+    bool timed = false;   // work occupies its engine by the rates below
+    bool skip = false;    // nothing is computed or moved: shapes, memory and time alone
+    bool zeros = false;   // under `skip`, late copies down write zeros: for hosts that sum them
+    double flops = 1e12;  // a second
     double memory_rate = 1e11;  // bytes a second
     double up_rate = 1e10;
     double down_rate = 1e10;
