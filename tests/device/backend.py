@@ -104,11 +104,11 @@ def _memory_stats(device: object = None) -> dict[str, int]:
 @contextlib.contextmanager
 def _held(stream: torch.Stream) -> Iterator[None]:
     """Work that is launched on ``stream`` inside waits until the end; the host must not wait for it inside."""
-    _core().hold(stream.stream_id)
+    let_go = _core().hold(stream.stream_id)
     try:
         yield
     finally:
-        _core().let_go(stream.stream_id)
+        let_go()
 
 
 @contextlib.contextmanager

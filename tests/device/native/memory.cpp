@@ -6,8 +6,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
+#include <utility>
 
 namespace standin {
 
@@ -21,43 +21,29 @@ constexpr size_t kSmallest = 512;
 constexpr size_t kPage = 4096;
 constexpr size_t kSegment = size_t{2} << 20;
 constexpr int kPoison = 0xA5;
-constexpr size_t kMostPoisoned = size_t{32}
-                                 << 20;  // of a block: pages that nobody used stay untouched
+// Of a block: pages that nobody used stay untouched.
+constexpr size_t kMostPoisoned = size_t{32} << 20;
 constexpr char kFill = 0x5A;
 constexpr size_t kMostWatched = size_t{8} << 20;
+
+using Lock = std::lock_guard<std::mutex>;
 
 size_t up_to(size_t bytes, size_t unit)
 {
     return (bytes + unit - 1) / unit * unit;
 }
 
-std::mutex& trips_mutex = *new std::mutex;
-std::vector<Trip>& trips = *new std::vector<Trip>;
-
-void trip(std::string what, PythonStack launched)
-{
-    std::lock_guard<std::mutex> hold(trips_mutex);
-    trips.push_back({std::move(what), std::move(launched)});
-}
-
 }  // namespace
-
-std::vector<Trip> take_trips()
-{
-    std::lock_guard<std::mutex> hold(trips_mutex);
-    return std::exchange(trips, {});
-}
 
 // ---- device memory ----------------------------------------------------------------------------
 
 void DeviceMemory::open()
 {
     file_ = memfd_create("standin", MFD_CLOEXEC);
-    if (file_ < 0 || ftruncate(file_, kAddresses) != 0)
-        throw OutOfMemory("the stand-in device found no memory");
+    require(file_ >= 0 && ftruncate(file_, kAddresses) == 0, "the stand-in device found no memory");
     const auto map = [this](int access) {
         void* at = mmap(nullptr, kAddresses, access, MAP_SHARED | MAP_NORESERVE, file_, 0);
-        if (at == MAP_FAILED) throw OutOfMemory("the stand-in device cannot map its memory");
+        require(at != MAP_FAILED, "the stand-in device cannot map its memory");
         madvise(at, kAddresses, MADV_DONTDUMP);
         return static_cast<char*>(at);
     };
@@ -65,157 +51,139 @@ void DeviceMemory::open()
     offset_ = map(PROT_READ | PROT_WRITE) - seen_;
 }
 
-DeviceMemory::Blocks::iterator DeviceMemory::take(size_t bytes, int stream)
+c10::DataPtr DeviceMemory::allocate(size_t bytes)
+{
+    char* place = nullptr;
+    if (bytes > 0) {
+        const size_t size = up_to(bytes, kSmallest);
+        std::unique_lock<std::mutex> hold(mutex_);
+        free_reached();
+        place = take(size, current_stream);
+        if (!place) {
+            flush(hold);
+            place = take(size, current_stream);
+        }
+        TORCH_CHECK_WITH(OutOfMemoryError, place,
+                         "stand-in device out of memory: tried to allocate ", bytes, " bytes, ",
+                         now_.allocated, " of ", settings.capacity, " bytes are allocated");
+        now_.allocated += int64_t(size);
+        now_.peak = std::max(now_.peak, now_.allocated);
+    }
+    return {place, place, &free, c10::Device(c10::kPrivateUse1, 0)};
+}
+
+// The best of what is free for the stream, or of a new segment; null where there is no room.
+char* DeviceMemory::take(size_t bytes, int stream)
 {
     auto& ready = free_[stream];
-    const auto best = ready.lower_bound({bytes, nullptr});
-    if (best == ready.end()) return blocks_.end();
-    const auto at = blocks_.find(best->second);
+    auto best = ready.lower_bound({bytes, nullptr});
+    if (best == ready.end()) {
+        const int64_t room = settings.capacity - now_.reserved;
+        if (int64_t(bytes) > room) return nullptr;
+        const size_t segment = std::min(up_to(bytes, kSegment), size_t(room));
+        if (next_ + segment > kAddresses) return nullptr;
+        char* place = seen_ + next_;
+        next_ += up_to(segment, kPage);
+        now_.reserved += int64_t(segment);
+        now_.peak_reserved = std::max(now_.peak_reserved, now_.reserved);
+        blocks_.emplace(place, Block{segment, stream, true});
+        best = ready.insert({segment, place}).first;
+    }
+    char* place = best->second;
     ready.erase(best);
-    const size_t rest = at->second.bytes - bytes;
-    if (rest > 0) {
-        at->second.bytes = bytes;
-        char* second = at->first + bytes;
-        blocks_.emplace(second, Block{rest, stream, true});
-        ready.insert({rest, second});
+    Block& block = blocks_.at(place);
+    block.is_free = false;
+    if (const size_t rest = block.bytes - bytes; rest > 0) {
+        block.bytes = bytes;
+        blocks_.emplace(place + bytes, Block{rest, stream, false});
+        ready.insert({rest, place + bytes});
     }
-    at->second.is_free = false;
-    return at;
+    return place;
 }
 
-void* DeviceMemory::allocate(size_t bytes, int stream)
+void DeviceMemory::used_by(const c10::DataPtr& data, int stream)
 {
-    if (bytes == 0) return nullptr;
-    const size_t size = up_to(bytes, kSmallest);
-    std::unique_lock<std::mutex> hold(mutex_);
-    for (bool flushed = false;; flushed = true) {
-        free_reached();
-        auto at = take(size, stream);
-        if (at == blocks_.end()) {
-            const size_t segment = std::min(up_to(size, kSegment),
-                                            std::max(size, size_t(settings.capacity - reserved_)));
-            if (reserved_ + int64_t(segment) <= settings.capacity) {
-                if (next_ + segment > kAddresses)
-                    throw OutOfMemory("the stand-in device has no address left");
-                char* place = seen_ + next_;
-                next_ += up_to(segment, kPage);
-                reserved_ += int64_t(segment);
-                peak_reserved_ = std::max(peak_reserved_, reserved_);
-                segments_.insert(place);
-                blocks_.emplace(place, Block{segment, stream, true});
-                free_[stream].insert({segment, place});
-                at = take(size, stream);
-            }
-        }
-        if (at != blocks_.end()) {
-            allocated_ += int64_t(size);
-            peak_ = std::max(peak_, allocated_);
-            return at->first;
-        }
-        if (flushed || !flush(hold))
-            throw OutOfMemory("stand-in device out of memory: tried to allocate " +
-                              std::to_string(bytes) + " bytes, " + std::to_string(allocated_) +
-                              " of " + std::to_string(settings.capacity) + " bytes are allocated");
-    }
-}
-
-void DeviceMemory::used_by(void* place, int stream)
-{
-    std::lock_guard<std::mutex> hold(mutex_);
-    const auto at = blocks_.find(static_cast<char*>(place));
+    Lock hold(mutex_);
+    const auto at = blocks_.find(static_cast<char*>(data.get()));
     if (at != blocks_.end() && at->second.stream != stream) at->second.users.insert(stream);
 }
 
-void DeviceMemory::release(void* place)
+void DeviceMemory::free(void* place)
 {
     if (!place) return;
-    std::lock_guard<std::mutex> hold(mutex_);
-    const auto at = blocks_.find(static_cast<char*>(place));
-    Block& block = at->second;
-    allocated_ -= int64_t(block.bytes);
-    for (int user : block.users) block.pending.push_back(record(user));
+    DeviceMemory& memory = device_memory;
+    Lock hold(memory.mutex_);
+    Block& block = memory.blocks_.at(static_cast<char*>(place));
+    memory.now_.allocated -= int64_t(block.bytes);
+    auto& uses = memory.freed_later_[static_cast<char*>(place)];
+    for (int user : block.users) uses.push_back(push(user, {.name = "event"}));
     block.users.clear();
-    if (block.pending.empty())
-        make_free(at);
-    else
-        freed_later_.insert(at->first);
-}
-
-void DeviceMemory::make_free(Blocks::iterator at)
-{
-    if (!settings.skip) {
-        char* begin = real(at->first);
-        const size_t bytes = std::min(at->second.bytes, kMostPoisoned);
-        Work work{.name = "poison"};
-        work.run = [begin, bytes] { std::memset(begin, kPoison, bytes); };
-        push(at->second.stream, std::move(work));
-    }
-    auto& ready = free_[at->second.stream];
-    at->second.is_free = true;
-    const auto joins = [this](Blocks::iterator low, Blocks::iterator high) {
-        return low->second.is_free && high->second.is_free &&
-               low->first + low->second.bytes == high->first && !segments_.contains(high->first);
-    };
-    const auto next = std::next(at);
-    if (next != blocks_.end() && joins(at, next)) {
-        ready.erase({next->second.bytes, next->first});
-        at->second.bytes += next->second.bytes;
-        blocks_.erase(next);
-    }
-    if (at != blocks_.begin() && joins(std::prev(at), at)) {
-        const auto low = std::prev(at);
-        ready.erase({low->second.bytes, low->first});
-        low->second.bytes += at->second.bytes;
-        blocks_.erase(at);
-        at = low;
-    }
-    ready.insert({at->second.bytes, at->first});
+    memory.free_reached();
 }
 
 void DeviceMemory::free_reached()
 {
-    for (auto each = freed_later_.begin(); each != freed_later_.end();) {
-        const auto at = blocks_.find(*each);
-        auto& pending = at->second.pending;
-        if (std::all_of(pending.begin(), pending.end(),
-                        [](const MarkPtr& mark) { return mark->reached(); })) {
-            pending.clear();
-            make_free(at);
-            each = freed_later_.erase(each);
-        } else {
-            ++each;
-        }
+    std::erase_if(freed_later_, [this](const auto& each) {
+        const auto& [place, uses] = each;
+        const bool is_over = std::all_of(uses.begin(), uses.end(), reached);
+        if (is_over) make_free(place);
+        return is_over;
+    });
+}
+
+void DeviceMemory::make_free(char* place)
+{
+    const auto at = blocks_.find(place);
+    if (!settings.skip) {
+        Work work{.name = "poison"};
+        work.run = [begin = real(place), bytes = std::min(at->second.bytes, kMostPoisoned)] {
+            std::memset(begin, kPoison, bytes);
+        };
+        push(at->second.stream, std::move(work));
     }
+    at->second.is_free = true;
+    free_[at->second.stream].insert({at->second.bytes, place});
+    join_next(at);
+    if (at != blocks_.begin()) join_next(std::prev(at));
+}
+
+void DeviceMemory::join_next(Blocks::iterator low)
+{
+    const auto high = std::next(low);
+    if (high == blocks_.end() || high->second.begins_segment || !low->second.is_free ||
+        !high->second.is_free)
+        return;
+    auto& ready = free_[low->second.stream];
+    ready.erase({low->second.bytes, low->first});
+    ready.erase({high->second.bytes, high->first});
+    low->second.bytes += high->second.bytes;
+    ready.insert({low->second.bytes, low->first});
+    blocks_.erase(high);
 }
 
 // Gives whole segments back when all streams have finished; as with CUDA, the host waits for that.
-bool DeviceMemory::flush(std::unique_lock<std::mutex>& hold)
+void DeviceMemory::flush(std::unique_lock<std::mutex>& hold)
 {
-    hold.unlock();
-    wait_all("memory");
-    hold.lock();
-    free_reached();
-    // the poison of these is in the queues
-    hold.unlock();
-    wait_all("memory");
-    hold.lock();
-    ++num_flushes_;
-    const int64_t before = reserved_;
+    for (int turn = 0; turn < 2; ++turn) {  // the second time for the poison of what was freed
+        hold.unlock();
+        wait_all("memory");
+        hold.lock();
+        free_reached();
+    }
+    ++now_.num_flushes;
     for (auto at = blocks_.begin(); at != blocks_.end();) {
         const auto next = std::next(at);
-        const bool is_whole = segments_.contains(at->first) &&
-                              (next == blocks_.end() || segments_.contains(next->first));
-        if (at->second.is_free && is_whole) {
-            free_[at->second.stream].erase({at->second.bytes, at->first});
-            reserved_ -= int64_t(at->second.bytes);
-            fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at->first - seen_,
-                      off_t(up_to(at->second.bytes, kPage)));
-            segments_.erase(at->first);
+        const auto& [place, block] = *at;
+        if (block.is_free && block.begins_segment &&
+            (next == blocks_.end() || next->second.begins_segment)) {
+            free_[block.stream].erase({block.bytes, place});
+            now_.reserved -= int64_t(block.bytes);
+            fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, place - seen_,
+                      off_t(up_to(block.bytes, kPage)));
             blocks_.erase(at);
         }
         at = next;
     }
-    return reserved_ < before;
 }
 
 void DeviceMemory::empty_cache()
@@ -224,145 +192,151 @@ void DeviceMemory::empty_cache()
     flush(hold);
 }
 
+void DeviceMemory::copy_data(void* to, const void* from, size_t bytes) const
+{
+    launch("clone", Engine::compute, 2 * double(bytes) / settings.memory_rate,
+           [=, to = real(to), from = real(from), left_out = settings.leaves_out(bytes)] {
+               if (!left_out) std::memcpy(to, from, bytes);
+           });
+}
+
+void DeviceMemory::resize(const c10::Storage& storage, size_t bytes)
+{
+    c10::DataPtr fresh = allocate(bytes);
+    const size_t kept = std::min(storage.nbytes(), bytes);
+    if (kept > 0) copy_data(fresh.get(), storage.data_ptr().get(), kept);
+    storage.set_data_ptr(std::move(fresh));
+    storage.set_nbytes(bytes);
+}
+
 DeviceMemory::Statistics DeviceMemory::statistics()
 {
-    std::lock_guard<std::mutex> hold(mutex_);
-    return {allocated_, peak_, reserved_, peak_reserved_, num_flushes_};
+    Lock hold(mutex_);
+    return now_;
 }
 void DeviceMemory::reset_peaks()
 {
-    std::lock_guard<std::mutex> hold(mutex_);
-    peak_ = allocated_;
-    peak_reserved_ = reserved_;
+    Lock hold(mutex_);
+    now_.peak = now_.allocated;
+    now_.peak_reserved = now_.reserved;
 }
 
 // ---- host memory ------------------------------------------------------------------------------
 
-bool HostMemory::overlaps(uintptr_t at, size_t bytes) const
+std::list<HostMemory::Flight>::const_iterator HostMemory::first_over(uintptr_t at,
+                                                                     size_t bytes) const
 {
-    return std::any_of(flights_.begin(), flights_.end(), [&](const auto& each) {
-        return each.second.at < at + bytes && at < each.second.at + each.second.bytes;
+    return std::find_if(flights_.begin(), flights_.end(), [&](const Flight& each) {
+        return each.at < at + bytes && at < each.at + each.bytes;
     });
 }
 
-void* HostMemory::allocate(size_t bytes)
+c10::DataPtr HostMemory::allocate(size_t bytes)
 {
     const size_t size = up_to(std::max<size_t>(bytes, 1), kPage);
-    std::lock_guard<std::mutex> hold(mutex_);
-    auto& ready = free_[size];
-    const auto idle = std::find_if(ready.begin(), ready.end(),
-                                   [&](void* at) { return !overlaps(uintptr_t(at), size); });
+    Lock hold(mutex_);
+    const auto [first, last] = free_.equal_range(size);
+    const auto idle = std::find_if(first, last, [&](const auto& each) {
+        return first_over(uintptr_t(each.second), size) == flights_.end();
+    });
     void* place = nullptr;
-    if (idle != ready.end()) {
-        place = *idle;
-        ready.erase(idle);
+    if (idle != last) {
+        place = idle->second;
+        free_.erase(idle);
     } else {
         place = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (place == MAP_FAILED)
-            throw OutOfMemory("no host memory for " + std::to_string(bytes) + " pinned bytes");
+        TORCH_CHECK_WITH(OutOfMemoryError, place != MAP_FAILED, "no host memory for ", bytes,
+                         " pinned bytes");
         pinned_[uintptr_t(place)] = size;
     }
-    sizes_[place] = size;
-    return place;
+    return {place, place, &free, c10::Device(c10::kCPU)};
 }
-void HostMemory::release(void* place)
+void HostMemory::free(void* place)
 {
-    if (!place) return;
-    std::lock_guard<std::mutex> hold(mutex_);
-    free_[sizes_.at(place)].push_back(place);
+    HostMemory& memory = host_memory;
+    Lock hold(memory.mutex_);
+    memory.free_.emplace(memory.pinned_.at(uintptr_t(place)), place);
 }
 
 bool HostMemory::is_pinned(const void* at, size_t bytes)
 {
     const auto begin = uintptr_t(at);
-    std::lock_guard<std::mutex> hold(mutex_);
-    auto above = pinned_.upper_bound(begin);
+    Lock hold(mutex_);
+    const auto above = pinned_.upper_bound(begin);
     if (above == pinned_.begin()) return false;
-    --above;
-    return begin + bytes <= above->first + above->second;
+    const auto& [first, size] = *std::prev(above);
+    return begin + bytes <= first + size;
 }
 
 void HostMemory::add(uintptr_t at, size_t bytes)
 {
-    if (bytes == 0) throw std::runtime_error("host memory to register must have bytes");
-    const auto pages = [](uintptr_t begin, size_t n) {
-        return std::pair(begin / kPage, (begin + n + kPage - 1) / kPage);
-    };
-    const auto [low, high] = pages(at, bytes);
-    std::lock_guard<std::mutex> hold(mutex_);
-    for (const auto& [begin, size] : pinned_) {
-        const auto [first, last] = pages(begin, size);
-        if (first < high && low < last)
-            throw std::runtime_error("host memory: its pages are registered already");
-    }
+    require(bytes > 0, "host memory to register must have bytes");
+    Lock hold(mutex_);
+    for (const auto& [begin, size] : pinned_)
+        require(up_to(begin + size, kPage) <= at / kPage * kPage ||
+                    up_to(at + bytes, kPage) <= begin / kPage * kPage,
+                "host memory: its pages are registered already");
     pinned_[at] = bytes;
 }
 
 void HostMemory::remove(uintptr_t at)
 {
-    const PythonStack here = python_stack();
-    std::lock_guard<std::mutex> hold(mutex_);
+    Lock hold(mutex_);
     const auto found = pinned_.find(at);
-    if (found == pinned_.end())
-        throw std::runtime_error("host memory: this address is not registered");
-    for (auto& [id, flight] : flights_)
-        if (flight.at < at + found->second && at < flight.at + flight.bytes) {
-            trip("host memory was unregistered while a copy of it was in flight", flight.launched);
-            break;
-        }
+    require(found != pinned_.end(), "host memory: this address is not registered");
+    const auto flight = first_over(at, found->second);
+    if (flight != flights_.end())
+        trips_.push_back(
+            {"host memory was unregistered while a copy of it was in flight", flight->launched});
     pinned_.erase(found);
 }
 
-int64_t HostMemory::begin(const void* at, size_t bytes, bool is_up)
+std::function<void()> HostMemory::watched(const void* at, size_t bytes, bool is_up,
+                                          std::function<void()> move)
 {
-    Watched flight;
-    flight.at = uintptr_t(at);
-    flight.bytes = bytes;
-    flight.launched = python_stack();
-    flight.is_up = is_up;
-    std::lock_guard<std::mutex> hold(mutex_);
-    if (settings.watch && !settings.skip && !overlaps(flight.at, bytes)) {
-        const size_t watched = std::min(bytes, kMostWatched);
-        if (is_up) {
-            flight.before.assign(static_cast<const char*>(at),
-                                 static_cast<const char*>(at) + watched);
-        } else {
-            std::memset(const_cast<void*>(at), kFill,
-                        watched);  // who reads before the copy has arrived reads this
-            flight.filled = watched;
-        }
+    Flight flight{uintptr_t(at), bytes, python_stack()};
+    auto* host = static_cast<char*>(const_cast<void*>(at));
+    Lock hold(mutex_);
+    if (settings.watch && !settings.skip && first_over(flight.at, bytes) == flights_.end()) {
+        const size_t num_watched = std::min(bytes, kMostWatched);
+        if (is_up)
+            flight.before.assign(host, host + num_watched);
+        else  // who reads before the copy has arrived reads this
+            std::memset(host, kFill, flight.filled = num_watched);
     }
-    flights_.emplace(++next_flight_, std::move(flight));
-    return next_flight_;
+    const auto here = flights_.insert(flights_.end(), std::move(flight));
+    return [this, here, move = std::move(move)] {
+        check(*here);
+        move();
+        Lock hold(mutex_);
+        flights_.erase(here);
+    };
 }
 
-void HostMemory::arrive(int64_t id)
+void HostMemory::check(const Flight& flight)
 {
-    std::unique_lock<std::mutex> hold(mutex_);
-    Watched& flight = flights_.at(id);  // stays where it is: nobody but this worker removes it
-    hold.unlock();
     const char* at = reinterpret_cast<const char*>(flight.at);
-    const std::string size = std::to_string(flight.bytes) + " bytes";
-    if (!flight.before.empty() && std::memcmp(flight.before.data(), at, flight.before.size()) != 0)
-        trip(
-            "the host changed the source of a copy to the device, " + size + ", before it was read",
-            flight.launched);
+    const auto trip = [&](const char* before, const char* after) {
+        Lock hold(mutex_);
+        trips_.push_back({before + std::to_string(flight.bytes) + after, flight.launched});
+    };
+    if (!std::equal(flight.before.begin(), flight.before.end(), at))
+        trip("the host changed the source of a copy to the device, ", " bytes, before it was read");
     if (!std::all_of(at, at + flight.filled, [](char each) { return each == kFill; }))
-        trip("the host wrote into the target of a copy from the device, " + size +
-                 ", before it arrived",
-             flight.launched);
-}
-
-void HostMemory::end(int64_t id)
-{
-    std::lock_guard<std::mutex> hold(mutex_);
-    flights_.erase(id);
+        trip("the host wrote into the target of a copy from the device, ",
+             " bytes, before it arrived");
 }
 
 size_t HostMemory::num_flights()
 {
-    std::lock_guard<std::mutex> hold(mutex_);
+    Lock hold(mutex_);
     return flights_.size();
+}
+
+std::vector<HostMemory::Trip> HostMemory::take_trips()
+{
+    Lock hold(mutex_);
+    return std::exchange(trips_, {});
 }
 
 }  // namespace standin

@@ -6,16 +6,14 @@
 #include <torch/extension.h>
 
 #include <atomic>
+#include <variant>
 
 #include "operators.h"
 
 namespace standin {
 namespace {
 
-c10::Device the_device()
-{
-    return {kDevice, 0};
-}
+const c10::Device kFirst(kDevice, 0);
 
 struct Hooks final : at::PrivateUse1HooksInterface {
     bool isBuilt() const override { return true; }
@@ -27,8 +25,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
     c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
     bool isPinnedPtr(const void* at) const override { return host_memory.is_pinned(at); }
-    at::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
-    at::Device getDeviceFromPtr(void*) const override { return the_device(); }
+    at::Allocator* getPinnedMemoryAllocator() const override { return &host_memory; }
+    at::Device getDeviceFromPtr(void*) const override { return kFirst; }
     // The host's generator serves, so that the device draws the numbers that the CPU would.
     const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override
     {
@@ -40,22 +38,22 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     }
     void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override
     {
-        resize_storage(storage, bytes);
+        device_memory.resize(storage, bytes);
     }
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-    static c10::Stream stream(int id) { return c10::Stream(c10::Stream::UNSAFE, the_device(), id); }
-    static MarkPtr& mark(void* event) { return *static_cast<MarkPtr*>(event); }
+    static c10::Stream stream(int id) { return c10::Stream(c10::Stream::UNSAFE, kFirst, id); }
+    static Mark& mark(void* event) { return *static_cast<Mark*>(event); }
 
     c10::DeviceType type() const override { return kDevice; }
-    c10::Device exchangeDevice(c10::Device) const override { return the_device(); }
-    c10::Device getDevice() const override { return the_device(); }
+    c10::Device exchangeDevice(c10::Device) const override { return kFirst; }
+    c10::Device getDevice() const override { return kFirst; }
     void setDevice(c10::Device) const override {}
     void uncheckedSetDevice(c10::Device) const noexcept override {}
     c10::DeviceIndex deviceCount() const noexcept override { return 1; }
 
-    c10::Stream getStream(c10::Device) const override { return stream(current_stream()); }
+    c10::Stream getStream(c10::Device) const override { return stream(current_stream); }
     c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
     c10::Stream getNewStream(c10::Device, int) const override
     {
@@ -68,9 +66,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     c10::Stream exchangeStream(c10::Stream next) const override
     {
-        const c10::Stream before = stream(current_stream());
-        set_current_stream(int(next.id()));
-        return before;
+        return stream(std::exchange(current_stream, int(next.id())));
     }
     bool queryStream(const c10::Stream& of) const override
     {
@@ -90,99 +86,120 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
                 c10::EventFlag) const override
     {
         if (left_out("event.record")) return;
-        if (!*event) *event = new MarkPtr;
-        mark(*event) = standin::record(int(on.id()));
+        if (!*event) *event = new Mark;
+        mark(*event) = push(int(on.id()), {.name = "event"});
     }
     void block(void* event, const c10::Stream& on) const override
     {
-        if (event && !left_out("stream.wait_event")) wait_for(int(on.id()), mark(event));
+        if (event && !left_out("stream.wait_event"))
+            push(int(on.id()), {.name = "wait", .after = mark(event)});
     }
     bool queryEvent(void* event) const override
     {
         raise_failure();
-        return !event || left_out("event.query") || mark(event)->reached();
+        return !event || left_out("event.query") || reached(mark(event));
     }
     void synchronizeEvent(void* event) const override
     {
-        if (event && !left_out("event.synchronize")) wait_mark(mark(event), "event");
+        if (event && !left_out("event.synchronize")) wait_marks({mark(event)}, "event");
     }
     void destroyEvent(void* event, c10::DeviceIndex) const noexcept override
     {
-        delete static_cast<MarkPtr*>(event);
+        delete static_cast<Mark*>(event);
     }
     double elapsedTime(void* first, void* second, c10::DeviceIndex) const override
     {
-        TORCH_CHECK(mark(first)->reached() && mark(second)->reached(),
+        TORCH_CHECK(reached(mark(first)) && reached(mark(second)),
                     "an event of elapsed_time has not been reached yet");
-        return double(mark(second)->wait() - mark(first)->wait()) / 1e6;
+        return double(mark(second).get() - mark(first).get()) / 1e6;
     }
     void recordDataPtrOnStream(const c10::DataPtr& of, const c10::Stream& on) const override
     {
-        device_memory.used_by(of.get(), int(on.id()));
+        device_memory.used_by(of, int(on.id()));
     }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 void configure(const std::map<std::string, double>& changes)
 {
-    const std::map<std::string, double*> rates{
-        {"delay_secs", &settings.delay_secs},
-        {"delayed_share", &settings.delayed_share},
-        {"slow_compute_secs", &settings.slow_compute_secs},
-        {"slow_up_secs", &settings.slow_up_secs},
-        {"slow_down_secs", &settings.slow_down_secs},
-        {"flops", &settings.flops},
-        {"memory_rate", &settings.memory_rate},
-        {"up_rate", &settings.up_rate},
-        {"down_rate", &settings.down_rate},
-        {"launch_secs", &settings.launch_secs},
+    Settings& it = settings;
+    const std::map<std::string, std::variant<double*, bool*, int64_t*>> places{
+        {"seed", &it.seed},
+        {"delay_secs", &it.delay_secs},
+        {"delayed_share", &it.delayed_share},
+        {"slow_compute_secs", &it.slow_compute_secs},
+        {"slow_up_secs", &it.slow_up_secs},
+        {"slow_down_secs", &it.slow_down_secs},
+        {"watch", &it.watch},
+        {"timed", &it.timed},
+        {"skip", &it.skip},
+        {"zeros", &it.zeros},
+        {"flops", &it.flops},
+        {"memory_rate", &it.memory_rate},
+        {"up_rate", &it.up_rate},
+        {"down_rate", &it.down_rate},
+        {"launch_secs", &it.launch_secs},
+        {"capacity", &it.capacity},
     };
-    const std::map<std::string, bool*> switches{
-        {"watch", &settings.watch},
-        {"timed", &settings.timed},
-        {"skip", &settings.skip},
-        {"zeros", &settings.zeros}};
     for (const auto& [name, value] : changes) {
-        if (rates.contains(name))
-            *rates.at(name) = value;
-        else if (switches.contains(name))
-            *switches.at(name) = value != 0;
-        else if (name == "seed")
-            settings.seed = uint64_t(value);
-        else if (name == "capacity")
-            settings.capacity = int64_t(value);
-        else
-            throw std::invalid_argument("the stand-in device has no setting " + name);
+        require(places.contains(name), "the stand-in device has no setting " + name);
+        std::visit([value](auto* at) { *at = std::decay_t<decltype(*at)>(value); },
+                   places.at(name));
     }
 }
 
+// Work that is pushed on the stream after this waits until the result is called: for tests that
+// need a certain order.
+py::cpp_function hold(int stream)
+{
+    const auto gate = std::make_shared<std::promise<int64_t>>();
+    push(stream, {.name = "hold", .after = gate->get_future().share()});
+    return py::cpp_function([gate] { gate->set_value(now_ns()); });
+}
+
+std::string text_of(const PythonStack& stack)
+{
+    std::string out;
+    for (const auto& frame : torch::symbolize({stack.get()}).all_frames)
+        out += "  " + frame.filename + ":" + std::to_string(frame.lineno) + " in " +
+               frame.funcname + "\n";
+    return out;
+}
+
+py::object& asked = *new py::object;
+
 }  // namespace
+
+bool left_out(const char* what)
+{
+    if (!asked) return false;
+    py::gil_scoped_acquire gil;
+    return asked(what).cast<bool>();
+}
+
 }  // namespace standin
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module)
 {
     using namespace standin;
     device_memory.open();
-    c10::SetAllocator(kDevice, device_allocator());
+    c10::SetAllocator(kDevice, &device_memory);
     at::RegisterPrivateUse1HooksInterface(new Hooks);
     at::globalContext().lazyInitDevice(kDevice);
     register_operators();
-    const py::call_guard<py::gil_scoped_release> released;
     module.def("configure", &configure);
-    module.def("current_stream", &current_stream);
-    module.def("set_current_stream", &set_current_stream);
+    module.def("current_stream", [] { return current_stream; });
+    module.def("set_current_stream", [](int stream) { current_stream = stream; });
     module.def("synchronize", [] {
         if (!left_out("device.synchronize")) wait_all("device");
     });
-    module.def("ask_before_ordering", [](const py::object& callable) {
-        ask_before_ordering(py::object(callable).release().ptr());
-    });
+    module.def("ask_before_ordering", [](const py::object& callable) { asked = callable; });
     module.def("register_host_memory",
                [](uintptr_t at, size_t bytes) { host_memory.add(at, bytes); });
     module.def("unregister_host_memory", [](uintptr_t at) { host_memory.remove(at); });
     module.def("is_pinned",
                [](uintptr_t at, size_t bytes) { return host_memory.is_pinned((void*)at, bytes); });
-    module.def("empty_cache", [] { device_memory.empty_cache(); }, released);
+    module.def("empty_cache", [] { device_memory.empty_cache(); });
     module.def("reset_peaks", [] { device_memory.reset_peaks(); });
     module.def("memory", [] {
         const auto now = device_memory.statistics();
@@ -196,12 +213,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module)
     module.def("busy_secs", &busy_secs);
     module.def("now_ns", &now_ns);
     module.def("hold", &hold);
-    module.def("let_go", &let_go);
     module.def("fail_copy", &fail_copy);
     module.def("clear_failure", &clear_failure);
     module.def("take_trips", [] {
         std::vector<std::pair<std::string, std::string>> out;
-        for (const Trip& each : take_trips()) out.emplace_back(each.what, text_of(each.launched));
+        for (const auto& each : host_memory.take_trips())
+            out.emplace_back(each.what, text_of(each.launched));
         return out;
     });
     module.def("take_waits", [] {
