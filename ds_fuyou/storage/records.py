@@ -38,7 +38,7 @@ __all__ = [
 MANIFEST_NAME = "manifest.json"
 COMMIT_NAME = "commit.json"
 CONTENTS_NAME = "contents.json"
-_VERSION = 1
+_VERSIONS = {COMMIT_NAME: (1, 2)}  # that can be read, the last one is written; 1 of every other name
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def write_record(dir_fd: int, directory: Path, name: str, payload: Mapping[str, 
         FuyouStorageError: nothing changed, or (when only the directory's fsync failed) it may not be durable.
     """
     body = json.dumps(payload, separators=(",", ":"), sort_keys=True).encode()
-    header = f"ds_fuyou {name} {_VERSION} {hashlib.sha256(body).hexdigest()} {len(body)}\n".encode()
+    header = f"ds_fuyou {name} {_versions(name)[-1]} {hashlib.sha256(body).hexdigest()} {len(body)}\n".encode()
     temporary = f"{name}.tmp"
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -189,10 +189,13 @@ def read_record(dir_fd: int, directory: Path, name: str) -> dict[str, Any] | Non
         raise FuyouStorageError(error.errno or errno.EIO, message, str(directory / name)) from error
     words = header.decode("utf-8", "replace").split(" ")
     digest = hashlib.sha256(body).hexdigest()
-    if len(words) == 5 and words[:2] == ["ds_fuyou", name] and words[2] != str(_VERSION) and words[3] == digest:
-        message = f"{name} must be of format {_VERSION}, found {words[2]}; use the ds_fuyou that wrote it"
+    version = words[2] if len(words) == 5 else ""
+    is_whole = words == ["ds_fuyou", name, version, digest, str(len(body))]
+    known = [str(number) for number in _versions(name)]
+    if is_whole and version not in known:
+        message = f"{name} must be of format {' or '.join(known)}, found {version}; use the ds_fuyou that wrote it"
         raise FuyouStorageError(errno.EINVAL, message, str(directory / name))
-    if words != ["ds_fuyou", name, str(_VERSION), digest, str(len(body))]:
+    if not is_whole:
         message = f"{name} is torn or was altered (checksum mismatch); start again from the last checkpoint"
         raise FuyouChecksumError(errno.EBADMSG, message, str(directory / name))
     try:
@@ -201,6 +204,10 @@ def read_record(dir_fd: int, directory: Path, name: str) -> dict[str, Any] | Non
         message = f"{name} cannot be read as JSON ({type(error).__name__}); start again from the last checkpoint"
         raise FuyouStorageError(errno.EINVAL, message, str(directory / name)) from error
     return payload
+
+
+def _versions(name: str) -> tuple[int, ...]:
+    return _VERSIONS.get(name, (1,))
 
 
 def _write_all(fd: int, data: bytes) -> None:

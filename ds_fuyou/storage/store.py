@@ -4,6 +4,10 @@
 It owns directories, locks, files, layout, manifest and commit record, and moves no bulk bytes: the I/O engine
 does. A writer fills spare slots, then :meth:`SlotStore.commit` makes the data durable and flips the slots by
 one small record. A crash at any instant leaves the last record, and with two slots the data it names.
+
+The record has two entries, this commit's and the one's before. The older one is whole until the writer fills spare
+slots again: one who does that only when every rank has made the newer commit leaves, at any instant, a commit that is
+whole on all of them.
 """
 
 from __future__ import annotations
@@ -48,8 +52,10 @@ class SlotStore:
     and in a forked child, where it counts as closed.
     """
 
-    def __init__(self, files: StoreFiles, keep: bool, last: CommitRecord | None, *, recoverable: bool = False) -> None:
-        self._files, self._keep, self._last = files, keep, last
+    def __init__(
+        self, files: StoreFiles, keep: bool, commits: Sequence[CommitRecord] = (), *, recoverable: bool = False
+    ) -> None:
+        self._files, self._keep, self._commits = files, keep, tuple(commits)
         self._recoverable = recoverable
         self._because = ""
         self._pid = os.getpid()
@@ -111,7 +117,7 @@ class SlotStore:
             cleanup.report_stale(paths, logger)
         options = CreateOptions(weights, budget_bytes, keep, direct, checksum, probe)
         files = create_files(paths, regions, identity, options)
-        store = cls(files, keep, None, recoverable=recoverable)
+        store = cls(files, keep, recoverable=recoverable)
         lifetime.register_store(store)
         return store
 
@@ -119,8 +125,8 @@ class SlotStore:
     def open(cls, directories: Sequence[Path], identity: RunIdentity | None) -> SlotStore:
         """Takes over state that was kept or left by a crash: all directories of one rank, in any order.
 
-        It stays when the store is closed, unless ``close(remove=True)``. The run_id of ``identity`` is not
-        compared; None skips the comparison.
+        It stays when the store is closed, unless ``close(remove=True)`` or after :meth:`adopt`. The run_id of
+        ``identity`` is not compared; None skips the comparison.
 
         Raises:
             FuyouStateError: a process holds it, or it is of another model, rank or world size.
@@ -130,7 +136,7 @@ class SlotStore:
         lifetime.install()
         files = open_files(directories, identity)
         try:
-            store = cls(files, True, _read_commit(files))
+            store = cls(files, True, _read_commits(files))
         except BaseException:
             for file, run in zip(files.files, files.runs, strict=True):
                 os.close(file.fd)
@@ -167,12 +173,17 @@ class SlotStore:
         """
         return self._keep or bool(self._why_kept())
 
+    def adopt(self, *, keep: bool) -> None:
+        """What :meth:`open` took over is this run's from now on: it stays as if the run had created it."""
+        self._keep, self._recoverable = keep, True
+
     def keep_because(self, why: str) -> None:
         """The run has failed: the state stays when the store is closed, if there is something to recover."""
         self._because = self._because or why
 
     def _why_kept(self) -> str:
-        is_whole = self._recoverable and self._last is not None and self._last.intact and self._last.step > 0
+        last = self._newest
+        is_whole = self._recoverable and last is not None and last.intact and last.step > 0
         return (self._because or self._failure or ending.unclean_end()) if is_whole else ""
 
     def _tell_kept(self, why: str) -> None:
@@ -180,8 +191,8 @@ class SlotStore:
         parent, mine = shlex.quote(str(run.path.parent)), shlex.quote(run.path.name)
         every = mine if identity.world_size == 1 else f"{shlex.quote(identity.run_id)}-rank*"
         logger.warning(
-            "%s: the state of the last step stays in %s. Its weights: fuyou recover %s/%s --out weights.pt; it is "
-            "removed with: fuyou clean %s",
+            '%s: the state of the last step stays in %s. A run with "resume": "auto" in its fuyou block goes on '
+            "from it. Its weights: fuyou recover %s/%s --out weights.pt; it is removed with: fuyou clean %s",
             why,
             run.path,
             parent,
@@ -193,6 +204,11 @@ class SlotStore:
     def checksum(self) -> bool:
         """Whether chunk data is meant to carry checksums."""
         return self._files.manifest.checksum
+
+    @property
+    def started(self) -> float:
+        """When it was created: seconds since the epoch."""
+        return self._files.manifest.started
 
     @property
     def regions(self) -> Mapping[str, RegionSpec]:
@@ -246,25 +262,37 @@ class SlotStore:
             ValueError: a slot that its region does not have, or a negative step.
         """
         self._check_slots(step, slots)
-        payload: dict[str, JsonValue] = {
-            "store_id": self._files.manifest.store_id,
-            "step": step,
-            "slots": dict(slots),
-            "meta": dict(meta),
-        }
         with self._lock:
             self._check_open()
             self._sync_data()
-            run = self._files.runs[0]
-            try:
-                write_record(run.fd, run.path, COMMIT_NAME, payload)
-            except FuyouStorageError as error:
-                self._failure = str(error)
-                raise
-            self._last = CommitRecord(step, dict(slots), dict(meta), _is_intact(slots, self._regions))
+            new = CommitRecord(step, dict(slots), dict(meta), _is_intact(slots, self._regions))
+            self._write_commits((new, *(old for old in self._commits[:1] if old.step < step)))
+
+    def _write_commits(self, commits: tuple[CommitRecord, ...]) -> None:
+        run = self._files.runs[0]
+        entries: list[JsonValue] = [{"step": one.step, "slots": one.slots, "meta": one.meta} for one in commits]
+        payload: dict[str, JsonValue] = {"store_id": self._files.manifest.store_id, "entries": entries}
+        try:
+            write_record(run.fd, run.path, COMMIT_NAME, payload)
+        except FuyouStorageError as error:
+            self._failure = str(error)
+            raise
+        self._commits = commits
+
+    def go_back_to(self, commit: CommitRecord) -> None:
+        """Makes one of :meth:`commits` the only one, durably: the slots of a newer one may be filled again.
+
+        Raises:
+            FuyouStorageError: it could not be made durable; nothing more can be committed.
+        """
+        with self._lock:
+            self._check_open()
+            if commit not in self._commits:
+                raise ValueError(f"commit {commit.step} is none of this store's")
+            self._write_commits((commit,))
 
     def withdraw(self) -> None:
-        """Takes the last commit back, durably: slots that it names are about to be overwritten.
+        """Takes all commits back, durably: slots that they name are about to be overwritten.
 
         Raises:
             FuyouStorageError: nothing changed, or (when only the directory's fsync failed) it may not be durable.
@@ -273,7 +301,7 @@ class SlotStore:
             self._check_open()
             run = self._files.runs[0]
             remove_record(run.fd, run.path, COMMIT_NAME)
-            self._last = None
+            self._commits = ()
 
     def describe(self, contents: Mapping[str, JsonValue]) -> None:
         """Leaves a description of what the regions hold, for :meth:`contents` of whoever opens the state later.
@@ -305,7 +333,17 @@ class SlotStore:
         withdrawn.
         """
         self._check_open()
-        return self._last
+        return self._newest
+
+    @property
+    def _newest(self) -> CommitRecord | None:
+        """As :meth:`last_commit`, also of a closed store."""
+        return self._commits[0] if self._commits else None
+
+    def commits(self) -> tuple[CommitRecord, ...]:
+        """The last commit and the one before it, as far as they stand. The older one's slots may be being filled."""
+        self._check_open()
+        return self._commits
 
     def close(self, remove: bool | None = None) -> None:
         """Closes the files and removes them with their directory, or lets them stay. Idempotent.
@@ -364,9 +402,10 @@ class SlotStore:
 
     def _what_stands(self) -> str:
         """For messages: the committed state, where one is on storage and nothing was written over it."""
-        if self._last is None or not self._last.intact:
+        last = self._newest
+        if last is None or not last.intact:
             return ""
-        return f"; the state of commit {self._last.step} was not overwritten"
+        return f"; the state of commit {last.step} was not overwritten"
 
     def _check_open(self) -> None:
         if self._closed:
@@ -388,16 +427,20 @@ class SlotStore:
             raise ValueError(f"the step of a commit must not be negative, found {step}")
 
 
-def _read_commit(files: StoreFiles) -> CommitRecord | None:
+def _read_commits(files: StoreFiles) -> list[CommitRecord]:
+    """What the record says, newest first. One of format 1 has one entry, which is the payload itself."""
     run = files.runs[0]
     payload = read_record(run.fd, run.path, COMMIT_NAME)
     if payload is None:
-        return None
+        return []
     if payload["store_id"] != files.manifest.store_id:
         message = f"{COMMIT_NAME} is of another store than the manifest; start again from the last checkpoint"
         raise FuyouChecksumError(errno.EBADMSG, message, str(run.path / COMMIT_NAME))
     regions = {region.spec.name: region.spec for region in files.manifest.layout.regions}
-    return CommitRecord(payload["step"], payload["slots"], payload["meta"], _is_intact(payload["slots"], regions))
+    return [
+        CommitRecord(entry["step"], entry["slots"], entry["meta"], _is_intact(entry["slots"], regions))
+        for entry in payload.get("entries", [payload])
+    ]
 
 
 def _is_intact(slots: Mapping[str, int], regions: Mapping[str, RegionSpec]) -> bool:

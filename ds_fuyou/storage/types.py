@@ -100,3 +100,11 @@ class CommitRecord:
     slots: Mapping[str, int]
     meta: Mapping[str, JsonValue]
     intact: bool
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What commits of several ranks have in common if they are of the same states: the step, its edition, and the
+        steps that were applied. Records of format 1 name no edition; tests of the store alone name nothing.
+        """
+        named = (self.meta.get("edition", 0), self.meta.get("optimizer_step", 0))
+        return (self.step, *(number for number in named if isinstance(number, int)))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import random
@@ -103,6 +104,7 @@ def test_closing_removes_everything_and_twice_is_once(paths: list[Path]) -> None
     assert store.paths_of_fd(fd).name == "data"
     for call in (
         store.last_commit,
+        store.commits,
         lambda: store.extents("big", 0),
         lambda: store.commit(0, {}, {}),
         store.withdraw,
@@ -344,6 +346,50 @@ def test_the_last_commit_is_what_was_committed_last(store: SlotStore) -> None:
     assert record is not None
     assert (record.step, dict(record.slots), record.intact) == (5, {"big": 0}, True)
     assert dict(record.meta) == {"loss_scale": 0.1 + 0.2, "names": ["é", None]}
+
+
+def steps_of(store: SlotStore) -> list[int]:
+    return [commit.step for commit in store.commits()]
+
+
+def test_the_record_keeps_the_commit_before(store: SlotStore) -> None:
+    for step in (4, 5, 6):
+        store.commit(step, {"big": step % 2}, {"edition": 0, "optimizer_step": step + 100})
+    store.close()
+    again = SlotStore.open(store.directories, None)
+    assert [commit.key for commit in again.commits()] == [(6, 0, 106), (5, 0, 105)]
+    newer, older = again.commits()
+    assert (newer.slots["big"], older.slots["big"]) == (0, 1)
+    again.go_back_to(older)
+    assert again.last_commit() == older
+    with pytest.raises(ValueError, match="commit 6 is none of this store's"):
+        again.go_back_to(newer)
+    again.close()
+    last = SlotStore.open(store.directories, None)
+    assert steps_of(last) == [5], "it was durable"
+    last.commit(6, {"big": 0}, {})
+    assert steps_of(last) == [6, 5]
+    last.commit(6, {"big": 0}, {})
+    assert steps_of(last) == [6], "states of a step were replaced: what it was before is none any more"
+    last.withdraw()
+    assert last.commits() == ()
+    last.close(remove=True)
+
+
+def test_a_record_of_the_first_format_is_one_commit(store: SlotStore) -> None:
+    store.commit(1, {"big": 1}, {})
+    directory = store.directories[0]
+    store_id = json.loads((directory / "commit.json").read_bytes().partition(b"\n")[2])["store_id"]
+    old = {"store_id": store_id, "step": 3, "slots": {"big": 1}, "meta": {"optimizer_step": 8, "state_sums": ""}}
+    body = json.dumps(old).encode()
+    header = f"ds_fuyou commit.json 1 {hashlib.sha256(body).hexdigest()} {len(body)}\n".encode()
+    (directory / "commit.json").write_bytes(header + body)
+    store.close()
+    again = SlotStore.open(store.directories, None)
+    assert [commit.key for commit in again.commits()] == [(3, 0, 8)]
+    again.commit(4, {"big": 0}, {})
+    assert steps_of(again) == [4, 3]
+    again.close(remove=True)
 
 
 def test_a_record_of_one_slot_is_not_intact(store: SlotStore) -> None:
