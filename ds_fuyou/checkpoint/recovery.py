@@ -95,14 +95,19 @@ class _Rank:
         contents = store.contents()
         self.params: list[tuple[str, list[int], int, int, int]] = [(*entry,) for entry in contents["params"]]
         self.chunks: list[tuple[int, int, int]] = [(*entry,) for entry in contents["chunks"]]
-        self.commit = self._checked_commit()
-        self.optimizer_step = cast("int", self.commit.meta["optimizer_step"])
-        self.sums = _param_sums(cast("str", self.commit.meta["state_sums"]), len(self.chunks))
+        self.commits = {commit.key: commit for commit in self._checked_commits()}
+        self.take(next(iter(self.commits)))
         self._last_read: tuple[int, torch.Tensor] | None = None
 
-    def _checked_commit(self) -> CommitRecord:
-        where, commit = self.store.directories[0], self.store.last_commit()
-        if commit is None:
+    def take(self, key: tuple[int, ...]) -> None:
+        """Which of :attr:`commits` is read from now on."""
+        self.commit = self.commits[key]
+        self.optimizer_step = cast("int", self.commit.meta["optimizer_step"])
+        self.sums = _param_sums(cast("str", self.commit.meta["state_sums"]), len(self.chunks))
+
+    def _checked_commits(self) -> Sequence[CommitRecord]:
+        where, commits = self.store.directories[0], self.store.commits()
+        if not commits:
             raise FuyouStateError(
                 f"{where}: the run ended before its states were written, or while they were replaced (a checkpoint "
                 f"loaded, safe_set_full_*) and no step came after; use the last checkpoint"
@@ -113,12 +118,12 @@ class _Rank:
                 f"{where}: P32 of {missing} of {len(self.chunks)} chunks was in host memory and is lost; use the last "
                 f'checkpoint. To be able to recover, set optimizer.tier to "nvme"'
             )
-        if not commit.intact:
+        if not commits[0].intact:
             raise FuyouStateError(
                 f"{where}: the run had one slot a chunk, so its files may be a mixture of two steps; use the last "
                 f"checkpoint"
             )
-        return commit
+        return commits
 
     def values(self, index: int) -> Iterator[torch.Tensor]:
         """P32 of this rank's part of a parameter, chunk by chunk."""
@@ -209,7 +214,14 @@ def _open_ranks(directories: Sequence[Path], opened: ExitStack) -> list[_Rank]:
 
 
 def _common_step(ranks: Sequence[_Rank]) -> int:
-    if len({(rank.commit.step, rank.optimizer_step) for rank in ranks}) > 1:
+    """Has every rank take the newest commit that all have made; see [Note: one generation of all ranks] there."""
+    common = set.intersection(*(set(rank.commits) for rank in ranks))
+    if not common:
         said = ", ".join(f"rank {rank.rank}: step {rank.optimizer_step}" for rank in ranks)
-        raise FuyouStateError(f"the ranks were killed between two commits ({said}); use the last checkpoint")
+        raise FuyouStateError(
+            f"the ranks have no commit in common ({said}): their states were being replaced (a checkpoint loaded, "
+            f"safe_set_full_*), or an older ds_fuyou trained them; use the last checkpoint"
+        )
+    for rank in ranks:
+        rank.take(max(common))
     return ranks[0].optimizer_step

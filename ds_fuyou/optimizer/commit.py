@@ -1,10 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commits generations in the background: durable first, then the record, then the next generation's writes.
 
+[Note: one generation of all ranks]
+Every rank writes a record of its own. A rank that is at generation g has it in one slot of a chunk, and g - 1 in the
+other, until its updates of g + 1 are written there. So these begin when *every* rank has committed g, and the record
+names g and g - 1: whichever ranks are killed whenever, what the slowest has committed is whole on all.
+
+No message says so. A rank commits g before it gives anything of its own to a sum over all ranks in step g + 1, and
+whoever has such a sum therefore knows. There are two:
+
+* the first gradients that are reduced in the last micro-batch, if updates may begin in backward; without them no update
+  begins, and by the time that one ends, the reduction that it needs has ended on this rank;
+* the all-reduce of the norm (or of the overflow), which comes before every ``step()`` changes anything.
+
+Nothing is added to either, so that no sum changes. The wait for one's own commit is where the promise is kept that no
+step is lost but the last one, too, so a run of one rank has the second of them; it opens its writes by itself.
+
 [Note: states replaced in place]
 Loading and ``safe_set_full_*`` write states between steps, into the slots that the last record names. Killed meanwhile,
-the files would hold a mixture under that record. So the record is withdrawn first, durably; there is none until the
-next step, which reads what was written and commits as ever.
+the files would hold a mixture under that record. So the record is withdrawn first, durably. What was written is
+committed anew when a checkpoint is loaded, else before the next norm; it is another *edition* of that generation, which
+does not go together with what a slower rank had before.
 """
 
 from __future__ import annotations
@@ -12,40 +28,57 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_fuyou.host.waiting import wait_reporting, wait_through
-from ds_fuyou.storage.store import SlotStore
+from ds_fuyou.storage.store import JsonValue, SlotStore
 
 __all__ = ["Committer"]
+
+
+class _Order(NamedTuple):
+    generation: int
+    said: Mapping[str, JsonValue]
 
 
 class Committer:
     """One thread that handles orders one by one. A failure fails the pipeline, hence the training thread.
 
-    A record's ``meta`` is ``{"optimizer_step": n, "state_sums": hex}``: the steps applied to these states, in earlier
-    runs too, and the checksums of every chunk's P32 and moments, 8 bytes each; "" without ``checksum``.
+    A record's ``meta`` is what the order says (see :class:`~ds_fuyou.optimizer.core.OutOfCoreOptimizer`), the
+    ``edition`` of the generation, and ``state_sums``: hex of the checksums of every chunk's P32 and moments, 8 bytes
+    each; "" without ``checksum``.
+
+    ``opens``: a commit opens the writes of the next generation. Else :meth:`open_next` does, when all ranks are there.
     """
 
-    def __init__(self, pipeline: Any, store: SlotStore, slots: Callable[[], Mapping[str, int]]) -> None:
-        self._pipeline, self._store, self._slots = pipeline, store, slots
-        self._orders: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+    def __init__(
+        self, pipeline: Any, store: SlotStore, slots: Callable[[], Mapping[str, int]], *, opens: bool = True
+    ) -> None:
+        self._pipeline, self._store, self._slots, self._opens = pipeline, store, slots, opens
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._progress = threading.Condition()
         self._num_open = 0
+        self._edition = 0
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="fuyou-committer", daemon=True)
         self._thread.start()
 
-    def order(self, generation: int, optimizer_step: int) -> None:
+    def order(self, generation: int, said: Mapping[str, JsonValue]) -> None:
         """Asks for the record of a published generation."""
         with self._progress:
             self._num_open += 1
-        self._orders.put((generation, optimizer_step))
+            self._edition = 0
+        self._orders.put(_Order(generation, said))
 
-    def commit_now(self, generation: int, optimizer_step: int) -> None:
-        """Writes a record in the calling thread; nothing may be in flight (initialisation)."""
+    def commit_now(self, generation: int, said: Mapping[str, JsonValue]) -> None:
+        """Writes a record in the calling thread; nothing may be in flight (initialisation, a loaded checkpoint)."""
         sums = self._pipeline.state_sums().hex()
-        self._store.commit(generation, self._slots(), {"optimizer_step": optimizer_step, "state_sums": sums})
+        self._store.commit(generation, self._slots(), {**said, "edition": self._edition, "state_sums": sums})
+        if self._opens:
+            self.open_next(generation)
+
+    def open_next(self, generation: int) -> None:
+        """Every rank has committed ``generation``: writes of the next one may overwrite the one before."""
         self._pipeline.set_committed(generation)
 
     def settled(self, timeout_secs: float) -> bool:
@@ -56,10 +89,16 @@ class Committer:
                 raise RuntimeError("the committer ended before the last step was committed")
             return self._num_open == 0
 
+    @property
+    def is_withdrawn(self) -> bool:
+        """No record stands: states were replaced since the last one."""
+        return self._store.last_commit() is None
+
     def withdraw(self) -> None:
         """Before committed slots are overwritten; everything ordered must be settled. Raises FuyouStorageError."""
-        if self._store.last_commit() is not None:
+        if not self.is_withdrawn:
             self._store.withdraw()
+            self._edition += 1
 
     def _run(self) -> None:
         try:
@@ -71,7 +110,7 @@ class Committer:
 
     def _commit_orders(self) -> None:
         while (order := self._orders.get()) is not None:
-            target, optimizer_step = order
+            target = order.generation
             try:
                 wait_reporting(
                     lambda t, g=target: self._pipeline.wait_durable(g, t),  # type: ignore[misc]
@@ -80,7 +119,7 @@ class Committer:
             except RuntimeError:
                 return  # the pipeline failed or stopped: its own failure reaches the training thread
             try:
-                self.commit_now(target, optimizer_step)
+                self.commit_now(target, order.said)
             except Exception as error:
                 number = error.errno if isinstance(error, OSError) else None
                 said = f"{error.strerror} [{error.filename}]" if isinstance(error, OSError) else str(error)

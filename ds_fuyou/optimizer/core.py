@@ -13,12 +13,19 @@ generation of the chunk they need.
 The training thread owns everything here. The thread of HostSums owns gradients on their way from a device until they
 are added ([Note: sums on the host]). The C++ pipeline's worker and I/O threads own the jobs they were
 given (see the note in chunk_pipeline.h). The committer thread waits for a generation to be durable, writes
-the commit record and opens the next generation's writes; it never waits for the training thread, except for
-its next order.
+the commit record and, on one rank, opens the next generation's writes; on several the training thread does. The
+committer never waits for the training thread, except for its next order.
+
+[Note: what a record says]
+A commit record holds what a run needs to go on beside the slots: ``optimizer_step``, the steps applied to these
+states, in earlier runs too; ``clock``, the history of betas; ``missed_steps`` by parameter; ``without_moments``, chunks
+that no update has touched; and ``training``, what the engine and the script handed over at the end of its step, null if
+they did not.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -26,6 +33,7 @@ from typing import Any
 
 import torch
 
+from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.device import failure_of
 from ds_fuyou.host.memory import HostPool, PageLocks
 from ds_fuyou.ops.core import load_core
@@ -38,18 +46,25 @@ from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan
 from ds_fuyou.optimizer.missed_steps import MissedSteps, Run
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.param_access import ParamAccess
-from ds_fuyou.optimizer.placement import ChunkPlacement
+from ds_fuyou.optimizer.placement import ChunkPlacement, state_region
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind, RuleClock
 from ds_fuyou.optimizer.state_access import StateAccess
 from ds_fuyou.optimizer.updates import Published, WindowUpdates
 from ds_fuyou.optimizer.window import Window
 from ds_fuyou.optimizer.worker import Worker
-from ds_fuyou.storage.io import IoLane
-from ds_fuyou.storage.store import Extent, SlotStore
+from ds_fuyou.storage.io import IoLane, storage_error
+from ds_fuyou.storage.store import CommitRecord, Extent, JsonValue, SlotStore
 
 __all__ = ["OutOfCoreOptimizer"]
 
 logger = logging.getLogger("ds_fuyou")
+
+
+class _Passed:
+    """An event where the device is the host: what was asked for has ended."""
+
+    def query(self) -> bool:
+        return True
 
 
 class OutOfCoreOptimizer:
@@ -62,7 +77,10 @@ class OutOfCoreOptimizer:
         kind: OptimizerKind,
         hypers: Sequence[GroupHyper],
         store: SlotStore | None,
+        resumed: CommitRecord | None = None,
     ) -> None:
+        """``resumed``: of ``store``, that all ranks have made; then :meth:`resume` comes instead of initialising."""
+        self._resumed = resumed
         self.layout, self.options, self.kind, self.store = layout, options, kind, store
         self.clock = RuleClock(kind, hypers[0])
         core = load_core()
@@ -86,6 +104,8 @@ class OutOfCoreOptimizer:
         self.io.on_failure = self._worker.transfer_failed
         self.policy = ClipPolicy(options.clip_policy, options.can_speculate)
         self.published = Published(self.place.num_param_versions)
+        slots = {} if resumed is None else resumed.slots
+        self._first_slot = [slots.get(state_region(chunk.index), 0) for chunk in layout.chunks]
         self._reserved_bytes = 2 * max(self.place.job_bytes(chunk) for chunk in layout.chunks)
         for chunk in layout.chunks:
             self.pipeline.add_chunk(
@@ -94,7 +114,7 @@ class OutOfCoreOptimizer:
                 num_moments=len(kind.moments),
                 param_type=self._types[options.param_dtype],
                 grad_type=self._types[options.grad_dtype],
-                **self.place.of_chunk(chunk),
+                **self.place.of_chunk(chunk, first_slot=self._first_slot[chunk.index]),
             )
         self.window = Window(layout)
         self.missed = MissedSteps(layout, self.clock)
@@ -118,7 +138,15 @@ class OutOfCoreOptimizer:
         self.params = ParamAccess(self)
         self._values = ChunkValues(layout, self.place, self.io, self._slot, self._replaced_p32, options.param_dtype)
         self._norm_of_overrides = False
-        self._committer = Committer(self.pipeline, store, self._slots) if store is not None else None
+        self._awaits_peers = options.has_peers and options.keeps_steps
+        self._reduced: Any = None
+        self.holds_orders = False
+        """Somebody calls :meth:`order_commit` when the step has ended for the engine, too."""
+        self._unordered: int | None = None
+        self._training: JsonValue = None
+        self._committer = (
+            Committer(self.pipeline, store, self._slots, opens=not self._awaits_peers) if store is not None else None
+        )
 
     @property
     def generation(self) -> int:
@@ -169,7 +197,48 @@ class OutOfCoreOptimizer:
         """
         self._values.initialize(source, progress)
         if self._committer is not None:
-            self._committer.commit_now(0, 0)
+            self._committer.commit_now(0, self._said())
+
+    def resume(self, progress: Callable[[int], None]) -> None:
+        """Goes on from the commit where it lies: reads every state once, compares it with the commit's checksums, and
+        makes P16 in memory of P32. From then on a newer commit, which other ranks had not made, is none any more.
+
+        Raises:
+            FuyouChecksumError: a state is not what the run wrote.
+        """
+        commit, store = self._resumed, self.store
+        if commit is None or store is None:
+            raise FuyouStateError("there is no commit to go on from")
+        meta: Any = commit.meta
+        self.published.generation = commit.step
+        self.pipeline.publish(commit.step)
+        self.pipeline.set_committed(commit.step)
+        self.clock.replay(meta["clock"])
+        self.missed.restore(meta["missed_steps"])
+        self._training = meta["training"]
+        untouched = set(meta["without_moments"])
+        for chunk in self.layout.chunks:
+            if chunk.index not in untouched:
+                self.states.updated(chunk.index)
+        for chunk, parts in self.states.read_all(range(len(self.layout.chunks))):
+            has_moments = chunk.index not in untouched
+            self.pipeline.replace_state(chunk.index, parts[0].data_ptr(), has_moments=has_moments)
+            if self.place.residency.params[chunk.index]:
+                self._values.put_params(chunk, parts[0].to(self.options.param_dtype))
+            progress(chunk.numel)
+        self._compare_sums(bytes.fromhex(meta["state_sums"]))
+        store.go_back_to(commit)
+
+    def _compare_sums(self, written: bytes) -> None:
+        found = self.pipeline.state_sums()
+        if not written or not found or written == found:
+            return
+        size = len(found) // len(self.layout.chunks)
+        cut = [slice(at, at + size) for at in range(0, len(found), size)]
+        index = next(i for i, part in enumerate(cut) if found[part] != written[part])
+        begin = self.state_extents(index)[0]
+        what = f"reading the state of chunk {index}, to go on from it,"
+        raise storage_error(what, errno.EBADMSG, begin.fd, begin.offset, self._path_of)
 
     # ---- gradients ----------------------------------------------------------------------------------------
 
@@ -178,6 +247,8 @@ class OutOfCoreOptimizer:
         window = self.window
         if window.rules is not None:
             return
+        if self._awaits_peers and self.options.may_speculate:
+            self.settle_commit()
         start = self.policy.choose() if managed else UpdateStart.DEFER
         window.begin_last(self.clock.prepare(hypers), multiplier, start)
         self.gradients.begin_last()
@@ -195,11 +266,21 @@ class OutOfCoreOptimizer:
     def add_gradients(self, gradients: Sequence[tuple[ParamSpan, torch.Tensor]], *, last: bool = True) -> None:
         """The door: see :meth:`GradientIntake.add`."""
         self.intake.add(gradients, last=last)
+        if last and self._awaits_peers and self.options.may_speculate and self._reduced is None:
+            device = self.options.device
+            self._reduced = _Passed() if device.is_host else device.record_event()
+            self._open_if_reduced()
 
     def _complete(self, chunk: int) -> None:
         """All gradients of a chunk are in place: its update may be prepared, and they may leave DRAM."""
+        self._open_if_reduced()
         self._updates.prepare(chunk, self.gradients.pointer(chunk))
         self.gradients.seal(chunk)
+
+    def _open_if_reduced(self) -> None:
+        """See [Note: one generation of all ranks]: the first reduction of the last micro-batch may have ended."""
+        if self._reduced is not None and self._committer is not None and self._reduced.query():
+            self._committer.open_next(self.generation)
 
     def _detach_gradient(self, chunk: int, buffer: int) -> None:
         self.pipeline.read_gradient_from_storage(chunk, buffer)
@@ -310,6 +391,9 @@ class OutOfCoreOptimizer:
     def _apply(self, hypers: Sequence[GroupHyper], multiplier: float, expected_multiplier: float) -> None:
         window = self.window
         self.intake.close_window()
+        if self._awaits_peers and self._committer is not None:
+            self.settle_commit()
+            self._committer.open_next(self.generation)
         rules = self.clock.prepare(hypers)
         self.policy.record(multiplier != expected_multiplier)
         work = self._work()
@@ -324,8 +408,9 @@ class OutOfCoreOptimizer:
         self.clock.commit(rules)
         self.missed.count(window.arrived)
         self._end_window()
-        if self._committer is not None:
-            self._committer.order(self.generation, self.clock.step)
+        self._unordered = self.generation
+        if not self.holds_orders:
+            self.order_commit(None)
 
     def _work(self) -> dict[int, tuple[Run, ...]]:
         """What the step does to the chunks that it touches."""
@@ -339,6 +424,48 @@ class OutOfCoreOptimizer:
         self.intake.end_window()
         self.window.reset()
         self._norm_of_overrides = False
+        self._reduced = None
+
+    # ---- commits ------------------------------------------------------------------------------------------
+
+    @property
+    def has_unordered(self) -> bool:
+        """A step was applied, and its commit is not ordered yet."""
+        return self._unordered is not None
+
+    def order_commit(self, training: JsonValue) -> None:
+        """The last applied step has ended; has it committed, with what it left of the run beside the states."""
+        if self._unordered is None:
+            return
+        generation, self._unordered, self._training = self._unordered, None, training
+        if self._committer is not None:
+            self._committer.order(generation, self._said())
+
+    def _said(self) -> dict[str, JsonValue]:
+        return {
+            "optimizer_step": self.clock.step,
+            "clock": [[number, [list(pair) for pair in betas]] for number, betas in self.clock.history],
+            "missed_steps": self.missed.by_name(),
+            "without_moments": self.states.without_moments(),
+            "training": self._training,
+        }
+
+    def settle_commit(self) -> None:
+        """Before this rank's part of the norm: its last step is committed, so no kill loses more than the next one."""
+        committer = self._committer
+        if committer is None or not self.options.keeps_steps:
+            return
+        self.order_commit(None)
+        self._worker.wait(committer.settled, lambda: f"step {self.generation} to be committed")
+        if committer.is_withdrawn:
+            committer.commit_now(self.generation, self._said())
+
+    def commit_replaced(self, training: JsonValue) -> None:
+        """A checkpoint was loaded: what it brought is committed at once, with what it left of the run."""
+        self._training = training
+        if self._committer is not None and self._committer.is_withdrawn:
+            self.wait_all()
+            self._committer.commit_now(self.generation, self._said())
 
     # ---- readers ------------------------------------------------------------------------------------------
 
@@ -379,7 +506,7 @@ class OutOfCoreOptimizer:
 
     def _slot(self, chunk: int) -> int:
         """The slot that holds a chunk's published values. (The pipeline itself must go with close().)"""
-        return int(self.pipeline.slot(chunk))
+        return int(self.pipeline.slot(chunk)) ^ self._first_slot[chunk]
 
     def _replaced_p32(self, chunk: int, address: int) -> None:
         self.pipeline.replace_state(chunk, address, has_moments=False)
@@ -395,6 +522,7 @@ class OutOfCoreOptimizer:
         """Before states on storage are overwritten in place; see [Note: states replaced in place]. Waits."""
         committer = self._committer
         if committer is not None:
+            self.order_commit(None)
             self._worker.wait(committer.settled, lambda: f"step {self.generation} to be committed")
             committer.withdraw()
 
@@ -428,6 +556,7 @@ class OutOfCoreOptimizer:
             logger.error("closed after the device failed: %s", failure)
             if self.store is not None:
                 self.store.keep_because("the device failed")
+        self.order_commit(None)
         if self._committer is not None and self.store is not None and self.store.keep:
             self._committer.stop()  # the state stays: let the last step become durable
         self._worker.stop()

@@ -17,7 +17,10 @@ __all__ = ["CoreOptions"]
 
 @dataclass(frozen=True)
 class CoreOptions:
-    """Where every chunk lives, and how updates run. ``num_slots`` is that of what is on storage; sizes in bytes."""
+    """Where every chunk lives, and how updates run. ``num_slots`` is that of what is on storage; sizes in bytes.
+
+    ``has_peers``: other ranks train the same model, with the same options.
+    """
 
     residency: ChunkResidency
     num_slots: int
@@ -30,6 +33,12 @@ class CoreOptions:
     io: IoSettings
     device: Device = field(default_factory=HostDevice)
     checksum: bool = True
+    has_peers: bool = False
+
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether a run that is killed can be gone on with from its state files: none of the state is in memory."""
+        return self.num_slots == 2 and not any(self.residency.states)
 
     @property
     def can_speculate(self) -> bool:
@@ -37,6 +46,11 @@ class CoreOptions:
         return not all(self.residency.states) and self.num_slots == 2 and self.overlap is not Overlap.NONE
 
     @property
+    def may_speculate(self) -> bool:
+        """Whether updates begin in backward in any step."""
+        return self.can_speculate and self.clip_policy != "defer"
+
+    @property
     def num_param_versions(self) -> int:
         """Versions of P16 in DRAM: two where an update may come before ``step()`` has published it."""
-        return 2 if self.can_speculate and self.clip_policy != "defer" else 1
+        return 2 if self.may_speculate else 1

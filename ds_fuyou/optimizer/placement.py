@@ -190,15 +190,15 @@ class ChunkPlacement:
         jobs = [self.job_bytes(chunk) for chunk in self._layout.chunks]
         return max(4096, min(max(self._options.staging_bytes, 2 * max(jobs)), sum(jobs)))
 
-    def of_chunk(self, chunk: Chunk) -> dict[str, Any]:
-        """The places of a chunk as ``ChunkPipeline.add_chunk`` takes them.
+    def of_chunk(self, chunk: Chunk, *, first_slot: int = 0) -> dict[str, Any]:
+        """The places of a chunk as ``ChunkPipeline.add_chunk`` takes them; what is there lies in ``first_slot``.
 
         A chunk without anything in slots counts as one-slotted: its update overwrites nothing that a commit names, so
         it never waits for one.
         """
         residency, index = self.residency, chunk.index
         num_slots = self._options.num_slots if residency.keeps_slots(index) else 1
-        slots = range(num_slots)
+        slots = [slot ^ first_slot for slot in range(num_slots)]
         state = self._states.get(index)
         in_memory = residency.params[index]
         return {

@@ -33,6 +33,10 @@ class StateAccess:
         """The chunk got its first update: its moments are on storage from now on."""
         self._has_moments[index] = True
 
+    def without_moments(self) -> list[int]:
+        """Chunks that no update has touched."""
+        return [index for index, has in enumerate(self._has_moments) if not has]
+
     def read(self, index: int) -> list[torch.Tensor]:
         """A copy of one chunk's state; waits for its last update."""
         return next(self.read_all([index]))[1]

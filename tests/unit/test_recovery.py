@@ -79,7 +79,7 @@ def test_ranks_of_two_runs_or_of_two_steps_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FuyouStateError, match=r"all 2 ranks of one run must be named, found A-rank1$"):
         recover([second], out)
     third = rank_of(tmp_path, "C", 0)
-    with pytest.raises(FuyouStateError, match=r"between two commits \(rank 0: step 3, rank 1: step 2\)"):
+    with pytest.raises(FuyouStateError, match=r"no commit in common \(rank 0: step 3, rank 1: step 2\)"):
         recover([third, rank_of(tmp_path, "C", 1, generation=2, step=2)], out)
     assert not out.exists()
 

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of tests/harness/killed_ranks.py."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from tests.harness.forked import finish, start
+from tests.harness.ports import free_port
+from tests.harness.runner import HERE, environment
+
+LIMIT_SECS = 200
+
+
+def launch(path: Path, case: dict, world_size: int, name: str = "log") -> tuple[list[BaseProcess], list[Path]]:
+    """State files go to ``path``, output to ``path``/``name``RANK."""
+    path.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    logs = [path / f"{name}{rank}" for rank in range(world_size)]
+    processes = [
+        start(HERE / "killed_ranks.py", [path, json.dumps(case)], environment(rank, world_size, port), logs[rank])
+        for rank in range(world_size)
+    ]
+    return processes, logs
+
+
+def run_to_end(path: Path, case: dict, world_size: int, name: str = "log") -> str:
+    """What rank 0 said."""
+    processes, logs = launch(path, case, world_size, name)
+    finish(processes, LIMIT_SECS)
+    said = logs[0].read_text(errors="replace")
+    assert [each.exitcode for each in processes] == [0] * world_size, said[-3000:]
+    return said
+
+
+def steps_in(logs: Collection[Path]) -> int:
+    """The last step that returned on any rank."""
+    found = [re.findall(r"STEP (\d+)", log.read_text(errors="replace")) for log in logs if log.exists()]
+    return max((int(steps[-1]) for steps in found if steps), default=0)

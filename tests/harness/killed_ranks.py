@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a run on storage that dies where it is told: ``PATH CASE``, a JSON object.
+
+``steps``; ``config`` and ``block``: changes of the configuration; ``frozen``: beginning of parameters' names. ``out``:
+a folder in which rank 0 leaves what it has after every step. ``die``: by rank, ``[generation, when]``: SIGKILL "before"
+that generation's record is written, "after" it, or while it is late: "late" lets the other ranks go on for a second.
+Who is not killed by then waits after its last step, unless it has ``out``. ``slow``: by rank, bytes a second of its
+writes. ``generators``: what else than PyTorch's the loss depends on. Prints ``STEP n`` when a step has returned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import deepspeed
+import numpy
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from ds_fuyou.storage.store import SlotStore
+from tests.harness.group import leave_group
+from tests.harness.models import TinyGPT, make_batch
+from tests.harness.runner import ds_config
+
+MODEL = {"num_layers": 3, "width": 32, "vocabulary": 101}
+
+
+def die_in_commit(generation: int, when: str) -> None:
+    commit = SlotStore.commit
+
+    def dying(self: SlotStore, step: int, slots: Mapping[str, int], meta: Mapping[str, Any]) -> None:
+        if step == generation and when == "late":
+            time.sleep(1.0)
+        if step != generation or when == "after":
+            commit(self, step, slots, meta)
+        if step == generation:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    SlotStore.commit = dying
+
+
+def build(path: str, case: dict, rank: int) -> Any:
+    block = {"nvme_path": path, "optimizer": {"tier": "nvme"}, "io": {"engine": "threads"}}
+    config = ds_config(fuyou={**block, **case.get("block", {})}, **case.get("config", {}))
+    if "fp16" in config:
+        get_accelerator().is_fp16_supported = lambda: True  # eager fp16 works on the CPU
+    torch.manual_seed(rank)
+    random.seed(rank)
+    numpy.random.seed(rank)
+    model = TinyGPT(**MODEL)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not ("frozen" in case and name.startswith(case["frozen"])))
+    trained = [param for param in model.parameters() if param.requires_grad]
+    groups = [{"params": trained[::2], "lr": 2e-3}, {"params": trained[1::2]}]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    return engine
+
+
+def chance(case: dict) -> float:
+    drawn = float(torch.rand(()))
+    if case.get("generators") == "all":
+        drawn += random.random() + float(numpy.random.rand())
+    return drawn
+
+
+def left_by(engine: Any, losses: list[float], case: dict) -> dict[str, Any]:
+    """All ranks must come here."""
+    found: dict[str, Any] = {"losses": losses, "rates": [group["lr"] for group in engine.optimizer.param_groups]}
+    found |= {"scale": engine.optimizer.loss_scale, "skipped": engine.skipped_steps, "samples": engine.global_samples}
+    found["applied"] = engine.optimizer.rank_state.core.generation
+    for name, param in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            found[f"{name} P16"] = param.data.clone()
+        if param.requires_grad:
+            found[name] = safe_get_full_fp32_param(param).clone()
+            for moment in ("exp_avg", "exp_avg_sq") if found["applied"] else ():
+                found[f"{name} {moment}"] = safe_get_full_optimizer_state(param, moment).clone()
+    return found
+
+
+def main(path: str, case: dict) -> None:
+    deepspeed.init_distributed("gloo")
+    rank = torch.distributed.get_rank()
+    if str(rank) in case.get("die", {}):
+        die_in_commit(*case["die"][str(rank)])
+    engine = build(path, case, rank)
+    slow = case.get("slow", {}).get(str(rank))
+    if slow is not None:
+        engine.optimizer.rank_state.core.io.engine.set_throttle(0.0, slow)
+    client = getattr(engine, "fuyou_client_state", None) or {"losses": []}
+    accumulation = engine.gradient_accumulation_steps()
+    for step in range(engine.global_steps, case["steps"]):
+        for micro in range(accumulation):
+            loss = engine(**make_batch(MODEL, step * accumulation + micro, rank)) * (1.0 + chance(case))
+            engine.backward(loss)
+            client["losses"].append(float(loss.detach()))
+            engine.fuyou_client_state = client
+            engine.step()
+        sys.stdout.write(f"STEP {step + 1}\n")
+        sys.stdout.flush()
+        if "out" in case:
+            left = left_by(engine, client["losses"], case)
+            if rank == 0:
+                torch.save(left, f"{case['out']}/{step + 1}")
+    if "out" in case:
+        engine.destroy()
+        leave_group()
+    else:
+        time.sleep(60.0)  # to be killed
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
