@@ -217,7 +217,13 @@ REQUIRED: tuple[RequiredName, ...] = (
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.step",
         ("self",),
-        "plugin: wrapped under fuyou verify",
+        "plugin: wrapped, a step is committed at its end; under fuyou verify",
+    ),
+    RequiredName(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.load_checkpoint",
+        ("self", "load_dir", "tag"),
+        "plugin: wrapped, what was loaded is committed",
     ),
     RequiredName(
         "deepspeed.runtime.engine",

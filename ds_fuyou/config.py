@@ -144,7 +144,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Settings(BaseModel):
-    """Common rules: frozen, strictly typed, and "auto" stands for the default of any key."""
+    """Common rules: frozen, strictly typed, and "auto" stands for the default of any key that gives it no meaning."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", validate_default=False)
 
@@ -153,7 +153,13 @@ class _Settings(BaseModel):
     def _auto_means_default(cls, data: object) -> object:
         if not isinstance(data, Mapping):
             return data
-        return {key: value for key, value in data.items() if not (isinstance(value, str) and value == "auto")}
+        return {key: value for key, value in data.items() if value != "auto" or cls._means_something(key)}
+
+    @classmethod
+    def _means_something(cls, key: object) -> bool:
+        """Whether "auto" is a value of its own for a key, beside another default."""
+        field = cls.model_fields.get(key) if isinstance(key, str) else None
+        return field is not None and "auto" in get_args(field.annotation)
 
 
 class ParameterSettings(_Settings):
@@ -304,6 +310,17 @@ class FuyouConfig(_Settings):
         False,
         description="Leave the state files in place after a clean end, too: `fuyou recover` takes the fp32 weights of "
         "the last step out of them. To continue training, save a checkpoint.",
+    )
+    resume: Literal["off", "auto"] = Field(
+        "off",
+        description="`auto`: a run that finds in `nvme_path` the state files of the same model, world and plan, left "
+        "by one that was killed or kept by `keep_state`, goes on from their last step, in place: parameters, moments, "
+        "counters, scheduler and random states are those after it. Otherwise it starts as ever.",
+    )
+    random_states: Literal["torch", "all"] = Field(
+        "torch",
+        description="Which random generators a step's commit record holds: PyTorch's (host and device), or Python's "
+        "and NumPy's, too.",
     )
     plan: PlanOverrides | None = Field(
         None,

@@ -179,6 +179,8 @@ def _configure_checkpointing(original: Callable[..., Any]) -> Callable[..., Any]
             from ds_fuyou.zero.checkpoint_engine import replace_writer
 
             replace_writer(self)
+        if hasattr(self.optimizer, "rank_state"):
+            self.optimizer.resume_engine(self)  # the scheduler is there by now
 
     return configure
 
@@ -187,6 +189,27 @@ def _save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     from ds_fuyou.zero.checkpoint_engine import saving
 
     return saving(original)
+
+
+def _then(original: Callable[..., Any], tell: Callable[[Any, Any], None]) -> Callable[..., Any]:
+    """A method of the engine, after which ``tell(optimizer, engine)`` is called if the optimizer is ours."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if hasattr(self.optimizer, "rank_state"):
+            tell(self.optimizer, self)
+        return result
+
+    return method
+
+
+def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    return _then(original, lambda optimizer, engine: optimizer.engine_stepped(engine))
+
+
+def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    return _then(original, lambda optimizer, engine: optimizer.checkpoint_loaded(engine))
 
 
 def _load_module_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -281,6 +304,18 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
         "DeepSpeedEngine.load_module_state_dict",
         "frozen parameters on storage are loaded to storage",
         _load_module_state_dict,
+    ),
+    PatchPoint(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.step",
+        "a step is committed with the engine's counters, scheduler and random states",
+        _engine_step,
+    ),
+    PatchPoint(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.load_checkpoint",
+        "what was loaded is committed at once",
+        _load_checkpoint,
     ),
     PatchPoint(
         "deepspeed.runtime.engine",

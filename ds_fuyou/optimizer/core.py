@@ -136,7 +136,7 @@ class OutOfCoreOptimizer:
         self._chunk_generation = [0] * len(layout.chunks)
         self.states = StateAccess(self)
         self.params = ParamAccess(self)
-        self._values = ChunkValues(layout, self.place, self.io, self._slot, self._replaced_p32, options.param_dtype)
+        self._values = ChunkValues(layout, self.place, self.io, self.slot, self._replaced_p32, options.param_dtype)
         self._norm_of_overrides = False
         self._awaits_peers = options.has_peers and options.keeps_steps
         self._reduced: Any = None
@@ -504,7 +504,7 @@ class OutOfCoreOptimizer:
         """P16 of a sub-group that is in DRAM as a whole, the published version."""
         return self.place.flat_params(sub_group, self.param_version)
 
-    def _slot(self, chunk: int) -> int:
+    def slot(self, chunk: int) -> int:
         """The slot that holds a chunk's published values. (The pipeline itself must go with close().)"""
         return int(self.pipeline.slot(chunk)) ^ self._first_slot[chunk]
 
@@ -512,11 +512,11 @@ class OutOfCoreOptimizer:
         self.pipeline.replace_state(chunk, address, has_moments=False)
 
     def _slots(self) -> dict[str, int]:
-        return self.place.slotted(self._slot)
+        return self.place.slotted(self.slot)
 
     def state_extents(self, index: int) -> Sequence[Extent]:
         """Where the committed or last applied state of a chunk on storage lies."""
-        return self.place.state_extents(index, self._slot(index))
+        return self.place.state_extents(index, self.slot(index))
 
     def withdraw_commit(self) -> None:
         """Before states on storage are overwritten in place; see [Note: states replaced in place]. Waits."""

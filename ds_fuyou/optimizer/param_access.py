@@ -113,7 +113,7 @@ class ParamAccess:
             chunk = core.layout.chunks[index]
             start = chunk.begin * itemsize  # a multiple of a page: see CUT_ELEMENTS
             begin, end = max(low, start), min(high, round_up_to_page(chunk.end * itemsize))
-            extents = core.place.param_pages(index, core.pipeline.slot(index), begin - start, end - start)
+            extents = core.place.param_pages(index, core.slot(index), begin - start, end - start)
             if last is not None and last.end == begin - low:
                 last = StoredRun(last.begin, end - low, (*last.extents, *extents))
                 continue

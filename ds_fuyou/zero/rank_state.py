@@ -29,6 +29,7 @@ from ds_fuyou.errors import FuyouError, FuyouStateError
 from ds_fuyou.host.compute_clock import compute_clock
 from ds_fuyou.host.device import failure_of
 from ds_fuyou.host.memory import HeapGuard, PageLocks, aligned_tensor, round_up_to_page
+from ds_fuyou.log import log_once
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutEntry, LayoutLimits, ParamSpan, build_layout
@@ -46,7 +47,7 @@ from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.parked import ParkedSpace, ParkedValues
 from ds_fuyou.storage.probe import probe_path
-from ds_fuyou.storage.store import RunIdentity, SlotStore, choose_num_slots
+from ds_fuyou.storage.store import CommitRecord, RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
 from ds_fuyou.telemetry.report import report_close, waited_secs
 from ds_fuyou.telemetry.trace import LaneTrace
@@ -57,6 +58,7 @@ from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks
 from ds_fuyou.zero.compute_spans import computed
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, held_bytes, partition_of
+from ds_fuyou.zero.resuming import find_resumable, tell_start
 
 __all__ = ["RankState"]
 
@@ -106,11 +108,12 @@ class RankState:
             self.trace = LaneTrace(activation.config.trace) if activation.config.trace is not None else None
             if self.trace is not None:
                 undo.callback(self.trace.close)
+            self.resumed: CommitRecord | None = None
             self.store, num_slots = self._create_store(kind, grad_dtype, param_dtype)
             if self.store is not None:
                 undo.callback(self.store.close)
             options = self._core_options(num_slots, grad_dtype, param_dtype)
-            self.core = OutOfCoreOptimizer(self.layout, options, kind, hypers, self.store)
+            self.core = OutOfCoreOptimizer(self.layout, options, kind, hypers, self.store, self.resumed)
             undo.callback(self.core.close)
             self._forget_closer = register_closer(self.core.close)
             undo.pop_all()
@@ -195,6 +198,7 @@ class RankState:
             io=IoSettings(config.io.engine, plan.queue_depth, plan.block_bytes, 4),
             checksum=config.checksum,
             device=self.device,
+            has_peers=dist.get_world_size() > 1,
         )
 
     def _create_store(
@@ -214,6 +218,13 @@ class RankState:
             for n in (1, 2)
         }
         sizes = {n: sum(r.num_bytes * r.num_slots for r in regions) for n, regions in by_slots.items()}
+        identity = RunIdentity(self._fingerprint(), dist.get_rank(), dist.get_world_size(), run_id)
+        contents = contents_of(self.layout, [tuple(param.ds_shape) for param in self._params])
+        if config.resume == "auto" and self.plan.slots == 2 and not any(residency.states):
+            found = find_resumable(paths, identity, by_slots[2], contents)
+            if found is not None:
+                self.resumed = found.commit
+                return found.store, 2
         num_slots = 1
         if self.plan.slots == 2:
             choice = choose_num_slots(
@@ -229,7 +240,6 @@ class RankState:
             if choice.num_slots == 1:
                 logger.warning("%s", choice.reason)
             num_slots = int(least(choice.num_slots)[0])  # also: no rank allocates before all have looked
-        identity = RunIdentity(self._fingerprint(), dist.get_rank(), dist.get_world_size(), run_id)
         store = SlotStore.create(
             paths,
             by_slots[num_slots],
@@ -240,8 +250,10 @@ class RankState:
             checksum=config.checksum,
             recoverable=not any(residency.states),
         )
+        if dist.get_rank() == 0:
+            _tell_durability(sum(residency.states), len(residency.states), num_slots)
         try:
-            store.describe(contents_of(self.layout, [tuple(param.ds_shape) for param in self._params]))
+            store.describe(contents)
         except BaseException:
             store.close()
             raise
@@ -257,12 +269,15 @@ class RankState:
         return of_rank_0(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_RUN_NUMBERS)}-{secrets.token_hex(3)}")
 
     def initialize(self, values_of: Callable[[Parameter], torch.Tensor]) -> None:
-        """Moves the model's parameters into their place, chunk by chunk, with a progress bar on rank 0.
+        """Moves the model's parameters into their place, chunk by chunk, with a progress bar on rank 0. A run that
+        resumes finds them there, and takes none from the model.
 
         A parameter's old partition goes as soon as its values are in their place, so that host memory holds no class
         twice.
         """
         begin = time.perf_counter()
+        if self.activation.config.resume == "auto":
+            tell_start(self.resumed, self.store)
         waiting = dict(enumerate(self._params))
         current: dict[int, torch.Tensor] = {}
 
@@ -275,11 +290,12 @@ class RankState:
                 current[span.index] = values_of(self.param(span)).view(-1)
             return current[span.index]
 
-        hidden = dist.get_rank() != 0
-        with tqdm(
-            total=self.layout.numel, desc="initialising states", unit="param", unit_scale=True, disable=hidden
-        ) as bar:
-            self.core.initialize(source, bar.update)
+        hidden, what = dist.get_rank() != 0, "initialising states" if self.resumed is None else "verifying states"
+        with tqdm(total=self.layout.numel, desc=what, unit="param", unit_scale=True, disable=hidden) as bar:
+            if self.resumed is None:
+                self.core.initialize(source, bar.update)
+            else:
+                self.core.resume(bar.update)
         current.clear()
         for param in waiting.values():
             self._attach(param)
@@ -432,6 +448,18 @@ class RankState:
                 ending.callback(self.activations.close)
             ending.callback(failure_of, self.device)  # no copy may be in flight when memory is unpinned
             ending.callback(report_close, self)
+
+
+def _tell_durability(num_resident: int, num_chunks: int, num_slots: int) -> None:
+    """What a run that is killed leaves, where that is less than its last step."""
+    if num_resident:
+        where = f"P32 and the moments of {num_resident} of {num_chunks} chunks are in host memory"
+        to_do = 'with optimizer.tier "nvme" every step is'
+    elif num_slots == 1:
+        where, to_do = "chunks have one slot on storage", "with room for two every step is"
+    else:
+        return
+    log_once(logging.INFO, f"{where}: this run is as durable as its last checkpoint; {to_do} kept on storage")
 
 
 def _bytes_of_others(paths: Sequence[Path], num_bytes: int) -> int:

@@ -41,6 +41,7 @@ from ds_fuyou.zero.monitoring import StepMonitor, count_tokens
 from ds_fuyou.zero.rank_state import RankState
 from ds_fuyou.zero.run_plan import RunPlan
 from ds_fuyou.zero.stock import combined_grad_norm, is_boundary, iter_module_params
+from ds_fuyou.zero.training_state import TrainingState
 
 __all__ = ["FuyouStage3Optimizer"]
 
@@ -53,6 +54,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     rank_state: RankState
     run_plan: RunPlan
     checkpoint_state: CheckpointState
+    training_state: TrainingState
     hp_access: HpAccess
     _monitor: StepMonitor | None = None
 
@@ -117,6 +119,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             lambda: self.run_plan.holds_updates,
         )
         self.checkpoint_state = CheckpointState(self.rank_state, self.optimizer, self._group_of_sub_group, self._hypers)
+        generators = activation.config.random_states
+        self.training_state = TrainingState(self, self.module, all_generators=generators == "all")
         self.hp_access = HpAccess(self.rank_state, lambda: is_boundary(self))
         self._watch_modules(self._attach_activations(activation))
 
@@ -147,8 +151,30 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             self._monitor.leave_out(secs, work)
 
     def report_to(self, engine: Any) -> None:
-        """The engine that this optimizer was built for: its monitors are told of every step."""
+        """The engine that this optimizer was built for: its monitors are told of every step, and its steps committed
+        when they have ended for it, too."""
         self._monitor = StepMonitor(engine, self.rank_state, self._tier_bytes)
+        self.rank_state.core.holds_orders = True
+
+    def engine_stepped(self, engine: Any) -> None:
+        """``engine.step()`` has ended: what it applied is committed with the engine's state of training."""
+        core = self.rank_state.core
+        if core.has_unordered:
+            core.order_commit(self.training_state.take(engine) if core.options.keeps_steps else None)
+
+    def resume_engine(self, engine: Any) -> None:
+        """The engine is built: what a resumed run was is put back, and its files are this one's."""
+        state = self.rank_state
+        resumed: Any = state.resumed
+        if resumed is not None and state.store is not None:
+            self.training_state.put_back(engine, resumed.meta["training"])
+            state.store.adopt(keep=state.activation.config.keep_state)
+
+    def checkpoint_loaded(self, engine: Any) -> None:
+        """``engine.load_checkpoint()`` has ended."""
+        core = self.rank_state.core
+        if core.options.keeps_steps:
+            core.commit_replaced(self.training_state.take(engine))
 
     def _watch_modules(self, index: GatheredIndex) -> None:
         """Before DeepSpeed fetches a module's parameters, ours are made available and read-ahead moves on."""
@@ -242,6 +268,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.gradient_flow.finish()
         core = self.rank_state.core
         core.check()
+        core.settle_commit()
         self._overflow_check_and_loss_scale_update_compat()
         if self.overflow:
             self.run_plan.step_skipped()

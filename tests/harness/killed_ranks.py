@@ -5,7 +5,9 @@
 a folder in which rank 0 leaves what it has after every step. ``die``: by rank, ``[generation, when]``: SIGKILL "before"
 that generation's record is written, "after" it, or while it is late: "late" lets the other ranks go on for a second.
 Who is not killed by then waits after its last step, unless it has ``out``. ``slow``: by rank, bytes a second of its
-writes. ``generators``: what else than PyTorch's the loss depends on. Prints ``STEP n`` when a step has returned.
+writes. ``generators``: what else than PyTorch's the loss depends on, "none": not on that either. ``hands_over_code``:
+what pickle refuses. ``save``: a folder, to which a checkpoint goes after two steps; ``load``: one, and then the end.
+Prints ``STEP n`` when a step has returned.
 """
 
 from __future__ import annotations
@@ -65,6 +67,8 @@ def build(path: str, case: dict, rank: int) -> Any:
 
 
 def chance(case: dict) -> float:
+    if case.get("generators") == "none":
+        return 0.0
     drawn = float(torch.rand(()))
     if case.get("generators") == "all":
         drawn += random.random() + float(numpy.random.rand())
@@ -95,6 +99,9 @@ def main(path: str, case: dict) -> None:
     slow = case.get("slow", {}).get(str(rank))
     if slow is not None:
         engine.optimizer.rank_state.core.io.engine.set_throttle(0.0, slow)
+    if "load" in case:
+        engine.load_checkpoint(case["load"])
+        os.kill(os.getpid(), signal.SIGKILL)
     client = getattr(engine, "fuyou_client_state", None) or {"losses": []}
     accumulation = engine.gradient_accumulation_steps()
     for step in range(engine.global_steps, case["steps"]):
@@ -102,8 +109,10 @@ def main(path: str, case: dict) -> None:
             loss = engine(**make_batch(MODEL, step * accumulation + micro, rank)) * (1.0 + chance(case))
             engine.backward(loss)
             client["losses"].append(float(loss.detach()))
-            engine.fuyou_client_state = client
+            engine.fuyou_client_state = (lambda: client) if case.get("hands_over_code") else client
             engine.step()
+        if step == 1 and "save" in case:
+            engine.save_checkpoint(case["save"])
         sys.stdout.write(f"STEP {step + 1}\n")
         sys.stdout.flush()
         if "out" in case:

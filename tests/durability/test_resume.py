@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is killed twice and goes on in place equals, to the bit, one that nothing happened to."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_fuyou.checkpoint.recovery import recover
+from ds_fuyou.storage.store import SlotStore
+from tests.durability.runs import launch, run_to_end
+from tests.harness.forked import finish
+
+pytestmark = pytest.mark.timeout(400)
+STEPS = 7
+RESUME = {"resume": "auto"}
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 4e-3, "warmup_num_steps": 5}}}
+ALL_STORED = {"parameters": {"tier": "nvme"}, "gradients": {"tier": "nvme"}}
+FP16 = {
+    "bf16": None,
+    "fp16": {"enabled": True, "initial_scale_power": 14, "loss_scale_window": 2, "hysteresis": 1},
+}
+
+
+def same(one: object, other: object) -> bool:
+    """NaN equals itself: losses of skipped steps."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other or (isinstance(one, float) and math.isnan(one) and math.isnan(float(str(other))))
+
+
+def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    assert expected.keys() == found.keys()
+    return [name for name in expected if not same(expected[name], found[name])]
+
+
+CASES = {
+    "clipped": ({"config": {"gradient_clipping": 0.5, **WARMUP}}, 1),
+    "stored, accumulated": (
+        {"config": {"gradient_accumulation_steps": 2}, "block": ALL_STORED, "frozen": "blocks.1"},
+        1,
+    ),
+    "fp16, skipped steps": ({"config": {**FP16, **WARMUP}}, 1),
+    "all generators": ({"generators": "all", "block": {"random_states": "all"}}, 1),
+    "two ranks": ({"config": {"gradient_clipping": 0.5, **WARMUP}, "slow": {"1": 4e6}}, 2),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.compat if name in ("clipped", "two ranks") else ()) for name in CASES]
+)
+def test_a_run_that_is_killed_twice_equals_an_undisturbed_one(name: str, tmp_path: Path) -> None:
+    changes, world_size = CASES[name]
+    case = {"steps": STEPS, **changes}
+    undisturbed, killed, out = tmp_path / "undisturbed", tmp_path / "killed", tmp_path / "out"
+    out.mkdir()
+    run_to_end(undisturbed, {**case, "out": str(undisturbed)}, world_size)
+    case["block"] = {**case.get("block", {}), **RESUME}
+    for number, die in enumerate(({"0": [2, "after"]}, {str(world_size - 1): [4, "before"]})):
+        processes, logs = launch(killed, {**case, "die": die}, world_size, f"killed{number}.")
+        finish(processes, 60)
+        assert processes[int(next(iter(die)))].exitcode == -9, logs[0].read_text()[-3000:]
+        said = logs[0].read_text()
+        assert ("going on from step" in said) == bool(number), said[-3000:]
+    said = run_to_end(killed, {**case, "out": str(out)}, world_size, "resumed")
+    assert "going on from step 3, in place" in said
+    assert not list(killed.glob("ds_fuyou")), "a clean end removes it"
+    steps = sorted(int(file.name) for file in out.iterdir())
+    assert steps[-1] == STEPS
+    assert steps[0] > 3
+    for step in steps:
+        expected = torch.load(undisturbed / str(step), weights_only=False)
+        assert differences(expected, torch.load(out / str(step), weights_only=False)) == [], step
+
+
+def end_of(path: Path, case: dict, name: str) -> tuple[int | None, str]:
+    """Status and output of a run on one rank."""
+    (process,), (log,) = launch(path, case, 1, name)
+    finish([process], 60)
+    return process.exitcode, log.read_text(errors="replace")
+
+
+def flip_a_bit(directory: Path) -> None:
+    """Of P32 of the last commit."""
+    store = SlotStore.open([directory], None)
+    commit = store.last_commit()
+    assert commit is not None
+    begin = store.extents("state/0", commit.slots["state/0"])[0].offset
+    store.close()
+    with open(directory / "data", "r+b") as data:
+        data.seek(begin + 100)
+        byte = data.read(1)[0]
+        data.seek(begin + 100)
+        data.write(bytes([byte ^ 1]))
+
+
+def test_state_files_that_do_not_fit_or_were_altered_stay_where_they_are(tmp_path: Path) -> None:
+    case = {"steps": STEPS, "die": {"0": [2, "after"]}, "block": RESUME}
+    status, said = end_of(tmp_path, case, "first")
+    assert (status, "this run starts from its beginning" in said) == (-9, True), said[-3000:]
+    (directory,) = tmp_path.glob("ds_fuyou/*")
+
+    other = {**case, "block": {**RESUME, "plan": {"chunk_bytes": 65536}}}
+    status, said = end_of(tmp_path, other, "other")
+    assert status == -9, said[-3000:]
+    assert f"{directory} is of this model, but this run cannot go on from it: its parameters are cut into other" in said
+    assert "this run starts from its beginning" in said
+    (second,) = set(tmp_path.glob("ds_fuyou/*")) - {directory}
+
+    flip_a_bit(directory)
+    status, said = end_of(tmp_path, case, "flipped")
+    assert status not in (0, -9), said[-3000:]
+    assert "reading the state of chunk 0, to go on from it" in said
+    assert directory.exists()
+    flip_a_bit(directory)
+    status, said = end_of(tmp_path, {**case, "die": {"0": [3, "after"]}}, "again")
+    assert (status, "going on from step 2, in place" in said) == (-9, True), said[-3000:]
+    assert {directory, second} == set(tmp_path.glob("ds_fuyou/*"))
+
+
+def test_what_cannot_be_pickled_is_named_and_training_goes_on(tmp_path: Path) -> None:
+    case = {"steps": STEPS, "die": {"0": [3, "after"]}, "block": RESUME, "hands_over_code": True}
+    status, said = end_of(tmp_path, case, "first")
+    assert status == -9, said[-3000:]
+    assert said.count("what the script handed over (engine.fuyou_client_state) cannot be pickled") == 1
+    (directory,) = tmp_path.glob("ds_fuyou/*")
+    assert recover([directory], tmp_path / "weights.pt").step == 3
+    status, said = end_of(tmp_path, case, "second")
+    assert (status, "this run starts from its beginning" in said) == (-9, True), said[-3000:]
+
+
+def test_a_checkpoint_that_was_loaded_is_a_commit(tmp_path: Path) -> None:
+    """Killed before any step, the run goes on from what it had loaded."""
+    undisturbed, killed, out = tmp_path / "undisturbed", tmp_path / "killed", tmp_path / "out"
+    out.mkdir()
+    case = {"steps": 5, "generators": "none", "config": WARMUP, "block": RESUME}
+    run_to_end(undisturbed, {**case, "out": str(undisturbed), "save": str(tmp_path / "checkpoint")}, 1)
+    status, said = end_of(killed, {**case, "load": str(tmp_path / "checkpoint")}, "loaded")
+    assert status == -9, said[-3000:]
+    assert "going on from step 2, in place" in run_to_end(killed, {**case, "out": str(out)}, 1, "resumed")
+    for step in (3, 4, 5):
+        expected = torch.load(undisturbed / str(step), weights_only=False)
+        expected["losses"] = expected["losses"][2:]  # nothing was handed over when the checkpoint was made
+        expected["applied"] -= 2  # by this run
+        assert differences(expected, torch.load(out / str(step), weights_only=False)) == [], step
