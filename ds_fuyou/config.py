@@ -308,8 +308,8 @@ class FuyouConfig(_Settings):
     trace: FileName | None = Field(None, description="File to write a lane trace to (opens in Perfetto).")
     keep_state: bool = Field(
         False,
-        description="Leave the state files in place after a clean end, too: `fuyou recover` takes the fp32 weights of "
-        "the last step out of them. To continue training, save a checkpoint.",
+        description="Leave the state files in place after a clean end, too: a run with `resume` goes on from them, and "
+        "`fuyou recover` takes the fp32 weights of the last step out of them.",
     )
     resume: Literal["off", "auto"] = Field(
         "off",

@@ -219,7 +219,8 @@ class RankState:
         }
         sizes = {n: sum(r.num_bytes * r.num_slots for r in regions) for n, regions in by_slots.items()}
         identity = RunIdentity(self._fingerprint(), dist.get_rank(), dist.get_world_size(), run_id)
-        contents = contents_of(self.layout, [tuple(param.ds_shape) for param in self._params])
+        shapes = [tuple(param.ds_shape) for param in self._params]
+        contents = {**contents_of(self.layout, shapes), "dtype": str(param_dtype), "optimizer": kind.name}
         if config.resume == "auto" and self.plan.slots == 2 and not any(residency.states):
             found = find_resumable(paths, identity, by_slots[2], contents)
             if found is not None:

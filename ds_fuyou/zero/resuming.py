@@ -106,7 +106,7 @@ def _mismatch(store: SlotStore, regions: Sequence[RegionSpec], contents: Mapping
     except FuyouError as error:
         return str(error)
     if found != contents:
-        return "its parameters are cut into other chunks (other groups, or another fuyou.plan.chunk_bytes)"
+        return "its dtype, optimizer or groups are others, or its parameters are cut into other chunks (chunk_bytes)"
     missing = [region.name for region in regions if store.regions.get(region.name) != region]
     if missing:
         return f"it has no place for {missing[0]}: it was made with other tiers, budgets or slots"
