@@ -29,7 +29,8 @@ The smallest block is
 ```
 
 - A missing or null block, or `"enabled": false`, leaves DeepSpeed as if the package were not installed.
-- Every key accepts `"auto"`, which means its default. Where the default is `"auto"`, the plan decides.
+- Every key accepts `"auto"`, which means its default. Where the default is `"auto"`, the plan decides. For `resume` alone
+  it is a value of its own.
 - Bytes are whole numbers or text: `"64GB"` is 64·10⁹, `"64GiB"` is 64·2³⁰.
 - Unknown keys and wrong values are errors that name the full path, what was found, and the nearest key.
 """
@@ -95,9 +96,10 @@ def default(field: FieldInfo) -> str:
 
 
 def values(field: FieldInfo) -> str:
-    """What the key accepts besides "auto", in words or as a list of literals."""
+    """What the key accepts besides an "auto" that means the default, in words or as a list of literals."""
     text = [_kind(part) for part in _parts(field.annotation) if part is not type(None)]
-    return ", ".join(dict.fromkeys(word for word in text if word != "`auto`")) or "`auto`"
+    has_own = "`auto`" in text and field.default not in (None, "auto")
+    return ", ".join(dict.fromkeys(word for word in text if word != "`auto`" or has_own)) or "`auto`"
 
 
 def _parts(annotation: object) -> Iterator[object]:

@@ -44,8 +44,10 @@ def test_auto_is_accepted_for_every_key() -> None:
     for key, field in FuyouConfig.model_fields.items():
         inner = getattr(field.annotation, "model_fields", None)
         sections[key] = dict.fromkeys(inner, "auto") if inner else "auto"
-    assert load_block({"fuyou": sections}) == block()
-    assert load_block({"fuyou": dict.fromkeys(FuyouConfig.model_fields, "auto")}) == block()
+    resumes = block(resume="auto")  # a value of its own here
+    assert resumes != block()
+    assert load_block({"fuyou": sections}) == resumes
+    assert load_block({"fuyou": dict.fromkeys(FuyouConfig.model_fields, "auto")}) == resumes
     assert block(plan=dict.fromkeys(PlanOverrides.model_fields, "auto")).plan == PlanOverrides()
 
 
