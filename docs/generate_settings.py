@@ -29,8 +29,8 @@ The smallest block is
 ```
 
 - A missing or null block, or `"enabled": false`, leaves DeepSpeed as if the package were not installed.
-- Every key accepts `"auto"`, which means its default. Where the default is `"auto"`, the plan decides. For `resume` alone
-  it is a value of its own.
+- Every key accepts `"auto"`, which means its default. Where the default is `"auto"`, the plan decides. For `resume`
+  alone it is a value of its own.
 - Bytes are whole numbers or text: `"64GB"` is 64·10⁹, `"64GiB"` is 64·2³⁰.
 - Unknown keys and wrong values are errors that name the full path, what was found, and the nearest key.
 """

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import random
 import re
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -41,3 +43,15 @@ def steps_in(logs: Collection[Path]) -> int:
     """The last step that returned on any rank."""
     found = [re.findall(r"STEP (\d+)", log.read_text(errors="replace")) for log in logs if log.exists()]
     return max((int(steps[-1]) for steps in found if steps), default=0)
+
+
+def kill_some(chance: random.Random, processes: Sequence[BaseProcess], logs: Collection[Path], awaited: int) -> None:
+    """Random ranks, a moment after this step; what is left soon after, as launchers do."""
+    chosen = chance.sample(range(len(processes)), chance.randint(1, len(processes)))
+    end = time.monotonic() + 120
+    while steps_in(logs) < awaited and time.monotonic() < end and all(each.is_alive() for each in processes):
+        time.sleep(0.005)
+    time.sleep(chance.random() * 0.2)
+    for rank in chosen:
+        processes[rank].kill()
+    finish(processes, chance.random() * 0.5)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,12 +11,14 @@ import pytest
 import torch
 
 from ds_fuyou.checkpoint.recovery import recover
-from tests.durability.runs import launch, run_to_end, steps_in
+from tests.durability.runs import kill_some, launch, run_to_end, steps_in
 from tests.harness.forked import finish
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 6
 CLIPPED = {"gradient_clipping": 1.0}
+SPECULATING = {"optimizer": {"tier": "nvme", "clip_policy": "speculate"}}
+"""Updates begin, and write, in backward of every step."""
 
 
 Reference = Callable[[int], list[dict[str, torch.Tensor]]]
@@ -67,7 +68,7 @@ def test_ranks_that_die_between_two_commits(
 ) -> None:
     """Ranks that are not killed meet the end of the others as an exception."""
     world_size = 3 if 2 in die else 2
-    case = {"steps": STEPS, "die": die, "slow": slow, "config": CLIPPED}
+    case = {"steps": STEPS, "die": die, "slow": slow, "config": CLIPPED, "block": SPECULATING}
     processes, logs = launch(tmp_path, case, world_size)
     finish(processes, 60)
     for rank, process in enumerate(processes):
@@ -83,14 +84,7 @@ def test_random_ranks_killed_at_random(seed: int, reference: Reference, tmp_path
     chance = random.Random(seed)
     world_size = chance.choice([2, 3])
     case = {"steps": STEPS, "slow": {chance.randrange(world_size): 3e6}, "config": CLIPPED}
+    case["block"] = chance.choice([SPECULATING, {}])
     processes, logs = launch(tmp_path, case, world_size)
-    first = chance.sample(range(world_size), chance.randint(1, world_size))
-    awaited = chance.randint(1, STEPS - 3)
-    end = time.monotonic() + 120
-    while steps_in(logs) < awaited and time.monotonic() < end:
-        time.sleep(0.005)
-    time.sleep(chance.random() * 0.2)
-    for rank in first:
-        processes[rank].kill()
-    finish(processes, chance.random() * 0.5)
+    kill_some(chance, processes, logs, chance.randint(1, STEPS - 3))
     check(tmp_path, logs, reference(world_size))

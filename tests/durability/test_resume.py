@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 
 from ds_fuyou.checkpoint.recovery import recover
 from ds_fuyou.storage.store import SlotStore
-from tests.durability.runs import launch, run_to_end
+from tests.durability.runs import kill_some, launch, run_to_end, steps_in
 from tests.harness.forked import finish
 
 pytestmark = pytest.mark.timeout(400)
@@ -148,4 +150,28 @@ def test_a_checkpoint_that_was_loaded_is_a_commit(tmp_path: Path) -> None:
         expected = torch.load(undisturbed / str(step), weights_only=False)
         expected["losses"] = expected["losses"][2:]  # nothing was handed over when the checkpoint was made
         expected["applied"] -= 2  # by this run
+        assert differences(expected, torch.load(out / str(step), weights_only=False)) == [], step
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_ranks_killed_again_and_again_at_random(seed: int, tmp_path: Path) -> None:
+    """Every start goes on; the steps after the last one equal those that nothing happened to."""
+    undisturbed, killed, out = tmp_path / "undisturbed", tmp_path / "killed", tmp_path / "out"
+    out.mkdir()
+    chance = random.Random(seed)
+    case = {"steps": 30, "config": {"gradient_clipping": 0.5, **WARMUP}, "block": RESUME}
+    run_to_end(undisturbed, {**case, "out": str(undisturbed)}, 2)
+    reached = 0
+    for number in range(4):
+        processes, logs = launch(killed, {**case, "slow": {str(number % 2): 3e6}}, 2, f"killed{number}.")
+        kill_some(chance, processes, logs, reached + 1)
+        said = logs[0].read_text(errors="replace")
+        found = re.findall(r"going on from step (\d+)", said)
+        assert [int(step) >= reached - 1 for step in found] == [True] * (number > 0), said[-3000:]
+        reached = max(reached, steps_in(logs))
+    run_to_end(killed, {**case, "out": str(out)}, 2, "resumed")
+    steps = sorted(int(file.name) for file in out.iterdir())
+    assert steps == list(range(steps[0], 31))
+    for step in steps:
+        expected = torch.load(undisturbed / str(step), weights_only=False)
         assert differences(expected, torch.load(out / str(step), weights_only=False)) == [], step
