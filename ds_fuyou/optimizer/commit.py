@@ -9,8 +9,8 @@ names g and g - 1: whichever ranks are killed whenever, what the slowest has com
 No message says so. A rank commits g before it gives anything of its own to a sum over all ranks in step g + 1, and
 whoever has such a sum therefore knows. There are two:
 
-* the first gradients that are reduced in the last micro-batch, if updates may begin in backward; without them no update
-  begins, and by the time that one ends, the reduction that it needs has ended on this rank;
+* the first gradients summed over all ranks in the last micro-batch, if updates may begin in backward; without them no write
+  begins, and where a device works behind the host, none before that sum has ended there;
 * the all-reduce of the norm (or of the overflow), which comes before every ``step()`` changes anything.
 
 Nothing is added to either, so that no sum changes. The wait for one's own commit is where the promise is kept that no

@@ -266,7 +266,10 @@ class OutOfCoreOptimizer:
     def add_gradients(self, gradients: Sequence[tuple[ParamSpan, torch.Tensor]], *, last: bool = True) -> None:
         """The door: see :meth:`GradientIntake.add`."""
         self.intake.add(gradients, last=last)
-        if last and self._awaits_peers and self.options.may_speculate and self._reduced is None:
+
+    def summed_over_all(self) -> None:
+        """What was added last is a sum over all ranks, made on the current stream, after the window was opened."""
+        if self._awaits_peers and self.options.may_speculate and self.window.rules and self._reduced is None:
             device = self.options.device
             self._reduced = _Passed() if device.is_host else device.record_event()
             self._open_if_reduced()

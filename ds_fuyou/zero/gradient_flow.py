@@ -125,6 +125,8 @@ class GradientFlow:
                 )
         with self._state.device.stream(self._stream):
             self.hand_over(params, self._partitions(params))
+            if dist.get_world_size(group=params[0].ds_process_group) == dist.get_world_size():
+                self._core.summed_over_all()
         self._state.bound_heap()  # of these gradients
 
     def _partitions(self, params: list[Parameter]) -> list[torch.Tensor]:
