@@ -6,12 +6,12 @@ Every rank writes a record of its own. A rank that is at generation g has it in 
 other, until its updates of g + 1 are written there. So these begin when *every* rank has committed g, and the record
 names g and g - 1: whichever ranks are killed whenever, what the slowest has committed is whole on all.
 
-No message says so. A rank commits g before it gives anything of its own to a sum over all ranks in step g + 1, and
-whoever has such a sum therefore knows. There are two:
+No message says so. There are two sums over all ranks to which a rank gives its part of step g + 1 only when it has
+committed g; so whoever has one of them knows that all have.
 
-* the first gradients summed over all ranks in the last micro-batch, if updates may begin in backward; without them no write
-  begins, and where a device works behind the host, none before that sum has ended there;
-* the all-reduce of the norm (or of the overflow), which comes before every ``step()`` changes anything.
+* Gradients of the last micro-batch, if updates may begin in backward: the first that has ended on this rank opens the
+  writes.
+* The norm's all-reduce (or the overflow's), which comes before every ``step()`` changes anything.
 
 Nothing is added to either, so that no sum changes. The wait for one's own commit is where the promise is kept that no
 step is lost but the last one, too, so a run of one rank has the second of them; it opens its writes by itself.
