@@ -159,19 +159,19 @@ def test_ranks_killed_again_and_again_at_random(seed: int, tmp_path: Path) -> No
     undisturbed, killed, out = tmp_path / "undisturbed", tmp_path / "killed", tmp_path / "out"
     out.mkdir()
     chance = random.Random(seed)
-    case = {"steps": 30, "config": {"gradient_clipping": 0.5, **WARMUP}, "block": RESUME}
+    case = {"steps": 40, "config": {"gradient_clipping": 0.5, **WARMUP}, "block": RESUME}
     run_to_end(undisturbed, {**case, "out": str(undisturbed)}, 2)
     reached = 0
     for number in range(4):
         processes, logs = launch(killed, {**case, "slow": {str(number % 2): 3e6}}, 2, f"killed{number}.")
-        kill_some(chance, processes, logs, reached + 1)
+        kill_some(chance, processes, logs, reached + 2)  # after the first step alone there may be none to go on from
         said = logs[0].read_text(errors="replace")
         found = re.findall(r"going on from step (\d+)", said)
         assert [int(step) >= reached - 1 for step in found] == [True] * (number > 0), said[-3000:]
         reached = max(reached, steps_in(logs))
     run_to_end(killed, {**case, "out": str(out)}, 2, "resumed")
     steps = sorted(int(file.name) for file in out.iterdir())
-    assert steps == list(range(steps[0], 31))
+    assert steps == list(range(steps[0], 41))
     for step in steps:
         expected = torch.load(undisturbed / str(step), weights_only=False)
         assert differences(expected, torch.load(out / str(step), weights_only=False)) == [], step
