@@ -7,12 +7,19 @@ generators, persistent buffers of the model, and what the script handed over as 
 that can be pickled, as ``client_state`` of a checkpoint). Kilobytes, as a rule: it is written in every step.
 
 [Note: what cannot be recorded]
-A scheduler, or what the script handed over, may hold what pickle refuses. Training goes on then, a warning names what
-it is, once, and the record says that nothing can be gone on from it; weights can be taken out all the same.
+A scheduler, or what the script handed over, may hold what pickle refuses, and a scheduler may have no ``state_dict``.
+Training goes on then, a warning names what it is, once, and the record says that nothing can be gone on from it;
+weights can be taken out all the same.
+
+[Note: buffers of the model]
+Most never change, and some are large (masks): the script makes them again. So a record holds small ones, and of the
+large ones those that the script replaced or wrote to since the engine was built, by PyTorch's own count of writes,
+which leaves out what goes by way of ``.data``.
 
 [Note: when generators are put back]
-Before the first forward in training mode, not when the engine is built: scripts make their data loaders in between,
-which draw seeds from the same generators.
+Where the script says so (``engine.fuyou_restore_random_states()``), at the latest before the first forward in training
+mode; not when the engine is built: scripts make their data loaders in between, which draw seeds from the same
+generators. A checkpoint that is loaded before comes after what was resumed, so they stay as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +28,8 @@ import base64
 import io
 import logging
 import random
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import numpy
@@ -32,12 +40,57 @@ from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.log import log_once
 from ds_fuyou.storage.types import JsonValue
 
-__all__ = ["CLIENT_STATE", "TrainingState"]
+__all__ = ["TrainingState"]
 
-CLIENT_STATE = "fuyou_client_state"
+_CLIENT_STATE, _RESTORE = "fuyou_client_state", "fuyou_restore_random_states"  # of the engine
 _VERSION = 1
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _LARGE_BYTES = 1 << 20
+_SMALL_BUFFER_BYTES = 64 << 10
+
+
+class _Buffers:
+    """Persistent buffers of a model, which checkpoints hold, too; see [Note: buffers of the model]."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._names = [
+            f"{prefix}.{name}" if prefix else name
+            for prefix, owner in module.named_modules()
+            for name in owner._buffers.keys() - owner._non_persistent_buffers_set
+        ]
+        self._built = {name: _mark(buffer) for name, buffer in self.all().items()}
+        self._saved: dict[str, tuple[Callable[[torch.Tensor], bool], bytes]] = {}
+
+    def all(self) -> dict[str, torch.Tensor]:
+        buffers = dict(self._module.named_buffers()) if self._names else {}
+        return {name: buffers[name] for name in self._names if name in buffers}
+
+    def changed(self) -> dict[str, bytes]:
+        """Those that a record holds, pickled. Large ones are copied when they changed since the last call."""
+        found = {}
+        for name, buffer in self.all().items():
+            if buffer.nbytes <= _SMALL_BUFFER_BYTES:
+                found[name] = _saved(buffer.detach().cpu())
+            elif name not in self._built or not self._built[name](buffer):
+                is_same, data = self._saved.get(name, (None, b""))
+                if is_same is None or not is_same(buffer):
+                    data = _saved(buffer.detach().cpu())
+                    self._saved[name] = _mark(buffer), data
+                found[name] = data
+        return found
+
+
+def _mark(buffer: torch.Tensor) -> Callable[[torch.Tensor], bool]:
+    """Whether a tensor is this one, and was not written to since."""
+    if buffer.is_inference():  # writes to these are not counted
+        return lambda other: False
+    this, version = weakref.ref(buffer), buffer._version
+
+    def is_same(other: torch.Tensor) -> bool:
+        return other._version == version and this() is other
+
+    return is_same
 
 
 class TrainingState:
@@ -45,11 +98,15 @@ class TrainingState:
 
     def __init__(self, optimizer: Any, module: torch.nn.Module, *, all_generators: bool) -> None:
         self._optimizer, self._module, self._all = optimizer, module, all_generators
-        self._persistent = [
-            f"{prefix}.{name}" if prefix else name
-            for prefix, owner in module.named_modules()
-            for name in owner._buffers.keys() - owner._non_persistent_buffers_set
-        ]
+        self._buffers = _Buffers(module)
+        self._pending: Mapping[str, bytes] | None = None
+        self._hook: Any = None
+        self._told_large = False
+
+    def attach(self, engine: Any) -> None:
+        """What scripts find on an engine, resumed or not."""
+        setattr(engine, _CLIENT_STATE, None)
+        setattr(engine, _RESTORE, self.put_back_generators)
 
     # ---- taking -------------------------------------------------------------------------------------------
 
@@ -67,36 +124,35 @@ class TrainingState:
 
     def _pickled(self, engine: Any) -> bytes | None:
         stock = self._optimizer
-        scheduler = getattr(engine, "lr_scheduler", None)
-        state_dict = getattr(scheduler, "state_dict", None)
-        parts = {
-            "what the script handed over (engine.fuyou_client_state)": ("client", getattr(engine, CLIENT_STATE, None)),
-            "the learning-rate scheduler": ("scheduler", None if state_dict is None else state_dict()),
-            "the loss scaler": ("scaler", (stock.loss_scaler, stock.dynamic_loss_scale)),
-            "hyperparameters": ("groups", [_hypers(group) for group in stock.optimizer.param_groups]),
-            "buffers of the model": ("buffers", self._buffers()),
+        parts: dict[str, tuple[str, Callable[[], object]]] = {
+            "what the script handed over (engine.fuyou_client_state)": (
+                "client",
+                lambda: getattr(engine, _CLIENT_STATE, None),
+            ),
+            "the learning-rate scheduler": ("scheduler", lambda: _state_of(getattr(engine, "lr_scheduler", None))),
+            "the loss scaler": ("scaler", lambda: (stock.loss_scaler, stock.dynamic_loss_scale)),
+            "hyperparameters": ("groups", lambda: [_hypers(group) for group in stock.optimizer.param_groups]),
+            "buffers of the model": ("buffers", self._buffers.changed),
         }
         try:
-            found = _saved(dict(parts.values()))
+            found = _saved({key: take() for key, take in parts.values()})
         except Exception as error:  # whatever pickle and the objects' own methods raise
-            self._tell_unrecorded(parts, error)
+            blamed = [name for name, (_, take) in parts.items() if _size(take) is None]
+            log_once(
+                logging.WARNING,
+                f"{' and '.join(blamed) or 'the state of training'} cannot be pickled ({error}): no run can go on from "
+                "this one's state files, weights alone can be recovered",
+            )
             return None
-        if len(found) > _LARGE_BYTES:
-            log_once(logging.WARNING, f"every step's commit record holds {len(found)} bytes: hand over less")
+        if len(found) > _LARGE_BYTES and not self._told_large:
+            self._told_large = True
+            sizes = {name: _size(take) or 0 for name, (_, take) in parts.items()}
+            most = max(sizes, key=lambda name: sizes[name])
+            log_once(
+                logging.WARNING,
+                f"every step's commit record holds {len(found)} bytes now, most of them {most}: a step waits for that",
+            )
         return found
-
-    def _tell_unrecorded(self, parts: Mapping[str, tuple[str, Any]], error: Exception) -> None:
-        blamed = [name for name, (_, value) in parts.items() if not _can_be_saved(value)]
-        log_once(
-            logging.WARNING,
-            f"{' and '.join(blamed) or 'the state of training'} cannot be pickled ({error}): no run can go on from "
-            "this one's state files, weights alone can be recovered",
-        )
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        """Those that checkpoints hold."""
-        buffers = dict(self._module.named_buffers()) if self._persistent else {}
-        return {name: buffers[name].detach().cpu() for name in self._persistent if name in buffers}
 
     def _generators(self) -> dict[str, bytes]:
         found = {"torch": _bytes(torch.get_rng_state())}
@@ -111,41 +167,64 @@ class TrainingState:
     # ---- putting back -------------------------------------------------------------------------------------
 
     def put_back(self, engine: Any, taken: Mapping[str, Any]) -> None:
-        """Raises FuyouStateError if a newer version of this package took it, or this run has another scheduler."""
+        """Raises FuyouStateError, and leaves all as it is, if a newer version of this package took it, or this run has
+        another scheduler, other groups or other buffers."""
         if taken["version"] > _VERSION:
             raise FuyouStateError(
                 f"the state of training is of format {taken['version']}, {_VERSION} is known; use the ds_fuyou that "
                 "wrote it"
             )
+        parts = _loaded(_raw(taken["pickled"]))
+        stock, scheduler, buffers = self._optimizer, getattr(engine, "lr_scheduler", None), self._buffers.all()
+        groups, taken_buffers = stock.optimizer.param_groups, {n: _loaded(d) for n, d in parts["buffers"].items()}
+        if (scheduler is None) != (parts["scheduler"] is None):
+            raise _differs("its run had a learning-rate scheduler and this one has none, or the other way round")
+        if len(groups) != len(parts["groups"]):
+            raise _differs(f"its run had {len(parts['groups'])} parameter groups, this one has {len(groups)}")
+        for name, values in taken_buffers.items():
+            if name not in buffers or buffers[name].shape != values.shape:
+                raise _differs(f"this run's model has no buffer {name} of shape {tuple(values.shape)}")
+        if scheduler is not None:  # first: it may refuse
+            try:
+                scheduler.load_state_dict(*parts["scheduler"])
+            except Exception as error:  # the script's own class
+                raise _differs(f"the learning-rate scheduler does not take its state ({error!r})") from error
         for name in _COUNTERS:
             setattr(engine, name, taken["counters"][name])
-        parts = _loaded(_raw(taken["pickled"]))
-        stock = self._optimizer
         stock.loss_scaler, stock.dynamic_loss_scale = parts["scaler"]
-        for group, values in zip(stock.optimizer.param_groups, parts["groups"], strict=True):
-            group.update(values)
-        scheduler = getattr(engine, "lr_scheduler", None)
-        if (scheduler is None) != (parts["scheduler"] is None):
-            raise FuyouStateError(
-                "the state files are of a run with a learning-rate scheduler, or this run has one and that had none; "
-                "resume with the same configuration"
-            )
-        if scheduler is not None:
-            scheduler.load_state_dict(parts["scheduler"])
-        buffers = dict(self._module.named_buffers())
+        for group, hypers in zip(groups, parts["groups"], strict=True):
+            group.update(hypers)
         with torch.no_grad():
-            for name, values in parts["buffers"].items():
+            for name, values in taken_buffers.items():
                 buffers[name].copy_(values)
-        setattr(engine, CLIENT_STATE, parts["client"])
-        self._put_back_generators_later({name: _raw(text) for name, text in taken["generators"].items()})
+        setattr(engine, _CLIENT_STATE, parts["client"])
+        self._pending = {name: _raw(text) for name, text in taken["generators"].items()}
+        self._hook = self._module.register_forward_pre_hook(self._before_forward, prepend=True)
 
-    def _put_back_generators_later(self, states: Mapping[str, bytes]) -> None:
-        def before(module: torch.nn.Module, _inputs: Any) -> None:
-            if module.training and torch.is_grad_enabled():
-                hook.remove()
-                _put_back_generators(states)
+    def _before_forward(self, module: torch.nn.Module, _inputs: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self.put_back_generators()
 
-        hook = self._module.register_forward_pre_hook(before, prepend=True)
+    def put_back_generators(self) -> None:
+        """Random generators are as at the end of the step that was gone on from. Once; nothing in a run that begins."""
+        states = self._pending
+        self.forget_generators()
+        if states is not None:
+            _put_back_generators(states)
+
+    def forget_generators(self) -> None:
+        """They stay as they are."""
+        self._pending = None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+def _differs(why: str) -> FuyouStateError:
+    return FuyouStateError(
+        f"no run like this one left the state files in nvme_path: {why}. Resume with the same script and "
+        "configuration, or use another nvme_path"
+    )
 
 
 def _put_back_generators(states: Mapping[str, bytes]) -> None:
@@ -173,12 +252,20 @@ def _loaded(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
-def _can_be_saved(value: object) -> bool:
+def _size(take: Callable[[], object]) -> int | None:
+    """Of what it takes, pickled; None if that fails."""
     try:
-        _saved(value)
+        return len(_saved(take()))
     except Exception:
-        return False
-    return True
+        return None
+
+
+def _state_of(scheduler: Any) -> Any:
+    if scheduler is None:
+        return None
+    if not hasattr(scheduler, "state_dict"):
+        raise TypeError(f"{type(scheduler).__name__} has no state_dict()")
+    return (scheduler.state_dict(),)
 
 
 def _bytes(state: torch.Tensor) -> bytes:

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a record holds beside the states, and what is refused before anything is put back."""
+
+from __future__ import annotations
+
+import base64
+import io
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import StepLR
+
+from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.zero.training_state import TrainingState
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Model(torch.nn.Module):
+    """Of large and small persistent buffers, and one that is not persistent."""
+
+    def __init__(self, mask_numel: int = 300_000) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.register_buffer("mask", torch.zeros(mask_numel))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("cache", torch.zeros(300_000), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Run:
+    """What TrainingState asks of an engine and of stage 3, without either."""
+
+    def __init__(self, *, scheduler: bool = True, num_groups: int = 1, mask_numel: int = 300_000) -> None:
+        self.model = Model(mask_numel)
+        params = list(self.model.parameters())
+        adam = torch.optim.Adam([{"params": params[i::num_groups]} for i in range(num_groups)], lr=1.0)
+        self.stock = SimpleNamespace(optimizer=adam, loss_scaler=None, dynamic_loss_scale=False)
+        self.engine: Any = SimpleNamespace(global_steps=0, global_samples=0, skipped_steps=0, micro_steps=0)
+        self.engine.lr_scheduler = StepLR(adam, 1, 0.5) if scheduler else None
+        self.state = TrainingState(self.stock, self.model, all_generators=False)
+        self.state.attach(self.engine)
+
+    def take(self) -> Any:
+        return self.state.take(self.engine)
+
+
+def buffers_of(taken: Any) -> set[str]:
+    return set(torch.load(io.BytesIO(base64.b64decode(taken["pickled"])), weights_only=False)["buffers"])
+
+
+def test_of_large_buffers_those_that_changed_are_recorded() -> None:
+    run = Run()
+    small = len(run.take()["pickled"])
+    assert small < 10_000
+    assert buffers_of(run.take()) == {"count"}
+    run.model.mask += 1
+    taken = run.take()
+    assert buffers_of(taken) == {"mask", "count"}
+    other = Run()
+    other.state.put_back(other.engine, taken)
+    assert other.model.mask.eq(1).all()
+    assert buffers_of(other.take()) == {"mask", "count"}, "what was put back is recorded on"
+    run = Run()
+    run.model.mask = torch.ones(300_000)
+    assert buffers_of(run.take()) == {"mask", "count"}
+
+
+def test_a_large_buffer_is_copied_when_it_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, copied = Run(), []
+    save = torch.save
+
+    def saved(value: Any, memory: Any) -> None:
+        if isinstance(value, torch.Tensor) and value.numel() > 1:
+            copied.append(value)
+        save(value, memory)
+
+    monkeypatch.setattr(torch, "save", saved)
+    run.state._told_large = True
+    for at in (0, 1, 1, 1, 2):
+        if run.model.mask[at] != at:
+            run.model.mask[at] = at
+        run.take()
+    assert len(copied) == 2
+    monkeypatch.undo()
+    other = Run()
+    other.state.put_back(other.engine, run.take())
+    assert other.model.mask[:3].tolist() == [0, 1, 2]
+
+
+def test_large_records_are_told_once_by_what_is_large(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run()
+    logger = logging.getLogger("ds_fuyou")
+    logger.addHandler(caplog.handler)
+    try:
+        for number in range(4):
+            run.engine.fuyou_client_state = bytes(2_000_000 + 100 * number)
+            run.take()
+    finally:
+        logger.removeHandler(caplog.handler)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "most of them what the script handed over (engine.fuyou_client_state)" in said
+
+
+class Stateless:
+    """A scheduler of the script's own."""
+
+    def step(self) -> None: ...
+
+
+class Refusing:
+    def state_dict(self) -> dict[str, Any]:
+        raise ValueError("not now")
+
+
+@pytest.mark.parametrize("scheduler", [Stateless(), Refusing()])
+def test_a_scheduler_without_state_is_named_and_nothing_is_recorded(
+    scheduler: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(scheduler=False)
+    run.engine.lr_scheduler = scheduler
+    logger = logging.getLogger("ds_fuyou")
+    logger.addHandler(caplog.handler)
+    try:
+        assert run.take() is None
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "the learning-rate scheduler cannot be pickled" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (Run(scheduler=False), "had a learning-rate scheduler and this one has none"),
+        (Run(num_groups=2), "had 1 parameter groups, this one has 2"),
+        (Run(mask_numel=200_000), r"no buffer mask of shape \(300000,\)"),
+    ],
+)
+def test_what_differs_is_told_before_anything_is_put_back(other: Run, why: str) -> None:
+    run = Run()
+    run.engine.global_steps, run.engine.fuyou_client_state = 7, "mine"
+    run.model.mask += 1
+    run.stock.optimizer.step()
+    run.engine.lr_scheduler.step()
+    with pytest.raises(FuyouStateError, match=why):
+        other.state.put_back(other.engine, run.take())
+    assert (other.engine.global_steps, other.engine.fuyou_client_state) == (0, None)
+    assert other.stock.optimizer.param_groups[0]["lr"] == 1.0
+    assert not other.model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("how", ["called", "forward", "forgotten"])
+def test_generators_are_put_back_once_where_the_script_says_so(how: str) -> None:
+    run, other = Run(), Run()
+    torch.manual_seed(3)
+    taken = run.take()
+    expected = torch.rand(3)
+    other.state.put_back(other.engine, taken)
+    x = torch.ones(1, 2)
+    torch.manual_seed(4)
+    if how == "called":
+        other.engine.fuyou_restore_random_states()
+    elif how == "forgotten":
+        other.state.forget_generators()
+    else:
+        other.model.eval()(x)
+        other.model.train()(x)
+    assert torch.equal(torch.rand(3), expected) == (how != "forgotten")
+    left = torch.get_rng_state()
+    other.model(x)
+    other.engine.fuyou_restore_random_states()
+    assert torch.equal(torch.get_rng_state(), left)
+
+
+def test_a_run_that_begins_has_what_scripts_ask_for() -> None:
+    run = Run()
+    before = torch.get_rng_state()
+    run.engine.fuyou_restore_random_states()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert run.engine.fuyou_client_state is None
