@@ -118,6 +118,7 @@ class GradientFlow:
         """One message. May put ``params`` in order."""
         if not params:
             return
+        self._open_window_if_last()  # before the collective: see [Note: one generation of all ranks]
         for param in params:
             if param.grad.numel() != param.ds_numel:
                 raise RuntimeError(
