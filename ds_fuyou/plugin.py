@@ -20,6 +20,7 @@ handler); each parse is rewritten in the same way and only the first is announce
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -179,10 +180,16 @@ def _configure_checkpointing(original: Callable[..., Any]) -> Callable[..., Any]
             from ds_fuyou.zero.checkpoint_engine import replace_writer
 
             replace_writer(self)
-        if hasattr(self.optimizer, "rank_state"):
+        if _is_ours(self.optimizer):
             self.optimizer.resume_engine(self)  # the scheduler is there by now
 
     return configure
+
+
+def _is_ours(optimizer: Any) -> bool:
+    from ds_fuyou.zero.stock import is_ours
+
+    return is_ours(optimizer)
 
 
 def _save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,25 +198,24 @@ def _save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     return saving(original)
 
 
-def _then(original: Callable[..., Any], tell: Callable[[Any, Any], None]) -> Callable[..., Any]:
-    """A method of the engine, after which ``tell(optimizer, engine)`` is called if the optimizer is ours."""
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if hasattr(self.optimizer, "rank_state"):
-            tell(self.optimizer, self)
-        return result
-
-    return method
-
-
 def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    return _then(original, lambda optimizer, engine: optimizer.engine_stepped(engine))
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.optimizer.engine_step(self) if _is_ours(self.optimizer) else contextlib.nullcontext():
+            return original(self, *args, **kwargs)
+
+    return step
 
 
 def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    return _then(original, lambda optimizer, engine: optimizer.checkpoint_loaded(engine))
+    @functools.wraps(original)
+    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if _is_ours(self.optimizer) and result[0] is not None:
+            self.optimizer.checkpoint_loaded(self)
+        return result
+
+    return load_checkpoint
 
 
 def _load_module_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -48,17 +48,25 @@ class Committer:
     ``edition`` of the generation, and ``state_sums``: hex of the checksums of every chunk's P32 and moments, 8 bytes
     each; "" without ``checksum``.
 
+    ``edition``: of the commit that stands in ``store``.
+
     ``opens``: a commit opens the writes of the next generation. Else :meth:`open_next` does, when all ranks are there.
     """
 
     def __init__(
-        self, pipeline: Any, store: SlotStore, slots: Callable[[], Mapping[str, int]], *, opens: bool = True
+        self,
+        pipeline: Any,
+        store: SlotStore,
+        slots: Callable[[], Mapping[str, int]],
+        *,
+        opens: bool = True,
+        edition: int = 0,
     ) -> None:
         self._pipeline, self._store, self._slots, self._opens = pipeline, store, slots, opens
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._progress = threading.Condition()
         self._num_open = 0
-        self._edition = 0
+        self._edition = edition
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="fuyou-committer", daemon=True)
         self._thread.start()

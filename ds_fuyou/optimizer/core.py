@@ -60,13 +60,6 @@ __all__ = ["OutOfCoreOptimizer"]
 logger = logging.getLogger("ds_fuyou")
 
 
-class _Passed:
-    """An event where the device is the host: what was asked for has ended."""
-
-    def query(self) -> bool:
-        return True
-
-
 class OutOfCoreOptimizer:
     """Parameters (P16), fp32 state and gradients of one rank, wherever they live."""
 
@@ -141,11 +134,20 @@ class OutOfCoreOptimizer:
         self._awaits_peers = options.has_peers and options.keeps_steps
         self._reduced: Any = None
         self.holds_orders = False
-        """Somebody calls :meth:`order_commit` when the step has ended for the engine, too."""
+        """``engine.step()`` runs: :meth:`order_commit` is called when it has ended, not by :meth:`apply`. If that does
+        not come, the commit before stays the last one, until there is a next step."""
         self._unordered: int | None = None
         self._training: JsonValue = None
         self._committer = (
-            Committer(self.pipeline, store, self._slots, opens=not self._awaits_peers) if store is not None else None
+            Committer(
+                self.pipeline,
+                store,
+                self._slots,
+                opens=not self._awaits_peers,
+                edition=0 if resumed is None else int(str(resumed.meta["edition"])),
+            )
+            if store is not None
+            else None
         )
 
     @property
@@ -247,6 +249,7 @@ class OutOfCoreOptimizer:
         window = self.window
         if window.rules is not None:
             return
+        self.order_commit(None)
         if self._awaits_peers and self.options.may_speculate:
             self.settle_commit()
         start = self.policy.choose() if managed else UpdateStart.DEFER
@@ -269,10 +272,14 @@ class OutOfCoreOptimizer:
 
     def summed_over_all(self) -> None:
         """What was added last is a sum over all ranks, made on the current stream, after the window was opened."""
-        if self._awaits_peers and self.options.may_speculate and self.window.rules and self._reduced is None:
-            device = self.options.device
-            self._reduced = _Passed() if device.is_host else device.record_event()
-            self._open_if_reduced()
+        if not (self._awaits_peers and self.options.may_speculate and self.window.rules):
+            return
+        device = self.options.device
+        if self._reduced is None and not device.is_host:
+            self._reduced = device.record_event()
+        if device.is_host and self._committer is not None:
+            self._committer.open_next(self.generation)
+        self._open_if_reduced()
 
     def _complete(self, chunk: int) -> None:
         """All gradients of a chunk are in place: its update may be prepared, and they may leave DRAM."""
@@ -393,6 +400,7 @@ class OutOfCoreOptimizer:
 
     def _apply(self, hypers: Sequence[GroupHyper], multiplier: float, expected_multiplier: float) -> None:
         window = self.window
+        self.order_commit(None)  # of a step that did not end for the engine: this one's updates wait for that commit
         self.intake.close_window()
         if self._awaits_peers and self._committer is not None:
             self.settle_commit()
@@ -559,7 +567,6 @@ class OutOfCoreOptimizer:
             logger.error("closed after the device failed: %s", failure)
             if self.store is not None:
                 self.store.keep_because("the device failed")
-        self.order_commit(None)
         if self._committer is not None and self.store is not None and self.store.keep:
             self._committer.stop()  # the state stays: let the last step become durable
         self._worker.stop()

@@ -9,7 +9,8 @@ checked in compat.py.
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -151,27 +152,34 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             self._monitor.leave_out(secs, work)
 
     def report_to(self, engine: Any) -> None:
-        """The engine that this optimizer was built for: its monitors are told of every step, and its steps committed
-        when they have ended for it, too."""
+        """The engine that this optimizer was built for: its monitors are told of every step."""
         self._monitor = StepMonitor(engine, self.rank_state, self._tier_bytes)
-        self.rank_state.core.holds_orders = True
 
-    def engine_stepped(self, engine: Any) -> None:
-        """``engine.step()`` has ended: what it applied is committed with the engine's state of training."""
+    @contextmanager
+    def engine_step(self, engine: Any) -> Iterator[None]:
+        """Around ``engine.step()``: what it applies is committed when it has ended, with the engine's state of
+        training. Where an exception or a signal ends it, the step before stays the last that can be gone on from."""
         core = self.rank_state.core
+        core.holds_orders = True
+        try:
+            yield
+        finally:
+            core.holds_orders = False
         if core.has_unordered:
             core.order_commit(self.training_state.take(engine) if core.options.keeps_steps else None)
 
     def resume_engine(self, engine: Any) -> None:
         """The engine is built: what a resumed run was is put back, and its files are this one's."""
         state = self.rank_state
+        self.training_state.attach(engine)
         resumed: Any = state.resumed
         if resumed is not None and state.store is not None:
             self.training_state.put_back(engine, resumed.meta["training"])
             state.store.adopt(keep=state.activation.config.keep_state)
 
     def checkpoint_loaded(self, engine: Any) -> None:
-        """``engine.load_checkpoint()`` has ended."""
+        """``engine.load_checkpoint()`` has loaded one: random generators stay as the script has them now."""
+        self.training_state.forget_generators()
         core = self.rank_state.core
         if core.options.keeps_steps:
             core.commit_replaced(self.training_state.take(engine))

@@ -13,7 +13,12 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 from torch.nn import Parameter
 
-__all__ = ["combined_grad_norm", "get_norm_dtype", "is_boundary", "iter_module_params"]
+__all__ = ["combined_grad_norm", "get_norm_dtype", "is_boundary", "is_ours", "iter_module_params"]
+
+
+def is_ours(optimizer: Any) -> bool:
+    """Whether an engine's ``optimizer`` is a ``FuyouStage3Optimizer``, without importing that module."""
+    return hasattr(optimizer, "rank_state")
 
 
 def iter_module_params(module: torch.nn.Module) -> Iterable[Parameter]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ds_fuyou.optimizer.rules import optimizer_kind
+from ds_fuyou.zero.stock import is_ours
 
 __all__ = ["ENVIRONMENT", "Verification", "record_backward", "record_step", "rewrite_to_stock"]
 
@@ -130,7 +131,7 @@ def _digests(engine: Any) -> dict[str, dict[str, str]]:
 def _moments(optimizer: Any) -> dict[str, str]:
     """By our names of the moments: the names under which this optimizer, stock or out of core, answers for them."""
     names = optimizer_kind(optimizer.optimizer).moments
-    if hasattr(optimizer, "rank_state"):
+    if is_ours(optimizer):
         return {name: name for name in names}
     kept = {key for state in optimizer.optimizer.state.values() for key in state}
     return {name: name if name in kept else "sum" for name in names}  # torch's Adagrad

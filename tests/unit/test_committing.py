@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the steps of a core are committed, and as what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ds_fuyou.optimizer.core import OutOfCoreOptimizer
+from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
+from ds_fuyou.storage.store import SlotStore
+from tests.harness.small_core import ADAMW, hypers, small_core, step
+
+pytestmark = pytest.mark.timeout(60)
+LIMITS = LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS)
+LAYOUT = build_layout([[("a.weight", "a", CUT_ELEMENTS, 0), ("b.weight", "b", CUT_ELEMENTS, 1)]], LIMITS)
+
+
+@pytest.mark.parametrize("states", [0.0, 0.5])
+def test_a_step_whose_end_does_not_come_is_committed_when_the_next_begins(states: float, tmp_path: Path) -> None:
+    """Else updates of the third would wait for ever for the commit of the first."""
+    with small_core(tmp_path, LAYOUT, residency=(0.0, states, 1.0), keep=True) as core:
+        assert set(core.options.residency.states) == ({False} if states == 0.0 else {False, True})
+        core.holds_orders = True
+        for seed in range(1, 6):
+            step(core, seed)
+        assert core.store is not None
+        directories = core.store.directories
+    store = SlotStore.open(directories, None)
+    assert [commit.step for commit in store.commits()] == [4, 3], "the end of the last did not come"
+    store.close(remove=True)
+
+
+def test_what_ends_between_a_step_and_its_end_for_the_engine_leaves_the_one_before(tmp_path: Path) -> None:
+    with small_core(tmp_path, LAYOUT, keep=True) as core:
+        core.holds_orders = True
+        for seed in (1, 2, 3):
+            step(core, seed)
+            core.order_commit({"of": seed})
+        step(core, 4)
+        assert core.has_unordered
+        assert core.store is not None
+        directories = core.store.directories
+    store = SlotStore.open(directories, None)
+    assert [(commit.step, commit.meta["training"]) for commit in store.commits()] == [(3, {"of": 3}), (2, {"of": 2})]
+    store.close(remove=True)
+
+
+def test_replaced_states_of_a_resumed_step_are_another_edition_of_it(tmp_path: Path) -> None:
+    with small_core(tmp_path, LAYOUT, keep=True) as core:
+        step(core, 1)
+        core.withdraw_commit()
+        core.commit_replaced(None)
+        assert core.store is not None
+        directories, options = core.store.directories, core.options
+    store = SlotStore.open(directories, None)
+    commit = store.last_commit()
+    assert commit is not None
+    assert commit.meta["edition"] == 1
+    again = OutOfCoreOptimizer(LAYOUT, options, ADAMW, hypers(LAYOUT), store, commit)
+    try:
+        again.resume(lambda count: None)
+        again.withdraw_commit()
+        again.commit_replaced(None)
+        replaced = store.last_commit()
+        assert replaced is not None
+        assert (replaced.step, replaced.meta["edition"]) == (1, 2)
+    finally:
+        again.close()
+        store.close(remove=True)
