@@ -17,13 +17,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Protocol
 
 from ds_fuyou.storage import ending
 
-__all__ = ["Closable", "forget_store", "install", "register_closer", "register_store", "shutdown"]
+__all__ = ["Closable", "forget_store", "install", "open_stores", "register_closer", "register_store", "shutdown"]
 
 logger = logging.getLogger("ds_fuyou")
 
@@ -66,6 +66,11 @@ def register_store(store: Closable) -> None:
     """Has the store closed at the end of the process, unless :func:`forget_store` comes first."""
     install()
     _registry.stores.append(store)
+
+
+def open_stores() -> Sequence[Closable]:
+    """Of this process, in the order in which they were opened."""
+    return tuple(_registry.stores)
 
 
 def forget_store(store: Closable) -> None:

@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -64,6 +65,8 @@ __all__ = ["RankState"]
 
 logger = logging.getLogger("ds_fuyou")
 _RUN_NUMBERS = itertools.count()
+_NUM_BUILT: Counter[tuple[str, ...]] = Counter()
+"""Engines of this process that had state on these paths: two of one shape are told apart by their order."""
 
 
 def _is_in_host_memory(param: Parameter) -> bool:
@@ -220,7 +223,12 @@ class RankState:
         sizes = {n: sum(r.num_bytes * r.num_slots for r in regions) for n, regions in by_slots.items()}
         identity = RunIdentity(self._fingerprint(), dist.get_rank(), dist.get_world_size(), run_id)
         shapes = [tuple(param.ds_shape) for param in self._params]
-        contents = {**contents_of(self.layout, shapes), "dtype": str(param_dtype), "optimizer": kind.name}
+        contents = {
+            **contents_of(self.layout, shapes),
+            "dtype": str(param_dtype),
+            "optimizer": kind.name,
+            "engine": _NUM_BUILT[tuple(self.activation.state_paths)],
+        }
         if config.resume == "auto" and self.plan.slots == 2 and not any(residency.states):
             found = find_resumable(paths, identity, by_slots[2], contents)
             if found is not None:
@@ -303,6 +311,8 @@ class RankState:
         self._attach_frozen()
         self.parameters.take(self._partitions.values())
         self.bound_heap()
+        if self.store is not None:
+            _NUM_BUILT[tuple(self.activation.state_paths)] += 1
         if dist.get_rank() == 0:
             logger.debug(
                 "states of %d parameters initialised in %.1f s", self.layout.numel, time.perf_counter() - begin

@@ -13,6 +13,7 @@ from deepspeed import comm as dist
 
 from ds_fuyou.errors import FuyouError
 from ds_fuyou.storage.cleanup import StateDirectory, find_state
+from ds_fuyou.storage.lifetime import open_stores
 from ds_fuyou.storage.store import CommitRecord, JsonValue, RegionSpec, RunIdentity, SlotStore
 from ds_fuyou.storage.store_files import read_directory_manifest
 from ds_fuyou.zero.agreement import of_every_rank
@@ -20,6 +21,7 @@ from ds_fuyou.zero.agreement import of_every_rank
 __all__ = ["Resumable", "find_resumable", "tell_start"]
 
 logger = logging.getLogger("ds_fuyou")
+_OTHER_ENGINE = "the script built another number of engines with these paths before that one"
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ def find_resumable(
     opened = dict(_opened(paths, identity, regions, contents))
     every = of_every_rank({run_id: _offer_of(store) for run_id, store in opened.items()})
     chosen = _choose(every)
+    _tell_incomplete(every, opened)
     for run_id, store in opened.items():
         if chosen is None or run_id != chosen[0]:
             store.close(remove=False)
@@ -69,13 +72,21 @@ def _opened(
     contents: Mapping[str, JsonValue],
 ) -> Iterator[tuple[str, SlotStore]]:
     """State files of this rank that fit, by run."""
+    mine = {path for store in open_stores() if isinstance(store, SlotStore) for path in store.directories}
     for state in find_state(paths[0]):
-        if state.alive or state.rank != identity.rank or state.model_fingerprint != identity.model_fingerprint:
+        if state.rank != identity.rank or state.path in mine:
+            continue
+        if state.model_fingerprint != identity.model_fingerprint:
+            if not state.model_fingerprint and not state.alive:
+                logger.warning("%s: its manifest is missing or cannot be read, so no run can go on from it", state.path)
+            continue
+        if state.alive:
+            _tell(state.path, "a process uses it, or the one that made it still runs")
             continue
         try:
             store = _open(state, paths, identity)
         except FuyouError as error:
-            _tell(state, str(error))
+            _tell(state.path, str(error))
             continue
         try:
             why = _mismatch(store, regions, contents)
@@ -83,7 +94,7 @@ def _opened(
             store.close(remove=False)
             raise
         if why:
-            _tell(state, why)
+            _tell(state.path, why, logging.INFO if why == _OTHER_ENGINE else logging.WARNING)
             store.close(remove=False)
         else:
             yield state.run_id, store
@@ -105,11 +116,15 @@ def _mismatch(store: SlotStore, regions: Sequence[RegionSpec], contents: Mapping
         found = store.contents()
     except FuyouError as error:
         return str(error)
+    if found != contents and {**found, "engine": contents["engine"]} == contents:
+        return _OTHER_ENGINE
     if found != contents:
         return "its dtype, optimizer or groups are others, or its parameters are cut into other chunks (chunk_bytes)"
-    missing = [region.name for region in regions if store.regions.get(region.name) != region]
-    if missing:
-        return f"it has no place for {missing[0]}: it was made with other tiers, budgets or slots"
+    wanted = {region.name: region for region in regions}
+    if store.regions != wanted:
+        # Also where it has more than this run needs: that would stay as it is, and be old for the next run.
+        name = min(name for name, _ in store.regions.items() ^ wanted.items())
+        return f"it was made with other tiers, budgets or slots, and holds other bytes of {name}"
     return ""
 
 
@@ -122,20 +137,49 @@ def _offer_of(store: SlotStore) -> _Offer:
 def _choose(every: Sequence[Mapping[str, _Offer]]) -> tuple[str, tuple[int, ...]] | None:
     """Run and commit, the same on all ranks."""
     best: tuple[float, str, tuple[int, ...]] | None = None
-    for run_id in set.union(*(set(offers) for offers in every)):
-        parts = [offers.get(run_id) for offers in every]
-        common = set.intersection(*(set(part.commits if part is not None else ()) for part in parts))
-        # Only the newest of those in common is surely whole: an older one's slots may be in use again.
-        if not common or not all(part is not None and max(common) in part.complete for part in parts):
+    for run_id, parts in _by_run(every).items():
+        if _why_incomplete(parts):
             continue
-        candidate = (max(part.started for part in parts if part is not None), run_id, max(common))
+        candidate = (max(part.started for part in parts if part is not None), run_id, max(_in_common(parts)))
         best = max(best or candidate, candidate)
     return best[1:] if best is not None else None
 
 
-def _tell(state: StateDirectory, why: str) -> None:
-    level = logging.WARNING if dist.get_rank() == 0 else logging.INFO
-    logger.log(level, "%s is of this model, but this run cannot go on from it: %s", state.path, why)
+def _by_run(every: Sequence[Mapping[str, _Offer]]) -> dict[str, list[_Offer | None]]:
+    """Every rank's offers of a run, in order of ranks."""
+    return {
+        run_id: [offers.get(run_id) for offers in every] for run_id in set.union(*(set(offers) for offers in every))
+    }
+
+
+def _in_common(parts: Sequence[_Offer | None]) -> set[tuple[int, ...]]:
+    return set.intersection(*(set(part.commits if part is not None else ()) for part in parts))
+
+
+def _why_incomplete(parts: Sequence[_Offer | None]) -> str:
+    """Why no run can go on from what all ranks have of one; empty if one can."""
+    missing = [str(rank) for rank, part in enumerate(parts) if part is None]
+    if missing:
+        return f"rank {', '.join(missing)} found nothing of that run that it could go on from"
+    common = _in_common(parts)
+    if not common:
+        return "its ranks have no step in common"
+    # Only the newest of those in common is surely whole: an older one's slots may be in use again.
+    if not all(part is not None and max(common) in part.complete for part in parts):
+        return f"of its last step, {max(common)[0]}, the state of training was not recorded"
+    return ""
+
+
+def _tell_incomplete(every: Sequence[Mapping[str, _Offer]], opened: Mapping[str, SlotStore]) -> None:
+    for run_id, parts in _by_run(every).items():
+        why = _why_incomplete(parts)
+        if why and run_id in opened:
+            _tell(opened[run_id].directories[0], why)
+
+
+def _tell(path: Path, why: str, level: int = logging.WARNING) -> None:
+    level = level if dist.get_rank() == 0 else logging.INFO
+    logger.log(level, "%s is of this model, but this run cannot go on from it: %s", path, why)
 
 
 def tell_start(commit: CommitRecord | None, store: SlotStore | None) -> None:
