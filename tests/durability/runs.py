@@ -45,12 +45,17 @@ def steps_in(logs: Collection[Path]) -> int:
     return max((int(steps[-1]) for steps in found if steps), default=0)
 
 
-def kill_some(chance: random.Random, processes: Sequence[BaseProcess], logs: Collection[Path], awaited: int) -> None:
-    """Random ranks, a moment after this step; what is left soon after, as launchers do."""
-    chosen = chance.sample(range(len(processes)), chance.randint(1, len(processes)))
+def wait_for_step(awaited: int, processes: Sequence[BaseProcess], logs: Collection[Path]) -> None:
+    """Until this step has returned on a rank, or a rank has ended."""
     end = time.monotonic() + 120
     while steps_in(logs) < awaited and time.monotonic() < end and all(each.is_alive() for each in processes):
         time.sleep(0.005)
+
+
+def kill_some(chance: random.Random, processes: Sequence[BaseProcess], logs: Collection[Path], awaited: int) -> None:
+    """Random ranks, a moment after this step; what is left soon after, as launchers do."""
+    chosen = chance.sample(range(len(processes)), chance.randint(1, len(processes)))
+    wait_for_step(awaited, processes, logs)
     time.sleep(chance.random() * 0.2)
     for rank in chosen:
         processes[rank].kill()

@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 import random
 import re
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 
 from ds_fuyou.checkpoint.recovery import recover
 from ds_fuyou.storage.store import SlotStore
-from tests.durability.runs import kill_some, launch, run_to_end, steps_in
+from tests.durability.runs import kill_some, launch, run_to_end, steps_in, wait_for_step
 from tests.harness.forked import finish
 
 pytestmark = pytest.mark.timeout(400)
@@ -50,6 +52,7 @@ CASES = {
     ),
     "fp16, skipped steps": ({"config": {**FP16, **WARMUP}}, 1),
     "all generators": ({"generators": "all", "block": {"random_states": "all"}}, 1),
+    "drawn before the forward": ({"draws_first": True}, 1),
     "two ranks": ({"config": {"gradient_clipping": 0.5, **WARMUP}, "slow": {"1": 4e6}}, 2),
 }
 
@@ -126,6 +129,74 @@ def test_state_files_that_do_not_fit_or_were_altered_stay_where_they_are(tmp_pat
     assert {directory, second} == set(tmp_path.glob("ds_fuyou/*"))
 
 
+def test_state_files_of_other_tiers_are_not_gone_on_from(tmp_path: Path) -> None:
+    """P16 on storage would stay as it is in a run that keeps it in memory, and be old for the one after that."""
+    case = {"steps": STEPS, "die": {"0": [2, "after"]}}
+    for number, parameters in enumerate(("nvme", "cpu", "nvme")):
+        block = {**RESUME, "parameters": {"tier": parameters}}
+        status, said = end_of(tmp_path, {**case, "block": block, "die": {"0": [2 + number, "after"]}}, str(number))
+        assert status == -9, said[-3000:]
+        assert ("it was made with other tiers, budgets or slots" in said) == (number > 0)
+        assert ("going on from step 2, in place" in said) == (number == 2)
+
+
+def test_state_files_in_use_or_without_a_rank_are_told(tmp_path: Path) -> None:
+    case = {"steps": 2, "block": RESUME}
+    used, left = tmp_path / "used", tmp_path / "left"
+    processes, logs = launch(used, case, 1)
+    wait_for_step(2, processes, logs)
+    said = end_of(used, {**case, "die": {"0": [2, "after"]}}, "second")[1]
+    assert processes[0].is_alive(), "it waits to be killed"
+    finish(processes, 0)
+    assert "cannot go on from it: a process uses it" in said
+    assert "this run starts from its beginning" in said
+
+    processes, logs = launch(left, case, 2)
+    wait_for_step(2, processes, logs)
+    finish(processes, 0)
+    (second,) = left.glob("ds_fuyou/*-rank1")
+    shutil.rmtree(second)
+    said = run_to_end(left, {**case, "out": str(tmp_path)}, 2, "again")
+    assert "cannot go on from it: rank 1 found nothing of that run" in said
+    assert "this run starts from its beginning" in said
+
+
+def test_a_signal_within_a_step_leaves_the_one_before(tmp_path: Path) -> None:
+    """After the update was applied, before the engine counted it."""
+    undisturbed, killed, out = tmp_path / "undisturbed", tmp_path / "killed", tmp_path / "out"
+    out.mkdir()
+    case = {"steps": 5, "block": RESUME}
+    run_to_end(undisturbed, {**case, "out": str(undisturbed)}, 1)
+    status, said = end_of(killed, {**case, "signalled": 4}, "first")
+    assert status == 128 + signal.SIGTERM, said[-3000:]
+    assert "STEP 3" in said
+    assert "going on from step 3, in place" in run_to_end(killed, {**case, "out": str(out)}, 1, "resumed")
+    for step in (4, 5):
+        expected = torch.load(undisturbed / str(step), weights_only=False)
+        assert differences(expected, torch.load(out / str(step), weights_only=False)) == [], step
+
+
+def test_each_of_two_engines_of_one_shape_goes_on_from_its_own_state(tmp_path: Path) -> None:
+    case = {"steps": 2, "two": True, "block": RESUME}
+    told = []
+    for name in ("first", "second"):
+        status, said = end_of(tmp_path, case, name)
+        assert status == -9, said[-3000:]
+        told.append(dict(re.findall(r"(BEFORE \d|AFTER \d) (.*)", said)))
+    first, second = told
+    assert first["AFTER 0"] != first["AFTER 1"]
+    assert [second[f"BEFORE {number}"] for number in (0, 1)] == [first[f"AFTER {number}"] for number in (0, 1)]
+    assert "its dtype" not in said, "the other one's files are no mistake"
+
+
+def test_steps_that_no_engine_ends_are_committed(tmp_path: Path) -> None:
+    """With part of the states in host memory, too: updates of the third would wait for the commit of the first."""
+    shares = {"parameters": 0.0, "optimizer": 0.5, "gradients": 1.0}
+    for name, block in (("mixed", {"optimizer": {}, "plan": {"residency": shares, "chunk_bytes": 65536}}), ("all", {})):
+        case = {"steps": 5, "by_optimizer": True, "generators": "none", "block": block, "out": str(tmp_path)}
+        assert "STEP 5" in run_to_end(tmp_path / name, case, 1)
+
+
 def test_what_cannot_be_pickled_is_named_and_training_goes_on(tmp_path: Path) -> None:
     case = {"steps": STEPS, "die": {"0": [3, "after"]}, "block": RESUME, "hands_over_code": True}
     status, said = end_of(tmp_path, case, "first")
@@ -151,6 +222,10 @@ def test_a_checkpoint_that_was_loaded_is_a_commit(tmp_path: Path) -> None:
         expected["losses"] = expected["losses"][2:]  # nothing was handed over when the checkpoint was made
         expected["applied"] -= 2  # by this run
         assert differences(expected, torch.load(out / str(step), weights_only=False)) == [], step
+    assert end_of(killed, {**case, "die": {"0": [2, "after"]}}, "again")[0] == -9
+    said = end_of(killed, {**case, "reload": str(tmp_path / "checkpoint")}, "reloaded")[1]
+    assert "going on from step 2, in place" in said
+    assert "GENERATORS STAY True" in said, said[-3000:]
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -7,6 +7,10 @@ that generation's record is written, "after" it, or while it is late: "late" let
 Who is not killed by then waits after its last step, unless it has ``out``. ``slow``: by rank, bytes a second of its
 writes. ``generators``: what else than PyTorch's the loss depends on, "none": not on that either. ``hands_over_code``:
 what pickle refuses. ``save``: a folder, to which a checkpoint goes after two steps; ``load``: one, and then the end.
+``draws_first``: random numbers are drawn before every forward, after the generators were put back. ``signalled``: the
+generation in whose ``engine.step()`` SIGTERM comes when it has been applied. ``by_optimizer``: ``optimizer.step()`` is
+called, not the engine's. ``two``: two engines of one shape, which print their states before and after ``steps``.
+``reload``: a checkpoint that is loaded into what was resumed; prints whether the generators stay as they are then.
 Prints ``STEP n`` when a step has returned.
 """
 
@@ -90,27 +94,78 @@ def left_by(engine: Any, losses: list[float], case: dict) -> dict[str, Any]:
     return found
 
 
+def signal_in_step(engine: Any, generation: int) -> None:
+    """After the update was applied, before the engine has counted it."""
+    state = engine.optimizer.rank_state
+    step_applied = state.step_applied
+
+    def signalled() -> None:
+        step_applied()
+        if state.core.generation == generation:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    state.step_applied = signalled
+
+
+def train_two(path: str, case: dict) -> None:
+    engines = [build(path, case, seed) for seed in (1, 2)]
+    for when in ("BEFORE", "AFTER"):
+        for number, engine in enumerate(engines):
+            first = float(safe_get_full_fp32_param(next(engine.module.parameters())).double().sum())
+            sys.stdout.write(f"{when} {number} {engine.global_steps} {first!r}\n")
+            for step in range(case["steps"] if when == "BEFORE" else 0):
+                engine.backward(engine(**make_batch(MODEL, step + 100 * number, 0)))
+                engine.step()
+            engine.optimizer.rank_state.core.settle_commit()
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def reload(engine: Any, folder: str) -> None:
+    engine.load_checkpoint(folder)
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    engine(**make_batch(MODEL, 0, 0))
+    sys.stdout.write(f"GENERATORS STAY {torch.equal(before, torch.get_rng_state())}\n")
+
+
 def main(path: str, case: dict) -> None:
     deepspeed.init_distributed("gloo")
     rank = torch.distributed.get_rank()
     if str(rank) in case.get("die", {}):
         die_in_commit(*case["die"][str(rank)])
+    if "two" in case:
+        train_two(path, case)
     engine = build(path, case, rank)
+    if "signalled" in case:
+        signal_in_step(engine, case["signalled"])
+    if "reload" in case:
+        reload(engine, case["reload"])
+        return
     slow = case.get("slow", {}).get(str(rank))
     if slow is not None:
         engine.optimizer.rank_state.core.io.engine.set_throttle(0.0, slow)
     if "load" in case:
         engine.load_checkpoint(case["load"])
         os.kill(os.getpid(), signal.SIGKILL)
-    client = getattr(engine, "fuyou_client_state", None) or {"losses": []}
+    client = engine.fuyou_client_state or {"losses": []}
+    if "draws_first" in case:
+        torch.rand(5)  # a data loader draws its seed
+        engine.fuyou_restore_random_states()
     accumulation = engine.gradient_accumulation_steps()
     for step in range(engine.global_steps, case["steps"]):
         for micro in range(accumulation):
-            loss = engine(**make_batch(MODEL, step * accumulation + micro, rank)) * (1.0 + chance(case))
+            factor = 1.0 + chance(case) if "draws_first" in case else None
+            loss = engine(**make_batch(MODEL, step * accumulation + micro, rank))
+            loss = loss * (1.0 + chance(case) if factor is None else factor)
             engine.backward(loss)
             client["losses"].append(float(loss.detach()))
             engine.fuyou_client_state = (lambda: client) if case.get("hands_over_code") else client
-            engine.step()
+            if "by_optimizer" in case:
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            else:
+                engine.step()
         if step == 1 and "save" in case:
             engine.save_checkpoint(case["save"])
         sys.stdout.write(f"STEP {step + 1}\n")
