@@ -34,13 +34,14 @@ from ds_fuyou.telemetry.trace import Lane
 from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations, attach_auto, model_blocks
 from ds_fuyou.zero.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
 from ds_fuyou.zero.compute_spans import ComputeSpans
+from ds_fuyou.zero.gathering import release_gathered
 from ds_fuyou.zero.gradient_flow import GradientFlow
-from ds_fuyou.zero.handover import owners, release_gathered
+from ds_fuyou.zero.handover import owners
 from ds_fuyou.zero.hp_access import HpAccess
 from ds_fuyou.zero.monitoring import StepMonitor, count_tokens
 from ds_fuyou.zero.rank_state import RankState
 from ds_fuyou.zero.run_plan import RunPlan
-from ds_fuyou.zero.stock import combined_grad_norm, is_boundary, iter_module_params
+from ds_fuyou.zero.stock import bound_gathered, combined_grad_norm, is_boundary, iter_module_params
 
 __all__ = ["FuyouStage3Optimizer"]
 
@@ -178,12 +179,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
 
         coordinator.fetch_sub_module = fetch_sub_module
         if state.reads_parameters and state.device.is_host:
-            # Gathered parameters are host memory here: keep as many alive as the look-ahead pool holds, not the 1e9
-            # elements that stock allows a device.
-            limit = state.plan.prefetch_bytes // self.dtype.itemsize
-            for name in ("max_reuse_dist_in_numel", "max_n_available_params"):
-                private = f"_PartitionedParameterCoordinator__{name}"
-                setattr(coordinator, private, min(getattr(coordinator, private), limit // 4))
+            bound_gathered(coordinator, state.plan.prefetch_bytes // self.dtype.itemsize)
 
     def _hypers(self) -> list[GroupHyper]:
         """The hyperparameters of every sub-group as they are now."""
@@ -291,6 +287,13 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.dp_process_group)
         self._model_parallel_all_reduce(tensor=flag, op=dist.ReduceOp.MAX)
         return bool(flag[0].item())
+
+    def sleep(self, *, pin_memory: bool) -> None:
+        """Nothing of this engine stays on the device; without ``pin_memory`` no host memory stays pinned for it."""
+        self.gradient_flow.rest()
+        self.empty_partition_cache()
+        if not pin_memory:
+            self.rank_state.unpin()
 
     # ---- single states and gradients, as DeepSpeed's public functions ask for them ---------------------------
 

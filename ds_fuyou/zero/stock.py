@@ -13,12 +13,21 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 from torch.nn import Parameter
 
-__all__ = ["combined_grad_norm", "get_norm_dtype", "is_boundary", "iter_module_params"]
+__all__ = ["bound_gathered", "combined_grad_norm", "get_norm_dtype", "is_boundary", "iter_module_params"]
 
 
 def iter_module_params(module: torch.nn.Module) -> Iterable[Parameter]:
     """The parameters DeepSpeed fetches with a module, in a fixed order."""
     return sorted(set(iter_params(module, recurse=z3_leaf_module(module))), key=lambda param: int(param.ds_id))
+
+
+def bound_gathered(coordinator: Any, limit_numel: int) -> None:
+    """Gathered parameters are host memory: keeps as many alive as a quarter of the look-ahead holds, not the 1e9
+    elements that stock allows a device.
+    """
+    for name in ("max_reuse_dist_in_numel", "max_n_available_params"):
+        private = f"_PartitionedParameterCoordinator__{name}"
+        setattr(coordinator, private, min(getattr(coordinator, private), limit_numel // 4))
 
 
 def combined_grad_norm(norm_groups: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:

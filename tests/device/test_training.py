@@ -225,3 +225,52 @@ def test_who_waits_for_a_gather_of_another_stream_gets_its_values(fault: str, tm
     assert torch.equal(seen.cpu(), expected) == (not fault)
     param.partition()
     engine.destroy()
+
+
+# ---- sleep ------------------------------------------------------------------------------------------------------
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, param in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            found[name] = param.detach().cpu().clone()
+    return found
+
+
+@pytest.mark.parametrize("tiers", ["all", "half", "none"])
+def test_asleep_nothing_is_on_the_device_and_nothing_is_pinned(tiers: str, tmp_path: Path) -> None:
+    """Not even where all parameters stay gathered from step to step, nor in the middle of a step."""
+    awake = make_engine(tmp_path / "awake", tiers, "cpu", is_gathered=True)
+    for batch in batches(4):
+        train(awake, batch)
+    expected = weights(awake)
+    awake.destroy()
+    del awake
+    gc.collect()
+    device = torch.standin
+    device.empty_cache()
+    before, pinned_before = device.memory_allocated(), num_pinned()
+    engine = make_engine(tmp_path / "swap", tiers, "cpu", is_gathered=True)
+    for index, batch in enumerate(batches(4)):
+        loss = engine(**batch)
+        engine.backward(loss)
+        del loss
+        for pin_memory in (True, False):
+            pinned = num_pinned()
+            engine.offload_states(pin_memory=pin_memory)
+            left = [t for t in device_tensors(engine) if t.numel() > 1]
+            assert left == [], "only what is a number"
+            assert num_pinned() == (pinned if pin_memory else pinned_before)
+            engine.reload_states()
+            assert num_pinned() == pinned
+        engine.step()
+        if index == 2:
+            batch.clear()
+            gc.collect()
+            engine.offload_states(pin_memory=False)
+            assert device.memory_allocated() - before < 16_384, "norms and scales"
+            engine.reload_states()
+    assert all(torch.equal(value, expected[name]) for name, value in weights(engine).items())
+    engine.destroy()
+    assert num_pinned() == pinned_before

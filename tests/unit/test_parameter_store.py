@@ -199,6 +199,140 @@ def test_nothing_of_the_next_step_is_read_before_it_is_published(bench: Bench) -
     assert all(p.presence is not Presence.AWAY for p in trained)
 
 
+def bytes_read(bench: Bench, store: ParameterStore) -> int:
+    """So far, with all that is on its way."""
+    for partition in store.partitions:
+        if partition.read is not None:
+            for transfer in partition.read.transfers:
+                transfer.wait_ended()
+    return int(bench.io.stats()["read"].num_bytes)
+
+
+def passes(bench: Bench, store: ParameterStore, every: Sequence[Partition], number: int) -> list[int]:
+    """Bytes that each pass over the model reads: tokens of a generation, no step between them."""
+    for partition in every:
+        partition.source.read_by(bench.io)
+    at, each = bytes_read(bench, store), []
+    for _ in range(number):
+        bench.run(store, every, step=False)
+        now = bytes_read(bench, store)
+        each.append(now - at)
+        at = now
+    return each
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("order_is_known", [False, True])
+def test_a_model_that_fits_is_read_once_for_all_tokens(order_is_known: bool, is_late: bool, bench: Bench) -> None:
+    every = [bench.partition(i) for i in range(8)]
+    store = bench.store(every, read_bytes=9 * LARGE_BYTES, device=LateDevice() if is_late else HostDevice())
+    if order_is_known:
+        store.trace.expect(every)
+    each = passes(bench, store, every, 6)
+    assert sum(each) == (8 if order_is_known else 9) * LARGE_BYTES, "the first is not known to come again before it does"
+    assert each[2:] == [0] * 4
+    assert store.num_demand_reads <= (1 if order_is_known else 9)
+
+
+def test_of_a_model_that_does_not_fit_three_quarters_of_the_pool_stay(bench: Bench) -> None:
+    every = [bench.partition(i) for i in range(24)]
+    store = bench.store(every, read_bytes=12 * LARGE_BYTES)
+    store.trace.expect(every)
+    each = passes(bench, store, every, 8)
+    assert max(each[2:]) <= (24 - 12 * 3 // 4 + 1) * LARGE_BYTES
+    assert min(each[2:]) >= (24 - 12) * LARGE_BYTES, "no less than the best: something must come"
+    assert store.num_demand_reads <= 2, "and what comes is read ahead"
+    assert store.num_overflows == 0
+
+
+def test_a_copy_that_goes_on_keeps_values_that_stay(bench: Bench) -> None:
+    """On a device that is late: memory of a copy that has not ended is not read into."""
+    every = [bench.partition(i) for i in range(12)]
+    store = bench.store(every, read_bytes=6 * LARGE_BYTES, device=LateDevice())
+    store.trace.expect(every)
+    sources: list[tuple[Event, torch.Tensor, torch.Tensor]] = []
+    for _ in range(4):
+        for partition in every:
+            store.use(partition)
+            values, event = bench.tensors.shown[partition], Event()
+            sources.append((event, values.view(torch.uint8)[:1000], values.view(torch.uint8)[:1000].clone()))
+            store.copied(partition, event)
+            bench.tensors.in_use.add(partition)
+            store.move_on()
+            bench.tensors.in_use.discard(partition)
+            store.release(partition)
+            bench.tensors.away(partition)
+            for late, memory, copy in sources:
+                assert late.has_passed or torch.equal(memory, copy)
+            for late, _, _ in sources[:-6]:
+                late.has_passed = True
+            sources = [source for source in sources if not source[0].has_passed]
+    assert store.num_overflows == 0
+    assert store.num_demand_reads + store.num_ahead_reads < 4 * len(every), "something stayed"
+
+
+def test_parameters_of_a_module_are_read_together(bench: Bench) -> None:
+    every = [bench.partition(i) for i in range(4)]
+    store = bench.store(every, read_bytes=8 * LARGE_BYTES)
+    began = []
+    start = store._start
+
+    def noted(partition: Any, *args: Any, **kwargs: Any) -> None:
+        began.append(sum(p.presence is Presence.READING for p in every))
+        start(partition, *args, **kwargs)
+
+    store._start = noted
+    store.use(*every)
+    assert began == [0, 1, 2, 3], "all are asked for before one is waited for"
+    assert all(torch.equal(bench.tensors.shown[p], bench.expected[p]) for p in every)
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_announced_uses_are_read_ahead(is_late: bool, is_saved: bool, bench: Bench) -> None:
+    """Gathered together: each stays in use. Saved: one after the other, and the host keeps the tensors."""
+    every = [bench.partition(i) for i in range(12)]
+    store = bench.store(every, read_bytes=4 * LARGE_BYTES, device=LateDevice() if is_late else HostDevice())
+    bench.run(store, every[:2], step=False)
+    demanded, held = store.num_demand_reads, {}
+    with store.in_order(every, is_saved=is_saved):
+        for partition in every:
+            store.use(partition)
+            values = bench.tensors.shown[partition]
+            assert torch.equal(values, bench.expected[partition])
+            if is_late:
+                event = Event()
+                event.has_passed = True
+                store.copied(partition, event)
+            else:
+                held[partition] = values
+                store.lend(partition)
+            if is_late or is_saved:
+                store.release(partition)
+                bench.tensors.away(partition)
+            store.move_on()
+    assert store.num_demand_reads == demanded, "nothing was waited for that had not been asked for before"
+    if not is_late:
+        assert store.num_overflows == 0
+        for partition, values in held.items():
+            values.zero_()  # whose they are now
+            assert is_saved == (partition.presence is Presence.AWAY)
+            store.release(partition)
+            bench.tensors.away(partition)
+        if is_saved:
+            assert store.used_bytes == 0, "the pool is not what a script keeps"
+    bench.run(store, every)
+
+
+def test_what_is_announced_and_not_fetched_is_forgotten(bench: Bench) -> None:
+    every = [bench.partition(i) for i in range(6)]
+    store = bench.store(every, read_bytes=1)
+    with store.in_order(every, is_saved=True):
+        store.use(every[0])
+    assert all(p.presence is Presence.AWAY for p in every[1:])
+    bench.run(store, every)
+
+
 def test_memory_in_use_is_not_read_into(bench: Bench) -> None:
     every = [bench.partition(i) for i in range(6)]
     store = bench.store(every, read_bytes=1)
