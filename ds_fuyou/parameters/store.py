@@ -299,9 +299,9 @@ class ParameterStore:
     def before_write(self) -> None:
         """Values on storage are about to be written in place, by whole pages, which neighbours share: reads that are in
         flight end first, or they would bring old bytes where the checksums are new ones."""
-        for partition in self.partitions:
-            if partition.presence is Presence.READING and partition.read is not None:
-                for transfer in partition.read.transfers:
+        for size_class in self._size_classes:
+            for partition in size_class.in_flight:
+                for transfer in partition.read.transfers if partition.read is not None else ():
                     transfer.wait_ended()
 
     def _is_used(self, partition: Partition) -> None:
@@ -484,7 +484,7 @@ class ParameterStore:
         in_flight = size_class.in_flight
         while in_flight:
             partition = in_flight[0]
-            if partition.presence is Presence.READING and partition.read is not None:
+            if partition.presence is Presence.READING and partition.read is not None and partition.is_pooled:
                 if not partition.read.done():
                     break
                 partition.values = self._arrive(partition)
@@ -626,8 +626,7 @@ class ParameterStore:
                 if memory is None:
                     return
                 self._start(partition, memory, priority=0, is_pooled=is_pooled)
-                if is_pooled:
-                    self._size_class_of[partition].in_flight.append(partition)
+                self._size_class_of[partition].in_flight.append(partition)
                 announced.started(partition)
                 self.num_ahead_reads += 1
             order.popleft()

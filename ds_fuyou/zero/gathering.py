@@ -28,17 +28,17 @@ def in_portions(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _all_gather(self: Any, param_list: list[Parameter], async_op: bool = False, hierarchy: Any = None) -> Any:
         stores = [] if async_op else stores_of(param_list)
-        for param in param_list if stores else ():
-            partition = partition_of(param)
-            if partition is not None and partition.store is not None:
-                partition.store.lend(partition)
-        if not stores or len(param_list) == 1:
+        if not stores:
             return original(self, param_list, async_op=async_op, hierarchy=hierarchy)
         with in_order(param_list):
             for portion in _portions(param_list, max(1, min(store.read_bytes for store in stores) // 4)):
                 original(self, portion, async_op=False, hierarchy=hierarchy)
                 if dist.get_world_size() > 1:
                     _let_go(portion)
+        for param in param_list:
+            partition = partition_of(param)
+            if partition is not None and partition.store is not None:
+                partition.store.lend(partition)
         return None
 
     return _all_gather

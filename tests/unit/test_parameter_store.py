@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -229,9 +230,9 @@ def test_a_model_that_fits_is_read_once_for_all_tokens(order_is_known: bool, is_
     if order_is_known:
         store.trace.expect(every)
     each = passes(bench, store, every, 6)
-    assert sum(each) == (8 if order_is_known else 9) * LARGE_BYTES, "the first is not known to come again before it does"
+    assert sum(each) == (8 if order_is_known else 16) * LARGE_BYTES, "what nobody expects again does not stay"
     assert each[2:] == [0] * 4
-    assert store.num_demand_reads <= (1 if order_is_known else 9)
+    assert store.num_demand_reads <= (1 if order_is_known else 10)
 
 
 def test_of_a_model_that_does_not_fit_three_quarters_of_the_pool_stay(bench: Bench) -> None:
@@ -250,12 +251,14 @@ def test_a_copy_that_goes_on_keeps_values_that_stay(bench: Bench) -> None:
     every = [bench.partition(i) for i in range(12)]
     store = bench.store(every, read_bytes=6 * LARGE_BYTES, device=LateDevice())
     store.trace.expect(every)
-    sources: list[tuple[Event, torch.Tensor, torch.Tensor]] = []
+    sources: list[tuple[Event, Any, bytes]] = []  # memory by its address: a tensor would hold it
     for _ in range(4):
         for partition in every:
             store.use(partition)
             values, event = bench.tensors.shown[partition], Event()
-            sources.append((event, values.view(torch.uint8)[:1000], values.view(torch.uint8)[:1000].clone()))
+            memory = (ctypes.c_char * 1000).from_address(values.data_ptr())
+            sources.append((event, memory, memory.raw))
+            del values
             store.copied(partition, event)
             bench.tensors.in_use.add(partition)
             store.move_on()
@@ -263,7 +266,7 @@ def test_a_copy_that_goes_on_keeps_values_that_stay(bench: Bench) -> None:
             store.release(partition)
             bench.tensors.away(partition)
             for late, memory, copy in sources:
-                assert late.has_passed or torch.equal(memory, copy)
+                assert late.has_passed or memory.raw == copy
             for late, _, _ in sources[:-6]:
                 late.has_passed = True
             sources = [source for source in sources if not source[0].has_passed]
