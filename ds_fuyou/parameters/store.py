@@ -188,6 +188,14 @@ class ParameterStore:
         return bool(self._size_classes)
 
     @property
+    def holds_all(self) -> bool:
+        """Whether the pools have room for all of them, in whatever pieces."""
+        return all(
+            size_class.memory.pool.capacity_bytes * 8 >= 9 * sum(p.num_bytes for p in size_class.members)
+            for size_class in self._size_classes
+        )
+
+    @property
     def read_bytes(self) -> int:
         """As planned: the same on all ranks."""
         return self._read_bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -54,17 +54,19 @@ class InferenceReads:
         self._engine = activation.config.io.engine
         self._io: IoLane | None = None
         self.parameters: ParameterStore | None = None
-        known = weakref.ref(self)
-        self._forget_closer = register_closer(lambda: None if (self := known()) is None else self._close_io())
+        self._forget_closer: Callable[[], None] = _nothing
+        self._held: dict[str, int] = {}
         self._take(in_use_order(module))
-        _live.add(self)
 
-    def _take(self, params: Iterable[Parameter]) -> None:
+    def _take(self, params: Sequence[Parameter]) -> None:
         """Those on storage that no engine has."""
+        self._held = held_bytes(params)
+        _live.add(self)
         partitions = [partition for param in params if (partition := partition_of(param)) is not None]
         free = [partition for partition in partitions if _is_free(partition)]
         if not free:
             return
+        self._forget_closer = register_closer(_closing(self))
         io = self._io = IoLane(IoSettings(engine=self._engine), free[0].source.space.space.path_of)
         self.parameters = ParameterStore(
             PARTITION_TENSORS,
@@ -87,15 +89,16 @@ class InferenceReads:
         return self._read_bytes if self.parameters is None else max(self._read_bytes, self.parameters.capacity_bytes)
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes of this rank's partitions by tier, without those that a training engine has."""
-        module = self._module()
-        return {} if module is None else held_bytes(in_use_order(module))
+        """Bytes of this rank's partitions by tier, without those that a training engine had when this one was built."""
+        return self._held
 
     def before_module(self, module: torch.nn.Module, params: Iterable[Parameter]) -> None:
         """DeepSpeed is about to fetch the parameters of a module."""
         if self._lanes is not None:
             self._enter(self._names.get(id(module), ""))
         partitions = [partition for param in params if (partition := partition_of(param)) is not None]
+        if not partitions:
+            return
         model = self._module()
         if self.parameters is None and model is not None and any(_is_free(partition) for partition in partitions):
             self._take(in_use_order(model))  # whoever had them has ended
@@ -151,6 +154,22 @@ class InferenceReads:
             io.close()
 
 
+def _nothing() -> None:
+    """No I/O engine was started."""
+
+
+def _closing(reads: InferenceReads) -> Callable[[], None]:
+    """For the end of the process; an engine that is dropped before is not kept for it."""
+    known = weakref.ref(reads)
+
+    def close() -> None:
+        found = known()
+        if found is not None:
+            found._close_io()
+
+    return close
+
+
 def _is_free(partition: Partition) -> bool:
     return partition.store is None and isinstance(partition.source, ParkedValues)
 
@@ -189,7 +208,7 @@ def watch(engine: Any, offload: Any, activation: Activation) -> None:
 
     coordinator.fetch_sub_module, coordinator.reset_step, offload.destroy = fetch_sub_module, reset_step, destroy
     if rank_device().is_host and reads.parameters is not None:
-        bound_gathered(coordinator, reads.read_bytes // offload.dtype.itemsize)
+        bound_gathered(coordinator, reads.parameters, offload.dtype.itemsize)
 
 
 def end_reads(params: Iterable[Parameter]) -> None:

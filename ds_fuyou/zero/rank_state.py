@@ -358,8 +358,10 @@ class RankState:
     def before_module(self, params: Iterable[Parameter]) -> None:
         """A module is about to run: makes what it needs available, then reads ahead. Comes before DeepSpeed's fetch."""
         parameters = self.parameters
-        partitions = (self._partitions.get(param.ds_id) for param in params)
-        parameters.use(*(partition for partition in partitions if partition is not None))
+        partitions = [p for param in params if (p := self._partitions.get(param.ds_id)) is not None]
+        if not partitions:
+            return
+        parameters.use(*partitions)
         parameters.move_on()
         if parameters.reads:
             self.bound_heap()

@@ -179,7 +179,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
 
         coordinator.fetch_sub_module = fetch_sub_module
         if state.reads_parameters and state.device.is_host:
-            bound_gathered(coordinator, state.plan.prefetch_bytes // self.dtype.itemsize)
+            bound_gathered(coordinator, state.parameters, self.dtype.itemsize)
 
     def _hypers(self) -> list[GroupHyper]:
         """The hyperparameters of every sub-group as they are now."""

@@ -7,11 +7,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.runtime import utils as ds_utils
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 from torch.nn import Parameter
+
+from ds_fuyou.parameters.store import ParameterStore
 
 __all__ = ["bound_gathered", "combined_grad_norm", "get_norm_dtype", "is_boundary", "iter_module_params"]
 
@@ -21,13 +24,16 @@ def iter_module_params(module: torch.nn.Module) -> Iterable[Parameter]:
     return sorted(set(iter_params(module, recurse=z3_leaf_module(module))), key=lambda param: int(param.ds_id))
 
 
-def bound_gathered(coordinator: Any, limit_numel: int) -> None:
-    """Gathered parameters are host memory: keeps as many alive as a quarter of the look-ahead holds, not the 1e9
-    elements that stock allows a device.
+def bound_gathered(coordinator: Any, parameters: ParameterStore, itemsize: int) -> None:
+    """Gathered parameters are host memory: as many stay alive as a quarter of the look-ahead holds, not the 1e9
+    elements that stock allows a device; unless one rank, whose gathered parameters are the look-ahead's memory, has
+    room for all.
     """
+    if dist.get_world_size() == 1 and parameters.holds_all:
+        return
     for name in ("max_reuse_dist_in_numel", "max_n_available_params"):
         private = f"_PartitionedParameterCoordinator__{name}"
-        setattr(coordinator, private, min(getattr(coordinator, private), limit_numel // 4))
+        setattr(coordinator, private, min(getattr(coordinator, private), parameters.read_bytes // itemsize // 4))
 
 
 def combined_grad_norm(norm_groups: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
