@@ -328,6 +328,12 @@ REQUIRED: tuple[RequiredName, ...] = (
         "plugin: wrapped, parameters gathered together are read ahead",
     ),
     RequiredName(
+        "deepspeed.runtime.zero.partition_parameters",
+        "GatheredParameters.__init__",
+        ("self", "params", "modifier_rank", "fwd_module", "enabled"),
+        "plugin: wrapped, what is gathered to be saved is not written back",
+    ),
+    RequiredName(
         "deepspeed.runtime.engine",
         "DeepSpeedEngine._zero3_consolidated_16bit_state_dict",
         ("self",),

@@ -116,6 +116,12 @@ def _own_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
     return through_own_swapper(original)
 
 
+def _gathers_to_read(original: Callable[..., Any]) -> Callable[..., Any]:
+    from ds_fuyou.zero.param_swapper import gathers_to_read
+
+    return gathers_to_read(original)
+
+
 def _in_portions(original: Callable[..., Any]) -> Callable[..., Any]:
     from ds_fuyou.zero.gathering import in_portions
 
@@ -266,6 +272,12 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
         "Init._all_gather",
         "parameters gathered together are read ahead, as many at once as host memory is planned for",
         _in_portions,
+    ),
+    PatchPoint(
+        "deepspeed.runtime.zero.partition_parameters",
+        "GatheredParameters.__init__",
+        "what is gathered to be saved is neither broadcast nor written back",
+        _gathers_to_read,
     ),
     PatchPoint(
         "deepspeed.runtime.engine",

@@ -19,9 +19,9 @@ needs about ``M - 3/4 * pool`` are read for it, and none if the model fits.
 [Note: what may differ between ranks]
 Which reads have ended differs; a gather must be the same collective everywhere, and an offered parameter is gathered
 ahead. One rank alone offers what has come. Several offer by position: everything that is used within the next
-:data:`OFFER_BYTES` of the order, which is the same on all ranks, and wait for it. Where storage is slower than the
-device they would wait for it one module later; waiting earlier delays the last module, not the pace. What stays is not
-offered by staying: it differs, too.
+:data:`OFFER_BYTES` or so of the order, which is the same on all ranks, and wait for it. Where storage is slower than
+the device they would wait for it one module later; waiting earlier delays the last module, not the pace. What stays is
+not offered by staying: it differs, too.
 
 Two pools: small partitions often stay gathered, and would cut the memory of large ones to pieces.
 """
@@ -51,10 +51,11 @@ __all__ = ["OFFER_BYTES", "SMALL_BYTES", "Borrower", "ParameterStore"]
 SMALL_BYTES = 256 * 1024
 """Partitions of fewer bytes have a pool of their own."""
 OFFER_BYTES = 8 * 1024 * 1024
-"""How far ahead of their use, in bytes of the order, several ranks wait for parameters; one is always offered."""
+"""How far ahead of their use, in bytes of the order, several ranks wait for parameters, or a quarter of the look-ahead
+if that is less; one is always offered."""
 _OFFERS_AT_ONCE = 64
 _NOT_SHOWN = (Presence.AWAY, Presence.READING, Presence.KEPT)
-_PENDING_COPIES = 8  # victims whose copies have not ended that are passed over
+_PENDING_COPIES = 3  # victims whose copies have not ended that are passed over: DeepSpeed has as many gathers in flight
 
 
 class Borrower(Protocol):
@@ -577,7 +578,8 @@ class ParameterStore:
             self._window_bytes -= self._window.popleft()[1]
         before = list(self._offered) if has_turned else ()
         again = set()
-        while (upcoming := self._offers.peek()) is not None and self._window_bytes < OFFER_BYTES:
+        offer_bytes = min(OFFER_BYTES, self._read_bytes // 4) if self._size_classes else OFFER_BYTES
+        while (upcoming := self._offers.peek()) is not None and (not self._window or self._window_bytes < offer_bytes):
             if upcoming.presence in _NOT_SHOWN and self._borrower.is_idle(upcoming):
                 self.fetch(upcoming)
             again.add(upcoming)

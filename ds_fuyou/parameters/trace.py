@@ -155,7 +155,8 @@ class Ahead:
         if again:
             return trace.at(again[0])
         self._place = max(self._place, trace.now)
-        end, step = trace.now + trace.period, trace.next_step()
+        end = trace.now + trace.period
+        step = trace.next_step() if self._place < end else None
         while self._place < end:
             item = trace.at(self._place)
             if not trace.is_step(item) and self._wants(item, step is not None and self._place > step):

@@ -36,6 +36,7 @@ from ds_fuyou.zero.budgets import local_ranks
 __all__ = [
     "PARTITION_TENSORS",
     "FuyouParameterSwapper",
+    "gathers_to_read",
     "held_bytes",
     "in_order",
     "only_reading",
@@ -94,7 +95,7 @@ def in_order(params: Sequence[Parameter], *, is_saved: bool = False) -> Iterator
 
 @contextmanager
 def only_reading() -> Iterator[None]:
-    """Inside, nobody edits what is gathered, whatever DeepSpeed says when it partitions it again."""
+    """Inside, nobody edits what ``GatheredParameters`` gathers, whatever it is told (:func:`gathers_to_read`)."""
     token = _READS_ONLY.set(True)
     try:
         yield
@@ -343,6 +344,18 @@ class FuyouParameterSwapper:
             PARTITION_TENSORS.away(partition)
 
 
+def gathers_to_read(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``GatheredParameters.__init__``: with a modifier rank its values are broadcast and written back at the end."""
+
+    @functools.wraps(original)
+    def __init__(
+        self: Any, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+    ) -> None:
+        original(self, params, None if _READS_ONLY.get() else modifier_rank, fwd_module, enabled)
+
+    return __init__
+
+
 def through_own_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
     """``Init._partition_param``: DeepSpeed partitions all parameters of a context with the first one's ``zero.Init``,
     and its swapper; here values go where their own parameter lives.
@@ -357,7 +370,6 @@ def through_own_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, param, buffer, has_been_updated, free_data)
         if param.ds_tensor is None:
             swapper.agree(param.ds_process_group)
-        has_been_updated = has_been_updated and not _READS_ONLY.get()
         if has_been_updated:
             swapper.before_edit(param)
         of_first, self.param_swapper = self.param_swapper, swapper

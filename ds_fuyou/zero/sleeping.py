@@ -42,8 +42,10 @@ def offloading(original: Callable[..., None]) -> Callable[..., None]:
             return None
         if device == OffloadDeviceEnum.nvme:
             raise ValueError("offload_states: device must be cpu; what lives on storage is told by the fuyou block")
-        self.optimizer.sleep(pin_memory=pin_memory)
-        self.empty_partition_cache()  # and the cache of the allocator
+        self.optimizer.gradient_flow.rest()
+        self.empty_partition_cache()
+        if not pin_memory:
+            self.optimizer.rank_state.unpin()
         return None
 
     return offload_states

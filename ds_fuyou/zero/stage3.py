@@ -288,13 +288,6 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self._model_parallel_all_reduce(tensor=flag, op=dist.ReduceOp.MAX)
         return bool(flag[0].item())
 
-    def sleep(self, *, pin_memory: bool) -> None:
-        """Nothing of this engine stays on the device; without ``pin_memory`` no host memory stays pinned for it."""
-        self.gradient_flow.rest()
-        self.empty_partition_cache()
-        if not pin_memory:
-            self.rank_state.unpin()
-
     # ---- single states and gradients, as DeepSpeed's public functions ask for them ---------------------------
 
     def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
