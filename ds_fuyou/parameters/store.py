@@ -160,6 +160,7 @@ class ParameterStore:
         self._window_bytes = 0
         self._dropped: list[ValuesRead] = []  # reads whose values nobody wants, until they have ended
         self._announced: _Announced | None = None
+        self._has_resident = False  # some are in memory for good
         self._turn = -1
 
     def take(self, partitions: Iterable[Partition]) -> None:
@@ -175,6 +176,7 @@ class ParameterStore:
             self._size_classes.append(size_class)
             self._size_class_of.update(dict.fromkeys(members, size_class))
             self._io.register_memory(size_class.memory.pool)
+        self._has_resident = len(stored) < len(self.partitions)
         for partition in self.partitions:
             partition.store = self
 
@@ -556,7 +558,7 @@ class ParameterStore:
                     self._offered[partition] = None
                     size_class.offered_bytes += partition.num_bytes
                 coming.popleft()
-        for _ in range(_OFFERS_AT_ONCE):
+        for _ in range(_OFFERS_AT_ONCE if self._has_resident else 0):
             upcoming = self._offers.peek()
             if upcoming is None or not self._publish(upcoming):
                 break

@@ -49,6 +49,7 @@ class InferenceReads:
         self._names = {id(child): block_of(name) for name, child in module.named_modules()}
         self._lanes = LaneTrace.at(activation.config.trace) if activation.config.trace is not None else None
         self._heap = HeapGuard()
+        self._num_reads = 0
         self._span = ("", 0)
         self._read_bytes = _read_bytes(activation)
         self._engine = activation.config.io.engine
@@ -64,10 +65,11 @@ class InferenceReads:
         _live.add(self)
         partitions = [partition for param in params if (partition := partition_of(param)) is not None]
         free = [partition for partition in partitions if _is_free(partition)]
-        if not free:
+        sources = [partition.source for partition in free if isinstance(partition.source, ParkedValues)]
+        if not sources:
             return
         self._forget_closer = register_closer(_closing(self))
-        io = self._io = IoLane(IoSettings(engine=self._engine), free[0].source.space.space.path_of)
+        io = self._io = IoLane(IoSettings(engine=self._engine), sources[0].space.space.path_of)
         self.parameters = ParameterStore(
             PARTITION_TENSORS,
             rank_device(),
@@ -76,9 +78,9 @@ class InferenceReads:
             is_alone=dist.get_world_size() == 1,
             lanes=self._lanes,
         )
-        for partition in free:
-            partition.source.space.rest()
-            partition.source.read_by(io)
+        for source in sources:
+            source.space.rest()
+            source.read_by(io)
         self.parameters.take(free)
         self.parameters.trace.expect(free)
         self.parameters.look_ahead()
@@ -109,7 +111,9 @@ class InferenceReads:
         for store, used in stores.items():
             store.use(*used)
             store.move_on()
-        if self.parameters is not None:
+        reads = self.parameters
+        if reads is not None and reads.num_demand_reads + reads.num_ahead_reads != self._num_reads:
+            self._num_reads = reads.num_demand_reads + reads.num_ahead_reads
             self._heap.check()
 
     def _enter(self, block: str) -> None:

@@ -139,6 +139,7 @@ class RankState:
         )
         self.num_tokens = 0
         self._heap = HeapGuard()
+        self._num_reads = 0
         self._positions_known = False
 
     # ---- construction -------------------------------------------------------------------------------------
@@ -363,7 +364,9 @@ class RankState:
             return
         parameters.use(*partitions)
         parameters.move_on()
-        if parameters.reads:
+        num_reads = parameters.num_demand_reads + parameters.num_ahead_reads
+        if num_reads != self._num_reads:
+            self._num_reads = num_reads
             self.bound_heap()
 
     def step_applied(self) -> None:
