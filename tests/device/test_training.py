@@ -265,7 +265,7 @@ def test_asleep_nothing_is_on_the_device_and_nothing_is_pinned(
 ) -> None:
     """Not even where all parameters stay gathered from step to step, nor in the middle of a step."""
     given = batches(4)
-    awake = make_engine(tmp_path / "awake", tiers, "cpu", is_gathered=True)
+    awake = make_engine(tmp_path / "awake", tiers, "swap-nvme", is_gathered=True)
     for batch in given:
         train(awake, batch)
     expected = weights(awake)
@@ -276,7 +276,7 @@ def test_asleep_nothing_is_on_the_device_and_nothing_is_pinned(
     device = torch.standin
     device.synchronize()
     before = device.memory_allocated()
-    engine = make_engine(tmp_path / "swap", tiers, "cpu", is_gathered=True)
+    engine = make_engine(tmp_path / "swap", tiers, "swap-nvme", is_gathered=True)
     assert pinned
     for batch in given:
         loss = engine(**batch)
@@ -287,7 +287,8 @@ def test_asleep_nothing_is_on_the_device_and_nothing_is_pinned(
             for pin_memory in (True, False):
                 registered = dict(pinned)
                 engine.offload_states(pin_memory=pin_memory)
-                assert device.memory_allocated() - before < 16_384, f"{at}, but for norms and scales"
+                left = device.memory_allocated() - before
+                assert left < 40_960, f"{at}: a block of 512 bytes for each norm and scale, the model has 400 kB"
                 assert pinned == (registered if pin_memory else {})
                 engine.reload_states()
                 assert pinned == registered
