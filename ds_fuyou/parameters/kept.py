@@ -24,6 +24,7 @@ class Kept:
         self._latest: list[tuple[int, int, Partition]] = []  # a heap, with entries that do not hold any more
         self._numbers = itertools.count()
         self._turn = trace.turn
+        self._ordered_at = -1  # all places: not after each of many turns, but also where uses were left out
 
     def __contains__(self, partition: Partition) -> bool:
         return partition in self._place_of
@@ -39,18 +40,24 @@ class Kept:
         """Of one that is there already the place is found again."""
         place = self._place_of[partition] = self.place(partition)
         heapq.heappush(self._latest, (-place, next(self._numbers), partition))
+        if len(self._latest) > 2 * len(self._place_of) + 64:
+            self._order()
+
+    def _order(self) -> None:
+        self._latest = [(-place, next(self._numbers), partition) for partition, place in self._place_of.items()]
+        heapq.heapify(self._latest)
 
     def discard(self, partition: Partition) -> None:
         self._place_of.pop(partition, None)
 
     def pop_last(self, after: int) -> Partition | None:
         """Takes out the one that is used last, if that is after the place ``after``."""
-        if self._turn != self._trace.turn:
-            self._turn = self._trace.turn
-            members = list(self._place_of)
-            self._latest.clear()
-            for partition in members:
-                self.add(partition)
+        age, num_values = self._trace.now - self._ordered_at, len(self._place_of)
+        if age >= num_values // 4 and (self._turn != self._trace.turn or age >= 4 * num_values + 64):
+            self._turn, self._ordered_at = self._trace.turn, self._trace.now
+            for partition in self._place_of:
+                self._place_of[partition] = self.place(partition)
+            self._order()
         while self._latest:
             place, _, partition = self._latest[0]
             if self._place_of.get(partition) != -place:

@@ -53,7 +53,8 @@ SMALL_BYTES = 256 * 1024
 OFFER_BYTES = 8 * 1024 * 1024
 """How far ahead of their use, in bytes of the order, several ranks wait for parameters, or a quarter of the look-ahead
 if that is less; one is always offered."""
-_OFFERS_AT_ONCE = 64
+_MOST_OFFERED = 32
+_PLACES_A_CALL = 64  # that a walk ahead passes at once
 _NOT_SHOWN = (Presence.AWAY, Presence.READING, Presence.KEPT)
 _PENDING_COPIES = 3  # victims whose copies have not ended that are passed over: DeepSpeed has as many gathers in flight
 
@@ -82,33 +83,35 @@ class _SizeClass:
         self.members = set(members)
         self.kept = Kept(trace)
         self.ahead = Ahead(trace, self._wants)
-        self.coming: deque[Partition] = deque()  # what the walk has passed and is to be offered
         self.in_flight: deque[Partition] = deque()
-        self._unused: dict[Partition, None] = {}  # read ahead
-        self.unused_bytes = 0
-        self.offered_bytes = 0
+        self._unused: dict[Partition, int] = {}  # read ahead, for this place
+        self._unused_bytes = 0
 
     def _wants(self, partition: Partition, is_next_step: bool) -> bool:
         return partition in self.members and not (is_next_step and partition.source.changes)
 
-    def read_ahead(self, partition: Partition) -> None:
-        self._unused[partition] = None
-        self.unused_bytes += partition.num_bytes
+    def read_ahead(self, partition: Partition, place: int) -> None:
+        self._unused[partition] = place
+        self._unused_bytes += partition.num_bytes
 
     def used(self, partition: Partition) -> None:
         if partition in self._unused:
             del self._unused[partition]
-            self.unused_bytes -= partition.num_bytes
+            self._unused_bytes -= partition.num_bytes
 
-    def unused(self) -> list[Partition]:
-        """The last one first."""
-        return list(reversed(self._unused))
+    def unused_bytes(self, cursor: int) -> int:
+        """Of what was read ahead and is still to be used."""
+        while self._unused:
+            partition, place = next(iter(self._unused.items()))
+            if place >= cursor:
+                break
+            self.used(partition)  # it was left out
+        return self._unused_bytes
 
     def turned(self) -> None:
-        """The order changed."""
-        self.coming.clear()
+        """The walk begins anew."""
         self._unused.clear()
-        self.unused_bytes = 0
+        self._unused_bytes = 0
 
 
 class _Announced:
@@ -155,12 +158,12 @@ class ParameterStore:
         self._size_classes: list[_SizeClass] = []
         self._size_class_of: dict[Partition, _SizeClass] = {}
         self._offers = Ahead(self.trace, self._may_offer)
-        self._offered: dict[Partition, None] = {}  # and not used yet
-        self._window: deque[tuple[int, int]] = deque()  # place and bytes of what several ranks have offered
-        self._window_bytes = 0
+        self._offered: dict[Partition, int] = {}  # and not used yet, for this place
+        self._offered_bytes = 0
+        self._offer_bytes = OFFER_BYTES
         self._dropped: list[ValuesRead] = []  # reads whose values nobody wants, until they have ended
         self._announced: _Announced | None = None
-        self._has_resident = False  # some are in memory for good
+        self._num_hidden = 0  # of those that are in memory for good: at most so many are not shown
         self._turn = -1
 
     def take(self, partitions: Iterable[Partition]) -> None:
@@ -176,12 +179,19 @@ class ParameterStore:
             self._size_classes.append(size_class)
             self._size_class_of.update(dict.fromkeys(members, size_class))
             self._io.register_memory(size_class.memory.pool)
-        self._has_resident = len(stored) < len(self.partitions)
+        if self._is_alone:
+            self._offer_bytes = sum(size_class.ahead_bytes for size_class in self._size_classes)
+        elif self._size_classes:
+            self._offer_bytes = min(OFFER_BYTES, self._read_bytes // 4)
         for partition in self.partitions:
             partition.store = self
+        self._count_hidden()
+
+    def _count_hidden(self) -> None:
+        self._num_hidden = sum(not p.num_bytes and p.presence is not Presence.HERE for p in self.partitions)
 
     def _may_offer(self, partition: Partition, is_next_step: bool) -> bool:
-        return not is_next_step and (not self._is_alone or partition not in self._size_class_of)
+        return not (is_next_step and (partition.source.changes or not self._is_alone))
 
     # ---- for people -----------------------------------------------------------------------------------------
 
@@ -225,7 +235,8 @@ class ParameterStore:
         needed = []
         for partition in partitions:
             self.trace.use(partition)
-            self._is_used(partition)
+            if self._offered or self._size_classes:
+                self._is_used(partition)
             if partition.presence is Presence.KEPT:
                 size_class = self._size_class_of[partition]
                 if self._borrower.is_idle(partition):
@@ -268,6 +279,7 @@ class ParameterStore:
         if partition.presence is Presence.HERE:
             if not partition.num_bytes or partition.num_bytes < self._keep_below:
                 return False
+            self._is_used(partition)
             self._keep(partition)
         elif partition.presence is Presence.GATHERED:
             self._leave(partition)
@@ -310,18 +322,20 @@ class ParameterStore:
     def before_write(self) -> None:
         """Values on storage are about to be written in place, by whole pages, which neighbours share: reads that are in
         flight end first, or they would bring old bytes where the checksums are new ones."""
-        for size_class in self._size_classes:
-            for partition in size_class.in_flight:
-                for transfer in partition.read.transfers if partition.read is not None else ():
+        for partition in self.partitions:
+            if partition.read is not None:
+                for transfer in partition.read.transfers:
                     transfer.wait_ended()
 
     def _is_used(self, partition: Partition) -> None:
         size_class = self._size_class_of.get(partition)
         if size_class is not None:
             size_class.used(partition)
-            if partition in self._offered:
-                size_class.offered_bytes -= partition.num_bytes
-        self._offered.pop(partition, None)
+        self._not_offered(partition)
+
+    def _not_offered(self, partition: Partition) -> None:
+        if self._offered.pop(partition, None) is not None:
+            self._offered_bytes -= partition.size_bytes
 
     def _may_stay(self, partition: Partition) -> bool:
         size_class = self._size_class_of.get(partition)
@@ -332,7 +346,6 @@ class ParameterStore:
 
     def _keep(self, partition: Partition) -> None:
         """HERE → KEPT or AWAY. The caller tells the borrower."""
-        self._is_used(partition)
         if not self._may_stay(partition):
             self._leave(partition)
             return
@@ -359,11 +372,15 @@ class ParameterStore:
 
     def _walk_again(self, partition: Partition) -> None:
         size_class = self._size_class_of.get(partition)
-        if size_class is not None:
+        is_away = partition.presence is Presence.AWAY
+        if size_class is not None and is_away:
             size_class.ahead.gone(partition)
-        self._offers.gone(partition)
+        if size_class is None or not is_away or not self._is_alone:
+            self._offers.gone(partition)  # one rank offers it when it has come
 
     def _show(self, partition: Partition, values: torch.Tensor) -> None:
+        if not partition.num_bytes:
+            self._num_hidden -= 1
         partition.show(values)
         self._borrower.here(partition, values)
 
@@ -416,8 +433,10 @@ class ParameterStore:
         """Memory for a read ahead: what is free, or, as far as a quarter of the pool reaches, what is used later."""
         wanted = partition.num_bytes
         memory = size_class.memory.try_allocate(wanted)
-        freed = 0
-        while memory is None and freed < 2 * wanted and size_class.unused_bytes + wanted <= size_class.ahead_bytes:
+        if memory is not None:
+            return memory
+        freed, room = 0, size_class.ahead_bytes - size_class.unused_bytes(self.trace.cursor)
+        while memory is None and freed < 2 * wanted and room >= wanted:
             evicted = self._evict(size_class, after=place, waits=False)
             if not evicted:
                 return None
@@ -456,13 +475,14 @@ class ParameterStore:
         """Takes back the memory of what is used last of all that was read ahead; False if there is none. What several
         ranks have offered stays: it is the same on all of them.
         """
-        for partition in size_class.unused():
-            if partition.presence is Presence.READING and partition.read is not None:
+        announced = self._announced.reading if self._announced is not None else ()
+        for partition in reversed(size_class.in_flight):
+            if partition.presence is Presence.READING and partition.read is not None and partition not in announced:
                 partition.read.wait()
                 partition.read = None
                 self._leave(partition)
                 return True
-        for partition in reversed(list(self._offered)) if self._is_alone else ():
+        for partition in sorted(self._offered, key=self._last_first) if self._is_alone else ():
             if self._size_class_of.get(partition) is size_class and self._borrower.is_idle(partition):
                 self._leave(partition)
                 self._borrower.away(partition)
@@ -478,17 +498,17 @@ class ParameterStore:
         if self._announced is not None:
             self.look_ahead()
             return
+        if not self._size_classes and not self._num_hidden:
+            return
         for size_class in self._size_classes:
             self._collect(size_class)
-        has_turned = self._turn != self.trace.turn
-        if has_turned:
-            self._turned()
-        if not self._is_alone:
-            self._offer_by_position(has_turned)
+        if self._is_alone:
             self.look_ahead()
+            self._offer()
         else:
+            self._follow()
+            self._offer()
             self.look_ahead()
-            self._offer_what_came()
 
     def _collect(self, size_class: _SizeClass) -> None:
         """READING → KEPT, of reads that have ended, in their order."""
@@ -501,24 +521,34 @@ class ParameterStore:
                 partition.values = self._arrive(partition)
                 partition.presence, partition.read = Presence.KEPT, None
                 size_class.kept.add(partition)
+                if self._is_alone:
+                    self._offers.gone(partition)
             in_flight.popleft()
 
-    def _turned(self) -> None:
-        """What was offered for an order that did not come is kept. Several ranks wait to see what is offered again."""
-        self._turn = self.trace.turn
+    def _follow(self) -> None:
+        """After a turn the walks begin anew; what was offered counts for its next use, or is taken back."""
+        if self._turn == self.trace.turn:
+            return
+        self._turn, step = self.trace.turn, self.trace.next_step()
         for size_class in self._size_classes:
             size_class.turned()
-        self._window.clear()
-        self._window_bytes = 0
-        if self._is_alone:
-            for partition in list(self._offered):
+        for partition in list(self._offered):
+            place = self.trace.next_place(partition)
+            if place is None or not self._may_offer(partition, step is not None and place > step):
                 self._take_back(partition)
+            else:
+                self._offered[partition] = place
 
     def _take_back(self, partition: Partition) -> None:
-        self._is_used(partition)
+        self._not_offered(partition)
         if partition.num_bytes and partition.presence is Presence.HERE and self._borrower.is_idle(partition):
             self._keep(partition)
             self._borrower.away(partition)
+
+    def _last_first(self, partition: Partition) -> int:
+        """What was offered for a use that was left out, then what is used last."""
+        place = self._offered[partition]
+        return -NEVER if place < self.trace.cursor else -place
 
     def look_ahead(self) -> None:
         """Starts reads in the announced or the recorded order, until there is no memory or an update that is not
@@ -526,43 +556,60 @@ class ParameterStore:
         if self._announced is not None:
             self._read_announced(self._announced)
             return
+        self._follow()
         for size_class in self._size_classes:
             ahead = size_class.ahead
+            ahead.allow(_PLACES_A_CALL)
             while (partition := ahead.peek()) is not None:
                 if partition.presence is Presence.AWAY:
                     if not partition.source.is_ready():
                         break
-                    memory = self._memory_ahead(size_class, partition, ahead.place())
+                    place = ahead.place()
+                    memory = self._memory_ahead(size_class, partition, place)
                     if memory is None:
                         break
                     self._start(partition, memory, priority=0, is_pooled=True)
                     size_class.in_flight.append(partition)
-                    size_class.read_ahead(partition)
+                    size_class.read_ahead(partition, place)
                     self.num_ahead_reads += 1
-                if self._is_alone and partition.presence in (Presence.READING, Presence.KEPT):
-                    size_class.coming.append(partition)
                 ahead.pop()
 
-    def _offer_what_came(self) -> None:
-        """One rank: what has been read, and values in memory whose updates were published, in their order."""
-        for size_class in self._size_classes:
-            coming = size_class.coming
-            while coming and coming[0].presence is not Presence.READING:
-                partition = coming[0]
-                if partition.presence is Presence.KEPT and self._borrower.is_idle(partition):
-                    if size_class.offered_bytes + partition.num_bytes > size_class.ahead_bytes:
-                        break
-                    size_class.kept.discard(partition)
-                    if partition.values is not None:
-                        self._show(partition, partition.values)
-                    self._offered[partition] = None
-                    size_class.offered_bytes += partition.num_bytes
-                coming.popleft()
-        for _ in range(_OFFERS_AT_ONCE if self._has_resident else 0):
-            upcoming = self._offers.peek()
-            if upcoming is None or not self._publish(upcoming):
-                break
-            self._offers.pop()
+    def _offer(self) -> None:
+        """In the order of use: one rank what has come, several by position, see [Note: what may differ between ranks].
+        What is used later than the next one gives way to it.
+        """
+        offers = self._offers
+        offers.allow(_PLACES_A_CALL)
+        while (partition := offers.peek()) is not None:
+            place = offers.place()
+            if not partition.num_bytes and self._is_alone:
+                if not self._publish(partition):
+                    break
+            elif (
+                partition.presence is Presence.KEPT or (not self._is_alone and partition.presence in _NOT_SHOWN)
+            ) and self._borrower.is_idle(partition):
+                if not self._has_room(partition, place):
+                    break
+                if partition.presence is Presence.KEPT and partition.values is not None:
+                    self._size_class_of[partition].kept.discard(partition)
+                    self._show(partition, partition.values)
+                else:
+                    self.fetch(partition)
+                self._offered[partition] = place
+                self._offered_bytes += partition.size_bytes
+            offers.pop()
+
+    def _has_room(self, partition: Partition, place: int) -> bool:
+        """Several ranks offer one more as long as the limit is not reached; one keeps below it."""
+        wanted = partition.size_bytes if self._is_alone else 1
+        while self._offered and (
+            self._offered_bytes + wanted > self._offer_bytes or len(self._offered) >= _MOST_OFFERED
+        ):
+            places = self._offered.values()
+            if max(places) <= place and min(places) >= self.trace.cursor:
+                return False
+            self._take_back(min(self._offered, key=self._last_first))
+        return True
 
     def _publish(self, partition: Partition) -> bool:
         """Shows values that are in memory; False if they are not published yet."""
@@ -573,28 +620,6 @@ class ParameterStore:
             if memory is not None:
                 self._show(partition, memory)
         return True
-
-    def _offer_by_position(self, has_turned: bool) -> None:
-        """Several ranks: see [Note: what may differ between ranks]."""
-        while self._window and self._window[0][0] < self.trace.now:
-            self._window_bytes -= self._window.popleft()[1]
-        before = list(self._offered) if has_turned else ()
-        again = set()
-        offer_bytes = min(OFFER_BYTES, self._read_bytes // 4) if self._size_classes else OFFER_BYTES
-        while (upcoming := self._offers.peek()) is not None and (not self._window or self._window_bytes < offer_bytes):
-            if upcoming.presence in _NOT_SHOWN and self._borrower.is_idle(upcoming):
-                self.fetch(upcoming)
-            again.add(upcoming)
-            if upcoming not in self._offered and upcoming.presence is Presence.HERE:
-                self._offered[upcoming] = None
-                if upcoming in self._size_class_of:
-                    self._size_class_of[upcoming].offered_bytes += upcoming.num_bytes
-            self._window.append((self._offers.place(), upcoming.size_bytes))
-            self._window_bytes += upcoming.size_bytes
-            self._offers.pop()
-        for partition in before:
-            if partition not in again:
-                self._take_back(partition)
 
     # ---- announced uses ---------------------------------------------------------------------------------------
 
@@ -615,6 +640,9 @@ class ParameterStore:
             for partition in partitions:
                 if partition.presence in (Presence.KEPT, Presence.READING):
                     self._leave(partition)
+                elif partition.num_bytes and partition.presence is Presence.HERE and self._borrower.is_idle(partition):
+                    self._leave(partition)
+                    self._borrower.away(partition)
         largest = max((partition.num_bytes for partition in partitions), default=0)
         limit_bytes = max(2 * largest, self.capacity_bytes // 2)
         announced = self._announced = _Announced(partitions, limit_bytes, own=shares and is_saved)
@@ -648,10 +676,11 @@ class ParameterStore:
         memory = None if own else size_class.memory.try_allocate(partition.num_bytes)
         if memory is not None:
             return memory, True
-        if self._device.is_host and self._is_alone:
-            return aligned_tensor(partition.num_bytes), False
-        while memory is None and self._evict(size_class, after=-1, waits=False):
+        while not own and memory is None and self._evict(size_class, after=-1, waits=False):
             memory = size_class.memory.try_allocate(partition.num_bytes)
+        if memory is None and self._device.is_host and self._is_alone:
+            self.num_overflows += not own
+            return aligned_tensor(partition.num_bytes), False
         return memory, True
 
     # ---- the step, and the end --------------------------------------------------------------------------------
@@ -666,6 +695,7 @@ class ParameterStore:
                 self._free(partition)
                 partition.presence, partition.read = Presence.AWAY, None
                 self._borrower.away(partition)
+        self._count_hidden()
         self.trace.end_step()
         self.look_ahead()
 

@@ -316,7 +316,7 @@ def test_announced_uses_are_read_ahead(is_late: bool, is_saved: bool, bench: Ben
             store.move_on()
     assert store.num_demand_reads == demanded, "nothing was waited for that had not been asked for before"
     if not is_late:
-        assert store.num_overflows == 0
+        assert store.num_overflows == (0 if is_saved else 8), "gathered together is more than the pool"
         for partition, values in held.items():
             values.zero_()  # whose they are now
             assert is_saved == (partition.presence is Presence.AWAY)

@@ -120,7 +120,7 @@ def demanded(trace: AccessTrace, items: list[int]) -> list[int]:
     """What the trace did not expect."""
     wrong = []
     for item in items:
-        expected = trace.at(trace.now) if trace.period else None
+        expected = trace.at(trace.cursor) if trace.period else None
         if expected != item:
             wrong.append(item)
         trace.use(item)
@@ -164,7 +164,7 @@ def test_micro_batches_repeat_as_a_whole_with_their_step() -> None:
 def test_steps_end_where_they_ended() -> None:
     trace = recorded(*FORWARD, *BACKWARD)
     trace.use(1)
-    assert trace.next_step() == trace.now + 7
+    assert trace.next_step() == trace.cursor + 7
     endless = AccessTrace()
     endless.expect(FORWARD)
     assert endless.next_step() is None
