@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from contextlib import ExitStack
 
 import torch
 
@@ -120,10 +121,13 @@ class PageLocks:
         self._is_paused = True
 
     def resume(self) -> None:
-        """Raises FuyouStateError if the device refuses."""
+        """Raises FuyouStateError if the device refuses; nothing is registered then."""
         if self._is_paused:
-            for tensor in self._locked:
-                self._device.register(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+            with ExitStack() as undo:
+                for tensor in self._locked:
+                    self._device.register(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+                    undo.callback(self._device.unregister, tensor.data_ptr())
+                undo.pop_all()
         self._is_paused = False
 
     def unlock(self, tensor: torch.Tensor) -> None:

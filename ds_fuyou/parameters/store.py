@@ -540,9 +540,15 @@ class ParameterStore:
                 self._offered[partition] = place
 
     def _take_back(self, partition: Partition) -> None:
+        """It stays in the pool, expected or not: whatever turns once may turn again."""
         self._not_offered(partition)
         if partition.num_bytes and partition.presence is Presence.HERE and self._borrower.is_idle(partition):
-            self._keep(partition)
+            if partition.is_pooled and not partition.is_lent:
+                partition.presence = Presence.KEPT
+                self._size_class_of[partition].kept.add(partition)
+                self._walk_again(partition)
+            else:
+                self._leave(partition)
             self._borrower.away(partition)
 
     def _last_first(self, partition: Partition) -> int:
@@ -585,6 +591,8 @@ class ParameterStore:
             if not partition.num_bytes and self._is_alone:
                 if not self._publish(partition):
                     break
+            elif self._is_alone and partition.presence is Presence.AWAY and self._borrower.is_idle(partition):
+                break  # what comes behind it may have to go for it
             elif (
                 partition.presence is Presence.KEPT or (not self._is_alone and partition.presence in _NOT_SHOWN)
             ) and self._borrower.is_idle(partition):

@@ -120,7 +120,7 @@ class AccessTrace:
         """After a use that was not expected, if it may be an exception (another expert, a layer left out): what was
         expected goes on behind the item, if it is expected within a few places, or where it was.
         """
-        near = min(_NEAR, period // 32)
+        near = min(_NEAR, period // 64)
         expected = len(self._history) - 1 - period
         for skipped in range(1, near + 1):
             found = self._history[expected + skipped]
@@ -129,7 +129,7 @@ class AccessTrace:
                 return True
             if found is _STEP:
                 break
-        if self._held >= near // 2:
+        if self._held >= near // 4:
             return False
         self._held += 1
         self.period = period + 1

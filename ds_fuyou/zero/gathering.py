@@ -32,9 +32,10 @@ def in_portions(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, param_list, async_op=async_op, hierarchy=hierarchy)
         with in_order(param_list):
             for portion in _portions(param_list, max(1, min(store.read_bytes for store in stores) // 4)):
+                away = [param for param in portion if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
                 original(self, portion, async_op=False, hierarchy=hierarchy)
                 if dist.get_world_size() > 1:
-                    _let_go(portion)
+                    _let_go(away)
         for param in param_list:
             partition = partition_of(param)
             if partition is not None and partition.store is not None:
@@ -62,10 +63,12 @@ def _portions(params: Sequence[Parameter], limit_bytes: int) -> Iterator[list[Pa
 
 
 def _let_go(params: Sequence[Parameter]) -> None:
-    """Of several ranks: a blocking gather has ended, and the gathered tensor is another one than the partition."""
+    """Of several ranks: a blocking gather was issued, and the gathered tensor is another one than the partition."""
+    device = rank_device()
+    event = None if device.is_host else device.record_event()
     for param in params:
         if isinstance(param.nvme_swapper, FuyouParameterSwapper):
-            param.nvme_swapper.copied(param)
+            param.nvme_swapper.copied(param, event)
 
 
 def release_gathered(module: torch.nn.Module) -> None:

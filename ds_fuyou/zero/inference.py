@@ -57,6 +57,9 @@ class InferenceReads:
         self.parameters: ParameterStore | None = None
         self._forget_closer: Callable[[], None] = _nothing
         self._held: dict[str, int] = {}
+        self._is_asleep = self.is_destroyed = False
+        self.bound: Callable[[ParameterStore], None] = _no_bound
+        """What a store that serves the engine calls for."""
         self._take(in_use_order(module))
 
     def _take(self, params: Sequence[Parameter]) -> None:
@@ -82,6 +85,7 @@ class InferenceReads:
             source.space.rest()
             source.read_by(io)
         self.parameters.take(free)
+        self.bound(self.parameters)
         self.parameters.trace.expect(free)
         self.parameters.look_ahead()
 
@@ -131,6 +135,26 @@ class InferenceReads:
     def forward_ended(self) -> None:
         self._leave()
 
+    def sleep(self) -> None:
+        """No host memory is registered with the device until :meth:`wake`, whoever else wakes."""
+        self._is_asleep = True
+        self.unpin()
+
+    def wake(self) -> None:
+        self._is_asleep = False
+        self.pin()
+        if self.parameters is not None:
+            self.parameters.move_on()
+
+    def unpin(self) -> None:
+        if self.parameters is not None:
+            rank_device().synchronize()
+            self.parameters.unpin()
+
+    def pin(self) -> None:
+        if self.parameters is not None and not self._is_asleep:
+            self.parameters.pin()
+
     def end(self) -> None:
         """Others take the parameters, or the engine has ended. Idempotent."""
         self._forget_closer()
@@ -160,6 +184,10 @@ class InferenceReads:
 
 def _nothing() -> None:
     """No I/O engine was started."""
+
+
+def _no_bound(parameters: ParameterStore) -> None:
+    """Gathered parameters are not host memory."""
 
 
 def _closing(reads: InferenceReads) -> Callable[[], None]:
@@ -207,12 +235,20 @@ def watch(engine: Any, offload: Any, activation: Activation) -> None:
         stock_reset()
 
     def destroy() -> None:
+        reads.is_destroyed = True
         reads.end()
         stock_destroy()
 
     coordinator.fetch_sub_module, coordinator.reset_step, offload.destroy = fetch_sub_module, reset_step, destroy
-    if rank_device().is_host and reads.parameters is not None:
-        bound_gathered(coordinator, reads.parameters, offload.dtype.itemsize)
+    if rank_device().is_host:
+
+        def bound(parameters: ParameterStore) -> None:
+            bound_gathered(coordinator, parameters, offload.dtype.itemsize)
+
+        reads.bound = bound
+        if reads.parameters is not None:
+            bound(reads.parameters)
+    offload.fuyou_reads = reads
 
 
 def end_reads(params: Iterable[Parameter]) -> None:

@@ -383,7 +383,7 @@ class RankState:
 
     # ---- sleep ----------------------------------------------------------------------------------------------
 
-    def unpin(self) -> None:
+    def sleep(self) -> None:
         """Waits for the device. No host memory of this engine is registered with it until :meth:`wake`; whatever runs
         meanwhile copies by way of the driver's own memory.
         """
@@ -402,7 +402,7 @@ class RankState:
     def _pinned(self) -> list[Any]:
         session = self.activations
         tier = session.swapper.tier if session is not None and session.swapper is not None else None
-        return [self.core, self.parameters, *([] if tier is None else [tier])]
+        return [self.core, self.parameters, *([] if tier is None else [tier]), *self.beside()]
 
     # ---- the end ------------------------------------------------------------------------------------------
 

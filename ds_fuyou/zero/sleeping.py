@@ -3,7 +3,8 @@
 
 Stock moves what is on the device to host memory, and refuses engines whose parameters are offloaded. Here states,
 gradients and partitions are not on the device to begin with: what is there are gathered parameters, gradients on their
-way, and registrations of host memory, which ``pin_memory=False`` takes back.
+way, and registrations of host memory, which ``pin_memory=False`` takes back, also from engines beside it that only
+infer. Such an engine sleeps alone, too.
 """
 
 from __future__ import annotations
@@ -15,13 +16,28 @@ from typing import Any
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from ds_fuyou.ds_json import activation_of
+from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.log import get_logger
 
 __all__ = ["offloading", "reloading"]
 
 
-def _is_ours(engine: Any) -> bool:
-    return activation_of(engine._config) is not None and hasattr(engine.optimizer, "rank_state")
+def _asked(engine: Any) -> Any | None:
+    """Who pins what the engine needs; None if the engine is stock's.
+
+    Raises:
+        FuyouStateError: the engine was destroyed.
+    """
+    if activation_of(engine._config) is None:
+        return None
+    state = getattr(engine.optimizer, "rank_state", None)
+    if state is not None:
+        state.require_parameters()
+        return state
+    reads = getattr(engine.optimizer, "fuyou_reads", None)
+    if reads is not None and reads.is_destroyed:
+        raise FuyouStateError("the engine was destroyed: it has no states to offload or to reload")
+    return reads
 
 
 def offloading(original: Callable[..., None]) -> Callable[..., None]:
@@ -35,17 +51,19 @@ def offloading(original: Callable[..., None]) -> Callable[..., None]:
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        if not _is_ours(self):
+        asked = _asked(self)
+        if asked is None:
             return original(self, include, device, pin_memory, non_blocking)
         if device == OffloadDeviceEnum.none:
             get_logger().warning("offload_states: no device is named, nothing is done")
             return None
         if device == OffloadDeviceEnum.nvme:
             raise ValueError("offload_states: device must be cpu; what lives on storage is told by the fuyou block")
-        self.optimizer.gradient_flow.rest()
+        if hasattr(self.optimizer, "gradient_flow"):
+            self.optimizer.gradient_flow.rest()
         self.empty_partition_cache()
         if not pin_memory:
-            self.optimizer.rank_state.unpin()
+            asked.sleep()
         return None
 
     return offload_states
@@ -56,9 +74,10 @@ def reloading(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def reload_states(self: Any, non_blocking: bool = False) -> None:
-        if not _is_ours(self):
+        asked = _asked(self)
+        if asked is None:
             return original(self, non_blocking)
-        self.optimizer.rank_state.wake()
+        asked.wake()
         return None
 
     return reload_states

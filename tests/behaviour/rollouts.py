@@ -17,6 +17,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
+from ds_fuyou.errors import FuyouStateError
 from tests.behaviour.engines import equal, say, states
 from tests.harness.models import build_model, make_batch
 from tests.harness.runner import ds_config
@@ -274,11 +275,21 @@ def sleep(swap: str) -> dict[str, Any]:
     except ValueError as error:
         refused = str(error)
     engine.offload_states(device=OffloadDeviceEnum.none)
+    then = reads.take()
+    same = [equal(states(stock), states(engine))]
+    engine.destroy()
+    ended = []
+    for each in (engine.offload_states, engine.reload_states):
+        try:
+            each()
+        except FuyouStateError as error:
+            ended.append(str(error))
     return {
-        "same": [equal(states(stock), states(engine))],
+        "ended": ended,
+        "same": same,
         "away": away,
         "woken": woken,
-        "then": reads.take(),
+        "then": then,
         "refused": refused,
     }
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -522,3 +523,104 @@ def test_what_is_lost_says_why() -> None:
     lost = Partition(1, Lost("parameter head.weight", "their engine failed (disk is gone)"))
     with pytest.raises(FuyouStateError, match=r"head.weight has no values any more: .*disk is gone"):
         lost.copy()
+
+
+class Passed(Event):
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_passed = True
+
+
+def ended_reads(store: ParameterStore) -> None:
+    for partition in store.partitions:
+        if partition.read is not None:
+            partition.read.wait()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(
+    ("num_micro_batches", "pool", "expected"), [(1, 80, 78), (4, 80, 312), (1, 20, 77), (4, 20, 305)]
+)
+def test_on_a_device_what_is_used_was_offered_before(
+    num_micro_batches: int, pool: int, expected: int, trained: bool, bench: Bench
+) -> None:
+    """But for the first of a step, and for what is used twice in a row."""
+    every = [bench.partition(i, 2048, trained=trained) for i in range(40)]
+    store = bench.store(every, read_bytes=pool * every[0].num_bytes, device=LateDevice())
+    order = [*every, *reversed(every)] * num_micro_batches
+    for _ in range(4):
+        offered = 0
+        for partition in order:
+            ended_reads(store)
+            offered += partition.presence is Presence.HERE
+            store.use(partition)
+            store.copied(partition, Passed())
+            bench.tensors.in_use.add(partition)
+            store.move_on()
+            bench.tensors.in_use.discard(partition)
+            if store.release(partition):
+                bench.tensors.away(partition)
+        store.step_applied()
+    assert offered >= expected
+
+
+def test_what_is_kept_for_long_costs_no_more_memory(bench: Bench) -> None:
+    every = [bench.partition(i, 2048) for i in range(8)]
+    store = bench.store(every, read_bytes=1 << 20)
+    store.trace.expect(every)
+    for _ in range(40):
+        bench.run(store, every, step=False)
+    size_class = store._size_classes[0]
+    assert len(size_class.kept._latest) <= 2 * len(every) + 65
+    assert len(size_class.ahead._again) + len(store._offers._again) <= 2 * len(every)
+    assert len(size_class.in_flight) <= len(every)
+
+
+def test_a_use_that_is_an_exception_costs_a_few_steps_of_the_walks(bench: Bench) -> None:
+    """Experts: two of four in each layer, others for each token."""
+    every = [bench.partition(i, 1000) for i in range(720)]
+    store = bench.store(every, read_bytes=1 << 21)
+    chosen, looked = random.Random(3), 0
+
+    def token() -> list[Partition]:
+        layers = [every[at : at + 9] for at in range(0, len(every), 9)]
+        return [partition for layer in layers for partition in [*layer[:5], *chosen.sample(layer[5:], 2)]]
+
+    bench.run(store, token(), step=False)
+    bench.run(store, token(), step=False)
+    at = store.trace.at
+
+    def counted(place: int) -> Any:
+        nonlocal looked
+        looked += 1
+        return at(place)
+
+    store.trace.at = counted  # type: ignore[method-assign]
+    turns, num_uses = store.trace.turn, 0
+    for _ in range(6):
+        order = token()
+        num_uses += len(order)
+        bench.run(store, order, step=False)
+    assert store.trace.turn == turns
+    assert looked <= 8 * num_uses
+    assert store.num_overflows == 0
+
+
+def test_a_state_dict_takes_back_what_was_offered(bench: Bench) -> None:
+    every = [bench.partition(i) for i in range(4)]
+    store = bench.store(every, read_bytes=16 * LARGE_BYTES)
+    store.trace.expect(every)
+    bench.run(store, every, step=False)
+    ended_reads(store)
+    store.use(every[0])
+    store.move_on()
+    assert store.release(every[0])
+    bench.tensors.away(every[0])
+    assert any(partition.presence is Presence.HERE for partition in every)
+    with store.in_order(every, is_saved=True):
+        assert store.used_bytes == 0
+        for partition in every:
+            store.use(partition)
+            if store.release(partition):
+                bench.tensors.away(partition)
+    assert store.used_bytes == 0
