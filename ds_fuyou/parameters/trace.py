@@ -25,6 +25,7 @@ LONGEST_TRACE = 1 << 17
 _MOST_PLACES = 16
 _LONGEST_PAST = 256
 _NEAR = 8
+_MOST_HELD = 2
 _STEP = object()
 
 
@@ -129,7 +130,7 @@ class AccessTrace:
                 return True
             if found is _STEP:
                 break
-        if self._held >= near // 4:
+        if near < _NEAR or self._held >= _MOST_HELD:
             return False
         self._held += 1
         self.period = period + 1
