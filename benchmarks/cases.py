@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BESIDE_IO", "CASES", "OFF", "Case", "StockTuning", "config_of", "memory_spec", "spec_of"]
+__all__ = ["BESIDE_IO", "CASES", "OFF", "WAYS", "Case", "StockTuning", "config_of", "memory_spec", "spec_of"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Case:
     ratios: tuple[tuple[str, str, float | None], ...]
     num_timed: int = 3
     checkpointing: bool = False  # the script's own gradient checkpointing of every block, in all variants
+    timed: str = "steps"  # what a burst times: steps, a "rollout", or one of a "saving"'s ways to read a model
 
 
 CASES = (
@@ -100,6 +101,30 @@ CASES = (
         checkpointing=True,
     ),
     Case(
+        "rollout",
+        1,
+        64,
+        0.0,
+        ("zero_offload", "fuyou_all_nvme", "zero_offload_gathered", "fuyou_all_nvme_gathered"),
+        (
+            ("fuyou_all_nvme", "zero_offload", 1.1),
+            ("fuyou_all_nvme_gathered", "zero_offload_gathered", 1.1),
+        ),
+        timed="rollout",
+    ),
+    Case(
+        "saving",
+        1,
+        64,
+        0.0,
+        ("fuyou_all_nvme_read_once", "fuyou_all_nvme", "fuyou_all_nvme_merge"),
+        (
+            ("fuyou_all_nvme", "fuyou_all_nvme_read_once", 1.2),
+            ("fuyou_all_nvme_merge", "fuyou_all_nvme_read_once", 1.2),
+        ),
+        timed="saving",
+    ),
+    Case(
         "trace",
         2,
         256,
@@ -114,6 +139,10 @@ OFF = ("stock_off", "fuyou_off")
 
 BESIDE_IO = "fuyou_off_beside_io"
 """A control: our "off" while fio moves the bytes that the optimizer on storage would, and nothing is done with them."""
+
+WAYS = ("_gathered", "_read_once", "_merge")
+"""Ends of names of variants: a rollout under ``GatheredParameters``; the bytes of the model alone, all reads asked for
+at once; module by module gathered, as adapters are merged. The configuration is that of the variant without."""
 
 VOCABULARY = 8192  # with 12 layers of width 768 about 98 million parameters
 
@@ -131,12 +160,15 @@ def spec_of(case: Case, variant: str, directory: Path, tuning: StockTuning) -> d
         },
         "batch": case.batch,
         "mode": "off" if variant in (*OFF, BESIDE_IO) else "train",
+        "way": next((way for way in WAYS if variant.endswith(way)), ""),
         "config": config_of(variant, directory, tuning, case.batch, case.clip),
     }
 
 
 def config_of(variant: str, directory: Path, tuning: StockTuning, batch: int, clip: float) -> dict[str, Any]:
     """The DeepSpeed JSON of a variant."""
+    for way in WAYS:
+        variant = variant.removesuffix(way)
     config: dict[str, Any] = _CONFIGS[variant](str(directory), tuning) | _common(batch, clip)
     return config
 

@@ -39,6 +39,7 @@ TUNINGS = (
     StockTuning(50_000_000, 1),
 )
 TUNING_ROUNDS = 5
+ROLLOUT_TOKENS = 64
 PARTIAL = Path(tempfile.gettempdir()) / "fuyou-bench-partial.json"  # what there is if a run is cut off
 BY_NAME = {case.name: case for case in CASES}
 NAMES = ["tuning", *BY_NAME, "memory", "io"]
@@ -60,7 +61,7 @@ def measure(case: Case, num_pairs: int, directory: Path, tuning: StockTuning) ->
         for index in range(num_pairs):
             for worker in workers if index % 2 == 0 else reversed(workers):
                 with beside() if worker.name == BESIDE_IO else nullcontext():
-                    bursts[worker.name].append(worker.ask(do="steps", lead=1, timed=case.num_timed))
+                    bursts[worker.name].append(_burst(case, worker))
             times = "  ".join(f"{name} {runs[-1]['secs']:.3f}" for name, runs in bursts.items())
             print(f"{case.name} round {index}: {times}", flush=True)
         foreign_cores = load.cores()
@@ -84,6 +85,14 @@ def measure(case: Case, num_pairs: int, directory: Path, tuning: StockTuning) ->
         "rates": [asdict(rate) for rate in rates],
         "floors": _floors(bursts, about, rates),
     }
+
+
+def _burst(case: Case, worker: Worker) -> dict[str, Any]:
+    if case.timed == "rollout":
+        return worker.ask(do="rollout", tokens=ROLLOUT_TOKENS)
+    if case.timed == "saving":
+        return worker.ask(do="saving")
+    return worker.ask(do="steps", lead=1, timed=case.num_timed)
 
 
 def _load_of(case: Case, directory: Path, workers: Sequence[Worker]) -> Callable[[], AbstractContextManager[None]]:

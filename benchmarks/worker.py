@@ -96,6 +96,63 @@ class Trainer:
             "lanes": {key: (after[key] - before[key]) / num_timed for key in after},
         }
 
+    def rollout(self, num_tokens: int) -> dict[str, Any]:
+        """A step, whose updates are drained, then so many forwards of one token each: what a generation with a cache
+        computes, without attention to the cache. ``_gathered``: as TRL does, without DeepSpeed's hooks.
+        """
+        self.step()
+        self.drain()
+        return self._timed(lambda: self._generate(num_tokens))
+
+    def _generate(self, num_tokens: int) -> None:
+        import deepspeed
+
+        ids = self.torch.zeros(1, 2, dtype=self.torch.int64, device=self.engine.device)
+        gathers = self.spec["way"] == "_gathered"
+        offload = self.engine.optimizer.parameter_offload
+        params = list(self.engine.module.parameters())
+        with self.torch.no_grad(), deepspeed.zero.GatheredParameters(params, enabled=gathers):
+            if gathers:
+                for hook in (*offload.forward_hooks, *offload.backward_hooks):
+                    hook.remove()
+                offload.forward_hooks, offload.backward_hooks = [], []
+            for _ in range(num_tokens):
+                self.loss = float(self.engine.module(ids))
+            if gathers:
+                offload._register_deepspeed_module(offload.module)
+
+    def saving(self) -> dict[str, Any]:
+        """A step, whose updates are drained, then every parameter is read once, in one of three ways."""
+        self.step()
+        self.drain()
+        return self._timed({"": self._save, "_merge": self._merge, "_read_once": self._read_once}[self.spec["way"]])
+
+    def _save(self) -> None:
+        self.engine._zero3_consolidated_16bit_state_dict()
+
+    def _merge(self) -> None:
+        import deepspeed
+
+        for module in self.engine.module.modules():
+            with deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False))):
+                pass
+
+    def _read_once(self) -> None:
+        from ds_fuyou.host.memory import aligned_tensor
+
+        sources = [partition.source for partition in self.state.parameters.partitions if partition.num_bytes]
+        for read in [s.location().start_reading(s.io, aligned_tensor(s.num_bytes)) for s in sources]:
+            read.wait()
+
+    def _timed(self, work: Any) -> dict[str, Any]:
+        """What a burst of steps tells, of something else."""
+        before, begin = self.lanes(), time.perf_counter()
+        work()
+        secs = time.perf_counter() - begin
+        after = self.lanes()
+        lanes = {key: after[key] - before[key] for key in after}
+        return {"secs": secs, "steps": [(secs, 0.0, 0.0, 0.0)], "loss": self.loss, "lanes": lanes}
+
     def lanes(self) -> dict[str, float]:
         """Counters since the start: of the stand-in device, and of our lanes."""
         lanes: dict[str, float] = {}
@@ -113,6 +170,7 @@ class Trainer:
         lanes["update_busy_secs"] = core.pipeline.stats().update_busy_secs
         lanes["waited_secs"] = core.waited_secs + parameters.waited_secs
         lanes["redone_chunks"] = core.num_redone_chunks
+        lanes["params_demanded"], lanes["params_ahead"] = parameters.num_demand_reads, parameters.num_ahead_reads
         if self.state.activations is not None:
             swapped = self.state.activations.counters
             for name in ("out_bytes", "written_bytes", "read_bytes", "waited_secs"):
@@ -158,6 +216,10 @@ def forget_peak_rss() -> None:
 def answer(trainer: Trainer, command: dict[str, Any]) -> dict[str, Any]:
     if command["do"] == "steps":
         return trainer.steps(command["lead"], command["timed"])
+    if command["do"] == "rollout":
+        return trainer.rollout(command["tokens"])
+    if command["do"] == "saving":
+        return trainer.saving()
     if command["do"] == "forget_peaks":
         forget_peak_rss()
         return {}
@@ -170,7 +232,9 @@ def answer(trainer: Trainer, command: dict[str, Any]) -> dict[str, Any]:
             secs, number = found.get(f"{wait.what}\n{wait.stack}", [0.0, 0])
             found[f"{wait.what}\n{wait.stack}"] = [secs + wait.secs, number + 1]
         return {"waits": sorted(found.items(), key=lambda item: -item[1][0])}
-    raise ValueError(f"unknown command {command!r}; steps, memory, forget_peaks, waits and stop are known")
+    raise ValueError(
+        f"unknown command {command!r}; steps, rollout, saving, memory, forget_peaks, waits and stop are known"
+    )
 
 
 def serve(replies: TextIO) -> None:

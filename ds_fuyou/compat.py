@@ -322,6 +322,42 @@ REQUIRED: tuple[RequiredName, ...] = (
         "plugin: wrapped, edits go where their own parameter lives",
     ),
     RequiredName(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.reload_states",
+        ("self", "non_blocking"),
+        "plugin: replaced, host memory is pinned again",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.partition_parameters",
+        "Init._all_gather",
+        ("self", "param_list", "async_op", "hierarchy"),
+        "plugin: wrapped, parameters gathered together are read ahead",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.partition_parameters",
+        "GatheredParameters.__init__",
+        ("self", "params", "modifier_rank", "fwd_module", "enabled"),
+        "plugin: wrapped, what is gathered to be saved is not written back",
+    ),
+    RequiredName(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine._zero3_consolidated_16bit_state_dict",
+        ("self",),
+        "plugin: wrapped, a model that is saved is read ahead",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.partitioned_param_coordinator",
+        "PartitionedParameterCoordinator.reset_step",
+        ("self",),
+        "zero: watched, forwards of an engine without an optimizer",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.parameter_offload",
+        "DeepSpeedZeRoOffload.destroy",
+        ("self",),
+        "zero: watched, the end of an engine without an optimizer",
+    ),
+    RequiredName(
         "deepspeed.runtime.zero.partitioned_param_coordinator",
         "iter_params",
         ("module", "recurse"),

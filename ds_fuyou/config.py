@@ -238,7 +238,9 @@ class PlanOverrides(_Settings):
 
     chunk_bytes: ByteCount | None = Field(None, description="Largest P32 of one chunk, in bytes.")
     staging_bytes: ByteCount | None = Field(None, description="Host memory for chunks in flight, in bytes.")
-    prefetch_bytes: ByteCount | None = Field(None, description="P16 read ahead of its use, in bytes.")
+    prefetch_bytes: ByteCount | None = Field(
+        None, description="P16 read ahead of its use or kept for the next, in bytes."
+    )
     activation_bytes: ByteCount | None = Field(
         None, description="Host memory for swapped activations on their way, and for those that stay there, in bytes."
     )

@@ -117,6 +117,24 @@ def _own_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
     return through_own_swapper(original)
 
 
+def _gathers_to_read(original: Callable[..., Any]) -> Callable[..., Any]:
+    from ds_fuyou.zero.param_swapper import gathers_to_read
+
+    return gathers_to_read(original)
+
+
+def _in_portions(original: Callable[..., Any]) -> Callable[..., Any]:
+    from ds_fuyou.zero.gathering import in_portions
+
+    return in_portions(original)
+
+
+def _consolidated(original: Callable[..., Any]) -> Callable[..., Any]:
+    from ds_fuyou.zero.gathering import consolidated
+
+    return consolidated(original)
+
+
 def _event_ordered(original: type) -> Callable[[Any], Any]:
     from ds_fuyou.zero.gather_handles import event_ordered
 
@@ -158,6 +176,9 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
         if isinstance(built, FuyouStage3Optimizer):
             built.report_to(self)
         elif optimizer is None:
+            from ds_fuyou.zero import inference
+
+            inference.watch(self, built, activation)
             handover.report_inference(self.module)
         return built
 
@@ -244,15 +265,15 @@ VERIFY_POINTS: tuple[PatchPoint, ...] = (
 
 
 def _offload_states(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def offload_states(self: Any, *args: Any, **kwargs: Any) -> None:
-        if activation_of(self._config) is None or not hasattr(self.optimizer, "rank_state"):
-            return original(self, *args, **kwargs)
-        # States, gradients and partitions are not on the device to begin with; what is there are gathered parameters.
-        self.empty_partition_cache()
-        return None
+    from ds_fuyou.zero.sleeping import offloading
 
-    return offload_states
+    return offloading(original)
+
+
+def _reload_states(original: Callable[..., None]) -> Callable[..., None]:
+    from ds_fuyou.zero.sleeping import reloading
+
+    return reloading(original)
 
 
 PATCH_POINTS: tuple[PatchPoint, ...] = (
@@ -274,6 +295,24 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
         "Init._partition_param",
         "an edit goes where its own parameter lives, not where the first of the context does",
         _own_swapper,
+    ),
+    PatchPoint(
+        "deepspeed.runtime.zero.partition_parameters",
+        "Init._all_gather",
+        "parameters gathered together are read ahead, as many at once as host memory is planned for",
+        _in_portions,
+    ),
+    PatchPoint(
+        "deepspeed.runtime.zero.partition_parameters",
+        "GatheredParameters.__init__",
+        "what is gathered to be saved is neither broadcast nor written back",
+        _gathers_to_read,
+    ),
+    PatchPoint(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine._zero3_consolidated_16bit_state_dict",
+        "a model that is saved is read ahead, and not written back",
+        _consolidated,
     ),
     PatchPoint(
         "deepspeed.runtime.zero.partition_parameters",
@@ -328,6 +367,12 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
         "DeepSpeedEngine.offload_states",
         "releases gathered parameters; the stock function refuses offloaded ones",
         _offload_states,
+    ),
+    PatchPoint(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.reload_states",
+        "pins host memory again, and reads ahead",
+        _reload_states,
     ),
 )
 

@@ -71,6 +71,15 @@ class Arena:
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return memory
 
+    def unpin(self) -> None:
+        """Until :meth:`pin`. No copy may be in flight."""
+        for segment in self._segments:
+            segment.unpin()
+
+    def pin(self) -> None:
+        for segment in self._segments:
+            segment.pin()
+
     def give_back(self) -> None:
         """At the end: no copy may be in flight."""
         for segment in self._segments:

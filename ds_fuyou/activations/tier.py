@@ -131,6 +131,13 @@ class SwapTier:
     def arena_peak_bytes(self) -> int:
         return self._arena.peak_bytes
 
+    def unpin(self) -> None:
+        """Takes the arena's registrations back, until :meth:`pin`. No copy may be in flight."""
+        self._arena.unpin()
+
+    def pin(self) -> None:
+        self._arena.pin()
+
     # ---- out: device → host memory → storage --------------------------------------------------------------
 
     def put(self, source: torch.Tensor, what: str, unchanged: Callable[[], bool]) -> Record | None:

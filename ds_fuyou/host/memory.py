@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from contextlib import ExitStack
 
 import torch
 
@@ -98,6 +99,7 @@ class PageLocks:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._locked: list[torch.Tensor] = []
+        self._is_paused = False
 
     def lock(self, tensor: torch.Tensor) -> torch.Tensor:
         """Registers the pages of a contiguous tensor, which no other registered tensor may share; returns it.
@@ -106,22 +108,43 @@ class PageLocks:
             FuyouStateError: the device refuses.
         """
         if self._device.pins and tensor.numel():
-            self._device.register(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+            if not self._is_paused:
+                self._device.register(tensor.data_ptr(), tensor.numel() * tensor.element_size())
             self._locked.append(tensor)
         return tensor
+
+    def pause(self) -> None:
+        """Takes all registrations back until :meth:`resume`. No device copy may be in flight."""
+        if not self._is_paused:
+            for tensor in self._locked:
+                self._device.unregister(tensor.data_ptr())
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Raises FuyouStateError if the device refuses; nothing is registered then."""
+        if self._is_paused:
+            with ExitStack() as undo:
+                for tensor in self._locked:
+                    self._device.register(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+                    undo.callback(self._device.unregister, tensor.data_ptr())
+                undo.pop_all()
+        self._is_paused = False
 
     def unlock(self, tensor: torch.Tensor) -> None:
         """Takes one registration back and lets the tensor go. No device copy may be in flight from or to it."""
         for at, locked in enumerate(self._locked):
             if locked.data_ptr() == tensor.data_ptr():
-                self._device.unregister(locked.data_ptr())
+                if not self._is_paused:
+                    self._device.unregister(locked.data_ptr())
                 del self._locked[at]
                 return
 
     def release(self) -> None:
         """Takes all registrations back. No device copy may be in flight."""
         while self._locked:
-            self._device.unregister(self._locked.pop().data_ptr())
+            tensor = self._locked.pop()
+            if not self._is_paused:
+                self._device.unregister(tensor.data_ptr())
 
 
 class HostPool:
@@ -135,9 +158,9 @@ class HostPool:
     def __init__(self, num_bytes: int, device: Device | None = None) -> None:
         """``device``: what copies from and to the arena; None if only the host and storage do."""
         self.pool = load_core().AlignedPool(num_bytes)
-        self._pinned_for = device if device is not None and device.pins else None
-        if self._pinned_for is not None:
-            self._pinned_for.register(self.pool.base, self.pool.capacity_bytes)
+        self._pins_for = device if device is not None and device.pins else None
+        self._pinned_for: Device | None = None
+        self.pin()
 
     def try_allocate(self, num_bytes: int) -> torch.Tensor | None:
         """A byte tensor of exactly ``num_bytes``, or None when no free run is large enough now."""
@@ -168,8 +191,14 @@ class HostPool:
                 ctypes.c_void_p(self.pool.base), ctypes.c_size_t(self.capacity_bytes), mmap.MADV_DONTNEED
             )
 
+    def pin(self) -> None:
+        """Registers the arena with its device, if it is not. Raises FuyouStateError if the device refuses."""
+        if self._pins_for is not None and self._pinned_for is None:
+            self._pins_for.register(self.pool.base, self.pool.capacity_bytes)
+            self._pinned_for = self._pins_for
+
     def unpin(self) -> None:
-        """Takes the registration back. No device copy may be in flight."""
+        """Takes the registration back, until :meth:`pin`. No device copy may be in flight."""
         device, self._pinned_for = self._pinned_for, None
         if device is not None:
             device.unregister(self.pool.base)

@@ -557,6 +557,15 @@ class OutOfCoreOptimizer:
             self.pipeline.set_position(chunk, position)
         self._updates.set_positions(found)
 
+    def unpin(self) -> None:
+        """No memory is registered with the device until :meth:`pin`. No copy may be in flight."""
+        self._locks.pause()
+        self.staging.unpin()
+
+    def pin(self) -> None:
+        self._locks.resume()
+        self.staging.pin()
+
     def close(self) -> None:
         """Stops the threads; what was not published is lost, what was committed stays. Idempotent."""
         if self._worker.is_closed:

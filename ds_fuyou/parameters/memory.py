@@ -56,6 +56,14 @@ class ReadMemory:
         event.synchronize()
         return True
 
+    def unpin(self) -> None:
+        """Until :meth:`pin`. No copy may be in flight."""
+        self._copies.clear()
+        self._pool.unpin()
+
+    def pin(self) -> None:
+        self._pool.pin()
+
     def close(self) -> None:
         """Unpins the pool and returns its pages; no read and no copy may be in flight."""
         self._copies.clear()

@@ -22,9 +22,11 @@ class Presence(Enum):
     """None. (Where the source is host memory: nobody may use the values before their update is published.)"""
     READING = 2
     """Memory that a read in flight fills; the read owns it."""
-    HERE = 3
+    KEPT = 3
+    """A block of a pool that holds them for a later use, and is given up for an earlier one. Nobody is shown it."""
+    HERE = 4
     """Memory that whoever gathers them takes them from: a block of a pool, memory of its own, or the source's."""
-    GATHERED = 4
+    GATHERED = 5
     """The device's alone. The memory that was copied from is kept until the copy has ended."""
 
 
@@ -99,7 +101,20 @@ class Partition:
     without a store (no engine took it) is AWAY or HERE, and every read of it takes memory of its own.
     """
 
-    __slots__ = ("handle", "num_bytes", "presence", "read", "size_bytes", "source", "store", "values")
+    __slots__ = (
+        "copy_event",
+        "handle",
+        "is_lent",
+        "is_pooled",
+        "num_bytes",
+        "presence",
+        "read",
+        "size_bytes",
+        "source",
+        "started_ns",
+        "store",
+        "values",
+    )
 
     def __init__(self, handle: Any, source: Source) -> None:
         """``handle`` is whatever the borrower knows the parameter by."""
@@ -109,12 +124,17 @@ class Partition:
         self.presence = Presence.AWAY
         self.read: ValuesRead | None = None
         self.values: torch.Tensor | None = None
+        self.is_pooled = False  # the memory of the values, or of the read
+        self.is_lent = False  # a script has the memory of the values, and may write there: nobody else uses it
+        self.copy_event: Any = None  # of the last copy of the values to the device
+        self.started_ns = 0  # when the read began
         self.store: Any = None
 
     def move(self, source: Source) -> None:
         """From here on ``source`` holds the values; what was read of them before is forgotten."""
         self.source, self.num_bytes, self.size_bytes = source, source.num_bytes, source.size_bytes
-        self.presence, self.read, self.values = Presence.AWAY, None, None
+        self.presence, self.read, self.values, self.copy_event = Presence.AWAY, None, None, None
+        self.is_lent = False
 
     def show(self, values: torch.Tensor) -> None:
         """``values`` are in memory: HERE."""

@@ -3,44 +3,60 @@
 
 [Note: the way of a parameter]
 Each :class:`Partition` has a source (the optimizer's chunks, or pages that ``zero.Init`` wrote) and a state
-(:class:`Presence`). ``use`` says that a module needs it now: it is made available, by waiting for its update and its
+(:class:`Presence`). ``use`` says that somebody needs it now: it is made available, by waiting for its update and its
 read if it must be, and the recorded order moves on. ``move_on`` then starts reads of what comes next, as far as the
 pools reach, and offers what has come to the borrower, who may gather it ahead of its use. ``copied`` says that the
 device copies from it, ``release`` that nobody uses it any more, ``step_applied`` that steps changed the values.
+``in_order`` announces uses that no recorded order can know: of a list that is gathered, or saved.
+
+[Note: what stays]
+Released values stay in their pool as long as a later use of them is expected before a step changes them. A read that
+somebody waits for takes the memory of those that are used last. So does a read ahead, but only of what is used later
+than it, and no more than a quarter of the pool: else memory would hold what comes next, whatever that is, and a model
+that is used from its begin to its end again and again would be read whole each time. So of ``M`` bytes that a token
+needs about ``M - 3/4 * pool`` are read for it, and none if the model fits.
 
 [Note: what may differ between ranks]
 Which reads have ended differs; a gather must be the same collective everywhere, and an offered parameter is gathered
 ahead. One rank alone offers what has come. Several offer by position: everything that is used within the next
-:data:`OFFER_BYTES` of the order, which is the same on all ranks, and wait for it. Where storage is slower than the
-device they would wait for it one module later; waiting earlier delays the last module, not the pace.
+:data:`OFFER_BYTES` or so of the order, which is the same on all ranks, and wait for it. Where storage is slower than
+the device they would wait for it one module later; waiting earlier delays the last module, not the pace. What stays is
+not offered by staying: it differs, too.
 
 Two pools: small partitions often stay gathered, and would cut the memory of large ones to pieces.
 """
 
 from __future__ import annotations
 
-import itertools
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
 from ds_fuyou.host.device import Device
 from ds_fuyou.host.memory import aligned_tensor
+from ds_fuyou.parameters.kept import NEVER, Kept
 from ds_fuyou.parameters.memory import ReadMemory
 from ds_fuyou.parameters.partition import Partition, Presence
 from ds_fuyou.parameters.trace import AccessTrace, Ahead
 from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.location import ValuesRead
+from ds_fuyou.telemetry.trace import Lane, LaneTrace
 
 __all__ = ["OFFER_BYTES", "SMALL_BYTES", "Borrower", "ParameterStore"]
 
 SMALL_BYTES = 256 * 1024
 """Partitions of fewer bytes have a pool of their own."""
 OFFER_BYTES = 8 * 1024 * 1024
-"""How far ahead of their use, in bytes of the order, several ranks wait for parameters; one is always offered."""
-_OFFERS_AT_ONCE = 64
+"""How far ahead of their use, in bytes of the order, several ranks wait for parameters, or a quarter of the look-ahead
+if that is less; one is always offered."""
+_MOST_OFFERED = 32
+_PLACES_A_CALL = 64  # that a walk ahead passes at once
+_NOT_SHOWN = (Presence.AWAY, Presence.READING, Presence.KEPT)
+_PENDING_COPIES = 3  # victims whose copies have not ended that are passed over: DeepSpeed has as many gathers in flight
 
 
 class Borrower(Protocol):
@@ -57,21 +73,68 @@ class Borrower(Protocol):
 
 
 class _SizeClass:
-    """Large partitions on storage, or small ones: their pool, and their reads, in the order of their use."""
+    """Large partitions on storage, or small ones: their pool, what it keeps, and their reads in the order of use."""
 
     def __init__(self, members: Sequence[Partition], wanted_bytes: int, trace: AccessTrace, device: Device) -> None:
-        self.memory = ReadMemory([partition.num_bytes for partition in members], wanted_bytes, device)
+        sizes = [partition.num_bytes for partition in members]
+        self.memory = ReadMemory(sizes, wanted_bytes, device)
+        self.ahead_bytes = max(max(sizes), self.memory.pool.capacity_bytes // 4)
+        """What reads ahead may take from kept values, and what is offered at once."""
         self.members = set(members)
+        self.kept = Kept(trace)
         self.ahead = Ahead(trace, self._wants)
-        self.reading: deque[Partition] = deque()
+        self.in_flight: deque[Partition] = deque()
+        self._unused: dict[Partition, int] = {}  # read ahead, for this place
+        self._unused_bytes = 0
 
     def _wants(self, partition: Partition, is_next_step: bool) -> bool:
         return partition in self.members and not (is_next_step and partition.source.changes)
 
+    def read_ahead(self, partition: Partition, place: int) -> None:
+        self._unused[partition] = place
+        self._unused_bytes += partition.num_bytes
+
+    def used(self, partition: Partition) -> None:
+        if partition in self._unused:
+            del self._unused[partition]
+            self._unused_bytes -= partition.num_bytes
+
+    def unused_bytes(self, cursor: int) -> int:
+        """Of what was read ahead and is still to be used."""
+        while self._unused:
+            partition, place = next(iter(self._unused.items()))
+            if place >= cursor:
+                break
+            self.used(partition)  # it was left out
+        return self._unused_bytes
+
+    def turned(self) -> None:
+        """The walk begins anew."""
+        self._unused.clear()
+        self._unused_bytes = 0
+
+
+class _Announced:
+    """Uses that were announced: those that are not being read, in order, and bytes that are and are not used."""
+
+    def __init__(self, partitions: Iterable[Partition], limit_bytes: int, *, own: bool) -> None:
+        self.order = deque(partition for partition in partitions if partition.num_bytes)
+        self.limit_bytes, self.own = limit_bytes, own
+        self.reading: dict[Partition, int] = {}
+        self.num_bytes = 0
+
+    def started(self, partition: Partition) -> None:
+        self.reading[partition] = partition.num_bytes
+        self.num_bytes += partition.num_bytes
+
+    def used(self, partition: Partition) -> None:
+        self.num_bytes -= self.reading.pop(partition, 0)
+
 
 class ParameterStore:
     """Used by the training thread alone. Read memory is two pools of together ``read_bytes``, or a little more where
-    two of the largest partition need it; memory beyond them is taken only as the last way (:meth:`_memory_for`).
+    two of the largest partition need it; memory beyond them is taken only as the last way (:meth:`_memory_for`), and
+    where the host computes for what is gathered together (:meth:`in_order`).
     """
 
     def __init__(
@@ -83,21 +146,24 @@ class ParameterStore:
         read_bytes: int,
         keep_below: int = 0,
         is_alone: bool = True,
+        lanes: LaneTrace | None = None,
     ) -> None:
-        """``keep_below``: partitions of fewer bytes stay once they are read, until a step changes them."""
+        """``keep_below``: partitions of fewer bytes stay shown once they are read, until a step changes them."""
         self.trace = AccessTrace()
         self.num_demand_reads = self.num_ahead_reads = self.num_overflows = 0
         self.waited_secs = 0.0
-        self._borrower, self._device, self._io = borrower, device, io
+        self._borrower, self._device, self._io, self._lanes = borrower, device, io, lanes
         self._read_bytes, self._keep_below, self._is_alone = read_bytes, keep_below, is_alone
         self.partitions: list[Partition] = []
         self._size_classes: list[_SizeClass] = []
         self._size_class_of: dict[Partition, _SizeClass] = {}
         self._offers = Ahead(self.trace, self._may_offer)
-        self._offered: dict[Partition, None] = {}  # and not used yet
+        self._offered: dict[Partition, int] = {}  # and not used yet, for this place
+        self._offered_bytes = 0
+        self._offer_bytes = OFFER_BYTES
         self._dropped: list[ValuesRead] = []  # reads whose values nobody wants, until they have ended
-        self._sums: list[int] = [0]  # of bytes, over the order that they were made for
-        self._sums_of: list[Any] | None = None
+        self._announced: _Announced | None = None
+        self._num_hidden = 0  # of those that are in memory for good: at most so many are not shown
         self._turn = -1
 
     def take(self, partitions: Iterable[Partition]) -> None:
@@ -113,11 +179,19 @@ class ParameterStore:
             self._size_classes.append(size_class)
             self._size_class_of.update(dict.fromkeys(members, size_class))
             self._io.register_memory(size_class.memory.pool)
+        if self._is_alone:
+            self._offer_bytes = sum(size_class.ahead_bytes for size_class in self._size_classes)
+        elif self._size_classes:
+            self._offer_bytes = min(OFFER_BYTES, self._read_bytes // 4)
         for partition in self.partitions:
             partition.store = self
+        self._count_hidden()
+
+    def _count_hidden(self) -> None:
+        self._num_hidden = sum(not p.num_bytes and p.presence is not Presence.HERE for p in self.partitions)
 
     def _may_offer(self, partition: Partition, is_next_step: bool) -> bool:
-        return not is_next_step and (not self._is_alone or partition not in self._size_class_of)
+        return not (is_next_step and (partition.source.changes or not self._is_alone))
 
     # ---- for people -----------------------------------------------------------------------------------------
 
@@ -125,6 +199,19 @@ class ParameterStore:
     def reads(self) -> bool:
         """Whether any of the parameters come from storage when they are used."""
         return bool(self._size_classes)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether the pools have room for all of them, in whatever pieces."""
+        return all(
+            size_class.memory.pool.capacity_bytes * 8 >= 9 * sum(p.num_bytes for p in size_class.members)
+            for size_class in self._size_classes
+        )
+
+    @property
+    def read_bytes(self) -> int:
+        """As planned: the same on all ranks."""
+        return self._read_bytes
 
     @property
     def capacity_bytes(self) -> int:
@@ -141,122 +228,261 @@ class ParameterStore:
 
     # ---- one partition --------------------------------------------------------------------------------------
 
-    def use(self, partition: Partition) -> None:
-        """A module is about to need it: moves the order on, and makes it available if nobody gathered it yet."""
-        self.trace.use(partition)
-        self._offered.pop(partition, None)
-        if partition.presence in (Presence.AWAY, Presence.READING) and self._borrower.is_idle(partition):
+    def use(self, *partitions: Partition) -> None:
+        """Somebody is about to need these: moves the order on, and makes them available if nobody gathered them yet.
+        What must be read for that is read together.
+        """
+        needed = []
+        for partition in partitions:
+            self.trace.use(partition)
+            if self._offered or self._size_classes:
+                self._is_used(partition)
+            if partition.presence is Presence.KEPT:
+                size_class = self._size_class_of[partition]
+                if self._borrower.is_idle(partition):
+                    self.fetch(partition)
+                else:
+                    size_class.kept.add(partition)
+            elif partition.presence in (Presence.AWAY, Presence.READING) and self._borrower.is_idle(partition):
+                needed.append(partition)
+        if len(needed) > 1 and self._announced is None:
+            for partition in needed:
+                if partition.presence is Presence.AWAY and partition.num_bytes and partition.source.is_ready():
+                    self._start_now(partition)
+        for partition in needed:
             self.fetch(partition)
 
     def fetch(self, partition: Partition) -> torch.Tensor:
         """The published values, HERE; waits for their update and their read."""
-        if partition.presence is Presence.READING:
-            self._arrive(partition)
+        self._is_used(partition)
+        if self._announced is not None:
+            self._announced.used(partition)
+            self._read_announced(self._announced)
+        if partition.presence is Presence.KEPT and partition.values is not None:
+            self._size_class_of[partition].kept.discard(partition)
+            self._show(partition, partition.values)
         elif partition.presence is Presence.AWAY:
             partition.source.wait()
             memory = partition.source.memory()
-            if memory is None:
-                memory = self._read_now(partition)
-            self._show(partition, memory)
+            if memory is not None:
+                self._show(partition, memory)
+            else:
+                self._start_now(partition)
+        if partition.presence is Presence.READING:
+            self._show(partition, self._arrive(partition))
         if partition.values is None:  # GATHERED: the device has them, and the host's memory is gone
             return partition.copy()
         return partition.values
 
     def release(self, partition: Partition) -> bool:
-        """Nobody uses the values any more; whether they leave memory."""
+        """Nobody uses the values any more; whether the borrower loses them."""
         if partition.presence is Presence.HERE:
             if not partition.num_bytes or partition.num_bytes < self._keep_below:
                 return False
-            self._leave(partition)
+            self._is_used(partition)
+            self._keep(partition)
         elif partition.presence is Presence.GATHERED:
             self._leave(partition)
+        elif partition.presence is Presence.KEPT:
+            self._walk_again(partition)
         return True
 
-    def copied(self, partition: Partition, event: Any) -> bool:
-        """The device copies from the values until ``event``, and nobody else needs them; whether they leave memory."""
+    def copied(self, partition: Partition, event: Any = None) -> bool:
+        """The device copies from the values until ``event``, or has them already, and nobody else needs them; whether
+        the borrower loses them.
+        """
         stays = not partition.num_bytes or partition.num_bytes < self._keep_below
         if stays or partition.presence is not Presence.HERE or partition.values is None:
             return False
-        self._size_class_of[partition].memory.keep_until(event, partition.values)
-        partition.presence, partition.values = Presence.GATHERED, None
+        partition.copy_event = event
+        if not self._may_stay(partition):
+            self._free(partition)
+            partition.presence = Presence.GATHERED
+        else:
+            partition.presence = Presence.KEPT
+            self._size_class_of[partition].kept.add(partition)
         return True
 
+    def lend(self, partition: Partition) -> None:
+        """A script gathers the values and may write to them, which does not count unless it says so: where the gathered
+        tensor is the read memory, it is not used again."""
+        if self._device.is_host and self._is_alone and partition.num_bytes:
+            partition.is_lent = True
+
     def forget(self, partition: Partition) -> None:
-        """Its source was rewritten: what was read of it is old. It must not be gathered."""
-        self._offered.pop(partition, None)
+        """Its source was rewritten, or is about to be: what was read of it is old."""
         if partition.num_bytes and partition.presence is not Presence.AWAY:
+            is_idle = self._borrower.is_idle(partition)
             self._leave(partition)
-            self._borrower.away(partition)
+            if is_idle:
+                self._borrower.away(partition)
+            else:
+                partition.presence = Presence.GATHERED
 
     def before_write(self) -> None:
         """Values on storage are about to be written in place, by whole pages, which neighbours share: reads that are in
         flight end first, or they would bring old bytes where the checksums are new ones."""
-        for size_class in self._size_classes:
-            for partition in size_class.reading:
-                for transfer in partition.read.transfers if partition.read is not None else ():
+        for partition in self.partitions:
+            if partition.read is not None:
+                for transfer in partition.read.transfers:
                     transfer.wait_ended()
+
+    def _is_used(self, partition: Partition) -> None:
+        size_class = self._size_class_of.get(partition)
+        if size_class is not None:
+            size_class.used(partition)
+        self._not_offered(partition)
+
+    def _not_offered(self, partition: Partition) -> None:
+        if self._offered.pop(partition, None) is not None:
+            self._offered_bytes -= partition.size_bytes
+
+    def _may_stay(self, partition: Partition) -> bool:
+        size_class = self._size_class_of.get(partition)
+        takes_memory = self._announced is not None and self._announced.own
+        if size_class is None or not partition.is_pooled or partition.is_lent or takes_memory:
+            return False
+        return size_class.kept.place(partition) != NEVER
+
+    def _keep(self, partition: Partition) -> None:
+        """HERE → KEPT or AWAY. The caller tells the borrower."""
+        if not self._may_stay(partition):
+            self._leave(partition)
+            return
+        partition.presence = Presence.KEPT
+        self._size_class_of[partition].kept.add(partition)
+        self._walk_again(partition)
 
     def _leave(self, partition: Partition) -> None:
         if partition.read is not None:
             self._dropped.append(partition.read)
-        partition.presence, partition.read, partition.values = Presence.AWAY, None, None
-        self._offered.pop(partition, None)
+        self._is_used(partition)
+        self._free(partition)
+        partition.presence, partition.read = Presence.AWAY, None
+        self._walk_again(partition)
+
+    def _free(self, partition: Partition) -> None:
+        """Lets the memory of the values go, when the device has ended its copy."""
         size_class = self._size_class_of.get(partition)
         if size_class is not None:
+            size_class.kept.discard(partition)
+            if partition.copy_event is not None and partition.values is not None:
+                size_class.memory.keep_until(partition.copy_event, partition.values)
+        partition.values = partition.copy_event = None
+
+    def _walk_again(self, partition: Partition) -> None:
+        size_class = self._size_class_of.get(partition)
+        is_away = partition.presence is Presence.AWAY
+        if size_class is not None and is_away:
             size_class.ahead.gone(partition)
-        self._offers.gone(partition)
+        if size_class is None or not is_away or not self._is_alone:
+            self._offers.gone(partition)  # one rank offers it when it has come
 
     def _show(self, partition: Partition, values: torch.Tensor) -> None:
+        if not partition.num_bytes:
+            self._num_hidden -= 1
         partition.show(values)
         self._borrower.here(partition, values)
 
-    def _arrive(self, partition: Partition) -> None:
-        """READING → HERE; waits."""
+    def _arrive(self, partition: Partition) -> torch.Tensor:
+        """The values of one that is READING; waits."""
         read = partition.read
         if read is None:
             raise RuntimeError("a partition that is READING has a read")
         self.waited_secs += read.wait()
-        self._show(partition, read.values)
-
-    def _start(self, partition: Partition, memory: torch.Tensor, priority: int) -> ValuesRead:
-        partition.read = partition.source.location().start_reading(partition.source.io, memory, priority)
-        partition.presence = Presence.READING
-        return partition.read
-
-    def _read_now(self, partition: Partition) -> torch.Tensor:
-        read = self._start(partition, self._memory_for(partition), priority=-1)
-        self.num_demand_reads += 1
-        self.waited_secs += read.wait()
+        if self._lanes is not None:
+            what = partition.source.location().what
+            self._lanes.add(Lane.STORAGE_READ, what, partition.started_ns, time.perf_counter_ns(), partition.num_bytes)
         return read.values
 
-    def _memory_for(self, partition: Partition) -> torch.Tensor:
-        """Memory for a read that somebody waits for.
+    def _start(self, partition: Partition, memory: torch.Tensor, priority: int, *, is_pooled: bool) -> None:
+        partition.read = partition.source.location().start_reading(partition.source.io, memory, priority)
+        partition.presence, partition.is_pooled, partition.is_lent = Presence.READING, is_pooled, False
+        partition.started_ns = time.perf_counter_ns() if self._lanes is not None else 0
 
-        On a device with memory of its own a full pool is waited for: first the copies to the device, which end by
-        themselves, then what was read ahead is given up, the last of it first. What is left then is in use, and the
-        read takes memory of its own. So does the host at once: what is gathered there *is* the pool's memory.
+    def _start_now(self, partition: Partition) -> None:
+        memory, is_pooled = self._memory_for(partition)
+        self._start(partition, memory, priority=-1, is_pooled=is_pooled)
+        self.num_demand_reads += 1
+
+    # ---- memory ---------------------------------------------------------------------------------------------
+
+    def _memory_for(self, partition: Partition) -> tuple[torch.Tensor, bool]:
+        """Memory for a read that somebody waits for, and whether it is the pool's.
+
+        A full pool gives up what is used last, then (a device with memory of its own) waits for copies, which end by
+        themselves, then gives up what was read ahead, the last of it first. What is left then is in use, and the read
+        takes memory of its own.
         """
         size_class = self._size_class_of[partition]
-        while True:
+        own = self._announced is not None and self._announced.own
+        while not own:
             memory = size_class.memory.try_allocate(partition.num_bytes)
             if memory is not None:
-                return memory
-            if self._device.is_host or not (size_class.memory.wait_for_copy() or self._give_up_last(size_class)):
+                return memory, True
+            if not (
+                self._evict(size_class, after=-1, waits=True)
+                or (not self._device.is_host and size_class.memory.wait_for_copy())
+                or self._give_up_last(size_class)
+            ):
                 self.num_overflows += 1
-                return aligned_tensor(partition.num_bytes)
+                break
+        return aligned_tensor(partition.num_bytes), False
+
+    def _memory_ahead(self, size_class: _SizeClass, partition: Partition, place: int) -> torch.Tensor | None:
+        """Memory for a read ahead: what is free, or, as far as a quarter of the pool reaches, what is used later."""
+        wanted = partition.num_bytes
+        memory = size_class.memory.try_allocate(wanted)
+        if memory is not None:
+            return memory
+        freed, room = 0, size_class.ahead_bytes - size_class.unused_bytes(self.trace.cursor)
+        while memory is None and freed < 2 * wanted and room >= wanted:
+            evicted = self._evict(size_class, after=place, waits=False)
+            if not evicted:
+                return None
+            freed += evicted
+            memory = size_class.memory.try_allocate(wanted)
+        return memory
+
+    def _evict(self, size_class: _SizeClass, *, after: int, waits: bool) -> int:
+        """Gives up the kept values that are used last, if that is after the place ``after``; how many bytes. Values
+        that the device still copies from are passed over, unless there are no others and the caller ``waits``.
+        """
+        pending: list[Partition] = []
+        found = None
+        while len(pending) <= _PENDING_COPIES and (found := size_class.kept.pop_last(after)) is not None:
+            if found.copy_event is None or found.copy_event.query():
+                found.copy_event = None
+                break
+            pending.append(found)
+            found = None
+        if found is None and waits and pending:
+            found = pending.pop(0)
+        for partition in pending:
+            size_class.kept.add(partition)
+        if found is None:
+            return 0
+        if found.copy_event is not None:
+            found.copy_event.synchronize()
+            found.copy_event = None
+        size_class.used(found)
+        self._free(found)
+        found.presence = Presence.AWAY if self._borrower.is_idle(found) else Presence.GATHERED
+        size_class.ahead.gone(found)
+        return found.num_bytes
 
     def _give_up_last(self, size_class: _SizeClass) -> bool:
         """Takes back the memory of what is used last of all that was read ahead; False if there is none. What several
         ranks have offered stays: it is the same on all of them.
         """
-        while size_class.reading:
-            partition = size_class.reading.pop()
-            if partition.presence is Presence.READING and partition.read is not None:
+        announced = self._announced.reading if self._announced is not None else ()
+        for partition in reversed(size_class.in_flight):
+            if partition.presence is Presence.READING and partition.read is not None and partition not in announced:
                 partition.read.wait()
                 partition.read = None
                 self._leave(partition)
                 return True
-        for partition in reversed(self._offered) if self._is_alone else ():
+        for partition in sorted(self._offered, key=self._last_first) if self._is_alone else ():
             if self._size_class_of.get(partition) is size_class and self._borrower.is_idle(partition):
                 self._leave(partition)
                 self._borrower.away(partition)
@@ -266,47 +492,132 @@ class ParameterStore:
     # ---- ahead of use ---------------------------------------------------------------------------------------
 
     def move_on(self) -> None:
-        """After the :meth:`use` of a module's parameters: reads what comes next, offers what has come."""
+        """After :meth:`use`: reads what comes next, offers what has come."""
         if self._dropped:
             self._dropped = [read for read in self._dropped if not read.done()]
+        if self._announced is not None:
+            self.look_ahead()
+            return
+        if not self._size_classes and not self._num_hidden:
+            return
+        for size_class in self._size_classes:
+            self._collect(size_class)
         if self._is_alone:
-            self._offer_what_came()
+            self.look_ahead()
+            self._offer()
         else:
-            self._offer_by_position()
-        self.look_ahead()
+            self._follow()
+            self._offer()
+            self.look_ahead()
+
+    def _collect(self, size_class: _SizeClass) -> None:
+        """READING → KEPT, of reads that have ended, in their order."""
+        in_flight = size_class.in_flight
+        while in_flight:
+            partition = in_flight[0]
+            if partition.presence is Presence.READING and partition.read is not None and partition.is_pooled:
+                if not partition.read.done():
+                    break
+                partition.values = self._arrive(partition)
+                partition.presence, partition.read = Presence.KEPT, None
+                size_class.kept.add(partition)
+                if self._is_alone:
+                    self._offers.gone(partition)
+            in_flight.popleft()
+
+    def _follow(self) -> None:
+        """After a turn the walks begin anew; what was offered counts for its next use, or is taken back."""
+        if self._turn == self.trace.turn:
+            return
+        self._turn, step = self.trace.turn, self.trace.next_step()
+        for size_class in self._size_classes:
+            size_class.turned()
+        for partition in list(self._offered):
+            place = self.trace.next_place(partition)
+            if place is None or not self._may_offer(partition, step is not None and place > step):
+                self._take_back(partition)
+            else:
+                self._offered[partition] = place
+
+    def _take_back(self, partition: Partition) -> None:
+        """It stays in the pool, expected or not: whatever turns once may turn again."""
+        self._not_offered(partition)
+        if partition.num_bytes and partition.presence is Presence.HERE and self._borrower.is_idle(partition):
+            if partition.is_pooled and not partition.is_lent:
+                partition.presence = Presence.KEPT
+                self._size_class_of[partition].kept.add(partition)
+                self._walk_again(partition)
+            else:
+                self._leave(partition)
+            self._borrower.away(partition)
+
+    def _last_first(self, partition: Partition) -> int:
+        """What was offered for a use that was left out, then what is used last."""
+        place = self._offered[partition]
+        return -NEVER if place < self.trace.cursor else -place
 
     def look_ahead(self) -> None:
-        """Starts reads in the recorded order, until a pool is full or an update that is not published is met."""
+        """Starts reads in the announced or the recorded order, until there is no memory or an update that is not
+        published is met."""
+        if self._announced is not None:
+            self._read_announced(self._announced)
+            return
+        self._follow()
         for size_class in self._size_classes:
             ahead = size_class.ahead
+            ahead.allow(_PLACES_A_CALL)
             while (partition := ahead.peek()) is not None:
                 if partition.presence is Presence.AWAY:
                     if not partition.source.is_ready():
                         break
-                    memory = size_class.memory.try_allocate(partition.num_bytes)
+                    place = ahead.place()
+                    memory = self._memory_ahead(size_class, partition, place)
                     if memory is None:
                         break
-                    self._start(partition, memory, priority=0)
-                    size_class.reading.append(partition)
+                    self._start(partition, memory, priority=0, is_pooled=True)
+                    size_class.in_flight.append(partition)
+                    size_class.read_ahead(partition, place)
                     self.num_ahead_reads += 1
                 ahead.pop()
 
-    def _offer_what_came(self) -> None:
-        """One rank: reads that have ended, and values in memory whose updates were published, in their order."""
-        for size_class in self._size_classes:
-            while size_class.reading:
-                partition = size_class.reading[0]
-                if partition.presence is Presence.READING and partition.read is not None:
-                    if not partition.read.done():
-                        break
-                    self._arrive(partition)
-                    self._offered[partition] = None
-                size_class.reading.popleft()
-        for _ in range(_OFFERS_AT_ONCE):
-            upcoming = self._offers.peek()
-            if upcoming is None or not self._publish(upcoming):
-                break
-            self._offers.pop()
+    def _offer(self) -> None:
+        """In the order of use: one rank what has come, several by position, see [Note: what may differ between ranks].
+        What is used later than the next one gives way to it.
+        """
+        offers = self._offers
+        offers.allow(_PLACES_A_CALL)
+        while (partition := offers.peek()) is not None:
+            place = offers.place()
+            if not partition.num_bytes and self._is_alone:
+                if not self._publish(partition):
+                    break
+            elif self._is_alone and partition.presence is Presence.AWAY and self._borrower.is_idle(partition):
+                break  # what comes behind it may have to go for it
+            elif (
+                partition.presence is Presence.KEPT or (not self._is_alone and partition.presence in _NOT_SHOWN)
+            ) and self._borrower.is_idle(partition):
+                if not self._has_room(partition, place):
+                    break
+                if partition.presence is Presence.KEPT and partition.values is not None:
+                    self._size_class_of[partition].kept.discard(partition)
+                    self._show(partition, partition.values)
+                else:
+                    self.fetch(partition)
+                self._offered[partition] = place
+                self._offered_bytes += partition.size_bytes
+            offers.pop()
+
+    def _has_room(self, partition: Partition, place: int) -> bool:
+        """Several ranks offer one more as long as the limit is not reached; one keeps below it."""
+        wanted = partition.size_bytes if self._is_alone else 1
+        while self._offered and (
+            self._offered_bytes + wanted > self._offer_bytes or len(self._offered) >= _MOST_OFFERED
+        ):
+            places = self._offered.values()
+            if max(places) <= place and min(places) >= self.trace.cursor:
+                return False
+            self._take_back(min(self._offered, key=self._last_first))
+        return True
 
     def _publish(self, partition: Partition) -> bool:
         """Shows values that are in memory; False if they are not published yet."""
@@ -318,43 +629,92 @@ class ParameterStore:
                 self._show(partition, memory)
         return True
 
-    def _offer_by_position(self) -> None:
-        """Several ranks: see [Note: what may differ between ranks]."""
-        trace = self.trace
-        if self._turn != trace.turn:
-            self._turn = trace.turn
-            for partition in list(self._offered):  # for an order that did not come
-                if partition.num_bytes and self._borrower.is_idle(partition):
+    # ---- announced uses ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def in_order(self, partitions: Sequence[Partition], *, is_saved: bool = False) -> Iterator[None]:
+        """Inside, these are fetched in this order, once, and read ahead of that.
+
+        ``is_saved``: whoever fetches them keeps them. Where the host computes on one rank the gathered tensors are the
+        read memory: it is taken from the system then, not from the pool, and nothing of it stays here. Without, what
+        the pool does not hold is taken from the system there, too: all of it is gathered together. Inside of another
+        announcement this one changes nothing.
+        """
+        if self._announced is not None or not self._size_classes:
+            yield
+            return
+        shares = self._device.is_host and self._is_alone
+        if shares and is_saved:
+            for partition in partitions:
+                if partition.presence in (Presence.KEPT, Presence.READING):
+                    self._leave(partition)
+                elif partition.num_bytes and partition.presence is Presence.HERE and self._borrower.is_idle(partition):
                     self._leave(partition)
                     self._borrower.away(partition)
-            self._offered.clear()
-            if self._sums_of is not trace.order:
-                self._sums_of = trace.order
-                self._sums = list(itertools.accumulate((p.size_bytes for p in trace.order), initial=0))
-        while (upcoming := self._offers.peek()) is not None:
-            if self._sums[self._offers.place()] - self._sums[trace.cursor] >= OFFER_BYTES:
-                break
-            if upcoming.presence in (Presence.AWAY, Presence.READING) and self._borrower.is_idle(upcoming):
-                self.fetch(upcoming)
-                self._offered[upcoming] = None
-            self._offers.pop()
-        for size_class in self._size_classes:
-            while size_class.reading and size_class.reading[0].presence is not Presence.READING:
-                size_class.reading.popleft()
+        largest = max((partition.num_bytes for partition in partitions), default=0)
+        limit_bytes = max(2 * largest, self.capacity_bytes // 2)
+        announced = self._announced = _Announced(partitions, limit_bytes, own=shares and is_saved)
+        try:
+            self.look_ahead()
+            yield
+        finally:
+            self._announced = None
+            for partition in announced.reading:
+                if partition.presence is Presence.READING and not partition.is_pooled:
+                    self._leave(partition)
+
+    def _read_announced(self, announced: _Announced) -> None:
+        order = announced.order
+        while order and announced.num_bytes < announced.limit_bytes:
+            partition = order[0]
+            if partition.presence is Presence.AWAY and self._borrower.is_idle(partition):
+                if not partition.source.is_ready():
+                    return
+                memory, is_pooled = self._memory_announced(partition, own=announced.own)
+                if memory is None:
+                    return
+                self._start(partition, memory, priority=0, is_pooled=is_pooled)
+                self._size_class_of[partition].in_flight.append(partition)
+                announced.started(partition)
+                self.num_ahead_reads += 1
+            order.popleft()
+
+    def _memory_announced(self, partition: Partition, *, own: bool) -> tuple[torch.Tensor | None, bool]:
+        size_class = self._size_class_of[partition]
+        memory = None if own else size_class.memory.try_allocate(partition.num_bytes)
+        if memory is not None:
+            return memory, True
+        while not own and memory is None and self._evict(size_class, after=-1, waits=False):
+            memory = size_class.memory.try_allocate(partition.num_bytes)
+        if memory is None and self._device.is_host and self._is_alone:
+            self.num_overflows += not own
+            return aligned_tensor(partition.num_bytes), False
+        return memory, True
 
     # ---- the step, and the end --------------------------------------------------------------------------------
 
     def step_applied(self) -> None:
         """A step changed what steps change: its next use waits for its update. What is published is read ahead."""
-        self.trace.end_step()
         for partition in self.partitions:
             if partition.presence is not Presence.AWAY and partition.source.changes:
                 if partition.read is not None:
                     self._dropped.append(partition.read)
-                partition.presence, partition.read, partition.values = Presence.AWAY, None, None
+                self._is_used(partition)
+                self._free(partition)
+                partition.presence, partition.read = Presence.AWAY, None
                 self._borrower.away(partition)
-        self._offered = {p: None for p in self._offered if p.presence is Presence.HERE}
+        self._count_hidden()
+        self.trace.end_step()
         self.look_ahead()
+
+    def unpin(self) -> None:
+        """Takes the pools' registrations back, until :meth:`pin`. No copy may be in flight."""
+        for size_class in self._size_classes:
+            size_class.memory.unpin()
+
+    def pin(self) -> None:
+        for size_class in self._size_classes:
+            size_class.memory.pin()
 
     def close(self) -> None:
         """Waits for what is in flight and lets the memory go. The device has ended its copies."""
@@ -369,10 +729,10 @@ class ParameterStore:
             for transfer in read.transfers:
                 transfer.wait_ended()
         for size_class in self._size_classes:
+            size_class.kept.clear()
             size_class.memory.close()
         # A destroyed engine may be referenced for long, and with it this object: no values go with it.
         self.trace = AccessTrace()
         self._offers = Ahead(self.trace, self._may_offer)
-        self._sums_of = None
         for held in (self.partitions, self._dropped, self._offered, self._size_class_of, self._size_classes):
             held.clear()

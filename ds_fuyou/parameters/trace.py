@@ -1,123 +1,250 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recorded order of parameter use in one step, and what it says comes next."""
+"""The recorded order of parameter use, and what it says comes next.
+
+[Note: the prediction]
+What comes next is what came next when the same had come before: the history of uses repeats itself with a *period*, and
+its last ``period`` uses are the next ones. As long as every use is the predicted one the period stays. A few in a long
+period that are not are exceptions, which leave the prediction where it is, or move it on by what was left out. Others
+are looked up: of the places where it was used before the one counts that has the longest common past with now, of equal
+ones the latest. So a step of many micro-batches repeats as a whole, a token of a generation follows the one before it,
+and a batch of an evaluation the batch before it, whoever runs them; where their kind changes it is wrong a few times.
+"""
 
 from __future__ import annotations
 
 import bisect
 import heapq
-from collections import deque
-from collections.abc import Callable, Hashable
+import sys
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 __all__ = ["AccessTrace", "Ahead"]
 
-LONGEST_TRACE = 1 << 20
-"""Uses remembered of one step: an evaluation, or serving without steps, may last for days."""
+LONGEST_TRACE = 1 << 17
+"""Uses remembered: an evaluation, or serving without steps, may last for days."""
+_MOST_PLACES = 16
+_LONGEST_PAST = 256
+_NEAR = 8
+_MOST_HELD = 2
+_STEP = object()
 
 
 class AccessTrace:
-    """Predicts by the order of the last step; follows a changed order by looking for where it continues.
-
-    Items are parameters. A step is everything between two calls of :meth:`end_step`: forward and backward of all its
-    micro-batches, and whatever evaluation or generation ran in between; its last :data:`LONGEST_TRACE` uses.
+    """Items are parameters; places count all uses since the begin, ends of steps among them. What is expected has the
+    places where it was before: they hold until the next turn.
     """
 
     def __init__(self) -> None:
-        self.order: list[Any] = []
-        self.cursor = 0
+        self.period = 0
         self.turn = 0
-        """Grows whenever the prediction does not simply go on: at the end of a step, and where the order changed."""
-        self._recording: deque[Any] = deque(maxlen=LONGEST_TRACE)
+        """Grows whenever the prediction goes on elsewhere, and at the end of a step."""
+        self._history: list[Any] = []
+        self._forgotten = 0
         self._places: dict[Hashable, list[int]] = {}
+        self._step = (0, 0)  # where the last step began, and where it ended
+        self._next_step: tuple[int, int | None] = (-1, None)  # at a turn
+        self._held = 0  # uses in a row that were not expected, and changed nothing
+
+    @property
+    def now(self) -> int:
+        """The place of the next use."""
+        return self._forgotten + len(self._history)
+
+    def expect(self, items: Iterable[Hashable]) -> None:
+        """Before the first use: items are used in this order, once or again and again."""
+        for item in items:
+            self._note(item)
+        self.period = len(self._history)
+        self._step = (self.now, self.now)
+        self.turn += 1
 
     def use(self, item: Hashable) -> None:
         """``item`` is needed now."""
-        self._recording.append(item)
-        if self.cursor < len(self.order) and self.order[self.cursor] is item:
-            self.cursor += 1
-            return
-        places = self._places.get(item)
-        if places:
-            later = bisect.bisect_left(places, self.cursor)
-            self.cursor = places[later if later < len(places) else 0] + 1
-            self.turn += 1
-
-    def next_place(self, item: Hashable) -> int | None:
-        """Where ``item`` is used next in this step, or, counted on, in the one after it."""
-        places = self._places.get(item)
-        if not places:
-            return None
-        later = bisect.bisect_left(places, self.cursor)
-        return places[later] if later < len(places) else places[0] + len(self.order)
+        period = self.period
+        is_expected = period and self._history[-period] is item
+        self._note(item)
+        if is_expected:
+            self._held = 0
+        elif not self._shift(item, period):
+            self._look_up(item)
 
     def end_step(self) -> None:
-        """The recorded order becomes the prediction."""
-        if self._recording:
-            self.order = list(self._recording)
-            self._places = {}
-            for place, item in enumerate(self.order):
-                self._places.setdefault(item, []).append(place)
-        self._recording.clear()
-        self.cursor = 0
+        """What follows is a step like the one that ended, unless more of the past says otherwise."""
+        began = max(self._step[1], self._forgotten)
         self.turn += 1
+        self._held = 0
+        if began == self.now:
+            return
+        expected = self._history[-self.period] if self.period else None
+        self._note(_STEP)
+        if expected is not _STEP:
+            self.period = self.now - began
+        self._step = (began, self.now)
+
+    @property
+    def cursor(self) -> int:
+        """The place whose item is expected now. What is expected after it is what came after it, up to :attr:`now`."""
+        return self._forgotten + len(self._history) - self.period
+
+    def at(self, place: int) -> Any:
+        """What was used at ``place``: from :attr:`cursor` on, what is expected."""
+        return self._history[place - self._forgotten]
+
+    def next_place(self, item: Hashable) -> int | None:
+        """The first place of ``item`` from :attr:`cursor` on; None if it is not expected."""
+        places = self._places.get(item)
+        if not places or not self.period or places[-1] < (cursor := self.cursor):
+            return None
+        return places[bisect.bisect_left(places, cursor)]
+
+    def next_step(self) -> int | None:
+        """Where the step ends; None if none is expected to."""
+        if self._next_step[0] != self.turn:
+            self._next_step = (self.turn, self.next_place(_STEP))  # only a turn passes it
+        return self._next_step[1]
 
     def first_uses(self) -> list[Any]:
         """Items in the order of their first use in the last step: the forward order."""
-        return sorted(self._places, key=lambda item: self._places[item][0])
+        begin, end = (max(0, place - self._forgotten) for place in self._step)
+        return [item for item in dict.fromkeys(self._history[begin:end]) if item is not _STEP]
+
+    def is_step(self, item: Any) -> bool:
+        return item is _STEP
+
+    def _note(self, item: Hashable) -> None:
+        self._places.setdefault(item, []).append(self.now)
+        self._history.append(item)
+        if len(self._history) > 2 * LONGEST_TRACE:
+            self._forget()
+
+    def _shift(self, item: Hashable, period: int) -> bool:
+        """After a use that was not expected, if it may be an exception (another expert, a layer left out): what was
+        expected goes on behind the item, if it is expected within a few places, or where it was.
+        """
+        near = min(_NEAR, period // 64)
+        expected = len(self._history) - 1 - period
+        for skipped in range(1, near + 1):
+            found = self._history[expected + skipped]
+            if found is item:
+                self.period = period - skipped
+                return True
+            if found is _STEP:
+                break
+        if near < _NEAR or self._held >= _MOST_HELD:
+            return False
+        self._held += 1
+        self.period = period + 1
+        return True
+
+    def _look_up(self, item: Hashable) -> None:
+        self.turn += 1
+        self._held = 0
+        *earlier, here = self._places[item]
+        longest, best = 0, None
+        for place in reversed(earlier[-_MOST_PLACES:]):
+            length = self._common_past(place, here)
+            if length > longest:
+                longest, best = length, place
+            if longest == _LONGEST_PAST:
+                break
+        if best is not None:
+            self.period = here - best
+        elif self.period:
+            self.period += 1  # never seen: what was expected comes after it
+
+    def _common_past(self, place: int, here: int) -> int:
+        """How many uses up to ``place`` are those up to ``here``."""
+        first, second, history = place - self._forgotten, here - self._forgotten, self._history
+        length = 0
+        while length < _LONGEST_PAST and length <= first and history[first - length] is history[second - length]:
+            length += 1
+        return length
+
+    def _forget(self) -> None:
+        num_forgotten = len(self._history) - LONGEST_TRACE
+        del self._history[:num_forgotten]
+        self._forgotten += num_forgotten
+        for item in list(self._places):
+            places = self._places[item]
+            del places[: bisect.bisect_left(places, self._forgotten)]
+            if not places:
+                del self._places[item]
+        if self.period > len(self._history):
+            self.period = len(self._history)
+            self.turn += 1
 
 
 class Ahead:
-    """Walks ahead of the trace's cursor, over each place once; a place whose item went away again comes once more.
+    """Walks ahead of the trace, over each place once; a place whose item went away again comes once more.
 
-    ``wants(item, is_next_step)``: whether an item concerns this walk. It goes on into the next step, which is taken
-    for the same.
+    ``wants(item, is_next_step)``: whether an item concerns this walk. It goes a period ahead, and as many places as
+    :meth:`allow` says.
     """
 
     def __init__(self, trace: AccessTrace, wants: Callable[[Any, bool], bool]) -> None:
         self._trace, self._wants = trace, wants
         self._place = 0
-        self._again: list[int] = []
-        self._turn = trace.turn
+        self._left = sys.maxsize
+        self._again: list[int] = []  # a heap
+        self._is_again: set[int] = set()
+        self._turn = -1
+
+    def allow(self, num_places: int) -> None:
+        """The walk ends after as many, until it is allowed more: a turn does not cost a whole walk at once."""
+        self._left = num_places
 
     def peek(self) -> Any | None:
         """The next item, until :meth:`pop`; None where the walk ends."""
-        self._follow()
         trace, again = self._trace, self._again
-        while again and again[0] < trace.cursor:
-            heapq.heappop(again)
+        if self._turn != trace.turn:
+            self._follow()
+        if self._left <= 0:
+            return None
+        cursor = trace.cursor
+        while again and again[0] < cursor:
+            self._is_again.discard(heapq.heappop(again))
         if again:
-            return self._at(again[0])
-        self._place = max(self._place, trace.cursor)
-        end = len(trace.order) + trace.cursor
-        while self._place < end:
-            item = self._at(self._place)
-            if self._wants(item, self._place >= len(trace.order)):
+            return trace.at(again[0])
+        place = self._place = max(self._place, cursor)
+        end = trace.now
+        if place >= end:
+            return None
+        step = trace.next_step()
+        while place < end and self._left > 0:
+            item = trace.at(place)
+            if not trace.is_step(item) and self._wants(item, step is not None and place > step):
+                self._place = place
                 return item
-            self._place += 1
+            place += 1
+            self._left -= 1
+        self._place = place
         return None
 
     def pop(self) -> None:
         """Past the item that :meth:`peek` gave."""
+        self._left -= 1
         if self._again:
-            heapq.heappop(self._again)
+            self._is_again.discard(heapq.heappop(self._again))
         else:
             self._place += 1
 
     def place(self) -> int:
-        """Of the item that :meth:`peek` gave, in the order of this step and the next."""
+        """Of the item that :meth:`peek` gave."""
         return self._again[0] if self._again else self._place
 
     def gone(self, item: Any) -> None:
         """The item is not there any more: if the walk has passed its next use, it comes to it again."""
-        self._follow()
+        if self._turn != self._trace.turn:
+            self._follow()
         place = self._trace.next_place(item)
-        if place is not None and place < self._place and self._wants(item, place >= len(self._trace.order)):
+        if place is None or place >= self._place or place in self._is_again:
+            return
+        step = self._trace.next_step()
+        if self._wants(item, step is not None and place > step):
             heapq.heappush(self._again, place)
-
-    def _at(self, place: int) -> Any:
-        return self._trace.order[place % len(self._trace.order)]
+            self._is_again.add(place)
 
     def _follow(self) -> None:
-        if self._turn != self._trace.turn:
-            self._turn, self._place = self._trace.turn, self._trace.cursor
-            self._again.clear()
+        self._turn, self._place = self._trace.turn, self._trace.cursor
+        self._again.clear()
+        self._is_again.clear()

@@ -20,7 +20,7 @@ from typing import Any
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import Residency
 
-__all__ = ["GRADIENT_BUFFERS", "MIB", "Plan", "PlanInput", "make_plan"]
+__all__ = ["GRADIENT_BUFFERS", "MIB", "Plan", "PlanInput", "make_plan", "most_prefetch_bytes"]
 
 MIB = 1024 * 1024
 _STAGING_BYTES = 1024 * MIB
@@ -195,7 +195,7 @@ def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
     minimum = _minimum_lane_bytes(given, residency, chunk_bytes) - buffers
     left = given.dram_budget_bytes - _resident_bytes(given, residency) - arena_bytes - buffers
     staging_bytes = over.get("staging_bytes", max(minimum // 2, min(_STAGING_BYTES, left // 2)))
-    prefetch_bytes = over.get("prefetch_bytes", min(_PREFETCH_BYTES, left // 4))
+    prefetch_bytes = over.get("prefetch_bytes", most_prefetch_bytes(left))
     return Plan(
         residency=residency,
         chunk_bytes=chunk_bytes,
@@ -212,6 +212,11 @@ def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
         gradient_buffer_bytes=buffers,
         small_param_bytes=over.get("small_param_bytes", 0),
     )
+
+
+def most_prefetch_bytes(left_bytes: int) -> int:
+    """Host memory of parameters read ahead or kept, of what is left for the lanes."""
+    return min(_PREFETCH_BYTES, left_bytes // 4)
 
 
 def _gradient_buffer_bytes(given: PlanInput, residency: Residency, chunk_bytes: int) -> int:

@@ -28,12 +28,19 @@ class TierBytes:
         self._peaks: dict[str, float] = {}
 
     def _pools(self) -> list[Any]:
-        return [self._state.core.staging, self._state.parameters]
+        beside = [reads.parameters for reads in self._state.beside() if reads.parameters is not None]
+        return [self._state.core.staging, self._state.parameters, *beside]
+
+    def _resident_now(self) -> dict[str, int]:
+        """With what engines without an optimizer hold in this process."""
+        held = [self._resident, *(reads.held_bytes() for reads in self._state.beside())]
+        return {tier: sum(by_tier.get(tier, 0) for by_tier in held) for tier in ("cpu", "nvme")}
 
     def now(self) -> dict[str, float]:
         """By the names that reports show; peaks are noted in passing."""
-        host = self._resident["cpu"] + sum(pool.used_bytes for pool in self._pools())
-        storage, device = self._resident["nvme"], self._device_bytes()
+        resident = self._resident_now()
+        host = resident["cpu"] + sum(pool.used_bytes for pool in self._pools())
+        storage, device = resident["nvme"], self._device_bytes()
         session = self._state.activations
         tier = session.swapper.tier if session is not None and session.swapper is not None else None
         if tier is not None:
@@ -48,8 +55,9 @@ class TierBytes:
         """The most that host memory and storage may ever hold: classes as placed, pools full, and ``saved_bytes`` of
         activations (what one forward saves) on storage where they go there.
         """
-        host = self._resident["cpu"] + sum(pool.capacity_bytes for pool in self._pools())
-        storage = float(self._resident["nvme"])
+        resident = self._resident_now()
+        host = resident["cpu"] + sum(pool.capacity_bytes for pool in self._pools())
+        storage = float(resident["nvme"])
         if self._state.store is not None:
             storage += self._state.store.record_bytes
         session = self._state.activations

@@ -16,6 +16,7 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,8 +63,24 @@ class LaneTrace:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
+        self._num_users = 1
         self.num_dropped = 0
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
+
+    @classmethod
+    def at(cls, path: str) -> LaneTrace:
+        """The open trace of this path, which the last of its users closes; a new one if there is none. Engines that
+        share a configuration share its trace.
+
+        Raises:
+            FuyouStorageError: the file cannot be created.
+        """
+        found = _open_traces.get(os.path.abspath(path))
+        if found is None or found._closed:
+            found = _open_traces[os.path.abspath(path)] = cls(path)
+        else:
+            found._num_users += 1
+        return found
 
     def add(self, lane: Lane, name: str, begin_ns: int, end_ns: int, num_bytes: int = 0) -> None:
         """One span; times are those of ``time.perf_counter_ns``, ``num_bytes`` what it moved."""
@@ -131,14 +148,17 @@ class LaneTrace:
         ]
 
     def close(self) -> None:
-        """Writes the file; where that fails now, training was not the worse for it, so it is logged. Idempotent; does
-        nothing in a forked child.
+        """The last user's writes the file; where that fails now, training was not the worse for it, so it is logged.
+        Does nothing after that, nor in a forked child.
         """
         with self._lock:
             if self._closed or os.getpid() != self._pid:
                 return
+            self._num_users -= 1
+            if self._num_users > 0:
+                return
             self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         document = {
             "traceEvents": self.events(),
             "displayTimeUnit": "ms",
@@ -148,6 +168,13 @@ class LaneTrace:
             self.path.write_text(json.dumps(document))
         except OSError as error:
             get_logger().error("the trace could not be written: %s", error)
+
+    def _close_at_exit(self) -> None:
+        self._num_users = 1
+        self.close()
+
+
+_open_traces: weakref.WeakValueDictionary[str, LaneTrace] = weakref.WeakValueDictionary()
 
 
 def _tid(lane: Lane, track: int) -> int:

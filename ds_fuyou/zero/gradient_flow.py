@@ -242,9 +242,13 @@ class GradientFlow:
         self.flush()
         self._core.close_window()
         self._state.bound_heap()
+        # What follows overwrites P16 that a forward since backward may still be copying to the device, and needs the
+        # norms.
+        self.rest()
+
+    def rest(self) -> None:
+        """Waits until nothing that was reduced is on its way, and lets it go."""
         if self._stream is not None:
-            # What follows overwrites P16 that a forward since backward may still be copying to the device, and needs
-            # the norms.
             self._state.device.current_stream().synchronize()
             self._stream.synchronize()
             self._reducing.clear()

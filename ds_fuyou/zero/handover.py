@@ -12,28 +12,19 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch.nn import Parameter
 
 from ds_fuyou.log import current_rank, get_logger
 from ds_fuyou.telemetry.placement import Placed, placement_table
-from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, held_bytes, partition_of
+from ds_fuyou.zero.gathering import release_gathered
+from ds_fuyou.zero.inference import end_reads
+from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, held_bytes, partition_of, stores_of
 
-__all__ = ["bring_home", "owners", "release_gathered", "report_inference", "take_over"]
+__all__ = ["bring_home", "owners", "report_inference", "take_over"]
 
 owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """By ds_id: what has to end before another training engine may have a parameter (a ``FuyouStage3Optimizer``)."""
-
-
-def release_gathered(module: torch.nn.Module) -> None:
-    """Partitions every gathered parameter of a model; its partition has the same values."""
-    registry = getattr(module, "ds_inflight_param_registry", None)
-    for param in _zero_params(module):
-        if registry is not None and param in registry:
-            registry.pop(param).wait()
-        if param.ds_status is ZeroParamStatus.AVAILABLE:
-            param.ds_active_sub_modules.clear()
-            param.partition()
 
 
 def report_inference(module: torch.nn.Module) -> None:
@@ -42,6 +33,9 @@ def report_inference(module: torch.nn.Module) -> None:
     """
     params = _zero_params(module)
     rows = [Placed("P16 (parameters)", tier, size) for tier, size in held_bytes(params).items() if size]
+    pool_bytes = sum(store.capacity_bytes for store in stores_of(params))
+    if pool_bytes:
+        rows.append(Placed("look-ahead pool", "cpu", pool_bytes, "parameters in use or read ahead"))
     if rows and current_rank() == 0:
         numel = sum(param.ds_tensor.ds_numel for param in params)
         get_logger().info("%s", placement_table(rows, numel, "parameters without an optimizer"))
@@ -55,6 +49,8 @@ def take_over(engine: Any, optimizer: Any) -> None:
     """
     module = engine.module
     release_gathered(module)
+    if optimizer is not None:
+        end_reads(_zero_params(module))
     for group in optimizer.param_groups if optimizer is not None else ():
         for param in group["params"]:
             earlier = owners.get(getattr(param, "ds_id", -1))
@@ -89,6 +85,7 @@ def bring_home(engine: Any) -> None:
     if not ours:
         return
     release_gathered(module)
+    end_reads(ours)
     for param in ours:
         earlier = owners.get(param.ds_id)
         if earlier is not None:

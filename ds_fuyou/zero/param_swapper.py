@@ -12,7 +12,9 @@ are DeepSpeed's own tensors, or on storage (``storage/parked.py``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,15 +27,27 @@ from ds_fuyou.ds_json import Activation, activation_of
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.memory import HeapGuard, aligned_tensor, round_up_to_page
 from ds_fuyou.parameters.partition import Partition, Presence, Source
+from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.storage.parked import ParkedSpace, ParkedValues
 from ds_fuyou.zero.agreement import least
 from ds_fuyou.zero.budgets import local_ranks
 
-__all__ = ["PARTITION_TENSORS", "FuyouParameterSwapper", "held_bytes", "partition_of", "through_own_swapper"]
+__all__ = [
+    "PARTITION_TENSORS",
+    "FuyouParameterSwapper",
+    "gathers_to_read",
+    "held_bytes",
+    "in_order",
+    "only_reading",
+    "partition_of",
+    "stores_of",
+    "through_own_swapper",
+]
 
 AVAILABLE, NOT_AVAILABLE = PartitionedParamStatus.AVAILABLE, PartitionedParamStatus.NOT_AVAILABLE
 _NO_LIMIT = 1 << 62
+_READS_ONLY: ContextVar[bool] = ContextVar("ds_fuyou_reads_only", default=False)
 
 
 def partition_of(param: Parameter) -> Partition | None:
@@ -54,6 +68,39 @@ def held_bytes(params: Iterable[Parameter]) -> dict[str, int]:
         elif isinstance(partition.source, ParkedValues):
             held["nvme"] += partition.num_bytes
     return held
+
+
+def stores_of(params: Iterable[Parameter]) -> list[ParameterStore]:
+    """Who serves these parameters, in the order of the first that each serves."""
+    partitions = [partition for param in params if (partition := partition_of(param)) is not None]
+    return list(dict.fromkeys(partition.store for partition in partitions if partition.store is not None))
+
+
+@contextmanager
+def in_order(params: Sequence[Parameter], *, is_saved: bool = False) -> Iterator[None]:
+    """Inside, these are gathered once, in this order: they are read ahead (``ParameterStore.in_order``)."""
+    if len(params) < 2:
+        yield
+        return
+    members: dict[ParameterStore, dict[Partition, None]] = {}
+    for param in params:
+        partition = partition_of(param)
+        if partition is not None and partition.store is not None:
+            members.setdefault(partition.store, {})[partition] = None
+    with ExitStack() as stack:
+        for store, partitions in members.items():
+            stack.enter_context(store.in_order(list(partitions), is_saved=is_saved))
+        yield
+
+
+@contextmanager
+def only_reading() -> Iterator[None]:
+    """Inside, nobody edits what ``GatheredParameters`` gathers, whatever it is told (:func:`gathers_to_read`)."""
+    token = _READS_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _READS_ONLY.reset(token)
 
 
 class _PartitionTensors:
@@ -161,12 +208,15 @@ class FuyouParameterSwapper:
 
     def swap_in(self, params: list[Parameter], async_op: bool = True, swap_in_buffers: Any = None) -> None:
         """Makes the partitions available; returns when they are. Parameters of other swappers are asked there."""
-        for param in params:
-            swapper = param.nvme_swapper
-            if isinstance(swapper, FuyouParameterSwapper):
-                swapper._fetch(param)
-            else:
-                swapper.swap_in([param], async_op=False)
+        with in_order(params):
+            for param in params:
+                swapper = param.nvme_swapper
+                if isinstance(swapper, FuyouParameterSwapper):
+                    swapper._fetch(param)
+                else:
+                    swapper.swap_in([param], async_op=False)
+        for store in stores_of(params):
+            store.move_on()
         self._heap.check()  # stock gathers parameter by parameter while an engine is built
 
     def swap_into_buffer(self, param: Parameter, dest_buffer: torch.Tensor) -> None:
@@ -234,13 +284,16 @@ class FuyouParameterSwapper:
         """The values := ``values`` (1-D, this rank's part), wherever they live; on storage alone if it is gathered."""
         partition = self.partitions[param.ds_id]
         self._write(partition, values)
-        if partition.store is not None and PARTITION_TENSORS.is_idle(partition):
+        is_idle = PARTITION_TENSORS.is_idle(partition)
+        if partition.store is not None and (is_idle or partition.presence is not Presence.HERE):
             partition.store.forget(partition)
         elif partition.presence is Presence.HERE and partition.values is not None:
             partition.values.copy_(values.view(-1))
 
-    def copied(self, param: Parameter, event: Any) -> None:
-        """The device copies the partition until ``event``: host memory that was read for that goes with it."""
+    def copied(self, param: Parameter, event: Any = None) -> None:
+        """The device copies the partition until ``event``, or the gather has ended: host memory that was read for that
+        may go then.
+        """
         partition = self.partitions.get(param.ds_id)
         if partition is not None and partition.store is not None and partition.store.copied(partition, event):
             PARTITION_TENSORS.stand_in(param.ds_tensor)
@@ -248,12 +301,17 @@ class FuyouParameterSwapper:
     def before_edit(self, param: Parameter) -> None:
         """DeepSpeed is about to write a gathered parameter's values into the partition: it must have memory."""
         partition = self.partitions.get(param.ds_id)
-        if partition is not None and partition.presence in (Presence.GATHERED, Presence.AWAY):
+        if partition is None or partition.presence is Presence.HERE:
+            return
+        if partition.store is not None:
+            partition.store.forget(partition)
+        if partition.presence in (Presence.GATHERED, Presence.AWAY):
             param.ds_tensor.data = self.get_buffer(param, param.ds_tensor.ds_numel)
 
     def _fetch(self, param: Parameter) -> None:
         partition = self.partitions[param.ds_id]
         if partition.store is not None:
+            partition.store.use(partition)
             values = partition.store.fetch(partition)
         else:
             values = partition.copy()
@@ -284,6 +342,18 @@ class FuyouParameterSwapper:
             partition.presence, partition.values, leaves = Presence.AWAY, None, True
         if leaves:
             PARTITION_TENSORS.away(partition)
+
+
+def gathers_to_read(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``GatheredParameters.__init__``: with a modifier rank its values are broadcast and written back at the end."""
+
+    @functools.wraps(original)
+    def __init__(
+        self: Any, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+    ) -> None:
+        original(self, params, None if _READS_ONLY.get() else modifier_rank, fwd_module, enabled)
+
+    return __init__
 
 
 def through_own_swapper(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
@@ -58,6 +59,7 @@ from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks
 from ds_fuyou.zero.compute_spans import computed
 from ds_fuyou.zero.device import rank_device
+from ds_fuyou.zero.inference import InferenceReads, reads_of_inference
 from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, held_bytes, partition_of
 from ds_fuyou.zero.resuming import find_resumable, tell_start
 
@@ -90,7 +92,7 @@ class RankState:
         self.device = rank_device(pin_memory=activation.absorbed.pin_memory)
         self._params = [param for group in sub_groups for param in group]
         self._index = {param.ds_id: i for i, param in enumerate(self._params)}
-        order = {param.ds_id: place for place, param in enumerate(names)}
+        order = self._order = {param.ds_id: place for place, param in enumerate(names)}
         entries = [
             [(names[p], block_of(names[p]), p.partition_numel(), order[p.ds_id]) for p in group] for group in sub_groups
         ]
@@ -108,7 +110,7 @@ class RankState:
         )
         self.layout: FlatLayout = build_layout(entries, limits)
         with ExitStack() as undo:  # what fails leaves no file and no thread
-            self.trace = LaneTrace(activation.config.trace) if activation.config.trace is not None else None
+            self.trace = LaneTrace.at(activation.config.trace) if activation.config.trace is not None else None
             if self.trace is not None:
                 undo.callback(self.trace.close)
             self.resumed: CommitRecord | None = None
@@ -130,6 +132,7 @@ class RankState:
             read_bytes=self.plan.prefetch_bytes,
             keep_below=self.plan.small_param_bytes,
             is_alone=dist.get_world_size() == 1,
+            lanes=self.trace,
         )
         self._ended: str | None = None
         self._lanes: PipelineLanes | None = None
@@ -142,6 +145,7 @@ class RankState:
         )
         self.num_tokens = 0
         self._heap = HeapGuard()
+        self._num_reads = 0
         self._positions_known = False
 
     # ---- construction -------------------------------------------------------------------------------------
@@ -309,7 +313,9 @@ class RankState:
         for param in waiting.values():
             self._attach(param)
         self._attach_frozen()
-        self.parameters.take(self._partitions.values())
+        in_use_order = sorted(self._partitions.values(), key=lambda partition: self._order[partition.handle.ds_id])
+        self.parameters.take(in_use_order)
+        self.parameters.trace.expect(in_use_order)
         self.bound_heap()
         if self.store is not None:
             _NUM_BUILT[tuple(self.activation.state_paths)] += 1
@@ -358,6 +364,10 @@ class RankState:
         """Bytes of this rank's partitions of frozen parameters by tier."""
         return held_bytes(self._frozen_params.values())
 
+    def beside(self) -> list[InferenceReads]:
+        """Engines of this process that only infer."""
+        return reads_of_inference()
+
     def bound_heap(self) -> None:
         """Called where temporaries of a parameter's size were freed: their holes must not add up over the model."""
         self._heap.check()
@@ -376,12 +386,14 @@ class RankState:
     def before_module(self, params: Iterable[Parameter]) -> None:
         """A module is about to run: makes what it needs available, then reads ahead. Comes before DeepSpeed's fetch."""
         parameters = self.parameters
-        for param in params:
-            partition = self._partitions.get(param.ds_id)
-            if partition is not None:
-                parameters.use(partition)
+        partitions = [p for param in params if (p := self._partitions.get(param.ds_id)) is not None]
+        if not partitions:
+            return
+        parameters.use(*partitions)
         parameters.move_on()
-        if parameters.reads:
+        num_reads = parameters.num_demand_reads + parameters.num_ahead_reads
+        if num_reads != self._num_reads:
+            self._num_reads = num_reads
             self.bound_heap()
 
     def step_applied(self) -> None:
@@ -389,11 +401,35 @@ class RankState:
         if self._lanes is not None:
             self._lanes.collect()
         self.parameters.step_applied()
-        if not self._positions_known and self.parameters.trace.order:
+        first_uses = [] if self._positions_known else self.parameters.trace.first_uses()
+        if first_uses:
             self._positions_known = True
-            order = [self._index.get(partition.handle.ds_id) for partition in self.parameters.trace.first_uses()]
+            order = [self._index.get(partition.handle.ds_id) for partition in first_uses]
             trainable = [index for index in order if index is not None]
             self.core.set_positions(zip(trainable, range(len(trainable)), strict=True))
+
+    # ---- sleep ----------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Waits for the device. No host memory of this engine is registered with it until :meth:`wake`; whatever runs
+        meanwhile copies by way of the driver's own memory.
+        """
+        self.device.synchronize()
+        for owner in self._pinned():
+            owner.unpin()
+        self._locks.pause()
+
+    def wake(self) -> None:
+        """Memory is registered again, and what the next forward needs is read."""
+        self._locks.resume()
+        for owner in self._pinned():
+            owner.pin()
+        self.parameters.move_on()
+
+    def _pinned(self) -> list[Any]:
+        session = self.activations
+        tier = session.swapper.tier if session is not None and session.swapper is not None else None
+        return [self.core, self.parameters, *([] if tier is None else [tier]), *self.beside()]
 
     # ---- the end ------------------------------------------------------------------------------------------
 

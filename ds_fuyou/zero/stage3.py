@@ -35,13 +35,14 @@ from ds_fuyou.telemetry.trace import Lane
 from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations, attach_auto, model_blocks
 from ds_fuyou.zero.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
 from ds_fuyou.zero.compute_spans import ComputeSpans
+from ds_fuyou.zero.gathering import release_gathered
 from ds_fuyou.zero.gradient_flow import GradientFlow
-from ds_fuyou.zero.handover import owners, release_gathered
+from ds_fuyou.zero.handover import owners
 from ds_fuyou.zero.hp_access import HpAccess
 from ds_fuyou.zero.monitoring import StepMonitor, count_tokens
 from ds_fuyou.zero.rank_state import RankState
 from ds_fuyou.zero.run_plan import RunPlan
-from ds_fuyou.zero.stock import combined_grad_norm, is_boundary, iter_module_params
+from ds_fuyou.zero.stock import bound_gathered, combined_grad_norm, is_boundary, iter_module_params
 from ds_fuyou.zero.training_state import TrainingState
 
 __all__ = ["FuyouStage3Optimizer"]
@@ -212,12 +213,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
 
         coordinator.fetch_sub_module = fetch_sub_module
         if state.reads_parameters and state.device.is_host:
-            # Gathered parameters are host memory here: keep as many alive as the look-ahead pool holds, not the 1e9
-            # elements that stock allows a device.
-            limit = state.plan.prefetch_bytes // self.dtype.itemsize
-            for name in ("max_reuse_dist_in_numel", "max_n_available_params"):
-                private = f"_PartitionedParameterCoordinator__{name}"
-                setattr(coordinator, private, min(getattr(coordinator, private), limit // 4))
+            bound_gathered(coordinator, state.parameters, self.dtype.itemsize)
 
     def _hypers(self) -> list[GroupHyper]:
         """The hyperparameters of every sub-group as they are now."""

@@ -7,13 +7,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.runtime import utils as ds_utils
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 from torch.nn import Parameter
 
-__all__ = ["combined_grad_norm", "get_norm_dtype", "is_boundary", "is_ours", "iter_module_params"]
+from ds_fuyou.parameters.store import ParameterStore
+
+__all__ = ["bound_gathered", "combined_grad_norm", "get_norm_dtype", "is_boundary", "is_ours", "iter_module_params"]
 
 
 def is_ours(optimizer: Any) -> bool:
@@ -24,6 +27,18 @@ def is_ours(optimizer: Any) -> bool:
 def iter_module_params(module: torch.nn.Module) -> Iterable[Parameter]:
     """The parameters DeepSpeed fetches with a module, in a fixed order."""
     return sorted(set(iter_params(module, recurse=z3_leaf_module(module))), key=lambda param: int(param.ds_id))
+
+
+def bound_gathered(coordinator: Any, parameters: ParameterStore, itemsize: int) -> None:
+    """Gathered parameters are host memory: as many stay alive as a quarter of the look-ahead holds, not the 1e9
+    elements that stock allows a device; unless one rank, whose gathered parameters are the look-ahead's memory, has
+    room for all.
+    """
+    if dist.get_world_size() == 1 and parameters.holds_all:
+        return
+    for name in ("max_reuse_dist_in_numel", "max_n_available_params"):
+        private = f"_PartitionedParameterCoordinator__{name}"
+        setattr(coordinator, private, min(getattr(coordinator, private), parameters.read_bytes // itemsize // 4))
 
 
 def combined_grad_norm(norm_groups: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:

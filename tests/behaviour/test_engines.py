@@ -41,8 +41,10 @@ def test_two_engines_on_two_ranks_train_as_each_of_them_alone(tmp_path: Path) ->
 def test_a_reference_model_without_an_optimizer_stays_as_it_is(tmp_path: Path) -> None:
     (found,) = run("reference", tmp_path / "swap")
     assert found == {"equal at first": True, "actor moved": True, "reference stayed": True}
-    table = r"0\.2 M parameters without an optimizer on this rank:\n  (storage|host memory) [\d.]+ kB: P16"
-    assert re.findall(table, (tmp_path / "log0").read_text()) == ["storage", "host memory"]
+    log = (tmp_path / "log0").read_text()
+    table = r"0\.2 M parameters without an optimizer on this rank:\n(?:  host memory [\d.]+ [kM]B: look-ahead.*\n)?"
+    assert re.findall(table + r"  (storage|host memory) [\d.]+ kB: P16", log) == ["storage", "host memory"]
+    assert log.count("look-ahead pool") >= 2, "the one on storage has memory of its own, beside the actor's"
 
 
 def test_ranks_that_saw_different_forwards_do_what_rank_0_read_in_the_plan(tmp_path: Path) -> None:

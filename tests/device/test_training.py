@@ -6,6 +6,7 @@ over when memory goes.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import re
 import threading
@@ -22,6 +23,7 @@ from ds_fuyou.cli import main
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.zero.device import rank_device
 from tests.device import faults
+from tests.device.accelerator import StandinAccelerator
 from tests.device.parity import fuyou_of
 from tests.harness.models import build_model, make_batch
 from tests.harness.ports import free_port
@@ -225,3 +227,78 @@ def test_who_waits_for_a_gather_of_another_stream_gets_its_values(fault: str, tm
     assert torch.equal(seen.cpu(), expected) == (not fault)
     param.partition()
     engine.destroy()
+
+
+# ---- sleep ------------------------------------------------------------------------------------------------------
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, param in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            found[name] = param.detach().cpu().clone()
+    return found
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Bytes by address that are registered with the device."""
+    found: dict[int, int] = {}
+    register, unregister = StandinAccelerator.register_host_memory, StandinAccelerator.unregister_host_memory
+
+    def noted(self: Any, address: int, num_bytes: int) -> bool:
+        found[address] = num_bytes
+        return register(self, address, num_bytes)
+
+    def forgotten(self: Any, address: int) -> None:
+        del found[address]
+        unregister(self, address)
+
+    monkeypatch.setattr(StandinAccelerator, "register_host_memory", noted)
+    monkeypatch.setattr(StandinAccelerator, "unregister_host_memory", forgotten)
+    return found
+
+
+@pytest.mark.parametrize("tiers", ["all", "half", "none"])
+def test_asleep_nothing_is_on_the_device_and_nothing_is_pinned(
+    tiers: str, pinned: dict[int, int], tmp_path: Path
+) -> None:
+    """Not even where all parameters stay gathered from step to step, nor in the middle of a step."""
+    given = batches(4)
+    awake = make_engine(tmp_path / "awake", tiers, "swap-nvme", is_gathered=True)
+    for batch in given:
+        train(awake, batch)
+    expected = weights(awake)
+    awake.destroy()
+    del awake
+    gc.collect()
+    assert not pinned
+    device = torch.standin
+    device.synchronize()
+    before = device.memory_allocated()
+    engine = make_engine(tmp_path / "swap", tiers, "swap-nvme", is_gathered=True)
+    assert pinned
+    for batch in given:
+        loss = engine(**batch)
+        engine.backward(loss)
+        del loss
+        for at in ("in a step", "after it"):
+            assert device.memory_allocated() - before > 100_000, "the model is gathered"
+            for pin_memory in (True, False):
+                registered = dict(pinned)
+                engine.offload_states(pin_memory=pin_memory)
+                left = device.memory_allocated() - before
+                assert left < 40_960, f"{at}: a block of 512 bytes for each norm and scale, the model has 400 kB"
+                assert pinned == (registered if pin_memory else {})
+                engine.reload_states()
+                assert pinned == registered
+            if at == "in a step":
+                engine.step()
+                engine.eval()
+                with torch.no_grad():
+                    engine(**batch)
+                engine.train()
+    assert all(torch.equal(value, expected[name]) for name, value in weights(engine).items())
+    engine.offload_states(pin_memory=False)
+    engine.destroy()
+    assert not pinned, "and an engine may end asleep"

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -199,6 +201,142 @@ def test_nothing_of_the_next_step_is_read_before_it_is_published(bench: Bench) -
     assert all(p.presence is not Presence.AWAY for p in trained)
 
 
+def bytes_read(bench: Bench, store: ParameterStore) -> int:
+    """So far, with all that is on its way."""
+    for partition in store.partitions:
+        if partition.read is not None:
+            for transfer in partition.read.transfers:
+                transfer.wait_ended()
+    return int(bench.io.stats()["read"].num_bytes)
+
+
+def passes(bench: Bench, store: ParameterStore, every: Sequence[Partition], number: int) -> list[int]:
+    """Bytes that each pass over the model reads: tokens of a generation, no step between them."""
+    for partition in every:
+        partition.source.read_by(bench.io)
+    at, each = bytes_read(bench, store), []
+    for _ in range(number):
+        bench.run(store, every, step=False)
+        now = bytes_read(bench, store)
+        each.append(now - at)
+        at = now
+    return each
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("order_is_known", [False, True])
+def test_a_model_that_fits_is_read_once_for_all_tokens(order_is_known: bool, is_late: bool, bench: Bench) -> None:
+    every = [bench.partition(i) for i in range(8)]
+    store = bench.store(every, read_bytes=9 * LARGE_BYTES, device=LateDevice() if is_late else HostDevice())
+    if order_is_known:
+        store.trace.expect(every)
+    each = passes(bench, store, every, 6)
+    assert sum(each) == (8 if order_is_known else 16) * LARGE_BYTES, "what nobody expects again does not stay"
+    assert each[2:] == [0] * 4
+    assert store.num_demand_reads <= (1 if order_is_known else 10)
+
+
+def test_of_a_model_that_does_not_fit_three_quarters_of_the_pool_stay(bench: Bench) -> None:
+    every = [bench.partition(i) for i in range(24)]
+    store = bench.store(every, read_bytes=12 * LARGE_BYTES)
+    store.trace.expect(every)
+    each = passes(bench, store, every, 8)
+    assert max(each[2:]) <= (24 - 12 * 3 // 4 + 1) * LARGE_BYTES
+    assert min(each[2:]) >= (24 - 12) * LARGE_BYTES, "no less than the best: something must come"
+    assert store.num_demand_reads <= 2, "and what comes is read ahead"
+    assert store.num_overflows == 0
+
+
+def test_a_copy_that_goes_on_keeps_values_that_stay(bench: Bench) -> None:
+    """On a device that is late: memory of a copy that has not ended is not read into."""
+    every = [bench.partition(i) for i in range(12)]
+    store = bench.store(every, read_bytes=6 * LARGE_BYTES, device=LateDevice())
+    store.trace.expect(every)
+    sources: list[tuple[Event, Any, bytes]] = []  # memory by its address: a tensor would hold it
+    for _ in range(4):
+        for partition in every:
+            store.use(partition)
+            values, event = bench.tensors.shown[partition], Event()
+            memory = (ctypes.c_char * 1000).from_address(values.data_ptr())
+            sources.append((event, memory, memory.raw))
+            del values
+            store.copied(partition, event)
+            bench.tensors.in_use.add(partition)
+            store.move_on()
+            bench.tensors.in_use.discard(partition)
+            store.release(partition)
+            bench.tensors.away(partition)
+            for late, memory, copy in sources:
+                assert late.has_passed or memory.raw == copy
+            for late, _, _ in sources[:-2]:
+                late.has_passed = True
+            sources = [source for source in sources if not source[0].has_passed]
+    assert store.num_overflows == 0
+    assert store.num_demand_reads + store.num_ahead_reads < 4 * len(every), "something stayed"
+
+
+def test_parameters_of_a_module_are_read_together(bench: Bench) -> None:
+    every = [bench.partition(i) for i in range(4)]
+    store = bench.store(every, read_bytes=8 * LARGE_BYTES)
+    began = []
+    start = store._start
+
+    def noted(partition: Any, *args: Any, **kwargs: Any) -> None:
+        began.append(sum(p.presence is Presence.READING for p in every))
+        start(partition, *args, **kwargs)
+
+    store._start = noted
+    store.use(*every)
+    assert began == [0, 1, 2, 3], "all are asked for before one is waited for"
+    assert all(torch.equal(bench.tensors.shown[p], bench.expected[p]) for p in every)
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_announced_uses_are_read_ahead(is_late: bool, is_saved: bool, bench: Bench) -> None:
+    """Gathered together: each stays in use. Saved: one after the other, and the host keeps the tensors."""
+    every = [bench.partition(i) for i in range(12)]
+    store = bench.store(every, read_bytes=4 * LARGE_BYTES, device=LateDevice() if is_late else HostDevice())
+    bench.run(store, every[:2], step=False)
+    demanded, held = store.num_demand_reads, {}
+    with store.in_order(every, is_saved=is_saved):
+        for partition in every:
+            store.use(partition)
+            values = bench.tensors.shown[partition]
+            assert torch.equal(values, bench.expected[partition])
+            if is_late:
+                event = Event()
+                event.has_passed = True
+                store.copied(partition, event)
+            else:
+                held[partition] = values
+                store.lend(partition)
+            if is_late or is_saved:
+                store.release(partition)
+                bench.tensors.away(partition)
+            store.move_on()
+    assert store.num_demand_reads == demanded, "nothing was waited for that had not been asked for before"
+    if not is_late:
+        assert store.num_overflows == (0 if is_saved else 8), "gathered together is more than the pool"
+        for partition, values in held.items():
+            values.zero_()  # whose they are now
+            assert is_saved == (partition.presence is Presence.AWAY)
+            store.release(partition)
+            bench.tensors.away(partition)
+        if is_saved:
+            assert store.used_bytes == 0, "the pool is not what a script keeps"
+    bench.run(store, every)
+
+
+def test_what_is_announced_and_not_fetched_is_forgotten(bench: Bench) -> None:
+    every = [bench.partition(i) for i in range(6)]
+    store = bench.store(every, read_bytes=1)
+    with store.in_order(every, is_saved=True):
+        store.use(every[0])
+    assert all(p.presence is Presence.AWAY for p in every[1:])
+    bench.run(store, every)
+
+
 def test_memory_in_use_is_not_read_into(bench: Bench) -> None:
     every = [bench.partition(i) for i in range(6)]
     store = bench.store(every, read_bytes=1)
@@ -385,3 +523,104 @@ def test_what_is_lost_says_why() -> None:
     lost = Partition(1, Lost("parameter head.weight", "their engine failed (disk is gone)"))
     with pytest.raises(FuyouStateError, match=r"head.weight has no values any more: .*disk is gone"):
         lost.copy()
+
+
+class Passed(Event):
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_passed = True
+
+
+def ended_reads(store: ParameterStore) -> None:
+    for partition in store.partitions:
+        if partition.read is not None:
+            partition.read.wait()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(
+    ("num_micro_batches", "pool", "expected"), [(1, 80, 78), (4, 80, 312), (1, 20, 77), (4, 20, 305)]
+)
+def test_on_a_device_what_is_used_was_offered_before(
+    num_micro_batches: int, pool: int, expected: int, trained: bool, bench: Bench
+) -> None:
+    """But for the first of a step, and for what is used twice in a row."""
+    every = [bench.partition(i, 2048, trained=trained) for i in range(40)]
+    store = bench.store(every, read_bytes=pool * every[0].num_bytes, device=LateDevice())
+    order = [*every, *reversed(every)] * num_micro_batches
+    for _ in range(4):
+        offered = 0
+        for partition in order:
+            ended_reads(store)
+            offered += partition.presence is Presence.HERE
+            store.use(partition)
+            store.copied(partition, Passed())
+            bench.tensors.in_use.add(partition)
+            store.move_on()
+            bench.tensors.in_use.discard(partition)
+            if store.release(partition):
+                bench.tensors.away(partition)
+        store.step_applied()
+    assert offered >= expected
+
+
+def test_what_is_kept_for_long_costs_no_more_memory(bench: Bench) -> None:
+    every = [bench.partition(i, 2048) for i in range(8)]
+    store = bench.store(every, read_bytes=1 << 20)
+    store.trace.expect(every)
+    for _ in range(40):
+        bench.run(store, every, step=False)
+    size_class = store._size_classes[0]
+    assert len(size_class.kept._latest) <= 2 * len(every) + 65
+    assert len(size_class.ahead._again) + len(store._offers._again) <= 2 * len(every)
+    assert len(size_class.in_flight) <= len(every)
+
+
+def test_a_use_that_is_an_exception_costs_a_few_steps_of_the_walks(bench: Bench) -> None:
+    """Experts: two of four in each layer, others for each token."""
+    every = [bench.partition(i, 1000) for i in range(720)]
+    store = bench.store(every, read_bytes=1 << 21)
+    chosen, looked = random.Random(3), 0
+
+    def token() -> list[Partition]:
+        layers = [every[at : at + 9] for at in range(0, len(every), 9)]
+        return [partition for layer in layers for partition in [*layer[:5], *chosen.sample(layer[5:], 2)]]
+
+    bench.run(store, token(), step=False)
+    bench.run(store, token(), step=False)
+    at = store.trace.at
+
+    def counted(place: int) -> Any:
+        nonlocal looked
+        looked += 1
+        return at(place)
+
+    store.trace.at = counted  # type: ignore[method-assign]
+    turns, num_uses = store.trace.turn, 0
+    for _ in range(6):
+        order = token()
+        num_uses += len(order)
+        bench.run(store, order, step=False)
+    assert store.trace.turn == turns
+    assert looked <= 8 * num_uses
+    assert store.num_overflows == 0
+
+
+def test_a_state_dict_takes_back_what_was_offered(bench: Bench) -> None:
+    every = [bench.partition(i) for i in range(4)]
+    store = bench.store(every, read_bytes=16 * LARGE_BYTES)
+    store.trace.expect(every)
+    bench.run(store, every, step=False)
+    ended_reads(store)
+    store.use(every[0])
+    store.move_on()
+    assert store.release(every[0])
+    bench.tensors.away(every[0])
+    assert any(partition.presence is Presence.HERE for partition in every)
+    with store.in_order(every, is_saved=True):
+        assert store.used_bytes == 0
+        for partition in every:
+            store.use(partition)
+            if store.release(partition):
+                bench.tensors.away(partition)
+    assert store.used_bytes == 0

@@ -60,7 +60,7 @@ def test_an_evaluation_in_between_starts_again() -> None:
 def test_an_unknown_item_leaves_the_prediction() -> None:
     trace = recorded(1, 2)
     trace.use(99)
-    assert upcoming(trace) == [1, 2]
+    assert upcoming(trace) == [1, 2, 99], "and it may come again after that"
 
 
 def test_a_step_without_use_keeps_the_order() -> None:
@@ -75,7 +75,9 @@ def test_first_uses_are_the_forward_order() -> None:
 
 def test_serving_without_steps_is_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_fuyou.parameters.trace.LONGEST_TRACE", 6)
-    assert upcoming(recorded(*[9] * 10, 1, 2, 3, 3, 2, 1)) == [1, 2, 3, 3, 2, 1]
+    trace = recorded(*[9] * 10, 1, 2, 3, 3, 2, 1)
+    assert len(trace._history) <= 12
+    assert upcoming(trace)[-6:] == [1, 2, 3, 3, 2, 1]
 
 
 def test_a_walk_comes_to_each_place_once_and_again_where_the_item_went_away() -> None:
@@ -112,3 +114,57 @@ def test_only_what_never_changes_is_wanted_for_the_next_step() -> None:
     assert walked(ahead) == [2]
     trace.end_step()
     assert walked(ahead) == [1, 2, 3]
+
+
+def demanded(trace: AccessTrace, items: list[int]) -> list[int]:
+    """What the trace did not expect."""
+    wrong = []
+    for item in items:
+        expected = trace.at(trace.cursor) if trace.period else None
+        if expected != item:
+            wrong.append(item)
+        trace.use(item)
+    return wrong
+
+
+FORWARD, BACKWARD = [1, 2, 3, 4], [4, 3, 2, 1]
+
+
+def test_the_order_of_the_model_is_expected_before_the_first_use() -> None:
+    trace = AccessTrace()
+    trace.expect(FORWARD)
+    assert demanded(trace, FORWARD * 3) == [], "an engine that only infers is right from the first forward on"
+
+
+def test_a_token_follows_the_token_before_it() -> None:
+    trace = recorded(*FORWARD, *BACKWARD)
+    assert demanded(trace, FORWARD * 64) == [1], "the second token, where backward was expected"
+    assert demanded(trace, FORWARD * 64) == []
+
+
+def test_every_step_of_a_rollout_and_of_micro_batches_is_wrong_only_where_its_kind_changes() -> None:
+    trace = AccessTrace()
+    trace.expect(FORWARD)
+    wrong = []
+    for num_tokens in (8, 8, 5, 11):
+        wrong.append(len(demanded(trace, FORWARD * num_tokens + (FORWARD + BACKWARD) * 3)))
+        trace.end_step()
+    assert wrong[1] == 0, "the same again"
+    assert max(wrong[2:]) <= 6, "another number of tokens"
+
+
+def test_micro_batches_repeat_as_a_whole_with_their_step() -> None:
+    trace = recorded(*(FORWARD + BACKWARD) * 4)
+    for _ in range(3):
+        assert demanded(trace, (FORWARD + BACKWARD) * 4) == []
+        assert upcoming(trace)[:4] == FORWARD
+        trace.end_step()
+
+
+def test_steps_end_where_they_ended() -> None:
+    trace = recorded(*FORWARD, *BACKWARD)
+    trace.use(1)
+    assert trace.next_step() == trace.cursor + 7
+    endless = AccessTrace()
+    endless.expect(FORWARD)
+    assert endless.next_step() is None

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many parameters gathered at once, or one after another to be saved: read ahead, in little host memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
+from torch.nn import Parameter
+
+from ds_fuyou.ds_json import activation_of
+from ds_fuyou.zero.device import rank_device
+from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, in_order, only_reading, partition_of, stores_of
+
+__all__ = ["consolidated", "in_portions", "in_use_order", "release_gathered"]
+
+
+def in_portions(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Init._all_gather``: what ``GatheredParameters`` asks for. DeepSpeed has all partitions in host memory before
+    the first is gathered. Here as many are as a part of the look-ahead holds, the next ones are read meanwhile, and the
+    memory of those that are gathered is used again.
+    """
+
+    @functools.wraps(original)
+    def _all_gather(self: Any, param_list: list[Parameter], async_op: bool = False, hierarchy: Any = None) -> Any:
+        stores = [] if async_op else stores_of(param_list)
+        if not stores:
+            return original(self, param_list, async_op=async_op, hierarchy=hierarchy)
+        with in_order(param_list):
+            for portion in _portions(param_list, max(1, min(store.read_bytes for store in stores) // 4)):
+                away = [param for param in portion if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+                original(self, portion, async_op=False, hierarchy=hierarchy)
+                if dist.get_world_size() > 1:
+                    _let_go(away)
+        for param in param_list:
+            partition = partition_of(param)
+            if partition is not None and partition.store is not None:
+                partition.store.lend(partition)
+        return None
+
+    return _all_gather
+
+
+def _portions(params: Sequence[Parameter], limit_bytes: int) -> Iterator[list[Parameter]]:
+    """The same on all ranks. One alone gathers nothing together on the host: there all are one portion."""
+    if dist.get_world_size() == 1 and rank_device().is_host:
+        yield list(params)
+        return
+    portion: list[Parameter] = []
+    num_bytes = 0
+    for param in params:
+        size = param.ds_tensor.ds_numel * param.ds_tensor.element_size()
+        if portion and num_bytes + size > limit_bytes:
+            yield portion
+            portion, num_bytes = [], 0
+        portion.append(param)
+        num_bytes += size
+    yield portion
+
+
+def _let_go(params: Sequence[Parameter]) -> None:
+    """Of several ranks: a blocking gather was issued, and the gathered tensor is another one than the partition."""
+    device = rank_device()
+    event = None if device.is_host else device.record_event()
+    for param in params:
+        if isinstance(param.nvme_swapper, FuyouParameterSwapper):
+            param.nvme_swapper.copied(param, event)
+
+
+def release_gathered(module: torch.nn.Module) -> None:
+    """Partitions every gathered parameter of a model; its partition has the same values."""
+    registry = getattr(module, "ds_inflight_param_registry", None)
+    for param in in_use_order(module):
+        if registry is not None and param in registry:
+            registry.pop(param).wait()
+        if param.ds_status is ZeroParamStatus.AVAILABLE:
+            param.ds_active_sub_modules.clear()
+            param.partition()
+
+
+def in_use_order(module: torch.nn.Module) -> list[Parameter]:
+    """Partitioned parameters as a walk over the modules comes to them: about the order of forward, and that of
+    ``state_dict``."""
+    every = (param for child in module.modules() for param in child.parameters(recurse=False))
+    return list(dict.fromkeys(param for param in every if is_zero_param(param)))
+
+
+def consolidated(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``_zero3_consolidated_16bit_state_dict``: gathers module by module, each as though it would be edited, which
+    writes it back. Nothing is: all is read ahead, and nothing written.
+    """
+
+    @functools.wraps(original)
+    def _zero3_consolidated_16bit_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if activation_of(self._config) is None:
+            return original(self, *args, **kwargs)
+        with in_order(in_use_order(self.module), is_saved=True), only_reading():
+            return original(self, *args, **kwargs)
+
+    return _zero3_consolidated_16bit_state_dict

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scripts do between steps, and how many bytes that reads: ``rollouts.py NAME SWAP_PATH``.
+
+Generation, evaluation, saving, sleep. Prints one JSON line; stock, with everything in host memory, is the reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+from ds_fuyou.errors import FuyouStateError
+from tests.behaviour.engines import equal, say, states
+from tests.harness.models import build_model, make_batch
+from tests.harness.runner import ds_config
+from tests.parity.cases import block
+
+MODEL = {"num_layers": 6, "width": 256}
+NUM_TOKENS = 8
+
+
+def engine_of(swap: str | None, *, trains: bool = True, **plan: Any) -> Any:
+    """With P16 on storage, or a stock engine where ``swap`` is None."""
+    trace = plan.pop("trace", None)
+    config = ds_config(gradient_clipping=0.5) if trains else ds_config(optimizer=None)
+    if swap is not None:
+        config["fuyou"] = block(swap, "all", "speculate", **plan) | ({} if trace is None else {"trace": trace})
+    torch.manual_seed(1)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = build_model(MODEL)
+    given = {"model_parameters": model.parameters()} if trains else {}
+    engine, *_ = deepspeed.initialize(model=model, config=config, **given)
+    return engine
+
+
+def batch(index: int) -> dict[str, Any]:
+    return make_batch(MODEL, index, torch.distributed.get_rank())
+
+
+def train(engine: Any, first: int, last: int) -> None:
+    for index in range(first, last):
+        engine.backward(engine(**batch(index)))
+        engine.step()
+
+
+def forwards(engine: Any, number: int = 1, *, after: Callable[[], None] = lambda: None) -> list[float]:
+    """Without gradients: tokens of a generation, or batches of an evaluation."""
+    losses = []
+    engine.eval()
+    for index in range(number):
+        with torch.no_grad():
+            losses.append(float(engine(**batch(100 + index))))
+        after()
+    engine.train()
+    return losses
+
+
+def stores_of(engine: Any) -> list[Any]:
+    partitions = [param.nvme_swapper.partitions.get(param.ds_id) for param in engine.module.parameters()]
+    return list({id(p.store): p.store for p in partitions if p is not None and p.store is not None}.values())
+
+
+class Reads:
+    """Of parameters since the last time."""
+
+    def __init__(self, engine: Any) -> None:
+        (self.store,) = stores_of(engine)
+        self.all_bytes = sum(partition.num_bytes for partition in self.store.partitions)
+        self.take()
+
+    def take(self) -> dict[str, int]:
+        store = self.store
+        for partition in store.partitions:  # what is on its way counts
+            if partition.read is not None:
+                for transfer in partition.read.transfers:
+                    transfer.wait_ended()
+        io = store._io.stats()
+        now = {
+            "bytes": io["read"].num_bytes,
+            "written": io["write"].num_bytes,
+            "demand": store.num_demand_reads,
+            "ahead": store.num_ahead_reads,
+        }
+        before, self._at = getattr(self, "_at", now), now
+        return {name: now[name] - before[name] for name in now}
+
+
+def quiet(engine: Any) -> None:
+    """Updates have ended: what is read from here on are parameters."""
+    engine.optimizer.rank_state.core.wait_all()
+
+
+def tokens(swap: str, prefetch_bytes: int) -> dict[str, Any]:
+    """A token is a forward; no parameter is gathered beforehand."""
+    stock = engine_of(None)
+    train(stock, 0, 2)
+    wanted = forwards(stock, NUM_TOKENS)
+    train(stock, 2, 4)
+    engine = engine_of(swap, prefetch_bytes=prefetch_bytes)
+    train(engine, 0, 2)
+    quiet(engine)
+    reads, each = Reads(engine), []
+    found = forwards(engine, NUM_TOKENS, after=lambda: each.append(reads.take()))
+    train(engine, 2, 4)
+    same = [found == wanted, equal(states(stock), states(engine))]
+    overflows, capacity = reads.store.num_overflows, reads.store.capacity_bytes
+    return {"same": same, "each": each, "model": reads.all_bytes, "pool": capacity, "overflows": overflows}
+
+
+def gathered(swap: str) -> dict[str, Any]:
+    """TRL's way: everything is gathered, and stays so for the rollout."""
+    found = {}
+    for name, where in (("stock", None), ("ours", swap)):
+        engine = engine_of(where, prefetch_bytes=1_500_000)
+        train(engine, 0, 2)
+        reads = None
+        if where is not None:
+            quiet(engine)
+            reads = Reads(engine)
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+            first = None if reads is None else reads.take()
+            losses = [float(engine.module.head.weight.sum()), float(engine.module.blocks[0].up.weight.sum())]
+            for param in engine.module.parameters():
+                param.data.mul_(2)  # a script's scratch: nobody said that it modifies them
+            rest = None if reads is None else reads.take()
+        if reads is None:  # stock's own tensors are the gathered ones: it does not forget
+            with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+                for param in engine.module.parameters():
+                    param.data.div_(2)
+        train(engine, 2, 4)
+        found[name] = (losses, states(engine), first, rest, 0 if reads is None else reads.all_bytes)
+    ours, stock = found["ours"], found["stock"]
+    same = [ours[0] == stock[0], equal(ours[1], stock[1])]
+    return {"same": same, "first": ours[2], "rest": ours[3], "model": ours[4]}
+
+
+def inference(swap: str) -> dict[str, Any]:
+    """An engine without an optimizer, from its first forward on, and what its trace and its plan say."""
+    wanted = forwards(engine_of(None, trains=False), NUM_TOKENS)
+    trace = f"{swap}/trace.json"
+    trained = engine_of(swap, prefetch_bytes=2_800_000, trace=trace)
+    train(trained, 0, 1)
+    engine = engine_of(swap, trains=False, prefetch_bytes=2_800_000, trace=trace)
+    reads, each = Reads(engine), []
+    found = forwards(engine, NUM_TOKENS, after=lambda: each.append(reads.take()))
+    tiers = trained.optimizer._tier_bytes
+    now, peaks, planned = tiers.now(), tiers.peaks(), tiers.planned()
+    beside = reads.store.capacity_bytes
+    store = reads.store
+    engine.destroy()
+    without = tiers.planned()
+    again = forwards(engine_of(swap, trains=False, prefetch_bytes=1_500_000), 1)
+    trained.destroy()
+    events = json.loads(Path(trace).read_text())["traceEvents"]
+    Path(trace).unlink()
+    return {
+        "same": [found == wanted, again == wanted[:1]],
+        "each": each,
+        "model": reads.all_bytes,
+        "within plan": [peaks[tier] <= planned[tier] for tier in ("host memory", "storage")],
+        "counted": [
+            planned["host memory"] - without["host memory"] == beside,
+            planned["storage"] - without["storage"] == reads.all_bytes,
+            now["storage"] > reads.all_bytes,
+        ],
+        "spans": sorted({e["name"].split(".")[0] for e in events if e["name"].startswith("inference ")}),
+        "reads": sum(e.get("cat") == "storage read" and "parameter" in e["name"] for e in events) > len(MODEL),
+        "closed": [store.used_bytes, len(store.partitions)],
+    }
+
+
+def handed_on(swap: str) -> dict[str, Any]:
+    """Engines that infer share a model with each other and with one that trains; each reads ahead in its turn."""
+    found = []
+    for where in (None, swap):
+        torch.manual_seed(1)
+        config, plain = ds_config(gradient_clipping=0.5), ds_config(optimizer=None)
+        for each in (config, plain) if where is not None else ():
+            each["fuyou"] = block(str(where), "all", "speculate", prefetch_bytes=1_500_000)
+        with deepspeed.zero.Init(config_dict_or_path=plain):
+            model = build_model(MODEL)
+        first, *_ = deepspeed.initialize(model=model, config=plain)
+        values = forwards(first, 2)
+        second, *_ = deepspeed.initialize(model=model, config=plain)
+        first.destroy()
+        values += forwards(second, 2)
+        trained, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        train(trained, 0, 2)
+        values += forwards(trained, 1)
+        trained.destroy()
+        third, *_ = deepspeed.initialize(model=model, config=plain)
+        values += forwards(third, 2)
+        found.append((values, 0 if where is None else stores_of(third)[0].num_demand_reads))
+    return {"same": [found[0][0] == found[1][0]], "demand": found[1][1]}
+
+
+def evaluation(swap: str) -> dict[str, Any]:
+    """Between training steps; the pool holds a part of the model."""
+    stock, engine = engine_of(None), engine_of(swap, prefetch_bytes=1_500_000)
+    reads, each = Reads(engine), []
+    same = []
+    for begin in (0, 3):
+        train(stock, begin, begin + 3)
+        train(engine, begin, begin + 3)
+        quiet(engine)
+        reads.take()
+        each.append([])
+        found = forwards(engine, 4, after=lambda: each[-1].append(reads.take()))
+        same.append(found == forwards(stock, 4))
+    return {"same": same, "each": each, "model": reads.all_bytes, "overflows": reads.store.num_overflows}
+
+
+def saved(swap: str) -> dict[str, Any]:
+    """The 16-bit state dictionary and file, and adapters merged one gathered module after the other."""
+    stock, engine = engine_of(None), engine_of(swap, prefetch_bytes=1_500_000)
+    for each in (stock, engine):
+        each._config.zero_config.gather_16bit_weights_on_model_save = True
+        train(each, 0, 2)
+    quiet(engine)
+    reads = Reads(engine)
+    ours, found = engine._zero3_consolidated_16bit_state_dict(), {"state_dict": reads.take()}
+    theirs = stock._zero3_consolidated_16bit_state_dict()
+    same = [equal(ours, {name: value.clone() for name, value in theirs.items()})]
+    held = reads.store.used_bytes
+    for value in ours.values():
+        value.mul_(2)  # the script's own: nothing of the model
+    reads.take()
+    engine.save_16bit_model(swap, "saved.bin")
+    found["save_16bit_model"] = reads.take()
+    same.append(equal(torch.load(Path(swap) / "saved.bin"), theirs))
+    (Path(swap) / "saved.bin").unlink()
+    quiet(engine)
+    reads.take()
+    for module in engine.module.modules():
+        params = list(module.parameters(recurse=False))
+        with deepspeed.zero.GatheredParameters(params):
+            same.append(all(param.ds_numel == param.numel() for param in params))
+    found["modules"] = reads.take()
+    train(stock, 2, 4)
+    train(engine, 2, 4)
+    same.append(equal(states(stock), states(engine)))
+    return {"same": same, "found": found, "model": reads.all_bytes, "held": held, "pool": reads.store.capacity_bytes}
+
+
+@contextlib.contextmanager
+def asleep(engine: Any, **how: Any) -> Iterator[None]:
+    engine.offload_states(**how)
+    yield
+    engine.reload_states()
+
+
+def sleep(swap: str) -> dict[str, Any]:
+    stock, engine = engine_of(None), engine_of(swap, prefetch_bytes=16_000_000)
+    train(stock, 0, 4)
+    refused = ""
+    for index in range(4):
+        with asleep(engine, pin_memory=index % 2 == 0):
+            away = all(param.ds_status.name == "NOT_AVAILABLE" for param in engine.module.parameters())
+        train(engine, index, index + 1)
+    quiet(engine)
+    with asleep(engine, pin_memory=False):
+        reads = Reads(engine)
+    woken = reads.take()
+    forwards(engine)
+    try:
+        engine.offload_states(device=OffloadDeviceEnum.nvme)
+    except ValueError as error:
+        refused = str(error)
+    engine.offload_states(device=OffloadDeviceEnum.none)
+    then = reads.take()
+    same = [equal(states(stock), states(engine))]
+    engine.destroy()
+    ended = []
+    for each in (engine.offload_states, engine.reload_states):
+        try:
+            each()
+        except FuyouStateError as error:
+            ended.append(str(error))
+    return {
+        "ended": ended,
+        "same": same,
+        "away": away,
+        "woken": woken,
+        "then": then,
+        "refused": refused,
+    }
+
+
+def ranks(swap: str) -> dict[str, Any]:
+    """Two ranks gather together in portions: no more host memory than the pool, and the same values."""
+    stock, engine = engine_of(None), engine_of(swap, prefetch_bytes=1_200_000)
+    same, overflows = [], []
+    reads = Reads(engine)
+    for index in range(3):
+        train(stock, index, index + 1)
+        train(engine, index, index + 1)
+        gathers = []
+        for each in (stock, engine):
+            params = list(each.module.parameters())
+            with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
+                if index == 1 and torch.distributed.get_rank() == 0:
+                    for param in params:
+                        param.data.mul_(0.5)
+            with deepspeed.zero.GatheredParameters(params):
+                gathers.append([param.detach().clone() for param in params])
+        same.append(all(torch.equal(a, b) for a, b in zip(*gathers, strict=True)))
+        overflows.append(reads.store.num_overflows)
+        same.append(forwards(stock, 3) == forwards(engine, 3))
+    ours, theirs = (each._zero3_consolidated_16bit_state_dict() for each in (engine, stock))
+    same.append(ours is None if theirs is None else equal(ours, theirs))
+    same.append(equal(states(stock), states(engine)))
+    return {"same": same, "overflows": overflows}
+
+
+SCENARIOS: dict[str, Any] = {
+    "fits": lambda swap: tokens(swap, 16_000_000),
+    "half": lambda swap: tokens(swap, 2_800_000),
+    "gathered": gathered,
+    "inference": inference,
+    "handed-on": handed_on,
+    "evaluation": evaluation,
+    "saved": saved,
+    "sleep": sleep,
+    "ranks": ranks,
+}
+
+if __name__ == "__main__":
+    deepspeed.init_distributed("gloo")
+    say(SCENARIOS[sys.argv[1]](sys.argv[2]))
+    for _ in range(4):  # as harness.train_worker.leave_group
+        torch.distributed.barrier()

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scripts do between steps reads as few bytes as memory allows, ahead of their use, and gives stock's values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.behaviour.test_engines import run
+
+SCRIPT = "rollouts.py"
+
+
+def found_by(name: str, tmp_path: Path) -> dict[str, Any]:
+    (found,) = run(name, tmp_path / "swap", script=SCRIPT)
+    assert all(found["same"]), found
+    assert not [path for path in (tmp_path / "swap").glob("**/*") if path.is_file()]
+    return found
+
+
+def test_tokens_read_nothing_twice_of_a_model_that_fits(tmp_path: Path) -> None:
+    found = found_by("fits", tmp_path)
+    assert found["each"][0]["bytes"] <= found["model"]
+    assert [token["bytes"] for token in found["each"][1:]] == [0] * 7
+    assert sum(token["demand"] for token in found["each"]) <= 1
+    assert found["overflows"] == 0
+
+
+def test_tokens_read_what_three_quarters_of_the_pool_do_not_hold(tmp_path: Path) -> None:
+    found = found_by("half", tmp_path)
+    steady = found["each"][2:]
+    largest = 400 * 1024  # room for it may be cut
+    assert max(token["bytes"] for token in steady) <= found["model"] - found["pool"] * 3 // 4 + 2 * largest
+    assert max(token["bytes"] for token in steady) < 0.75 * found["model"]
+    assert sum(token["demand"] for token in found["each"]) <= 3, "by trace, though much of it does not stay"
+    assert found["overflows"] == 0
+
+
+def test_a_gather_of_everything_reads_each_byte_once_and_ahead(tmp_path: Path) -> None:
+    found = found_by("gathered", tmp_path)
+    assert found["first"]["bytes"] <= found["model"]
+    assert found["first"]["demand"] == 0
+    assert found["rest"]["bytes"] == 0
+
+
+def test_engines_without_an_optimizer_read_ahead_from_their_first_forward_on(tmp_path: Path) -> None:
+    found = found_by("inference", tmp_path)
+    assert max(forward["demand"] for forward in found["each"]) <= 1
+    assert max(forward["bytes"] for forward in found["each"][2:]) < found["model"], "what the pool holds stays"
+    assert all(found["within plan"])
+    assert all(found["counted"])
+    assert "inference blocks" in found["spans"]
+    assert found["reads"], "their reads are in the lane trace"
+    assert found["closed"] == [0, 0]
+
+
+def test_engines_that_share_a_model_read_ahead_in_turn(tmp_path: Path) -> None:
+    assert found_by("handed-on", tmp_path)["demand"] <= 1
+
+
+def test_an_evaluation_between_steps_is_read_ahead(tmp_path: Path) -> None:
+    found = found_by("evaluation", tmp_path)
+    first, second = found["each"]
+    assert sum(batch["demand"] for batch in first) <= 6, "it is the first one"
+    assert sum(batch["demand"] for batch in second) <= 3
+    assert max(batch["bytes"] for batch in second) <= found["model"] * 1.1, "nothing is read for a backward"
+    assert found["overflows"] == 0
+
+
+def test_what_is_saved_or_merged_is_read_once_ahead_and_not_written_back(tmp_path: Path) -> None:
+    found = found_by("saved", tmp_path)
+    for name in ("state_dict", "save_16bit_model"):
+        reads = found["found"][name]
+        assert 0 < reads["bytes"] <= 1.02 * found["model"], name
+        assert (reads["demand"], reads["written"]) == (0, 0), name
+    merged = found["found"]["modules"]
+    assert merged["demand"] <= 3
+    assert merged["written"] == 0
+    assert merged["bytes"] <= 1.5 * found["model"], "the pool reads on into the next forward"
+    assert found["held"] == 0, "a state dictionary takes none of the look-ahead's memory"
+
+
+def test_sleep_leaves_nothing_gathered_and_waking_reads_ahead(tmp_path: Path) -> None:
+    found = found_by("sleep", tmp_path)
+    assert found["away"]
+    assert found["woken"]["demand"] == found["then"]["demand"] == 0
+    assert found["woken"]["ahead"] + found["then"]["ahead"] > 0
+    assert "device must be cpu" in found["refused"]
+    assert len(found["ended"]) == 2, "a destroyed engine has nothing to offload or to reload"
+
+
+@pytest.mark.timeout(200)
+def test_two_ranks_gather_in_portions_of_the_pool(tmp_path: Path) -> None:
+    for found in run("ranks", tmp_path / "swap", num_ranks=2, script=SCRIPT):
+        assert all(found["same"]), found
+        assert found["overflows"] == [0, 0, 0]
