@@ -18,7 +18,6 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from ds_fuyou.ds_json import activation_of
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.log import get_logger
-from ds_fuyou.zero.stock import is_ours
 
 __all__ = ["offloading", "reloading"]
 
