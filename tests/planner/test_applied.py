@@ -133,4 +133,5 @@ def test_a_run_takes_its_placement_from_the_plan(tmp_path: Path) -> None:
     assert first / second == pytest.approx(3, rel=0.1)
     reads, num_stored = result["param_reads"]
     assert num_stored
-    assert reads == case["steps"] * num_stored, "small parameters are read once a step, not once a pass"
+    # Those of the step that would come next may be on their way.
+    assert case["steps"] <= reads / num_stored <= case["steps"] + 1, "once a step, not once a pass"
