@@ -24,7 +24,7 @@ class Kept:
         self._latest: list[tuple[int, int, Partition]] = []  # a heap, with entries that do not hold any more
         self._numbers = itertools.count()
         self._turn = trace.turn
-        self._ordered_at = -1  # all places: not after each of many turns, but also where uses were left out
+        self._ordered_at = -1  # all places were found: not at each of many turns, but also as uses are left out
 
     def __contains__(self, partition: Partition) -> bool:
         return partition in self._place_of

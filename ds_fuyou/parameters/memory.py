@@ -19,8 +19,9 @@ class ReadMemory:
     """One pool, registered with the device, and what copies of the device still read. Training thread only.
 
     [Note: copies in flight] Copies from registered memory return at once, so what they read is kept until the event
-    after them has passed. Whoever finds the pool full waits for the oldest of these events. That cannot deadlock: the
-    copies stand in a stream behind work that was issued before them, none of which waits for the host.
+    after them has passed. A read that somebody waits for, and that finds the pool full and no kept values in it, waits
+    for the oldest of these events. That cannot deadlock: the copies stand in a stream behind work that was issued
+    before them, none of which waits for the host.
     """
 
     def __init__(self, sizes: Sequence[int], wanted_bytes: int, device: Device) -> None:

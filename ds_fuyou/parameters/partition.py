@@ -27,7 +27,7 @@ class Presence(Enum):
     HERE = 4
     """Memory that whoever gathers them takes them from: a block of a pool, memory of its own, or the source's."""
     GATHERED = 5
-    """The device's alone. The memory that was copied from is kept until the copy has ended."""
+    """The gathered parameter's alone. Memory that a device copies from is kept until the copy has ended."""
 
 
 class Source(Protocol):
@@ -43,7 +43,7 @@ class Source(Protocol):
 
     @property
     def changes(self) -> bool:
-        """Whether steps change them: then nothing is read for the next step."""
+        """Whether steps change them: then nothing is read ahead, kept or offered beyond the end of a step."""
 
     @property
     def io(self) -> IoLane: ...

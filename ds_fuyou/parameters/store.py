@@ -4,10 +4,10 @@
 [Note: the way of a parameter]
 Each :class:`Partition` has a source (the optimizer's chunks, or pages that ``zero.Init`` wrote) and a state
 (:class:`Presence`). ``use`` says that somebody needs it now: it is made available, by waiting for its update and its
-read if it must be, and the recorded order moves on. ``move_on`` then starts reads of what comes next, as far as the
-pools reach, and offers what has come to the borrower, who may gather it ahead of its use. ``copied`` says that the
-device copies from it, ``release`` that nobody uses it any more, ``step_applied`` that steps changed the values.
-``in_order`` announces uses that no recorded order can know: of a list that is gathered, or saved.
+read if it must be, and the trace moves on. ``move_on`` then starts reads of what the trace expects, as far as the pools
+reach, and offers what comes next to the borrower, who may gather it ahead of its use. ``copied`` says that the device
+copies from it, ``release`` that nobody uses it any more, ``step_applied`` that steps changed the values. ``in_order``
+announces uses that the trace cannot know: of a list that is gathered, or saved.
 
 [Note: what stays]
 Released values stay in their pool as long as a later use of them is expected before a step changes them. A read that
@@ -18,10 +18,12 @@ needs about ``M - 3/4 * pool`` are read for it, and none if the model fits.
 
 [Note: what may differ between ranks]
 Which reads have ended differs; a gather must be the same collective everywhere, and an offered parameter is gathered
-ahead. One rank alone offers what has come. Several offer by position: everything that is used within the next
-:data:`OFFER_BYTES` or so of the order, which is the same on all ranks, and wait for it. Where storage is slower than
-the device they would wait for it one module later; waiting earlier delays the last module, not the pace. What stays is
-not offered by staying: it differs, too.
+ahead. One walk offers, in the order of next use. On one rank it offers what has come, up to a quarter of the pools, and
+ends where no read has started: that may have to take the memory of what comes behind it. On several it goes by
+position: everything that is used within the next :data:`OFFER_BYTES` or so of the order, which is the same on all
+ranks, and before the step ends, is waited for and offered. Where storage is slower than the device they would wait for
+it one module later; waiting earlier delays the last module, not the pace. What stays is not offered by staying: it
+differs, too.
 
 Two pools: small partitions often stay gathered, and would cut the memory of large ones to pieces.
 """
@@ -557,7 +559,7 @@ class ParameterStore:
         return -NEVER if place < self.trace.cursor else -place
 
     def look_ahead(self) -> None:
-        """Starts reads in the announced or the recorded order, until there is no memory or an update that is not
+        """Starts reads in the announced or the expected order, until there is no memory or an update that is not
         published is met."""
         if self._announced is not None:
             self._read_announced(self._announced)

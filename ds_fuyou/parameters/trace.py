@@ -3,11 +3,13 @@
 
 [Note: the prediction]
 What comes next is what came next when the same had come before: the history of uses repeats itself with a *period*, and
-its last ``period`` uses are the next ones. As long as every use is the predicted one the period stays. A few in a long
-period that are not are exceptions, which leave the prediction where it is, or move it on by what was left out. Others
-are looked up: of the places where it was used before the one counts that has the longest common past with now, of equal
-ones the latest. So a step of many micro-batches repeats as a whole, a token of a generation follows the one before it,
-and a batch of an evaluation the batch before it, whoever runs them; where their kind changes it is wrong a few times.
+its last ``period`` uses are the next ones. As long as every use is the predicted one the period stays. One that is
+expected a few places on (one place for every 64 uses of the period, eight at most) moves the prediction on by what was
+left out; in a period of 512 uses or more, up to two in a row that are not are exceptions, which leave it where it is.
+Others are looked up: of the last places where it was used the one counts that has the longest common past with now, of
+equal ones the latest. What follows the end of a step is a step like it, unless its end was expected. So a step of many
+micro-batches repeats as a whole, a token of a generation follows the one before it, and a batch of an evaluation the
+batch before it, whoever runs them; where their kind changes it is wrong a few times.
 """
 
 from __future__ import annotations
@@ -175,10 +177,10 @@ class AccessTrace:
 
 
 class Ahead:
-    """Walks ahead of the trace, over each place once; a place whose item went away again comes once more.
+    """Walks ahead of the trace, over each place once; :meth:`gone` leads it back to a place.
 
-    ``wants(item, is_next_step)``: whether an item concerns this walk. It goes a period ahead, and as many places as
-    :meth:`allow` says.
+    ``wants(item, is_next_step)``: whether an item concerns this walk. It goes a period ahead, by as many places at a
+    time as :meth:`allow` says.
     """
 
     def __init__(self, trace: AccessTrace, wants: Callable[[Any, bool], bool]) -> None:
@@ -233,7 +235,7 @@ class Ahead:
         return self._again[0] if self._again else self._place
 
     def gone(self, item: Any) -> None:
-        """The item is not there any more: if the walk has passed its next use, it comes to it again."""
+        """The item went away, or came after all: if the walk has passed its next use, it comes to it again."""
         if self._turn != self._trace.turn:
             self._follow()
         place = self._trace.next_place(item)

@@ -4,7 +4,7 @@
 Stock's handles of a gather on one rank copy the partition to the device and then synchronise the stream, in backward
 too. Here an event follows the copies, and the stream that waits for the handle comes after it: the coordinator's
 gathering stream, which the computing stream waits for and whose work in flight it bounds, or the computing stream
-itself. Host memory that was read for such a copy is kept until the same event, and no longer.
+itself. Host memory that was read for such a copy is given up after the same event, if it is not kept for a later use.
 """
 
 from __future__ import annotations

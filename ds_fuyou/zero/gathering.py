@@ -21,8 +21,9 @@ __all__ = ["consolidated", "in_portions", "in_use_order", "release_gathered"]
 
 def in_portions(original: Callable[..., Any]) -> Callable[..., Any]:
     """``Init._all_gather``: what ``GatheredParameters`` asks for. DeepSpeed has all partitions in host memory before
-    the first is gathered. Here as many are as a part of the look-ahead holds, the next ones are read meanwhile, and the
-    memory of those that are gathered is used again.
+    the first is gathered. Here as many are as a quarter of the look-ahead holds, the next ones are read meanwhile, and
+    the memory of those that are gathered is used again; but for one rank of the host: its gathered tensors are that
+    memory.
     """
 
     @functools.wraps(original)

@@ -2,8 +2,8 @@
 """Engines without an optimizer (reference and reward models, serving): their parameters are read ahead as those of an
 engine that trains.
 
-What of the model lies on storage and has no engine yet gets a parameter store of its own. What an engine that trains
-has stays with that one's store, which is told of every use.
+What of the model lies on storage and no engine has gets a parameter store of its own. What another engine has stays
+with that one's store, which is told of every use, until that engine ends.
 """
 
 from __future__ import annotations
