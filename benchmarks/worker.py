@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -229,12 +230,18 @@ def answer(trainer: Trainer, command: dict[str, Any]) -> dict[str, Any]:
     if command["do"] == "waits":  # of the host on the device since the last time: seconds and how often, by place
         found: dict[str, list[float]] = {}
         for wait in trainer.torch.standin.take_waits():
-            secs, number = found.get(f"{wait.what}\n{wait.stack}", [0.0, 0])
-            found[f"{wait.what}\n{wait.stack}"] = [secs + wait.secs, number + 1]
+            place = f"{wait.what}\n{_without_directories(wait.stack)}"
+            secs, number = found.get(place, [0.0, 0])
+            found[place] = [secs + wait.secs, number + 1]
         return {"waits": sorted(found.items(), key=lambda item: -item[1][0])}
     raise ValueError(
         f"unknown command {command!r}; steps, rollout, saving, memory, forget_peaks, waits and stop are known"
     )
+
+
+def _without_directories(stack: str) -> str:
+    """Files by their paths in this repository or below Python's libraries: where these lie is one machine's affair."""
+    return re.sub(rf"(?m)^( *)(?:\S*/(?:site-packages|lib/python[\d.]+)|{re.escape(str(ROOT))})/", r"\1", stack)
 
 
 def serve(replies: TextIO) -> None:
