@@ -35,6 +35,7 @@ from models import TinyExperts, build_model, make_batch
 from plain import PlainEngine
 from script_actions import before_step, break_rank, evaluate_late, forward_and_backward, within, wrapped
 
+from ds_fuyou.parameters.partition import Presence
 from tests.device import faults
 from tests.device.accelerator import install_from
 from tests.harness.group import leave_group
@@ -203,6 +204,7 @@ def train(engine, case: dict, first: int, last: int, result: dict) -> None:
             if is_last or not one_step:
                 engine.step()
             result["evals"] += [float(each) for each in late]
+        result["param_reads"].append(param_reads(engine))
         if step in case.get("look_at", ()):
             look(engine, case, result, with_gradients=False)
         if step in case.get("read_ungathered_after", ()):
@@ -259,12 +261,16 @@ def shares_of(core) -> dict[str, float]:
 
 
 def param_reads(engine) -> tuple[int, int] | None:
-    """(reads of parameters from storage so far, parameters that lie there)."""
+    """(reads of parameters from storage for the steps so far, parameters that lie there). After a step, what changes in
+    it and is not away has been read for the next one.
+    """
     state = getattr(engine.optimizer, "rank_state", None)
     if state is None or not state.reads_parameters:
         return None
     num_stored = sum(not state.core.place.is_in_memory(span) for span in state.layout.params)
-    return state.parameters.num_demand_reads + state.parameters.num_ahead_reads, num_stored
+    store = state.parameters
+    num_next = sum(p.source.changes and bool(p.num_bytes) and p.presence is not Presence.AWAY for p in store.partitions)
+    return store.num_demand_reads + store.num_ahead_reads - num_next, num_stored
 
 
 def main() -> None:
@@ -272,7 +278,7 @@ def main() -> None:
         case = json.load(handle)
     install_from(os.environ)
     result: dict = {k: {} for k in ("p16", "p32", "exp_avg", "exp_avg_sq")} | {
-        k: [] for k in ("losses", "norms", "applied", "scales", "evals", "rates", "seen")
+        k: [] for k in ("losses", "norms", "applied", "scales", "evals", "rates", "seen", "param_reads")
     }
     engine = build_engine(case)
     first = 0
@@ -280,7 +286,6 @@ def main() -> None:
         engine.load_checkpoint(case["load"])
         first = engine.global_steps
     train(engine, case, first, case["steps"], result)
-    result["param_reads"] = param_reads(engine)
     if case.get("save"):
         engine.save_checkpoint(case["save"])
     if case.get("export"):
