@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.huggingface.runner import BIN, ROOT, free_port, run_command, run_script
 
@@ -39,6 +38,8 @@ def preset(name: str) -> dict[str, Any]:
         said = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=True).stdout
         words = said.split()[1:]  # behind "sft"
         return {key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)}
+    import yaml  # of the extra huggingface, like transformers below
+
     found: dict[str, Any] = yaml.safe_load((CONFIGS / f"{name}_fuyou.yaml").read_text())
     return found
 
