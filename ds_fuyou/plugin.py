@@ -81,8 +81,19 @@ def _config_init(original: Callable[..., None]) -> Callable[..., None]:
         activation = load_activation(self._param_dict)
         if activation is not None and not _recorded_as_stock(self):
             _activate(self, activation)
+            _keep_device_busy(self)
 
     return __init__
+
+
+def _keep_device_busy(ds_config: Any) -> None:
+    """DeepSpeed's throughput timer waits for the device before and after every micro-batch, so that each begins with an
+    empty device and an empty link. Here it does not, unless the JSON says ``"synchronized": true``: a step waits for its
+    norm anyway, so that what the timer says of whole steps stays right.
+    """
+    timer = ds_config.timers_config
+    if "synchronized" not in timer.model_fields_set:
+        timer.synchronized = False
 
 
 def _recorded_as_stock(ds_config: Any) -> bool:

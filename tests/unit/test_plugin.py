@@ -59,6 +59,12 @@ def test_off_means_off(block: dict[str, Any] | None) -> None:
     assert config.zero_allow_untested_optimizer == plain.zero_allow_untested_optimizer
 
 
+@pytest.mark.parametrize(("told_to", "synchronized"), [({}, False), ({"synchronized": True}, True)])
+def test_the_throughput_timer_waits_for_the_device_only_if_told_to(told_to: dict[str, Any], synchronized: bool) -> None:
+    assert parse({}, timers={"throughput": told_to}).timers_config.synchronized is synchronized
+    assert parse(timers={"throughput": told_to}).timers_config.synchronized
+
+
 def test_a_key_without_effect_is_told_once_by_all_configurations(told: Callable[[], str]) -> None:
     """An engine and its reference model have two, which differ."""
     for sections in (("offload_optimizer",), ("offload_optimizer", "offload_param")):
