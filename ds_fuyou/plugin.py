@@ -88,8 +88,8 @@ def _config_init(original: Callable[..., None]) -> Callable[..., None]:
 
 def _keep_device_busy(ds_config: Any) -> None:
     """DeepSpeed's throughput timer waits for the device before and after every micro-batch, so that each begins with an
-    empty device and an empty link. Here it does not, unless the JSON says ``"synchronized": true``: a step waits for its
-    norm anyway, so that what the timer says of whole steps stays right.
+    empty device and an empty link. Here it does not, unless the JSON says ``"synchronized": true``: a step waits for
+    its norm anyway, so that what the timer says of whole steps stays right.
     """
     timer = ds_config.timers_config
     if "synchronized" not in timer.model_fields_set:

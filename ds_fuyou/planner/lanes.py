@@ -27,7 +27,7 @@ class Lane(IntEnum):
 
     @property
     def label(self) -> str:
-        return ("gpu compute", "gpu->cpu", "cpu->gpu", "storage read", "storage write", "cpu optimizer")[self]
+        return ("compute", "device to host", "host to device", "storage read", "storage write", "cpu optimizer")[self]
 
 
 @dataclass(slots=True)

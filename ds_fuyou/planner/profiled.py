@@ -232,7 +232,7 @@ def prediction_table(chosen: Prediction, others: Sequence[Prediction], budget_by
 
 def prediction_line(chosen: Prediction, others: Sequence[Prediction], budget_bytes: float) -> str:
     """What is predicted of the placement as it is, and of the fastest other one that fits the budget."""
-    line = f"predicted {chosen.iteration_secs:.3f} s a step, bound by {_shown_lane(chosen.bound)}"
+    line = f"predicted {chosen.iteration_secs:.3f} s a step, bound by {chosen.bound}"
     line += f" ({_shown_lanes(chosen)})"
     fitting = [other for other in others if other.placement.host_bytes <= budget_bytes]
     if fitting:
@@ -243,19 +243,11 @@ def prediction_line(chosen: Prediction, others: Sequence[Prediction], budget_byt
     return line
 
 
-_SHOWN_LANES = {"gpu compute": "compute", "gpu->cpu": "device to host", "cpu->gpu": "host to device"}
-
-
-def _shown_lane(lane: str) -> str:
-    """As the lane trace calls it."""
-    return _SHOWN_LANES.get(lane, lane)
-
-
 def _shown_lanes(chosen: Prediction) -> str:
     """Every lane that works. Where the device is the host there is no link."""
     links = (Lane.DOWN.label, Lane.UP.label) if chosen.device_is_host else ()
     lanes = [(lane, secs) for lane, secs in chosen.lane_secs.items() if secs > 0 and lane not in links]
-    return ", ".join(f"{_shown_lane(lane)} {secs:.3f} s" for lane, secs in lanes)
+    return ", ".join(f"{lane} {secs:.3f} s" for lane, secs in lanes)
 
 
 def _row(prediction: Prediction, budget_bytes: float | None) -> tuple[str, ...]:
@@ -266,7 +258,7 @@ def _row(prediction: Prediction, budget_bytes: float | None) -> tuple[str, ...]:
         f"{host / 1e9:.2f} GB{', too much' if lacks else ''}",
         f"{prediction.storage_bytes / 1e9:.2f} GB",
         f"{prediction.iteration_secs:.3f} s",
-        _shown_lane(prediction.bound),
+        prediction.bound,
     )
 
 

@@ -17,6 +17,7 @@ from ds_fuyou.planner.plan import MIB
 __all__ = ["document_of", "largest_batch", "plan_text", "upgrades"]
 
 _TIERS = {"gpu": "GPU", "cpu": "host memory", "nvme": "storage"}
+_OF_THE_LINK = (Lane.DOWN, Lane.UP)
 
 
 def document_of(chosen: Chosen) -> PlanDocument:
@@ -92,6 +93,10 @@ def upgrades(chosen: Chosen) -> list[tuple[str, float]]:
             machine, update_rate=2 * machine.update_rate, pass_rate=2 * machine.pass_rate
         ),
     }
+    if machine.shares_cores:
+        options = {"cores": replace(options["CPU and its memory bandwidth"], flops=2 * machine.flops)} | {
+            name: grown for name, grown in options.items() if name == "DRAM" or name.startswith("storage")
+        }
     base = closed_form(chosen.work, machine, chosen.policy, chosen.place).iteration_secs
     found = [
         (what, chosen.iteration_secs * quick_secs(chosen.work, grown, chosen.policy) / base)
@@ -115,6 +120,8 @@ def _lines(chosen: Chosen) -> Iterator[str]:
     yield "what lives where"
     for tier, name in _TIERS.items():
         total, have = chosen.needs.total(tier), chosen.needs.have[tier]
+        if tier == "gpu" and chosen.machine.shares_cores:
+            name = "host memory, for computing"
         yield f"  {name:<36}{shown_bytes(total):>11}  of {shown_bytes(have)}"
         for item in chosen.needs.items:
             if item.tier == tier:
@@ -127,6 +134,8 @@ def _lines(chosen: Chosen) -> Iterator[str]:
     yield "lanes, seconds of a step"
     for lane in Lane:
         secs = chosen.simulated.lane_secs[lane]
+        if chosen.machine.shares_cores and lane in _OF_THE_LINK:
+            continue
         mark = "  <- bounds the step" if lane is chosen.bound else ""
         yield f"  {lane.label:<20}{secs:>9.2f}{100 * secs / chosen.iteration_secs:>6.0f} %{mark}"
     yield ""

@@ -106,6 +106,7 @@ def machine_of_measured(found: MeasuredMachine, num_gpus: int) -> Machine:
         endurance_bytes=0.0,
         update_rate=found.update,
         pass_rate=found.update * 30,
+        shares_cores=found.device_is_host,
     )
 
 

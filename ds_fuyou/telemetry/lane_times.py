@@ -20,7 +20,7 @@ from ds_fuyou.errors import FuyouConfigError
 
 __all__ = ["COMPUTE", "STEP", "LaneSum", "Span", "TraceContent", "read_trace", "sum_lanes"]
 
-COMPUTE, STEP = ("compute", "gpu compute"), "step()"
+COMPUTE, STEP = "compute", "step()"
 _WAITS = "waits"
 
 
@@ -226,14 +226,14 @@ def _without(kept: Sequence[tuple[float, float]], cut: Sequence[tuple[float, flo
 def sum_lanes(content: TraceContent) -> list[LaneSum]:
     """Every lane but the waits and ``step()``, which are no work of a lane. Compute itself hides nothing."""
     waits = _union((s.begin, s.end) for s in content.spans if s.lane == _WAITS)
-    compute = _without(_union((s.begin, s.end) for s in content.spans if s.lane in COMPUTE), waits)
+    compute = _without(_union((s.begin, s.end) for s in content.spans if s.lane == COMPUTE), waits)
     sums = []
     for lane in content.lanes:
         if lane in (_WAITS, STEP):
             continue
-        own = compute if lane in COMPUTE else _union((s.begin, s.end) for s in content.spans if s.lane == lane)
+        own = compute if lane == COMPUTE else _union((s.begin, s.end) for s in content.spans if s.lane == lane)
         busy = sum(end - begin for begin, end in own)
-        hidden = busy if lane in COMPUTE else _overlap(own, compute)
+        hidden = busy if lane == COMPUTE else _overlap(own, compute)
         moved = sum(s.num_bytes for s in content.spans if s.lane == lane)
         sums.append(LaneSum(lane, busy, hidden, moved))
     return sums

@@ -115,7 +115,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _sums_table(content: TraceContent, sums: Sequence[LaneSum]) -> str:
     steps, rows = content.num_steps, []
     for lane in sums:
-        own = lane.lane in COMPUTE
+        own = lane.lane == COMPUTE
         rows.append(
             (
                 lane.lane,
@@ -153,14 +153,9 @@ def _tiers_chart(content: TraceContent) -> str:
 
 
 def _plan_table(content: TraceContent, sums: Sequence[LaneSum], planned: Mapping[str, float]) -> str:
-    same = {
-        "compute": "gpu compute",
-        "device to host": "gpu->cpu",
-        "host to device": "cpu->gpu",
-    }
     rows = []
     for lane in sums:
-        wanted = planned.get(same.get(lane.lane, lane.lane))
+        wanted = planned.get(lane.lane)
         if wanted is None:
             continue
         rows.append(_plan_row(lane.lane, wanted, lane.busy_secs / content.num_steps))

@@ -40,7 +40,7 @@ def draw_png(path: Path, title: str, content: TraceContent, sums: Sequence[LaneS
 
     steps = content.num_steps
     names = [lane.lane for lane in sums]
-    hidden = [0.0 if lane.lane in COMPUTE else lane.hidden_secs / steps for lane in sums]
+    hidden = [0.0 if lane.lane == COMPUTE else lane.hidden_secs / steps for lane in sums]
     other = [lane.busy_secs / steps - inside for lane, inside in zip(sums, hidden, strict=True)]
     bars.barh(names, hidden, color="#9ecae9", label="hidden behind compute")
     bars.barh(names, other, left=hidden, color="#4269d0", label="compute, or exposed")

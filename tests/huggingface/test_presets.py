@@ -87,6 +87,8 @@ def test_the_trainer_takes_a_presets_arguments(name: str, ds_json, tmp_path: Pat
 
 
 def test_accelerate_takes_its_preset(ds_json, tmp_path: Path) -> None:
+    import yaml
+
     given = preset("accelerate")
     given["deepspeed_config"]["deepspeed_config_file"] = str(
         ds_json(given["deepspeed_config"]["deepspeed_config_file"])

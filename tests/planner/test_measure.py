@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from ds_fuyou.cli import main
+from ds_fuyou.planner.choose import choose
+from ds_fuyou.planner.cost import Workload
 from ds_fuyou.planner.hardware import constants
+from ds_fuyou.planner.model import load_model
+from ds_fuyou.planner.policies import find_policy
+from ds_fuyou.planner.report import plan_text
 from ds_fuyou.profiling.machine import MeasuredMachine, machine_of_measured
 
 FOUND = MeasuredMachine(
@@ -38,6 +43,18 @@ def test_measured_rates_become_those_of_the_planner() -> None:
     # equal bytes both ways: in turn 1/6 + 1/3 = 0.5 ns a pair, mixed 2/4 = 0.5 ns: they share one resource
     assert machine.storage_duplex == pytest.approx(1.0)
     assert machine_of_measured(replace(FOUND, mixed=6e9), 1).storage_duplex == pytest.approx(1.5)
+
+
+def test_where_the_device_is_the_host_there_is_no_gpu_and_no_link() -> None:
+    work, policy = Workload(load_model("gpt:12,12,768,8192"), 2, 256, 1), find_policy("ds_fuyou")
+    shown = plan_text(choose(work, machine_of_measured(replace(FOUND, device="host of 2 cores"), 1), policy))
+    assert "GPU" in shown
+    assert "device to host" in shown
+    host = machine_of_measured(replace(FOUND, device="host of 2 cores", device_is_host=True), 1)
+    shown = plan_text(choose(work, host, policy))
+    assert "GPU" not in shown
+    assert "device" not in shown
+    assert "cpu optimizer" in shown
 
 
 def test_a_rate_that_falls_is_told() -> None:
