@@ -117,10 +117,11 @@ CASES = (
         1,
         64,
         0.0,
-        ("fuyou_all_nvme_read_once", "fuyou_all_nvme", "fuyou_all_nvme_merge"),
+        ("fuyou_all_nvme_read_once", "fuyou_all_nvme", "fuyou_all_nvme_merge", "fuyou_all_nvme_evaluate"),
         (
             ("fuyou_all_nvme", "fuyou_all_nvme_read_once", 1.2),
             ("fuyou_all_nvme_merge", "fuyou_all_nvme_read_once", 1.2),
+            ("fuyou_all_nvme_evaluate", "fuyou_all_nvme_read_once", 1.2),
         ),
         timed="saving",
     ),
@@ -140,9 +141,9 @@ OFF = ("stock_off", "fuyou_off")
 BESIDE_IO = "fuyou_off_beside_io"
 """A control: our "off" while fio moves the bytes that the optimizer on storage would, and nothing is done with them."""
 
-WAYS = ("_gathered", "_read_once", "_merge")
+WAYS = ("_gathered", "_read_once", "_merge", "_evaluate")
 """Ends of names of variants: a rollout under ``GatheredParameters``; the bytes of the model alone, all reads asked for
-at once; module by module gathered, as adapters are merged. The configuration is that of the variant without."""
+at once; module by module gathered, as adapters are merged; a forward of one token without gradients. The configuration is that of the variant without."""
 
 VOCABULARY = 8192  # with 12 layers of width 768 about 98 million parameters
 
