@@ -33,6 +33,7 @@ from ds_fuyou.storage.swap_space import SwapSpace
 from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.auto_activations import AutoActivations
 from ds_fuyou.zero.device import rank_device
+from ds_fuyou.zero.gathering import settle
 
 __all__ = [
     "ActivationInput",
@@ -70,8 +71,7 @@ class GatheredIndex:
     DeepSpeed has gathered by then, so the graph holds no gathered memory in between.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._registry: Any = getattr(module, "ds_inflight_param_registry", None)
+    def __init__(self) -> None:
         self._by_address: dict[int, Parameter] = {}
         self._address_of: dict[int, int] = {}  # by ds_id: where it was gathered last; older places are forgotten
 
@@ -106,8 +106,7 @@ class GatheredIndex:
         with the others at the end of the step.
         """
         param = saved.param
-        if param.ds_status == ZeroParamStatus.INFLIGHT and self._registry is not None and param in self._registry:
-            self._registry.pop(param).wait()
+        settle([param])
         if param.ds_status != ZeroParamStatus.AVAILABLE:
             param.all_gather()
         values: torch.Tensor = param.data

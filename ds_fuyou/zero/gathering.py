@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,10 @@ from ds_fuyou.ds_json import activation_of
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, in_order, only_reading, partition_of, stores_of
 
-__all__ = ["consolidated", "in_portions", "in_use_order", "release_gathered"]
+__all__ = ["consolidated", "in_portions", "in_use_order", "release_gathered", "settle", "watch_gathers"]
+
+_GATHERING: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Models of engines: DeepSpeed keeps the handles of gathers in flight with each."""
 
 
 def in_portions(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,6 +35,7 @@ def in_portions(original: Callable[..., Any]) -> Callable[..., Any]:
         stores = [] if async_op else stores_of(param_list)
         if not stores:
             return original(self, param_list, async_op=async_op, hierarchy=hierarchy)
+        settle(param_list)
         with in_order(param_list):
             for portion in _portions(param_list, max(1, min(store.read_bytes for store in stores) // 4)):
                 away = [param for param in portion if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
@@ -72,12 +77,26 @@ def _let_go(params: Sequence[Parameter]) -> None:
             param.nvme_swapper.copied(param, event)
 
 
+def watch_gathers(module: torch.nn.Module) -> None:
+    """An engine of ours gathers this model's parameters from now on."""
+    _GATHERING.add(module)
+
+
+def settle(params: Sequence[Parameter]) -> None:
+    """Ends gathers in flight. In an evaluation DeepSpeed prefetches for a backward that does not come; what that left
+    it can neither use nor partition before the next forward.
+    """
+    for registry in [module.ds_inflight_param_registry for module in _GATHERING]:
+        for param in params if registry else ():
+            if param in registry:
+                registry.pop(param).wait()
+
+
 def release_gathered(module: torch.nn.Module) -> None:
     """Partitions every gathered parameter of a model; its partition has the same values."""
-    registry = getattr(module, "ds_inflight_param_registry", None)
-    for param in in_use_order(module):
-        if registry is not None and param in registry:
-            registry.pop(param).wait()
+    params = in_use_order(module)
+    settle(params)
+    for param in params:
         if param.ds_status is ZeroParamStatus.AVAILABLE:
             param.ds_active_sub_modules.clear()
             param.partition()

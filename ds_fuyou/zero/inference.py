@@ -32,7 +32,7 @@ from ds_fuyou.zero.agreement import least
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import local_ranks
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.gathering import in_use_order, release_gathered
+from ds_fuyou.zero.gathering import in_use_order, release_gathered, watch_gathers
 from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, held_bytes, partition_of, stores_of
 from ds_fuyou.zero.stock import bound_gathered, iter_module_params
 
@@ -223,6 +223,7 @@ def watch(engine: Any, offload: Any, activation: Activation) -> None:
     module = engine.module
     reads = InferenceReads(module, activation)
     coordinator = offload.get_param_coordinator()
+    watch_gathers(module)
     stock_fetch, stock_reset = coordinator.fetch_sub_module, coordinator.reset_step
     stock_destroy = offload.destroy
 

@@ -35,7 +35,7 @@ from ds_fuyou.telemetry.trace import Lane
 from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations, attach_auto, model_blocks
 from ds_fuyou.zero.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
 from ds_fuyou.zero.compute_spans import ComputeSpans
-from ds_fuyou.zero.gathering import release_gathered
+from ds_fuyou.zero.gathering import release_gathered, watch_gathers
 from ds_fuyou.zero.gradient_flow import GradientFlow
 from ds_fuyou.zero.handover import owners
 from ds_fuyou.zero.hp_access import HpAccess
@@ -129,7 +129,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def _attach_activations(self, activation: Activation) -> GatheredIndex:
         """Swapping or recomputing as configured; the index learns where parameters are gathered."""
         state = self.rank_state
-        index = GatheredIndex(self.module)
+        index = GatheredIndex()
         budget = activation.config.nvme_budget_bytes
         taken = state.store.total_bytes if state.store is not None else 0
         given = ActivationInput(
@@ -188,6 +188,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def _watch_modules(self, index: GatheredIndex) -> None:
         """Before DeepSpeed fetches a module's parameters, ours are made available and read-ahead moves on."""
         coordinator = self.parameter_offload.get_param_coordinator()
+        watch_gathers(self.module)
         stock_fetch = coordinator.fetch_sub_module
         state = self.rank_state
         self._token_count = count_tokens(state, self.module)

@@ -18,7 +18,7 @@ def test_only_the_place_of_the_last_gather_is_known() -> None:
     params = [torch.nn.Parameter(torch.empty(0)) for _ in range(2)]
     for number, param in enumerate(params):
         param.ds_id = number
-    index = GatheredIndex(torch.nn.Module())
+    index = GatheredIndex()
     memories = [torch.zeros(16) for _ in range(20)]
     for step in range(19):
         for number, param in enumerate(params):

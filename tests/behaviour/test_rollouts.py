@@ -69,6 +69,10 @@ def test_an_evaluation_between_steps_is_read_ahead(tmp_path: Path) -> None:
     assert found["overflows"] == 0
 
 
+def test_what_is_prefetched_for_a_backward_that_does_not_come_can_be_gathered(tmp_path: Path) -> None:
+    assert found_by("between", tmp_path)["in flight"] > 0
+
+
 def test_what_is_saved_or_merged_is_read_once_ahead_and_not_written_back(tmp_path: Path) -> None:
     found = found_by("saved", tmp_path)
     for name in ("state_dict", "save_16bit_model"):
