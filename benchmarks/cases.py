@@ -143,8 +143,8 @@ BESIDE_IO = "fuyou_off_beside_io"
 
 WAYS = ("_gathered", "_read_once", "_merge", "_evaluate")
 """Ends of names of variants: a rollout under ``GatheredParameters``; the bytes of the model alone, all reads asked for
-at once; module by module gathered, as adapters are merged; a forward of one token without gradients. The configuration is
-that of the variant without."""
+at once; module by module gathered, as adapters are merged; a forward of one token without gradients. The configuration
+is that of the variant without."""
 
 VOCABULARY = 8192  # with 12 layers of width 768 about 98 million parameters
 
