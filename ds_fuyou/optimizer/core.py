@@ -241,10 +241,11 @@ class OutOfCoreOptimizer:
                 sums=sums[index] if sums else None,
                 param_digest=digests[index] if digests else _UNKNOWN,
             )
-        self._unread = {index for index in range(len(digests)) if not in_memory[index]}
+        if self.options.checksum:
+            self._unread = {index for index in range(len(digests)) if not in_memory[index]}
         lacks_sums = self.options.checksum and not sums
         to_read = [chunk.index for chunk in self.layout.chunks if lacks_sums or in_memory[chunk.index]]
-        progress(sum(chunk.numel for chunk in self.layout.chunks if chunk.index not in set(to_read)))
+        progress(self.layout.numel - sum(self.layout.chunks[index].numel for index in to_read))
         for chunk, parts in self.states.read_all(to_read, with_moments=lacks_sums):
             if lacks_sums:
                 has_moments = chunk.index not in untouched

@@ -292,7 +292,8 @@ class RankState:
         """
         begin = time.perf_counter()
         if self.activation.config.resume == "auto":
-            tell_start(self.resumed, self.store)
+            in_memory = self.core.place.residency.params
+            tell_start(self.resumed, self.store, sum(4 * c.numel for c in self.layout.chunks if in_memory[c.index]))
         waiting = dict(enumerate(self._params))
         current: dict[int, torch.Tensor] = {}
 
