@@ -303,9 +303,10 @@ class FuyouConfig(_Settings):
     io: IoEngineSettings = IoEngineSettings()
     checksum: bool = Field(
         True,
-        description="Compare what is read back from storage with what this run wrote there: P32 and moments by the "
-        "chunk, P16 and G16 by the page of 4 KiB (8 bytes of host memory each), weights that `fuyou recover` takes "
-        "out by the commit record. Parameters that no optimizer updates and swapped activations are not compared.",
+        description="Compare what is read back from storage with what was written there: P32 and moments by the "
+        "chunk, P16 and G16 by the page of 4 KiB (8 bytes of host memory each); what a run goes on from, and weights "
+        "that `fuyou recover` takes out, by the commit record. Parameters that no optimizer updates and swapped "
+        "activations are not compared.",
     )
     trace: FileName | None = Field(None, description="File to write a lane trace to (opens in Perfetto).")
     keep_state: bool = Field(

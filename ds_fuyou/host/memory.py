@@ -155,9 +155,13 @@ class HostPool:
     allocations are not promised to be page-aligned).
     """
 
-    def __init__(self, num_bytes: int, device: Device | None = None) -> None:
-        """``device``: what copies from and to the arena; None if only the host and storage do."""
-        self.pool = load_core().AlignedPool(num_bytes)
+    def __init__(self, num_bytes: int, device: Device | None = None, *, inherited: bool = False) -> None:
+        """``device``: what copies from and to the arena; None if only the host and storage do.
+
+        ``inherited``: the script sees tensors in it, so a forked child (a data loader's worker) must find their values.
+        The others' is zeros there: what is pinned would be copied for each of them.
+        """
+        self.pool = load_core().AlignedPool(num_bytes, inherited)
         self._pins_for = device if device is not None and device.pins else None
         self._pinned_for: Device | None = None
         self.pin()

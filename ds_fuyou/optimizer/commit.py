@@ -45,8 +45,9 @@ class Committer:
     """One thread that handles orders one by one. A failure fails the pipeline, hence the training thread.
 
     A record's ``meta`` is what the order says (see :class:`~ds_fuyou.optimizer.core.OutOfCoreOptimizer`), the
-    ``edition`` of the generation, and ``state_sums``: hex of the checksums of every chunk's P32 and moments, 8 bytes
-    each; "" without ``checksum``.
+    ``edition`` of the generation, ``state_sums``: hex of the checksums of every chunk's P32 and moments, 8 bytes each;
+    and ``param_digests``: hex of 8 bytes a chunk that stand for its P16 on storage, all ones where it is not known.
+    Both are "" without ``checksum``; records of older versions have no digests.
 
     ``edition``: of the commit that stands in ``store``.
 
@@ -80,8 +81,9 @@ class Committer:
 
     def commit_now(self, generation: int, said: Mapping[str, JsonValue]) -> None:
         """Writes a record in the calling thread; nothing may be in flight (initialisation, a loaded checkpoint)."""
-        sums = self._pipeline.state_sums().hex()
-        self._store.commit(generation, self._slots(), {**said, "edition": self._edition, "state_sums": sums})
+        sums, digests = self._pipeline.state_sums(), self._pipeline.param_digests()
+        checksums = {"state_sums": sums.hex(), "param_digests": digests.hex() if digests.strip(b"\xff") else ""}
+        self._store.commit(generation, self._slots(), {**said, "edition": self._edition, **checksums})
         if self._opens:
             self.open_next(generation)
 
@@ -107,6 +109,13 @@ class Committer:
         if not self.is_withdrawn:
             self._store.withdraw()
             self._edition += 1
+
+    def forget_params(self) -> None:
+        """Before P16 that a commit names is edited in place: from then on it is what it is, and is not compared by a
+        run that goes on from there. Everything ordered must be settled. Raises FuyouStorageError.
+        """
+        if any(commit.meta.get("param_digests") for commit in self._store.commits()):
+            self._store.amend({"param_digests": ""})
 
     def _run(self) -> None:
         try:

@@ -21,12 +21,20 @@ A commit record holds what a run needs to go on beside the slots: ``optimizer_st
 states, in earlier runs too; ``clock``, the history of betas; ``missed_steps`` by parameter; ``without_moments``, chunks
 that no update has touched; and ``training``, what the engine and the script handed over at the end of its step, null if
 they did not.
+
+[Note: what a resume reads]
+Nothing but P32 of chunks whose P16 is in memory, to make that of it. The record's checksums are handed to the pipeline
+and the I/O engine; whoever reads a state or P16 first, an update as a rule, compares it. What differs fails the
+pipeline, so nothing made of it is committed, and the slots of the commit that was taken over are still those of that
+commit: updates write into the others. P16 has one number a chunk and is read by parameters, so a chunk is compared when
+its last page is read ([Note: pages that an earlier run wrote] in csrc/io/page_sums.h). What a step has used of a chunk
+in part (experts) is made good in ``apply()``, before anything becomes final.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +43,7 @@ import torch
 
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.device import failure_of
-from ds_fuyou.host.memory import HostPool, PageLocks
+from ds_fuyou.host.memory import HostPool, PageLocks, aligned_tensor
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.chunk_values import ChunkValues
 from ds_fuyou.optimizer.clip_policy import ClipPolicy, Overlap, UpdateStart
@@ -52,12 +60,13 @@ from ds_fuyou.optimizer.state_access import StateAccess
 from ds_fuyou.optimizer.updates import Published, WindowUpdates
 from ds_fuyou.optimizer.window import Window
 from ds_fuyou.optimizer.worker import Worker
-from ds_fuyou.storage.io import IoLane, storage_error
+from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.store import CommitRecord, Extent, JsonValue, SlotStore
 
 __all__ = ["OutOfCoreOptimizer"]
 
 logger = logging.getLogger("ds_fuyou")
+_UNKNOWN = 2**64 - 1  # the digest of P16 of which nothing is known
 
 
 class OutOfCoreOptimizer:
@@ -130,6 +139,8 @@ class OutOfCoreOptimizer:
         self.states = StateAccess(self)
         self.params = ParamAccess(self)
         self._values = ChunkValues(layout, self.place, self.io, self.slot, self._replaced_p32, options.param_dtype)
+        self._unread: set[int] = set()
+        """Chunks whose P16 was taken over on storage, and may not have been read yet."""
         self._norm_of_overrides = False
         self._awaits_peers = options.has_peers and options.keeps_steps
         self._reduced: Any = None
@@ -202,11 +213,11 @@ class OutOfCoreOptimizer:
             self._committer.commit_now(0, self._said())
 
     def resume(self, progress: Callable[[int], None]) -> None:
-        """Goes on from the commit where it lies: reads every state once, compares it with the commit's checksums, and
-        makes P16 in memory of P32. From then on a newer commit, which other ranks had not made, is none any more.
+        """Goes on from the commit where it lies. From then on a newer commit, which other ranks had not made, is none
+        any more. See [Note: what a resume reads].
 
         Raises:
-            FuyouChecksumError: a state is not what the run wrote.
+            FuyouChecksumError: P32 that was read is not what was written.
         """
         commit, store = self._resumed, self.store
         if commit is None or store is None:
@@ -218,29 +229,42 @@ class OutOfCoreOptimizer:
         self.clock.replay(meta["clock"])
         self.missed.restore(meta["missed_steps"])
         self._training = meta["training"]
-        untouched = set(meta["without_moments"])
-        for chunk in self.layout.chunks:
-            if chunk.index not in untouched:
-                self.states.updated(chunk.index)
-        for chunk, parts in self.states.read_all(range(len(self.layout.chunks))):
-            has_moments = chunk.index not in untouched
-            self.pipeline.replace_state(chunk.index, parts[0].data_ptr(), has_moments=has_moments)
-            if self.place.residency.params[chunk.index]:
+        sums = [*struct.iter_unpack("<2Q", bytes.fromhex(meta["state_sums"]))]
+        digests = [number for (number,) in struct.iter_unpack("<Q", bytes.fromhex(meta.get("param_digests", "")))]
+        untouched, in_memory = set(meta["without_moments"]), self.place.residency.params
+        for index in range(len(self.layout.chunks)):
+            if index not in untouched:
+                self.states.updated(index)
+            self.pipeline.take_over(
+                index,
+                has_moments=index not in untouched,
+                sums=sums[index] if sums else None,
+                param_digest=digests[index] if digests else _UNKNOWN,
+            )
+        if self.options.checksum:
+            self._unread = {index for index in range(len(digests)) if not in_memory[index]}
+        lacks_sums = self.options.checksum and not sums
+        to_read = [chunk.index for chunk in self.layout.chunks if lacks_sums or in_memory[chunk.index]]
+        progress(self.layout.numel - sum(self.layout.chunks[index].numel for index in to_read))
+        for chunk, parts in self.states.read_all(to_read, with_moments=lacks_sums):
+            if lacks_sums:
+                has_moments = chunk.index not in untouched
+                self.pipeline.replace_state(chunk.index, parts[0].data_ptr(), has_moments=has_moments)
+            if in_memory[chunk.index]:
                 self._values.put_params(chunk, parts[0].to(self.options.param_dtype))
             progress(chunk.numel)
-        self._compare_sums(bytes.fromhex(meta["state_sums"]))
         store.go_back_to(commit)
 
-    def _compare_sums(self, written: bytes) -> None:
-        found = self.pipeline.state_sums()
-        if not written or not found or written == found:
-            return
-        size = len(found) // len(self.layout.chunks)
-        cut = [slice(at, at + size) for at in range(0, len(found), size)]
-        index = next(i for i, part in enumerate(cut) if found[part] != written[part])
-        begin = self.state_extents(index)[0]
-        what = f"reading the state of chunk {index}, to go on from it,"
-        raise storage_error(what, errno.EBADMSG, begin.fd, begin.offset, self._path_of)
+    def _compare_rest(self) -> None:
+        """Of P16 that was taken over, the rest of chunks that were read in part."""
+        for index in self.pipeline.half_read_params() if self._unread else ():
+            self._read_params(index)
+
+    def _read_params(self, index: int) -> None:
+        """Compares all P16 of a chunk on storage, see [Note: what a resume reads]."""
+        extents = self.place.param_extents(index, self.slot(index))
+        memory = aligned_tensor(sum(extent.num_bytes for extent in extents))
+        self.io.read(extents, memory, f"reading P16 of chunk {index}").wait()
 
     # ---- gradients ----------------------------------------------------------------------------------------
 
@@ -368,6 +392,7 @@ class OutOfCoreOptimizer:
 
     def skip(self) -> None:
         """Drops the step: nothing that backward prepared is kept."""
+        self._compare_rest()  # it may be why there is no step
         self.policy.record(bool(self.window.prepared) or self.window.start is UpdateStart.DEFER)
         self._drop_window()
 
@@ -400,6 +425,7 @@ class OutOfCoreOptimizer:
 
     def _apply(self, hypers: Sequence[GroupHyper], multiplier: float, expected_multiplier: float) -> None:
         window = self.window
+        self._compare_rest()
         self.order_commit(None)  # of a step that did not end for the engine: this one's updates wait for that commit
         self.intake.close_window()
         if self._awaits_peers and self._committer is not None:
@@ -415,6 +441,7 @@ class OutOfCoreOptimizer:
         for index in work:
             self._chunk_generation[index] = self.generation
             self.states.updated(index)
+        self._unread.difference_update(work)
         self.params.after_step(edits)
         self.clock.commit(rules)
         self.missed.count(window.arrived)
@@ -528,6 +555,17 @@ class OutOfCoreOptimizer:
     def state_extents(self, index: int) -> Sequence[Extent]:
         """Where the committed or last applied state of a chunk on storage lies."""
         return self.place.state_extents(index, self.slot(index))
+
+    def before_params_change(self, chunks: Iterable[int]) -> None:
+        """P16 on storage is about to be edited in place. What a chunk holds besides must be known: see
+        [Note: what a resume reads]. Waits until the last steps are committed."""
+        for index in self._unread.intersection(chunks):
+            self._read_params(index)
+            self._unread.discard(index)
+        committer = self._committer
+        if committer is not None:
+            self._worker.wait(committer.settled, lambda: f"step {self.generation} to be committed")
+            committer.forget_params()
 
     def withdraw_commit(self) -> None:
         """Before states on storage are overwritten in place; see [Note: states replaced in place]. Waits."""

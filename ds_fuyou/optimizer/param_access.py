@@ -132,12 +132,13 @@ class ParamAccess:
         return self.location(span).read(core.io)
 
     def write(self, span: ParamSpan, values: torch.Tensor) -> None:
-        """Replaces P16, not P32; waits for the parameter's update."""
+        """Replaces P16, not P32; waits for the parameter's update, and where it is on storage for the last commit."""
         core = self._core
         core.wait_param(span)
         if core.place.is_in_memory(span):
             core.param_view(span).copy_(values.view(-1))
             return
+        core.before_params_change(core.layout.chunks_of_param[span.index])
         self.location(span).write(core.io, values)
 
     # ---- [Note: edits of P16] ------------------------------------------------------------------------------
@@ -169,5 +170,9 @@ class ParamAccess:
         return [(span, self.read(span)) for span in spans]
 
     def after_step(self, kept: list[tuple[ParamSpan, torch.Tensor]]) -> None:
-        for span, values in kept:
-            self.write(span, values)
+        for span, values in kept:  # no commit names the slots of this step yet
+            self._core.wait_param(span)
+            if self._core.place.is_in_memory(span):
+                self._core.param_view(span).copy_(values)
+            else:
+                self.location(span).write(self._core.io, values)

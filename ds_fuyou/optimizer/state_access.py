@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 
 __all__ = ["StateAccess", "prefix"]
+
+
+class _Read(NamedTuple):
+    """A read in flight: the transfer, None from memory, and the parts that it brings."""
+
+    chunk: Chunk
+    num_parts: int
+    state: torch.Tensor
+    transfer: Transfer | None
 
 
 class StateAccess:
@@ -41,39 +50,46 @@ class StateAccess:
         """A copy of one chunk's state; waits for its last update."""
         return next(self.read_all([index]))[1]
 
-    def read_all(self, indices: Iterable[int]) -> Iterator[tuple[Chunk, list[torch.Tensor]]]:
-        """Copies of chunks' states in the order given, the next one being read while one is used."""
+    def read_all(
+        self, indices: Iterable[int], *, with_moments: bool = True
+    ) -> Iterator[tuple[Chunk, list[torch.Tensor]]]:
+        """Copies of chunks' states in the order given, the next one being read while one is used.
+
+        Without moments P32 alone is read, and compared.
+        """
         self._core.wait_all()
-        ahead: tuple[Chunk, torch.Tensor, Transfer | None] | None = None
+        ahead: _Read | None = None
         for index in indices:
-            started = self._start_reading(index)
+            started = self._start_reading(index, with_moments)
             if ahead is not None:
-                yield self._finish_reading(*ahead)
+                yield ahead.chunk, self._finish_reading(ahead)
             ahead = started
         if ahead is not None:
-            yield self._finish_reading(*ahead)
+            yield ahead.chunk, self._finish_reading(ahead)
 
-    def _start_reading(self, index: int) -> tuple[Chunk, torch.Tensor, Transfer | None]:
+    def _start_reading(self, index: int, with_moments: bool) -> _Read:
         core = self._core
         chunk = core.layout.chunks[index]
+        num_parts = self._num_parts if with_moments else 1
         resident = core.place.state(index)
         if resident is not None:
-            return chunk, resident.clone(), None
-        state = aligned_tensor(self._num_parts * self._part_bytes(chunk))
-        extents = prefix(core.state_extents(index), self._num_stored_bytes(chunk))
-        return chunk, state, core.io.read(extents, state, f"reading the state of chunk {index}")
+            return _Read(chunk, num_parts, resident[: num_parts * self._part_bytes(chunk)].clone(), None)
+        state = aligned_tensor(num_parts * self._part_bytes(chunk))
+        extents = prefix(core.state_extents(index), min(state.numel(), self._num_stored_bytes(chunk)))
+        transfer = core.io.read(extents, state, f"reading the state of chunk {index}")
+        return _Read(chunk, num_parts, state, transfer)
 
-    def _finish_reading(
-        self, chunk: Chunk, state: torch.Tensor, transfer: Transfer | None
-    ) -> tuple[Chunk, list[torch.Tensor]]:
-        if transfer is not None:
-            transfer.wait()
+    def _finish_reading(self, read: _Read) -> list[torch.Tensor]:
+        chunk, state = read.chunk, read.state
+        if read.transfer is not None:
+            read.transfer.wait()
             state[self._num_stored_bytes(chunk) :].zero_()
-            if not self._core.pipeline.state_holds(chunk.index, state.data_ptr()):
+            is_whole = read.num_parts == self._num_parts
+            if not self._core.pipeline.state_holds(chunk.index, state.data_ptr(), with_moments=is_whole):
                 begin = self._core.state_extents(chunk.index)[0]
                 what = f"reading the state of chunk {chunk.index}"
                 raise storage_error(what, errno.EBADMSG, begin.fd, begin.offset, self._core._path_of)
-        return chunk, self._parts(chunk, state)
+        return self._parts(chunk, state)
 
     def _part_bytes(self, chunk: Chunk) -> int:
         return round_up_to_page(chunk.numel * 4)
@@ -83,7 +99,7 @@ class StateAccess:
 
     def _parts(self, chunk: Chunk, state: torch.Tensor) -> list[torch.Tensor]:
         size = self._part_bytes(chunk)
-        return [state[i * size : (i + 1) * size].view(torch.float32)[: chunk.numel] for i in range(self._num_parts)]
+        return [part.view(torch.float32)[: chunk.numel] for part in state.split(size)]
 
     def write(self, index: int, parts: Sequence[torch.Tensor], params: torch.Tensor | None = None) -> None:
         """Replaces a chunk's state, and its P16 by ``params``; an update prepared from the old one is dropped.

@@ -28,7 +28,7 @@ class ReadMemory:
         """``sizes``: bytes of every parameter that may come here. The pool takes ``wanted_bytes``, but always two of
         the largest, and never more than twice all of them.
         """
-        self._pool = HostPool(min(max(wanted_bytes, 2 * max(sizes)), 2 * sum(sizes)), device)
+        self._pool = HostPool(min(max(wanted_bytes, 2 * max(sizes)), 2 * sum(sizes)), device, inherited=device.is_host)
         self._copies: deque[tuple[Any, torch.Tensor]] = deque()
 
     @property

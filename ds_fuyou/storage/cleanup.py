@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
-from ds_fuyou.storage.directory import LOCK_NAME, RunDirectory, StateRoot, foreign_names, is_run_name
+from ds_fuyou.storage.directory import LOCK_NAME, RunDirectory, StateRoot, foreign_names, is_ours, is_run_name
 from ds_fuyou.storage.records import Manifest, read_manifest
 
 __all__ = ["StateDirectory", "find_state", "remove_state", "report_stale"]
@@ -147,9 +147,12 @@ def _check_removable(root: StateRoot, path: Path) -> None:
         raise FuyouStateError(f"{path} is in use by a running process; wait for its end or stop it")
     fd = os.open(path.name, _DIRECTORY_FLAGS, dir_fd=root.fd)
     try:
-        foreign = foreign_names(fd)
+        foreign, recognised = foreign_names(fd), is_ours(fd)
     finally:
         os.close(fd)
+    if not recognised:
+        message = "neither a manifest nor the lock says that a run made it; remove it by hand"
+        raise FuyouStorageError(errno.EPERM, message, str(path))
     if foreign:
         message = f"it must hold only state files, found also: {', '.join(foreign)}; move that away"
         raise FuyouStorageError(errno.ENOTEMPTY, message, str(path))

@@ -18,6 +18,7 @@ import os
 import re
 import stat
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
@@ -31,6 +32,7 @@ __all__ = [
     "RunDirectory",
     "StateRoot",
     "foreign_names",
+    "is_ours",
     "is_run_name",
     "try_lock",
 ]
@@ -40,6 +42,7 @@ logger = logging.getLogger("ds_fuyou")
 ROOT_NAME = "ds_fuyou"
 DATA_NAME = "data"
 LOCK_NAME = "lock"
+_MARK = b"ds_fuyou"  # what the lock file holds, and manifests begin with
 _TEMPORARY = (f"{COMMIT_NAME}.tmp", f"{CONTENTS_NAME}.tmp", f"{MANIFEST_NAME}.tmp")
 # In the order of removal: what is left of an interrupted removal is still recognised, and never looks
 # committed.
@@ -64,6 +67,25 @@ def foreign_names(run_fd: int) -> list[str]:
             if entry.name not in _OUR_NAMES or not entry.is_file(follow_symlinks=False):
                 found.append(entry.name)
     return sorted(found)
+
+
+def is_ours(run_fd: int) -> bool:
+    """Whether a run directory was made by this package, not by somebody who chose the same names for files."""
+    names = set(os.listdir(run_fd))
+    return names <= {LOCK_NAME} or any(_begins_as_ours(run_fd, name) for name in (LOCK_NAME, MANIFEST_NAME))
+
+
+def _begins_as_ours(run_fd: int, name: str) -> bool:
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=run_fd)
+    except OSError:
+        return False
+    try:
+        return os.read(fd, len(_MARK)) == _MARK
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
 
 
 def try_lock(fd: int, mode: int, limit_secs: float, what: str) -> bool:
@@ -255,6 +277,8 @@ class RunDirectory:
             opened.append(os.open(LOCK_NAME, flags, 0o600, dir_fd=opened[0]))
             if not try_lock(opened[1], fcntl.LOCK_EX, 0.0, str(path)):
                 raise FuyouStateError(f"{path} is in use by a running process; wait for its end or stop it")
+            if lock_flags & os.O_EXCL:
+                os.write(opened[1], _MARK)
         except BaseException as error:
             for fd in opened:
                 os.close(fd)
@@ -263,6 +287,25 @@ class RunDirectory:
                 raise FuyouStorageError(error.errno or errno.EIO, message, str(path)) from error
             raise
         return cls(root, name, opened[0], opened[1])
+
+    def missing(self, names: Sequence[str], data_fd: int, *, refresh: bool) -> list[str]:
+        """Which of these files of the run are not there any more; ``refresh`` sets the times of all others to now.
+
+        ``data_fd``: the open data file.
+        """
+        gone = []
+        for name in names:
+            try:
+                found = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+                if name == DATA_NAME and not os.path.samestat(found, os.fstat(data_fd)):
+                    gone.append(name)
+            except FileNotFoundError:
+                gone.append(name)
+        if refresh:
+            for name in set(os.listdir(self.fd)).intersection(_OUR_NAMES):
+                with contextlib.suppress(OSError):
+                    os.utime(name, dir_fd=self.fd, follow_symlinks=False)
+        return gone
 
     def remove(self) -> None:
         """Deletes the files of this package and the directory, then lets go.

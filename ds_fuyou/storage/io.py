@@ -103,7 +103,7 @@ def storage_error(
     if error == errno.ENODATA:
         message = f"{what} failed: the file is shorter than the layout says"
     if error == errno.EBADMSG:
-        message = f"{what} failed: the bytes read are not those this run wrote; the disk or its path is faulty"
+        message = f"{what} failed: the bytes read are not those that were written; the disk or its path is faulty"
         return FuyouChecksumError(error, message, None if path is None else str(path), offset)
     return FuyouStorageError(error, message, None if path is None else str(path), offset)
 

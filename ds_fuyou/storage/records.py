@@ -3,11 +3,19 @@
 
 The first line names kind, format version, SHA-256 and length of the JSON text that follows, so that a torn or
 altered file is told from a good one whatever byte is wrong.
+
+[Note: room for the next record]
+A run that has its space must not end because others filled the disk. So the commit record has two files: the record,
+and beside it, under a temporary name, the one before. The next one is written over the latter, in the blocks that it
+has, and then the two change names in one atomic step. Both are filled up with spaces, which JSON ignores, to a size
+that leaves room to grow. Where a file system cannot exchange names the new one replaces the old one, and room is made
+again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import json
@@ -20,7 +28,7 @@ from typing import Any
 
 from ds_fuyou.errors import FuyouChecksumError, FuyouStorageError
 from ds_fuyou.storage.layout import Piece, RegionLayout, StoreLayout
-from ds_fuyou.storage.types import JsonValue, RegionSpec, RunIdentity
+from ds_fuyou.storage.types import PAGE_BYTES, JsonValue, RegionSpec, RunIdentity
 
 __all__ = [
     "COMMIT_NAME",
@@ -30,7 +38,6 @@ __all__ = [
     "ProcessMark",
     "read_manifest",
     "read_record",
-    "remove_record",
     "write_manifest",
     "write_record",
 ]
@@ -39,6 +46,9 @@ MANIFEST_NAME = "manifest.json"
 COMMIT_NAME = "commit.json"
 CONTENTS_NAME = "contents.json"
 _VERSIONS = {COMMIT_NAME: (1, 2)}  # that can be read, the last one is written; 1 of every other name
+_HEADER_BYTES = 160  # at most
+_SPARE_BYTES = 64 << 10
+_RENAME_EXCHANGE = 2
 
 
 @dataclass(frozen=True)
@@ -133,43 +143,75 @@ def read_manifest(dir_fd: int, directory: Path) -> Manifest | None:
     )
 
 
-def write_record(dir_fd: int, directory: Path, name: str, payload: Mapping[str, JsonValue]) -> None:
+def write_record(
+    dir_fd: int, directory: Path, name: str, payload: Mapping[str, JsonValue], *, keeps_room: bool = False
+) -> None:
     """Replaces ``name`` in one atomic step; when it returns the new content survives a power cut.
+
+    ``keeps_room``: for a record that is replaced again and again, see [Note: room for the next record].
 
     Raises:
         FuyouStorageError: nothing changed, or (when only the directory's fsync failed) it may not be durable.
     """
     body = json.dumps(payload, separators=(",", ":"), sort_keys=True).encode()
-    header = f"ds_fuyou {name} {_versions(name)[-1]} {hashlib.sha256(body).hexdigest()} {len(body)}\n".encode()
     temporary = f"{name}.tmp"
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (0 if keeps_room else os.O_TRUNC)
         fd = os.open(temporary, flags, 0o600, dir_fd=dir_fd)
         try:
-            _write_all(fd, header + body)
+            if keeps_room:
+                body = _filled_up(name, body, os.fstat(fd).st_size)
+            text = _header(name, body) + body
+            _write_all(fd, text)
+            os.ftruncate(fd, len(text))
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        has_room = keeps_room and _exchange(dir_fd, temporary, name)
+        if not has_room:
+            os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         os.fsync(dir_fd)
+        if keeps_room and not has_room:
+            with contextlib.suppress(OSError):  # this record is there; the next one may find room
+                _make_room(dir_fd, temporary, len(text))
     except OSError as error:
         message = f"writing {name} failed; what it said before stands"
         raise FuyouStorageError(error.errno or errno.EIO, message, str(directory / name)) from error
 
 
-def remove_record(dir_fd: int, directory: Path, name: str) -> None:
-    """Removes ``name`` if it exists; when it returns that survives a power cut.
+def _header(name: str, body: bytes) -> bytes:
+    return f"ds_fuyou {name} {_versions(name)[-1]} {hashlib.sha256(body).hexdigest()} {len(body)}\n".encode()
 
-    Raises:
-        FuyouStorageError: nothing changed, or (when only the directory's fsync failed) it may not be durable.
-    """
+
+def _filled_up(name: str, body: bytes, num_bytes: int) -> bytes:
+    """``body`` with spaces so that it takes, with its header, a file of ``num_bytes``, or what suits it better."""
+    needed = len(body) + _HEADER_BYTES
+    if not needed <= num_bytes <= 4 * (needed + _SPARE_BYTES):
+        num_bytes = -(-(2 * needed + _SPARE_BYTES) // PAGE_BYTES) * PAGE_BYTES
+    size = num_bytes - _HEADER_BYTES
+    return body.ljust(size + _HEADER_BYTES - len(_header(name, b" " * size)))
+
+
+def _make_room(dir_fd: int, name: str, num_bytes: int) -> None:
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=dir_fd)
-        os.fsync(dir_fd)
-    except OSError as error:
-        message = f"removing {name} failed; nothing it stands for was overwritten"
-        raise FuyouStorageError(error.errno or errno.EIO, message, str(directory / name)) from error
+        _write_all(fd, b" " * num_bytes)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _exchange(dir_fd: int, one: str, other: str) -> bool:
+    """Swaps two names of a directory. False if there is no ``other``, or the file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    if libc.renameat2(dir_fd, os.fsencode(one), dir_fd, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number not in (errno.ENOENT, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        raise OSError(number, os.strerror(number))
+    return False
 
 
 def read_record(dir_fd: int, directory: Path, name: str) -> dict[str, Any] | None:

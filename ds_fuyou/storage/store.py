@@ -18,16 +18,18 @@ import logging
 import os
 import shlex
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
 from ds_fuyou.storage import cleanup, ending, lifetime
-from ds_fuyou.storage.directory import DATA_NAME
+from ds_fuyou.storage.directory import DATA_NAME, LOCK_NAME
 from ds_fuyou.storage.layout import Piece, SlotChoice, choose_num_slots
 from ds_fuyou.storage.probe import Probe, probe_path
-from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, read_record, remove_record, write_record
+from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, MANIFEST_NAME, read_record, write_record
 from ds_fuyou.storage.store_files import CreateOptions, StoreFiles, create_files, open_files
 from ds_fuyou.storage.types import PAGE_BYTES, CommitRecord, Extent, JsonValue, RegionSpec, RunIdentity
 
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 logger = logging.getLogger("ds_fuyou")
+_FRESH_SECS = 3600.0  # between two refreshments of the times of files
 
 
 class SlotStore:
@@ -62,6 +65,9 @@ class SlotStore:
         self._lock = threading.Lock()
         self._closed = False
         self._failure = ""
+        self._lost: set[tuple[Path, str]] = set()
+        self._fresh_until = 0.0
+        self._is_described = False
         self._regions = {region.spec.name: region.spec for region in files.manifest.layout.regions}
         self._paths = {file.fd: file.path for file in files.files}
         self._extents: dict[tuple[str, int], tuple[Extent, ...]] = {}
@@ -183,7 +189,7 @@ class SlotStore:
 
     def _why_kept(self) -> str:
         last = self._newest
-        is_whole = self._recoverable and last is not None and last.intact and last.step > 0
+        is_whole = self._recoverable and not self._lost and last is not None and last.intact and last.step > 0
         return (self._because or self._failure or ending.unclean_end()) if is_whole else ""
 
     def _tell_kept(self, why: str) -> None:
@@ -265,6 +271,7 @@ class SlotStore:
         with self._lock:
             self._check_open()
             self._sync_data()
+            self._look_after_files()
             new = CommitRecord(step, dict(slots), dict(meta), _is_intact(slots, self._regions))
             self._write_commits((new, *(old for old in self._commits[:1] if old.step < step)))
 
@@ -273,7 +280,7 @@ class SlotStore:
         entries: list[JsonValue] = [{"step": one.step, "slots": one.slots, "meta": one.meta} for one in commits]
         payload: dict[str, JsonValue] = {"store_id": self._files.manifest.store_id, "entries": entries}
         try:
-            write_record(run.fd, run.path, COMMIT_NAME, payload)
+            write_record(run.fd, run.path, COMMIT_NAME, payload, keeps_room=True)
         except FuyouStorageError as error:
             self._failure = str(error)
             raise
@@ -291,6 +298,16 @@ class SlotStore:
                 raise ValueError(f"commit {commit.step} is none of this store's")
             self._write_commits((commit,))
 
+    def amend(self, meta: Mapping[str, JsonValue]) -> None:
+        """Replaces parts of what :meth:`commits` say, durably.
+
+        Raises:
+            FuyouStorageError: it could not be made durable; nothing more can be committed.
+        """
+        with self._lock:
+            self._check_open()
+            self._write_commits(tuple(replace(commit, meta={**commit.meta, **meta}) for commit in self._commits))
+
     def withdraw(self) -> None:
         """Takes all commits back, durably: slots that they name are about to be overwritten.
 
@@ -299,9 +316,7 @@ class SlotStore:
         """
         with self._lock:
             self._check_open()
-            run = self._files.runs[0]
-            remove_record(run.fd, run.path, COMMIT_NAME)
-            self._commits = ()
+            self._write_commits(())
 
     def describe(self, contents: Mapping[str, JsonValue]) -> None:
         """Leaves a description of what the regions hold, for :meth:`contents` of whoever opens the state later.
@@ -312,6 +327,7 @@ class SlotStore:
         self._check_open()
         run = self._files.runs[0]
         write_record(run.fd, run.path, CONTENTS_NAME, contents)
+        self._is_described = True
 
     def contents(self) -> dict[str, Any]:
         """What :meth:`describe` left.
@@ -326,6 +342,7 @@ class SlotStore:
         if found is None:
             message = "nothing says what the state holds: the run ended while it was made"
             raise FuyouStorageError(errno.ENOENT, message, str(run.path / CONTENTS_NAME))
+        self._is_described = True
         return found
 
     def last_commit(self) -> CommitRecord | None:
@@ -399,6 +416,24 @@ class SlotStore:
                 failure = FuyouStorageError(error.errno or errno.EIO, message, str(file.path))
                 self._failure = str(failure)
                 raise failure from error
+
+    def _look_after_files(self) -> None:
+        """Clean-ups by age take files that nobody touches: their times are kept fresh, and what is gone is told."""
+        is_due = time.monotonic() >= self._fresh_until
+        described = self._files.runs[0] if self._is_described else None
+        for run, file in zip(self._files.runs, self._files.files, strict=True):
+            names = [MANIFEST_NAME, LOCK_NAME, DATA_NAME, *([CONTENTS_NAME] if run is described else [])]
+            lost = [name for name in run.missing(names, file.fd, refresh=is_due) if (run.path, name) not in self._lost]
+            self._lost.update((run.path, name) for name in lost)
+            if lost:
+                logger.error(
+                    "%s: somebody deleted %s. Training goes on, but no run can go on from these state files, and no "
+                    "weights can be recovered: save a checkpoint. Clean-ups of old files must leave out ds_fuyou",
+                    run.path,
+                    " and ".join(lost),
+                )
+        if is_due:
+            self._fresh_until = time.monotonic() + _FRESH_SECS
 
     def _what_stands(self) -> str:
         """For messages: the committed state, where one is on storage and nothing was written over it."""

@@ -62,6 +62,7 @@ from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.inference import InferenceReads, reads_of_inference
 from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, held_bytes, partition_of
 from ds_fuyou.zero.resuming import find_resumable, tell_start
+from ds_fuyou.zero.skipped_steps import SkippedSteps
 
 __all__ = ["RankState"]
 
@@ -146,6 +147,7 @@ class RankState:
         self.num_tokens = 0
         self._heap = HeapGuard()
         self._num_reads = 0
+        self._skipped = SkippedSteps(self.core)
         self._positions_known = False
 
     # ---- construction -------------------------------------------------------------------------------------
@@ -290,7 +292,8 @@ class RankState:
         """
         begin = time.perf_counter()
         if self.activation.config.resume == "auto":
-            tell_start(self.resumed, self.store)
+            in_memory = self.core.place.residency.params
+            tell_start(self.resumed, self.store, sum(4 * c.numel for c in self.layout.chunks if in_memory[c.index]))
         waiting = dict(enumerate(self._params))
         current: dict[int, torch.Tensor] = {}
 
@@ -303,7 +306,7 @@ class RankState:
                 current[span.index] = values_of(self.param(span)).view(-1)
             return current[span.index]
 
-        hidden, what = dist.get_rank() != 0, "initialising states" if self.resumed is None else "verifying states"
+        hidden, what = dist.get_rank() != 0, "initialising states" if self.resumed is None else "taking over states"
         with tqdm(total=self.layout.numel, desc=what, unit="param", unit_scale=True, disable=hidden) as bar:
             if self.resumed is None:
                 self.core.initialize(source, bar.update)
@@ -401,12 +404,17 @@ class RankState:
         if self._lanes is not None:
             self._lanes.collect()
         self.parameters.step_applied()
+        self._skipped.step_applied()
         first_uses = [] if self._positions_known else self.parameters.trace.first_uses()
         if first_uses:
             self._positions_known = True
             order = [self._index.get(partition.handle.ds_id) for partition in first_uses]
             trainable = [index for index in order if index is not None]
             self.core.set_positions(zip(trainable, range(len(trainable)), strict=True))
+
+    def step_skipped(self) -> None:
+        """A step was not applied. Raises FuyouChecksumError if that will be so for ever, for what is on storage."""
+        self._skipped.step_skipped(self._partitions.values())
 
     # ---- sleep ----------------------------------------------------------------------------------------------
 

@@ -182,12 +182,13 @@ def _tell(path: Path, why: str, level: int = logging.WARNING) -> None:
     logger.log(level, "%s is of this model, but this run cannot go on from it: %s", path, why)
 
 
-def tell_start(commit: CommitRecord | None, store: SlotStore | None) -> None:
-    """On rank 0: how this run begins."""
+def tell_start(commit: CommitRecord | None, store: SlotStore | None, read_bytes: int) -> None:
+    """On rank 0: how this run begins. ``read_bytes``: of P32, before its first step."""
     if dist.get_rank() != 0:
         return
     if commit is None or store is None:
         logger.info("no complete state of this model and world is in nvme_path: this run starts from its beginning")
         return
     step: Any = commit.meta["optimizer_step"]
-    logger.info("going on from step %d, in place, in %s", step, store.directories[0])
+    reads = f"; {read_bytes} bytes of P32 are read, to make P16 in host memory" if read_bytes else ""
+    logger.info("going on from step %d, in place, in %s%s", step, store.directories[0], reads)

@@ -277,6 +277,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self._overflow_check_and_loss_scale_update_compat()
         if self.overflow:
             self.run_plan.step_skipped()
+            self.rank_state.step_skipped()
             return
         multiplier = self._multiplier(self._scaled_norm)
         core.apply(self._hypers(), multiplier, expected_multiplier=self._multiplier(None))

@@ -75,7 +75,7 @@ def test_a_byte_that_changed_on_the_disk_is_not_saved(tmp_path: Path) -> None:
     (said,) = results("flipped", CASE, tmp_path)
     assert "FuyouChecksumError" in said["save"]
     assert "the state of chunk 1" in said["save"]
-    assert "not those this run wrote" in said["save"]
+    assert "not those that were written" in said["save"]
     assert said["left"] == []
 
 

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -113,4 +116,20 @@ TEST(pool_is_shared_by_threads)
     }
     CHECK(pool.used_bytes() == 0);
     CHECK(pool.largest_free_bytes() == pool.capacity_bytes());
+}
+
+// Of a pool that is not inherited, a child of fork() gets no page.
+TEST(pool_is_inherited_or_zeros)
+{
+    for (const bool inherited : {true, false}) {
+        AlignedPool pool(4 * kPageBytes, inherited);
+        char* block = pool.try_allocate(kPageBytes);
+        block[5] = 7;
+        const pid_t child = fork();
+        if (child == 0) _exit(block[5]);
+        int status = 0;
+        CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status));
+        CHECK(WEXITSTATUS(status) == (inherited ? 7 : 0));
+        CHECK(block[5] == 7);
+    }
 }

@@ -6,6 +6,7 @@
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
+#include <algorithm>
 
 #include <atomic>
 #include <cerrno>
@@ -440,6 +441,73 @@ TEST(watched_pages_that_changed_behind_our_back_are_errors)
         CHECK(run(engine, IoKind::kWrite, {{file.fd(), kBytes + 6 * 4096, written.data(), 2048}})
                   .error == 0);
         CHECK(read(6 * 4096, 7 * 4096).error == 0);
+    }
+}
+
+// Pages of an earlier run, of which one number is known: see page_sums.h.
+TEST(pages_taken_over_are_compared_when_the_last_of_them_was_read)
+{
+    constexpr std::uint64_t kPages = 10, kBytes = kPages * 4096;
+    for (const IoBackend backend : backends()) {
+        TempFile file(Access::kBuffered, kBytes);
+        const FileRanges ranges = {{file.fd(), 6 * 4096, 4 * 4096}, {file.fd(), 0, 6 * 4096}};
+        std::vector<char> written(kBytes), found(kBytes);
+        fill(written.data(), kBytes, 5);
+        std::uint64_t digest = 0;
+        {
+            IoEngine engine(options(backend, 4, 8192));
+            for (const FileRange& range : ranges)
+                engine.watch_pages(range.fd, range.offset, range.num_bytes);
+            CHECK(engine.page_digest(ranges) == IoEngine::kNoDigest);
+            CHECK(run(engine, IoKind::kWrite, {{file.fd(), 0, written.data(), kBytes}}).error == 0);
+            digest = engine.page_digest(ranges);
+            CHECK(digest != IoEngine::kNoDigest);
+            CHECK(engine.page_digest({ranges[1], ranges[0]}) != digest);
+            CHECK(engine.page_digest({{file.fd(), 0, 4096}}) == IoEngine::kNoDigest);
+        }
+        // 0: as they were; 1: a bit; 2: two pages exchanged; 3: zeros.
+        for (int fault = 0; fault < 4; ++fault) {
+            std::vector<char> there = written;
+            if (fault == 1) there[3 * 4096 + 77] ^= 4;
+            if (fault == 2) std::swap_ranges(&there[0], &there[4096], &there[7 * 4096]);
+            if (fault == 3) std::fill(&there[2 * 4096], &there[3 * 4096], 0);
+            CHECK(pwrite(file.fd(), there.data(), kBytes, 0) == static_cast<ssize_t>(kBytes));
+            IoEngine engine(options(backend, 4, 8192));
+            for (const FileRange& range : ranges)
+                engine.watch_pages(range.fd, range.offset, range.num_bytes);
+            engine.expect_pages(ranges, digest);
+            CHECK(engine.page_digest(ranges) == digest && !engine.is_half_read(ranges));
+            const auto read = [&](std::uint64_t begin, std::uint64_t end) {
+                return run(engine, IoKind::kRead,
+                           {{file.fd(), begin, found.data() + begin, end - begin}});
+            };
+            CHECK(read(0, 5 * 4096).error == 0 && read(0, 5 * 4096).error == 0);
+            CHECK(engine.is_half_read(ranges));
+            CHECK(read(4 * 4096, 9 * 4096).error == 0);
+            CHECK(read(0, kBytes).error == (fault == 0 ? 0 : EBADMSG));
+            CHECK(engine.is_half_read(ranges) == (fault != 0));
+            if (fault != 0) {  // whoever read the last page may not have looked
+                CHECK(read(0, 4096).error == EBADMSG && read(8 * 4096, kBytes).error == EBADMSG);
+                continue;
+            }
+            CHECK(engine.page_digest(ranges) == digest);
+            there[9 * 4096] ^= 1;  // from now on it is known what each page holds
+            CHECK(pwrite(file.fd(), there.data(), kBytes, 0) == static_cast<ssize_t>(kBytes));
+            CHECK(read(8 * 4096, kBytes).offset == 9 * 4096);
+            CHECK(run(engine, IoKind::kWrite, {{file.fd(), 0, there.data(), kBytes}}).error == 0);
+            CHECK(read(0, kBytes).error == 0);
+            CHECK(engine.page_digest(ranges) != digest);
+        }
+        // Written to before all was read: nobody can say what the rest should be.
+        IoEngine engine(options(backend, 4, 8192));
+        for (const FileRange& range : ranges)
+            engine.watch_pages(range.fd, range.offset, range.num_bytes);
+        engine.expect_pages(ranges, digest);
+        CHECK(run(engine, IoKind::kRead, {{file.fd(), 0, found.data(), 4096}}).error == 0);
+        CHECK(run(engine, IoKind::kWrite, {{file.fd(), 4096, written.data(), 4096}}).error == 0);
+        CHECK(!engine.is_half_read(ranges));
+        CHECK(engine.page_digest(ranges) == IoEngine::kNoDigest);
+        CHECK(run(engine, IoKind::kRead, {{file.fd(), 0, found.data(), kBytes}}).error == 0);
     }
 }
 

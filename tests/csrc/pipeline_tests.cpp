@@ -2,6 +2,7 @@
 //
 // Generations of chunks through real files: what is published, what is durable, what is dropped.
 #include <atomic>
+#include <cerrno>
 #include <future>
 #include <thread>
 
@@ -343,4 +344,73 @@ TEST(pipeline_a_queued_update_behind_another_keeps_younger_generations_waiting)
     CHECK(world.state_is(0, -3.0F, 3.0F) && world.state_is(1, -1.0F, 1.0F));
     CHECK(world.state_is(2, 0.0F, 0.0F) || world.pipeline->slot(2) == 0);
     CHECK(world.staging->used_bytes() == 0);
+}
+
+TEST(a_state_that_was_taken_over_is_compared_by_its_first_update)
+{
+    for (const bool is_flipped : {false, true}) {
+        WorldOptions options;
+        options.num_chunks = 2;
+        options.params = Place::kStorage;
+        std::vector<StateSums> sums;
+        std::vector<std::uint64_t> digests;
+        World world(options);
+        std::vector<char> zeros(3 * world.part);
+        const auto begin = [&] {
+            world.pipeline =
+                std::make_unique<ChunkPipeline>(world.engine.get(), world.staging.get(), 1);
+            world.pipeline->set_checksum(true);
+            for (std::size_t i = 0; i < options.num_chunks; ++i)
+                world.pipeline->add_chunk(world.spec(i));
+        };
+        begin();
+        for (int slot = 0; slot < 2; ++slot) {
+            for (std::size_t i = 0; i < options.num_chunks; ++i) {
+                const FileRange range = world.param_range(i, slot);
+                world.engine->watch_pages(range.fd, range.offset, range.num_bytes);
+            }
+        }
+        for (std::size_t i = 0; i < options.num_chunks; ++i)
+            world.pipeline->replace_state(i, zeros.data(), false);
+        for (const std::int64_t generation : {1, 2}) {  // ends in slot 0, where a new one begins
+            world.pipeline->set_committed(generation - 1);
+            world.enqueue_all(generation);
+            world.pipeline->publish(generation);
+            world.finish(generation);
+        }
+        sums = world.pipeline->state_sums();
+        digests = world.pipeline->param_digests();
+        CHECK(digests.size() == 2 && digests[0] != IoEngine::kNoDigest);
+        CHECK(world.pipeline->half_read_params().empty());
+        begin();
+        for (std::size_t i = 0; i < options.num_chunks; ++i)
+            world.pipeline->take_over(i, {true, true, sums[i], digests[i]});
+        CHECK(world.pipeline->state_sums()[1] == sums[1]);
+        CHECK(world.engine->stats(IoKind::kRead).num_operations == 4);  // of the updates
+        const FileRange range = world.state_range(1, 0);
+        std::vector<char> state(3 * world.part);
+        world.read_file(range, state.data());
+        CHECK(world.pipeline->state_holds(1, state.data()));
+        CHECK(world.pipeline->state_holds(1, state.data(), false));
+        if (is_flipped) {
+            state[2 * world.part + 40] ^= 8;  // of a moment
+            world.write_file(range, state.data());
+            CHECK(!world.pipeline->state_holds(1, state.data()));
+            CHECK(world.pipeline->state_holds(1, state.data(), false));
+        }
+        if (is_flipped) {  // the worker may meet it first
+            CHECK_THROWS(std::runtime_error,
+                         (world.enqueue_all(1), world.pipeline->publish(1), world.finish(1)));
+            CHECK(world.pipeline->failure().error == EBADMSG);
+            CHECK(world.pipeline->failure().what == "verifying the state of chunk 1");
+            world.pipeline->stop();
+            world.read_file(world.state_range(0, 0), state.data());  // what was taken over stays
+            CHECK(world.all_equal(state.data(), -2.0F));
+        } else {
+            world.enqueue_all(1);
+            world.pipeline->publish(1);
+            world.finish(1);
+            CHECK(world.state_is(1, -3.0F, 3.0F));
+        }
+    }
 }

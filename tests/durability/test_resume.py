@@ -91,12 +91,13 @@ def end_of(path: Path, case: dict, name: str) -> tuple[int | None, str]:
     return process.exitcode, log.read_text(errors="replace")
 
 
-def flip_a_bit(directory: Path) -> None:
-    """Of P32 of the last commit."""
+def flip_a_bit(directory: Path, part: int = 0) -> None:
+    """Of the last commit's first chunk: of P32, or of a moment."""
     store = SlotStore.open([directory], None)
     commit = store.last_commit()
     assert commit is not None
     begin = store.extents("state/0", commit.slots["state/0"])[0].offset
+    begin += part * store.regions["state/0"].num_bytes // 3
     store.close()
     with open(directory / "data", "r+b") as data:
         data.seek(begin + 100)
@@ -121,12 +122,95 @@ def test_state_files_that_do_not_fit_or_were_altered_stay_where_they_are(tmp_pat
     flip_a_bit(directory)
     status, said = end_of(tmp_path, case, "flipped")
     assert status not in (0, -9), said[-3000:]
-    assert "reading the state of chunk 0, to go on from it" in said
+    assert "reading the state of chunk 0 failed: the bytes read are not those that were written" in said
     assert directory.exists()
     flip_a_bit(directory)
     status, said = end_of(tmp_path, {**case, "die": {"0": [3, "after"]}}, "again")
     assert (status, "going on from step 2, in place" in said) == (-9, True), said[-3000:]
     assert {directory, second} == set(tmp_path.glob("ds_fuyou/*"))
+
+
+@pytest.mark.parametrize("where", ["moments", "P16"])
+def test_what_changed_on_storage_ends_the_first_step_and_the_commit_stays(where: str, tmp_path: Path) -> None:
+    case = {"steps": STEPS, "die": {"0": [2, "after"]}, "block": {**RESUME, **ALL_STORED}}
+    assert end_of(tmp_path, case, "first")[0] == -9
+    (directory,) = tmp_path.glob("ds_fuyou/*")
+    if where == "moments":
+        flip_a_bit(directory, 2)
+    else:
+        flip_p16(directory)
+    status, said = end_of(tmp_path, case, "flipped")
+    assert status not in (0, -9), said[-3000:]
+    assert "going on from step 2, in place" in said
+    assert "the bytes read are not those that were written" in said
+    assert ("the state of chunk 0 failed" in said) == (where == "moments")
+    assert "STEP 4" not in said, "at the latest the next step says so"
+    if where == "moments":
+        flip_a_bit(directory, 2)
+    else:
+        flip_p16(directory)
+    status, said = end_of(tmp_path, {**case, "die": {"0": [3, "after"]}}, "again")
+    assert (status, "going on from step 2, in place" in said) == (-9, True), said[-3000:]
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_nan_from_storage_ends_the_run(checksum: bool, tmp_path: Path) -> None:
+    """Steps would be skipped for ever, and P16 never be written again."""
+    case = {"steps": 40, "poisoned": 2, "config": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
+    case["block"] = {**ALL_STORED, "checksum": checksum, "plan": {"prefetch_bytes": 4096}}
+    status, said = end_of(tmp_path, case, "poisoned")
+    assert status not in (0, -9), said[-3000:]
+    if checksum:
+        assert "the bytes read are not those that were written" in said
+    else:
+        assert re.search(r"4 steps in a row were skipped: parameter \S+ on storage holds \d+ values that are not", said)
+    assert "STEP 8" not in said
+
+
+def flip_p16(directory: Path) -> None:
+    """Of the last commit's first chunk."""
+    store = SlotStore.open([directory], None)
+    commit = store.last_commit()
+    assert commit is not None
+    begin = store.extents("param16/0", commit.slots["state/0"])[0].offset
+    store.close()
+    with open(directory / "data", "r+b") as data:
+        data.seek(begin + 100)
+        byte = data.read(1)[0]
+        data.seek(begin + 100)
+        data.write(bytes([byte ^ 1]))
+
+
+def test_what_is_read_and_written_before_the_first_step_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """Everything on storage: P16 that the first forward needs is read ahead. In memory it is made of P32."""
+    moved = {}
+    for num_layers in (3, 9):
+        for parameters in ("nvme", "cpu"):
+            path = tmp_path / f"{num_layers}-{parameters}"
+            case = {"steps": STEPS, "num_layers": num_layers, "die": {"0": [2, "after"]}}
+            case["config"] = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+            case["block"] = {
+                **RESUME,
+                **ALL_STORED,
+                "parameters": {"tier": parameters},
+                "plan": {"prefetch_bytes": 4096},
+            }
+            status, said = end_of(path, case, "first")
+            assert status == -9, said[-3000:]
+            assert int(re.findall(r"MOVED \d+ (\d+)", said)[0]) > 0, "a run that begins writes its states"
+            said = end_of(path, {**case, "die": {"0": [3, "after"]}}, "second")[1]
+            assert "going on from step 2, in place" in said
+            read, written = map(int, re.findall(r"MOVED (\d+) (\d+)", said)[0])
+            assert written == 0
+            moved[num_layers, parameters] = read
+            (directory,) = path.glob("ds_fuyou/*")
+            store = SlotStore.open([directory], None)
+            states = sum(region.num_bytes for name, region in store.regions.items() if name.startswith("state/"))
+            store.close()
+            assert moved[num_layers, "nvme"] <= 2 * 128 * 1024
+            if parameters == "cpu":
+                assert read == states // 3
+    assert moved[9, "nvme"] == moved[3, "nvme"]
 
 
 def test_state_files_of_other_tiers_are_not_gone_on_from(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ what pickle refuses. ``save``: a folder, to which a checkpoint goes after two st
 generation in whose ``engine.step()`` SIGTERM comes when it has been applied. ``by_optimizer``: ``optimizer.step()`` is
 called, not the engine's. ``two``: two engines of one shape, which print their states before and after ``steps``.
 ``reload``: a checkpoint that is loaded into what was resumed; prints whether the generators stay as they are then.
-Prints ``STEP n`` when a step has returned.
+``poisoned``: a step after which P16 of the first chunk is NaN on storage. ``num_layers``: of the model.
+Prints ``MOVED read written``, bytes that the engine moved while it was built, and ``STEP n`` when a step has returned.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def build(path: str, case: dict, rank: int) -> Any:
     torch.manual_seed(rank)
     random.seed(rank)
     numpy.random.seed(rank)
-    model = TinyGPT(**MODEL)
+    model = TinyGPT(**{**MODEL, "num_layers": case.get("num_layers", MODEL["num_layers"])})
     for name, param in model.named_parameters():
         param.requires_grad_(not ("frozen" in case and name.startswith(case["frozen"])))
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -107,6 +108,16 @@ def signal_in_step(engine: Any, generation: int) -> None:
     state.step_applied = signalled
 
 
+def poison(engine: Any) -> None:
+    core = engine.optimizer.rank_state.core
+    core.wait_all()
+    for extent in core.place.param_extents(0, core.slot(0)):
+        fd = os.open(core.store.paths_of_fd(extent.fd), os.O_WRONLY)
+        os.pwrite(fd, b"\xc0\x7f" * (extent.num_bytes // 2), extent.offset)
+        os.fsync(fd)
+        os.close(fd)
+
+
 def train_two(path: str, case: dict) -> None:
     engines = [build(path, case, seed) for seed in (1, 2)]
     for when in ("BEFORE", "AFTER"):
@@ -137,6 +148,8 @@ def main(path: str, case: dict) -> None:
     if "two" in case:
         train_two(path, case)
     engine = build(path, case, rank)
+    moved = engine.optimizer.rank_state.core.io.stats()
+    sys.stdout.write(f"MOVED {moved['read'].num_bytes} {moved['write'].num_bytes}\n")
     if "signalled" in case:
         signal_in_step(engine, case["signalled"])
     if "reload" in case:
@@ -168,6 +181,8 @@ def main(path: str, case: dict) -> None:
                 engine.step()
         if step == 1 and "save" in case:
             engine.save_checkpoint(case["save"])
+        if step + 1 == case.get("poisoned"):
+            poison(engine)
         sys.stdout.write(f"STEP {step + 1}\n")
         sys.stdout.flush()
         if "out" in case:

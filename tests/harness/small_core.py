@@ -34,6 +34,29 @@ def values(span: ParamSpan, seed: int) -> torch.Tensor:
     return torch.randn(span.numel, generator=generator).bfloat16()
 
 
+def options_of(
+    layout: FlatLayout,
+    *,
+    residency: tuple[float, float, float],
+    clip_policy: str = "defer",
+    checksum: bool = True,
+    device: Device | None = None,
+) -> CoreOptions:
+    return CoreOptions(
+        residency=ChunkResidency.by_deadline(layout, *residency),
+        num_slots=2,
+        overlap=Overlap.BACKWARD_AND_FORWARD,
+        clip_policy=clip_policy,
+        param_dtype=torch.bfloat16,
+        grad_dtype=torch.bfloat16,
+        staging_bytes=1 << 24,
+        num_update_threads=1,
+        io=IoSettings(engine="threads"),
+        checksum=checksum,
+        device=device or HostDevice(),
+    )
+
+
 @contextmanager
 def small_core(
     path: Path,
@@ -47,19 +70,7 @@ def small_core(
     device: Device | None = None,
 ) -> Iterator[OutOfCoreOptimizer]:
     """Initialised. ``residency``: the shares of P16, states and G16 in memory. ``device``: the host, without one."""
-    options = CoreOptions(
-        residency=ChunkResidency.by_deadline(layout, *residency),
-        num_slots=2,
-        overlap=Overlap.BACKWARD_AND_FORWARD,
-        clip_policy=clip_policy,
-        param_dtype=torch.bfloat16,
-        grad_dtype=torch.bfloat16,
-        staging_bytes=1 << 24,
-        num_update_threads=1,
-        io=IoSettings(engine="threads"),
-        checksum=checksum,
-        device=device or HostDevice(),
-    )
+    options = options_of(layout, residency=residency, clip_policy=clip_policy, checksum=checksum, device=device)
     regions = regions_for(layout, options, len(kind.moments), 2)
     store = SlotStore.create([path], regions, RunIdentity("test", 0, 1, "run"), keep=keep)
     store.describe(contents_of(layout, [[span.numel] for span in layout.params]))

@@ -95,3 +95,46 @@ def test_a_store_is_written_committed_and_read_again(place: tuple[str, Path], en
     again.close(remove=True)
     assert torch.equal(found, values)
     assert [path for path in target.glob("**/*") if path.is_file()] == []
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs root and the right to mount")
+@pytest.mark.parametrize("kind", ["tmpfs", *(name for name in ("ext4", "xfs") if name in available())])
+def test_a_disk_that_others_have_filled_does_not_stop_commits(kind: str, tmp_path: Path) -> None:
+    """Btrfs never writes in place, so there nothing can be promised."""
+    if kind == "tmpfs":
+        target = tmp_path / "mounted"
+        target.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", target], check=True)
+    else:
+        target = mount(kind, tmp_path / "fs")
+    try:
+        store = SlotStore.create([target], [RegionSpec("state", 1 << 20, 2)], RunIdentity("test", 0, 1, "run"))
+        said = {"state": "x" * 9000}
+        store.commit(1, {"state": 0}, said)
+        fill(target)
+        for step in range(2, 40):
+            store.commit(step, {"state": step % 2}, {**said, "step": step})
+        store.withdraw()
+        store.commit(40, {"state": 0}, said)
+        store.close(remove=False)
+        again = SlotStore.open(store.directories, None)
+        assert [commit.step for commit in again.commits()] == [40]
+        again.close(remove=True)
+    finally:
+        subprocess.run(["umount", target], check=True)
+
+
+def append(path: Path, num_bytes: int) -> None:
+    with path.open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * num_bytes)
+            os.fsync(file.fileno())
+
+
+def fill(path: Path) -> None:
+    """Until not one more block can be had."""
+    for number, size in enumerate((1 << 20, 4096, 1)):
+        with pytest.raises(OSError, match="No space"):
+            append(path / f"others{number}", size)
+    with pytest.raises(OSError, match="No space"):  # not for a file of its own, either
+        (path / "more").write_bytes(b"x" * 8192)

@@ -213,3 +213,29 @@ def test_the_root_of_several_users_stays(tmp_path: Path) -> None:
     os.chmod(root, 0o1777)
     SlotStore.create([tmp_path], REGIONS, identity()).close()
     assert all_files(tmp_path) == ["ds_fuyou"]
+
+
+@pytest.mark.parametrize("names", [["data"], ["data", "lock"], ["data", "manifest.json", "lock"]])
+def test_a_directory_that_no_run_made_stays(names: list[str], tmp_path: Path) -> None:
+    """Somebody chose these names."""
+    SlotStore.create([tmp_path], REGIONS, identity("one"), keep=True).close()
+    mine = tmp_path / "ds_fuyou" / "mine-rank0"
+    mine.mkdir()
+    for name in names:
+        (mine / name).write_bytes(b"my data")
+    (state,) = [state for state in find_state(tmp_path) if state.path == mine]
+    with pytest.raises(FuyouStorageError, match="neither a manifest nor the lock says that a run made it"):
+        remove_state(state)
+    assert sorted(file.name for file in mine.iterdir()) == sorted(names)
+
+
+def test_an_empty_directory_of_a_start_that_was_killed_is_removed(tmp_path: Path) -> None:
+    SlotStore.create([tmp_path], REGIONS, identity("one"), keep=True).close()
+    for number, names in enumerate(([], ["lock"])):
+        made = tmp_path / "ds_fuyou" / f"killed{number}-rank0"
+        made.mkdir()
+        for name in names:
+            (made / name).touch()
+        (state,) = [state for state in find_state(tmp_path) if state.path == made]
+        remove_state(state)
+        assert not made.exists()

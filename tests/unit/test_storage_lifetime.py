@@ -102,7 +102,7 @@ UNCLEAN = [
 def test_committed_state_stays_after_an_end_that_is_not_clean(tmp_path: Path, code: str, status: int, why: str) -> None:
     done = run(code, tmp_path)
     assert done.returncode == status, done.stderr
-    assert all_files(tmp_path) == sorted([*DATA, "ds_fuyou/run-rank0/commit.json"])
+    assert all_files(tmp_path) == sorted([*DATA, *(f"ds_fuyou/run-rank0/commit.json{end}" for end in ("", ".tmp"))])
     (line,) = [line for line in done.stderr.splitlines() if "fuyou recover" in line]
     assert why in line
     assert f"fuyou recover {tmp_path}/ds_fuyou/run-rank0 --out weights.pt" in line

@@ -603,7 +603,10 @@ def test_data_is_durable_before_the_record_appears(store: SlotStore, monkeypatch
 
         monkeypatch.setattr(os, name, call)
     store.commit(1, {"big": 0}, {})
-    assert order == ["fdatasync", "fdatasync", "fsync", "rename", "fsync"]
+    assert order == ["fdatasync", "fdatasync", "fsync", "rename", "fsync", "fsync"], "the last one: room for the next"
+    order.clear()
+    store.commit(2, {"big": 1}, {})
+    assert order == ["fdatasync", "fdatasync", "fsync", "fsync"], "and in between two names were exchanged"
 
 
 @pytest.mark.parametrize("name", ["commit.json", "contents.json", "manifest.json"])
@@ -628,3 +631,83 @@ def test_a_record_too_deep_to_be_read_is_refused(paths: list[Path]) -> None:
     (store.directories[0] / "commit.json").write_bytes(header + body)
     with pytest.raises(FuyouStorageError, match="cannot be read as JSON"):
         SlotStore.open(store.directories, identity())
+
+
+def test_a_record_is_written_over_the_one_before_it(paths: list[Path]) -> None:
+    """In blocks that it has: others may fill the disk."""
+    store = SlotStore.create(paths, REGIONS, identity())
+    directory = store.directories[0]
+    files = [directory / "commit.json", directory / "commit.json.tmp"]
+    store.commit(1, {"big": 0}, {"note": "x" * 1000})
+    first = [(file.stat().st_ino, file.stat().st_size, file.stat().st_blocks) for file in files]
+    assert first[0][1:] == first[1][1:]
+    for step in range(2, 7):
+        store.commit(step, {"big": step % 2}, {"note": "x" * 20000})
+        found = [(file.stat().st_ino, file.stat().st_size, file.stat().st_blocks) for file in files]
+        assert found == (first if step % 2 else first[::-1])
+    store.commit(7, {"big": 0}, {"note": "x" * 300_000})
+    assert files[0].stat().st_size > first[0][1]
+    for step in range(8, 11):
+        store.commit(step, {"big": 0}, {})
+    assert files[0].stat().st_size < 300_000, "what a large record took is given back"
+    store.withdraw()
+    assert steps_of(store) == []
+    store.close(remove=False)
+    again = SlotStore.open(store.directories, None)
+    assert again.commits() == ()
+    again.close(remove=True)
+
+
+def test_without_an_exchange_of_names_records_are_replaced(store: SlotStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_fuyou.storage.records._exchange", lambda *_: False)
+    for step in range(1, 4):
+        store.commit(step, {"big": 0}, {})
+        assert (store.directories[0] / "commit.json.tmp").stat().st_blocks > 0
+    store.close(remove=False)
+    again = SlotStore.open(store.directories, None)
+    assert steps_of(again) == [3, 2]
+    again.close(remove=True)
+
+
+def test_what_a_commit_says_is_replaced_durably(store: SlotStore) -> None:
+    store.commit(1, {"big": 0}, {"a": 1, "b": 2})
+    store.commit(2, {"big": 1}, {"a": 3, "b": 4})
+    store.amend({"b": 0})
+    store.close(remove=False)
+    again = SlotStore.open(store.directories, None)
+    assert [dict(commit.meta) for commit in again.commits()] == [{"a": 3, "b": 0}, {"a": 1, "b": 0}]
+    again.close(remove=True)
+
+
+@pytest.mark.parametrize("name", ["data", "lock", "manifest.json", "contents.json"])
+def test_files_that_somebody_deleted_are_told_once(
+    name: str, paths: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = SlotStore.create(paths, REGIONS, identity(), keep=True, recoverable=True)
+    store.describe({})
+    store.commit(1, {"big": 0}, {})
+    (store.directories[0] / name).unlink()
+    for step in (2, 3):
+        store.commit(step, {"big": 0}, {})
+    told = [record.getMessage() for record in caplog.records if "somebody deleted" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith(f"{store.directories[0]}: somebody deleted {name}. Training goes on")
+    store.close(remove=True)
+
+
+def test_times_of_files_are_kept_fresh(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clean-ups of scratch directories go by age."""
+    store = SlotStore.create(paths, REGIONS, identity())
+    store.describe({})
+    store.commit(1, {"big": 0}, {})
+    files = [file for directory in store.directories for file in directory.iterdir()]
+    assert len(files) == 3 * len(paths) + 3
+    for file in files:
+        os.utime(file, (1000, 1000))
+    store.commit(2, {"big": 0}, {})
+    lock = store.directories[0] / "lock"
+    assert lock.stat().st_mtime == 1000, "not in every step"
+    monkeypatch.setattr(store, "_fresh_until", 0.0)
+    store.commit(3, {"big": 0}, {})
+    assert min(file.stat().st_mtime for file in files) > 1e9
+    store.close()

@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -227,7 +228,7 @@ void bind_io(py::module_& m)
         .def("close", py::overload_cast<double>(&IoEngine::close), py::arg("timeout_secs"),
              NoGil());
     py::class_<AlignedPool, std::shared_ptr<AlignedPool>>(m, "AlignedPool")
-        .def(py::init<std::uint64_t>())
+        .def(py::init<std::uint64_t, bool>(), py::arg("num_bytes"), py::arg("inherited") = true)
         .def("allocate_tensor",
              [](const std::shared_ptr<AlignedPool>& pool, std::uint64_t num_bytes) {
                  return allocate_tensor(pool, num_bytes);
@@ -322,6 +323,17 @@ void bind_pipeline(py::module_& m)
                 pipeline.replace_state(chunk, address(block), has_moments);
             },
             py::arg("chunk"), py::arg("block"), py::kw_only(), py::arg("has_moments"), NoGil())
+        .def(
+            "take_over",
+            [](ChunkPipeline& pipeline, std::size_t chunk, bool has_moments,
+               std::optional<std::pair<std::uint64_t, std::uint64_t>> sums,
+               std::uint64_t param_digest) {
+                TakenOver state{has_moments, sums.has_value(), {}, param_digest};
+                if (sums) state.sums = {sums->first, sums->second};
+                pipeline.take_over(chunk, state);
+            },
+            py::arg("chunk"), py::kw_only(), py::arg("has_moments"), py::arg("sums"),
+            py::arg("param_digest"))
         .def("slot", &ChunkPipeline::slot)
         .def(
             "enqueue",
@@ -366,9 +378,11 @@ void bind_pipeline(py::module_& m)
         .def("set_checksum", &ChunkPipeline::set_checksum)
         .def(
             "state_holds",
-            [](const ChunkPipeline& pipeline, std::size_t chunk, std::uintptr_t block) {
-                return pipeline.state_holds(chunk, address(block));
+            [](const ChunkPipeline& pipeline, std::size_t chunk, std::uintptr_t block,
+               bool with_moments) {
+                return pipeline.state_holds(chunk, address(block), with_moments);
             },
+            py::arg("chunk"), py::arg("block"), py::kw_only(), py::arg("with_moments") = true,
             NoGil())
         .def("state_sums",
              [](const ChunkPipeline& pipeline) {
@@ -380,6 +394,17 @@ void bind_pipeline(py::module_& m)
                  return py::bytes(reinterpret_cast<const char*>(numbers.data()),
                                   numbers.size() * sizeof(std::uint64_t));
              })
+        .def("param_digests",
+             [](const ChunkPipeline& pipeline) {
+                 std::vector<std::uint64_t> numbers;
+                 {
+                     py::gil_scoped_release unlocked;
+                     numbers = pipeline.param_digests();
+                 }
+                 return py::bytes(reinterpret_cast<const char*>(numbers.data()),
+                                  numbers.size() * sizeof(std::uint64_t));
+             })
+        .def("half_read_params", &ChunkPipeline::half_read_params, NoGil())
         .def("take_events",
              [](ChunkPipeline& pipeline) {
                  std::vector<std::tuple<int, std::size_t, std::int64_t, double, double>> events;

@@ -124,7 +124,22 @@ std::uint64_t IoEngine::num_in_flight() const
 
 void IoEngine::watch_pages(int fd, std::uint64_t offset, std::uint64_t num_bytes)
 {
-    impl_->queue.watch_pages(fd, offset, num_bytes);
+    impl_->queue.page_sums().watch(fd, offset, num_bytes);
+}
+
+std::uint64_t IoEngine::page_digest(const FileRanges& ranges) const
+{
+    return impl_->queue.page_sums().digest(ranges);
+}
+
+void IoEngine::expect_pages(const FileRanges& ranges, std::uint64_t digest)
+{
+    impl_->queue.page_sums().expect(ranges, digest);
+}
+
+bool IoEngine::is_half_read(const FileRanges& ranges) const
+{
+    return impl_->queue.page_sums().is_half_read(ranges);
 }
 
 void IoEngine::close()

@@ -37,6 +37,14 @@ struct IoExtent {
     std::uint64_t num_bytes;
 };
 
+// A run of bytes of a file, and several of them, in order.
+struct FileRange {
+    int fd;
+    std::uint64_t offset;
+    std::uint64_t num_bytes;
+};
+using FileRanges = std::vector<FileRange>;
+
 // How an operation ended. Every extent is complete to the byte when error == 0; a short transfer is
 // continued until it is full, and one that makes no progress (end of file) is an error (ENODATA for
 // reads, ENOSPC for writes). After a failure no further piece is started, and the completion runs
@@ -111,6 +119,12 @@ class IoEngine {
     // pages that hold something else end with EBADMSG, and the page as offset. Before the range is
     // first read or written, and while no operation is in flight.
     void watch_pages(int fd, std::uint64_t offset, std::uint64_t num_bytes);
+    // See PageSums: what stands for all checksums of these ranges, each watched as a whole, and
+    // what an earlier run said that it is (with the same conditions as watch_pages()).
+    std::uint64_t page_digest(const FileRanges& ranges) const;
+    void expect_pages(const FileRanges& ranges, std::uint64_t digest);
+    bool is_half_read(const FileRanges& ranges) const;
+    static constexpr std::uint64_t kNoDigest = UINT64_MAX;
 
     // A simulated device: each piece takes its bytes / the rate of its kind, and reads and writes
     // add up on one time line. 0 = unlimited (test and simulation seam).

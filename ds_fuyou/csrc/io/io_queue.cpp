@@ -369,12 +369,6 @@ bool IoQueue::is_drained() const
     return closed_ && num_in_flight_ == 0;
 }
 
-void IoQueue::watch_pages(int fd, std::uint64_t offset, std::uint64_t num_bytes)
-{
-    std::lock_guard<std::mutex> lock(mutex_);
-    page_sums_.watch(fd, offset, num_bytes);
-}
-
 void IoQueue::set_throttle(double read_bytes_per_sec, double write_bytes_per_sec)
 {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -93,7 +93,7 @@ class IoQueue {
     bool wait_drained(double timeout_secs);
     bool is_drained() const;  // closed, and every accepted operation is complete
 
-    void watch_pages(int fd, std::uint64_t offset, std::uint64_t num_bytes);
+    PageSums& page_sums() { return page_sums_; }
     void set_throttle(double read_bytes_per_sec, double write_bytes_per_sec);
     void add_fault(const IoFault& fault);
     void clear_faults();

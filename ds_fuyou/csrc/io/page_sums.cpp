@@ -27,7 +27,7 @@ void PageSums::watch(int fd, std::uint64_t offset, std::uint64_t num_bytes)
     const std::uint64_t last = (offset + num_bytes - 1) / kPageBytes;
     auto sums = std::make_unique<Sums>(last - first + 1);
     for (std::atomic<std::uint64_t>& sum : *sums) sum.store(kUnknown, std::memory_order_relaxed);
-    ranges_[{fd, first}] = std::move(sums);
+    ranges_[{fd, first}] = {std::move(sums), nullptr};
 }
 
 template <class Use>
@@ -42,36 +42,105 @@ void PageSums::for_pages(int fd, std::uint64_t offset, const char* bytes, std::u
         if (range->first.first < fd) continue;
         const std::uint64_t begin = range->first.second;
         if (begin * kPageBytes >= end) return;
-        Sums& sums = *range->second;
+        Sums& sums = *range->second.sums;
         for (std::uint64_t page = std::max(begin, offset / kPageBytes);
              page < begin + sums.size() && page * kPageBytes < end; ++page) {
             const std::uint64_t at = page * kPageBytes;
             const bool is_whole = at >= offset && at + kPageBytes <= end;
-            if (!use(at, sums[page - begin], is_whole ? bytes + (at - offset) : nullptr)) return;
+            const char* whole = is_whole ? bytes + (at - offset) : nullptr;
+            if (!use(at, sums[page - begin], range->second, whole)) return;
         }
     }
 }
 
 void PageSums::remember(int fd, std::uint64_t offset, const char* bytes, std::uint64_t num_bytes)
 {
-    for_pages(fd, offset, bytes, num_bytes,
-              [](std::uint64_t, std::atomic<std::uint64_t>& sum, const char* page) {
-                  sum.store(page != nullptr ? sum_of(page) : kUnknown, std::memory_order_relaxed);
-                  return true;
-              });
+    for_pages(
+        fd, offset, bytes, num_bytes,
+        [](std::uint64_t, std::atomic<std::uint64_t>& sum, const Range& range, const char* page) {
+            if (range.expected) range.expected->is_void = true;
+            sum.store(page != nullptr ? sum_of(page) : kUnknown, std::memory_order_relaxed);
+            return true;
+        });
 }
 
 std::uint64_t PageSums::first_changed(int fd, std::uint64_t offset, const char* bytes,
-                                      std::uint64_t num_bytes) const
+                                      std::uint64_t num_bytes)
 {
     std::uint64_t found = kNone;
     for_pages(fd, offset, bytes, num_bytes,
-              [&](std::uint64_t at, const std::atomic<std::uint64_t>& sum, const char* page) {
-                  const std::uint64_t written = sum.load(std::memory_order_relaxed);
-                  if (page != nullptr && written != kUnknown && written != sum_of(page)) found = at;
+              [&](std::uint64_t at, std::atomic<std::uint64_t>& sum, const Range& range,
+                  const char* page) {
+                  if (page == nullptr) return true;
+                  std::uint64_t written = sum.load(std::memory_order_relaxed);
+                  Expected* expected = range.expected.get();
+                  if (expected != nullptr && expected->is_void) expected = nullptr;
+                  if (written == kUnknown && expected == nullptr) return true;
+                  const std::uint64_t read = sum_of(page);
+                  if (written != kUnknown || !sum.compare_exchange_strong(written, read)) {
+                      if (written != read) found = at;
+                  } else if (--expected->num_unread == 0) {
+                      expected->is_wrong = known_digest(expected->runs) != expected->digest;
+                  }
+                  if (expected != nullptr && expected->is_wrong && !expected->is_void) found = at;
                   return found == kNone;
               });
     return found;
+}
+
+const PageSums::Range* PageSums::find(const FileRange& run) const
+{
+    const auto range = ranges_.find({run.fd, run.offset / kPageBytes});
+    const bool is_it = range != ranges_.end() &&
+                       range->second.sums->size() == (run.num_bytes + kPageBytes - 1) / kPageBytes;
+    return is_it ? &range->second : nullptr;
+}
+
+std::uint64_t PageSums::known_digest(const FileRanges& runs) const
+{
+    std::uint64_t digest = 0, weight = 1;
+    for (const FileRange& run : runs) {
+        const Range* range = find(run);
+        if (range == nullptr) return kNone;
+        for (const std::atomic<std::uint64_t>& page : *range->sums) {
+            const std::uint64_t sum = page.load(std::memory_order_relaxed);
+            if (sum == kUnknown) return kNone;
+            digest += sum * weight;
+            weight += 2;
+        }
+    }
+    return digest == kNone ? 0 : digest;
+}
+
+std::uint64_t PageSums::digest(const FileRanges& runs) const
+{
+    const Range* first = runs.empty() ? nullptr : find(runs.front());
+    if (first == nullptr) return kNone;
+    const Expected* expected = first->expected.get();
+    if (expected != nullptr && !expected->is_void) return expected->digest;
+    return known_digest(runs);
+}
+
+void PageSums::expect(const FileRanges& runs, std::uint64_t digest)
+{
+    auto expected = std::make_shared<Expected>();
+    expected->runs = runs;
+    expected->digest = digest;
+    for (const FileRange& run : runs) {
+        const auto range = ranges_.find({run.fd, run.offset / kPageBytes});
+        if (range == ranges_.end()) return;
+        range->second.expected = expected;
+        expected->num_pages += range->second.sums->size();
+    }
+    expected->num_unread = expected->num_pages;
+}
+
+bool PageSums::is_half_read(const FileRanges& runs) const
+{
+    const Range* first = runs.empty() ? nullptr : find(runs.front());
+    if (first == nullptr || !first->expected || first->expected->is_void) return false;
+    const std::uint64_t num_unread = first->expected->num_unread;
+    return first->expected->is_wrong || (num_unread > 0 && num_unread < first->expected->num_pages);
 }
 
 }  // namespace fuyou

@@ -38,7 +38,7 @@ char* map_aligned(std::uint64_t num_bytes)
 
 }  // namespace
 
-AlignedPool::AlignedPool(std::uint64_t num_bytes)
+AlignedPool::AlignedPool(std::uint64_t num_bytes, bool inherited)
 {
     if (num_bytes > UINT64_MAX / 2) {
         throw std::bad_alloc();
@@ -48,6 +48,8 @@ AlignedPool::AlignedPool(std::uint64_t num_bytes)
         return;
     }
     base_ = map_aligned(capacity_bytes_);
+    // As above, a hint: old kernels copy.
+    if (!inherited) madvise(base_, capacity_bytes_, MADV_WIPEONFORK);
     free_.emplace(0, capacity_bytes_);
 }
 

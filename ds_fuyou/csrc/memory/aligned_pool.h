@@ -23,8 +23,9 @@ inline std::uint64_t round_up_to_page(std::uint64_t num_bytes)
 class AlignedPool {
   public:
     // Reserves `num_bytes` (rounded up to pages) of address space; pages are touched on first use.
-    // Throws std::bad_alloc when the mapping is refused.
-    explicit AlignedPool(std::uint64_t num_bytes);
+    // Throws std::bad_alloc when the mapping is refused. Unless it is `inherited`, a child of
+    // fork() finds zeros there: pages that are pinned for transfers would be copied for it at once.
+    explicit AlignedPool(std::uint64_t num_bytes, bool inherited = true);
     ~AlignedPool();
     AlignedPool(const AlignedPool&) = delete;
     AlignedPool& operator=(const AlignedPool&) = delete;

@@ -65,6 +65,20 @@ void ChunkPipeline::replace_state(std::size_t index, char* memory, bool has_mome
     chunk.has_sums[slot] = checked;
 }
 
+void ChunkPipeline::take_over(std::size_t index, const TakenOver& state)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    Chunk& chunk = chunks_.at(index);
+    const std::size_t slot = static_cast<std::size_t>(chunk.slot);
+    chunk.zero_moments = !state.has_moments;
+    if (!checksum_) return;
+    chunk.has_sums = {false, false};
+    chunk.sums[slot] = state.sums;
+    chunk.has_sums[slot] = state.has_sums;
+    if (chunk.param_on_storage() && state.param_digest != IoEngine::kNoDigest)
+        io_->expect_pages(chunk.spec.param_slots[slot], state.param_digest);
+}
+
 int ChunkPipeline::slot(std::size_t chunk) const
 {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -350,7 +364,7 @@ void ChunkPipeline::set_checksum(bool on)
     checksum_ = on;
 }
 
-bool ChunkPipeline::state_holds(std::size_t index, char* memory) const
+bool ChunkPipeline::state_holds(std::size_t index, char* memory, bool with_moments) const
 {
     StateSums written;
     StateBlock block{memory, 0, 0};
@@ -361,9 +375,10 @@ bool ChunkPipeline::state_holds(std::size_t index, char* memory) const
         if (!checksum_ || chunk.resident() || !chunk.has_sums[slot]) return true;
         written = chunk.sums[slot];
         block.numel = chunk.spec.numel;
-        block.num_moments = chunk.spec.num_moments;
+        block.num_moments = with_moments ? chunk.spec.num_moments : 0;
     }
-    return block.sums(0, block.numel) == written;
+    const StateSums found = block.sums(0, block.numel);
+    return found.param == written.param && (!with_moments || found == written);
 }
 
 std::vector<StateSums> ChunkPipeline::state_sums() const
@@ -379,6 +394,36 @@ std::vector<StateSums> ChunkPipeline::state_sums() const
                                    " was never written through the pipeline or replace_state()");
         found.push_back(chunk.resident() ? StateSums{} : chunk.sums[slot]);
     }
+    return found;
+}
+
+// Where every chunk's published P16 lies, null in DRAM. The ranges themselves never change.
+std::vector<const FileRanges*> ChunkPipeline::published_params() const
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<const FileRanges*> found;
+    found.reserve(chunks_.size());
+    for (const Chunk& chunk : chunks_) {
+        const FileRanges& ranges = chunk.spec.param_slots[static_cast<std::size_t>(chunk.slot)];
+        found.push_back(checksum_ && chunk.param_on_storage() ? &ranges : nullptr);
+    }
+    return found;
+}
+
+std::vector<std::uint64_t> ChunkPipeline::param_digests() const
+{
+    std::vector<std::uint64_t> found;
+    for (const FileRanges* ranges : published_params())
+        found.push_back(ranges != nullptr ? io_->page_digest(*ranges) : IoEngine::kNoDigest);
+    return found;
+}
+
+std::vector<std::size_t> ChunkPipeline::half_read_params() const
+{
+    std::vector<std::size_t> found;
+    const std::vector<const FileRanges*> params = published_params();
+    for (std::size_t chunk = 0; chunk < params.size(); ++chunk)
+        if (params[chunk] != nullptr && io_->is_half_read(*params[chunk])) found.push_back(chunk);
     return found;
 }
 

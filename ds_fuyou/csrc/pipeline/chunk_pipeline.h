@@ -48,13 +48,6 @@
 
 namespace fuyou {
 
-struct FileRange {
-    int fd;
-    std::uint64_t offset;
-    std::uint64_t num_bytes;
-};
-using FileRanges = std::vector<FileRange>;
-
 // A run of one stock sub-group whose fp32 parameter and moments move together, as one StateBlock.
 struct ChunkSpec {
     std::uint64_t numel = 0;
@@ -79,6 +72,14 @@ struct ChunkUpdate {
     ElementType gradient_type = ElementType::kBFloat16;
     int param_version = 0;  // which param_memory receives P16
     bool held = false;      // read ahead now, update after release()
+};
+
+// What an earlier run's record says of a chunk's published state.
+struct TakenOver {
+    bool has_moments = false;  // else they are zeros that no update has written yet
+    bool has_sums = false;     // else nothing is compared until it is read through replace_state()
+    StateSums sums;
+    std::uint64_t param_digest = IoEngine::kNoDigest;  // of P16 on storage
 };
 
 struct PipelineFailure {
@@ -117,6 +118,9 @@ class ChunkPipeline {
     // The published state was replaced from outside by `block` (a StateBlock's memory). Without
     // moments only P32 stands there and is given: moments are zeros that no update has written yet.
     void replace_state(std::size_t chunk, char* block, bool has_moments);
+    // What an earlier run left in the published slot is this run's state: nothing is read, and
+    // whoever reads it first compares it. See TakenOver.
+    void take_over(std::size_t chunk, const TakenOver& state);
     int slot(std::size_t chunk) const;  // where the published state is
 
     // Queues one update; at most one per chunk and generation is alive.
@@ -153,11 +157,18 @@ class ChunkPipeline {
     void set_tracing(bool on);
     // Blocks that an update reads are compared with what this run wrote. To be set first.
     void set_checksum(bool on);
-    // Whether a state block read from the published slot is what this run wrote there.
-    bool state_holds(std::size_t chunk, char* block) const;
+    // Whether a state block read from the published slot is what this run, or the one that it goes
+    // on from, wrote there; without moments: whether its P32 is, which is all that is given.
+    bool state_holds(std::size_t chunk, char* block, bool with_moments = true) const;
     // Sums of every chunk's published state, those of resident ones zero; none without checksum.
     // Throws std::logic_error if it is not known what stands in a slot.
     std::vector<StateSums> state_sums() const;
+    // Of every chunk's published P16 on storage, IoEngine::page_digest(); kNoDigest where there is
+    // none, or it is not known.
+    std::vector<std::uint64_t> param_digests() const;
+    // Chunks whose P16 was taken over and read in part: to be read whole before what was read
+    // becomes part of anything that lasts.
+    std::vector<std::size_t> half_read_params() const;
     std::vector<LaneEvent> take_events();
     // Begins nothing new, and waits for what is in flight. False if that lasts longer; then it has
     // to be called again before the I/O engine, or memory of a chunk, goes. As often as one likes.
@@ -195,6 +206,7 @@ class ChunkPipeline {
     void offer_locked(Chunk& chunk);
     void leave_locked(GenerationCounts& counts, std::int64_t generation);
     void wake_chunk_locked(const Chunk& chunk);
+    std::vector<const FileRanges*> published_params() const;
     void fail_locked(const std::string& what, int error, int fd, std::uint64_t offset);
     void require_running_locked() const;
     bool is_published_locked(const Job& job) const;
