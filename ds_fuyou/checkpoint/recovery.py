@@ -1,36 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp32 weights out of the state files that a run left: kept (``keep_state``), or there because it was killed.
+"""What ``fuyou recover`` makes of state files: fp32 weights, or an ordinary DeepSpeed checkpoint.
 
-The state of the last committed step is whole on storage (two slots, see storage/store.py). It is not a checkpoint:
-learning rate, loss scale, the place in the data and what was in host memory are gone. So what is taken out is P32,
-parameter by parameter, as a state dictionary that any script can load. No DeepSpeed, and no model-sized memory. Every
-chunk is compared with the checksum that the commit record holds of it.
+Weights are a state dictionary of P32, parameter by parameter. A checkpoint has stock's files (ZeRO-3, CPU tier) of
+every rank: states from the slots, what changes from step to step from the commit record, and the rest from the outline
+that the engine left when it was built (zero/checkpoint_outline.py). Neither needs the script, a device or model-sized
+memory.
+
+[Note: frozen parameters]
+State files do not hold them: a run that goes on in place has them as its script makes them. A checkpoint that is made
+of the files holds those of another checkpoint of the run (``like``), or none: who loads it then has them as the script
+made them, in stock as here, and ``zero_to_fp32.py`` gives the others.
 """
 
 from __future__ import annotations
 
 import errno
+import importlib.util
 import math
 import os
-import struct
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch
 
 from ds_fuyou.checkpoint import atomic, streamed_file
-from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
-from ds_fuyou.host.memory import aligned_tensor, round_up_to_page
-from ds_fuyou.ops.core import load_core
-from ds_fuyou.optimizer.layout import FlatLayout
-from ds_fuyou.optimizer.placement import state_region
-from ds_fuyou.storage.store import CommitRecord, Extent, JsonValue, RunIdentity, SlotStore
-from ds_fuyou.storage.store_files import read_directory_manifest
+from ds_fuyou.checkpoint.like import Like, TrainerFolder
+from ds_fuyou.checkpoint.state_files import RankFiles, opened_ranks
+from ds_fuyou.checkpoint.stock_state import StateEntries
+from ds_fuyou.checkpoint.training_record import TrainingRecord, from_bytes, raw
+from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 
-__all__ = ["Recovered", "contents_of", "recover"]
+__all__ = ["Recovered", "RecoveredCheckpoint", "recover_checkpoint", "recover_weights"]
+
+_OUTLINE_VERSION = 1
+_SMALL_ENTRIES = 64 << 20  # room for what is not counted: buffers, scheduler, client state
+_GENERATORS = "fuyou_random_states"
+_CLIENT = "fuyou_client_state"
+_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
 @dataclass(frozen=True)
@@ -48,30 +57,31 @@ class Recovered:
     verified: bool
 
 
-def contents_of(layout: FlatLayout, shapes: Sequence[Sequence[int]]) -> dict[str, JsonValue]:
-    """What a rank's files hold: ``shapes`` are those of the whole parameters, by index."""
-    params: list[JsonValue] = [
-        [span.name, list(shapes[span.index]), span.sub_group, span.begin, span.end] for span in layout.params
-    ]
-    chunks: list[JsonValue] = [[chunk.sub_group, chunk.begin, chunk.end] for chunk in layout.chunks]
-    return {"params": params, "chunks": chunks}
+@dataclass(frozen=True)
+class RecoveredCheckpoint:
+    """What was made.
+
+    Attributes:
+        folder: that has the ranks' files.
+        global_steps: of the engine, skipped steps included.
+        verified: as in :class:`Recovered`.
+        left_out: what a checkpoint that the run had saved would hold, too; in words.
+    """
+
+    folder: Path
+    global_steps: int
+    verified: bool
+    left_out: Sequence[str]
 
 
-def recover(directories: Sequence[Path], out: Path) -> Recovered:
+def recover_weights(directories: Sequence[Path], out: Path) -> Recovered:
     """Writes ``{name: fp32 tensor}`` of the trainable parameters to ``out``, which appears whole or not at all.
 
-    Args:
-        directories: a state directory (``PATH/ds_fuyou/RUN-rankN``) of every rank; those in other paths are found.
-
     Raises:
-        FuyouStateError: a rank is missing or of another run, a process holds the files, ranks committed different
-            steps, no commit stands, there is one slot a chunk, or P32 of some chunks was in host memory.
-        FuyouStorageError: a directory or file is missing or cannot be read.
-        FuyouChecksumError: manifest or commit record is torn, or a chunk is not what the run wrote.
+        FuyouStateError, FuyouStorageError, FuyouChecksumError: as :func:`opened_ranks`; or a chunk is not what the run
+            wrote.
     """
-    with ExitStack() as opened:
-        ranks = _open_ranks(directories, opened)
-        step = _common_step(ranks)
+    with opened_ranks(directories) as ranks:
         stand_ins = streamed_file.StandIns()
         state = {}
         for index, (name, shape, *_) in enumerate(ranks[0].params):
@@ -84,101 +94,13 @@ def recover(directories: Sequence[Path], out: Path) -> Recovered:
             atomic.flush(out.parent)  # `fuyou clean` may come next
         finally:
             part.unlink(missing_ok=True)
-    return Recovered(step, len(state), all(rank.sums is not None for rank in ranks))
-
-
-class _Rank:
-    """One rank's files and what is in them."""
-
-    def __init__(self, store: SlotStore, identity: RunIdentity) -> None:
-        self.store, self.identity, self.rank = store, identity, identity.rank
-        contents = store.contents()
-        self.params: list[tuple[str, list[int], int, int, int]] = [(*entry,) for entry in contents["params"]]
-        self.chunks: list[tuple[int, int, int]] = [(*entry,) for entry in contents["chunks"]]
-        self.commits = {commit.key: commit for commit in self._checked_commits()}
-        self.take(next(iter(self.commits)))
-        self._last_read: tuple[int, torch.Tensor] | None = None
-
-    def take(self, key: tuple[int, ...]) -> None:
-        """Which of :attr:`commits` is read from now on."""
-        self.commit = self.commits[key]
-        self.optimizer_step = cast("int", self.commit.meta["optimizer_step"])
-        self.sums = _param_sums(cast("str", self.commit.meta["state_sums"]), len(self.chunks))
-
-    def _checked_commits(self) -> Sequence[CommitRecord]:
-        where, commits = self.store.directories[0], self.store.commits()
-        if not commits:
-            raise FuyouStateError(
-                f"{where}: the run ended before its states were written, or while they were replaced (a checkpoint "
-                f"loaded, safe_set_full_*) and no step came after; use the last checkpoint"
-            )
-        missing = sum(state_region(index) not in self.store.regions for index in range(len(self.chunks)))
-        if missing:
-            raise FuyouStateError(
-                f"{where}: P32 of {missing} of {len(self.chunks)} chunks was in host memory and is lost; use the last "
-                f'checkpoint. To be able to recover, set optimizer.tier to "nvme"'
-            )
-        if not commits[0].intact:
-            raise FuyouStateError(
-                f"{where}: the run had one slot a chunk, so its files may be a mixture of two steps; use the last "
-                f"checkpoint"
-            )
-        return commits
-
-    def values(self, index: int) -> Iterator[torch.Tensor]:
-        """P32 of this rank's part of a parameter, chunk by chunk."""
-        _, _, sub_group, begin, end = self.params[index]
-        for number, (group, chunk_begin, chunk_end) in enumerate(self.chunks):
-            low, high = max(begin, chunk_begin), min(end, chunk_end)
-            if group == sub_group and low < high:
-                yield self._read(number)[low - chunk_begin : high - chunk_begin]
-
-    def _read(self, chunk: int) -> torch.Tensor:
-        """P32 of a chunk, compared with its checksum. Parameters that share a chunk come one after another."""
-        if self._last_read is None or self._last_read[0] != chunk:
-            self._last_read = None
-            _, begin, end = self.chunks[chunk]
-            memory = aligned_tensor(round_up_to_page((end - begin) * 4))
-            name = state_region(chunk)
-            extents = self.store.range_extents(name, self.commit.slots[name], 0, len(memory))
-            self._fill(memoryview(memory.numpy()), extents, f"reading P32 of chunk {chunk}")
-            values = memory.view(torch.float32)[: end - begin]
-            if self.sums is not None and load_core().place_sum(values.data_ptr(), len(values), 0) != self.sums[chunk]:
-                message = f"P32 of chunk {chunk} is not what the run wrote; the disk or its path is faulty"
-                where = extents[0]
-                path = str(self.store.paths_of_fd(where.fd))
-                raise FuyouChecksumError(errno.EBADMSG, f"{message}; use the last checkpoint", path, where.offset)
-            self._last_read = (chunk, values)
-        return self._last_read[1]
-
-    def _fill(self, view: memoryview, extents: Sequence[Extent], what: str) -> None:
-        at = 0
-        for extent in extents:
-            path, done = str(self.store.paths_of_fd(extent.fd)), 0
-            while done < extent.num_bytes:
-                offset = extent.offset + done
-                try:
-                    taken = os.preadv(extent.fd, [view[at + done : at + extent.num_bytes]], offset)
-                except OSError as error:
-                    raise FuyouStorageError(error.errno or errno.EIO, f"{what} failed", path, offset) from error
-                if taken == 0:
-                    raise FuyouStorageError(errno.ENODATA, f"{what} failed: the file ends there", path, offset)
-                done += taken
-            at += extent.num_bytes
-
-
-def _param_sums(written: str, num_chunks: int) -> list[int] | None:
-    """The checksum of every chunk's P32 out of a commit record, see :class:`ds_fuyou.optimizer.commit.Committer`."""
-    if not written:
-        return None
-    numbers = struct.unpack(f"<{2 * num_chunks}Q", bytes.fromhex(written))
-    return list(numbers[::2])
+        return Recovered(ranks[0].optimizer_step, len(state), all(rank.is_verified for rank in ranks))
 
 
 class _Param:
     """Pieces of one parameter over all ranks; the last rank's padding is left out."""
 
-    def __init__(self, ranks: Sequence[_Rank], index: int, numel: int) -> None:
+    def __init__(self, ranks: Sequence[RankFiles], index: int, numel: int) -> None:
         self._ranks, self._index, self._numel = ranks, index, numel
 
     def __call__(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -191,37 +113,175 @@ class _Param:
                 at += kept.numel()
 
 
-def _open_ranks(directories: Sequence[Path], opened: ExitStack) -> list[_Rank]:
-    """All ranks of one run, in order."""
-    found: dict[str, _Rank] = {}
-    for directory in directories:
-        manifest = read_directory_manifest(directory)
-        if manifest.store_id in found:
-            continue
-        store = SlotStore.open([Path(path) for path in manifest.directories], None)
-        opened.callback(store.close, remove=False)
-        found[manifest.store_id] = _Rank(store, manifest.identity)
-    ranks = sorted(found.values(), key=lambda rank: rank.rank)
-    if not ranks:
-        raise FuyouStateError("at least one state directory must be named")
-    first = ranks[0].identity
-    if [rank.identity for rank in ranks] != [replace(first, rank=rank) for rank in range(first.world_size)]:
-        raise FuyouStateError(
-            f"state directories of all {first.world_size} ranks of one run must be named, found "
-            f"{', '.join(rank.identity.directory_name for rank in ranks)}"
-        )
-    return ranks
+def recover_checkpoint(
+    directories: Sequence[Path], save_dir: Path, tag: str | None = None, like: Path | None = None
+) -> RecoveredCheckpoint:
+    """Makes ``save_dir/tag`` with stock's files of every rank, and ``save_dir/latest``; folders appear whole.
+
+    Args:
+        directories: as in :func:`opened_ranks`.
+        tag: ``global_step<N>`` without.
+        like: another checkpoint of this run, for frozen parameters. If it is a folder of the Hugging Face Trainer,
+            ``save_dir`` becomes one, and must not exist.
+
+    Raises:
+        FuyouStateError, FuyouStorageError, FuyouChecksumError: as :func:`recover_weights`; or the record has no state
+            of training, ``like`` does not fit, or there is no room.
+    """
+    with opened_ranks(directories) as opened:
+        parts = [_RankParts(rank) for rank in opened]
+        steps = parts[0].record.counters["global_steps"]
+        tag = atomic.checked_tag(tag if tag is not None else f"global_step{steps}")
+        found = Like.at(like, len(parts)) if like is not None else None
+        trainer = found.trainer(save_dir, tag, [rank.record for rank in parts]) if found is not None else None
+        target = save_dir if trainer is None else save_dir.with_name(atomic.incomplete_tag(save_dir.name))
+        target.mkdir(parents=True, exist_ok=True)
+        _require_space(target, sum(rank.num_bytes for rank in parts))
+        hidden = target / atomic.incomplete_tag(tag)
+        atomic.discard(hidden)
+        hidden.mkdir(parents=True)
+        try:
+            for rank in parts:
+                rank.write(hidden, found, trainer)
+            atomic.publish(hidden, target / tag)
+        except BaseException:
+            atomic.discard(hidden)
+            raise
+        _copy_scripts(target)
+        atomic.write_text(target / "latest", tag)
+        if trainer is not None:
+            trainer.complete(target)
+            atomic.publish(target, save_dir)
+        left_out = [*parts[0].left_out(found), *(trainer.left_out if trainer is not None else ())]
+        return RecoveredCheckpoint(save_dir / tag, steps, all(rank.is_verified for rank in opened), left_out)
 
 
-def _common_step(ranks: Sequence[_Rank]) -> int:
-    """Has every rank take the newest commit that all have made; see [Note: one generation of all ranks] there."""
-    common = set.intersection(*(set(rank.commits) for rank in ranks))
-    if not common:
-        said = ", ".join(f"rank {rank.rank}: step {rank.optimizer_step}" for rank in ranks)
-        raise FuyouStateError(
-            f"the ranks have no commit in common ({said}): their states were being replaced (a checkpoint loaded, "
-            f"safe_set_full_*), or an older ds_fuyou trained them; use the last checkpoint"
+class _RankParts:
+    """One rank's files of a checkpoint, and what they are made of."""
+
+    def __init__(self, files: RankFiles) -> None:
+        self._files = files
+        self._outline = _outline_of(files)
+        training = files.meta.get("training")
+        if training is None:
+            raise FuyouStateError(
+                f"{files.store.directories[0]}: its last commit, step {files.optimizer_step}, has no state of training "
+                "(it could not be pickled, a checkpoint was just loaded, or optimizer.step() was called and not "
+                "engine.step()); weights alone can be taken out: --weights FILE"
+            )
+        self.record = TrainingRecord.decode(training)
+        self._client: Any = None
+        self._client_failed = ""
+        try:
+            self._client = self.record.client()
+        except Exception as error:  # of classes that only the script has
+            self._client_failed = f"what the script handed over cannot be read without it ({error})"
+
+    @property
+    def num_bytes(self) -> int:
+        return _SMALL_ENTRIES + 4 * (1 + len(self._outline["moments"])) * sum(self._files.sub_group_numels)
+
+    def left_out(self, like: Like | None) -> Iterator[str]:
+        if self._outline["model"]["frozen_param_shapes"] and not (like is not None and like.has_frozen):
+            yield "frozen parameters: they are as the script makes them"
+        if self._client_failed:
+            yield self._client_failed
+
+    def write(self, folder: Path, like: Like | None, trainer: TrainerFolder | None) -> None:
+        """Both files, flushed."""
+        model = self._model(like)
+        streamed_file.save(model, folder / self._outline["model_file"], streamed_file.StandIns())
+        stand_ins = streamed_file.StandIns()
+        groups = self.record.groups if trainer is None else trainer.groups(self.record.groups)
+        optimizer = self._optimizer(stand_ins, groups)
+        state = {
+            "optimizer_state_dict": optimizer,
+            **{key: model[key] for key in ("ds_config", "ds_version")},
+        }
+        streamed_file.save(state, folder / self._outline["optimizer_file"], stand_ins)
+
+    def _model(self, like: Like | None) -> dict[str, Any]:
+        record, model = self.record, dict(self._outline["model"])
+        model["module"].update(record.buffers)
+        for name, value in record.counters.items():
+            if name in model:
+                model[name] = value
+        if record.scheduler is not None:
+            (model["lr_scheduler"],) = record.scheduler
+        shapes = model["frozen_param_shapes"]
+        if shapes:
+            fragments = like.frozen(self._files.rank, shapes) if like is not None else None
+            model["frozen_param_fragments"], model["frozen_param_shapes"] = fragments, shapes if fragments else None
+        client = self._client
+        if isinstance(client, Mapping) and not client.keys() & model.keys():
+            model.update(client)
+        elif client is not None:
+            model[_CLIENT] = client
+        model[_GENERATORS] = record.generator_states()
+        return model
+
+    def _optimizer(self, stand_ins: streamed_file.StandIns, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        files, meta = self._files, self._files.meta
+        entries = StateEntries(
+            groups=groups,
+            group_of_sub_group=self._outline["group_of_sub_group"],
+            moments=self._outline["moments"],
+            step=files.optimizer_step,
+            history=meta["clock"],
+            missed_steps=meta["missed_steps"],
         )
-    for rank in ranks:
-        rank.take(max(common))
-    return ranks[0].optimizer_step
+        num_parts = entries.num_parts
+
+        def pieces() -> Iterator[tuple[int, int, torch.Tensor]]:
+            num_read = 1 + (files.num_moments if num_parts > 1 else 0)
+            for chunk, (sub_group, begin, _) in enumerate(files.chunks):
+                parts = files.parts(chunk, num_read)
+                parts += [torch.zeros_like(parts[0])] * (num_parts - num_read)  # a moment that nothing reads
+                for part, values in enumerate(parts):
+                    yield sub_group * num_parts + part, begin, values
+
+        shapes = [((numel,), torch.float32) for numel in files.sub_group_numels for _ in range(num_parts)]
+        flats = stand_ins.add_together(shapes, pieces)
+        scaler, is_dynamic = self.record.scaler
+        return {
+            **self._outline["optimizer"],
+            "loss_scaler": scaler,
+            "dynamic_loss_scale": is_dynamic,
+            "overflow": False,
+            **entries.named([flats[i : i + num_parts] for i in range(0, len(flats), num_parts)]),
+        }
+
+
+def _outline_of(files: RankFiles) -> dict[str, Any]:
+    where, found = files.store.directories[0], files.store.engine_outline()
+    why = "the ds_fuyou that made it was an older one"
+    if found is not None:
+        if found["version"] > _OUTLINE_VERSION:
+            raise FuyouStateError(
+                f"{where}: what it says of its engine is of format {found['version']}, {_OUTLINE_VERSION} is known; "
+                "use the ds_fuyou that wrote it"
+            )
+        why = found["refused"]
+    if found is None or why:
+        raise FuyouStateError(
+            f"{where}: no checkpoint can be made of it, since {why}. Go on from it in place "
+            '("resume": "auto") and save one; or take weights alone out: --weights FILE'
+        )
+    outline: dict[str, Any] = from_bytes(raw(found["pickled"]))
+    return outline
+
+
+def _require_space(folder: Path, num_bytes: int) -> None:
+    message = atomic.require_space(folder, num_bytes, 0)
+    if message is not None:
+        raise FuyouStorageError(errno.ENOSPC, message, os.fspath(folder))
+
+
+def _copy_scripts(folder: Path) -> None:
+    """As stock does; found without importing DeepSpeed."""
+    package = importlib.util.find_spec("deepspeed")
+    for name in _SCRIPTS:
+        script = Path(package.origin).parent / "utils" / name if package is not None and package.origin else None
+        if script is not None and script.is_file():
+            shutil.copyfile(script, folder / name)
+            (folder / name).chmod(0o755)

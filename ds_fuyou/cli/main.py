@@ -25,7 +25,7 @@ COMMANDS = {
     "verify": "run a script with stock and with the block and compare the results bit by bit",
     "max-model": "name the largest model that trains on a machine",
     "plan": "say what fits where, how fast a step is and why",
-    "recover": "take fp32 weights out of the state files of a run that was killed or kept them",
+    "recover": "make a checkpoint, or fp32 weights, of the state files of a run that was killed or kept them",
     "report": "turn a lane trace into an HTML page and a picture",
     "simulate": "predict the throughput of systems on machines, given as CSV",
 }

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.probe import open_path
-from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, MANIFEST_NAME
+from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, ENGINE_NAME, MANIFEST_NAME
 
 __all__ = [
     "DATA_NAME",
@@ -43,10 +43,10 @@ ROOT_NAME = "ds_fuyou"
 DATA_NAME = "data"
 LOCK_NAME = "lock"
 _MARK = b"ds_fuyou"  # what the lock file holds, and manifests begin with
-_TEMPORARY = (f"{COMMIT_NAME}.tmp", f"{CONTENTS_NAME}.tmp", f"{MANIFEST_NAME}.tmp")
+_TEMPORARY = tuple(f"{name}.tmp" for name in (COMMIT_NAME, CONTENTS_NAME, ENGINE_NAME, MANIFEST_NAME))
 # In the order of removal: what is left of an interrupted removal is still recognised, and never looks
 # committed.
-_OUR_NAMES = (COMMIT_NAME, *_TEMPORARY, DATA_NAME, CONTENTS_NAME, MANIFEST_NAME, LOCK_NAME)
+_OUR_NAMES = (COMMIT_NAME, *_TEMPORARY, DATA_NAME, CONTENTS_NAME, ENGINE_NAME, MANIFEST_NAME, LOCK_NAME)
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}-rank\d{1,9}")
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_LIMIT_SECS = 600.0

@@ -33,6 +33,7 @@ from ds_fuyou.storage.types import PAGE_BYTES, JsonValue, RegionSpec, RunIdentit
 __all__ = [
     "COMMIT_NAME",
     "CONTENTS_NAME",
+    "ENGINE_NAME",
     "MANIFEST_NAME",
     "Manifest",
     "ProcessMark",
@@ -45,6 +46,7 @@ __all__ = [
 MANIFEST_NAME = "manifest.json"
 COMMIT_NAME = "commit.json"
 CONTENTS_NAME = "contents.json"
+ENGINE_NAME = "engine.json"
 _VERSIONS = {COMMIT_NAME: (1, 2)}  # that can be read, the last one is written; 1 of every other name
 _HEADER_BYTES = 160  # at most
 _SPARE_BYTES = 64 << 10

@@ -29,7 +29,7 @@ from ds_fuyou.storage import cleanup, ending, lifetime
 from ds_fuyou.storage.directory import DATA_NAME, LOCK_NAME
 from ds_fuyou.storage.layout import Piece, SlotChoice, choose_num_slots
 from ds_fuyou.storage.probe import Probe, probe_path
-from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, MANIFEST_NAME, read_record, write_record
+from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, ENGINE_NAME, MANIFEST_NAME, read_record, write_record
 from ds_fuyou.storage.store_files import CreateOptions, StoreFiles, create_files, open_files
 from ds_fuyou.storage.types import PAGE_BYTES, CommitRecord, Extent, JsonValue, RegionSpec, RunIdentity
 
@@ -67,7 +67,7 @@ class SlotStore:
         self._failure = ""
         self._lost: set[tuple[Path, str]] = set()
         self._fresh_until = 0.0
-        self._is_described = False
+        self._described_by: set[str] = set()
         self._regions = {region.spec.name: region.spec for region in files.manifest.layout.regions}
         self._paths = {file.fd: file.path for file in files.files}
         self._extents: dict[tuple[str, int], tuple[Extent, ...]] = {}
@@ -198,7 +198,7 @@ class SlotStore:
         every = mine if identity.world_size == 1 else f"{shlex.quote(identity.run_id)}-rank*"
         logger.warning(
             '%s: the state of the last step stays in %s. A run with "resume": "auto" in its fuyou block goes on '
-            "from it. Its weights: fuyou recover %s/%s --out weights.pt; it is removed with: fuyou clean %s",
+            "from it. A checkpoint of it: fuyou recover %s/%s --checkpoint DIR; it is removed with: fuyou clean %s",
             why,
             run.path,
             parent,
@@ -324,10 +324,17 @@ class SlotStore:
         Raises:
             FuyouStorageError: it could not be made durable.
         """
+        self._describe(CONTENTS_NAME, contents)
+
+    def describe_engine(self, outline: Mapping[str, JsonValue]) -> None:
+        """As :meth:`describe`: what a checkpoint says of the engine beside its states, for :meth:`engine_outline`."""
+        self._describe(ENGINE_NAME, outline)
+
+    def _describe(self, name: str, what: Mapping[str, JsonValue]) -> None:
         self._check_open()
         run = self._files.runs[0]
-        write_record(run.fd, run.path, CONTENTS_NAME, contents)
-        self._is_described = True
+        write_record(run.fd, run.path, name, what)
+        self._described_by.add(name)
 
     def contents(self) -> dict[str, Any]:
         """What :meth:`describe` left.
@@ -336,13 +343,22 @@ class SlotStore:
             FuyouStorageError: nothing, or it cannot be read.
             FuyouChecksumError: it is torn or was altered.
         """
-        self._check_open()
-        run = self._files.runs[0]
-        found = read_record(run.fd, run.path, CONTENTS_NAME)
+        found = self._described(CONTENTS_NAME)
         if found is None:
             message = "nothing says what the state holds: the run ended while it was made"
-            raise FuyouStorageError(errno.ENOENT, message, str(run.path / CONTENTS_NAME))
-        self._is_described = True
+            raise FuyouStorageError(errno.ENOENT, message, str(self._files.runs[0].path / CONTENTS_NAME))
+        return found
+
+    def engine_outline(self) -> dict[str, Any] | None:
+        """What :meth:`describe_engine` left, None if nothing; raises as :meth:`contents`."""
+        return self._described(ENGINE_NAME)
+
+    def _described(self, name: str) -> dict[str, Any] | None:
+        self._check_open()
+        run = self._files.runs[0]
+        found = read_record(run.fd, run.path, name)
+        if found is not None:
+            self._described_by.add(name)
         return found
 
     def last_commit(self) -> CommitRecord | None:
@@ -420,9 +436,8 @@ class SlotStore:
     def _look_after_files(self) -> None:
         """Clean-ups by age take files that nobody touches: their times are kept fresh, and what is gone is told."""
         is_due = time.monotonic() >= self._fresh_until
-        described = self._files.runs[0] if self._is_described else None
         for run, file in zip(self._files.runs, self._files.files, strict=True):
-            names = [MANIFEST_NAME, LOCK_NAME, DATA_NAME, *([CONTENTS_NAME] if run is described else [])]
+            names = [MANIFEST_NAME, LOCK_NAME, DATA_NAME, *(self._described_by if run is self._files.runs[0] else ())]
             lost = [name for name in run.missing(names, file.fd, refresh=is_due) if (run.path, name) not in self._lost]
             self._lost.update((run.path, name) for name in lost)
             if lost:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
 from torch.nn import Parameter
 
+from ds_fuyou.checkpoint.stock_state import CLOCK_KEY, FLAT_GROUPS, OPTIMIZER_STATE, StateEntries
 from ds_fuyou.checkpoint.streamed_file import StandIns
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.optimizer.chunk_values import gather
@@ -22,9 +22,7 @@ from ds_fuyou.optimizer.layout import ParamSpan
 from ds_fuyou.optimizer.rules import GroupHyper
 from ds_fuyou.zero.rank_state import RankState
 
-__all__ = ["CLOCK_KEY", "CheckpointState", "UniversalReader", "read_universal_state"]
-
-CLOCK_KEY = "ds_fuyou_clock"
+__all__ = ["CheckpointState", "UniversalReader", "read_universal_state"]
 
 
 class CheckpointState:
@@ -46,7 +44,7 @@ class CheckpointState:
         self._rank_state = rank_state
         self._core = rank_state.core
         self._optimizer = optimizer
-        self._group_of_sub_group = list(group_of_sub_group)
+        self.group_of_sub_group = list(group_of_sub_group)
         self._hypers = hypers
         self.stand_ins: StandIns | None = None
         """While a checkpoint file is streamed: large tensors are stand-ins of this. Else they are real, in DRAM."""
@@ -56,17 +54,17 @@ class CheckpointState:
     def entries(self) -> dict[str, Any]:
         """What a rank's state dictionary holds beside the loss scaler: optimizer state, P32, history of steps."""
         core = self._core
-        flats = self._flat_states()
-        return {
-            OPTIMIZER_STATE_DICT: self._optimizer_state_dict(flats),
-            FP32_FLAT_GROUPS: [parts[0] for parts in flats],
-            CLOCK_KEY: {
-                "history": [(n, [list(b) for b in betas]) for n, betas in core.clock.history],
-                "missed_steps": core.missed.by_name(),
-            },
-        }
+        entries = StateEntries(
+            groups=[{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups],
+            group_of_sub_group=self.group_of_sub_group,
+            moments=self.saved_names(),
+            step=core.clock.step,
+            history=core.clock.history,
+            missed_steps=core.missed.by_name(),
+        )
+        return entries.named(self._flat_states(entries.num_parts))
 
-    def _saved_names(self) -> list[str]:
+    def saved_names(self) -> list[str]:
         """Names of the moments as stock's optimizer of this kind saves them."""
         kind = self._core.kind
         if kind.name == "lion":
@@ -75,13 +73,9 @@ class CheckpointState:
             return ["sum"]
         return list(kind.moments)
 
-    def _flat_states(self) -> list[list[torch.Tensor]]:
-        """``[sub-group][P32, moments...]``, fp32, flat; collected now, or streamed later through stand-ins.
-
-        Before the first step there are no moments, as ``_optimizer_state_dict`` saves none.
-        """
+    def _flat_states(self, num_parts: int) -> list[list[torch.Tensor]]:
+        """``[sub-group][P32, moments...]``, fp32, flat; collected now, or streamed later through stand-ins."""
         core = self._core
-        num_parts = 1 + (len(self._saved_names()) if core.clock.step else 0)
         numels = [n for n in core.layout.sub_group_numels for _ in range(num_parts)]
 
         def pieces() -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -101,24 +95,7 @@ class CheckpointState:
     @property
     def num_bytes(self) -> int:
         """Size of this rank's optimizer file, without its small entries."""
-        return 4 * (1 + len(self._saved_names())) * int(self._core.layout.numel)
-
-    def _optimizer_state_dict(self, flats: list[list[torch.Tensor]]) -> dict[str, Any]:
-        """As ``optimizer.state_dict()`` of stock: one "parameter" a sub-group, in the order of the groups."""
-        core = self._core
-        groups: list[dict[str, Any]] = []
-        state: dict[int, dict[str, Any]] = {}
-        num_before = 0
-        for group_index, group in enumerate(self._optimizer.param_groups):
-            members = [i for i, g in enumerate(self._group_of_sub_group) if g == group_index]
-            ids = list(range(num_before, num_before + len(members)))
-            num_before += len(members)
-            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": ids})
-            if core.clock.step:
-                for place, sub_group in zip(ids, members, strict=True):
-                    moments = dict(zip(self._saved_names(), flats[sub_group][1:], strict=True))
-                    state[place] = {"step": core.clock.step, **moments}
-        return {"state": state, "param_groups": groups}
+        return 4 * (1 + len(self.saved_names())) * int(self._core.layout.numel)
 
     # ---- loading ------------------------------------------------------------------------------------------
 
@@ -129,13 +106,13 @@ class CheckpointState:
             FuyouStateError: another model, world size or optimizer.
         """
         core = self._core
-        fp32 = state_dict[FP32_FLAT_GROUPS]
+        fp32 = state_dict[FLAT_GROUPS]
         if [t.numel() for t in fp32] != list(core.layout.sub_group_numels):
             raise FuyouStateError(
                 f"the checkpoint's sub-groups hold {[t.numel() for t in fp32]} elements on this rank, the model's "
                 f"{list(core.layout.sub_group_numels)}; load it with the model and world size it was saved with"
             )
-        saved = state_dict[OPTIMIZER_STATE_DICT] if load_optimizer_states else None
+        saved = state_dict[OPTIMIZER_STATE] if load_optimizer_states else None
         if saved is not None:
             for group, values in zip(self._optimizer.param_groups, saved["param_groups"], strict=True):
                 group.update({k: v for k, v in values.items() if k != "params"})
@@ -149,8 +126,8 @@ class CheckpointState:
         if not saved["state"]:
             return None
         num_groups = len(self._optimizer.param_groups)
-        order = [i for g in range(num_groups) for i, o in enumerate(self._group_of_sub_group) if o == g]
-        names = self._saved_names()[: len(self._core.kind.moments)]
+        order = [i for g in range(num_groups) for i, o in enumerate(self.group_of_sub_group) if o == g]
+        names = self.saved_names()[: len(self._core.kind.moments)]
         found: list[list[torch.Tensor]] = [[] for _ in order]
         for place, sub_group in enumerate(order):
             if not all(name in saved["state"][place] for name in names):
@@ -215,7 +192,7 @@ class CheckpointState:
         """
         core = self._core
         keys = ("fp32", *core.kind.moments)
-        has_moments = bool(saved[OPTIMIZER_STATE_DICT]["state"])
+        has_moments = bool(saved[OPTIMIZER_STATE]["state"])
         for chunk in core.layout.chunks:
             parts = [
                 gather(core.layout, chunk, functools.partial(reader.read, key=key), torch.float32)
@@ -224,8 +201,8 @@ class CheckpointState:
                 for key in keys
             ]
             core.states.write(chunk.index, parts, parts[0].to(core.options.param_dtype))
-        self._load_groups(saved[OPTIMIZER_STATE_DICT])
-        self._restore_clock(saved, saved[OPTIMIZER_STATE_DICT])
+        self._load_groups(saved[OPTIMIZER_STATE])
+        self._restore_clock(saved, saved[OPTIMIZER_STATE])
         self._rank_state.step_applied()
 
     def load_universal_module(self, reader: UniversalReader, *, load_from_fp32_weights: bool) -> None:

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from tqdm import tqdm
 
 from ds_fuyou.activations.session import ActivationSession
-from ds_fuyou.checkpoint.recovery import contents_of
+from ds_fuyou.checkpoint.state_files import contents_of
 from ds_fuyou.ds_json import Activation
 from ds_fuyou.errors import FuyouError, FuyouStateError
 from ds_fuyou.host.compute_clock import compute_clock

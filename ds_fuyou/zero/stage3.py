@@ -33,6 +33,7 @@ from ds_fuyou.telemetry.report import LaneTimes, report_leave_out, report_step
 from ds_fuyou.telemetry.tier_bytes import TierBytes
 from ds_fuyou.telemetry.trace import Lane
 from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations, attach_auto, model_blocks
+from ds_fuyou.zero.checkpoint_outline import outline_of
 from ds_fuyou.zero.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
 from ds_fuyou.zero.compute_spans import ComputeSpans
 from ds_fuyou.zero.gathering import release_gathered, watch_gathers
@@ -173,6 +174,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         """The engine is built: what a resumed run was is put back, and its files are this one's."""
         state = self.rank_state
         self.training_state.attach(engine)
+        if state.store is not None and state.core.options.keeps_steps:
+            state.store.describe_engine(outline_of(engine))
         resumed: Any = state.resumed
         if resumed is not None and state.store is not None:
             self.training_state.put_back(engine, resumed.meta["training"])
@@ -368,13 +371,16 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def _rigid_state_dict(self) -> dict[str, Any]:
         return {
-            ZERO_STAGE: ZeroStageEnum.weights,
+            **self.state_header(),
             LOSS_SCALER: self.loss_scaler,
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
-            PARTITION_COUNT: self.partition_count,
             **self.checkpoint_state.entries(),
         }
+
+    def state_header(self) -> dict[str, Any]:
+        """What a state dictionary says in every step."""
+        return {ZERO_STAGE: ZeroStageEnum.weights, PARTITION_COUNT: self.partition_count}
 
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
         self.loss_scaler = state_dict[LOSS_SCALER]

@@ -24,8 +24,6 @@ generators. A checkpoint that is loaded before comes after what was resumed, so 
 
 from __future__ import annotations
 
-import base64
-import io
 import logging
 import random
 import weakref
@@ -36,6 +34,7 @@ import numpy
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ds_fuyou.checkpoint.training_record import VERSION, TrainingRecord, text, to_bytes
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.log import log_once
 from ds_fuyou.storage.types import JsonValue
@@ -43,7 +42,6 @@ from ds_fuyou.storage.types import JsonValue
 __all__ = ["TrainingState"]
 
 _CLIENT_STATE, _RESTORE = "fuyou_client_state", "fuyou_restore_random_states"  # of the engine
-_VERSION = 1
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _LARGE_BYTES = 1 << 20
 _SMALL_BUFFER_BYTES = 64 << 10
@@ -71,11 +69,11 @@ class _Buffers:
         found = {}
         for name, buffer in self.all().items():
             if buffer.nbytes <= _SMALL_BUFFER_BYTES:
-                found[name] = _saved(buffer.detach().cpu())
+                found[name] = to_bytes(buffer.detach().cpu())
             elif name not in self._built or not self._built[name](buffer):
                 is_same, data = self._saved.get(name, (None, b""))
                 if is_same is None or not is_same(buffer):
-                    data = _saved(buffer.detach().cpu())
+                    data = to_bytes(buffer.detach().cpu())
                     self._saved[name] = _mark(buffer), data
                 found[name] = data
         return found
@@ -99,7 +97,7 @@ class TrainingState:
     def __init__(self, optimizer: Any, module: torch.nn.Module, *, all_generators: bool) -> None:
         self._optimizer, self._module, self._all = optimizer, module, all_generators
         self._buffers = _Buffers(module)
-        self._pending: Mapping[str, bytes] | None = None
+        self._pending: Mapping[str, Any] | None = None
         self._hook: Any = None
         self._told_large = False
 
@@ -116,10 +114,10 @@ class TrainingState:
         if pickled is None:
             return None
         return {
-            "version": _VERSION,
+            "version": VERSION,
             "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
-            "generators": {name: _text(state) for name, state in self._generators().items()},
-            "pickled": _text(pickled),
+            "generators": {name: text(state) for name, state in self._generators().items()},
+            "pickled": text(pickled),
         }
 
     def _pickled(self, engine: Any) -> bytes | None:
@@ -127,7 +125,7 @@ class TrainingState:
         parts: dict[str, tuple[str, Callable[[], object]]] = {
             "what the script handed over (engine.fuyou_client_state)": (
                 "client",
-                lambda: getattr(engine, _CLIENT_STATE, None),
+                lambda: _client_of(engine),
             ),
             "the learning-rate scheduler": ("scheduler", lambda: _state_of(getattr(engine, "lr_scheduler", None))),
             "the loss scaler": ("scaler", lambda: (stock.loss_scaler, stock.dynamic_loss_scale)),
@@ -135,7 +133,7 @@ class TrainingState:
             "buffers of the model": ("buffers", self._buffers.changed),
         }
         try:
-            found = _saved({key: take() for key, take in parts.values()})
+            found = to_bytes({key: take() for key, take in parts.values()})
         except Exception as error:  # whatever pickle and the objects' own methods raise
             blamed = [name for name, (_, take) in parts.items() if _size(take) is None]
             log_once(
@@ -160,8 +158,8 @@ class TrainingState:
         if accelerator.device_name() != "cpu":
             found["device"] = _bytes(accelerator.get_rng_state())
         if self._all:
-            found["python"] = _saved(random.getstate())
-            found["numpy"] = _saved(numpy.random.get_state())
+            found["python"] = to_bytes(random.getstate())
+            found["numpy"] = to_bytes(numpy.random.get_state())
         return found
 
     # ---- putting back -------------------------------------------------------------------------------------
@@ -169,36 +167,31 @@ class TrainingState:
     def put_back(self, engine: Any, taken: Mapping[str, Any]) -> None:
         """Raises FuyouStateError, and leaves all as it is, if a newer version of this package took it, or this run has
         another scheduler, other groups or other buffers."""
-        if taken["version"] > _VERSION:
-            raise FuyouStateError(
-                f"the state of training is of format {taken['version']}, {_VERSION} is known; use the ds_fuyou that "
-                "wrote it"
-            )
-        parts = _loaded(_raw(taken["pickled"]))
+        record = TrainingRecord.decode(taken)
         stock, scheduler, buffers = self._optimizer, getattr(engine, "lr_scheduler", None), self._buffers.all()
-        groups, taken_buffers = stock.optimizer.param_groups, {n: _loaded(d) for n, d in parts["buffers"].items()}
-        if (scheduler is None) != (parts["scheduler"] is None):
+        groups, client = stock.optimizer.param_groups, record.client()
+        if (scheduler is None) != (record.scheduler is None):
             raise _differs("its run had a learning-rate scheduler and this one has none, or the other way round")
-        if len(groups) != len(parts["groups"]):
-            raise _differs(f"its run had {len(parts['groups'])} parameter groups, this one has {len(groups)}")
-        for name, values in taken_buffers.items():
+        if len(groups) != len(record.groups):
+            raise _differs(f"its run had {len(record.groups)} parameter groups, this one has {len(groups)}")
+        for name, values in record.buffers.items():
             if name not in buffers or buffers[name].shape != values.shape:
                 raise _differs(f"this run's model has no buffer {name} of shape {tuple(values.shape)}")
         if scheduler is not None:  # first: it may refuse
             try:
-                scheduler.load_state_dict(*parts["scheduler"])
+                scheduler.load_state_dict(*record.scheduler)
             except Exception as error:  # the script's own class
                 raise _differs(f"the learning-rate scheduler does not take its state ({error!r})") from error
         for name in _COUNTERS:
-            setattr(engine, name, taken["counters"][name])
-        stock.loss_scaler, stock.dynamic_loss_scale = parts["scaler"]
-        for group, hypers in zip(groups, parts["groups"], strict=True):
+            setattr(engine, name, record.counters[name])
+        stock.loss_scaler, stock.dynamic_loss_scale = record.scaler
+        for group, hypers in zip(groups, record.groups, strict=True):
             group.update(hypers)
         with torch.no_grad():
-            for name, values in taken_buffers.items():
+            for name, values in record.buffers.items():
                 buffers[name].copy_(values)
-        setattr(engine, _CLIENT_STATE, parts["client"])
-        self._pending = {name: _raw(text) for name, text in taken["generators"].items()}
+        setattr(engine, _CLIENT_STATE, client)
+        self._pending = record.generator_states()
         self._hook = self._module.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def _before_forward(self, module: torch.nn.Module, _inputs: Any) -> None:
@@ -227,35 +220,30 @@ def _differs(why: str) -> FuyouStateError:
     )
 
 
-def _put_back_generators(states: Mapping[str, bytes]) -> None:
-    torch.set_rng_state(_tensor(states["torch"]))
+def _put_back_generators(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
     if "device" in states and get_accelerator().device_name() != "cpu":
-        get_accelerator().set_rng_state(_tensor(states["device"]))
+        get_accelerator().set_rng_state(states["device"])
     if "python" in states:
-        random.setstate(_loaded(states["python"]))
+        random.setstate(states["python"])
     if "numpy" in states:
-        numpy.random.set_state(_loaded(states["numpy"]))
+        numpy.random.set_state(states["numpy"])
+
+
+def _client_of(engine: Any) -> bytes | None:
+    """Pickled apart: it may hold classes of the script's."""
+    client = getattr(engine, _CLIENT_STATE, None)
+    return None if client is None else to_bytes(client)
 
 
 def _hypers(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _saved(value: object) -> bytes:
-    memory = io.BytesIO()
-    torch.save(value, memory)
-    return memory.getvalue()
-
-
-def _loaded(data: bytes) -> Any:
-    """Whoever can write the state files is the user whose process this is: they are 0600 in directories of 0700."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-
-
 def _size(take: Callable[[], object]) -> int | None:
     """Of what it takes, pickled; None if that fails."""
     try:
-        return len(_saved(take()))
+        return len(to_bytes(take()))
     except Exception:
         return None
 
@@ -270,15 +258,3 @@ def _state_of(scheduler: Any) -> Any:
 
 def _bytes(state: torch.Tensor) -> bytes:
     return cast("bytes", state.cpu().numpy().tobytes())
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-def _raw(text: str) -> bytes:
-    return base64.b64decode(text)

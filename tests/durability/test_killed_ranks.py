@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_fuyou.checkpoint.recovery import recover
+from ds_fuyou.checkpoint.recovery import recover_weights
 from tests.durability.runs import kill_some, launch, run_to_end, steps_in
 from tests.harness.forked import finish
 
@@ -44,7 +44,7 @@ def check(path: Path, logs: list[Path], expected: list[dict[str, torch.Tensor]])
     returned = steps_in(logs)
     directories = sorted(path.glob("ds_fuyou/*-rank*"))
     assert len(directories) == len(logs), logs[0].read_text()[-3000:]
-    step = recover(directories, path / "weights.pt").step
+    step = recover_weights(directories, path / "weights.pt").step
     assert returned - 1 <= step <= returned + 1, (step, returned)
     weights = torch.load(path / "weights.pt")
     if step:

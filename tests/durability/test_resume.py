@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_fuyou.checkpoint.recovery import recover
+from ds_fuyou.checkpoint.recovery import recover_weights
 from ds_fuyou.storage.store import SlotStore
 from tests.durability.runs import kill_some, launch, run_to_end, steps_in, wait_for_step
 from tests.harness.forked import finish
@@ -287,7 +287,7 @@ def test_what_cannot_be_pickled_is_named_and_training_goes_on(tmp_path: Path) ->
     assert status == -9, said[-3000:]
     assert said.count("what the script handed over (engine.fuyou_client_state) cannot be pickled") == 1
     (directory,) = tmp_path.glob("ds_fuyou/*")
-    assert recover([directory], tmp_path / "weights.pt").step == 3
+    assert recover_weights([directory], tmp_path / "weights.pt").step == 3
     status, said = end_of(tmp_path, case, "second")
     assert (status, "this run starts from its beginning" in said) == (-9, True), said[-3000:]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ds_fuyou.checkpoint.recovery import contents_of
+from ds_fuyou.checkpoint.state_files import contents_of
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ds_fuyou.checkpoint.recovery import contents_of
+from ds_fuyou.checkpoint.state_files import contents_of
 from ds_fuyou.host.device import Device, HostDevice
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer

@@ -103,12 +103,12 @@ def test_two_ranks_keep_directories_of_their_own_and_what_they_keep_is_recovered
     assert len(runs) == 1, "both ranks carry the id of their run"
     directories = [*second["directories"], *first["directories"]]
     weights = tmp_path / "weights.pt"
-    assert main(["recover", *directories, "--out", str(weights)]) == 0
+    assert main(["recover", *directories, "--weights", str(weights)]) == 0
     assert "as of step 1 (" in capsys.readouterr().out
     recovered = torch.load(weights)
     assert recovered.keys() == first["p32"].keys()
     assert all(torch.equal(recovered[name], values) for name, values in first["p32"].items())
-    assert main(["recover", directories[0], "--out", str(weights)]) == 2
+    assert main(["recover", directories[0], "--weights", str(weights)]) == 2
     assert f"all 2 ranks of one run must be named, found {Path(directories[0]).name}" in capsys.readouterr().err
 
 

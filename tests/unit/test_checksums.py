@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_fuyou.checkpoint.recovery import recover
+from ds_fuyou.checkpoint.recovery import recover_weights
 from ds_fuyou.cli.main import main
 from ds_fuyou.errors import FuyouChecksumError
 from ds_fuyou.ops.core import load_core
@@ -177,21 +177,21 @@ def test_recovery_refuses_a_chunk_that_is_not_what_was_committed(
 ) -> None:
     directory, disk = killed(tmp_path)
     out = tmp_path / "weights.pt"
-    assert recover([directory], out).verified
+    assert recover_weights([directory], out).verified
     out.unlink()
     disk.flip(5000)
     with pytest.raises(FuyouChecksumError, match=r"P32 of chunk 1 is not what the run wrote.*data at byte \d+"):
-        recover([directory], out)
-    assert main(["recover", str(directory), "--out", str(out)]) != 0
+        recover_weights([directory], out)
+    assert main(["recover", str(directory), "--weights", str(out)]) != 0
     assert "chunk 1" in capsys.readouterr().err
     assert not out.exists()
     disk.flip(5000)
-    assert recover([directory], out).verified
+    assert recover_weights([directory], out).verified
 
 
 def test_recovery_says_what_it_could_not_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory, _ = killed(tmp_path, checksum=False)
-    assert main(["recover", str(directory), "--out", str(tmp_path / "weights.pt")]) == 0
+    assert main(["recover", str(directory), "--weights", str(tmp_path / "weights.pt")]) == 0
     assert "not compared with checksums" in capsys.readouterr().out
 
 

@@ -38,7 +38,7 @@ def test_weights_come_out_of_what_a_failed_run_leaves(tmp_path: Path, end: str, 
     assert found == status, said[-3000:]
     (line,) = [line for line in said.splitlines() if "fuyou recover" in line]
     command = line.split("fuyou recover ")[1].split(";")[0].split()
-    assert main(["recover", command[0], "--out", str(tmp_path / "weights.pt")]) == 0
+    assert main(["recover", command[0], "--weights", str(tmp_path / "weights.pt")]) == 0
     sums = json.loads(next(line for line in said.splitlines() if line.startswith("SUMS "))[5:])
     weights = torch.load(tmp_path / "weights.pt")
     assert {name: float(values.double().sum()) for name, values in weights.items()} == sums

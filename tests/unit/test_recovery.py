@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_fuyou.checkpoint.recovery import Recovered, recover
+from ds_fuyou.checkpoint.recovery import Recovered, recover_weights
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.store import RegionSpec, RunIdentity, SlotStore
 from tests.harness.forked import finish, start
@@ -42,7 +42,7 @@ def rank_of(tmp_path: Path, run: str, rank: int, *, generation: int = 3, step: i
 def test_weights_of_the_last_committed_step_of_a_killed_run(tmp_path: Path) -> None:
     """One of its directories is enough; the files stay as they are. It had continued a run of five steps."""
     directories = killed_run(tmp_path)
-    found = recover(directories[1:], tmp_path / "weights.pt")
+    found = recover_weights(directories[1:], tmp_path / "weights.pt")
     assert (found.step, found.num_params) == (8, 3)
     recovered = torch.load(tmp_path / "weights.pt")
     assert {name: tuple(values.shape) for name, values in recovered.items()} == {"a": (2048, 3), "b": (), "c": (50, 7)}
@@ -65,28 +65,28 @@ def test_weights_of_the_last_committed_step_of_a_killed_run(tmp_path: Path) -> N
 def test_what_cannot_be_recovered_is_said(run: dict, said: str, tmp_path: Path) -> None:
     directories = killed_run(tmp_path, **run)
     with pytest.raises((FuyouStateError, FuyouStorageError), match=said):
-        recover(directories, tmp_path / "weights.pt")
+        recover_weights(directories, tmp_path / "weights.pt")
     assert not (tmp_path / "weights.pt").exists()
 
 
 def test_ranks_of_two_runs_or_of_two_steps_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "weights.pt"
     first, second = rank_of(tmp_path, "A", 0), rank_of(tmp_path, "A", 1)
-    assert recover([second, first], out) == Recovered(step=3, num_params=1, verified=False)
+    assert recover_weights([second, first], out) == Recovered(step=3, num_params=1, verified=False)
     out.unlink()
     with pytest.raises(FuyouStateError, match=r"all 2 ranks of one run must be named, found A-rank0, B-rank1"):
-        recover([first, rank_of(tmp_path, "B", 1)], out)
+        recover_weights([first, rank_of(tmp_path, "B", 1)], out)
     with pytest.raises(FuyouStateError, match=r"all 2 ranks of one run must be named, found A-rank1$"):
-        recover([second], out)
+        recover_weights([second], out)
     third = rank_of(tmp_path, "C", 0)
     with pytest.raises(FuyouStateError, match=r"no commit in common \(rank 0: step 3, rank 1: step 2\)"):
-        recover([third, rank_of(tmp_path, "C", 1, generation=2, step=2)], out)
+        recover_weights([third, rank_of(tmp_path, "C", 1, generation=2, step=2)], out)
     assert not out.exists()
 
 
 def test_a_directory_that_is_no_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FuyouStorageError, match="a state directory must be PATH/ds_fuyou"):
-        recover([tmp_path], tmp_path / "weights.pt")
+        recover_weights([tmp_path], tmp_path / "weights.pt")
     (tmp_path / "ds_fuyou").mkdir(mode=0o700)
     with pytest.raises(FuyouStorageError, match="must exist and be readable"):
-        recover([tmp_path / "ds_fuyou" / "run-rank0"], tmp_path / "weights.pt")
+        recover_weights([tmp_path / "ds_fuyou" / "run-rank0"], tmp_path / "weights.pt")

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint that `fuyou recover` makes of a dead run's state files is the one that the run would have saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_fuyou.checkpoint.recovery import recover_checkpoint
+from ds_fuyou.cli import main
+from tests.durability.runs import launch
+from tests.harness.forked import finish
+from tests.harness.runner import differences, ds_config, run_case, with_fuyou
+from tests.parity.cases import FP16, WARMUP, block
+
+pytestmark = pytest.mark.timeout(400)
+SAVED = 5
+LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}}}
+SCALED = {"bf16": None, "fp16": {**FP16, "loss_scale_window": 2}}
+STORED = {"parameters": {"tier": "nvme"}, "gradients": {"tier": "nvme"}}
+RECORDED_ALONE = {"fuyou_random_states", "losses"}
+"""What a checkpoint of the engine's, without a client_state, does not hold."""
+
+CASES = {
+    "clipped": ({"config": {"gradient_clipping": 0.5, "scheduler": WARMUP}}, 1),
+    "scaled, accumulated": ({"config": {**SCALED, "gradient_accumulation_steps": 2}}, 1),
+    "stored, frozen, two ranks": ({"block": STORED, "frozen": "blocks.1", "config": {"scheduler": WARMUP}}, 2),
+    "Lion": ({"config": LION}, 1),
+}
+
+
+def unequal(one: Any, other: Any, where: str = "") -> Iterator[str]:
+    """Places at which two trees differ, in type or value."""
+    if type(one) is not type(other):
+        yield f"{where}: {type(one).__name__}, {type(other).__name__}"
+    elif isinstance(one, torch.Tensor):
+        if one.dtype != other.dtype or not torch.equal(one, other):
+            yield f"{where}: tensors {tuple(one.shape)}, {tuple(other.shape)}"
+    elif isinstance(one, Mapping):
+        if list(one) != list(other):
+            yield f"{where}: keys {set(one) ^ set(other)}, or their order"
+        yield from unequal(getattr(one, "_metadata", None), getattr(other, "_metadata", None), f"{where}._metadata")
+        for key in one.keys() & other.keys():
+            yield from unequal(one[key], other[key], f"{where}.{key}")
+    elif isinstance(one, Sequence) and not isinstance(one, str):
+        if len(one) != len(other):
+            yield f"{where}: length {len(one)}, {len(other)}"
+        for place, pair in enumerate(zip(one, other, strict=False)):
+            yield from unequal(*pair, f"{where}[{place}]")
+    elif hasattr(one, "__dict__") and not isinstance(one, type):
+        yield from unequal(vars(one), vars(other), where)
+    elif one != other:
+        yield f"{where}: {one!r}, {other!r}"
+
+
+def dead_run(path: Path, changes: dict, world_size: int) -> tuple[list[Path], Path]:
+    """State directories of a run that saved a checkpoint and was killed, and the folder to which it saved."""
+    saved = path / "saved"
+    processes, logs = launch(path, {"steps": SAVED, "save": str(saved), "save_after": SAVED, **changes}, world_size)
+    finish(processes, 60)
+    assert [each.exitcode for each in processes] == [-9] * world_size, logs[0].read_text(errors="replace")[-3000:]
+    return sorted(path.glob("ds_fuyou/*-rank*")), saved
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.compat if "two ranks" in name else ()) for name in CASES]
+)
+def test_its_files_are_those_of_a_checkpoint_that_the_run_saved(name: str, tmp_path: Path) -> None:
+    changes, world_size = CASES[name]
+    directories, saved = dead_run(tmp_path, changes, world_size)
+    out = tmp_path / "recovered"
+    made = recover_checkpoint(directories, out, like=saved)
+    assert (made.folder, made.global_steps, made.verified) == (out / "global_step5", SAVED, True)
+    assert not made.left_out
+    assert (out / "latest").read_text() == "global_step5"
+    assert {file.name for file in out.iterdir()} == {file.name for file in saved.iterdir()}
+    files = sorted(file.name for file in (saved / "global_step5").iterdir())
+    assert files == sorted(file.name for file in made.folder.iterdir())
+    assert len(files) == 2 * world_size
+    for file in files:
+        expected, found = (
+            torch.load(folder / file, weights_only=False) for folder in (saved / "global_step5", made.folder)
+        )
+        assert RECORDED_ALONE & found.keys() == (RECORDED_ALONE if "model_states" in file else set())
+        kept = {key: value for key, value in found.items() if key not in RECORDED_ALONE}
+        assert list(unequal(expected, kept)) == []
+        if "model_states" in file:
+            assert bool(found["skipped_steps"]) == name.startswith("scaled")
+
+
+def test_without_another_checkpoint_frozen_parameters_are_left_out(tmp_path: Path) -> None:
+    directories, saved = dead_run(tmp_path, {"frozen": "blocks.1"}, 1)
+    made = recover_checkpoint(directories, tmp_path / "recovered", tag="mine")
+    assert made.folder.name == "mine"
+    assert len(made.left_out) == 1
+    name = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    expected, found = (
+        torch.load(folder / name, weights_only=False) for folder in (saved / "global_step5", made.folder)
+    )
+    assert expected["frozen_param_fragments"]
+    assert found["frozen_param_fragments"] is found["frozen_param_shapes"] is None
+    assert list(unequal(expected["module"], found["module"])) == []
+
+
+def converted(saved: Path, run_python: Any) -> Path:
+    """Adds the universal form of the only checkpoint in the folder."""
+    folder = saved / (saved / "latest").read_text()
+    convert = ["-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(folder), "--no_strict"]
+    convert += ["--output_folder", f"{folder}_universal", "--num_extract_workers", "1", "--num_merge_workers", "1"]
+    done = run_python(convert, timeout=200)
+    assert done.returncode == 0, done.stderr
+    (saved / "latest_universal").write_text(f"{folder.name}_universal")
+    return saved
+
+
+def test_stock_and_ours_load_it_and_go_on_on_another_number_of_ranks(run_python: Any, tmp_path: Path) -> None:
+    """Of two ranks, kept: what was saved with `save_checkpoint` at the same step is loaded beside it."""
+    config = ds_config(gradient_clipping=0.8, scheduler=WARMUP)
+    case = {"steps": 3, "model": {}, "groups": "two_lrs", "config": config, "world_size": 2}
+    swap, saved, recovered = tmp_path / "swap", tmp_path / "saved", tmp_path / "recovered"
+    swap.mkdir()
+    kept = {**block(str(swap), "states"), "keep_state": True}
+    run_case(with_fuyou({**case, "save": str(saved)}, kept), tmp_path, "trained")
+    directories = sorted(map(str, swap.glob("ds_fuyou/*-rank*")))
+    assert main(["recover", *directories, "--checkpoint", str(recovered)]) == 0
+
+    on_two = {**case, "load": str(recovered)}
+    stock = run_case(on_two, tmp_path, "stock")
+    assert differences(run_case({**case, "load": str(saved)}, tmp_path, "stock_from_saved"), stock) == []
+    config = {**config, "checkpoint": {"load_universal": True}}
+    on_one = {**case, "world_size": 1, "config": config}
+    loaded = [
+        run_case({**on_one, "load": str(converted(folder, run_python))}, tmp_path, f"one_from_{folder.name}")
+        for folder in (saved, recovered)
+    ]
+    assert differences(*loaded) == []
+    ours = with_fuyou({**on_one, "load": str(recovered)}, block(str(swap), "all"))
+    assert differences(loaded[0], run_case(ours, tmp_path, "one_ours")) == []
