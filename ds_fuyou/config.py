@@ -304,7 +304,7 @@ class FuyouConfig(_Settings):
     checksum: bool = Field(
         True,
         description="Compare what is read back from storage with what was written there: P32 and moments by the "
-        "chunk, P16 and G16 by the page of 4 KiB (8 bytes of host memory each); what a run goes on from, and weights "
+        "chunk, P16 and G16 by the page of 4 KiB (8 bytes of host memory each); what a run goes on from, and states "
         "that `fuyou recover` takes out, by the commit record. Parameters that no optimizer updates and swapped "
         "activations are not compared.",
     )
@@ -312,7 +312,7 @@ class FuyouConfig(_Settings):
     keep_state: bool = Field(
         False,
         description="Leave the state files in place after a clean end, too: a run with `resume` goes on from them, and "
-        "`fuyou recover` takes the fp32 weights of the last step out of them.",
+        "`fuyou recover` makes a checkpoint of them, or takes their fp32 weights out.",
     )
     resume: Literal["off", "auto"] = Field(
         "off",

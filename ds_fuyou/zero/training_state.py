@@ -177,7 +177,7 @@ class TrainingState:
         for name, values in record.buffers.items():
             if name not in buffers or buffers[name].shape != values.shape:
                 raise _differs(f"this run's model has no buffer {name} of shape {tuple(values.shape)}")
-        if scheduler is not None:  # first: it may refuse
+        if scheduler is not None and record.scheduler is not None:  # first: it may refuse
             try:
                 scheduler.load_state_dict(*record.scheduler)
             except Exception as error:  # the script's own class

@@ -69,5 +69,5 @@ def test_a_run_that_its_device_ends_keeps_its_last_step(tmp_path: Path, capsys: 
     with pytest.raises(AssertionError, match="stand-in device: the device failed in a copy up"):
         run_case(with_fuyou({**case, "device": {"seed": 1, "delay_secs": 0.002}}, fuyou), tmp_path, "ours")
     (directory,) = {path.parent for path in (tmp_path / "swap").glob("**/*") if path.is_file()}
-    assert main(["recover", str(directory), "--out", str(tmp_path / "weights.pt")]) == 0
+    assert main(["recover", str(directory), "--weights", str(tmp_path / "weights.pt")]) == 0
     assert "as of step 4 (" in capsys.readouterr().out

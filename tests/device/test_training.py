@@ -166,7 +166,7 @@ def test_a_copy_that_fails_raises_in_its_step(what: str, tmp_path: Path, told) -
     left = {path.parent for path in (tmp_path / "swap").glob("**/*") if path.is_file()}
     assert left == set(directories)
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        assert main(["recover", *map(str, directories), "--out", str(tmp_path / "weights.pt")]) == 0
+        assert main(["recover", *map(str, directories), "--weights", str(tmp_path / "weights.pt")]) == 0
     assert "as of step 2 (" in said.getvalue()
 
     assert torch.standin.take_trips() == []

@@ -6,11 +6,16 @@ The run with the block saves as it goes; a fresh process that starts from its la
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.huggingface.runner import clean, ds_json, weight_differences, with_block
+from ds_fuyou.checkpoint.recovery import recover_checkpoint
+from ds_fuyou.errors import FuyouStateError
+from tests.huggingface.runner import clean, ds_json, launch, weight_differences, with_block
 
 pytestmark = pytest.mark.timeout(900)  # several processes a test, each with a limit of its own
 
@@ -66,6 +71,9 @@ CASES: dict[str, dict] = {
 }
 
 
+Pretrained, StockRun, OursRun = Callable[[str], str], Callable[[dict, str], dict], Callable[..., dict]
+
+
 def case_of(name: str, pretrained) -> dict:
     case = CASES[name]
     return {**case, "pretrained": pretrained(case["model"])} if case["zero_init"] else case
@@ -100,3 +108,34 @@ def test_equals_stock_and_resumes(name: str, tiers: str, pretrained, stock_run, 
     assert clean(again["history"])[:-1] == clean(ours["history"])[:-1]
     assert again["texts"] == ours["texts"][-1:]
     assert weight_differences(ours["saved"], again["saved"]) == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_dead_run_goes_on_from_a_recovered_folder(
+    name: str, pretrained: Pretrained, stock_run: StockRun, ours_run: OursRun, tmp_path: Path
+) -> None:
+    """Killed after step 5; made like its checkpoint of step 2: right batch, dropout and schedule."""
+    case = case_of(name, pretrained)
+    stock, ours = stock_run(case, SCRIPT), with_block(case, tmp_path / "swap", "states")
+    told = {**ours, "save_model": str(tmp_path / "none"), "killed_after": 5}
+    with pytest.raises(AssertionError, match="-9"):
+        launch(told, SCRIPT, tmp_path, "killed", by_launcher=False)
+    directories = sorted((tmp_path / "swap").glob("ds_fuyou/*"))
+    like = tmp_path / "killed.out" / "checkpoint-2"
+    with pytest.raises(FuyouStateError, match=f"the recovered step is 5: name {tmp_path}/checkpoint-5"):
+        recover_checkpoint(directories, tmp_path / "checkpoint-3", like=like)
+    assert not (tmp_path / "checkpoint-3").exists()
+    made = recover_checkpoint(directories, tmp_path / "recovered", like=like)
+    recovered = tmp_path / "recovered"
+    assert not [file for file in recovered.iterdir() if "safetensors" in file.name]
+    state = json.loads((recovered / "trainer_state.json").read_text())
+    assert state["global_step"] == made.global_steps == 5
+    for directory in directories:
+        shutil.rmtree(directory)
+
+    again = ours_run({**ours, "resume": str(recovered)}, SCRIPT, "again")
+    steps = [entry for entry in clean(again["history"]) if entry["step"] > made.global_steps]
+    expected = [entry for entry in clean(stock["history"]) if entry["step"] > made.global_steps]
+    assert steps[:-1] == expected[:-1]
+    assert len(steps) == len(expected) == 3  # step 6, its evaluation, the mean of the process
+    assert weight_differences(stock["saved"], again["saved"]) == []

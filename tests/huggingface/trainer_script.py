@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Trainer script as people have it, told by a JSON file what to do; started by `deepspeed` or `accelerate launch`.
 
-Nothing in it knows of the package. Rank 0 leaves what was logged in ``result``.
+Nothing in it knows of the package but the end of a run that is killed. Rank 0 leaves what was logged in ``result``.
 """
+
+import os
+import signal
 
 import torch
 from texts import sequences
@@ -28,17 +31,32 @@ class GenerateBetweenSteps(TrainerCallback):
             model.train(was_training)
 
 
+class Killed(TrainerCallback):
+    """When the step is committed."""
+
+    def __init__(self, at: int | None) -> None:
+        self.at = at
+        self.trainer = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.at:
+            self.trainer.model_wrapped.optimizer.rank_state.core.settle_commit()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     case = read_case()
     args, model = arguments_and_model(case)
+    killed = Killed(case.get("killed_after"))
     generate = GenerateBetweenSteps(case.get("generate_after", []))
     trainer = Trainer(
         model=model,
         args=args,
         train_dataset=sequences(48),
         eval_dataset=sequences(4, skip=100),
-        callbacks=[generate],
+        callbacks=[generate, killed],
     )
+    killed.trainer = trainer
     trainer.train(resume_from_checkpoint=case.get("resume"))
     trainer.save_model(case["save_model"])
     num_groups = len(trainer.model_wrapped.optimizer.param_groups)

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_fuyou.checkpoint.recovery import Recovered, recover_weights
+from ds_fuyou.checkpoint.recovery import Recovered, recover_checkpoint, recover_weights
+from ds_fuyou.checkpoint.training_record import text, to_bytes
+from ds_fuyou.cli import main
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.store import RegionSpec, RunIdentity, SlotStore
 from tests.harness.forked import finish, start
@@ -90,3 +92,31 @@ def test_a_directory_that_is_no_state_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ds_fuyou").mkdir(mode=0o700)
     with pytest.raises(FuyouStorageError, match="must exist and be readable"):
         recover_weights([tmp_path / "ds_fuyou" / "run-rank0"], tmp_path / "weights.pt")
+
+
+def test_no_checkpoint_without_what_the_engine_says(tmp_path: Path) -> None:
+    """An older package left no outline; one with a schedule that is not recorded says so; a newer one is refused."""
+    directory = killed_run(tmp_path)[0]
+    out = tmp_path / "made"
+    with pytest.raises(FuyouStateError, match=r"the ds_fuyou that made it was an older one\. Go on from it in place"):
+        recover_checkpoint([directory], out)
+    for outline, said in (
+        ({"version": 1, "refused": "random-LTD is not", "pickled": ""}, "since random-LTD is not. Go on"),
+        ({"version": 2, "refused": "", "pickled": ""}, "of format 2, 1 is known; use the ds_fuyou that wrote it"),
+        ({"version": 1, "refused": "", "pickled": text(to_bytes({}))}, "step 8, has no state of training"),
+    ):
+        store = SlotStore.open(
+            [path / "ds_fuyou" / "run-rank0" for path in (tmp_path / "first", tmp_path / "second")], None
+        )
+        store.describe_engine(outline)
+        store.close()
+        with pytest.raises(FuyouStateError, match=said):
+            recover_checkpoint([directory], out)
+    assert not out.exists()
+
+
+def test_options_of_a_checkpoint_beside_weights_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recover", "none", "--weights", str(tmp_path / "w.pt"), "--tag", "x"]) == 2
+    assert "--tag and --like belong to --checkpoint" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["recover", "none", "--weights", "w.pt", "--checkpoint", "c"])

@@ -105,7 +105,7 @@ def test_committed_state_stays_after_an_end_that_is_not_clean(tmp_path: Path, co
     assert all_files(tmp_path) == sorted([*DATA, *(f"ds_fuyou/run-rank0/commit.json{end}" for end in ("", ".tmp"))])
     (line,) = [line for line in done.stderr.splitlines() if "fuyou recover" in line]
     assert why in line
-    assert f"fuyou recover {tmp_path}/ds_fuyou/run-rank0 --out weights.pt" in line
+    assert f"fuyou recover {tmp_path}/ds_fuyou/run-rank0 --checkpoint DIR" in line
     assert f"fuyou clean {tmp_path}" in line
     assert done.stderr.rstrip().splitlines()[-1] == line, "the last line says how to go on"
 
@@ -153,7 +153,7 @@ def test_ranks_name_the_files_of_all_ranks(tmp_path: Path) -> None:
 store = SlotStore.create([path], [RegionSpec("r", 4096, 2)], RunIdentity("model", 1, 2, "run"), recoverable=True)
 store.commit(1, {"r": 0}, {}); sys.exit(1)
 """
-    assert f"fuyou recover {tmp_path}/ds_fuyou/run-rank* --out" in run(code, tmp_path).stderr
+    assert f"fuyou recover {tmp_path}/ds_fuyou/run-rank* --checkpoint" in run(code, tmp_path).stderr
 
 
 def test_kept_files_stay(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
+from ds_fuyou.checkpoint.training_record import TrainingRecord, from_bytes, raw, text, to_bytes
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.zero.training_state import TrainingState
 
@@ -183,3 +184,31 @@ def test_a_run_that_begins_has_what_scripts_ask_for() -> None:
     run.engine.fuyou_restore_random_states()
     assert torch.equal(torch.get_rng_state(), before)
     assert run.engine.fuyou_client_state is None
+
+
+class OfTheScript:
+    """Handed over by a script, and not there without it."""
+
+
+def test_what_only_the_script_can_read_does_not_hide_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    run.engine.global_steps, run.engine.fuyou_client_state = 7, OfTheScript()
+    taken = run.take()
+    assert isinstance(TrainingRecord.decode(taken).client(), OfTheScript)
+    monkeypatch.delitem(globals(), "OfTheScript")
+    record = TrainingRecord.decode(taken)
+    assert (record.counters["global_steps"], len(record.groups)) == (7, 1)
+    with pytest.raises(AttributeError):
+        record.client()
+
+
+def test_a_record_of_format_1_is_read_and_a_newer_one_refused() -> None:
+    run, other = Run(), Run()
+    run.engine.global_steps, run.engine.fuyou_client_state = 7, {"epoch": 3}
+    taken = run.take()
+    parts = from_bytes(raw(taken["pickled"]))
+    older = {**taken, "version": 1, "pickled": text(to_bytes({**parts, "client": from_bytes(parts["client"])}))}
+    other.state.put_back(other.engine, older)
+    assert (other.engine.global_steps, other.engine.fuyou_client_state) == (7, {"epoch": 3})
+    with pytest.raises(FuyouStateError, match="is of format 3, 2 is known; use the ds_fuyou that wrote it"):
+        other.state.put_back(other.engine, {**taken, "version": 3})
