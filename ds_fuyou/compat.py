@@ -245,6 +245,30 @@ REQUIRED: tuple[RequiredName, ...] = (
     ),
     RequiredName(
         "deepspeed.runtime.engine",
+        "DeepSpeedEngine._save_checkpoint",
+        ("self", "save_dir", "tag"),
+        "zero: what a checkpoint says is left with the state files",
+    ),
+    RequiredName(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine._get_zero_ckpt_name",
+        ("self", "checkpoints_path", "tag"),
+        "zero: what a checkpoint says is left with the state files",
+    ),
+    RequiredName(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.curriculum_learning_enabled",
+        ("self",),
+        "zero: what a checkpoint says is left with the state files",
+    ),
+    RequiredName(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.random_ltd_enabled",
+        ("self",),
+        "zero: what a checkpoint says is left with the state files",
+    ),
+    RequiredName(
+        "deepspeed.runtime.engine",
         "DeepSpeedEngine._get_param_fragment_func",
         ("self", "param"),
         "zero: replaced while a checkpoint is saved",

@@ -320,6 +320,12 @@ class FuyouConfig(_Settings):
         "by one that was killed or kept by `keep_state`, goes on from their last step, in place: parameters, moments, "
         "counters, scheduler and random states are those after it. Otherwise it starts as ever.",
     )
+    on_stale: Literal["report", "clean"] = Field(
+        "report",
+        description="What a start does with state files that dead runs left in `nvme_path`, and that it does not go on "
+        "from: name them, or remove those of the same user, model and ranks that no process uses and `keep_state` did "
+        "not keep. With `resume`, none is removed by a run that found nothing to go on from.",
+    )
     random_states: Literal["torch", "all"] = Field(
         "torch",
         description="Which random generators a step's commit record holds: PyTorch's (host and device), or Python's "

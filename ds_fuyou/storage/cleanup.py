@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State that dead runs left behind: finding, reporting and, on the user's word only, removing it."""
+"""State that dead runs left behind: finding, reporting and, on the user's word only, removing it.
+
+[Note: what a run cleans]
+With ``on_stale: clean`` a run removes, of its own user, what no process holds or can be using, what was not kept on
+purpose, and what is of its own model and ranks: an experiment beside it in the same directory is not. On a file system
+that machines share, locks and processes of others may not be seen, so state that another machine made stays.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +22,10 @@ from pathlib import Path
 
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.directory import LOCK_NAME, RunDirectory, StateRoot, foreign_names, is_ours, is_run_name
+from ds_fuyou.storage.probe import NETWORK_FILESYSTEMS, probe_path
 from ds_fuyou.storage.records import Manifest, read_manifest
 
-__all__ = ["StateDirectory", "find_state", "remove_state", "report_stale"]
+__all__ = ["StateDirectory", "find_state", "remove_state", "settle_stale", "stale_bytes"]
 
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -33,6 +40,7 @@ class StateDirectory:
         started: seconds since the epoch.
         model_fingerprint: empty when the manifest is missing or unreadable.
         kept: its run was told to let the state stay.
+        host: machine on which it was made; empty as the fingerprint.
     """
 
     path: Path
@@ -43,6 +51,7 @@ class StateDirectory:
     started: float
     model_fingerprint: str
     kept: bool
+    host: str = ""
 
 
 def find_state(path: str | Path) -> list[StateDirectory]:
@@ -86,13 +95,38 @@ def remove_state(state: StateDirectory) -> None:
     run.remove()
 
 
-def report_stale(paths: Sequence[Path], logger: logging.Logger) -> None:
-    """Names state of dead runs and the command that removes it. Deletes nothing; skips paths in error."""
+def settle_stale(paths: Sequence[Path], logger: logging.Logger, clean: str = "") -> None:
+    """Names state of dead runs and the command that removes it, or removes what is of the model with the fingerprint
+    ``clean``; see [Note: what a run cleans]. Skips paths in error.
+    """
     for path in paths:
         with contextlib.suppress(OSError):
             for state in find_state(path):
-                if not state.alive:
-                    _report(state, Path(path), logger)
+                if state.alive:
+                    continue
+                if clean and _may_clean(state, path, clean):
+                    try:
+                        remove_state(state)
+                        logger.info("%s: %.1f MiB removed (on_stale)", state.path, state.num_bytes / 2**20)
+                        continue
+                    except (FuyouStateError, FuyouStorageError) as error:
+                        logger.warning("%s", error)
+                _report(state, Path(path), logger)
+
+
+def stale_bytes(paths: Sequence[Path]) -> int:
+    """What state of dead runs takes in these paths, kept state included; 0 for paths in error."""
+    total = 0
+    for path in paths:
+        with contextlib.suppress(OSError):
+            total += sum(state.num_bytes for state in find_state(path) if not state.alive)
+    return total
+
+
+def _may_clean(state: StateDirectory, path: Path, fingerprint: str) -> bool:
+    if state.kept or state.model_fingerprint != fingerprint:
+        return False
+    return state.host == os.uname().nodename or probe_path(path).filesystem not in NETWORK_FILESYSTEMS
 
 
 def _report(state: StateDirectory, path: Path, logger: logging.Logger) -> None:
@@ -133,6 +167,7 @@ def _inspect(root: StateRoot, name: str) -> StateDirectory | None:
             started=manifest.started if manifest is not None else found.st_mtime,
             model_fingerprint=manifest.identity.model_fingerprint if manifest is not None else "",
             kept=manifest is not None and manifest.keep,
+            host=manifest.process.host if manifest is not None else "",
         )
     finally:
         os.close(fd)

@@ -101,6 +101,7 @@ def choose_num_slots(
     *,
     bytes_of_others: int = 0,
     swaps_activations: bool = False,
+    bytes_stale: int = 0,
     probe: Probe = probe_path,
 ) -> SlotChoice:
     """Two slots where budget and free space hold them, else one with the text of the warning that is due.
@@ -110,6 +111,7 @@ def choose_num_slots(
 
     Args:
         bytes_of_others: two slots of the other ranks that use one of these devices; none has created its store yet.
+        bytes_stale: what dead runs left on the paths.
         budget: this rank's.
     """
     for_activations = _ACTIVATION_SHARE if swaps_activations else 0.0
@@ -120,6 +122,7 @@ def choose_num_slots(
     elif bytes_two_slots + bytes_of_others > capacity:
         limit = f"{capacity} bytes can be used on {', '.join(str(path) for path in paths)}{beside}"
         limit += f"; other ranks need {bytes_of_others} of them" if bytes_of_others else ""
+        limit += f"; dead runs left {bytes_stale} bytes there, which `fuyou clean` frees" if bytes_stale else ""
     else:
         return SlotChoice(2, "")
     reason = (

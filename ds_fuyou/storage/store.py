@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
-from ds_fuyou.storage import cleanup, ending, lifetime
+from ds_fuyou.storage import ending, lifetime
 from ds_fuyou.storage.directory import DATA_NAME, LOCK_NAME
 from ds_fuyou.storage.layout import Piece, SlotChoice, choose_num_slots
 from ds_fuyou.storage.probe import Probe, probe_path
@@ -119,8 +119,6 @@ class SlotStore:
             FuyouStateError: a directory of this run_id and rank exists.
         """
         lifetime.install()
-        if identity.rank == 0:
-            cleanup.report_stale(paths, logger)
         options = CreateOptions(weights, budget_bytes, keep, direct, checksum, probe)
         files = create_files(paths, regions, identity, options)
         store = cls(files, keep, recoverable=recoverable)

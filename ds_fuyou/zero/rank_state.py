@@ -61,8 +61,9 @@ from ds_fuyou.zero.compute_spans import computed
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.inference import InferenceReads, reads_of_inference
 from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, held_bytes, partition_of
-from ds_fuyou.zero.resuming import find_resumable, tell_start
+from ds_fuyou.zero.resuming import Resumable, find_resumable, tell_start
 from ds_fuyou.zero.skipped_steps import SkippedSteps
+from ds_fuyou.zero.stale_state import settle_stale_state
 
 __all__ = ["RankState"]
 
@@ -235,11 +236,16 @@ class RankState:
             "optimizer": kind.name,
             "engine": _NUM_BUILT[tuple(self.activation.state_paths)],
         }
+        found: Resumable | None = None
         if config.resume == "auto" and self.plan.slots == 2 and not any(residency.states):
             found = find_resumable(paths, identity, by_slots[2], contents)
             if found is not None:
                 self.resumed = found.commit
-                return found.store, 2
+        # A run that was to go on, and could not, leaves what it found: the user may still want it.
+        cleans = config.on_stale == "clean" and (config.resume == "off" or found is not None)
+        bytes_stale = settle_stale_state(paths, identity.model_fingerprint if cleans else "")
+        if found is not None:
+            return found.store, 2
         num_slots = 1
         if self.plan.slots == 2:
             choice = choose_num_slots(
@@ -248,6 +254,7 @@ class RankState:
                 sizes[2],
                 budget_bytes,
                 bytes_of_others=_bytes_of_others(paths, sizes[2]),
+                bytes_stale=bytes_stale,
                 swaps_activations=self.activation.config.activations.tier != "cpu"
                 and self.activation.config.activations.mode != "recompute"
                 and handles_activations(self.activation.config),

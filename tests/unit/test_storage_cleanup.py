@@ -11,12 +11,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.log import get_logger
-from ds_fuyou.storage.cleanup import StateDirectory, find_state, remove_state, report_stale
+from ds_fuyou.storage import cleanup
+from ds_fuyou.storage.cleanup import StateDirectory, find_state, remove_state, settle_stale, stale_bytes
+from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.storage.store import RegionSpec, SlotStore
 from tests.unit.storage_support import PAGE, all_files, identity
 
@@ -85,20 +88,35 @@ def test_state_left_by_a_crash_can_be_opened(dead: StateDirectory) -> None:
     assert record.step == 1
 
 
-def test_the_next_run_names_it_with_the_command_and_deletes_nothing(
+def test_it_is_named_with_the_command_and_nothing_is_deleted(
     dead: StateDirectory, tmp_path: Path, told: Callable[[], str]
 ) -> None:
     before = all_files(tmp_path)
-    SlotStore.create([tmp_path], REGIONS, identity("next")).close()
+    settle_stale([tmp_path], get_logger())
     assert f"{dead.path}: " in told()
     assert "left by the dead run dead (rank 0" in told()
     assert f"remove with: fuyou clean {tmp_path}" in told()
     assert all_files(tmp_path) == before
+    assert stale_bytes([tmp_path, tmp_path / "missing"]) == dead.num_bytes
 
 
-def test_other_ranks_do_not_repeat_it(dead: StateDirectory, tmp_path: Path, told: Callable[[], str]) -> None:
-    SlotStore.create([tmp_path], REGIONS, identity("next", 1, 2)).close()
-    assert "fuyou clean" not in told()
+def test_of_dead_runs_that_of_the_same_model_is_removed_unless_it_was_kept(
+    dead: StateDirectory, tmp_path: Path, told: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SlotStore.create([tmp_path], REGIONS, identity("kept"), keep=True).close()
+    living = SlotStore.create([tmp_path], REGIONS, identity("living"))
+    settle_stale([tmp_path], get_logger(), clean="another")
+    assert dead.path.exists()
+    monkeypatch.setattr(cleanup, "probe_path", lambda path: replace(probe_path(path), filesystem="nfs4"))
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(os, "uname", lambda: SimpleNamespace(nodename="elsewhere"))
+        settle_stale([tmp_path], get_logger(), clean="model")
+    assert dead.path.exists(), "its machine may still use it"
+    settle_stale([tmp_path], get_logger(), clean="model")
+    assert {path.name for path in (tmp_path / "ds_fuyou").iterdir()} == {"kept-rank0", "living-rank0"}
+    assert f"{dead.path}: " in told()
+    assert "removed (on_stale)" in told()
+    living.close()
 
 
 def test_kept_state_is_told_apart_and_paths_are_quoted(tmp_path: Path, told: Callable[[], str]) -> None:
@@ -106,14 +124,14 @@ def test_kept_state_is_told_apart_and_paths_are_quoted(tmp_path: Path, told: Cal
     path.mkdir()
     code = HOLD.replace("sys.argv[1])", "sys.argv[1]), keep=True").replace("time.sleep(100)", "")
     subprocess.run([sys.executable, "-c", code, "kept", str(path)], check=True, timeout=60, capture_output=True)
-    report_stale([path, tmp_path / "missing"], get_logger())
+    settle_stale([path, tmp_path / "missing"], get_logger())
     assert "kept by kept (rank 0" in told()
     assert f"fuyou clean '{path}'" in told()
 
 
 def test_live_state_is_not_reported(tmp_path: Path, told: Callable[[], str]) -> None:
     store = SlotStore.create([tmp_path], REGIONS, identity())
-    report_stale([tmp_path], get_logger())
+    settle_stale([tmp_path], get_logger())
     store.close()
     assert "fuyou clean" not in told()
 

@@ -118,6 +118,9 @@ def test_ranks_of_one_machine_share_its_disks() -> None:
     choice = choose_num_slots([Path("/a")], one, two, bytes_of_others=3 * two, probe=probe)
     assert choice.num_slots == 1
     assert f"{9 * PAGE} bytes can be used on /a; other ranks need {9 * PAGE} of them" in choice.reason
+    assert "dead runs" not in choice.reason
+    choice = choose_num_slots([Path("/a")], one, 10 * PAGE, bytes_stale=77, probe=probe)
+    assert "; dead runs left 77 bytes there, which `fuyou clean` frees. With one" in choice.reason
 
 
 def test_two_slots_leave_room_for_others_and_for_activations() -> None:
