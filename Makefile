@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # One command a job; each prepares what it needs. Python 3.10+, a C++ compiler and a network suffice.
-#   make setup | demo | test | test-oldest | test-deepspeed | test-clients | soak-device | lint | format | docs
-#   make bench | bench-planner | bench-device | clean
+#   make setup | demo | demo-crash | test | test-oldest | test-deepspeed | test-clients | soak-device | lint | format
+#   make docs | bench | bench-planner | bench-device | clean
 # Overridable: PYTHON, VENV, DS_VERSION, TORCH, TORCH_FLAGS (for instance a package index), EXTRAS, TEST_FLAGS.
 
 PYTHON ?= python3
@@ -28,7 +28,7 @@ OLDEST := PATH="$(abspath .venv-ds0189/bin):$$PATH" TORCH_EXTENSIONS_DIR="$(absp
 BUILD_TOOLS := "setuptools>=77" wheel packaging ninja psutil py-cpuinfo numpy tqdm hjson "pydantic>=2" \
 	einops msgpack
 
-.PHONY: setup demo test test-oldest test-deepspeed test-clients soak-device lint format docs bench bench-planner \
+.PHONY: setup demo demo-crash test test-oldest test-deepspeed test-clients soak-device lint format docs bench bench-planner \
 	bench-device clean
 
 setup: $(STAMP)
@@ -47,6 +47,11 @@ demo: setup
 	mkdir -p .work/fuyou
 	$(RUN) fuyou build
 	$(RUN) deepspeed examples/finetune.py --deepspeed --deepspeed_config $(DEMO_CONFIG) $(DEMO_FLAGS)
+
+# Killed ten times, the example prints what it prints when nothing happens: a couple of minutes. CRASH_FLAGS="--kills 3"
+demo-crash: setup
+	$(RUN) fuyou build
+	$(RUN) python examples/crash.py --deepspeed_config $(DEMO_CONFIG) $(CRASH_FLAGS)
 
 test: lint
 	$(RUN) python tests/harness/prebuild.py

@@ -314,6 +314,12 @@ class FuyouConfig(_Settings):
         description="Leave the state files in place after a clean end, too: a run with `resume` goes on from them, and "
         "`fuyou recover` makes a checkpoint of them, or takes their fp32 weights out.",
     )
+    durable: bool = Field(
+        False,
+        description="Plan only placements in which every step survives a kill: P32 and the moments of all parameters "
+        "on storage (`optimizer.tier` becomes `nvme`), two slots, or an error where the disks have no room for them. "
+        "The plan's lines, and `fuyou plan`, say what that costs a step.",
+    )
     resume: Literal["off", "auto"] = Field(
         "off",
         description="`auto`: a run that finds in `nvme_path` the state files of the same model, world and plan, left "
@@ -370,7 +376,20 @@ def load_block(ds_config: Mapping[str, Any]) -> FuyouConfig | None:
         block["plan"] = block["plan"].model_copy(update={"residency": shares})
     config: FuyouConfig = _validated(FuyouConfig, block, BLOCK_KEY)
     _refuse_two_homes(config)
-    return config
+    return _durable(config) if config.durable else config
+
+
+def _durable(config: FuyouConfig) -> FuyouConfig:
+    """With all states on storage. FuyouConfigError where another key says otherwise."""
+    where, plan = f"{BLOCK_KEY}.durable", config.plan
+    if config.optimizer.tier == "cpu" or (plan is not None and plan.resident_shares().get("optimizer")):
+        raise FuyouConfigError(
+            f"{where}: P32 and the moments must be on storage, and {BLOCK_KEY}.optimizer.tier or the plan has them in "
+            f'host memory; leave that out, or set optimizer.tier to "nvme"'
+        )
+    if plan is not None and plan.slots == 1:
+        raise FuyouConfigError(f"{where}: a chunk must have two slots, and {BLOCK_KEY}.plan.slots is 1; leave it out")
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"tier": "nvme"})})
 
 
 def _refuse_two_homes(config: FuyouConfig) -> None:

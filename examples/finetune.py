@@ -79,8 +79,11 @@ def main() -> None:
     generator = torch.Generator().manual_seed(args.seed + torch.distributed.get_rank())
     batch = engine.train_micro_batch_size_per_gpu()
     begin = time.perf_counter()
-    for _step in range(args.steps * engine.gradient_accumulation_steps()):
+    first = engine.global_steps * engine.gradient_accumulation_steps()  # not 0 if the block has "resume": "auto"
+    for micro in range(args.steps * engine.gradient_accumulation_steps()):
         starts = torch.randint(len(data) - args.length - 1, (batch,), generator=generator)
+        if micro < first:  # drawn all the same: the batches of a run that goes on are those of one that was not ended
+            continue
         ids = torch.stack([data[s : s + args.length + 1] for s in starts]).to(engine.device)
         loss = engine(ids)
         engine.backward(loss)
@@ -89,7 +92,7 @@ def main() -> None:
             now = time.perf_counter()
             tokens = batch * args.length * torch.distributed.get_world_size() * engine.gradient_accumulation_steps()
             print(
-                f"step {engine.global_steps:4d}  loss {loss.item():.4f}  {tokens / (now - begin):8.0f} tokens/s",
+                f"step {engine.global_steps:4d}  loss {loss.item():.6f}  {tokens / (now - begin):8.0f} tokens/s",
                 flush=True,
             )
             begin = now

@@ -178,6 +178,9 @@ def closed_alternatives(chosen: Chosen) -> list[tuple[str, str]]:
         lacking = needs_of(work, machine, policy, tried).missing()
         note = "" if not lacking else f", does not fit {' and '.join(_TIER_NAMES[t] for t in lacking)}"
         rows.append((name, f"{secs:.2f}{note}" if secs < float("inf") else "needs storage"))
+    if policy.fixed.durable:
+        free = replace(policy, fixed=replace(policy.fixed, states="auto", durable=False))
+        rows.append(("the best where a step need not be durable", f"{quick_secs(work, machine, free):.2f}"))
     return rows
 
 

@@ -123,12 +123,13 @@ def _host_items(work: Workload, machine: Machine, policy: Policy, place: Placeme
 
 
 def _storage_items(work: Workload, machine: Machine, policy: Policy, place: Placement) -> Sequence[Item]:
-    """Ours with one slot, the least that trains; two slots are used where there is room."""
-    num_params = float(work.model.params)
+    """Ours with one slot, the least that trains, unless every step is to be durable; two slots are used where there is
+    room."""
+    num_params, slots = float(work.model.params), 2 if policy.fixed.durable else 1
     grads = (1 - place.grads) * policy.gradient_bytes * num_params if policy.keeps_gradients else 0.0
     items = [
-        Item("P16", "nvme", P16_BYTES * num_params * (1 - place.params)),
-        Item("P32, M, V", "nvme", STATE_BYTES * num_params * (1 - place.states)),
+        Item("P16", "nvme", slots * P16_BYTES * num_params * (1 - place.params)),
+        Item("P32, M, V", "nvme", slots * STATE_BYTES * num_params * (1 - place.states)),
         Item("G16", "nvme", grads),
         Item("activations", "nvme", place.storage_activation_bytes * machine.num_gpus),
     ]

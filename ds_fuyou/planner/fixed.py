@@ -24,6 +24,7 @@ def under_block(policy: Policy, config: Any) -> Policy:
         grads=config.gradients.tier,
         activations=config.activations.tier,
         mode=config.activations.mode,
+        durable=config.durable,
     )
     return replace(policy, fixed=fixed, updates=_UPDATES[config.optimizer.overlap])
 

@@ -41,7 +41,7 @@ class Fates(Enum):
 @dataclass(frozen=True)
 class Fixed:
     """What the user has decided. Tiers are "auto", "cpu" or "nvme"; ``mode`` is "auto", "none", "swap" or
-    "recompute".
+    "recompute". ``durable``: states have two slots on storage, whatever fits.
     """
 
     params: str = "auto"
@@ -49,6 +49,7 @@ class Fixed:
     grads: str = "auto"
     activations: str = "auto"
     mode: str = "auto"
+    durable: bool = False
 
     def tier(self, name: str) -> str:
         """Of a class by the planner's name; accumulators live where gradients do."""

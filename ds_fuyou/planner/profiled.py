@@ -18,6 +18,7 @@ __all__ = [
     "Prediction",
     "RunPlacement",
     "alternatives",
+    "durability_line",
     "predict",
     "prediction_line",
     "prediction_table",
@@ -241,6 +242,16 @@ def prediction_line(chosen: Prediction, others: Sequence[Prediction], budget_byt
         )
         line += f"; of other placements the fastest {fitting[0].iteration_secs:.3f} s ({where})"
     return line
+
+
+def durability_line(chosen: Prediction, others: Sequence[Prediction], budget_bytes: float) -> str:
+    """What it costs a step that all states are on storage, against the fastest placement with states in memory that
+    fits the budget."""
+    freer = [o for o in others if o.placement.states > 0 and o.placement.host_bytes <= budget_bytes]
+    price = chosen.iteration_secs - min((other.iteration_secs for other in freer), default=float("inf"))
+    if price <= 0:
+        return "every step is durable; no placement that is not would be faster"
+    return f"every step is durable, which costs {price:.3f} s a step against states in host memory"
 
 
 def _shown_lanes(chosen: Prediction) -> str:

@@ -38,6 +38,8 @@ def document_of(chosen: Chosen) -> PlanDocument:
 
 
 def _two_slots_fit(chosen: Chosen) -> bool:
+    if chosen.policy.fixed.durable:
+        return True  # they are in its needs
     extra = sum(i.num_bytes for i in chosen.needs.items if i.tier == "nvme" and i.name in ("P16", "P32, M, V"))
     return chosen.needs.total("nvme") + extra <= chosen.machine.storage_bytes
 

@@ -76,10 +76,11 @@ class PathShare:
 
 @dataclass(frozen=True)
 class SlotChoice:
-    """How many slots fit; ``reason`` is the warning text when only one does, else empty."""
+    """How many slots fit; when only one does, ``reason`` is the warning text, and ``limit`` what is too small."""
 
     num_slots: int
     reason: str
+    limit: str = ""
 
 
 def device_capacities(facts: Sequence[PathFacts], reserve_share: float = 0.0) -> dict[str, int]:
@@ -125,12 +126,13 @@ def choose_num_slots(
         limit += f"; dead runs left {bytes_stale} bytes there, which `fuyou clean` frees" if bytes_stale else ""
     else:
         return SlotChoice(2, "")
+    limit = f"two need {bytes_two_slots} bytes and {limit}"
     reason = (
-        f"one slot a chunk: two need {bytes_two_slots} bytes and {limit}. With one ({bytes_one_slot} bytes) "
+        f"one slot a chunk: {limit}. With one ({bytes_one_slot} bytes) "
         f"crash consistency and speculate are lost: updates wait for the end of backward, and a "
         f"crash may cost the state since the last checkpoint. Free space, raise the budget or add a path"
     )
-    return SlotChoice(1, reason)
+    return SlotChoice(1, reason, limit)
 
 
 def stripe(

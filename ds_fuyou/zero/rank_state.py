@@ -7,6 +7,7 @@ the store. What serves its parameters is the :class:`~ds_fuyou.parameters.store.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import logging
@@ -27,7 +28,7 @@ from tqdm import tqdm
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.checkpoint.state_files import contents_of
 from ds_fuyou.ds_json import Activation
-from ds_fuyou.errors import FuyouError, FuyouStateError
+from ds_fuyou.errors import FuyouError, FuyouStateError, FuyouStorageError
 from ds_fuyou.host.compute_clock import compute_clock
 from ds_fuyou.host.device import failure_of
 from ds_fuyou.host.memory import HeapGuard, PageLocks, aligned_tensor, round_up_to_page
@@ -259,9 +260,13 @@ class RankState:
                 and self.activation.config.activations.mode != "recompute"
                 and handles_activations(self.activation.config),
             )
-            if choice.num_slots == 1:
+            if choice.num_slots == 1 and not config.durable:
                 logger.warning("%s", choice.reason)
             num_slots = int(least(choice.num_slots)[0])  # also: no rank allocates before all have looked
+        if config.durable and num_slots == 1:
+            limit = choice.limit or "the disks of another rank, which says it, have no room for them"
+            message = f"fuyou.durable needs two slots a chunk: {limit}. Free space, raise the budget or add a path"
+            raise FuyouStorageError(errno.ENOSPC, message, str(paths[0]))
         store = SlotStore.create(
             paths,
             by_slots[num_slots],

@@ -32,7 +32,15 @@ from ds_fuyou.planner.profile import (
     profile_directory,
     save_profile,
 )
-from ds_fuyou.planner.profiled import Prediction, alternatives, predict, prediction_line, prediction_table, profile_line
+from ds_fuyou.planner.profiled import (
+    Prediction,
+    alternatives,
+    durability_line,
+    predict,
+    prediction_line,
+    prediction_table,
+    profile_line,
+)
 from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement, with_finding
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
@@ -263,6 +271,8 @@ class RunPlan:
         get_logger().info(
             "plan (%s): %s\n  %s", self._origin, profile_line(profile), prediction_line(chosen, others, budget)
         )
+        if self._state.activation.config.durable:
+            get_logger().info("plan: %s", durability_line(chosen, others, budget))
         get_logger().debug("all placements of whole classes:\n%s", prediction_table(chosen, others, budget))
         self._adopt(profile, chosen)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,14 @@ def test_lora(config, tmp_path: Path) -> None:
     output = run_script(EXAMPLES / "lora.py", options, tmp_path / "lora")
     assert "frozen parameters" in output
     assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
+def test_a_run_that_is_killed_twice_prints_what_an_undisturbed_one_prints(config, tmp_path: Path) -> None:
+    options = ["--deepspeed_config", config("finetune_fuyou.json"), "--kills", 2, "--folder", tmp_path / "crash"]
+    output = run_command([sys.executable, EXAMPLES / "crash.py", *options])
+    assert "killed 2 times in 14 steps: the losses are equal" in output
+    assert output.count("kill  ") == 2
+    assert len(re.findall(r"^ +\d+ +[0-9.]+ +[0-9.]+$", output, re.MULTILINE)) == 14
 
 
 def test_every_example_is_run_by_a_test() -> None:

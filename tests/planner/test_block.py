@@ -118,3 +118,26 @@ def test_a_json_that_is_no_configuration_is_refused(
     assert said in capsys.readouterr().err
     assert main(["plan", "--model", "6B", "--config", str(tmp_path / "none.json")]) == 2
     assert "must be a readable JSON file" in capsys.readouterr().err
+
+
+def test_durable_steps_need_room_for_two_slots_and_tell_their_price(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _plan(tmp_path, {"durable": True}) == 0
+    durable = _shown(capsys)
+    assert durable["residency"]["optimizer"] == 0.0
+    assert durable["settings"]["slots"] == 2
+    assert _plan(tmp_path, {"optimizer": {"tier": "nvme"}}) == 0
+    plain = _shown(capsys)
+    states = "P32, M, V"
+    assert durable["predicted"]["bytes"]["nvme"][states] == 2 * plain["predicted"]["bytes"]["nvme"][states]
+    budget = {"nvme_budget_bytes": round(1.5 * plain["predicted"]["bytes"]["nvme"][states])}
+    assert _plan(tmp_path, {"optimizer": {"tier": "nvme"}, **budget}) == 0
+    capsys.readouterr()
+    assert _plan(tmp_path, {"durable": True, **budget}) == 2
+    assert "does not fit under ds_fuyou: it needs" in capsys.readouterr().err
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({**BASE, "fuyou": {"nvme_path": "/nvme", "durable": True}}), encoding="utf-8")
+    assert main(["plan", "--model", "6B", "--num-ssds", "4", "--config", str(config)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "the best where a step need not be" in line]
+    assert 0 < float(line.split()[-1]) <= durable["predicted"]["iteration_secs"]

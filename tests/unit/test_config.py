@@ -194,3 +194,16 @@ def test_misspelt_block_is_warned_about_once(told: Callable[[], str]) -> None:
     for _ in range(2):
         assert load_block({"fuyuo": {"enabled": True}}) is None
     assert told().count('top-level key "fuyuo"') == 1
+
+
+def test_durable_puts_all_states_on_storage_and_refuses_what_contradicts_it() -> None:
+    config = load_block({"fuyou": {"durable": True, "optimizer": {"overlap": "backward"}}})
+    assert config is not None
+    assert (config.optimizer.tier, config.optimizer.overlap) == ("nvme", "backward")
+    for block, said in (
+        ({"optimizer": {"tier": "cpu"}}, r"fuyou\.durable: P32 and the moments must be on storage"),
+        ({"plan": {"residency": {"optimizer": 0.5}}}, r"fuyou\.durable: P32 and the moments must be on storage"),
+        ({"plan": {"slots": 1}}, r"fuyou\.durable: a chunk must have two slots"),
+    ):
+        with pytest.raises(FuyouConfigError, match=said):
+            load_block({"fuyou": {"durable": True, **block}})
