@@ -135,23 +135,23 @@ def recover_checkpoint(
         found = Like.at(like, len(parts)) if like is not None else None
         trainer = found.trainer(save_dir, tag, [rank.record for rank in parts]) if found is not None else None
         target = save_dir if trainer is None else save_dir.with_name(atomic.incomplete_tag(save_dir.name))
-        target.mkdir(parents=True, exist_ok=True)
-        _require_space(target, sum(rank.num_bytes for rank in parts))
         hidden = target / atomic.incomplete_tag(tag)
-        atomic.discard(hidden)
+        unfinished = hidden if trainer is None else target
+        atomic.discard(unfinished)
         hidden.mkdir(parents=True)
         try:
+            _require_space(target, sum(rank.num_bytes(found) for rank in parts))
             for rank in parts:
                 rank.write(hidden, found, trainer)
             atomic.publish(hidden, target / tag)
+            _copy_scripts(target)
+            atomic.write_text(target / "latest", tag)
+            if trainer is not None:
+                trainer.complete(target)
+                atomic.publish(target, save_dir)
         except BaseException:
-            atomic.discard(hidden)
+            atomic.discard(unfinished)
             raise
-        _copy_scripts(target)
-        atomic.write_text(target / "latest", tag)
-        if trainer is not None:
-            trainer.complete(target)
-            atomic.publish(target, save_dir)
         left_out = [*parts[0].left_out(found), *(trainer.left_out if trainer is not None else ())]
         return RecoveredCheckpoint(save_dir / tag, steps, all(rank.is_verified for rank in opened), left_out)
 
@@ -177,12 +177,19 @@ class _RankParts:
         except Exception as error:  # of classes that only the script has
             self._client_failed = f"what the script handed over cannot be read without it ({error})"
 
+    def num_bytes(self, like: Like | None) -> int:
+        states = 4 * (1 + len(self._outline["moments"])) * sum(self._files.sub_group_numels)
+        frozen = (like.frozen(self._files.rank, self._shapes) or {}) if like is not None and self._shapes else {}
+        return _SMALL_ENTRIES + states + sum(part.nbytes for part in frozen.values())
+
     @property
-    def num_bytes(self) -> int:
-        return _SMALL_ENTRIES + 4 * (1 + len(self._outline["moments"])) * sum(self._files.sub_group_numels)
+    def _shapes(self) -> Mapping[str, Any]:
+        """Of the frozen parameters."""
+        shapes: Mapping[str, Any] = self._outline["model"]["frozen_param_shapes"]
+        return shapes
 
     def left_out(self, like: Like | None) -> Iterator[str]:
-        if self._outline["model"]["frozen_param_shapes"] and not (like is not None and like.has_frozen):
+        if self._shapes and not (like is not None and like.has_frozen):
             yield "frozen parameters: they are as the script makes them"
         if self._client_failed:
             yield self._client_failed
@@ -208,7 +215,7 @@ class _RankParts:
                 model[name] = value
         if record.scheduler is not None:
             (model["lr_scheduler"],) = record.scheduler
-        shapes = model["frozen_param_shapes"]
+        shapes = self._shapes
         if shapes:
             fragments = like.frozen(self._files.rank, shapes) if like is not None else None
             model["frozen_param_fragments"], model["frozen_param_shapes"] = fragments, shapes if fragments else None
