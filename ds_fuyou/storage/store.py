@@ -435,7 +435,12 @@ class SlotStore:
         """Clean-ups by age take files that nobody touches: their times are kept fresh, and what is gone is told."""
         is_due = time.monotonic() >= self._fresh_until
         for run, file in zip(self._files.runs, self._files.files, strict=True):
-            names = [MANIFEST_NAME, LOCK_NAME, DATA_NAME, *(self._described_by if run is self._files.runs[0] else ())]
+            names = [
+                MANIFEST_NAME,
+                LOCK_NAME,
+                DATA_NAME,
+                *(sorted(self._described_by) if run is self._files.runs[0] else ()),
+            ]
             lost = [name for name in run.missing(names, file.fd, refresh=is_due) if (run.path, name) not in self._lost]
             self._lost.update((run.path, name) for name in lost)
             if lost:
