@@ -38,6 +38,7 @@ from ds_fuyou.storage.types import PAGE_BYTES
 __all__ = [
     "BLOCK_KEY",
     "ActivationSettings",
+    "CheckpointSettings",
     "FuyouConfig",
     "GradientSettings",
     "IoEngineSettings",
@@ -278,6 +279,18 @@ class PlanOverrides(_Settings):
         return self.residency.given() if self.residency is not None else {}
 
 
+class CheckpointSettings(_Settings):
+    """How checkpoints are written."""
+
+    save: Literal["blocking", "background"] = Field(
+        "blocking",
+        description="`background`: `save_checkpoint` returns as soon as it is fixed what is saved; the folder appears, "
+        "and `latest` with it, when it is whole, a step or two later. `engine.fuyou_wait_checkpoint()`, called by "
+        "every rank, waits for that. Scripts that touch the folder right after the call, or delete older checkpoints "
+        "then, need `blocking`.",
+    )
+
+
 class FuyouConfig(_Settings):
     """The block itself."""
 
@@ -301,6 +314,7 @@ class FuyouConfig(_Settings):
     gradients: GradientSettings = GradientSettings()
     activations: ActivationSettings = ActivationSettings()
     io: IoEngineSettings = IoEngineSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
     checksum: bool = Field(
         True,
         description="Compare what is read back from storage with what was written there: P32 and moments by the "

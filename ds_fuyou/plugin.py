@@ -242,6 +242,10 @@ def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
 def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_ours(self.optimizer):
+            from ds_fuyou.zero.checkpoint_engine import end_last_save
+
+            end_last_save(self)
         result = original(self, *args, **kwargs)
         if _is_ours(self.optimizer) and result[0] is not None:
             self.optimizer.checkpoint_loaded(self)
@@ -352,7 +356,7 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.save_checkpoint",
-        "a checkpoint appears whole or not at all",
+        "a checkpoint appears whole or not at all, also behind training",
         _save_checkpoint,
     ),
     PatchPoint(
@@ -370,7 +374,7 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.load_checkpoint",
-        "what was loaded is committed at once",
+        "a checkpoint on its way is waited for; what was loaded is committed at once",
         _load_checkpoint,
     ),
     PatchPoint(

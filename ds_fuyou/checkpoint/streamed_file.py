@@ -3,7 +3,7 @@
 
 The file is laid out first: `torch.save` under `torch.serialization.skip_data` writes the pickle and leaves
 holes where storages belong. The bytes are then written into the holes, from memory for ordinary tensors and
-piece by piece for stand-ins. The result is an ordinary file for `torch.load`, with the checksums that
+piece by piece, in any order, for stand-ins. The result is an ordinary file for `torch.load`, with the checksums that
 `torch.save` would have written.
 
 [Note: which hole belongs to which tensor]
@@ -15,35 +15,61 @@ says so.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
 import logging
+import mmap
 import os
 import pickle
+import queue
 import struct
+import threading
 import types
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils.serialization
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 from torch.utils import _pytree
 
-from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.checkpoint.crc import crc32_of_both
+from ds_fuyou.errors import FuyouStateError, FuyouStorageError
+from ds_fuyou.storage.data_file import NO_FALLOCATE, allocate_blocks
+from ds_fuyou.storage.probe import enable_direct
+from ds_fuyou.storage.types import PAGE_BYTES
 
-__all__ = ["StandIns", "save"]
+__all__ = ["StandIns", "StreamedFile", "lay_out", "read_ahead", "save"]
 
 logger = logging.getLogger("ds_fuyou")
 
 Pieces = Iterator[tuple[int, torch.Tensor]]
-"""``(first element, values)`` of one stand-in, in ascending order and without gaps."""
+"""``(first element, values)`` of one stand-in, without gaps."""
 
 _Pass = Iterator[tuple[int, int, torch.Tensor]]
+"""Closed where it is left before its end, if it is a generator."""
+
+_WRITE_BYTES = 16 << 20  # at once
+
+_WRITING = "writing a checkpoint failed"
 
 _LOCAL_HEADER = struct.Struct("<4s2B4HL2L2H")
 _CENTRAL_ENTRY = struct.Struct("<4s4B4HL2L5H2L")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Stand-ins that one pass fills; ``later``: another thread may, when the file is laid out."""
+
+    made: list[torch.Tensor]
+    pieces: Callable[[], _Pass]
+    later: bool
 
 
 class StandIns:
@@ -55,7 +81,7 @@ class StandIns:
     def __init__(self) -> None:
         self._mode = FakeTensorMode()
         self._storages: set[int] = set()
-        self._passes: list[tuple[list[torch.Tensor], Callable[[], _Pass]]] = []
+        self._sources: list[_Source] = []
 
     def add(self, shape: Sequence[int], dtype: torch.dtype, pieces: Callable[[], Pieces]) -> torch.Tensor:
         """A stand-in of this shape; ``pieces`` is called when it is written."""
@@ -69,25 +95,24 @@ class StandIns:
         self,
         tensors: Sequence[tuple[Sequence[int], torch.dtype]],
         pieces: Callable[[], _Pass],
+        *,
+        later: bool = False,
     ) -> list[torch.Tensor]:
-        """Stand-ins that one pass fills: it yields ``(which of them, first element, values)``.
-
-        Each of them must come in ascending order and without gaps; they may take turns.
+        """Stand-ins that one pass fills: it yields ``(which of them, first element, values)``, in any order, every
+        element once. ``later``: the pass may run in another thread, see :meth:`StreamedFile.fill_rest`.
         """
         with self._mode:
             made = [torch.empty(tuple(shape), dtype=dtype, device="cpu") for shape, dtype in tensors]
         self._storages.update(tensor.untyped_storage()._cdata for tensor in made)
-        self._passes.append((made, pieces))
+        self._sources.append(_Source(made, pieces, later))
         return made
 
-    def passes(self, wanted: Callable[[torch.Tensor], bool]) -> Iterator[tuple[list[torch.Tensor], _Pass]]:
-        """The started passes over those sources that fill a wanted stand-in."""
-        for made, pieces in self._passes:
-            if any(wanted(tensor) for tensor in made):
-                yield made, pieces()
+    def sources(self, wanted: Callable[[torch.Tensor], bool]) -> list[_Source]:
+        """Those that fill a wanted stand-in."""
+        return [source for source in self._sources if any(wanted(tensor) for tensor in source.made)]
 
     def __bool__(self) -> bool:
-        return bool(self._passes)
+        return bool(self._sources)
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is that of a stand-in."""
@@ -99,18 +124,153 @@ class _Hole:
 
     def __init__(self, info: zipfile.ZipInfo, offset: int) -> None:
         self.info, self.offset = info, offset
-        self.num_written, self.crc = 0, 0
+        self._written: dict[int, tuple[int, int]] = {}  # first byte: CRC-32, number of bytes
 
-    def write(self, fd: int, values: torch.Tensor) -> None:
+    def write(self, file: _Outlet, begin: int, values: torch.Tensor) -> None:
+        """Bytes from ``begin`` on. FuyouStorageError if the disk is full or failed."""
         data = memoryview(values.contiguous().view(-1).view(torch.uint8).numpy())
-        if self.num_written + len(data) > self.info.file_size:
-            raise FuyouStateError(f"{self.info.filename} holds {self.info.file_size} bytes; more were given")
-        self.crc = zlib.crc32(data, self.crc)
-        at = self.offset + self.num_written
-        self.num_written += len(data)
+        if begin + len(data) > self.info.file_size or begin in self._written:
+            raise FuyouStateError(
+                f"{self.info.filename} holds {self.info.file_size} bytes; {len(data)} were given for byte {begin}"
+            )
+        if len(data):
+            with file.writing(data, self.offset + begin, is_aligned=values.data_ptr() % PAGE_BYTES == 0):
+                self._written[begin] = zlib.crc32(data), len(data)
+
+    def crc(self) -> int:
+        """Of all bytes. FuyouStateError if some were not written, or twice."""
+        crc, at = 0, 0
+        for begin, (of_piece, num_bytes) in sorted(self._written.items()):
+            if begin != at:
+                break
+            crc, at = crc32_of_both(crc, of_piece, num_bytes), at + num_bytes
+        if at != self.info.file_size:
+            raise FuyouStateError(
+                f"{self.info.filename} holds {self.info.file_size} bytes; its source gave {at} without a gap"
+            )
+        return crc
+
+
+class _Outlet:
+    """A file open for writing: whole pages from aligned memory pass the page cache by, where the filesystem can. (As
+    much as a model through the page cache would push out what others have there, and take processor time.)
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._asked: queue.SimpleQueue[tuple[memoryview, int, bool] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        # No executor: the end of the interpreter closes those before what is in flight is finished.
+        self._thread = threading.Thread(target=self._run, name=threading.current_thread().name, daemon=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if enable_direct(self._direct):
+            os.close(self._direct)
+            self._direct = -1
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            try:
+                self._write_pages(*asked)
+                self._answers.put(None)
+            except Exception as error:  # raised where the answer is waited for
+                self._answers.put(error)
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    @contextlib.contextmanager
+    def writing(self, data: memoryview, at: int, *, is_aligned: bool) -> Iterator[None]:
+        """Writes ``data`` from byte ``at`` on while the block runs. FuyouStorageError if the disk is full or failed."""
+        self._asked.put((data, at, is_aligned))
+        try:
+            yield
+        finally:
+            failure = self._answers.get()
+        if failure is not None:
+            raise failure
+
+    def _write_pages(self, data: memoryview, at: int, is_aligned: bool) -> None:
+        if is_aligned and self._direct >= 0 and at % PAGE_BYTES == 0:
+            num_whole = len(data) // PAGE_BYTES * PAGE_BYTES
+            self._write(self._direct, data[:num_whole], at)
+            data, at = data[num_whole:], at + num_whole
+        self._write(self._fd, data, at)
+
+    def _write(self, fd: int, data: memoryview, at: int) -> None:
         while data:
-            done = os.pwrite(fd, data, at)
+            try:
+                done = os.pwrite(fd, data[:_WRITE_BYTES], at)
+            except OSError as error:
+                raise FuyouStorageError(error.errno or errno.EIO, _WRITING, os.fspath(self._path), at) from error
             data, at = data[done:], at + done
+
+    def close(self) -> None:
+        self._asked.put(None)
+        self._thread.join()
+        for fd in {self._fd, self._direct} - {-1}:
+            os.close(fd)
+
+
+class StreamedFile:
+    """A file that is laid out; what is in memory is in it, what stand-ins stand for is not yet.
+
+    One thread at a time uses it, which need not be the one that laid it out.
+    """
+
+    def __init__(
+        self, path: Path, holes: dict[int, _Hole], sources: Sequence[_Source], hole_of: dict[int, _Hole]
+    ) -> None:
+        self.path = path
+        self._holes, self._sources, self._hole_of = holes, sources, hole_of
+
+    def fill_now(self) -> None:
+        """Writes what only this thread can give."""
+        self._fill([source for source in self._sources if not source.later], lambda: None)
+        if all(not source.later for source in self._sources):
+            self._end()
+
+    def fill_rest(self, check: Callable[[], None]) -> None:
+        """Writes the rest, and flushes the file to storage; ``check`` is called often and may raise.
+
+        Raises:
+            OSError: the disk is full or failed.
+            FuyouStateError: a source did not give all elements of its stand-ins.
+        """
+        if self._holes:
+            self._fill([source for source in self._sources if source.later], check)
+            self._end()
+
+    def _fill(self, sources: Sequence[_Source], check: Callable[[], None]) -> None:
+        if not sources:
+            return
+        with contextlib.closing(_Outlet(self.path)) as file:
+            for source in sources:
+                places = [self._hole_of.get(tensor.untyped_storage()._cdata) for tensor in source.made]
+                with _closing(source.pieces()) as pieces:
+                    for which, begin, values in pieces:
+                        check()
+                        hole = places[which]
+                        if hole is not None:
+                            hole.write(file, begin * values.element_size(), values)
+
+    def _end(self) -> None:
+        if self._holes:
+            _write_checksums(self.path, self._holes.values())
+        with self.path.open("rb") as file:
+            os.fsync(file.fileno())
+        self._holes, self._sources, self._hole_of = {}, [], {}
+
+
+@contextlib.contextmanager
+def _closing(pieces: _Pass) -> Iterator[_Pass]:
+    try:
+        yield pieces
+    finally:
+        if isinstance(pieces, Generator):
+            pieces.close()
 
 
 def save(tree: Any, path: Path, stand_ins: StandIns) -> None:
@@ -120,13 +280,58 @@ def save(tree: Any, path: Path, stand_ins: StandIns) -> None:
         OSError: the disk is full or failed.
         FuyouStateError: a source did not give all elements of its stand-in.
     """
+    file = lay_out(tree, path, stand_ins)
+    file.fill_now()
+    file.fill_rest(lambda: None)
+
+
+def lay_out(tree: Any, path: Path, stand_ins: StandIns) -> StreamedFile:
+    """Writes what of ``tree`` is in memory, and claims the space of the rest, so that it is there when it comes.
+
+    Raises:
+        OSError: the disk is full or failed.
+    """
     storages = _lay_out(tree, path) if stand_ins else {}
-    if any(stand_ins.owns(storage) for storage in storages.values()):
-        _fill(path, storages, stand_ins)
-    else:
+    if not any(stand_ins.owns(storage) for storage in storages.values()):
         torch.save(_filled_tree(tree, stand_ins), path)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+        return StreamedFile(path, {}, [], {})
+    holes = _holes(path)
+    hole_of = {storage._cdata: holes[number] for number, storage in storages.items()}
+    with contextlib.closing(_Outlet(path)) as file:
+        _claim(file.fd, path)
+        for storage in storages.values():
+            if not stand_ins.owns(storage):
+                whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.cpu())
+                hole_of[storage._cdata].write(file, 0, whole)
+    sources = stand_ins.sources(lambda tensor: tensor.untyped_storage()._cdata in hole_of)
+    return StreamedFile(path, holes, sources, hole_of)
+
+
+def read_ahead(tensors: Iterable[torch.Tensor]) -> None:
+    """Has the kernel begin to read contiguous tensors of a mapped file, which are used soon. In memory: nothing."""
+    for tensor in tensors:
+        begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        num_bytes = tensor.data_ptr() + tensor.nbytes - begin
+        if num_bytes:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), mmap.MADV_WILLNEED)
+
+
+def _claim(fd: int, path: Path) -> None:
+    """Allocates the blocks of a file, where the filesystem can without writing them."""
+    try:
+        allocate_blocks(fd, os.fstat(fd).st_size)
+    except OSError as error:
+        if error.errno not in NO_FALLOCATE:
+            raise FuyouStorageError(error.errno or errno.EIO, _WRITING, os.fspath(path)) from error
+
+
+def _aligned() -> contextlib.AbstractContextManager[object]:
+    """Storages begin at pages of the file, where this torch can be told so."""
+    config = torch.utils.serialization.config
+    if not hasattr(config.save, "storage_alignment"):
+        return contextlib.nullcontext()
+    patch: contextlib.AbstractContextManager[object] = config.patch({"save.storage_alignment": PAGE_BYTES})
+    return patch
 
 
 def _lay_out(tree: Any, path: Path) -> dict[int, torch.UntypedStorage]:
@@ -148,7 +353,7 @@ def _lay_out(tree: Any, path: Path) -> dict[int, torch.UntypedStorage]:
     recording = types.ModuleType("pickle")
     recording.Pickler = Pickler  # type: ignore[attr-defined]
     try:
-        with skip_data(materialize_fake_tensors=True):
+        with _aligned(), skip_data(materialize_fake_tensors=True):
             torch.save(tree, path, pickle_module=recording)
     except (RuntimeError, AttributeError, TypeError, pickle.PicklingError) as error:
         logger.warning("%s is written from host memory as a whole, it cannot be laid out first: %s", path, error)
@@ -171,43 +376,18 @@ def _holes(path: Path) -> dict[int, _Hole]:
     return holes
 
 
-def _fill(path: Path, storages: dict[int, torch.UntypedStorage], stand_ins: StandIns) -> None:
-    holes = _holes(path)
-    hole_of = {storage._cdata: holes[number] for number, storage in storages.items()}
-    fd = os.open(path, os.O_RDWR)
-    try:
-        for storage in storages.values():
-            if not stand_ins.owns(storage):
-                whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.cpu())
-                hole_of[storage._cdata].write(fd, whole)
-        for made, pieces in stand_ins.passes(lambda tensor: tensor.untyped_storage()._cdata in hole_of):
-            places = [hole_of.get(tensor.untyped_storage()._cdata) for tensor in made]
-            for which, begin, values in pieces:
-                hole = places[which]
-                if hole is None or begin * values.element_size() != hole.num_written:
-                    raise FuyouStateError(f"values of a stand-in came out of order at element {begin}")
-                hole.write(fd, values)
-        for hole in holes.values():
-            if hole.num_written != hole.info.file_size:
-                raise FuyouStateError(
-                    f"{hole.info.filename} holds {hole.info.file_size} bytes; its source gave {hole.num_written}"
-                )
-        _write_checksums(path, fd, {hole.info.filename: hole for hole in holes.values()})
-    finally:
-        os.close(fd)
-
-
-def _write_checksums(path: Path, fd: int, holes: dict[str, _Hole]) -> None:
+def _write_checksums(path: Path, filled: Iterable[_Hole]) -> None:
     """Puts the CRC-32 of the bytes where laying out left that of nothing: local headers, central directory."""
-    with zipfile.ZipFile(path) as archive:
-        at = archive.start_dir
+    holes = {hole.info.filename: hole for hole in filled}
+    with zipfile.ZipFile(path) as archive, path.open("r+b") as file:
+        at, fd = archive.start_dir, file.fileno()
         for _ in archive.infolist():
             entry = _CENTRAL_ENTRY.unpack(os.pread(fd, _CENTRAL_ENTRY.size, at))
             name_bytes, extra_bytes, comment_bytes = entry[12:15]
             name = os.pread(fd, name_bytes, at + _CENTRAL_ENTRY.size).decode()
             hole = holes.get(name)
             if hole is not None:
-                crc = struct.pack("<L", hole.crc)
+                crc = struct.pack("<L", hole.crc())
                 os.pwrite(fd, crc, at + 16)
                 os.pwrite(fd, crc, hole.info.header_offset + 14)
                 if hole.info.flag_bits & 0x08:  # a data descriptor repeats it behind the bytes
@@ -221,9 +401,9 @@ def _filled_tree(tree: Any, stand_ins: StandIns) -> Any:
         return tree
     wanted = {id(leaf) for leaf in _pytree.tree_leaves(tree)}
     real: dict[int, torch.Tensor] = {}
-    for made, pieces in stand_ins.passes(lambda tensor: id(tensor) in wanted):
-        flats = [torch.empty(tensor.numel(), dtype=tensor.dtype) for tensor in made]
-        for which, begin, values in pieces:
+    for source in stand_ins.sources(lambda tensor: id(tensor) in wanted):
+        flats = [torch.empty(tensor.numel(), dtype=tensor.dtype) for tensor in source.made]
+        for which, begin, values in source.pieces():
             flats[which][begin : begin + values.numel()].copy_(values.view(-1))
-        real.update({id(tensor): flat.view(tensor.shape) for tensor, flat in zip(made, flats, strict=True)})
+        real.update({id(tensor): flat.view(tensor.shape) for tensor, flat in zip(source.made, flats, strict=True)})
     return _pytree.tree_map(lambda leaf: real.get(id(leaf), leaf), tree)

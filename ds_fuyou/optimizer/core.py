@@ -14,7 +14,8 @@ The training thread owns everything here. The thread of HostSums owns gradients 
 are added ([Note: sums on the host]). The C++ pipeline's worker and I/O threads own the jobs they were
 given (see the note in chunk_pipeline.h). The committer thread waits for a generation to be durable, writes
 the commit record and, on one rank, opens the next generation's writes; on several the training thread does. The
-committer never waits for the training thread, except for its next order.
+committer never waits for the training thread, except for its next order. One more thread may take a :class:`Snapshot`
+away, for a checkpoint; see [Note: a save behind training] in zero/background_save.py.
 
 [Note: what a record says]
 A commit record holds what a run needs to go on beside the slots: ``optimizer_step``, the steps applied to these
@@ -56,11 +57,12 @@ from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.param_access import ParamAccess
 from ds_fuyou.optimizer.placement import ChunkPlacement, state_region
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind, RuleClock
+from ds_fuyou.optimizer.snapshot import Snapshot
 from ds_fuyou.optimizer.state_access import StateAccess
 from ds_fuyou.optimizer.updates import Published, WindowUpdates
 from ds_fuyou.optimizer.window import Window
 from ds_fuyou.optimizer.worker import Worker
-from ds_fuyou.storage.io import IoLane
+from ds_fuyou.storage.io import IoLane, Transfer
 from ds_fuyou.storage.store import CommitRecord, Extent, JsonValue, SlotStore
 
 __all__ = ["OutOfCoreOptimizer"]
@@ -91,7 +93,7 @@ class OutOfCoreOptimizer:
             torch.float16: core.ElementType.FLOAT16,
             torch.bfloat16: core.ElementType.BFLOAT16,
         }
-        self.io = IoLane(options.io, self._path_of)
+        self.io = IoLane(options.io, self.path_of)
         self._locks = PageLocks(options.device)
         self.place = ChunkPlacement(layout, options, len(kind.moments), store, self._locks)
         # Sums of gradients may lie in it for a while, to which the device copies.
@@ -102,7 +104,7 @@ class OutOfCoreOptimizer:
         self.pipeline.set_checksum(options.checksum)
         if options.checksum:
             self.io.watch(self.place.watched())
-        self._worker = Worker(self.pipeline, self._path_of)
+        self._worker = Worker(self.pipeline, self.path_of)
         self.io.on_failure = self._worker.transfer_failed
         self.policy = ClipPolicy(options.clip_policy, options.can_speculate)
         self.published = Published(self.place.num_param_versions)
@@ -142,6 +144,9 @@ class OutOfCoreOptimizer:
         self._unread: set[int] = set()
         """Chunks whose P16 was taken over on storage, and may not have been read yet."""
         self._norm_of_overrides = False
+        self._snapshot: Snapshot | None = None
+        self.finish_first: Callable[[], None] | None = None
+        """What works behind training and must have ended before anything here does."""
         self._awaits_peers = options.has_peers and options.keeps_steps
         self._reduced: Any = None
         self.holds_orders = False
@@ -183,7 +188,8 @@ class OutOfCoreOptimizer:
 
     # ---- construction -------------------------------------------------------------------------------------
 
-    def _path_of(self, fd: int) -> Path | None:
+    def path_of(self, fd: int) -> Path | None:
+        """The state file behind a descriptor; for error messages."""
         return self.store.paths_of_fd(fd) if self.store is not None else None
 
     def _make_gradients(self) -> GradientMemory:
@@ -544,7 +550,11 @@ class OutOfCoreOptimizer:
 
     def slot(self, chunk: int) -> int:
         """The slot that holds a chunk's published values. (The pipeline itself must go with close().)"""
-        return int(self.pipeline.slot(chunk)) ^ self._first_slot[chunk]
+        return self.slot_on_storage(chunk, int(self.pipeline.slot(chunk)))
+
+    def slot_on_storage(self, chunk: int, slot: int) -> int:
+        """What the pipeline calls ``slot`` of a chunk."""
+        return slot ^ self._first_slot[chunk]
 
     def _replaced_p32(self, chunk: int, address: int) -> None:
         self.pipeline.replace_state(chunk, address, has_moments=False)
@@ -567,6 +577,18 @@ class OutOfCoreOptimizer:
             self._worker.wait(committer.settled, lambda: f"step {self.generation} to be committed")
             committer.forget_params()
 
+    def snapshot(self) -> Snapshot:
+        """All states as the last applied step leaves them. Waits for nothing; between two steps."""
+        self.check()
+        self._snapshot = Snapshot(self)
+        return self._snapshot
+
+    def wait_copied(self) -> None:
+        """Until a snapshot needs nothing of what lies in its place: states are about to be replaced there."""
+        if self._snapshot is not None:
+            self._worker.wait(self._snapshot.wait, lambda: "states to be copied to a checkpoint")
+            self._snapshot = None
+
     def withdraw_commit(self) -> None:
         """Before states on storage are overwritten in place; see [Note: states replaced in place]. Waits."""
         committer = self._committer
@@ -579,11 +601,10 @@ class OutOfCoreOptimizer:
         """Drops what backward prepared for a chunk, and waits until nothing works on it."""
         self._updates.drop_chunk(index)
 
-    def replace_params(self, chunk: Chunk, params: torch.Tensor) -> None:
-        """P16 of a chunk := ``params`` (1-D, model dtype), in its place."""
-        for transfer in self._values.put_params(chunk, params):
-            transfer.wait()
+    def replace_params(self, chunk: Chunk, params: torch.Tensor) -> list[Transfer]:
+        """P16 of a chunk := ``params`` (1-D, model dtype), in its place; to be waited for before it is read."""
         self.params.replaced(chunk.params)
+        return self._values.put_params(chunk, params)
 
     def set_positions(self, positions: Iterable[tuple[int, int]]) -> None:
         """Deadlines as observed: (parameter, forward position); a chunk takes the smallest of its parameters."""
@@ -608,6 +629,8 @@ class OutOfCoreOptimizer:
         """Stops the threads; what was not published is lost, what was committed stays. Idempotent."""
         if self._worker.is_closed:
             return
+        if self.finish_first is not None:
+            self.finish_first()
         self._worker.is_closed = True
         failure = failure_of(self.options.device)  # nothing is copied any more: memory is unpinned below
         if failure:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 
 __all__ = ["StateAccess", "prefix"]
+
+_NUM_WRITING = 4  # transfers of states and of P16, while the next state is made
 
 
 class _Read(NamedTuple):
@@ -52,7 +55,7 @@ class StateAccess:
 
     def read_all(
         self, indices: Iterable[int], *, with_moments: bool = True
-    ) -> Iterator[tuple[Chunk, list[torch.Tensor]]]:
+    ) -> Generator[tuple[Chunk, list[torch.Tensor]]]:
         """Copies of chunks' states in the order given, the next one being read while one is used.
 
         Without moments P32 alone is read, and compared.
@@ -73,9 +76,10 @@ class StateAccess:
         num_parts = self._num_parts if with_moments else 1
         resident = core.place.state(index)
         if resident is not None:
-            return _Read(chunk, num_parts, resident[: num_parts * self._part_bytes(chunk)].clone(), None)
-        state = aligned_tensor(num_parts * self._part_bytes(chunk))
-        extents = prefix(core.state_extents(index), min(state.numel(), self._num_stored_bytes(chunk)))
+            return _Read(chunk, num_parts, resident[: num_parts * _part_bytes(chunk)].clone(), None)
+        state = aligned_tensor(num_parts * _part_bytes(chunk))
+        has_moments = with_moments and self._has_moments[index]
+        extents = self.stored_extents(chunk, core.slot(index), has_moments=has_moments)
         transfer = core.io.read(extents, state, f"reading the state of chunk {index}")
         return _Read(chunk, num_parts, state, transfer)
 
@@ -83,46 +87,62 @@ class StateAccess:
         chunk, state = read.chunk, read.state
         if read.transfer is not None:
             read.transfer.wait()
-            state[self._num_stored_bytes(chunk) :].zero_()
             is_whole = read.num_parts == self._num_parts
             if not self._core.pipeline.state_holds(chunk.index, state.data_ptr(), with_moments=is_whole):
                 begin = self._core.state_extents(chunk.index)[0]
                 what = f"reading the state of chunk {chunk.index}"
-                raise storage_error(what, errno.EBADMSG, begin.fd, begin.offset, self._core._path_of)
-        return self._parts(chunk, state)
+                raise storage_error(what, errno.EBADMSG, begin.fd, begin.offset, self._core.path_of)
+        return self.parts(chunk, state)
 
-    def _part_bytes(self, chunk: Chunk) -> int:
-        return round_up_to_page(chunk.numel * 4)
+    def num_bytes(self, chunk: Chunk) -> int:
+        """Of a chunk's state block."""
+        return self._num_parts * _part_bytes(chunk)
 
-    def _num_stored_bytes(self, chunk: Chunk) -> int:
-        return (self._num_parts if self._has_moments[chunk.index] else 1) * self._part_bytes(chunk)
+    def stored_extents(self, chunk: Chunk, slot: int, *, has_moments: bool) -> list[Extent]:
+        """Where the parts of a state lie that were ever written to a slot. What is read into zeros gives zeros."""
+        num_parts = self._num_parts if has_moments else 1
+        return prefix(self._core.place.state_extents(chunk.index, slot), num_parts * _part_bytes(chunk))
 
-    def _parts(self, chunk: Chunk, state: torch.Tensor) -> list[torch.Tensor]:
-        size = self._part_bytes(chunk)
-        return [part.view(torch.float32)[: chunk.numel] for part in state.split(size)]
+    def parts(self, chunk: Chunk, state: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a state block."""
+        return [part.view(torch.float32)[: chunk.numel] for part in state.split(_part_bytes(chunk))]
 
     def write(self, index: int, parts: Sequence[torch.Tensor], params: torch.Tensor | None = None) -> None:
-        """Replaces a chunk's state, and its P16 by ``params``; an update prepared from the old one is dropped.
+        """Replaces one chunk's state, see :meth:`write_all`."""
+        self.write_all([(index, parts, params)])
+
+    def write_all(self, states: Iterable[tuple[int, Sequence[torch.Tensor], torch.Tensor | None]]) -> None:
+        """Replaces chunks' states, and their P16 where it is not None; updates prepared from the old ones are dropped.
+        Those before are written while the next one is given.
 
         What lives on storage is overwritten in place, and no commit stands from then until the next step's.
         """
         core = self._core
         core.wait_all()
-        core.drop_prepared(index)
-        chunk = core.layout.chunks[index]
-        state = aligned_tensor(self._num_parts * self._part_bytes(chunk))
-        for own, values in zip(self._parts(chunk, state), parts, strict=True):
+        core.wait_copied()
+        writing: deque[Transfer] = deque()
+        for index, parts, params in states:
+            core.drop_prepared(index)
+            writing += self._start_writing(index, parts)
+            if params is not None:
+                writing += core.replace_params(core.layout.chunks[index], params)
+            while len(writing) > _NUM_WRITING:
+                writing.popleft().wait()
+        for transfer in writing:
+            transfer.wait()
+
+    def _start_writing(self, index: int, parts: Sequence[torch.Tensor]) -> list[Transfer]:
+        core = self._core
+        chunk, resident, transfers = core.layout.chunks[index], core.place.state(index), []
+        state = aligned_tensor(self.num_bytes(chunk)) if resident is None else resident
+        for own, values in zip(self.parts(chunk, state), parts, strict=True):
             own.copy_(values)
-        resident = core.place.state(index)
-        if resident is not None:
-            resident.copy_(state)
-        else:
+        if resident is None:
             core.withdraw_commit()
-            core.io.write(core.state_extents(index), state, f"writing the state of chunk {index}").wait()
+            transfers.append(core.io.write(core.state_extents(index), state, f"writing the state of chunk {index}"))
         self._has_moments[index] = True
         core.pipeline.replace_state(index, state.data_ptr(), has_moments=True)
-        if params is not None:
-            core.replace_params(chunk, params)
+        return transfers
 
     def read_param(self, span: ParamSpan, part: int) -> torch.Tensor:
         """One parameter's fp32 value (part 0) or moment, a copy."""
@@ -143,6 +163,10 @@ class StateAccess:
             new = values.view(-1)[begin - span.begin : end - span.begin]
             parts[part][begin - chunk.begin : end - chunk.begin].copy_(new)
             self.write(index, parts)
+
+
+def _part_bytes(chunk: Chunk) -> int:
+    return round_up_to_page(chunk.numel * 4)
 
 
 def prefix(extents: Sequence[Extent], num_bytes: int) -> list[Extent]:

@@ -14,10 +14,10 @@ from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage.directory import DATA_NAME, RunDirectory
 from ds_fuyou.storage.probe import enable_direct
 
-__all__ = ["DataFile", "create_data_file", "open_data_file"]
+__all__ = ["NO_FALLOCATE", "DataFile", "allocate_blocks", "create_data_file", "open_data_file"]
 
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-_NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _ZERO_BYTES = 1024 * 1024
 
 
@@ -91,7 +91,7 @@ def preallocate(fd: int, num_bytes: int) -> None:
         allocate_blocks(fd, num_bytes)
         return
     except OSError as error:
-        if error.errno not in _NO_FALLOCATE:
+        if error.errno not in NO_FALLOCATE:
             raise
     zeros = memoryview(bytes(_ZERO_BYTES))
     offset = 0

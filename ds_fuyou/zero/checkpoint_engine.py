@@ -7,9 +7,11 @@ and checkpoint/atomic.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import secrets
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,15 +24,19 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from torch.nn import Parameter
 
 from ds_fuyou.checkpoint import atomic, streamed_file
-from ds_fuyou.checkpoint.streamed_file import StandIns
-from ds_fuyou.errors import FuyouError, FuyouStateError, FuyouStorageError
+from ds_fuyou.checkpoint.parts import Parts
+from ds_fuyou.checkpoint.streamed_file import StandIns, StreamedFile
+from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.log import log_once
+from ds_fuyou.zero.background_save import Save, as_storage_error
+from ds_fuyou.zero.checkpoint_state import CheckpointState
 from ds_fuyou.zero.param_swapper import partition_of
 from ds_fuyou.zero.stage3 import FuyouStage3Optimizer
 
-__all__ = ["FuyouCheckpointEngine", "loading_module", "replace_writer", "saving"]
+__all__ = ["FuyouCheckpointEngine", "end_last_save", "loading_module", "replace_writer", "saving"]
 
 _FROZEN_FRAGMENTS = "frozen_param_fragments"
+_WAIT = "fuyou_wait_checkpoint"  # of the engine
 _SMALL_ENTRIES = 64 << 20  # room for what is not counted: scheduler, client state, recovery script
 
 
@@ -39,30 +45,37 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
 
     def __init__(self, config_params: Any) -> None:
         super().__init__(config_params)
-        self.stand_ins = StandIns()
+        self._stand_ins: StandIns | None = None
         self.failure: Exception | None = None
-        self._written: list[Path] = []
+        self.files: list[StreamedFile] = []
+        """Of the checkpoint that is being made, laid out."""
 
     def begin(self) -> StandIns:
         """A new checkpoint: stand-ins made from now on belong to it."""
-        self.stand_ins, self._written, self.failure = StandIns(), [], None
-        return self.stand_ins
+        self._stand_ins, self.files, self.failure = StandIns(), [], None
+        return self._stand_ins
+
+    def end(self) -> None:
+        """What is saved from now on is no part of a checkpoint."""
+        self._stand_ins, self.files, self.failure = None, [], None
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Writes one file. A failure is kept for the end of the save: until then this rank goes on with the others."""
+        """Lays one file out. A failure is kept for the end of the save: until then this rank goes on with the others.
+
+        Outside of a checkpoint (``save_16bit_model``) the file is written as a whole, and a failure raised.
+        """
+        if self._stand_ins is None:
+            streamed_file.save(state_dict, Path(path), StandIns())
+            return
         if self.failure is not None:
             return
-        self._written.append(Path(path))
         try:
-            streamed_file.save(state_dict, Path(path), self.stand_ins)
+            file = streamed_file.lay_out(state_dict, Path(path), self._stand_ins)
+            self.files.append(file)
+            file.fill_now()
         except Exception as error:  # whatever it is, all ranks are told: see _settle
+            Path(path).unlink(missing_ok=True)
             self.failure = error
-
-    def discard(self) -> None:
-        """Removes the files of a checkpoint that failed: they would fill the disk to no use."""
-        for path in self._written:
-            path.unlink(missing_ok=True)
-        self._written = []
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """As stock's, but bytes come from the mapped file when they are used, not all at once."""
@@ -74,6 +87,7 @@ def replace_writer(engine: Any) -> None:
     """Gives an engine our writer, unless its configuration asks for another one."""
     if not isinstance(engine.optimizer, FuyouStage3Optimizer):
         return
+    setattr(engine, _WAIT, functools.partial(end_last_save, engine))
     present = engine.checkpoint_engine
     if type(present) is TorchCheckpointEngine and present.zipfile_serialization:
         engine.checkpoint_engine = FuyouCheckpointEngine(engine._config)
@@ -86,7 +100,7 @@ def replace_writer(engine: Any) -> None:
 
 
 def saving(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``save_checkpoint``: into a hidden folder, then one rename."""
+    """``save_checkpoint``: into a hidden folder, then one rename, in the call or behind training."""
 
     @functools.wraps(original)
     def save_checkpoint(
@@ -107,9 +121,11 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
                 save_latest=save_latest,
                 exclude_frozen_parameters=exclude_frozen_parameters,
             )
+        end_last_save(self)
         tag = _common_tag(str(tag if tag is not None else f"global_step{self.global_steps}"))
         folder, hidden = Path(save_dir), atomic.incomplete_tag(tag)
         _prepare(self, folder, tag, exclude_frozen_parameters)
+        behind = _is_behind(self, folder / hidden)
         with _streaming(self) as writer:
             result = original(
                 self,
@@ -119,15 +135,65 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
                 save_latest=False,
                 exclude_frozen_parameters=exclude_frozen_parameters,
             )
-            _settle(writer.failure)
-        _settle(_outcome(lambda: _publish(self, folder, hidden, tag, is_local=False)))
-        _settle(_outcome(lambda: _publish(self, folder, hidden, tag, is_local=True)))
-        if save_latest:
-            is_writer = dist.get_rank() == 0
-            _settle(_outcome(lambda: atomic.write_text(folder / "latest", tag) if is_writer else None))
+            _settle(writer.failure, str(folder / tag))
+            state = self.optimizer.checkpoint_state
+            latest = (folder / "latest", tag) if save_latest and (behind or dist.get_rank() == 0) else None
+            parts = Parts(folder / hidden, folder / tag, dist.get_rank(), dist.get_world_size(), latest)
+            state.save = Save(str(folder / tag), writer.files, state.snapshot, parts)
+            self.optimizer.rank_state.core.finish_first = state.save.finish
+            state.save.start(publishes=behind)
+        if not behind:
+            end_last_save(self)
         return result
 
     return save_checkpoint
+
+
+def end_last_save(engine: Any) -> None:
+    """Waits until the checkpoint that was saved last is whole. Every rank calls it.
+
+    Raises:
+        FuyouStorageError: a rank could not write its part, and no ``step()`` has raised that yet: all ranks raise.
+    """
+    state: CheckpointState = engine.optimizer.checkpoint_state
+    save = state.save
+    if save is None:
+        return
+    try:
+        save.wait()
+    finally:
+        if save.is_over():
+            state.save = engine.optimizer.rank_state.core.finish_first = None
+    is_told, save.is_told = save.is_told, True
+    if not _settle(save.failure, save.name, is_told=is_told):
+        return
+    parts, is_first = save.parts, dist.get_rank() == 0
+    is_mine = is_first and (parts.is_hidden or not save.publishes)
+    _settle(_outcome(lambda: parts.publish() if is_mine else None), save.name)
+    _settle(_outcome(lambda: parts.publish() if engine.local_rank <= 0 and parts.is_hidden else None), save.name)
+    _settle(_outcome(lambda: parts.write_latest() if is_mine else None), save.name)
+
+
+def _is_behind(engine: Any, hidden: Path) -> bool:
+    """Whether this save goes on behind training: where all ranks write into one folder, see checkpoint/parts.py."""
+    if engine.optimizer.rank_state.activation.config.checkpoint.save != "background":
+        return False
+    if dist.get_world_size() == 1:
+        return True
+    token = hidden / ".folder"
+    if engine.local_rank <= 0:
+        hidden.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError), token.open("x", encoding="utf-8") as file:
+            file.write(secrets.token_hex(16))
+    dist.barrier()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, token.read_text(encoding="utf-8") if token.is_file() else None)
+    if engine.local_rank <= 0:
+        token.unlink(missing_ok=True)
+    if None not in found and len(set(found)) == 1:
+        return True
+    log_once(logging.INFO, "save_checkpoint() waits until files are written: ranks save into folders of their own")
+    return False
 
 
 def _common_tag(tag: str) -> str:
@@ -157,47 +223,46 @@ def _outcome(call: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _settle(failure: Exception | None) -> None:
-    """Every rank comes here with its own outcome; if one failed all raise, the failing one its own error.
+def _settle(failure: Exception | None, name: str, *, is_told: bool = False) -> bool:
+    """Every rank comes here with its own outcome; if one failed all raise, the failing one its own error. Where all
+    who failed have been told before, nobody raises, and False is returned.
 
     Raises:
         FuyouStorageError: a rank could not write, flush or rename.
     """
     said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, None if failure is None else (getattr(failure, "errno", None) or 0, str(failure)))
+    mine = None if failure is None else (getattr(failure, "errno", None) or 0, str(failure), is_told)
+    dist.all_gather_object(said, mine)
+    failures = {rank: found for rank, found in enumerate(said) if found is not None}
+    if all(told for _, _, told in failures.values()):
+        return not failures
     if failure is not None:
-        if isinstance(failure, FuyouError) or not isinstance(failure, OSError):
-            raise failure
-        raise FuyouStorageError(failure.errno or 0, f"saving a checkpoint failed: {failure}") from failure
-    for rank, found in enumerate(said):
-        if found is not None:
-            raise FuyouStorageError(found[0], f"rank {rank} could not save its part of a checkpoint: {found[1]}")
-
-
-def _publish(engine: Any, folder: Path, hidden: str, tag: str, *, is_local: bool) -> None:
-    """Names the folder: first rank 0, then the first rank of every node whose folder is its own."""
-    mine = engine.local_rank <= 0 and (folder / hidden).is_dir() if is_local else dist.get_rank() == 0
-    if mine:
-        atomic.publish(folder / hidden, folder / tag)
+        raise as_storage_error(failure, name)
+    rank, (number, text, _) = next(iter(failures.items()))
+    raise FuyouStorageError(number, f"rank {rank} could not save its part of a checkpoint: {text}")
 
 
 @contextmanager
 def _streaming(engine: Any) -> Iterator[FuyouCheckpointEngine]:
     """While it lasts, large tensors in state dictionaries are stand-ins."""
     writer: FuyouCheckpointEngine = engine.checkpoint_engine
+    state: CheckpointState = engine.optimizer.checkpoint_state
     stand_ins = writer.begin()
     fragment_of = engine._get_param_fragment_func
-    engine.optimizer.checkpoint_state.stand_ins = stand_ins
+    state.stand_ins = stand_ins
     engine._get_param_fragment_func = lambda param: _frozen_fragment(param, stand_ins, fragment_of)
     try:
         yield writer
     except BaseException:
-        writer.discard()
+        for file in writer.files:
+            file.path.unlink(missing_ok=True)
+        if state.snapshot is not None:
+            state.snapshot.close()
         raise
     finally:
-        engine.optimizer.checkpoint_state.stand_ins = None
+        state.stand_ins = state.snapshot = None
         del engine._get_param_fragment_func
-        writer.begin()
+        writer.end()
 
 
 def _frozen_fragment(

@@ -5,9 +5,10 @@ universal checkpoints (``ds_to_universal.py``), which are loaded chunk by chunk 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,20 @@ import torch
 from torch.nn import Parameter
 
 from ds_fuyou.checkpoint.stock_state import CLOCK_KEY, FLAT_GROUPS, OPTIMIZER_STATE, StateEntries
-from ds_fuyou.checkpoint.streamed_file import StandIns
+from ds_fuyou.checkpoint.streamed_file import StandIns, read_ahead
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.optimizer.chunk_values import gather
-from ds_fuyou.optimizer.layout import ParamSpan
+from ds_fuyou.optimizer.layout import Chunk, ParamSpan
 from ds_fuyou.optimizer.rules import GroupHyper
+from ds_fuyou.optimizer.snapshot import Snapshot
+from ds_fuyou.zero.background_save import Save
 from ds_fuyou.zero.rank_state import RankState
 
 __all__ = ["CheckpointState", "UniversalReader", "read_universal_state"]
+
+_CHUNKS_AHEAD = 3
+
+States = Generator[tuple[Chunk, list[torch.Tensor]]]
 
 
 class CheckpointState:
@@ -48,6 +55,10 @@ class CheckpointState:
         self._hypers = hypers
         self.stand_ins: StandIns | None = None
         """While a checkpoint file is streamed: large tensors are stand-ins of this. Else they are real, in DRAM."""
+        self.snapshot: Snapshot | None = None
+        """What they stand for."""
+        self.save: Save | None = None
+        """The last checkpoint that was begun and has not been ended by all ranks."""
 
     # ---- saving -------------------------------------------------------------------------------------------
 
@@ -78,17 +89,20 @@ class CheckpointState:
         core = self._core
         numels = [n for n in core.layout.sub_group_numels for _ in range(num_parts)]
 
-        def pieces() -> Iterator[tuple[int, int, torch.Tensor]]:
-            for chunk, parts in core.states.read_all(range(len(core.layout.chunks))):
-                parts += [torch.zeros_like(parts[0])] * (num_parts - len(parts))
-                for part, values in enumerate(parts[:num_parts]):
-                    yield chunk.sub_group * num_parts + part, chunk.begin, values
+        def pieces(states: States) -> Iterator[tuple[int, int, torch.Tensor]]:
+            with contextlib.closing(states):
+                for chunk, parts in states:
+                    parts += [torch.zeros_like(parts[0])] * (num_parts - len(parts))
+                    for part, values in enumerate(parts[:num_parts]):
+                        yield chunk.sub_group * num_parts + part, chunk.begin, values
 
         if self.stand_ins is not None:
-            flats = self.stand_ins.add_together([((n,), torch.float32) for n in numels], pieces)
+            self.snapshot = snapshot = core.snapshot()
+            shapes = [((n,), torch.float32) for n in numels]
+            flats = self.stand_ins.add_together(shapes, lambda: pieces(snapshot.states()), later=True)
         else:
             flats = [torch.empty(n, dtype=torch.float32, device="cpu") for n in numels]
-            for which, begin, values in pieces():
+            for which, begin, values in pieces(core.states.read_all(range(len(core.layout.chunks)))):
                 flats[which][begin : begin + values.numel()].copy_(values)
         return [flats[i : i + num_parts] for i in range(0, len(flats), num_parts)]
 
@@ -140,15 +154,23 @@ class CheckpointState:
 
     def _write_all(self, fp32: Sequence[torch.Tensor], moments: list[list[torch.Tensor]] | None) -> None:
         core = self._core
-        for chunk in core.layout.chunks:
+        chunks = core.layout.chunks
+
+        def parts_of(chunk: Chunk) -> list[torch.Tensor]:
             cut = slice(chunk.begin, chunk.end)
-            param = fp32[chunk.sub_group][cut]
-            parts = [param]
-            if moments is None:
-                parts += [torch.zeros_like(param) for _ in core.kind.moments]
-            else:
-                parts += [m.view(-1)[cut] for m in moments[chunk.sub_group]]
-            core.states.write(chunk.index, parts, param.to(core.options.param_dtype))
+            flats = [fp32[chunk.sub_group], *(moments[chunk.sub_group] if moments is not None else ())]
+            return [flat.view(-1)[cut] for flat in flats]
+
+        def states() -> States:
+            for ahead in chunks[:_CHUNKS_AHEAD]:
+                read_ahead(parts_of(ahead))
+            for place, chunk in enumerate(chunks):
+                for ahead in chunks[place + _CHUNKS_AHEAD : place + _CHUNKS_AHEAD + 1]:
+                    read_ahead(parts_of(ahead))
+                parts = parts_of(chunk)
+                yield chunk, parts + [torch.zeros(chunk.numel)] * (1 + len(core.kind.moments) - len(parts))
+
+        core.states.write_all((chunk.index, parts, parts[0].to(core.options.param_dtype)) for chunk, parts in states())
         self._rank_state.step_applied()
 
     def _restore_clock(self, state_dict: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -175,9 +197,12 @@ class CheckpointState:
                 last[span.index] = core.params.read(span)
             return last[span.index]
 
-        for chunk, parts in core.states.read_all(range(len(core.layout.chunks))):
-            parts[0].copy_(gather(core.layout, chunk, present, torch.float32))
-            core.states.write(chunk.index, parts)
+        def states() -> Iterator[tuple[int, list[torch.Tensor], None]]:
+            for chunk, parts in core.states.read_all(range(len(core.layout.chunks))):
+                parts[0].copy_(gather(core.layout, chunk, present, torch.float32))
+                yield chunk.index, parts, None
+
+        core.states.write_all(states())
 
     # ---- universal checkpoints ----------------------------------------------------------------------------
 
@@ -193,14 +218,17 @@ class CheckpointState:
         core = self._core
         keys = ("fp32", *core.kind.moments)
         has_moments = bool(saved[OPTIMIZER_STATE]["state"])
-        for chunk in core.layout.chunks:
-            parts = [
+
+        def parts_of(chunk: Chunk) -> list[torch.Tensor]:
+            return [
                 gather(core.layout, chunk, functools.partial(reader.read, key=key), torch.float32)
                 if has_moments or key == "fp32"
                 else torch.zeros(chunk.numel)
                 for key in keys
             ]
-            core.states.write(chunk.index, parts, parts[0].to(core.options.param_dtype))
+
+        read = ((chunk, parts_of(chunk)) for chunk in core.layout.chunks)
+        core.states.write_all((chunk.index, parts, parts[0].to(core.options.param_dtype)) for chunk, parts in read)
         self._load_groups(saved[OPTIMIZER_STATE])
         self._restore_clock(saved, saved[OPTIMIZER_STATE])
         self._rank_state.step_applied()
@@ -208,11 +236,15 @@ class CheckpointState:
     def load_universal_module(self, reader: UniversalReader, *, load_from_fp32_weights: bool) -> None:
         """Parameters alone: P16 from the saved fp32 values; P32 from them too, or from P16."""
         core = self._core
-        for chunk, parts in core.states.read_all(range(len(core.layout.chunks))):
-            values = gather(core.layout, chunk, functools.partial(reader.read, key="fp32"), torch.float32)
-            params = values.to(core.options.param_dtype)
-            parts[0].copy_(values if load_from_fp32_weights else params)
-            core.states.write(chunk.index, parts, params)
+
+        def states() -> Iterator[tuple[int, list[torch.Tensor], torch.Tensor]]:
+            for chunk, parts in core.states.read_all(range(len(core.layout.chunks))):
+                values = gather(core.layout, chunk, functools.partial(reader.read, key="fp32"), torch.float32)
+                params = values.to(core.options.param_dtype)
+                parts[0].copy_(values if load_from_fp32_weights else params)
+                yield chunk.index, parts, params
+
+        core.states.write_all(states())
         self._rank_state.step_applied()
 
     def _load_groups(self, saved: Mapping[str, Any]) -> None:

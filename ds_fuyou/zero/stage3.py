@@ -258,6 +258,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def step(self, closure: Any = None) -> None:
         """One transaction: validate what backward prepared, publish it or redo it, or skip the step."""
         self.rank_state.require_parameters()
+        self._raise_failed_save()
         trace, clock = self.rank_state.trace, self.rank_state.clock
         if self._compute_spans is not None:
             self._compute_spans.leave()
@@ -267,6 +268,13 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
                 self._step()
         finally:
             clock.enter(Phase.OUTSIDE)
+
+    def _raise_failed_save(self) -> None:
+        """Before anything is changed: the script may go on, and step again."""
+        save = self.checkpoint_state.save
+        if save is not None and save.failure is not None:
+            self.rank_state.core.check()
+            save.raise_failure()
 
     def _step(self) -> None:
         if self.rank_state.activations is not None:

@@ -41,10 +41,11 @@ def options_of(
     clip_policy: str = "defer",
     checksum: bool = True,
     device: Device | None = None,
+    num_slots: int = 2,
 ) -> CoreOptions:
     return CoreOptions(
         residency=ChunkResidency.by_deadline(layout, *residency),
-        num_slots=2,
+        num_slots=num_slots,
         overlap=Overlap.BACKWARD_AND_FORWARD,
         clip_policy=clip_policy,
         param_dtype=torch.bfloat16,
@@ -68,10 +69,18 @@ def small_core(
     checksum: bool = True,
     keep: bool = False,
     device: Device | None = None,
+    num_slots: int = 2,
 ) -> Iterator[OutOfCoreOptimizer]:
     """Initialised. ``residency``: the shares of P16, states and G16 in memory. ``device``: the host, without one."""
-    options = options_of(layout, residency=residency, clip_policy=clip_policy, checksum=checksum, device=device)
-    regions = regions_for(layout, options, len(kind.moments), 2)
+    options = options_of(
+        layout,
+        residency=residency,
+        clip_policy=clip_policy,
+        checksum=checksum,
+        device=device,
+        num_slots=num_slots,
+    )
+    regions = regions_for(layout, options, len(kind.moments), num_slots)
     store = SlotStore.create([path], regions, RunIdentity("test", 0, 1, "run"), keep=keep)
     store.describe(contents_of(layout, [[span.numel] for span in layout.params]))
     core = OutOfCoreOptimizer(layout, options, kind, hypers(layout), store)

@@ -59,6 +59,9 @@ def test_frozen_parameters_cost_one_copy(
         again = ours_run(resumed, SCRIPT, "again")
         assert clean(again["history"])[:-1] == clean(ours["history"])[:-1]
         assert weight_differences(ours["saved"], again["saved"]) == []
+        files = list((ours["out"] / "checkpoint-3" / "global_step3").iterdir())
+        base_bytes = 2 * (ours["total"] - ours["trainable"])
+        assert sum(file.stat().st_size for file in files) < 12 * ours["trainable"] + base_bytes / 2, "no frozen base"
 
     placed, ranks = ours["placement"], case.get("num_ranks", 1)
     trainable, total = ours["trainable"] // ranks, ours["total"] // ranks

@@ -91,16 +91,24 @@ def _exercised(result: dict, name: str) -> None:
     assert result["num_groups"] == (2 if name == "llama-zero-init" else 1)
 
 
-@pytest.mark.parametrize(("name", "tiers"), [("llama-zero-init", "all"), ("gpt2-two-ranks", "states")])
-def test_equals_stock_and_resumes(name: str, tiers: str, pretrained, stock_run, ours_run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "tiers", "save"), [("llama-zero-init", "all", "blocking"), ("gpt2-two-ranks", "states", "background")]
+)
+def test_equals_stock_and_resumes(
+    name: str, tiers: str, save: str, pretrained, stock_run, ours_run, tmp_path: Path
+) -> None:
+    """Also where checkpoints are written behind training, and older ones deleted meanwhile."""
     case = case_of(name, pretrained)
     stock = stock_run(case, SCRIPT)
     _exercised(stock, name)
-    ours = ours_run(with_block(case, tmp_path / "swap", tiers), SCRIPT)
+    given = with_block(case, tmp_path / "swap", tiers)
+    given["config"]["fuyou"]["checkpoint"] = {"save": save}
+    ours = ours_run(given, SCRIPT)
     assert clean(ours["history"]) == clean(stock["history"])
     assert ours["texts"] == stock["texts"]
     assert weight_differences(stock["saved"], ours["saved"]) == []
 
+    assert [path.name for path in ours["out"].rglob(".incomplete-*")] == []
     assert sorted(path.name for path in ours["out"].glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
     resumed = {**with_block(case, tmp_path / "swap", tiers), "resume": str(ours["out"] / "checkpoint-4")}
     again = ours_run(resumed, SCRIPT, "again")

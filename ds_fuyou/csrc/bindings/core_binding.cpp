@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -384,6 +385,29 @@ void bind_pipeline(py::module_& m)
             },
             py::arg("chunk"), py::arg("block"), py::kw_only(), py::arg("with_moments") = true,
             NoGil())
+        .def("keep_states", &ChunkPipeline::keep_states)
+        .def("lend_buffer", [](ChunkPipeline& pipeline,
+                               std::uintptr_t buffer) { pipeline.lend_buffer(address(buffer)); })
+        .def("take_kept",
+             [](ChunkPipeline& pipeline, double timeout_secs)
+                 -> std::optional<std::tuple<std::size_t, int, std::uintptr_t, bool>> {
+                 KeptState taken;
+                 {
+                     const py::gil_scoped_release no_gil;
+                     if (!pipeline.take_kept(timeout_secs, &taken)) return std::nullopt;
+                 }
+                 return std::make_tuple(taken.chunk, taken.slot,
+                                        reinterpret_cast<std::uintptr_t>(taken.buffer),
+                                        taken.is_wanted);
+             })
+        .def(
+            "kept_holds",
+            [](const ChunkPipeline& pipeline, std::size_t chunk, std::uintptr_t block) {
+                return pipeline.kept_holds(chunk, address(block));
+            },
+            NoGil())
+        .def("release_kept", &ChunkPipeline::release_kept, NoGil())
+        .def("drop_kept", &ChunkPipeline::drop_kept, NoGil())
         .def("state_sums",
              [](const ChunkPipeline& pipeline) {
                  std::vector<std::uint64_t> numbers;

@@ -35,6 +35,13 @@ enum class ChunkPipeline::GradientPlace {
     kSpent,    // the update has read it
 };
 
+// What a copier still has to do with a chunk's kept state.
+enum class ChunkPipeline::Keep {
+    kNot,      // nothing: none is kept, or a buffer of the copier has it
+    kKept,     // it lies in its place, and nobody copies it
+    kClaimed,  // the copier reads it there
+};
+
 struct ChunkPipeline::Job {
     // Smaller is sooner.
     using Key = std::tuple<std::int64_t, std::int64_t, std::size_t>;
@@ -43,7 +50,8 @@ struct ChunkPipeline::Job {
     Key key;
     JobState state = JobState::kQueued;
     GradientPlace gradient_place = GradientPlace::kOpen;
-    bool dropped = false;  // by invalidate(): it ends as soon as nothing uses its memory
+    bool waits_for_copy = false;  // ready, but it would overwrite a kept state
+    bool dropped = false;         // by invalidate(): it ends as soon as nothing uses its memory
     int target_slot = 0;
     char* staging = nullptr;
     char* state_block = nullptr;  // state block in use: staging or resident memory
@@ -62,6 +70,10 @@ struct ChunkPipeline::Chunk {
     // Of the state block in each slot, once somebody said or made what stands there.
     std::array<StateSums, 2> sums;
     std::array<bool, 2> has_sums = {false, false};
+    Keep keep = Keep::kNot;
+    int kept_slot = 0;
+    StateSums kept_sums;  // of the last kept state that was captured or claimed
+    bool has_kept_sums = false;
     std::int64_t published_generation = 0;
     std::shared_ptr<Job> job;                   // admitted and not ended
     std::vector<std::shared_ptr<Job>> waiting;  // queued behind it, the oldest generation first

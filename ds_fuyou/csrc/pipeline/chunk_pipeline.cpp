@@ -136,7 +136,10 @@ void ChunkPipeline::leave_locked(GenerationCounts& counts, std::int64_t generati
     const auto count = counts.find(generation);
     if (--count->second > 0) return;
     counts.erase(count);
-    if (&counts == &open_) durable_.notify_all();
+    if (&counts == &open_) {
+        durable_.notify_all();
+        kept_changed_.notify_all();
+    }
     if (&counts == &unadmitted_) work_.notify_one();  // a younger generation may be next
 }
 
@@ -187,7 +190,7 @@ void ChunkPipeline::read_gradient_from_storage(std::size_t chunk_index, const ch
     job->update.gradient = nullptr;
     job->gradient_place = GradientPlace::kStorage;
     if (job->state != JobState::kReady) return;  // the end of its read goes on
-    ready_.erase(job->key);
+    forget_ready_locked(*job);
     read_gradient_locked(job);
 }
 
@@ -213,7 +216,7 @@ void ChunkPipeline::invalidate(std::size_t chunk_index)
             case JobState::kReady:
             case JobState::kParked:
             case JobState::kWritten:
-                ready_.erase(job->key);
+                forget_ready_locked(*job);
                 parked_.erase(job->key);
                 finish_locked(job);
                 break;
@@ -436,6 +439,7 @@ void ChunkPipeline::fail_locked(const std::string& what, int error, int fd, std:
     work_.notify_one();
     chunk_changed_.notify_all();
     durable_.notify_all();
+    kept_changed_.notify_all();
 }
 
 void ChunkPipeline::fail(const std::string& what, int error)
@@ -451,6 +455,7 @@ bool ChunkPipeline::stop(double timeout_secs)
     work_.notify_one();
     chunk_changed_.notify_all();
     durable_.notify_all();
+    kept_changed_.notify_all();
     if (!ended_changed_.wait_for(lock, std::chrono::duration<double>(timeout_secs),
                                  [this] { return ended_; }))
         return false;

@@ -21,6 +21,8 @@
 // calls when its gradients are there, or drops, in step() at the latest. Held jobs of a generation
 // are admitted only when no older job still waits for memory. Hence the oldest generation can
 // always finish. A failure of any kind is sticky: it wakes and fails every waiter.
+// Updates may also wait for a copier of states, which waits for none of them: see the note in
+// kept_states.cpp.
 // Who signals: whoever makes a job ready, frees staging memory, ends a job or opens writes wakes
 // the worker; an ended update, publication, drop or job wakes those who wait for its chunk, if
 // there are any; the last job of a generation wakes those who wait for it to be durable.
@@ -33,6 +35,7 @@
 #include <array>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -95,6 +98,14 @@ struct PipelineStats {
     std::uint64_t num_updated_elements = 0;
     std::uint64_t num_discarded = 0;
     std::uint64_t state_bytes_written = 0;
+};
+
+// A state that a copier has to copy: in a buffer that it lent, or where the chunk lives.
+struct KeptState {
+    std::size_t chunk = 0;
+    int slot = 0;
+    char* buffer = nullptr;  // lent, and the copier's again; nullptr: read it from its place
+    bool is_wanted = false;  // an update waits for it
 };
 
 // One finished piece of lane work, for the trace: seconds on the steady clock.
@@ -170,6 +181,21 @@ class ChunkPipeline {
     // becomes part of anything that lasts.
     std::vector<std::size_t> half_read_params() const;
     std::vector<LaneEvent> take_events();
+
+    // States kept for a copier while training goes on; see the note in kept_states.cpp.
+    // From now on every chunk's state as last published is kept; `order` is that of copying.
+    void keep_states(std::vector<std::size_t> order);
+    // Memory for one state block of any chunk, into which an update may put the one it replaces.
+    void lend_buffer(char* buffer);
+    // The next state to copy, of those kept each once. False after `timeout_secs`. Throws if the
+    // pipeline failed before every kept state was in place.
+    bool take_kept(double timeout_secs, KeptState* taken);
+    // Whether a block is the state of a chunk that take_kept() gave.
+    bool kept_holds(std::size_t chunk, char* block) const;
+    // A chunk that was read from its place is copied: it may be overwritten.
+    void release_kept(std::size_t chunk);
+    // Nothing is kept any more, and no lent buffer used. Also after a failure. Idempotent.
+    void drop_kept();
     // Begins nothing new, and waits for what is in flight. False if that lasts longer; then it has
     // to be called again before the I/O engine, or memory of a chunk, goes. As often as one likes.
     bool stop(double timeout_secs);
@@ -178,6 +204,7 @@ class ChunkPipeline {
   private:
     enum class JobState;
     enum class GradientPlace;
+    enum class Keep;
     struct Job;
     struct Chunk;
     using JobKey = std::tuple<std::int64_t, std::int64_t, std::size_t>;
@@ -191,7 +218,7 @@ class ChunkPipeline {
     bool admit_locked(const std::shared_ptr<Job>& job);
     void read_gradient_locked(const std::shared_ptr<Job>& job);
     void make_ready_locked(const std::shared_ptr<Job>& job);
-    void update(Job& job);
+    void update(Job& job, char* copy);
     void end_update_locked(const std::shared_ptr<Job>& job, const std::string& error);
     bool checksum_holds_locked(const Job& job);
     bool may_write_locked(const Job& job) const;
@@ -202,6 +229,15 @@ class ChunkPipeline {
     void release_staging_locked(Job& job);
     std::int64_t io_priority(const Job& job) const;
     void trace_locked(int lane, const Job& job, double begin, double end);
+
+    std::shared_ptr<Job> next_ready_locked(char** copy);
+    bool may_update_locked(const std::shared_ptr<Job>& job, char** copy);
+    void copied_locked(const Job& job, char* copy);
+    void claim_locked(Chunk& chunk);
+    bool is_kept_in_place_locked() const;
+    bool next_kept_locked();
+    void let_update_locked(Chunk& chunk);
+    void forget_ready_locked(Job& job);
 
     void offer_locked(Chunk& chunk);
     void leave_locked(GenerationCounts& counts, std::int64_t generation);
@@ -225,12 +261,20 @@ class ChunkPipeline {
     std::condition_variable durable_;
     std::condition_variable ended_changed_;
     std::vector<Chunk> chunks_;
-    JobQueue queue_;               // of every chunk without an admitted job, its oldest queued one
-    JobQueue ready_;               // jobs that the worker may update
-    JobQueue parked_;              // jobs whose write waits for a commit
-    GenerationCounts unadmitted_;  // queued jobs by generation, those behind another included
-    GenerationCounts open_;        // jobs by generation that have neither ended nor been dropped
-    std::size_t num_transfers_ = 0;    // of jobs, in flight
+    JobQueue queue_;   // of every chunk without an admitted job, its oldest queued one
+    JobQueue ready_;   // jobs that the worker may update
+    JobQueue parked_;  // jobs whose write waits for a commit
+    std::map<JobKey, std::size_t> wanted_;  // chunks whose update waits for a copy not begun
+    std::int64_t kept_generation_ = 0;
+    std::vector<std::size_t> kept_order_;
+    std::size_t next_kept_ = 0;       // in kept_order_
+    std::vector<char*> lent_;         // buffers of the copier
+    std::deque<KeptState> captured_;  // lent buffers that updates have filled
+    std::size_t num_capturing_ = 0;   // buffers that an update is filling
+    std::condition_variable kept_changed_;
+    GenerationCounts unadmitted_;    // queued jobs by generation, those behind another included
+    GenerationCounts open_;          // jobs by generation that have neither ended nor been dropped
+    std::size_t num_transfers_ = 0;  // of jobs, in flight
     bool is_short_of_memory_ = false;  // the first of the queue found no staging
     std::int64_t published_ = 0;
     std::int64_t committed_ = 0;

@@ -75,15 +75,15 @@ bool ChunkPipeline::advance(std::unique_lock<std::mutex>& lock)
         write_locked(job);
     }
     admit_jobs_locked();
-    if (ready_.empty()) return false;
-    const std::shared_ptr<Job> job = ready_.begin()->second;
-    ready_.erase(ready_.begin());
+    char* copy = nullptr;
+    const std::shared_ptr<Job> job = next_ready_locked(&copy);
+    if (!job) return false;
     job->state = JobState::kUpdating;
     const double begin = now_secs();
     lock.unlock();
     std::string error;
     try {
-        update(*job);
+        update(*job, copy);
     } catch (const std::exception& exception) {
         error = exception.what();
     }
@@ -93,6 +93,7 @@ bool ChunkPipeline::advance(std::unique_lock<std::mutex>& lock)
     stats_.num_updates += 1;
     stats_.num_updated_elements += chunks_[job->update.chunk].spec.numel;
     trace_locked(1, *job, begin, end);
+    if (copy != nullptr) copied_locked(*job, copy);
     end_update_locked(job, error);
     return true;
 }
@@ -205,11 +206,12 @@ void ChunkPipeline::make_ready_locked(const std::shared_ptr<Job>& job)
     work_.notify_one();
 }
 
-void ChunkPipeline::update(Job& job)
+void ChunkPipeline::update(Job& job, char* copy)
 {
     const Chunk& chunk = chunks_[job.update.chunk];
     StateBlock block{job.state_block, chunk.spec.numel, chunk.spec.num_moments};
     if (!chunk.resident() && chunk.zero_moments) block.clear_moments();
+    if (copy != nullptr) std::memcpy(copy, block.memory, chunk.state_bytes());
     BlockUpdate how;
     how.gradient = job.gradient;
     how.gradient_type = job.update.gradient_type;

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who says that a folder is whole when several ranks write into it and none of them may wait for the others.
+
+[Note: the last one publishes]
+A rank whose files are flushed leaves a mark in the hidden folder, and then counts the marks. The last one to leave its
+mark sees all of them, since it counts after it has left its own. Of several that see all, the one publishes that takes
+the first mark away, which only one can, and only once: it gives the folder its name and replaces ``latest``. The folder
+is held open meanwhile, for its name may be that of another one by then. A rank that failed, or was killed, leaves no
+mark, so the folder never gets its name.
+
+It needs one folder for all ranks, and a file system whose names are the same everywhere at once. Where another host
+sees a name late (NFS), nobody may have seen all marks; then the next call that all ranks make publishes.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ds_fuyou.checkpoint import atomic
+
+__all__ = ["Parts"]
+
+_MARK = ".written-"
+
+
+class Parts:
+    """One rank's view of a checkpoint of ``num_ranks`` in the folder ``hidden``, which becomes ``final``.
+
+    ``latest``: what the file of that name will say, None if it is not to be written.
+    """
+
+    def __init__(self, hidden: Path, final: Path, rank: int, num_ranks: int, latest: tuple[Path, str] | None) -> None:
+        self._hidden, self._final, self._latest = hidden, final, latest
+        self._rank, self._num_ranks = rank, num_ranks
+
+    def written(self) -> bool:
+        """This rank's files are whole and flushed. Whether this call gave the folder its name.
+
+        Raises:
+            FuyouStorageError: the folder could not be flushed or renamed.
+            OSError: the file system failed.
+        """
+        folder = os.open(self._hidden, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.close(os.open(f"{_MARK}{self._rank}", os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=folder))
+            if sum(name.startswith(_MARK) for name in os.listdir(folder)) < self._num_ranks:
+                return False
+            os.unlink(f"{_MARK}0", dir_fd=folder)
+        except FileNotFoundError:
+            return False  # another rank publishes it, or has
+        finally:
+            os.close(folder)
+        self.publish()
+        self.write_latest()
+        return True
+
+    @property
+    def is_hidden(self) -> bool:
+        """Nobody has given the folder its name."""
+        return self._hidden.is_dir()
+
+    def publish(self) -> None:
+        """All ranks have written their parts, and nobody else publishes."""
+        for name in os.listdir(self._hidden):
+            if name.startswith(_MARK):
+                (self._hidden / name).unlink()
+        atomic.publish(self._hidden, self._final)
+
+    def write_latest(self) -> None:
+        """All folders have their names."""
+        if self._latest is not None:
+            atomic.write_text(*self._latest)

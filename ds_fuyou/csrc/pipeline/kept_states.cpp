@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// States of one generation that a copier takes away while training goes on.
+//
+// [Note: kept states]
+// keep_states() says that every chunk's state as of the last published generation, g, is needed
+// until it was copied. It is fixed by then which slot holds it, though its update may be in flight.
+//   * With two slots the updates of g + 1 write into the other one and need not wait. Those of
+//     g + 2 would write over it.
+//   * With one slot, and in host memory, those of g + 1 would.
+// An update of a generation after g that would overwrite a kept state waits, ready, until the state
+// was copied: it is *wanted*, and copied before all others. An update that has the kept state in
+// its memory anyway puts it into a buffer that the copier lent, if there is one, so that nobody has
+// to read it again, and resident states need not be waited for.
+// Owners: a kept state in its place is nobody's to write until it is claimed by take_kept() and
+// released by release_kept(). A lent buffer is the pipeline's from lend_buffer() until take_kept()
+// gives it back full, or drop_kept() has returned.
+// Nobody waits in a circle: the copier waits for updates up to g, which never wait for it, and for
+// buffers being filled, which is copying. Updates after g wait for the copier. It calls nothing of
+// the training thread, which may wait for those updates, or for the copier.
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+#include <utility>
+
+#include "pipeline/chunk_job.h"
+#include "pipeline/chunk_pipeline.h"
+
+namespace fuyou {
+
+void ChunkPipeline::keep_states(std::vector<std::size_t> order)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    require_running_locked();
+    if (!kept_order_.empty()) throw std::logic_error("states are kept already");
+    for (const std::size_t index : order) chunks_.at(index);
+    kept_generation_ = published_;
+    kept_order_ = std::move(order);
+    next_kept_ = 0;
+    for (const std::size_t index : kept_order_) {
+        Chunk& chunk = chunks_[index];
+        const auto moves = [this](const std::shared_ptr<Job>& job) {
+            return job && !job->dropped && job->generation() <= kept_generation_;
+        };
+        auto num_moves = std::count_if(chunk.waiting.begin(), chunk.waiting.end(), moves);
+        if (moves(chunk.job)) ++num_moves;
+        const bool flips = chunk.spec.num_slots == 2 && num_moves % 2 == 1;
+        chunk.kept_slot = flips ? 1 - chunk.slot : chunk.slot;
+        chunk.keep = Keep::kKept;
+    }
+}
+
+void ChunkPipeline::lend_buffer(char* buffer)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    lent_.push_back(buffer);
+}
+
+// The first job that may run, and where it is to copy the state that it replaces. The others wait.
+std::shared_ptr<ChunkPipeline::Job> ChunkPipeline::next_ready_locked(char** copy)
+{
+    while (!ready_.empty()) {
+        const std::shared_ptr<Job> job = ready_.begin()->second;
+        ready_.erase(ready_.begin());
+        if (may_update_locked(job, copy)) return job;
+        job->waits_for_copy = true;
+        if (chunks_[job->update.chunk].keep == Keep::kKept) {
+            wanted_.emplace(job->key, job->update.chunk);
+            kept_changed_.notify_all();
+        }
+    }
+    return nullptr;
+}
+
+bool ChunkPipeline::may_update_locked(const std::shared_ptr<Job>& job, char** copy)
+{
+    Chunk& chunk = chunks_[job->update.chunk];
+    if (chunk.keep == Keep::kNot || job->generation() <= kept_generation_) return true;
+    const bool has_kept = chunk.resident() || chunk.slot == chunk.kept_slot;
+    if (has_kept && chunk.keep == Keep::kKept && !lent_.empty()) {
+        *copy = lent_.back();
+        lent_.pop_back();
+        ++num_capturing_;
+        claim_locked(chunk);
+        chunk.keep = Keep::kNot;
+        return true;
+    }
+    return !chunk.resident() && job->target_slot != chunk.kept_slot;
+}
+
+void ChunkPipeline::copied_locked(const Job& job, char* copy)
+{
+    --num_capturing_;
+    captured_.push_back({job.update.chunk, chunks_[job.update.chunk].kept_slot, copy, false});
+    kept_changed_.notify_all();
+}
+
+// Updates do not change what is known of the kept slot while they wait for it, but later.
+void ChunkPipeline::claim_locked(Chunk& chunk)
+{
+    const std::size_t slot = static_cast<std::size_t>(chunk.kept_slot);
+    chunk.keep = Keep::kClaimed;
+    chunk.kept_sums = chunk.sums[slot];
+    chunk.has_kept_sums = checksum_ && !chunk.resident() && chunk.has_sums[slot];
+}
+
+bool ChunkPipeline::is_kept_in_place_locked() const
+{
+    return open_.empty() || open_.begin()->first > kept_generation_;
+}
+
+// Moves on to the next chunk that nobody has copied.
+bool ChunkPipeline::next_kept_locked()
+{
+    while (next_kept_ < kept_order_.size() && chunks_[kept_order_[next_kept_]].keep != Keep::kKept)
+        ++next_kept_;
+    return next_kept_ < kept_order_.size();
+}
+
+bool ChunkPipeline::take_kept(double timeout_secs, KeptState* taken)
+{
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto found = [&] {
+        return !captured_.empty() || !wanted_.empty() ||
+               (is_kept_in_place_locked() && next_kept_locked());
+    };
+    kept_changed_.wait_for(lock, std::chrono::duration<double>(timeout_secs), [&] {
+        return found() || stopping_ || (failed_ && !is_kept_in_place_locked());
+    });
+    if (!found()) {
+        if (stopping_ || !is_kept_in_place_locked()) require_running_locked();
+        return false;
+    }
+    if (!captured_.empty()) {
+        *taken = captured_.front();
+        captured_.pop_front();
+        return true;
+    }
+    const bool is_wanted = !wanted_.empty();
+    const std::size_t index = is_wanted ? wanted_.begin()->second : kept_order_[next_kept_];
+    if (is_wanted) wanted_.erase(wanted_.begin());
+    claim_locked(chunks_[index]);
+    *taken = {index, chunks_[index].kept_slot, nullptr, is_wanted};
+    return true;
+}
+
+bool ChunkPipeline::kept_holds(std::size_t index, char* memory) const
+{
+    StateSums kept;
+    StateBlock block{memory, 0, 0};
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const Chunk& chunk = chunks_.at(index);
+        if (!chunk.has_kept_sums) return true;
+        kept = chunk.kept_sums;
+        block.numel = chunk.spec.numel;
+        block.num_moments = chunk.spec.num_moments;
+    }
+    return block.sums(0, block.numel) == kept;
+}
+
+void ChunkPipeline::release_kept(std::size_t index)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    let_update_locked(chunks_.at(index));
+}
+
+void ChunkPipeline::let_update_locked(Chunk& chunk)
+{
+    chunk.keep = Keep::kNot;
+    const std::shared_ptr<Job>& job = chunk.job;
+    if (!job || !job->waits_for_copy) return;
+    forget_ready_locked(*job);
+    ready_.emplace(job->key, job);
+    work_.notify_one();
+}
+
+// A ready job that does not go on to its update now.
+void ChunkPipeline::forget_ready_locked(Job& job)
+{
+    ready_.erase(job.key);
+    wanted_.erase(job.key);
+    job.waits_for_copy = false;
+}
+
+void ChunkPipeline::drop_kept()
+{
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (const std::size_t index : kept_order_) let_update_locked(chunks_[index]);
+    kept_order_.clear();
+    lent_.clear();
+    kept_changed_.wait(lock, [this] { return num_capturing_ == 0; });
+    captured_.clear();
+}
+
+}  // namespace fuyou

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The states of all chunks as one step left them, taken away chunk by chunk while training goes on.
+
+Which updates wait for it, and which hand over what they replace, is the pipeline's: [Note: kept states] in
+``csrc/pipeline/kept_states.cpp``. Here states are read where they lie, behind what training reads, or first if an
+update waits for them, and compared with their checksums.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ds_fuyou.host.memory import aligned_tensor
+from ds_fuyou.host.waiting import SLICE_SECS
+from ds_fuyou.optimizer.layout import Chunk
+from ds_fuyou.storage.io import Transfer, storage_error
+
+if TYPE_CHECKING:
+    from ds_fuyou.optimizer.core import OutOfCoreOptimizer
+
+__all__ = ["Snapshot"]
+
+_NUM_LENT = 4
+_NUM_READING = 2
+_BEHIND, _FIRST = 1 << 62, 0  # priorities of reads; those of updates lie between
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A chunk's state on its way: in memory that the pipeline filled, or that a transfer fills."""
+
+    chunk: Chunk
+    state: torch.Tensor
+    slot: int
+    transfer: Transfer | None = None
+    is_lent: bool = False
+
+
+class Snapshot:
+    """Made by the training thread, between two steps; then used by one thread. One at a time."""
+
+    def __init__(self, core: OutOfCoreOptimizer) -> None:
+        self._core = core
+        self._pipeline = core.pipeline
+        self._without_moments = frozenset(core.states.without_moments())
+        self._ended = threading.Event()
+        chunks = core.layout.chunks
+        # As gradients come, so that updates find most of what they would overwrite copied.
+        order = sorted(chunks, key=lambda chunk: chunk.position, reverse=True)
+        self._pipeline.keep_states([chunk.index for chunk in order])
+        size = max(core.states.num_bytes(chunk) for chunk in chunks)
+        self._lent = {memory.data_ptr(): memory for memory in (aligned_tensor(size) for _ in range(_NUM_LENT))}
+        for address in self._lent:
+            self._pipeline.lend_buffer(address)
+
+    def states(self) -> Generator[tuple[Chunk, list[torch.Tensor]]]:
+        """Every chunk once, ``[P32, moments...]``, to be used before the next one is asked for. When it ends, also by
+        an exception, nothing waits for this snapshot any more.
+
+        Raises:
+            FuyouStorageError: a state could not be read.
+            FuyouChecksumError: a state is not what the run wrote.
+            RuntimeError: the pipeline failed before the states were there.
+        """
+        num_left = len(self._core.layout.chunks)
+        reading: deque[_Taken] = deque()
+        try:
+            while num_left or reading:
+                while num_left and len(reading) < _NUM_READING:
+                    taken = self._take(0.0 if reading else SLICE_SECS)
+                    if taken is not None:
+                        num_left -= 1
+                        reading.append(taken)
+                    elif reading:
+                        break
+                taken = reading.popleft()
+                self._settle(taken)
+                yield taken.chunk, self._core.states.parts(taken.chunk, taken.state)
+                if taken.is_lent:
+                    self._pipeline.lend_buffer(taken.state.data_ptr())
+        finally:
+            self.close()
+
+    def _take(self, timeout_secs: float) -> _Taken | None:
+        """The next state: those that an update handed over or waits for come before the others."""
+        kept = self._pipeline.take_kept(timeout_secs)
+        if kept is None:
+            return None
+        index, slot, address, is_wanted = kept
+        core = self._core
+        chunk, slot = core.layout.chunks[index], core.slot_on_storage(index, slot)
+        if address:
+            return _Taken(chunk, self._lent[address], slot, is_lent=True)
+        resident = core.place.state(index)
+        if resident is not None:
+            copy = aligned_tensor(len(resident)).copy_(resident)
+            self._pipeline.release_kept(index)
+            return _Taken(chunk, copy, slot)
+        state, priority = aligned_tensor(core.states.num_bytes(chunk)), _FIRST if is_wanted else _BEHIND
+        extents = core.states.stored_extents(chunk, slot, has_moments=index not in self._without_moments)
+        what = f"reading the state of chunk {index} for a checkpoint"
+        return _Taken(chunk, state, slot, core.io.read(extents, state, what, priority))
+
+    def _settle(self, taken: _Taken) -> None:
+        """Until it is there and compared; then the place that it lies in may be overwritten."""
+        index = taken.chunk.index
+        if taken.transfer is not None:
+            taken.transfer.wait()
+        if not self._pipeline.kept_holds(index, taken.state.data_ptr()):
+            begin = self._core.place.state_extents(index, taken.slot)[0]
+            what = f"reading the state of chunk {index}"
+            raise storage_error(what, errno.EBADMSG, begin.fd, begin.offset, self._core.path_of)
+        if taken.transfer is not None:
+            self._pipeline.release_kept(index)
+
+    def wait(self, timeout_secs: float) -> bool:
+        """Until nothing of it is needed where it lies."""
+        return self._ended.wait(timeout_secs)
+
+    def close(self) -> None:
+        """Nothing waits for this snapshot any more. Idempotent."""
+        if not self._ended.is_set():
+            self._pipeline.drop_kept()
+            self._lent.clear()
+            self._ended.set()

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``checkpoint.save: background``: what is saved is what was there at the call, and whatever follows is defined."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.forked import finish, start
+from tests.harness.ports import free_port
+from tests.harness.runner import HERE, ds_config, environment, with_fuyou
+from tests.parity.cases import block
+
+CASE = {"steps": 2, "model": {}, "config": ds_config(gradient_clipping=0.8)}
+
+
+def written_case(what: str, directory: Path, tiers: str = "all", slots: int = 2, **more: object) -> Path:
+    (directory / "swap").mkdir(exist_ok=True)
+    given = {**block(str(directory / "swap"), tiers, slots=slots), "checkpoint": {"save": "background"}}
+    case = with_fuyou({**CASE, **more}, given)
+    file = directory / f"{what}.json"
+    file.write_text(json.dumps(case))
+    return file
+
+
+def run(what: str, directory: Path, **more) -> list[tuple[int, str]]:  # type: ignore[no-untyped-def]
+    """Exit status and output of every rank."""
+    file = written_case(what, directory, **more)
+    world_size, port = more.get("world_size", 1), free_port()
+    logs = [directory / f"{what}.{rank}.log" for rank in range(world_size)]
+    arguments = [str(file), what, str(directory / "folder")]
+    processes = [
+        start(HERE / "background_worker.py", arguments, environment(rank, world_size, port), log)
+        for rank, log in enumerate(logs)
+    ]
+    finish(processes, limit_secs=150)
+    return [(process.exitcode, log.read_text()) for process, log in zip(processes, logs, strict=True)]
+
+
+def results(what: str, directory: Path, **more) -> list[dict]:  # type: ignore[no-untyped-def]
+    found = []
+    for status, output in run(what, directory, **more):
+        assert status == 0, output[-4000:]
+        found.append(json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{"))))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tiers", "slots", "free_steps", "world_size"),
+    [
+        ("all", 2, 1, 1),  # with two slots one step is made before anything is written
+        ("states", 2, 1, 2),
+        ("half", 2, 0, 1),
+        ("none", 2, 0, 2),
+        ("grads_cpu", 1, 0, 1),
+    ],
+)
+def test_what_is_saved_is_what_was_there(
+    tiers: str, slots: int, free_steps: int, world_size: int, tmp_path: Path
+) -> None:
+    given = {"tiers": tiers, "slots": slots, "world_size": world_size, "free_steps": free_steps}
+    found = results("exact", tmp_path, **given)
+    undisturbed = results("exact", tmp_path, undisturbed=True, **given)
+    for each, alone in zip(found, undisturbed, strict=True):
+        assert each["before"] == [[".incomplete-behind", "waited"], "waited"]
+        assert each["after"] == [["behind", "waited"], "behind"]
+        assert each["same"]
+        assert each["digest"] == alone["digest"]
+
+
+@pytest.mark.parametrize(("tiers", "world_size"), [("all", 1), ("half", 2)])
+def test_whatever_follows_leaves_it_what_it_was(tiers: str, world_size: int, tmp_path: Path) -> None:
+    found = results("followed", tmp_path, tiers=tiers, world_size=world_size, two_steps=str(tmp_path / "two_steps"))
+    tags = ("again", "asleep", "edited", "evaluated", "loaded", "saved", "set")
+    assert found == [dict.fromkeys(tags, True)] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_engine_that_is_destroyed_finishes_it(world_size: int, tmp_path: Path) -> None:
+    results("destroyed", tmp_path, world_size=world_size)
+    assert [path.name for path in (tmp_path / "folder").iterdir() if path.is_dir()] == ["last"]
+    assert (tmp_path / "folder" / "latest").read_text() == "last"
+
+
+@pytest.mark.parametrize(("what", "status"), [("excepted", 1), ("terminated", 143)])
+def test_a_process_that_ends_by_an_exception_or_a_signal_finishes_it(what: str, status: int, tmp_path: Path) -> None:
+    ((found, output),) = run(what, tmp_path)
+    assert found == status, output[-4000:]
+    assert (tmp_path / "folder" / "latest").read_text() == "last"
+    assert (tmp_path / "folder" / "last").is_dir()
+
+
+@pytest.mark.parametrize(("what", "status"), [("left", 0), ("excepted", 1)])
+def test_an_interpreter_that_ends_finishes_it(what: str, status: int, tmp_path: Path) -> None:
+    """In a process of its own: threads end in another order there."""
+    script = [sys.executable, HERE / "background_worker.py", written_case(what, tmp_path), what, tmp_path / "folder"]
+    environment_ = environment(0, 1, free_port())
+    ended = subprocess.run(script, env=environment_, capture_output=True, text=True, timeout=150, check=False)
+    assert ended.returncode == status, ended.stderr[-4000:]
+    assert (tmp_path / "folder" / "latest").read_text() == "last"
+    assert [path.name for path in (tmp_path / "folder").iterdir() if path.is_dir()] == ["last"]
+
+
+def test_a_killed_process_leaves_no_folder_and_the_next_save_clears_what_it_left(tmp_path: Path) -> None:
+    ((status, output),) = run("killed", tmp_path)
+    assert status == -signal.SIGKILL, output[-4000:]
+    folder = tmp_path / "folder"
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == [".incomplete-second", "first"]
+    assert (folder / "latest").read_text() == "first"
+    (found,) = results("interrupted", tmp_path)
+    assert found == {"said": "KeyboardInterrupt", "there": [".incomplete-first", "first", "second"]}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_disk_that_fills_up_meanwhile_is_told_by_the_next_step(world_size: int, tmp_path: Path) -> None:
+    *others, failed = results("failing", tmp_path, world_size=world_size)
+    assert "FuyouStorageError: writing a checkpoint failed (No space left on device)" in failed["step"]
+    assert f"zero_pp_rank_{world_size - 1}_mp_rank_00_optim_states.pt at byte" in failed["step"]
+    assert all(each["step"] == "nothing" for each in others)
+    assert not any(f"rank_{world_size - 1}_" in name for name in failed["hidden"]), "they would fill the disk"
+    for each in (*others, failed):
+        assert each["told once"] == each["wait"] == "nothing"
+        assert "Input/output error" in each["joined"]
+        assert each["latest"] == "second"
+        assert [name for name in each["there"] if name[0] != "."] == ["second"]
+        assert each["digest"] == failed["digest"]
+
+
+def test_a_byte_that_changed_on_the_disk_is_not_saved(tmp_path: Path) -> None:
+    (said,) = results("flipped", tmp_path)
+    assert "FuyouChecksumError" in said["wait"]
+    assert "the state of chunk 1" in said["wait"]
+    assert said["there"] == []
+
+
+def test_where_ranks_save_into_folders_of_their_own_the_call_waits(tmp_path: Path) -> None:
+    assert results("apart", tmp_path, world_size=2) == [{"there": ["first"]}] * 2

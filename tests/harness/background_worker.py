@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that are written behind training: ``background_worker.py CASE_JSON WHAT FOLDER``; every rank prints one
+JSON line, where it lives so long. In all of them two steps are made first.
+
+WHAT: a function of :data:`TASKS`. Held: the thread that writes waits, as on a slow disk, until it is let go.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from save_worker import raised, train
+from train_worker import build_engine, edit_parameters, set_states
+
+from tests.harness.group import leave_group
+
+
+class Disk:
+    """os.pwrite of the writing thread: held, or failing."""
+
+    def __init__(self) -> None:
+        self.may_write = threading.Event()
+        self.may_write.set()
+        self.error = 0
+        self._real = os.pwrite
+
+    def pwrite(self, fd: int, data: bytes, offset: int) -> int:
+        if threading.current_thread().name.startswith("fuyou-save"):
+            self.may_write.wait()
+            if self.error:
+                raise OSError(self.error, os.strerror(self.error))
+        return self._real(fd, data, offset)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self.may_write.clear()
+        try:
+            yield
+        finally:
+            self.may_write.set()
+
+
+disk = Disk()
+
+
+def digest(engine) -> str:
+    """Of P32 of all parameters."""
+    found = hashlib.sha256()
+    for _, param in sorted(engine.module.named_parameters()):
+        found.update(safe_get_full_fp32_param(param).numpy().tobytes())
+    return found.hexdigest()
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """By name: of what."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def exact(engine, case: dict, folder: Path) -> dict:
+    """A checkpoint written while steps are made holds what one holds that is waited for; the steps are as ever."""
+    if case.get("undisturbed"):
+        train(engine, case, case["free_steps"])
+        train(engine, case, 4 - case["free_steps"])
+        return {"digest": digest(engine)}
+    engine.save_checkpoint(str(folder), tag="waited", client_state={"seen": 2})
+    engine.fuyou_wait_checkpoint()
+    torch.distributed.barrier()
+    with disk.held():
+        engine.save_checkpoint(str(folder), tag="behind", client_state={"seen": 2})
+        before = names(folder), (folder / "latest").read_text()
+        train(engine, case, case["free_steps"])
+    train(engine, case, 4 - case["free_steps"])
+    engine.fuyou_wait_checkpoint()
+    torch.distributed.barrier()
+    return {
+        "digest": digest(engine),
+        "before": before,
+        "after": (names(folder), (folder / "latest").read_text()),
+        "same": files_of(folder / "waited") == files_of(folder / "behind"),
+    }
+
+
+def followed(engine, case: dict, folder: Path) -> dict:
+    """By another save, a load, edits, states put to sleep: each waits for it, or leaves it as it is."""
+    expected = digest(engine)
+    for tag, then in {
+        "saved": lambda: engine.save_checkpoint(str(folder), tag="again"),
+        "loaded": lambda: engine.load_checkpoint(str(folder)),
+        "edited": lambda: edit_parameters(engine, case),
+        "set": lambda: set_states(engine, case),
+        "asleep": lambda: (engine.offload_states(), train(engine, case, 1), engine.reload_states()),
+        "evaluated": lambda: digest(engine),
+    }.items():
+        engine.load_checkpoint(case["two_steps"])
+        disk.may_write.clear()
+        engine.save_checkpoint(str(folder), tag=tag)
+        threading.Timer(0.2, disk.may_write.set).start()
+        then()
+        engine.fuyou_wait_checkpoint()
+    found = {}
+    for tag in [*names(folder)]:
+        engine.load_checkpoint(str(folder), tag=tag)
+        found[tag] = digest(engine) == expected
+    return found
+
+
+def destroyed(engine, case: dict, folder: Path) -> dict:
+    disk.may_write.clear()
+    engine.save_checkpoint(str(folder), tag="last")
+    train(engine, case, 1)
+    threading.Timer(0.2, disk.may_write.set).start()
+    engine.destroy()
+    return {}
+
+
+def left(engine, case: dict, folder: Path) -> dict:
+    """The script ends, and destroys nothing."""
+    disk.may_write.clear()
+    engine.save_checkpoint(str(folder), tag="last")
+    threading.Timer(0.5, disk.may_write.set).start()
+    sys.exit(0)
+
+
+def excepted(engine, case: dict, folder: Path) -> dict:
+    disk.may_write.clear()
+    engine.save_checkpoint(str(folder), tag="last")
+    train(engine, case, 1)
+    threading.Timer(0.2, disk.may_write.set).start()
+    raise KeyError("of the script")
+
+
+def terminated(engine, case: dict, folder: Path) -> dict:
+    disk.may_write.clear()
+    engine.save_checkpoint(str(folder), tag="last")
+    threading.Timer(0.2, disk.may_write.set).start()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+    return {}
+
+
+def killed(engine, case: dict, folder: Path) -> dict:
+    engine.save_checkpoint(str(folder), tag="first")
+    engine.fuyou_wait_checkpoint()
+    disk.may_write.clear()
+    engine.save_checkpoint(str(folder), tag="second")
+    train(engine, case, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def interrupted(engine, case: dict, folder: Path) -> dict:
+    """Ctrl-C while a script waits for it gives it up, and nothing else."""
+    disk.may_write.clear()
+    engine.save_checkpoint(str(folder), tag="first")
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+        disk.may_write.set()
+
+    threading.Timer(0.2, interrupt).start()
+    try:
+        engine.fuyou_wait_checkpoint()
+        said = "nothing"
+    except KeyboardInterrupt:
+        said = "KeyboardInterrupt"
+    train(engine, case, 2)
+    engine.save_checkpoint(str(folder), tag="second")
+    engine.fuyou_wait_checkpoint()
+    return {"said": said, "there": names(folder)}
+
+
+def failing(engine, case: dict, folder: Path) -> dict:
+    """On the last rank the disk fills up while the checkpoint is written."""
+    is_mine = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    said: dict = {}
+    disk.error = errno.ENOSPC if is_mine else 0
+    engine.save_checkpoint(str(folder), tag="first")
+    if is_mine:
+        save = engine.optimizer.checkpoint_state.save
+        save._ended.wait()
+    said["step"] = raised(lambda: train(engine, case, 1))
+    disk.error = 0
+    if said["step"] != "nothing":
+        engine.step()  # the gradients are still there
+    train(engine, case, 1)
+    said["hidden"] = [path.name for path in folder.rglob("*optim_states.pt")]
+    said["told once"] = raised(lambda: engine.save_checkpoint(str(folder), tag="second"))
+    said["wait"] = raised(engine.fuyou_wait_checkpoint)
+    disk.error = errno.EIO if is_mine else 0
+    engine.save_checkpoint(str(folder), tag="third")
+    said["joined"] = raised(engine.fuyou_wait_checkpoint)
+    disk.error = 0
+    said["digest"] = digest(engine)
+    engine.load_checkpoint(str(folder))
+    train(engine, case, 1)
+    said["there"] = names(folder)
+    said["latest"] = (folder / "latest").read_text()
+    return said
+
+
+def flipped(engine, case: dict, folder: Path) -> dict:
+    """A byte of a chunk's state is another one on the disk: it must not get into a checkpoint."""
+    core = engine.optimizer.rank_state.core
+    core.wait_all()
+    extent = core.state_extents(1)[0]
+    with open(f"/proc/self/fd/{extent.fd}", "r+b") as file:
+        file.seek(extent.offset + 18)
+        byte = file.read(1)[0]
+        file.seek(extent.offset + 18)
+        file.write(bytes([byte ^ 1]))
+    engine.save_checkpoint(str(folder), tag="bad")
+    return {"wait": raised(engine.fuyou_wait_checkpoint), "there": [n for n in names(folder) if n[0] != "."]}
+
+
+def apart(engine, case: dict, folder: Path) -> dict:
+    """Every rank has a folder of its own: the call waits."""
+    own = folder / str(torch.distributed.get_rank())
+    engine.save_checkpoint(str(own), tag="first")
+    return {"there": names(own)}
+
+
+TASKS: dict[str, Callable] = {
+    task.__name__: task
+    for task in (
+        exact,
+        followed,
+        destroyed,
+        left,
+        excepted,
+        terminated,
+        killed,
+        interrupted,
+        failing,
+        flipped,
+        apart,
+    )
+}
+
+
+def main() -> None:
+    case, what, folder = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2], Path(sys.argv[3])
+    os.pwrite = disk.pwrite
+    engine = build_engine(case)
+    if what == "apart":
+        engine.local_rank = 0
+    train(engine, case, 2)
+    if "two_steps" in case:
+        engine.save_checkpoint(case["two_steps"])
+        engine.fuyou_wait_checkpoint()
+    found = TASKS[what](engine, case, folder)
+    sys.stderr.write(json.dumps(found) + "\n")
+    engine.destroy()
+    leave_group()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
