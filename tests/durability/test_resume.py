@@ -193,7 +193,7 @@ def test_what_is_read_and_written_before_the_first_step_does_not_grow_with_the_m
                 **RESUME,
                 **ALL_STORED,
                 "parameters": {"tier": parameters},
-                "plan": {"prefetch_bytes": 4096},
+                "plan": {"prefetch_bytes": 4096, "small_param_bytes": 1},
             }
             status, said = end_of(path, case, "first")
             assert status == -9, said[-3000:]
