@@ -207,10 +207,11 @@ def test_what_is_read_and_written_before_the_first_step_does_not_grow_with_the_m
             store = SlotStore.open([directory], None)
             states = sum(region.num_bytes for name, region in store.regions.items() if name.startswith("state/"))
             store.close()
-            assert moved[num_layers, "nvme"] <= 2 * 128 * 1024
             if parameters == "cpu":
                 assert read == states // 3
-    assert moved[9, "nvme"] == moved[3, "nvme"]
+            else:
+                assert read <= 64 * 1024, "what is read ahead: two of the largest parameters"
+    assert moved[9, "cpu"] > 1.5 * moved[3, "cpu"], "the models differ"
 
 
 def test_state_files_of_other_tiers_are_not_gone_on_from(tmp_path: Path) -> None:
