@@ -41,11 +41,16 @@ def left_locks(directory: Path, proc: Path = Path("/proc")) -> list[Path]:
 
 
 def _open_files(proc: Path) -> Iterator[str]:
-    for link in proc.glob("[0-9]*/fd/*"):
+    for process in proc.glob("[0-9]*"):
         try:
-            yield os.readlink(link)
-        except OSError:  # it was closed, its process has ended, or is another user's
+            links = [process / "fd" / name for name in os.listdir(process / "fd")]
+        except OSError:  # it has ended meanwhile, or is another user's
             continue
+        for link in links:
+            try:
+                yield os.readlink(link)
+            except OSError:  # it was closed
+                continue
 
 
 def told_of_locks(locks: list[Path]) -> str:

@@ -181,19 +181,17 @@ def flip_p16(directory: Path) -> None:
         data.write(bytes([byte ^ 1]))
 
 
-def test_what_is_read_and_written_before_the_first_step_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """Everything on storage: P16 that the first forward needs is read ahead. In memory it is made of P32."""
+def test_what_taking_over_reads_and_writes_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """Everything on storage: nothing. P16 in memory is made of P32. (What DeepSpeed then gathers is read as ever.)"""
     moved = {}
     for num_layers in (3, 9):
         for parameters in ("nvme", "cpu"):
             path = tmp_path / f"{num_layers}-{parameters}"
             case = {"steps": STEPS, "num_layers": num_layers, "die": {"0": [2, "after"]}}
-            case["config"] = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
             case["block"] = {
                 **RESUME,
                 **ALL_STORED,
                 "parameters": {"tier": parameters},
-                "plan": {"prefetch_bytes": 4096},
             }
             status, said = end_of(path, case, "first")
             assert status == -9, said[-3000:]
@@ -207,10 +205,11 @@ def test_what_is_read_and_written_before_the_first_step_does_not_grow_with_the_m
             store = SlotStore.open([directory], None)
             states = sum(region.num_bytes for name, region in store.regions.items() if name.startswith("state/"))
             store.close()
-            assert moved[num_layers, "nvme"] <= 2 * 128 * 1024
             if parameters == "cpu":
                 assert read == states // 3
-    assert moved[9, "nvme"] == moved[3, "nvme"]
+            else:
+                assert read == 0
+    assert moved[9, "cpu"] > 1.5 * moved[3, "cpu"], "the models differ"
 
 
 def test_state_files_of_other_tiers_are_not_gone_on_from(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ generation in whose ``engine.step()`` SIGTERM comes when it has been applied. ``
 called, not the engine's. ``two``: two engines of one shape, which print their states before and after ``steps``.
 ``reload``: a checkpoint that is loaded into what was resumed; prints whether the generators stay as they are then.
 ``poisoned``: a step after which P16 of the first chunk is NaN on storage. ``num_layers``: of the model.
-Prints ``MOVED read written``, bytes that the engine moved while it was built, and ``STEP n`` when a step has returned.
+Prints ``MOVED read written``, bytes on storage that it took to make states or to take them over, and ``STEP n`` when a
+step has returned.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.storage.store import SlotStore
 from tests.harness.group import leave_group
 from tests.harness.models import TinyGPT, make_batch
@@ -53,6 +55,18 @@ def die_in_commit(generation: int, when: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     SlotStore.commit = dying
+
+
+def tell_moved(name: str) -> None:
+    """``initialize`` or ``resume``."""
+    original = getattr(OutOfCoreOptimizer, name)
+
+    def telling(self: OutOfCoreOptimizer, *arguments: Any) -> None:
+        original(self, *arguments)
+        moved = self.io.stats()
+        sys.stdout.write(f"MOVED {moved['read'].num_bytes} {moved['write'].num_bytes}\n")
+
+    setattr(OutOfCoreOptimizer, name, telling)
 
 
 def build(path: str, case: dict, rank: int) -> Any:
@@ -148,9 +162,9 @@ def main(path: str, case: dict) -> None:
         die_in_commit(*case["die"][str(rank)])
     if "two" in case:
         train_two(path, case)
+    for name in ("initialize", "resume"):
+        tell_moved(name)
     engine = build(path, case, rank)
-    moved = engine.optimizer.rank_state.core.io.stats()
-    sys.stdout.write(f"MOVED {moved['read'].num_bytes} {moved['write'].num_bytes}\n")
     if "signalled" in case:
         signal_in_step(engine, case["signalled"])
     if "reload" in case:
