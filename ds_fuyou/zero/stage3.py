@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from typing import Any
 
 import torch
@@ -60,6 +60,14 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     training_state: TrainingState
     hp_access: HpAccess
     _monitor: StepMonitor | None = None
+
+    @wraps(DeepSpeedZeroOptimizer_Stage3.__init__)  # compat.py looks at its parameters
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().__init__(*args, **kwargs)
+        except BaseException:
+            self._undo()
+            raise
 
     # ---- memory: none of stock's model-sized buffers -------------------------------------------------------
 
@@ -435,6 +443,18 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         for ds_id in self._owned_ids():
             if owners.get(ds_id) is self:
                 del owners[ds_id]
+
+    def _undo(self) -> None:
+        """Stock's part of the constructor has failed behind ours: no engine will be, and nobody else can end it."""
+        state = self.__dict__.get("rank_state")
+        if state is None or state.has_ended:
+            return
+        for name in ("_grad_acc_hooks", "_leaf_module_hooks"):
+            for hook in self.__dict__.get(name, ()):
+                hook.remove()
+        self.parameter_offload.destroy()
+        self._disown()
+        state.close()
 
     def lose_parameters(self) -> None:
         """Another training engine takes them: this one makes no further steps."""
