@@ -465,8 +465,9 @@ class RankState:
     def _leave_values(self) -> None:
         """The model, which is not gathered, holds its parameters: those in host memory there, the others on storage.
 
-        What cannot be read any more is lost; whoever asks for it is told why.
+        What cannot be read any more is lost; whoever asks for it is told why, and the log says it now.
         """
+        lost: list[BaseException] = []
         for param in self._params:
             partition = self._partitions.get(param.ds_id)
             if partition is None:
@@ -482,9 +483,12 @@ class RankState:
                     values = source.location().read(source.io)
                     param.nvme_swapper.hold(param, space.park(f"parameter {self.span(param).name}", values))
             except (FuyouError, OSError) as error:
+                lost.append(error)
                 why = f"their engine failed ({error})"
                 param.nvme_swapper.hold(param, Lost(f"parameter {self.span(param).name}", why))
             self.bound_heap()
+        if lost:
+            logger.warning("values of %d parameters are lost to the model: %s", len(lost), lost[0])
 
     def _rest(self) -> None:
         """Frozen parameters are read by their own space again."""
