@@ -29,7 +29,7 @@ from pydantic import (
     model_validator,
 )
 
-from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.errors import FuyouConfigError, shown
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.applied import CLASSES, completed_block, planned_shares
 from ds_fuyou.planner.document import PlanDocument, is_document, parse
@@ -422,13 +422,14 @@ def _load_plan(plan: object) -> tuple[object, PlanDocument | None]:
     if plan is None or plan == "auto":
         return None, None
     if isinstance(plan, str):
-        where += f" ({plan})"
+        where += f" ({plan[:_MOST_SHOWN]})"
         try:
             with open(os.path.expanduser(plan), encoding="utf-8") as file:
                 plan = json.load(file)
         except (OSError, ValueError, RecursionError) as error:
             raise FuyouConfigError(
-                f"{where}: must be a readable JSON file, found {error}; give an inline object or fix the path"
+                f"{where}: must be a readable JSON file, found {str(error)[:_MOST_SHOWN]}; "
+                f"give an inline object or fix the path"
             ) from error
     if not isinstance(plan, Mapping):
         raise FuyouConfigError(f"{where}: must be an object or the path of a JSON file, found {_shown(plan)}")
@@ -505,11 +506,4 @@ _ALL_KEYS = frozenset(key for model in _Settings.__subclasses__() for key in mod
 
 
 def _shown(value: object) -> str:
-    """In one line of bounded length, whatever it is."""
-    try:
-        text = repr(value)
-    except (RecursionError, ValueError):  # nested without end, or a number of more digits than Python writes
-        text = "..."
-    if len(text) > _MOST_SHOWN:
-        text = f"{text[:_MOST_SHOWN]}..."
-    return f"{text} ({type(value).__name__})"
+    return f"{shown(value, _MOST_SHOWN)} ({type(value).__name__})"

@@ -24,6 +24,7 @@ __all__ = [
     "FuyouError",
     "FuyouStateError",
     "FuyouStorageError",
+    "shown",
 ]
 
 
@@ -74,3 +75,12 @@ class FuyouBuildError(FuyouError, RuntimeError):
 
 class FuyouCompatError(FuyouError, RuntimeError):
     """The installed DeepSpeed or torch lacks what the package relies on."""
+
+
+def shown(value: object, most: int = 200) -> str:
+    """For messages: ``value`` in one line of bounded length, whatever it is."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested without end, or a number of more digits than Python writes
+        text = "..."
+    return text if len(text) <= most else f"{text[:most]}..."
