@@ -216,7 +216,7 @@ def _configure_checkpointing(original: Callable[..., Any]) -> Callable[..., Any]
             try:
                 self.optimizer.resume_engine(self)  # the scheduler is there by now
             except BaseException:
-                self.optimizer.destroy()  # the script gets no engine that it could destroy
+                self.optimizer.undo_build()
                 raise
 
     return configure

@@ -66,7 +66,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         try:
             super().__init__(*args, **kwargs)
         except BaseException:
-            self._undo()
+            self.undo_build()
             raise
 
     # ---- memory: none of stock's model-sized buffers -------------------------------------------------------
@@ -444,8 +444,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             if owners.get(ds_id) is self:
                 del owners[ds_id]
 
-    def _undo(self) -> None:
-        """Stock's part of the constructor has failed behind ours: no engine will be, and nobody else can end it."""
+    def undo_build(self) -> None:
+        """What came behind our part has failed: the script gets no engine that it could destroy."""
         state = self.__dict__.get("rank_state")
         if state is None or state.has_ended:
             return
@@ -454,6 +454,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
                 hook.remove()
         self.parameter_offload.destroy()
         self._disown()
+        self.run_plan.close()
+        self._token_count.remove()
         state.close()
 
     def lose_parameters(self) -> None:
