@@ -6,6 +6,7 @@
     ├── FuyouStorageError  (OSError)        a file of the slot store: path, offset and errno
     │   └── FuyouChecksumError              bytes came back different from what was written
     ├── FuyouStateError    (RuntimeError)   a call in the wrong state of the object's life
+    ├── FuyouMemoryError   (MemoryError)    the system refuses host memory
     ├── FuyouBuildError    (RuntimeError)   the C++ core could not be built or loaded
     └── FuyouCompatError   (RuntimeError)   the installed DeepSpeed or torch does not fit
 
@@ -22,6 +23,7 @@ __all__ = [
     "FuyouCompatError",
     "FuyouConfigError",
     "FuyouError",
+    "FuyouMemoryError",
     "FuyouStateError",
     "FuyouStorageError",
     "shown",
@@ -67,6 +69,16 @@ class FuyouChecksumError(FuyouStorageError):
 
 class FuyouStateError(FuyouError, RuntimeError):
     """A call came in the wrong state: after close, before initialisation, or after a failure."""
+
+
+class FuyouMemoryError(FuyouError, MemoryError):
+    """The system refuses host memory: there is too little, or a limit of the process."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(
+            f"{num_bytes} bytes of host memory must be mapped, and the system refuses; free memory, raise the limit of "
+            f"the process (ulimit -v, the control group), or lower fuyou.dram_budget_bytes"
+        )
 
 
 class FuyouBuildError(FuyouError, RuntimeError):
