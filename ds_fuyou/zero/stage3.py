@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial, wraps
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -61,13 +61,14 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     hp_access: HpAccess
     _monitor: StepMonitor | None = None
 
-    @wraps(DeepSpeedZeroOptimizer_Stage3.__init__)  # compat.py looks at its parameters
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         try:
             super().__init__(*args, **kwargs)
         except BaseException:
             self.undo_build()
             raise
+
+    __init__.__wrapped__ = DeepSpeedZeroOptimizer_Stage3.__init__  # type: ignore[attr-defined]  # compat.py looks at it
 
     # ---- memory: none of stock's model-sized buffers -------------------------------------------------------
 

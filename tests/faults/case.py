@@ -109,7 +109,7 @@ class Run:
     def __init__(self, path: Path, io_engine: str, faults: Faults) -> None:
         block = {"io": {"engine": io_engine}, "parameters": NVME, "gradients": NVME, "resume": "auto"}
         config = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
-        self.case = {"block": block, "config": config, "model": {"num_layers": 1}}
+        self.case = {"block": block, "config": config, "num_layers": 1}
         self.path, self.faults = path, faults
         self.step = self.begun_at = self.struck_in = 0
         self.engine: Any = None
