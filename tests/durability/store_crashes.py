@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import random
@@ -511,26 +512,30 @@ def sweep(seed: int, num_kills: int, num_cuts: int, cuts_a_history: int = 200) -
     """Counts and what was wrong, at most ten of them."""
     wrong: list[str] = []
     made = {"kills": 0, "power cuts": 0}
-    with scratch() as directory:
-        for number in range(seed, seed + num_kills):
-            root = Path(directory) / "kill"
-            root.mkdir(exist_ok=True)
-            found = kill_one(root, number)
-            made["kills"] += 1
-            if found:
-                wrong.append(f"kill {number}: {found}")
-                root.rename(Path(directory) / f"kill{number}")
-        for number in range(seed, seed + (num_cuts + cuts_a_history - 1) // cuts_a_history):
-            root = Path(directory) / "cut"
-            root.mkdir(exist_ok=True)
-            history, chance = PowerCuts(root, number), random.Random(number)
-            for _ in range(min(cuts_a_history, num_cuts - made["power cuts"])):
-                found = history.cut(root, chance)
-                made["power cuts"] += 1
+    logging.disable(logging.CRITICAL)
+    try:
+        with scratch() as directory:
+            for number in range(seed, seed + num_kills):
+                root = Path(directory) / "kill"
+                root.mkdir(exist_ok=True)
+                found = kill_one(root, number)
+                made["kills"] += 1
                 if found:
-                    wrong.append(f"power cut {number}: {found}")
-                    root.rename(Path(directory) / f"cut{made['power cuts']}")
-                    root.mkdir()
-            if len(wrong) >= 10:
-                break
+                    wrong.append(f"kill {number}: {found}")
+                    root.rename(Path(directory) / f"kill{number}")
+            for number in range(seed, seed + (num_cuts + cuts_a_history - 1) // cuts_a_history):
+                root = Path(directory) / "cut"
+                root.mkdir(exist_ok=True)
+                history, chance = PowerCuts(root, number), random.Random(number)
+                for _ in range(min(cuts_a_history, num_cuts - made["power cuts"])):
+                    found = history.cut(root, chance)
+                    made["power cuts"] += 1
+                    if found:
+                        wrong.append(f"power cut {number}: {found}")
+                        root.rename(Path(directory) / f"cut{made['power cuts']}")
+                        root.mkdir()
+                if len(wrong) >= 10:
+                    break
+    finally:
+        logging.disable(logging.NOTSET)
     return made, wrong

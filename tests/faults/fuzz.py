@@ -416,7 +416,7 @@ def _make(target: Target, state: StateFiles, chance: random.Random) -> str:
     else:
         text = text_of(changed(target.good, chance), chance)
         if chance.random() < 0.05:
-            text = mangled(text.encode(), chance).decode("utf-8", "replace")
+            text = mangled(text.encode("utf-8", "surrogatepass"), chance).decode("utf-8", "replace")
     target.put(text)
     return text
 

@@ -27,7 +27,11 @@ from tests.harness.ports import free_port, remove_shared_buffers
 from tests.harness.runner import environment
 
 HERE = Path(__file__).parent
-ENGINES, STARTS, EFFECTS = ("io_uring", "threads"), ("fresh", "resumed"), ("EIO", "ENOSPC", "short", "zero", "late")
+ENGINES, STARTS, EFFECTS = (
+    ("io_uring", "threads"),
+    ("fresh", "resumed"),
+    ("EIO", "ENOSPC", "short", "zero", "late", "memory"),
+)
 HANGS_AFTER_SECS = 90.0
 
 
