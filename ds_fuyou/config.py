@@ -460,7 +460,8 @@ def _unknown_keys(data: Mapping[str, Any], model: type[_Settings], where: str) -
         if field is None:
             near = difflib.get_close_matches(str(key), model.model_fields, n=1, cutoff=0.5)
             hint = f'did you mean "{where}.{near[0]}"?' if near else ""
-            yield f"{where}.{key}: unknown key; {hint or 'valid keys are ' + ', '.join(model.model_fields)}"
+            name = str(key)[:_MOST_SHOWN]
+            yield f"{where}.{name}: unknown key; {hint or 'valid keys are ' + ', '.join(model.model_fields)}"
         elif isinstance(value, Mapping):
             section = _section_of(field.annotation)
             if section is not None and section is not PlanOverrides:

@@ -68,12 +68,13 @@ class PlanDocument:
         """
         if fingerprint is not None and fingerprint != self.model.fingerprint:
             raise FuyouConfigError(
-                f"the plan is for model {self.model.name} (shape {self.model.fingerprint}), this one has shape "
+                f"the plan is for model {str(self.model.name)[:200]} (shape {str(self.model.fingerprint)[:200]}), "
+                f"this one has shape "
                 f"{fingerprint}; make a plan for it with fuyou plan"
             )
         if world_size is not None and world_size != self.world_size:
             raise FuyouConfigError(
-                f"the plan is for {self.world_size} ranks, {world_size} run; make one with "
+                f"the plan is for {shown(self.world_size)} ranks, {world_size} run; make one with "
                 f"fuyou plan --num-gpus {world_size}"
             )
 

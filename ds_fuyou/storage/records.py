@@ -50,6 +50,7 @@ COMMIT_NAME = "commit.json"
 CONTENTS_NAME = "contents.json"
 ENGINE_NAME = "engine.json"
 _Value = TypeVar("_Value")
+_LONGEST = 4096  # of a path
 _LATEST = 2**40  # seconds; what the calendar of every platform still has
 _VERSIONS = {COMMIT_NAME: (1, 2)}  # that can be read, the last one is written; 1 of every other name
 _HEADER_BYTES = 160  # at most
@@ -189,8 +190,10 @@ def _manifest_of(payload: Mapping[str, Any]) -> Manifest:
         raise ValueError("one file of states in every directory, and a region, must be there")
     if len({region.spec.name for region in manifest.layout.regions}) != len(manifest.layout.regions):
         raise ValueError("two regions have one name")
-    if any("\0" in directory for directory in directories) or not 0 <= started < _LATEST:
-        raise ValueError("a directory or the time of its start is none")
+    if any("\0" in directory or len(directory) > _LONGEST for directory in directories):
+        raise ValueError("a directory is none")
+    if not 0 <= started < _LATEST or len(manifest.store_id + manifest.identity.model_fingerprint) > _LONGEST // 4:
+        raise ValueError("the time of its start, or what it is called, is none")
     return manifest
 
 

@@ -9,7 +9,6 @@ where a trace has them, and ``args.bytes`` of a span the bytes it moved.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -162,8 +161,11 @@ def _number(number: int, event: Mapping[str, Any], key: str) -> float:
     return _finite(f"event {number}", key, event.get(key))
 
 
+_MOST = 1e300  # whole numbers in JSON have no end
+
+
 def _finite(where: str, key: object, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_MOST < value < _MOST:
         raise _Wrong(f"{where} must have a number as {key}, found {shown(value)}")
     return float(value)
 
