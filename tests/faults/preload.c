@@ -144,31 +144,32 @@ static ssize_t short_result(ssize_t moved)
     return moved > 512 ? moved - 512 : moved > 1 ? moved / 2 : moved;
 }
 
-#define TRANSFER(result_name, num_bytes, call_with, what, fd, offset) \
-    switch (count(what, fd, NULL, offset, num_bytes)) {               \
-        case ERROR:                                                   \
-            errno = armed_errno;                                      \
-            return -1;                                                \
-        case ZERO:                                                    \
-            return 0;                                                 \
-        case SHORT:                                                   \
-            return short_result(call_with(short_bytes(num_bytes)));   \
-        case LATE:                                                    \
-            wait_secs(armed_secs);                                    \
-            break;                                                    \
-        case NO_MEMORY:                                               \
-        case NONE:                                                    \
-            break;                                                    \
-    }                                                                 \
+#define TRANSFER(shortly, num_bytes, call_with, what, fd, offset) \
+    switch (count(what, fd, NULL, offset, num_bytes)) {           \
+        case ERROR:                                               \
+            errno = armed_errno;                                  \
+            return -1;                                            \
+        case ZERO:                                                \
+            return 0;                                             \
+        case SHORT:                                               \
+            return shortly(num_bytes);                            \
+        case LATE:                                                \
+            wait_secs(armed_secs);                                \
+            break;                                                \
+        case NO_MEMORY:                                           \
+        case NONE:                                                \
+            break;                                                \
+    }                                                             \
     return call_with(num_bytes);
 
 #define WRAP_AT(name, pointer)                                       \
     ssize_t name(int fd, pointer buffer, size_t num_bytes, off_t at) \
     {                                                                \
         const __typeof__(&name) next = REAL(name);                   \
-        TRANSFER(ssize_t, num_bytes, CALL_AT, #name, fd, at)         \
+        TRANSFER(SHORTLY_AT, num_bytes, CALL_AT, #name, fd, at)      \
     }
 #define CALL_AT(size) next(fd, buffer, size, at)
+#define SHORTLY_AT(size) short_result(CALL_AT(short_bytes(size)))
 WRAP_AT(pread, void*)
 WRAP_AT(pread64, void*)
 WRAP_AT(pwrite, const void*)
@@ -178,9 +179,11 @@ WRAP_AT(pwrite64, const void*)
     ssize_t name(int fd, pointer buffer, size_t num_bytes) \
     {                                                      \
         const __typeof__(&name) next = REAL(name);         \
-        TRANSFER(ssize_t, num_bytes, CALL, #name, fd, -1)  \
+        TRANSFER(SHORTLY, num_bytes, CALL, #name, fd, -1)  \
     }
 #define CALL(size) next(fd, buffer, size)
+// The file has a place of its own: what is moved is said.
+#define SHORTLY(size) CALL((size) > 1 ? (size) / 2 : (size))
 WRAP(read, void*)
 WRAP(write, const void*)
 

@@ -132,6 +132,7 @@ def table(found: list[dict[str, Any]], args: argparse.Namespace, secs: float) ->
         "and pwrite of the thread pool), or a call of Python's that opens, makes, reads, writes, syncs, renames "
         "or removes",
         f"a file below the path. Late is {args.late} s. Short and zero are of transfers alone.",
+        "Memory: the n-th mapping of host memory, or its registration with io_uring, is refused.",
         "",
         "* exception: the run ended in the step that was struck, or in the next `step()`, with one that names "
         "file, byte",
