@@ -228,10 +228,10 @@ def live(life: Life, reference: Path) -> str:
         wrong = differences(expected, found)
         if wrong:
             return f"after step {file.name} of a run that went on after {begun}: {wrong[:3]} differ"
-    if list((life.root / "state").glob("ds_fuyou/*")):
-        left = sorted(str(each) for each in (life.root / "state").glob("ds_fuyou/*"))
-        if begun or returned == 0:
-            return f"after the clean end {left} stay" if not may_begin_anew else ""
+    # What runs left that were killed before their first step is not this one's to remove.
+    used = re.search(r"in place, in (\S+)", (life.root / "state" / "last.0").read_text(errors="replace"))
+    if used and Path(used[1]).exists():
+        return f"after the clean end {used[1]} stays"
     return _of_checkpoint(life.root / "checkpoint", reference / "checkpoint")
 
 
