@@ -138,7 +138,11 @@ class Life:
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={self.world_size}"]
         command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
         command += [HERE / "killed_ranks.py", state, json.dumps(self.case)]
-        inherited = {name: value for name, value in environment(0, 1, 0).items() if name not in ("RANK", "WORLD_SIZE")}
+        inherited = {
+            name: value
+            for name, value in environment(0, self.world_size, 0).items()
+            if name not in ("RANK", "WORLD_SIZE")
+        }
         with open(log, "wb") as output:
             process = subprocess.Popen(command, env=inherited, stdout=output, stderr=output, start_new_session=True)
         self.logs.append(log)
