@@ -47,8 +47,8 @@ KINDS: dict[str, dict[str, Any]] = {
 RECOVER = """
 import sys
 from pathlib import Path
-from ds_fuyou.checkpoint.recovery import recover
-recover([Path(path) for path in sys.argv[2:]], Path(sys.argv[1]))
+from ds_fuyou.checkpoint.recovery import recover_weights
+recover_weights([Path(path) for path in sys.argv[2:]], Path(sys.argv[1]))
 """
 
 

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from ds_fuyou.checkpoint.recovery import recover
+from ds_fuyou.checkpoint.recovery import recover_weights
 from ds_fuyou.cli.ds_config import read_ds_config
 from ds_fuyou.ds_json import load_activation
 from ds_fuyou.errors import FuyouError
@@ -246,7 +246,7 @@ class StateFiles:
             store.close(remove=False)
 
     def recover(self) -> None:
-        recover([self.directory], self.out)
+        recover_weights([self.directory], self.out)
 
 
 PLAN = document.PlanDocument(
