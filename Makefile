@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # One command a job; each prepares what it needs. Python 3.10+, a C++ compiler and a network suffice.
 #   make setup | demo | demo-crash | test | test-oldest | test-deepspeed | test-clients | soak-device | lint | format
-#   make docs | bench | bench-planner | bench-device | clean
+#   make faults | crash | fuzz | soak | docs | bench | bench-planner | bench-device | clean
 # Overridable: PYTHON, VENV, DS_VERSION, TORCH, TORCH_FLAGS (for instance a package index), EXTRAS, TEST_FLAGS.
 
 PYTHON ?= python3
@@ -19,7 +19,7 @@ DEMO_FLAGS ?= --layers 6 --steps 30
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-deepspeed-$(DS_VERSION)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-CPP := $(shell find ds_fuyou/csrc tests/csrc tests/device/native -name '*.cpp' -o -name '*.h')
+CPP := $(shell find ds_fuyou/csrc tests/csrc tests/device/native tests/faults -name '*.cpp' -o -name '*.h' -o -name '*.c')
 # Operators that torch and DeepSpeed compile belong to one environment: shared, two environments rebuild each other's.
 RUN := PATH="$(abspath $(BIN)):$$PATH" TORCH_EXTENSIONS_DIR="$(abspath $(VENV))/torch_extensions"
 OLDEST := PATH="$(abspath .venv-ds0189/bin):$$PATH" TORCH_EXTENSIONS_DIR="$(abspath .venv-ds0189)/torch_extensions"
@@ -28,8 +28,8 @@ OLDEST := PATH="$(abspath .venv-ds0189/bin):$$PATH" TORCH_EXTENSIONS_DIR="$(absp
 BUILD_TOOLS := "setuptools>=77" wheel packaging ninja psutil py-cpuinfo numpy tqdm hjson "pydantic>=2" \
 	einops msgpack
 
-.PHONY: setup demo demo-crash test test-oldest test-deepspeed test-clients soak-device lint format docs bench bench-planner \
-	bench-device clean
+.PHONY: setup demo demo-crash test test-oldest test-deepspeed test-clients soak-device faults crash fuzz soak lint \
+	format docs bench bench-planner bench-device clean
 
 setup: $(STAMP)
 
@@ -69,6 +69,30 @@ test-deepspeed: setup
 soak-device: setup
 	$(RUN) python tests/harness/prebuild.py
 	$(RUN) python -m tests.device.soak $(SEEDS)
+
+# What docs/durability.md promises, for hours; samples of it are in `make test`. FAULTS_FLAGS, CRASH_FLAGS, FUZZ_FLAGS and
+# SOAK_FLAGS: each module's --help says which there are.
+RESULTS := benchmarks/results/$(shell date +%F)
+
+# Every I/O operation of a run struck by every fault, on both I/O engines: about an hour. Interrupted, it goes on.
+faults: setup
+	$(RUN) python tests/harness/prebuild.py
+	$(RUN) python -m tests.faults.sweep --table $(RESULTS)-faults.md $(FAULTS_FLAGS)
+
+# Kills of engine runs for an hour (CRASH_FLAGS="--minutes 600 --seed 7"), after 100,000 crashes of the store alone.
+crash: setup
+	$(RUN) python tests/harness/prebuild.py
+	$(RUN) python -m tests.durability.crash --table $(RESULTS)-crash.md $(CRASH_FLAGS)
+
+# 120,000 hostile documents: some 10 minutes.
+fuzz: setup
+	$(RUN) python tests/harness/prebuild.py
+	$(RUN) python -m tests.faults.fuzz --table $(RESULTS)-fuzz.md $(FUZZ_FLAGS)
+
+# 20,000 steps of a small model: some 15 minutes.
+soak: setup
+	$(RUN) python tests/harness/prebuild.py
+	$(RUN) python -m tests.durability.soak --table $(RESULTS)-soak.md $(SOAK_FLAGS)
 
 # Programs that others wrote, against stock ZeRO-3, and the table of docs/clients.md: about 40 minutes the first time, on two cores.
 # CLIENTS_FLAGS="--only trl" runs a part, and leaves the rest of the table as it was.

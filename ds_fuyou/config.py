@@ -29,7 +29,7 @@ from pydantic import (
     model_validator,
 )
 
-from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.errors import FuyouConfigError, shown
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.applied import CLASSES, completed_block, planned_shares
 from ds_fuyou.planner.document import PlanDocument, is_document, parse
@@ -436,13 +436,14 @@ def _load_plan(plan: object) -> tuple[object, PlanDocument | None]:
     if plan is None or plan == "auto":
         return None, None
     if isinstance(plan, str):
-        where += f" ({plan})"
+        where += f" ({plan[:_MOST_SHOWN]})"
         try:
             with open(os.path.expanduser(plan), encoding="utf-8") as file:
                 plan = json.load(file)
         except (OSError, ValueError, RecursionError) as error:
             raise FuyouConfigError(
-                f"{where}: must be a readable JSON file, found {error}; give an inline object or fix the path"
+                f"{where}: must be a readable JSON file, found {str(error)[:_MOST_SHOWN]}; "
+                f"give an inline object or fix the path"
             ) from error
     if not isinstance(plan, Mapping):
         raise FuyouConfigError(f"{where}: must be an object or the path of a JSON file, found {_shown(plan)}")
@@ -473,7 +474,8 @@ def _unknown_keys(data: Mapping[str, Any], model: type[_Settings], where: str) -
         if field is None:
             near = difflib.get_close_matches(str(key), model.model_fields, n=1, cutoff=0.5)
             hint = f'did you mean "{where}.{near[0]}"?' if near else ""
-            yield f"{where}.{key}: unknown key; {hint or 'valid keys are ' + ', '.join(model.model_fields)}"
+            name = str(key)[:_MOST_SHOWN]
+            yield f"{where}.{name}: unknown key; {hint or 'valid keys are ' + ', '.join(model.model_fields)}"
         elif isinstance(value, Mapping):
             section = _section_of(field.annotation)
             if section is not None and section is not PlanOverrides:
@@ -519,11 +521,4 @@ _ALL_KEYS = frozenset(key for model in _Settings.__subclasses__() for key in mod
 
 
 def _shown(value: object) -> str:
-    """In one line of bounded length, whatever it is."""
-    try:
-        text = repr(value)
-    except (RecursionError, ValueError):  # nested without end, or a number of more digits than Python writes
-        text = "..."
-    if len(text) > _MOST_SHOWN:
-        text = f"{text[:_MOST_SHOWN]}..."
-    return f"{text} ({type(value).__name__})"
+    return f"{shown(value, _MOST_SHOWN)} ({type(value).__name__})"

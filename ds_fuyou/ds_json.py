@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_fuyou.config import BLOCK_KEY, FuyouConfig, load_block
-from ds_fuyou.errors import FuyouConfigError, FuyouStateError
+from ds_fuyou.errors import FuyouConfigError, FuyouStateError, shown
 
 __all__ = [
     "SUPPORTED_OPTIMIZERS",
@@ -215,7 +215,7 @@ def _require_stage_3(raw: object, zero: Mapping[str, Any]) -> None:
         stage = int(raw)
     if isinstance(stage, bool) or stage != 3:
         raise FuyouConfigError(
-            f"the fuyou block needs zero_optimization.stage 3, found {stage!r}; "
+            f"the fuyou block needs zero_optimization.stage 3, found {shown(stage)}; "
             f'set "stage": 3, or "enabled": false in the block'
         )
 
@@ -290,11 +290,11 @@ def _clashes(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "optimizer.params.fp32_optimizer_states = false", _FP32_STATES
     dtype = _lookup(ds_config, "torch_autocast.dtype")
     if _lookup(ds_config, "torch_autocast.enabled") is True and dtype in ("fp16", "float16", "half", "torch.float16"):
-        yield f"torch_autocast.dtype = {dtype!r}", _FP16_AUTOCAST
+        yield f"torch_autocast.dtype = {shown(dtype)}", _FP16_AUTOCAST
     kind = _lookup(ds_config, "optimizer.type")
     names = [name.lower() for name in SUPPORTED_OPTIMIZERS]
     if isinstance(kind, str) and kind != "auto" and kind.lower() not in names:
-        yield f"optimizer.type = {kind!r}", f"what works: {', '.join(SUPPORTED_OPTIMIZERS)}"
+        yield f"optimizer.type = {shown(kind)}", f"what works: {', '.join(SUPPORTED_OPTIMIZERS)}"
 
 
 def _lookup(data: object, dotted: str) -> object:

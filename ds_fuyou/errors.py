@@ -6,6 +6,7 @@
     ├── FuyouStorageError  (OSError)        a file of the slot store: path, offset and errno
     │   └── FuyouChecksumError              bytes came back different from what was written
     ├── FuyouStateError    (RuntimeError)   a call in the wrong state of the object's life
+    ├── FuyouMemoryError   (MemoryError)    the system refuses host memory
     ├── FuyouBuildError    (RuntimeError)   the C++ core could not be built or loaded
     └── FuyouCompatError   (RuntimeError)   the installed DeepSpeed or torch does not fit
 
@@ -22,8 +23,10 @@ __all__ = [
     "FuyouCompatError",
     "FuyouConfigError",
     "FuyouError",
+    "FuyouMemoryError",
     "FuyouStateError",
     "FuyouStorageError",
+    "shown",
 ]
 
 
@@ -68,9 +71,28 @@ class FuyouStateError(FuyouError, RuntimeError):
     """A call came in the wrong state: after close, before initialisation, or after a failure."""
 
 
+class FuyouMemoryError(FuyouError, MemoryError):
+    """The system refuses host memory: there is too little, or a limit of the process."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(
+            f"{num_bytes} bytes of host memory must be mapped, and the system refuses; free memory, raise the limit of "
+            f"the process (ulimit -v, the control group), or lower fuyou.dram_budget_bytes"
+        )
+
+
 class FuyouBuildError(FuyouError, RuntimeError):
     """The C++ core could not be built or loaded."""
 
 
 class FuyouCompatError(FuyouError, RuntimeError):
     """The installed DeepSpeed or torch lacks what the package relies on."""
+
+
+def shown(value: object, most: int = 200) -> str:
+    """For messages: ``value`` in one line of bounded length, whatever it is."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested without end, or a number of more digits than Python writes
+        text = "..."
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -213,7 +213,11 @@ def _configure_checkpointing(original: Callable[..., Any]) -> Callable[..., Any]
 
             replace_writer(self)
         if _is_ours(self.optimizer):
-            self.optimizer.resume_engine(self)  # the scheduler is there by now
+            try:
+                self.optimizer.resume_engine(self)  # the scheduler is there by now
+            except BaseException:
+                self.optimizer.undo_build()
+                raise
 
     return configure
 

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import errno
 import os
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
+from ds_fuyou.checkpoint.contents import Contents, optimizer_step_of, state_sums_of
 from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
 from ds_fuyou.host.memory import aligned_tensor, round_up_to_page
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.layout import FlatLayout
 from ds_fuyou.optimizer.placement import state_region
+from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, typed, well_formed
 from ds_fuyou.storage.store import CommitRecord, Extent, JsonValue, RunIdentity, SlotStore
 from ds_fuyou.storage.store_files import read_directory_manifest
 
@@ -55,8 +56,9 @@ class RankFiles:
     def __init__(self, store: SlotStore, identity: RunIdentity) -> None:
         self.store, self.identity, self.rank = store, identity, identity.rank
         contents = store.contents()
-        self.params: list[tuple[str, list[int], int, int, int]] = [(*entry,) for entry in contents["params"]]
-        self.chunks: list[tuple[int, int, int]] = [(*entry,) for entry in contents["chunks"]]
+        with well_formed(store.directories[0] / CONTENTS_NAME):
+            parsed = Contents.parse(contents, store.regions)
+        self.params, self.chunks = parsed.params, parsed.chunks
         self.commits = {commit.key: commit for commit in self._checked_commits()}
         self.take(next(iter(self.commits)))
         self._last_read: tuple[int, torch.Tensor] | None = None
@@ -64,8 +66,11 @@ class RankFiles:
     def take(self, key: tuple[int, ...]) -> None:
         """Which of :attr:`commits` is read from now on."""
         self.commit = self.commits[key]
-        self.optimizer_step = cast("int", self.meta["optimizer_step"])
-        self._sums = _sums(self.meta["state_sums"], len(self.chunks))
+        with well_formed(self.store.directories[0] / COMMIT_NAME):
+            for index in range(len(self.chunks)):
+                typed(self.commit.slots[state_region(index)], int)
+            self.optimizer_step = optimizer_step_of(self.commit)
+            self._sums = state_sums_of(self.commit, len(self.chunks))
         self.is_verified = self._sums is not None
 
     @property
@@ -155,15 +160,6 @@ class RankFiles:
             at += extent.num_bytes
 
 
-def _sums(written: str, num_chunks: int) -> list[tuple[int, ...]] | None:
-    """By chunk the checksums of P32 and the moments out of a commit record, see
-    :class:`ds_fuyou.optimizer.commit.Committer`."""
-    if not written:
-        return None
-    numbers = struct.unpack(f"<{2 * num_chunks}Q", bytes.fromhex(written))
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
-
-
 def _sums_of(parts: Sequence[torch.Tensor]) -> tuple[int, ...]:
     first, *moments = (int(load_core().place_sum(values.data_ptr(), len(values), 0)) for values in parts)
     weights = (1, _SECOND_MOMENT_WEIGHT)
@@ -202,7 +198,8 @@ def _open_ranks(directories: Sequence[Path], opened: ExitStack) -> list[RankFile
     if not ranks:
         raise FuyouStateError("at least one state directory must be named")
     first = ranks[0].identity
-    if [rank.identity for rank in ranks] != [replace(first, rank=rank) for rank in range(first.world_size)]:
+    wanted = [replace(first, rank=rank) for rank in range(min(first.world_size, len(ranks) + 1))]
+    if [rank.identity for rank in ranks] != wanted:
         raise FuyouStateError(
             f"state directories of all {first.world_size} ranks of one run must be named, found "
             f"{', '.join(rank.identity.directory_name for rank in ranks)}"

@@ -56,7 +56,7 @@ def _hjson(text: str, error: ValueError) -> object:
 
     try:
         found = json.loads(hjson.dumpsJSON(hjson.loads(text)))  # plain dictionaries
-    except ValueError:
+    except (ValueError, OverflowError):  # it takes 1e999 for a whole number
         raise error from None
     if not isinstance(found, dict) or not found:
         raise error

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 import torch
 
+from ds_fuyou.errors import FuyouMemoryError
 from ds_fuyou.host.device import Device
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.storage.types import PAGE_BYTES
@@ -37,8 +38,14 @@ def aligned_tensor(num_bytes: int) -> torch.Tensor:
 
     It is a mapping of its own: its pages go back to the system with the last alias. (From the heap, freed buffers of
     many sizes stay resident between others; under ``zero.Init`` that grew with the model.)
+
+    Raises:
+        FuyouMemoryError: the system refuses.
     """
-    mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, MemoryError) as error:
+        raise FuyouMemoryError(num_bytes) from error
     if num_bytes >= _HUGE_BYTES:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes)
@@ -161,7 +168,10 @@ class HostPool:
         ``inherited``: the script sees tensors in it, so a forked child (a data loader's worker) must find their values.
         The others' is zeros there: what is pinned would be copied for each of them.
         """
-        self.pool = load_core().AlignedPool(num_bytes, inherited)
+        try:
+            self.pool = load_core().AlignedPool(num_bytes, inherited)
+        except MemoryError as error:
+            raise FuyouMemoryError(num_bytes) from error
         self._pins_for = device if device is not None and device.pins else None
         self._pinned_for: Device | None = None
         self.pin()

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.errors import FuyouConfigError, shown
 from ds_fuyou.files import replacing
 from ds_fuyou.planner.model import output_names
 
@@ -68,12 +68,13 @@ class PlanDocument:
         """
         if fingerprint is not None and fingerprint != self.model.fingerprint:
             raise FuyouConfigError(
-                f"the plan is for model {self.model.name} (shape {self.model.fingerprint}), this one has shape "
+                f"the plan is for model {str(self.model.name)[:200]} (shape {str(self.model.fingerprint)[:200]}), "
+                f"this one has shape "
                 f"{fingerprint}; make a plan for it with fuyou plan"
             )
         if world_size is not None and world_size != self.world_size:
             raise FuyouConfigError(
-                f"the plan is for {self.world_size} ranks, {world_size} run; make one with "
+                f"the plan is for {shown(self.world_size)} ranks, {world_size} run; make one with "
                 f"fuyou plan --num-gpus {world_size}"
             )
 
@@ -114,7 +115,7 @@ def parse(data: object) -> PlanDocument:
         raise FuyouConfigError(f"a plan must be a JSON object, found {type(data).__name__}")
     if data.get("schema") != SCHEMA:
         raise FuyouConfigError(
-            f"schema must be {SCHEMA!r}, found {data.get('schema')!r}; make the plan again with this version"
+            f"schema must be {SCHEMA!r}, found {shown(data.get('schema'))}; make the plan again with this version"
         )
     body = {key: value for key, value in data.items() if key != "schema"}
     _check_keys(body, PlanDocument, "")
@@ -128,7 +129,7 @@ def parse(data: object) -> PlanDocument:
     activations = _activations(body["activations"], int(model["layers"]))
     for name in ("settings", "workload", "predicted"):
         if not isinstance(body.get(name, {}), Mapping):
-            raise FuyouConfigError(f"{name} must be an object, found {body[name]!r}")
+            raise FuyouConfigError(f"{name} must be an object, found {shown(body[name])}")
     return PlanDocument(
         model=Subject(**model),
         world_size=int(body["world_size"]),
@@ -155,35 +156,35 @@ def _refuse_unknown(data: Mapping[str, Any], names: Sequence[str], where: str) -
         if key not in names:
             near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
             hint = f"did you mean {where}{near[0]}?" if near else f"known are {', '.join(names)}"
-            raise FuyouConfigError(f"{where}{key}: unknown key; {hint}")
+            raise FuyouConfigError(f"{where}{str(key)[:200]}: unknown key; {hint}")
 
 
 def _section(data: Mapping[str, Any], name: str, kind: type[Any]) -> dict[str, Any]:
     section = data[name]
     if not isinstance(section, Mapping):
-        raise FuyouConfigError(f"{name} must be an object, found {section!r}")
+        raise FuyouConfigError(f"{name} must be an object, found {shown(section)}")
     _check_keys(section, kind, f"{name}.")
     return dict(section)
 
 
 def _number(where: str, value: object, least: float, most: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise FuyouConfigError(f"{where} must be a number from {least:g} to {most:g}, found {value!r}")
+        raise FuyouConfigError(f"{where} must be a number from {least:g} to {most:g}, found {shown(value)}")
 
 
 def _whole(where: str, value: object, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise FuyouConfigError(f"{where} must be a whole number of at least {least}, found {value!r}")
+        raise FuyouConfigError(f"{where} must be a whole number of at least {least}, found {shown(value)}")
 
 
 def _activations(data: object, layers: int) -> dict[str, dict[str, int]]:
     if not isinstance(data, Mapping):
-        raise FuyouConfigError(f"activations must be an object, found {data!r}")
+        raise FuyouConfigError(f"activations must be an object, found {shown(data)}")
     _refuse_unknown(data, output_names(), "activations.")
     for name, counts in data.items():
         where = f"activations.{name}"
         if not isinstance(counts, Mapping) or set(counts) != {"keep", "swap", "recompute"}:
-            raise FuyouConfigError(f"{where} must have exactly keep, swap and recompute, found {counts!r}")
+            raise FuyouConfigError(f"{where} must have exactly keep, swap and recompute, found {shown(counts)}")
         for fate, count in counts.items():
             _whole(f"{where}.{fate}", count, 0)
         if sum(counts.values()) != layers:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.errors import FuyouConfigError, shown
 from ds_fuyou.planner.hardware import model_shapes
 
 __all__ = ["PUBLISHED_VOCAB", "ModelSpec", "Operator", "gpt", "load_model", "output_names", "published_model"]
@@ -249,7 +249,7 @@ def _number(path: str, config: Mapping[str, Any], what: str, default: int | None
         value = config.get(key)
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-                raise FuyouConfigError(f"--model {path}: {key} must be a positive whole number, found {value!r}")
+                raise FuyouConfigError(f"--model {path}: {key} must be a positive whole number, found {shown(value)}")
             return value
     if default is None:
         raise FuyouConfigError(

@@ -25,9 +25,22 @@ from ds_fuyou.storage.directory import LOCK_NAME, RunDirectory, StateRoot, forei
 from ds_fuyou.storage.probe import NETWORK_FILESYSTEMS, probe_path
 from ds_fuyou.storage.records import Manifest, read_manifest
 
-__all__ = ["StateDirectory", "find_state", "remove_state", "settle_stale", "stale_bytes"]
+__all__ = ["StateDirectory", "find_state", "is_fault", "remove_state", "settle_stale", "stale_bytes"]
 
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OF_WHAT_IS_THERE = frozenset(
+    {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENXIO,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EINVAL,
+        errno.EBADMSG,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,8 @@ def find_state(path: str | Path) -> list[StateDirectory]:
     """The state directories of this user in one nvme_path, by name. Waits while another process creates one.
 
     Raises:
-        FuyouStorageError: the path is missing, no directory or a symbolic link.
+        FuyouStorageError: the path is missing, no directory or a symbolic link; or the device failed, so that nobody
+            can say what is there.
     """
     root = StateRoot.open(Path(path), create=False)
     if root is None:
@@ -150,7 +164,10 @@ def _inspect(root: StateRoot, name: str) -> StateDirectory | None:
         return None
     try:
         fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=root.fd)
-    except OSError:
+    except OSError as error:
+        if is_fault(error):
+            message = "the state directory cannot be opened; check the device"
+            raise FuyouStorageError(error.errno or errno.EIO, message, str(root.path / name)) from error
         return None
     try:
         found = os.fstat(fd)
@@ -196,8 +213,15 @@ def _check_removable(root: StateRoot, path: Path) -> None:
 def _manifest_or_none(fd: int, path: Path) -> Manifest | None:
     try:
         return read_manifest(fd, path)
-    except (OSError, ValueError, KeyError, TypeError):
+    except FuyouStorageError as error:
+        if is_fault(error):
+            raise
         return None
+
+
+def is_fault(error: BaseException) -> bool:
+    """Whether the machine failed. Otherwise what is there is none of ours, another user's, or was altered."""
+    return isinstance(error, OSError) and error.errno not in _OF_WHAT_IS_THERE
 
 
 def _is_locked(run_fd: int) -> bool:

@@ -21,12 +21,12 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ds_fuyou.errors import FuyouChecksumError, FuyouStorageError
+from ds_fuyou.errors import FuyouChecksumError, FuyouStorageError, shown
 from ds_fuyou.storage.layout import Piece, RegionLayout, StoreLayout
 from ds_fuyou.storage.types import PAGE_BYTES, JsonValue, RegionSpec, RunIdentity
 
@@ -39,6 +39,8 @@ __all__ = [
     "ProcessMark",
     "read_manifest",
     "read_record",
+    "typed",
+    "well_formed",
     "write_manifest",
     "write_record",
 ]
@@ -47,6 +49,9 @@ MANIFEST_NAME = "manifest.json"
 COMMIT_NAME = "commit.json"
 CONTENTS_NAME = "contents.json"
 ENGINE_NAME = "engine.json"
+_Value = TypeVar("_Value")
+_LONGEST = 4096  # of a path
+_LATEST = 2**40  # seconds; what the calendar of every platform still has
 _VERSIONS = {COMMIT_NAME: (1, 2)}  # that can be read, the last one is written; 1 of every other name
 _HEADER_BYTES = 160  # at most
 _SPARE_BYTES = 64 << 10
@@ -128,21 +133,85 @@ def read_manifest(dir_fd: int, directory: Path) -> Manifest | None:
     payload = read_record(dir_fd, directory, MANIFEST_NAME)
     if payload is None:
         return None
-    regions = []
-    for entry in payload["regions"]:
-        slots = tuple(tuple(Piece(*piece) for piece in pieces) for pieces in entry["stripes"])
-        regions.append(RegionLayout(RegionSpec(entry["name"], entry["num_bytes"], len(slots)), slots))
-    return Manifest(
-        store_id=payload["store_id"],
-        index=payload["index"],
-        directories=tuple(payload["directories"]),
-        identity=RunIdentity(**payload["identity"]),
-        process=ProcessMark(**payload["process"]),
-        started=payload["started"],
-        keep=payload["keep"],
-        checksum=payload["checksum"],
-        layout=StoreLayout(tuple(regions), tuple(payload["file_bytes"])),
+    with well_formed(directory / MANIFEST_NAME):
+        return _manifest_of(payload)
+
+
+@contextlib.contextmanager
+def well_formed(path: Path) -> Iterator[None]:
+    """Around code that takes values out of a document: a checksum says who wrote it last, not that it makes sense.
+
+    Raises:
+        FuyouStorageError: a value is missing, of another type or out of range.
+    """
+    try:
+        yield
+    except FuyouStorageError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        message = f"{path.name} is not of its format ({type(error).__name__}: {str(error)[:200]})"
+        raise FuyouStorageError(errno.EINVAL, f"{message}; start again from the last checkpoint", str(path)) from error
+
+
+def typed(value: object, kind: type[_Value]) -> _Value:
+    """``value`` if it is of this type itself; a whole number is none between true and false, and is below 2^63."""
+    if type(value) is not kind or (isinstance(value, int) and not -(2**63) <= value < 2**63):
+        raise TypeError(f"{kind.__name__} expected, found {shown(value, 60)}")
+    return value
+
+
+def _manifest_of(payload: Mapping[str, Any]) -> Manifest:
+    directories = tuple(typed(each, str) for each in typed(payload["directories"], list))
+    file_bytes = tuple(typed(each, int) for each in typed(payload["file_bytes"], list))
+    identity, process = typed(payload["identity"], dict), typed(payload["process"], dict)
+    started = float(payload["started"])
+    manifest = Manifest(
+        store_id=typed(payload["store_id"], str),
+        index=typed(payload["index"], int),
+        directories=directories,
+        identity=RunIdentity(
+            typed(identity["model_fingerprint"], str),
+            typed(identity["rank"], int),
+            typed(identity["world_size"], int),
+            typed(identity["run_id"], str),
+        ),
+        process=ProcessMark(
+            typed(process["pid"], int),
+            typed(process["start_ticks"], int),
+            typed(process["boot_id"], str),
+            typed(process["host"], str),
+        ),
+        started=started,
+        keep=typed(payload["keep"], bool),
+        checksum=typed(payload["checksum"], bool),
+        layout=StoreLayout(tuple(_region(each, file_bytes) for each in typed(payload["regions"], list)), file_bytes),
     )
+    if not (0 <= manifest.index < len(directories) == len(file_bytes) and manifest.layout.regions):
+        raise ValueError("one file of states in every directory, and a region, must be there")
+    if len({region.spec.name for region in manifest.layout.regions}) != len(manifest.layout.regions):
+        raise ValueError("two regions have one name")
+    if any("\0" in directory or len(directory) > _LONGEST for directory in directories):
+        raise ValueError("a directory is none")
+    if not 0 <= started < _LATEST or len(manifest.store_id + manifest.identity.model_fingerprint) > _LONGEST // 4:
+        raise ValueError("the time of its start, or what it is called, is none")
+    return manifest
+
+
+def _region(entry: Mapping[str, Any], file_bytes: Sequence[int]) -> RegionLayout:
+    name, num_bytes = typed(entry["name"], str), typed(entry["num_bytes"], int)
+    slots = tuple(tuple(_piece(each, file_bytes) for each in pieces) for pieces in typed(entry["stripes"], list))
+    if any(sum(piece.num_bytes for piece in pieces) != num_bytes for pieces in slots):
+        raise ValueError(f"the pieces of {name} are not its {num_bytes} bytes")
+    return RegionLayout(RegionSpec(name, num_bytes, len(slots)), slots)
+
+
+def _piece(entry: Sequence[Any], file_bytes: Sequence[int]) -> Piece:
+    path, offset, num_bytes = (typed(each, int) for each in typed(entry, list))
+    if not 0 <= path < len(file_bytes) or not 0 <= offset < offset + num_bytes <= file_bytes[path]:
+        raise ValueError(f"a piece lies outside of its file: {entry}")
+    if offset % PAGE_BYTES or num_bytes % PAGE_BYTES:
+        raise ValueError(f"a piece is not cut at pages: {entry}")
+    return Piece(path, offset, num_bytes)
 
 
 def write_record(
@@ -247,7 +316,8 @@ def read_record(dir_fd: int, directory: Path, name: str) -> dict[str, Any] | Non
     except (RecursionError, ValueError) as error:
         message = f"{name} cannot be read as JSON ({type(error).__name__}); start again from the last checkpoint"
         raise FuyouStorageError(errno.EINVAL, message, str(directory / name)) from error
-    return payload
+    with well_formed(directory / name):
+        return typed(payload, dict)
 
 
 def _versions(name: str) -> tuple[int, ...]:

@@ -29,7 +29,16 @@ from ds_fuyou.storage import ending, lifetime
 from ds_fuyou.storage.directory import DATA_NAME, LOCK_NAME
 from ds_fuyou.storage.layout import Piece, SlotChoice, choose_num_slots
 from ds_fuyou.storage.probe import Probe, probe_path
-from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, ENGINE_NAME, MANIFEST_NAME, read_record, write_record
+from ds_fuyou.storage.records import (
+    COMMIT_NAME,
+    CONTENTS_NAME,
+    ENGINE_NAME,
+    MANIFEST_NAME,
+    read_record,
+    typed,
+    well_formed,
+    write_record,
+)
 from ds_fuyou.storage.store_files import CreateOptions, StoreFiles, create_files, open_files
 from ds_fuyou.storage.types import PAGE_BYTES, CommitRecord, Extent, JsonValue, RegionSpec, RunIdentity
 
@@ -486,14 +495,24 @@ def _read_commits(files: StoreFiles) -> list[CommitRecord]:
     payload = read_record(run.fd, run.path, COMMIT_NAME)
     if payload is None:
         return []
-    if payload["store_id"] != files.manifest.store_id:
+    with well_formed(run.path / COMMIT_NAME):
+        store_id = typed(payload["store_id"], str)
+        regions = {region.spec.name: region.spec for region in files.manifest.layout.regions}
+        commits = [_commit_of(entry, regions) for entry in typed(payload.get("entries", [payload]), list)]
+    if store_id != files.manifest.store_id:
         message = f"{COMMIT_NAME} is of another store than the manifest; start again from the last checkpoint"
         raise FuyouChecksumError(errno.EBADMSG, message, str(run.path / COMMIT_NAME))
-    regions = {region.spec.name: region.spec for region in files.manifest.layout.regions}
-    return [
-        CommitRecord(entry["step"], entry["slots"], entry["meta"], _is_intact(entry["slots"], regions))
-        for entry in payload.get("entries", [payload])
-    ]
+    return commits
+
+
+def _commit_of(entry: Mapping[str, Any], regions: Mapping[str, RegionSpec]) -> CommitRecord:
+    step, slots, meta = typed(entry["step"], int), typed(entry["slots"], dict), typed(entry["meta"], dict)
+    for name, slot in slots.items():
+        if not 0 <= typed(slot, int) < (regions[name].num_slots if name in regions else 2):
+            raise ValueError(f"{name[:60]} has no slot {slot}")
+    if step < 0:
+        raise ValueError(f"step {step}")
+    return CommitRecord(step, slots, meta, _is_intact(slots, regions))
 
 
 def _is_intact(slots: Mapping[str, int], regions: Mapping[str, RegionSpec]) -> bool:

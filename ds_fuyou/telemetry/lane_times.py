@@ -9,14 +9,13 @@ where a trace has them, and ``args.bytes`` of a span the bytes it moved.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.errors import FuyouConfigError, shown
 
 __all__ = ["COMPUTE", "STEP", "LaneSum", "Span", "TraceContent", "read_trace", "sum_lanes"]
 
@@ -97,7 +96,7 @@ def read_trace(path: Path) -> TraceContent:
     other = data.get("otherData", {}) if isinstance(data, Mapping) else {}
     try:
         if not isinstance(other, Mapping):
-            raise _Wrong(f"otherData must be an object, found {str(other)[:60]!r}")
+            raise _Wrong(f"otherData must be an object, found {shown(other, 60)}")
         content = _content(events, int(_finite("otherData", "dropped_spans", other.get("dropped_spans", 0))))
         return replace(content, planned=_planned(other.get("planned_secs", {})))
     except _Wrong as wrong:
@@ -112,10 +111,10 @@ def _content(events: Sequence[Any], num_dropped: int) -> TraceContent:
     ranks, names = set(), {}
     for number, event in enumerate(events):
         if not isinstance(event, Mapping) or "ph" not in event:
-            raise _Wrong(f"event {number} must be an object with a ph, found {str(event)[:60]!r}")
+            raise _Wrong(f"event {number} must be an object with a ph, found {shown(event, 60)}")
         for key in ("pid", "tid"):
             if not isinstance(event.get(key, 0), (int, str)):
-                raise _Wrong(f"event {number} must have a number or a name as {key}, found {event[key]!r}")
+                raise _Wrong(f"event {number} must have a number or a name as {key}, found {shown(event[key])}")
         if event["ph"] == "X":
             ranks.add(event.get("pid", 0))
         if event["ph"] == "M" and event.get("name") == "thread_name":
@@ -149,7 +148,7 @@ def _content(events: Sequence[Any], num_dropped: int) -> TraceContent:
 
 def _planned(values: object) -> dict[str, float]:
     if not isinstance(values, Mapping):
-        raise _Wrong(f"otherData.planned_secs must hold seconds by lane, found {str(values)[:60]!r}")
+        raise _Wrong(f"otherData.planned_secs must hold seconds by lane, found {shown(values, 60)}")
     return {str(lane): _finite("otherData.planned_secs", lane, secs) for lane, secs in values.items()}
 
 
@@ -162,9 +161,12 @@ def _number(number: int, event: Mapping[str, Any], key: str) -> float:
     return _finite(f"event {number}", key, event.get(key))
 
 
+_MOST = 1e300  # whole numbers in JSON have no end
+
+
 def _finite(where: str, key: object, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _Wrong(f"{where} must have a number as {key}, found {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_MOST < value < _MOST:
+        raise _Wrong(f"{where} must have a number as {key}, found {shown(value)}")
     return float(value)
 
 

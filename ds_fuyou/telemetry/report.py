@@ -160,8 +160,10 @@ class StepReport:
         self._began, self._logged_at = self._began + secs, self._logged_at + secs
 
     def close(self, rank_state: Any) -> None:
-        """The summary of all steps but the first. Once; nothing when fewer than two were applied."""
-        if self._closed or self._num_steps < 2:
+        """The summary of all steps but the first. Once; nothing when fewer than two were applied, or when the optimizer
+        was closed before, as at the interpreter's end.
+        """
+        if self._closed or self._num_steps < 2 or rank_state.core.pipeline is None:
             return
         self._closed = True
         count = self._num_steps - 1

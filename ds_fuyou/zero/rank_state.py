@@ -138,6 +138,7 @@ class RankState:
             lanes=self.trace,
         )
         self._ended: str | None = None
+        self._is_counted = False
         self._lanes: PipelineLanes | None = None
         if self.trace is not None:
             states, p16 = 4 * (1 + len(kind.moments)), param_dtype.itemsize
@@ -334,6 +335,7 @@ class RankState:
         self.bound_heap()
         if self.store is not None:
             _NUM_BUILT[tuple(self.activation.state_paths)] += 1
+            self._is_counted = True
         if dist.get_rank() == 0:
             logger.debug(
                 "states of %d parameters initialised in %.1f s", self.layout.numel, time.perf_counter() - begin
@@ -465,8 +467,9 @@ class RankState:
     def _leave_values(self) -> None:
         """The model, which is not gathered, holds its parameters: those in host memory there, the others on storage.
 
-        What cannot be read any more is lost; whoever asks for it is told why.
+        What cannot be read any more is lost; whoever asks for it is told why, and the log says it now.
         """
+        lost: list[BaseException] = []
         for param in self._params:
             partition = self._partitions.get(param.ds_id)
             if partition is None:
@@ -482,9 +485,12 @@ class RankState:
                     values = source.location().read(source.io)
                     param.nvme_swapper.hold(param, space.park(f"parameter {self.span(param).name}", values))
             except (FuyouError, OSError) as error:
+                lost.append(error)
                 why = f"their engine failed ({error})"
                 param.nvme_swapper.hold(param, Lost(f"parameter {self.span(param).name}", why))
             self.bound_heap()
+        if lost:
+            logger.warning("values of %d parameters are lost to the model: %s", len(lost), lost[0])
 
     def _rest(self) -> None:
         """Frozen parameters are read by their own space again."""
@@ -493,11 +499,16 @@ class RankState:
                 partition.source.read_by(None)
                 partition.source.space.rest()
 
-    def close(self, why: str = "it was not built") -> None:
-        """Stops everything of this rank and lets its files go; the model keeps its values. Idempotent."""
+    def close(self, why: str = "") -> None:
+        """Stops everything of this rank and lets its files go; the model keeps its values. Idempotent.
+
+        ``why``: nothing for an engine that is not built after all. The next one takes its number.
+        """
         if self._ended is not None:
             return
-        self._ended = f"this engine makes no steps any more: {why}"
+        self._ended = f"this engine makes no steps any more: {why or 'it was not built'}"
+        if self._is_counted and not why:
+            _NUM_BUILT[tuple(self.activation.state_paths)] -= 1
         with ExitStack() as ending:  # from the last line to the first; what fails keeps nothing else from ending
             ending.callback(self._partitions.clear)
             ending.callback(self._rest)

@@ -12,7 +12,7 @@ from typing import Any
 from deepspeed import comm as dist
 
 from ds_fuyou.errors import FuyouError
-from ds_fuyou.storage.cleanup import StateDirectory, find_state
+from ds_fuyou.storage.cleanup import StateDirectory, find_state, is_fault
 from ds_fuyou.storage.lifetime import open_stores
 from ds_fuyou.storage.store import CommitRecord, JsonValue, RegionSpec, RunIdentity, SlotStore
 from ds_fuyou.storage.store_files import read_directory_manifest
@@ -50,6 +50,9 @@ def find_resumable(
     """The latest of them, None if there is none; says why what is there does not serve. A collective.
 
     ``regions`` and ``contents`` are what this run would create.
+
+    Raises:
+        FuyouStorageError: the device failed while it was looked for.
     """
     opened = dict(_opened(paths, identity, regions, contents))
     every = of_every_rank({run_id: _offer_of(store) for run_id, store in opened.items()})
@@ -86,6 +89,8 @@ def _opened(
         try:
             store = _open(state, paths, identity)
         except FuyouError as error:
+            if is_fault(error):
+                raise  # a run that began anew would leave its steps behind because of a disk that may recover
             _tell(state.path, str(error))
             continue
         try:
@@ -115,6 +120,8 @@ def _mismatch(store: SlotStore, regions: Sequence[RegionSpec], contents: Mapping
     try:
         found = store.contents()
     except FuyouError as error:
+        if is_fault(error):
+            raise
         return str(error)
     if found != contents and {**found, "engine": contents["engine"]} == contents:
         return _OTHER_ENGINE

@@ -61,6 +61,15 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     hp_access: HpAccess
     _monitor: StepMonitor | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().__init__(*args, **kwargs)
+        except BaseException:
+            self.undo_build()
+            raise
+
+    __init__.__wrapped__ = DeepSpeedZeroOptimizer_Stage3.__init__  # type: ignore[attr-defined]  # compat.py looks at it
+
     # ---- memory: none of stock's model-sized buffers -------------------------------------------------------
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
@@ -443,6 +452,20 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         for ds_id in self._owned_ids():
             if owners.get(ds_id) is self:
                 del owners[ds_id]
+
+    def undo_build(self) -> None:
+        """What came behind our part has failed: the script gets no engine that it could destroy."""
+        state = self.__dict__.get("rank_state")
+        if state is None or state.has_ended:
+            return
+        for name in ("_grad_acc_hooks", "_leaf_module_hooks"):
+            for hook in self.__dict__.get(name, ()):
+                hook.remove()
+        self.parameter_offload.destroy()
+        self._disown()
+        self.run_plan.close()
+        self._token_count.remove()
+        state.close()
 
     def lose_parameters(self) -> None:
         """Another training engine takes them: this one makes no further steps."""

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ds_fuyou.errors import FuyouMemoryError
+from ds_fuyou.host.memory import HostPool, aligned_tensor
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
 
 GIB = 1 << 30
@@ -56,6 +59,12 @@ def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
     tree(tmp_path, 8 * GIB, "0::/\n")
     group(tmp_path / "sys/fs/cgroup", V2, str(GIB), 2 * GIB, 0)
     assert available_host_bytes(tmp_path) == 0
+
+
+@pytest.mark.parametrize("make", [aligned_tensor, HostPool])
+def test_memory_that_the_system_refuses_is_named_in_bytes(make: Callable[[int], object]) -> None:
+    with pytest.raises(FuyouMemoryError, match=rf"{1 << 60} bytes of host memory .* fuyou.dram_budget_bytes"):
+        make(1 << 60)
 
 
 def test_this_machine() -> None:

@@ -20,6 +20,7 @@ from ds_fuyou.log import get_logger
 from ds_fuyou.storage import cleanup
 from ds_fuyou.storage.cleanup import StateDirectory, find_state, remove_state, settle_stale, stale_bytes
 from ds_fuyou.storage.probe import probe_path
+from ds_fuyou.storage.records import MANIFEST_NAME, read_record, write_record
 from ds_fuyou.storage.store import RegionSpec, SlotStore
 from tests.unit.storage_support import PAGE, all_files, identity
 
@@ -257,3 +258,43 @@ def test_an_empty_directory_of_a_start_that_was_killed_is_removed(tmp_path: Path
         (state,) = [state for state in find_state(tmp_path) if state.path == made]
         remove_state(state)
         assert not made.exists()
+
+
+@pytest.mark.parametrize("name", ["run directory", "manifest.json"])
+def test_what_the_device_keeps_from_being_read_is_no_absence(
+    name: str, dead: StateDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on from state files must not begin anew because a disk failed for a moment."""
+    broken = dead.path.name if name == "run directory" else name
+    opened = os.open
+
+    def fails(path: str, *rest: int, **named: int) -> int:
+        if path == broken:
+            raise OSError(errno.EIO, "the disk")
+        return opened(path, *rest, **named)
+
+    monkeypatch.setattr(os, "open", fails)
+    with pytest.raises(FuyouStorageError, match="Input/output error") as told:
+        find_state(dead.path.parent.parent)
+    assert told.value.filename == str(dead.path if name == "run directory" else dead.path / name)
+    settle_stale([dead.path.parent.parent], get_logger())  # a run that only begins goes on
+
+
+def test_a_manifest_with_a_right_checksum_that_makes_no_sense_is_an_error_of_the_file(dead: StateDirectory) -> None:
+    fd = os.open(dead.path, os.O_RDONLY)
+    payload = read_record(fd, dead.path, MANIFEST_NAME)
+    assert payload is not None
+    piece = payload["regions"][0]["stripes"][0][0]
+    wrong: dict[str, object] = {
+        "regions": [{**payload["regions"][0], "stripes": [[[0, piece[1] + 2**40, piece[2]]]]}],
+        "index": 3,
+        "identity": {**payload["identity"], "rank": "0"},
+        "started": 1e300,
+        "keep": None,
+        "file_bytes": [10**39],
+    }
+    for key, value in wrong.items():
+        write_record(fd, dead.path, MANIFEST_NAME, {**payload, key: value})  # type: ignore[dict-item]
+        with pytest.raises(FuyouStorageError, match=r"manifest.json is not of its format \(\w+: .*Invalid argument"):
+            SlotStore.open([dead.path], identity())
+    os.close(fd)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank's state files hold, taken out of their description and commit record, every value looked at."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_fuyou.optimizer.placement import state_region
+from ds_fuyou.storage.records import typed
+from ds_fuyou.storage.types import CommitRecord, RegionSpec
+
+__all__ = ["Contents", "optimizer_step_of", "state_sums_of"]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """``params``: (name, shape of the whole, sub-group, begin, end) of this rank's part; ``chunks``: (sub-group, begin,
+    end)."""
+
+    params: list[tuple[str, list[int], int, int, int]]
+    chunks: list[tuple[int, int, int]]
+
+    @classmethod
+    def parse(cls, contents: Mapping[str, Any], regions: Mapping[str, RegionSpec]) -> Contents:
+        """Raises what :func:`ds_fuyou.storage.records.well_formed` turns into an error of the file."""
+        found = cls(
+            [_param(entry) for entry in typed(contents["params"], list)],
+            [_chunk(entry) for entry in typed(contents["chunks"], list)],
+        )
+        if not found.params or not found.chunks:
+            raise ValueError("no parameter, or no chunk")
+        if len({name for name, *_ in found.params}) != len(found.params):
+            raise ValueError("two parameters have one name")
+        for index, (_, begin, end) in enumerate(found.chunks):
+            region = regions.get(state_region(index))
+            if region is not None and region.num_bytes < 4 * (end - begin):
+                raise ValueError(f"chunk {index} has {end - begin} elements, and {region.num_bytes} bytes for them")
+        for name, _, sub_group, begin, end in found.params:
+            held = sum(max(0, min(end, e) - max(begin, b)) for group, b, e in found.chunks if group == sub_group)
+            if held != end - begin:
+                raise ValueError(f"{held} elements of {name[:60]} lie in chunks, not {end - begin}")
+        return found
+
+
+def _param(entry: Any) -> tuple[str, list[int], int, int, int]:
+    name, shape, sub_group, begin, end = typed(entry, list)
+    sizes = [typed(size, int) for size in typed(shape, list)]
+    if len(sizes) > 64 or any(size < 0 for size in sizes) or math.prod(sizes) >= 2**60:
+        raise ValueError(f"{str(name)[:60]} has shape {sizes[:8]}")
+    return (typed(name, str), sizes, *_range(sub_group, begin, end))
+
+
+def _chunk(entry: Any) -> tuple[int, int, int]:
+    return _range(*typed(entry, list))
+
+
+def _range(sub_group: Any, begin: Any, end: Any) -> tuple[int, int, int]:
+    found = typed(sub_group, int), typed(begin, int), typed(end, int)
+    if not (found[0] >= 0 and 0 <= found[1] <= found[2]):
+        raise ValueError(f"{found} is no part of a sub-group")
+    return found
+
+
+def optimizer_step_of(commit: CommitRecord) -> int:
+    return typed(commit.meta["optimizer_step"], int)
+
+
+def state_sums_of(commit: CommitRecord, num_chunks: int) -> list[tuple[int, int]] | None:
+    """Checksums of every chunk's P32 and moments, see :class:`ds_fuyou.optimizer.commit.Committer`; None if none were
+    made."""
+    written = typed(commit.meta["state_sums"], str)
+    if not written:
+        return None
+    try:
+        numbers = struct.unpack(f"<{2 * num_chunks}Q", bytes.fromhex(written))
+    except struct.error as error:
+        raise ValueError(f"checksums of {num_chunks} chunks: {error}") from error
+    return list(zip(numbers[::2], numbers[1::2], strict=True))

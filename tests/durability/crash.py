@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kills for hours (``make crash``): ``python -m tests.durability.crash [--minutes M] [--seed S] [--store N] ...``.
+
+Engine runs of 1, 2 and 4 ranks are killed, all ranks, some, or the launcher, once to three times: while they begin,
+train, save, load, go on in place, or end; and so is what takes weights out. Then a run goes on to the last step, and
+what it leaves after every step must be, to the bit, what an undisturbed one leaves. Crashes of the store alone come
+first (store_crashes.py). Status 1 if anything is not as promised; its files stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.durability.runs import kill_some, launch, run_to_end, steps_in, wait_for_step
+from tests.durability.store_crashes import sweep as store_sweep
+from tests.durability.test_resume import ALL_STORED, differences
+from tests.harness.forked import finish, start
+from tests.harness.ports import remove_shared_buffers
+from tests.harness.runner import HERE, environment
+
+STEPS = 6
+BEGINS_SECS = 2.5
+NUM_RANKS = {1: 6, 2: 3, 4: 1}  # with these weights
+KINDS: dict[str, dict[str, Any]] = {
+    "states": {"config": {"gradient_clipping": 0.5}},
+    "everything": {"config": {"gradient_accumulation_steps": 2}, "block": ALL_STORED},
+}
+RECOVER = """
+import sys
+from pathlib import Path
+from ds_fuyou.checkpoint.recovery import recover_weights
+recover_weights([Path(path) for path in sys.argv[2:]], Path(sys.argv[1]))
+"""
+
+
+@dataclass
+class Life:
+    """One run from its beginning to its end, over several processes. ``kills``: phase and how many steps were lost."""
+
+    root: Path
+    world_size: int
+    kind: str
+    chance: random.Random
+    launches: int = 0
+    logs: list[Path] = field(default_factory=list)
+    kills: list[tuple[str, int | None]] = field(default_factory=list)
+
+    @property
+    def case(self) -> dict[str, Any]:
+        given = KINDS[self.kind]
+        block = {**given.get("block", {}), "resume": "auto"}
+        return {"steps": STEPS, "out": str(self.root / "out"), "generators": "none", **given, "block": block}
+
+    @property
+    def returned(self) -> int:
+        return steps_in(self.logs)
+
+    def launch(self, case: dict[str, Any]) -> tuple[Sequence[Any], list[Path]]:
+        self.launches += 1
+        processes, logs = launch(self.root / "state", case, self.world_size, f"log{self.launches}.")
+        self.logs += logs
+        return processes, logs
+
+    # ---- phases: each kills once ---------------------------------------------------------------------------
+
+    def beginning(self) -> None:
+        processes, _ = self.launch(self.case)
+        time.sleep(self.chance.random() * BEGINS_SECS)
+        self._kill(processes)
+
+    def training(self) -> None:
+        processes, logs = self.launch(self.case)
+        kill_some(self.chance, processes, logs, min(self.returned + self.chance.randint(1, 2), STEPS))
+
+    def saving(self) -> None:
+        processes, logs = self.launch({**self.case, "save": str(self.root / "checkpoint")})
+        wait_for_step(min(self.returned + 1, STEPS), processes, logs)
+        time.sleep(self.chance.random() * 0.15)
+        self._kill(processes)
+
+    def ending(self) -> None:
+        processes, logs = self.launch(self.case)
+        wait_for_step(STEPS, processes, logs)
+        time.sleep(self.chance.random() * 0.1)
+        self._kill(processes)
+
+    def loading(self) -> None:
+        """Needs a checkpoint; made by an undisturbed run. All ranks go: those that live on would be killed anyway."""
+        processes, _ = self.launch(
+            {**self.case, "load": str(self.root.parent / f"{self.kind}{self.world_size}" / "checkpoint")}
+        )
+        time.sleep(BEGINS_SECS * (0.3 + self.chance.random()))
+        finish(processes, 0.0)
+
+    def recovering(self) -> None:
+        """A run is killed, then what takes its weights out, and that is done again."""
+        self.training()
+        directories = sorted((self.root / "state").glob("ds_fuyou/*-rank*"))
+        if len(directories) < self.world_size:
+            return
+        out, script = self.root / "weights.pt", self.root / "recover.py"
+        script.write_text(RECOVER)
+        for again in (False, True):
+            arguments = [out, *directories]
+            process = start(script, [str(each) for each in arguments], environment(0, 1, 0), self.root / "recovered")
+            if again:
+                finish([process], 60)
+            else:
+                time.sleep(self.chance.random() * 0.25)
+                finish([process], 0.0)
+        if out.exists():
+            torch.load(out)
+
+    def launcher(self) -> None:
+        """As torchrun starts ranks: it goes first, they soon after."""
+        self.launches += 1
+        state, log = self.root / "state", self.root / f"launcher{self.launches}"
+        state.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={self.world_size}"]
+        command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+        command += [HERE / "killed_ranks.py", state, json.dumps(self.case)]
+        inherited = {
+            name: value
+            for name, value in environment(0, self.world_size, 0).items()
+            if name not in ("RANK", "WORLD_SIZE")
+        }
+        with open(log, "wb") as output:
+            process = subprocess.Popen(command, env=inherited, stdout=output, stderr=output, start_new_session=True)
+        self.logs.append(log)
+        wanted, end = self.returned + self.chance.randint(1, 2), time.monotonic() + 60
+        while steps_in([log]) < wanted and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.02)
+        ranks = _children(process.pid)
+        process.kill()
+        process.wait()
+        time.sleep(self.chance.random() * 0.3)
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        while any(Path(f"/proc/{pid}").exists() and not _is_zombie(pid) for pid in ranks):
+            time.sleep(0.01)
+
+    def _kill(self, processes: Sequence[Any]) -> None:
+        chosen = self.chance.sample(range(len(processes)), self.chance.randint(1, len(processes)))
+        for rank in chosen:
+            processes[rank].kill()
+        finish(processes, self.chance.random() * 0.5)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+PHASES: dict[str, Callable[[Life], None]] = {
+    "beginning": Life.beginning,
+    "training": Life.training,
+    "saving": Life.saving,
+    "ending": Life.ending,
+    "loading": Life.loading,
+    "recovering": Life.recovering,
+    "launcher": Life.launcher,
+}
+WEIGHTS = {"beginning": 3, "training": 5, "saving": 3, "ending": 2, "loading": 1, "recovering": 2, "launcher": 1}
+
+
+def resumed_from(logs: Sequence[Path]) -> int:
+    """Of the last launch, by what rank 0 says; 0 if it began from its beginning, -1 if it did not come so far."""
+    said = logs[0].read_text(errors="replace")
+    found = re.search(r"going on from step (\d+), in place", said)
+    return int(found[1]) if found else 0 if "starts from its beginning" in said else -1
+
+
+def live(life: Life, reference: Path) -> str:
+    """Some kills, then to the end. Returns what is not as promised."""
+    (life.root / "out").mkdir(parents=True)
+    may_begin_anew = False
+    for _ in range(life.chance.randint(1, 3)):
+        phase = life.chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        before = life.returned
+        PHASES[phase](life)
+        life.kills.append((phase, None))
+        # Nothing is promised while a checkpoint is loaded, and a clean end takes the files with it.
+        may_begin_anew |= phase == "loading" or life.returned == STEPS
+        remove_shared_buffers()
+        if before > STEPS:
+            break
+    returned = life.returned
+    shutil.rmtree(life.root / "out")
+    (life.root / "out").mkdir()
+    try:
+        run_to_end(life.root / "state", life.case, life.world_size, "last.")
+    except AssertionError as error:
+        return f"the last run failed: {str(error)[-1500:]}"
+    begun = resumed_from([life.root / "state" / "last.0"])
+    life.kills[-1] = (life.kills[-1][0], returned - begun)
+    if begun < returned - 1 and not may_begin_anew:
+        return f"{returned} steps had returned, the last run began after {begun}"
+    for file in sorted((life.root / "out").iterdir(), key=lambda file: int(file.name)):
+        expected = torch.load(reference / file.name, weights_only=False)
+        found = torch.load(file, weights_only=False)
+        for each in (expected, found):
+            each.pop("losses")  # a run that begins anew has them all, as one that loads has none
+        wrong = differences(expected, found)
+        if wrong:
+            return f"after step {file.name} of a run that went on after {begun}: {wrong[:3]} differ"
+    # What runs left that were killed before their first step is not this one's to remove.
+    used = re.search(r"in place, in (\S+)", (life.root / "state" / "last.0").read_text(errors="replace"))
+    if used and Path(used[1]).exists():
+        return f"after the clean end {used[1]} stays"
+    return _of_checkpoint(life.root / "checkpoint", reference / "checkpoint")
+
+
+def _of_checkpoint(found: Path, expected: Path) -> str:
+    """What was being saved is there as a whole, or not at all."""
+    latest = found / "latest"
+    if not latest.exists():
+        return ""
+    tag = latest.read_text()
+    names = sorted(file.name for file in (found / tag).iterdir())
+    wanted = sorted(file.name for file in (expected / (expected / "latest").read_text()).iterdir())
+    if names != wanted:
+        return f"the checkpoint {tag} has {names}, not {wanted}"
+    for name in names:
+        if name.endswith(".pt"):
+            torch.load(found / tag / name, weights_only=False)
+    return ""
+
+
+class References:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def of(self, kind: str, world_size: int) -> Path:
+        path = self._root / f"{kind}{world_size}"
+        if not path.exists():
+            case = {
+                "steps": STEPS,
+                "out": str(path),
+                "generators": "none",
+                **KINDS[kind],
+                "save": str(path / "checkpoint"),
+            }
+            run_to_end(path, case, world_size)
+        return path
+
+
+def table(
+    made: dict[str, int],
+    kills: Counter[tuple[str, int]],
+    lost: Counter[int | None],
+    runs: int,
+    args: Any,
+    wrong: list[str],
+) -> str:
+    sizes = sorted(NUM_RANKS)
+    lines = [
+        "# Kills and power cuts",
+        "",
+        f"`make crash`, seed {args.seed}: {args.minutes:g} minutes of engine runs, Linux {platform.release()}, "
+        f"{os.cpu_count()} cores, torch {torch.__version__}.",
+        "Each run was killed once to three times, then ended in peace; what it left after every step was "
+        "compared, to the",
+        "bit, with what an undisturbed run left.",
+        "",
+        "| the store alone | cases |",
+        "|---|---:|",
+        *(f"| {what} | {number:,} |" for what, number in made.items()),
+        "",
+        f"| {runs} engine runs: killed while | "
+        + " | ".join(f"{size} rank{'s' * (size > 1)}" for size in sizes)
+        + " |",
+        "|---" + "|---:" * len(sizes) + "|",
+        *(f"| {phase} | " + " | ".join(f"{kills[phase, size]:,}" for size in sizes) + " |" for phase in PHASES),
+        "| all | " + " | ".join(f"{sum(n for (_, s), n in kills.items() if s == size):,}" for size in sizes) + " |",
+        "",
+        "Steps that had returned and were made again, where a step's return was seen last before a kill: "
+        + ", ".join(f"{steps}: {number}" for steps, number in sorted(lost.items()) if steps is not None)
+        + ". (-1: the record was written before the return was seen. More than 1: a checkpoint was being loaded, or "
+        "the run had ended.)",
+        "",
+        f"Not as promised: {len(wrong)}.",
+        *(f"* {what}" for what in wrong[:20]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0, help="for engine runs")
+    parser.add_argument("--store", type=int, default=100_000, help="cases of the store alone, a fiftieth of them kills")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--path", type=Path, help="where; default: the temporary directory")
+    parser.add_argument("--table", type=Path)
+    args = parser.parse_args()
+    made, wrong = store_sweep(args.seed, args.store // 50, args.store - args.store // 50)
+    sys.stdout.write(f"the store alone: {made}, wrong: {wrong}\n")
+    kills: Counter[tuple[str, int]] = Counter()
+    lost: Counter[int | None] = Counter()
+    end, runs = time.monotonic() + 60 * args.minutes, 0
+    root = Path(tempfile.mkdtemp(prefix="fuyou-crash-", dir=args.path))
+    references = References(root)
+    while time.monotonic() < end:
+        chance = random.Random(args.seed + runs)
+        world_size = chance.choices(list(NUM_RANKS), list(NUM_RANKS.values()))[0]
+        kind = chance.choice(list(KINDS))
+        reference = references.of(kind, world_size)
+        life = Life(root / f"run{runs}", world_size, kind, chance)
+        found = live(life, reference)
+        runs += 1
+        kills.update((phase, world_size) for phase, _ in life.kills)
+        lost[life.kills[-1][1]] += 1
+        sys.stdout.write(f"{life.root.name}: {world_size} ranks, {kind}, {life.kills}: {found or 'equal'}\n")
+        sys.stdout.flush()
+        if found:
+            wrong.append(
+                f"{life.root.name} ({world_size} ranks, {kind}, {[phase for phase, _ in life.kills]}): {found}"
+            )
+        else:
+            shutil.rmtree(life.root)
+        if args.table is not None:
+            args.table.write_text(table(made, kills, lost, runs, args, wrong), encoding="utf-8")
+    sys.stdout.write(table(made, kills, lost, runs, args, wrong))
+    if not wrong:
+        shutil.rmtree(root)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

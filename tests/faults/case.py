@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs with one fault each, many in one process: ``case.py ORDERS``, a JSON object, with preload.c preloaded.
+
+A run trains a few steps with everything on storage, from its beginning or from what another one left, and ends. The
+fault strikes its operation number n. A run that ends with an exception is started again, without a fault; it goes on in
+place and must end as if nothing had happened.
+
+``path``: where; emptied for every run. ``engines``, ``starts`` (fresh, resumed), ``effects``; ``late_secs``. ``first``:
+the first n; or ``numbers``: these alone; or ``sample`` and ``seed``: so many at random of each combination. Prints one
+JSON object a run, see :class:`Outcome`; before it, ``{"begin": n}``: a process that says no more then hangs, or has
+crashed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import errno
+import gc
+import io
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import debug
+
+import tests.harness.preloaded  # noqa: F401  (first: the kind of CPU is found out once)
+from ds_fuyou.errors import FuyouError
+from ds_fuyou.log import get_logger
+from ds_fuyou.storage import ending, lifetime
+from ds_fuyou.storage.records import ProcessMark
+from ds_fuyou.zero import rank_state
+from tests.harness.killed_ranks import MODEL, build
+from tests.harness.models import make_batch
+
+STEPS, STEPS_BEFORE = 3, 2
+ERROR = 1
+EFFECTS = {
+    "EIO": (ERROR, errno.EIO),
+    "ENOSPC": (ERROR, errno.ENOSPC),
+    "short": (2, 0),
+    "zero": (3, 0),
+    "late": (4, 0),
+    "memory": (5, errno.ENOMEM),
+}
+NVME = {"tier": "nvme"}
+
+
+@dataclass
+class Outcome:
+    """``struck``: the operation, its name, offset, bytes and file; empty if the run had no operation n. ``end``:
+    "equal", "told" (an exception), "logged" (equal, and a line of the log names the failure), "unheard" (equal, and
+    nobody was told of an error). ``wrong``: what is not as promised."""
+
+    engine: str
+    start: str
+    effect: str
+    number: int
+    struck: str = ""
+    end: str = ""
+    said: str = ""
+    step: int = 0
+    steps_after: int = 0
+    resumed_from: int = -1
+    wrong: str = ""
+
+
+class Faults:
+    """The preloaded library."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(None)
+        self._library.faults_hit.restype = ctypes.c_char_p
+        self._library.faults_arm.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_double]
+        self._library.faults_seen.restype = ctypes.c_long
+        self._library.faults_watch(os.fsencode(path))
+
+    def arm(self, number: int, effect: str = "late", late_secs: float = 0.0) -> None:
+        self._library.faults_arm(number, *EFFECTS[effect], late_secs)
+
+    @property
+    def hit(self) -> str:
+        return os.fsdecode(self._library.faults_hit())
+
+    def seen(self, effect: str) -> int:
+        """Operations that can be struck so."""
+        return int(self._library.faults_seen(EFFECTS[effect][0]))
+
+
+def of_a_process_that_has_ended() -> ProcessMark:
+    """What the runs of this process leave is taken for what an earlier process left."""
+    return dataclasses.replace(_mark_of_this_process(), start_ticks=1)
+
+
+_mark_of_this_process = ProcessMark.of_this_process
+
+
+class Run:
+    """One run in ``path`` until its end; ``last`` has what it left."""
+
+    def __init__(self, path: Path, io_engine: str, faults: Faults) -> None:
+        block = {"io": {"engine": io_engine}, "parameters": NVME, "gradients": NVME, "resume": "auto"}
+        config = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+        self.case = {"block": block, "config": config, "num_layers": 1}
+        self.path, self.faults = path, faults
+        self.step = self.begun_at = self.struck_in = 0
+        self.engine: Any = None
+        self.last: dict[str, Any] = {}
+        rank_state._NUM_BUILT.clear()
+
+    def train(self, steps: int = STEPS, *, dies: bool = False) -> None:
+        self.engine = engine = build(str(self.path), self.case, 0)
+        self.step = self.begun_at = engine.global_steps
+        self._note_struck()
+        client = engine.fuyou_client_state or {"losses": []}
+        for step in range(engine.global_steps, steps):
+            for micro in range(2):
+                loss = engine(**make_batch(MODEL, 2 * step + micro, 0)) * (1.0 + float(torch.rand(())))
+                engine.backward(loss)
+                client["losses"].append(float(loss.detach()))
+                engine.fuyou_client_state = client
+                engine.step()
+            self.step = step + 1
+            self._note_struck()
+        self.last = left(engine, client["losses"])
+        if dies:
+            engine.optimizer.rank_state.core.store.keep_because("it is to be gone on from")
+        self.end()
+
+    def _note_struck(self) -> None:
+        if self.faults.hit and not self.struck_in:
+            self.struck_in = self.step
+
+    def end(self) -> None:
+        if self.engine is not None:
+            self.engine.destroy()
+            self.engine = None
+        debug.module_names.clear()  # stock holds every model that was built
+        debug.param_names.clear()
+        gc.collect()
+
+
+def left(engine: Any, losses: list[float]) -> dict[str, Any]:
+    """Losses, states and 16-bit parameters."""
+    core = engine.optimizer.rank_state.core
+    found: dict[str, Any] = {"losses": losses, "applied": core.generation}
+    for chunk, parts in core.states.read_all(range(len(core.layout.chunks))):
+        found |= {f"chunk {chunk.index} part {number}": part.clone() for number, part in enumerate(parts)}
+    return found | dict(engine._zero3_consolidated_16bit_state_dict())
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """The first thing that differs."""
+    if one.keys() != other.keys():
+        return "other things are left"
+    for name, value in one.items():
+        equal = torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
+        if not equal:
+            return f"{name} differs"
+    return ""
+
+
+def lacks(said: str, struck: str, effect: str) -> str:
+    """What a message does not name, empty if it names everything."""
+    if effect == "memory":
+        return "" if "bytes of host memory" in said else "the memory is not named"
+    file = Path(struck.split(" ", 3)[-1].removesuffix(" (deleted)")) if struck else Path("?")
+    if not any(str(each) in said for each in (file, *file.parents[:2])):
+        return "the file is not named"
+    kind, number = EFFECTS[effect]
+    if kind == ERROR and os.strerror(number) not in said:
+        return "the error is not named"
+    is_transfer = struck.partition(" ")[0].endswith(("read", "write"))
+    return "the offset is not named" if is_transfer and file.name == "data" and "at byte" not in said else ""
+
+
+class Sweep:
+    """All runs with one I/O engine that begin in one way."""
+
+    def __init__(self, path: Path, io_engine: str, start: str, late_secs: float) -> None:
+        self.path, self.io_engine, self.start, self.late_secs = path, io_engine, start, late_secs
+        self.state, self.kept = path / "state", path / "kept"
+        self.faults = Faults(self.state)
+        self.said = io.StringIO()
+        get_logger().addHandler(logging.StreamHandler(self.said))
+        self.faults.arm(-1)
+        shutil.rmtree(self.kept, ignore_errors=True)
+        if start == "resumed":
+            self._empty()
+            Run(self.state, io_engine, self.faults).train(STEPS_BEFORE, dies=True)
+            shutil.copytree(self.state, self.kept)
+        for _ in range(2):  # the first one measures storage, and keeps what it found for all that follow
+            self._empty()
+            self.faults.arm(-1)
+            run = Run(self.state, self.io_engine, self.faults)
+            run.train()
+        self.expected, self.begins_at = run.last, run.begun_at
+        if self.begins_at != (STEPS_BEFORE if start == "resumed" else 0):
+            raise RuntimeError(f"the undisturbed run began after step {self.begins_at}: {self.said.getvalue()}")
+        self.num_operations = {effect: self.faults.seen(effect) for effect in EFFECTS}
+        gc.collect()
+        gc.freeze()  # what has been imported need not be looked at after every run
+
+    def _empty(self) -> None:
+        shutil.rmtree(self.state, ignore_errors=True)
+        if self.kept.exists():
+            shutil.copytree(self.kept, self.state)
+        else:
+            self.state.mkdir(parents=True)
+        self.said.seek(0)
+        self.said.truncate()
+
+    def strike(self, effect: str, number: int) -> Outcome:
+        self._empty()
+        self.faults.arm(number, effect, self.late_secs)
+        run = Run(self.state, self.io_engine, self.faults)
+        outcome = Outcome(self.io_engine, self.start, effect, number)
+        try:
+            run.train()
+        except Exception as error:
+            self._told(run, error, outcome)
+        else:
+            outcome.struck = self.faults.hit
+            self._finished(run, outcome)
+        self.faults.arm(-1)
+        if outcome.wrong:
+            sys.stderr.write(f"-- {outcome}\n{self.said.getvalue()}")
+        outcome.struck = re.sub(r"\w+-\w+-\w+-\w+-\w+(?=-rank)", "RUN", outcome.struck.replace(f"{self.state}/", ""))
+        return outcome
+
+    def _finished(self, run: Run, outcome: Outcome) -> None:
+        outcome.end, outcome.step = "equal", STEPS
+        outcome.wrong = same(self.expected, run.last)
+        failures = [line for line in self.said.getvalue().splitlines() if "failed" in line or "cannot" in line]
+        if failures:
+            outcome.end, outcome.said = "logged", " | ".join(failures)[:600]
+            outcome.wrong = outcome.wrong or lacks(outcome.said, outcome.struck, outcome.effect)
+        elif EFFECTS[outcome.effect][0] == ERROR and outcome.struck:
+            outcome.end = "unheard"
+
+    def _told(self, run: Run, error: Exception, outcome: Outcome) -> None:
+        """The script met an exception: what a user would do then is start it again."""
+        outcome.struck = self.faults.hit
+        outcome.end, outcome.said, outcome.step = "told", f"{type(error).__name__}: {error}"[:600], run.step
+        outcome.steps_after = run.step - run.struck_in if run.struck_in else 0
+        if not outcome.struck:
+            outcome.wrong = "an exception without a fault"
+        elif outcome.effect == "late" or (outcome.effect == "short" and outcome.struck.endswith("/data")):
+            outcome.wrong = "what is harmless ended the run"
+        elif outcome.steps_after > 0:
+            outcome.wrong = f"struck in step {run.struck_in}, told after step {run.step}"
+        elif not isinstance(error, FuyouError):
+            outcome.wrong = f"{type(error).__name__} is none of the package's exceptions"
+        else:
+            outcome.wrong = lacks(outcome.said, outcome.struck, outcome.effect)
+        try:
+            lifetime.shutdown()  # as Python ends while an exception is on its way out
+            run.end()
+        except Exception as another:
+            outcome.wrong = outcome.wrong or f"destroy() raised {another!r}"
+        ending._ending.because = ""
+        self.faults.arm(-1)
+        error.__traceback__ = None
+        self._resume(run, outcome)
+
+    def _resume(self, run: Run, outcome: Outcome) -> None:
+        again = Run(run.path, self.io_engine, self.faults)
+        try:
+            again.train()
+        except Exception as error:
+            outcome.wrong = outcome.wrong or f"the next run ended with {error!r}"
+            again.end()
+            return
+        outcome.resumed_from = again.begun_at
+        wrong = same(self.expected, again.last)
+        least = max(run.step - 1, self.begins_at)
+        if wrong:
+            outcome.wrong = outcome.wrong or f"after the next run {wrong}"
+        if again.begun_at < least:
+            outcome.wrong = outcome.wrong or f"{run.step} steps returned, the next run began after {again.begun_at}"
+        stays = [str(file) for file in run.path.glob("ds_fuyou/*")]
+        if stays:
+            outcome.wrong = outcome.wrong or f"after the next run {stays} stay"
+
+
+def say(what: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+def main(orders: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    ProcessMark.of_this_process = staticmethod(of_a_process_that_has_ended)
+    deepspeed.init_distributed("gloo")
+    chance = random.Random(orders.get("seed"))
+    for io_engine in orders["engines"]:
+        for start in orders["starts"]:
+            sweep = Sweep(Path(orders["path"]), io_engine, start, orders["late_secs"])
+            for effect in orders["effects"]:
+                numbers: Any = range(orders.get("first", 0), sweep.num_operations[effect])
+                if "numbers" in orders:
+                    numbers = orders["numbers"]
+                elif "sample" in orders:
+                    numbers = sorted(chance.sample(numbers, orders["sample"]))
+                for number in numbers:
+                    say({"begin": number})
+                    say(dataclasses.asdict(sweep.strike(effect, number)))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
