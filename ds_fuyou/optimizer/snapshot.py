@@ -97,7 +97,7 @@ class Snapshot:
         core = self._core
         chunk, slot = core.layout.chunks[index], core.slot_on_storage(index, slot)
         if address:
-            return _Taken(chunk, self._lent[address], slot, is_lent=True)
+            return _Taken(chunk, self._lent[address][: core.states.num_bytes(chunk)], slot, is_lent=True)
         resident = core.place.state(index)
         if resident is not None:
             copy = aligned_tensor(len(resident)).copy_(resident)

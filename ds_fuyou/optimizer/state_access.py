@@ -104,7 +104,7 @@ class StateAccess:
         return prefix(self._core.place.state_extents(chunk.index, slot), num_parts * _part_bytes(chunk))
 
     def parts(self, chunk: Chunk, state: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a state block."""
+        """Views of a state block, ``state``, or of its first parts: no byte more."""
         return [part.view(torch.float32)[: chunk.numel] for part in state.split(_part_bytes(chunk))]
 
     def write(self, index: int, parts: Sequence[torch.Tensor], params: torch.Tensor | None = None) -> None:

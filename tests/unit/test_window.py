@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -132,6 +133,8 @@ def test_a_failure_after_the_last_call_is_told(core: OutOfCoreOptimizer, told: C
     core.policy = ClipPolicy("defer", possible=True)  # nothing is written before the step
     arrive(core, B, A)
     core.close_window()
+    while core.io.engine.num_in_flight:  # gradients on their way to storage
+        time.sleep(0.01)
     core.io.engine.add_fault(module.IoKind.WRITE, module.IoFaultEffect.ERROR, count=1 << 40)
     core.apply(HYPERS, 1.0, expected_multiplier=1.0)
     with pytest.raises(RuntimeError, match="has failed"):
