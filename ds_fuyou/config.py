@@ -344,7 +344,7 @@ class FuyouConfig(_Settings):
         "report",
         description="What a start does with state files that dead runs left in `nvme_path`, and that it does not go on "
         "from: name them, or remove those of the same user, model and ranks that no process uses and `keep_state` did "
-        "not keep. With `resume`, none is removed by a run that found nothing to go on from.",
+        "not keep. With `resume: auto` none is removed: another engine, or another start, may go on from it.",
     )
     random_states: Literal["torch", "all"] = Field(
         "torch",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.memory import aligned_tensor
 from ds_fuyou.host.waiting import SLICE_SECS
 from ds_fuyou.optimizer.layout import Chunk
@@ -54,11 +55,16 @@ class Snapshot:
         chunks = core.layout.chunks
         # As gradients come, so that updates find most of what they would overwrite copied.
         order = sorted(chunks, key=lambda chunk: chunk.position, reverse=True)
-        self._pipeline.keep_states([chunk.index for chunk in order])
         size = max(core.states.num_bytes(chunk) for chunk in chunks)
         self._lent = {memory.data_ptr(): memory for memory in (aligned_tensor(size) for _ in range(_NUM_LENT))}
-        for address in self._lent:
-            self._pipeline.lend_buffer(address)
+        self._io = core.io.sharing(core.path_of)  # a read that fails costs the checkpoint, not the run
+        self._pipeline.keep_states([chunk.index for chunk in order])  # last: from here on updates wait
+        try:
+            for address in self._lent:
+                self._pipeline.lend_buffer(address)
+        except BaseException:
+            self.close()
+            raise
 
     def states(self) -> Generator[tuple[Chunk, list[torch.Tensor]]]:
         """Every chunk once, ``[P32, moments...]``, to be used before the next one is asked for. When it ends, also by
@@ -74,6 +80,8 @@ class Snapshot:
         try:
             while num_left or reading:
                 while num_left and len(reading) < _NUM_READING:
+                    if self._ended.is_set():
+                        raise FuyouStateError("the states of this step were let go before they were copied")
                     taken = self._take(0.0 if reading else SLICE_SECS)
                     if taken is not None:
                         num_left -= 1
@@ -106,7 +114,7 @@ class Snapshot:
         state, priority = aligned_tensor(core.states.num_bytes(chunk)), _FIRST if is_wanted else _BEHIND
         extents = core.states.stored_extents(chunk, slot, has_moments=index not in self._without_moments)
         what = f"reading the state of chunk {index} for a checkpoint"
-        return _Taken(chunk, state, slot, core.io.read(extents, state, what, priority))
+        return _Taken(chunk, state, slot, self._io.read(extents, state, what, priority))
 
     def _settle(self, taken: _Taken) -> None:
         """Until it is there and compared; then the place that it lies in may be overwritten."""

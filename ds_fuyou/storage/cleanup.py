@@ -2,9 +2,9 @@
 """State that dead runs left behind: finding, reporting and, on the user's word only, removing it.
 
 [Note: what a run cleans]
-With ``on_stale: clean`` a run removes, of its own user, what no process holds or can be using, what was not kept on
-purpose, and what is of its own model and ranks: an experiment beside it in the same directory is not. On a file system
-that machines share, locks and processes of others may not be seen, so state that another machine made stays.
+With ``on_stale: clean`` a run that does not resume removes, of its own user, what no process holds or can be using,
+what was not kept on purpose, and what is of its own model: an experiment beside it in the same directory is not. On a
+file system that machines share, locks and processes of others may not be seen: state that another machine made stays.
 """
 
 from __future__ import annotations

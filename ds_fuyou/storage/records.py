@@ -231,7 +231,7 @@ def write_record(
         fd = os.open(temporary, flags, 0o600, dir_fd=dir_fd)
         try:
             if keeps_room:
-                body = _filled_up(name, body, os.fstat(fd).st_size)
+                body = _filled_up(name, body, os.fstat(fd).st_size, _size_of(dir_fd, name))
             text = _header(name, body) + body
             _write_all(fd, text)
             os.ftruncate(fd, len(text))
@@ -254,10 +254,22 @@ def _header(name: str, body: bytes) -> bytes:
     return f"ds_fuyou {name} {_versions(name)[-1]} {hashlib.sha256(body).hexdigest()} {len(body)}\n".encode()
 
 
-def _filled_up(name: str, body: bytes, num_bytes: int) -> bytes:
-    """``body`` with spaces so that it takes, with its header, a file of ``num_bytes``, or what suits it better."""
+def _size_of(dir_fd: int, name: str) -> int:
+    """0 if it is not there."""
+    try:
+        return os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _filled_up(name: str, body: bytes, num_bytes: int, before: int) -> bytes:
+    """``body`` with spaces so that it takes, with its header, a file of ``num_bytes``, or what suits it better.
+
+    What one large record took is given back; not so where the one ``before``, of so many bytes, is large, too: the next
+    may be, and others may have the blocks by then. (A withdrawn commit has a small record among large ones.)
+    """
     needed = len(body) + _HEADER_BYTES
-    if not needed <= num_bytes <= 4 * (needed + _SPARE_BYTES):
+    if not needed <= num_bytes <= max(4 * (needed + _SPARE_BYTES), before):
         num_bytes = -(-(2 * needed + _SPARE_BYTES) // PAGE_BYTES) * PAGE_BYTES
     size = num_bytes - _HEADER_BYTES
     return body.ljust(size + _HEADER_BYTES - len(_header(name, b" " * size)))

@@ -53,7 +53,11 @@ class Save:
     def start(self, *, publishes: bool) -> None:
         """See :attr:`publishes`."""
         self.publishes = publishes
-        threading.Thread(target=self._run, name="fuyou-save", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="fuyou-save", daemon=True).start()
+        except Exception as error:  # no thread to be had: as if it had failed
+            self._failed(error)
+            self._end()
 
     def _run(self) -> None:
         try:
@@ -62,13 +66,19 @@ class Save:
             if self.publishes and self.parts.written():
                 logger.info("the checkpoint %s is whole, %.1f s after it began", self.name, self._secs())
         except Exception as error:  # told to the training thread, whatever it is
-            self.failure = error
-            self.discard()
+            self._failed(error)
         finally:
-            if self._snapshot is not None:
-                self._snapshot.close()
-            self._files, self._snapshot = [], None
-            self._ended.set()
+            self._end()
+
+    def _failed(self, error: Exception) -> None:
+        self.failure = error
+        self.discard()
+
+    def _end(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.close()
+        self._files, self._snapshot = [], None
+        self._ended.set()
 
     def _check(self) -> None:
         if self._is_cancelled:

@@ -127,6 +127,8 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
         _prepare(self, folder, tag, exclude_frozen_parameters)
         behind = _is_behind(self, folder / hidden)
         with _streaming(self) as writer:
+            state: CheckpointState = self.optimizer.checkpoint_state
+            _settle(_outcome(state.keep), str(folder / tag))
             result = original(
                 self,
                 save_dir,
@@ -136,12 +138,11 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
                 exclude_frozen_parameters=exclude_frozen_parameters,
             )
             _settle(writer.failure, str(folder / tag))
-            state = self.optimizer.checkpoint_state
             latest = (folder / "latest", tag) if save_latest and (behind or dist.get_rank() == 0) else None
             parts = Parts(folder / hidden, folder / tag, dist.get_rank(), dist.get_world_size(), latest)
-            state.save = Save(str(folder / tag), writer.files, state.snapshot, parts)
-            self.optimizer.rank_state.core.finish_first = state.save.finish
-            state.save.start(publishes=behind)
+            save = Save(str(folder / tag), writer.files, state.snapshot, parts)
+        save.start(publishes=behind)
+        state.save, self.optimizer.rank_state.core.finish_first = save, save.finish
         if not behind:
             end_last_save(self)
         return result

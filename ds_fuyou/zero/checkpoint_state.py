@@ -84,6 +84,14 @@ class CheckpointState:
             return ["sum"]
         return list(kind.moments)
 
+    def keep(self) -> None:
+        """A checkpoint begins: the states of this step are kept until they are in its file.
+
+        Raises:
+            FuyouMemoryError: there is no memory for those on their way.
+        """
+        self.snapshot = self._core.snapshot()
+
     def _flat_states(self, num_parts: int) -> list[list[torch.Tensor]]:
         """``[sub-group][P32, moments...]``, fp32, flat; collected now, or streamed later through stand-ins."""
         core = self._core
@@ -97,7 +105,9 @@ class CheckpointState:
                         yield chunk.sub_group * num_parts + part, chunk.begin, values
 
         if self.stand_ins is not None:
-            self.snapshot = snapshot = core.snapshot()
+            snapshot = self.snapshot
+            if snapshot is None:
+                raise FuyouStateError("no step's states are kept for this checkpoint")
             shapes = [((n,), torch.float32) for n in numels]
             flats = self.stand_ins.add_together(shapes, lambda: pieces(snapshot.states()), later=True)
         else:

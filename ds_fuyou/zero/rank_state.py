@@ -243,8 +243,8 @@ class RankState:
             found = find_resumable(paths, identity, by_slots[2], contents)
             if found is not None:
                 self.resumed = found.commit
-        # A run that was to go on, and could not, leaves what it found: the user may still want it.
-        cleans = config.on_stale == "clean" and (config.resume == "off" or found is not None)
+        # Where a run may go on nothing is removed: it may be another engine's, or what another start would go on from.
+        cleans = config.on_stale == "clean" and config.resume == "off"
         bytes_stale = settle_stale_state(paths, identity.model_fingerprint if cleans else "")
         if found is not None:
             return found.store, 2

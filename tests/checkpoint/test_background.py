@@ -131,6 +131,18 @@ def test_a_disk_that_fills_up_meanwhile_is_told_by_the_next_step(world_size: int
         assert each["digest"] == failed["digest"]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_without_memory_or_a_thread_for_it_a_save_fails_on_all_ranks_and_nothing_waits(
+    world_size: int, tmp_path: Path
+) -> None:
+    every = results("refused", tmp_path, world_size=world_size)
+    for said in every:
+        assert "bytes of host memory must be mapped" in said["aligned_tensor"]
+        assert "can't start new thread" in said["start"]
+        assert [name for name in said["there"] if name[0] != "."] == ["third"]
+        assert said["digest"] == every[0]["digest"]
+
+
 def test_a_byte_that_changed_on_the_disk_is_not_saved(tmp_path: Path) -> None:
     (said,) = results("flipped", tmp_path)
     assert "FuyouChecksumError" in said["wait"]

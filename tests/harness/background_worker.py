@@ -22,6 +22,8 @@ from deepspeed.utils import safe_get_full_fp32_param
 from save_worker import raised, train
 from train_worker import build_engine, edit_parameters, set_states
 
+from ds_fuyou.errors import FuyouError, FuyouMemoryError
+from ds_fuyou.optimizer import snapshot
 from tests.harness.group import leave_group
 
 
@@ -213,6 +215,36 @@ def failing(engine, case: dict, folder: Path) -> dict:
     return said
 
 
+def refused(engine, case: dict, folder: Path) -> dict:
+    """The last rank gets no memory for states on their way, then no thread: training goes on, and so does a save."""
+    is_mine = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    said: dict = {}
+
+    def save(tag: str) -> str:
+        try:
+            engine.save_checkpoint(str(folder), tag=tag)
+            engine.fuyou_wait_checkpoint()
+        except (FuyouError, MemoryError, RuntimeError) as error:
+            return str(error)
+        return "nothing"
+
+    def no_memory(num_bytes: int) -> torch.Tensor:
+        raise FuyouMemoryError(num_bytes)
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    for place, name, stand_in in ((snapshot, "aligned_tensor", no_memory), (threading.Thread, "start", no_thread)):
+        original = getattr(place, name)
+        if is_mine:
+            setattr(place, name, stand_in)
+        said[name] = save(name)
+        setattr(place, name, original)
+        train(engine, case, 3)
+    save("third")
+    return {**said, "there": names(folder), "digest": digest(engine)}
+
+
 def flipped(engine, case: dict, folder: Path) -> dict:
     """A byte of a chunk's state is another one on the disk: it must not get into a checkpoint."""
     core = engine.optimizer.rank_state.core
@@ -248,6 +280,7 @@ TASKS: dict[str, Callable] = {
         failing,
         flipped,
         apart,
+        refused,
     )
 }
 

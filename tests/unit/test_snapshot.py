@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_fuyou.errors import FuyouChecksumError, FuyouStorageError
+from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.optimizer.snapshot import Snapshot
@@ -192,6 +192,20 @@ def test_a_read_that_fails_is_named_and_lets_updates_go(tmp_path: Path) -> None:
         with pytest.raises(FuyouStorageError, match=r"reading the state of chunk \d+ for a checkpoint"):
             taken(snapshot)
         assert snapshot.wait(0.0)
+        step(core, 1)  # it costs the checkpoint alone
+        step(core, 2)
+
+
+def test_a_snapshot_that_is_closed_meanwhile_ends_who_copies_it(tmp_path: Path) -> None:
+    with small_core(tmp_path, LAYOUT) as core:
+        step(core, 0)
+        snapshot = core.snapshot()
+        states = snapshot.states()
+        next(states)
+        snapshot.close()
+        with pytest.raises(FuyouStateError, match="let go"):
+            for _ in states:
+                pass
 
 
 def test_one_snapshot_at_a_time_and_a_closed_one_holds_nothing(tmp_path: Path) -> None:

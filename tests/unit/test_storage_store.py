@@ -650,6 +650,12 @@ def test_a_record_is_written_over_the_one_before_it(paths: list[Path]) -> None:
     for step in range(8, 11):
         store.commit(step, {"big": 0}, {})
     assert files[0].stat().st_size < 300_000, "what a large record took is given back"
+    for step in range(11, 15):
+        store.commit(step, {"big": 0}, {"note": "x" * 600_000})
+    large = sorted((file.stat().st_ino, file.stat().st_blocks) for file in files)
+    store.withdraw()
+    store.commit(15, {"big": 0}, {"note": "x" * 600_000})
+    assert sorted((file.stat().st_ino, file.stat().st_blocks) for file in files) == large
     store.withdraw()
     assert steps_of(store) == []
     store.close(remove=False)
