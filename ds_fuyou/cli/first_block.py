@@ -15,10 +15,11 @@ from ds_fuyou.config import BLOCK_KEY
 from ds_fuyou.ds_json import Activation, load_activation
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import Residency
-from ds_fuyou.planner.fit import shown_bytes
+from ds_fuyou.planner.fit import largest_param, shown_bytes
 from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.model import ModelSpec
-from ds_fuyou.planner.plan import Plan, PlanInput, make_plan
+from ds_fuyou.planner.plan import Plan, PlanInput
+from ds_fuyou.planner.profiled import placed
 from ds_fuyou.storage.disks import DIRECTORY_NAME, Disk, find_disks
 from ds_fuyou.storage.layout import choose_num_slots, device_capacities
 from ds_fuyou.storage.probe import PathFacts, probe_path
@@ -134,7 +135,7 @@ def _plan_input(asked: Question, activation: Activation, ranks: int) -> PlanInpu
         param_bytes_each=width,
         grad_bytes_each=width,
         num_moments=_MOMENTS.get(_optimizer(asked.config), 2),
-        largest_param_numel=-(-_largest_param(model) // ranks),
+        largest_param_numel=-(-largest_param(model) // ranks),
         dram_budget_bytes=available_host_bytes() // ranks * 8 // 10,
         params_tier=config.parameters.tier if stored else "cpu",
         optimizer_tier=config.optimizer.tier if stored else "cpu",
@@ -144,13 +145,6 @@ def _plan_input(asked: Question, activation: Activation, ranks: int) -> PlanInpu
         swaps_activations=not device_is_host,
         activations_stay_in_dram=not stored,
         num_paths=max(1, len(activation.state_paths)),
-    )
-
-
-def _largest_param(model: ModelSpec) -> int:
-    """A gated MLP has its two matrices apart."""
-    return max(
-        model.vocab * model.hidden, model.hidden * model.intermediate, model.hidden * model.heads * model.head_dim
     )
 
 
@@ -170,12 +164,12 @@ def _placed(given: PlanInput, asked: Question, activation: Activation) -> tuple[
     moved = "of what fits it moves the fewest bytes, and a run decides anew by what is free when it starts"
     fixed = [tier for tier in (given.params_tier, given.optimizer_tier) if tier != "auto"]
     try:
-        plan = make_plan(given, {})
+        plan = placed(given, {}).plan
     except FuyouConfigError as error:
         if not fixed or not activation.state_paths:
             raise FuyouConfigError(f"{asked.model.name} on this machine: {error}") from error
         free = replace(given, params_tier="auto", optimizer_tier="auto", gradients_tier="auto")
-        plan = make_plan(free, {})
+        plan = placed(free, {}).plan
         return (
             plan,
             _tiers(plan),

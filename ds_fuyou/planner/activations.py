@@ -1,145 +1,220 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep, swap or recompute: the scan over activations in the order of recompute FLOPs saved a byte. No torch."""
+"""Keep, swap or recompute: what becomes of everything that backward needs, by predicted time. No torch.
+
+[Note: the ladder]
+What cannot be computed again comes first: inputs of blocks, and what lies around blocks. Then outputs of operators by
+the FLOPs that each byte saves, most first, each in one block after the other: a rung is one output in one block. In
+that order the seconds of a step are convex in the bytes saved, so the best rung is found by halving. A block of which
+everything is saved saves what backward really needs of it, which may be less than the outputs that spare computing.
+Whole blocks, the last ones, whose backward comes first, stay on the device where there is room; what room is left keeps
+outputs of the others. What is saved and does not stay is swapped; in host memory as far as that reaches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ds_fuyou.planner.cost import Placement, Workload
 from ds_fuyou.planner.policies import Fates, Policy
 
-__all__ = ["plan_activations"]
+__all__ = ["INPUTS", "ActivationCosts", "SavedOutput", "costs_of", "plan_activations"]
+
+INPUTS = "block_input"
+"""What goes into a block, in ``Placement.fates``."""
 
 
 @dataclass(frozen=True)
-class _Candidate:
-    """Saving the outputs of one operator in some blocks: bytes moved and FLOPs not repeated, a micro-batch."""
+class SavedOutput:
+    """An operator's output in one block, one micro-batch: what saving it costs and spares."""
 
     name: str
-    blocks: int
-    num_bytes: float
     flops: float
+    num_bytes: float
 
 
-def _ranked(work: Workload, policy: Policy) -> list[_Candidate]:
-    """Candidates, most FLOPs per byte first.
+@dataclass(frozen=True)
+class ActivationCosts:
+    """What one micro-batch saves on one device. Blocks are taken to be alike.
 
-    The output of the last matmul is worth most by that measure: backward does not need it, but repeats that matmul in
+    Attributes:
+        input_bytes: of the tensors that go into a block.
+        whole_bytes: saved by a block of which nothing is computed again, its inputs included.
+        outside_bytes: saved around blocks.
+        outputs: of a block, in the order of forward; those that may be saved where others are computed again.
+        block_flops: that a block computed again from its input repeats.
+        num_classes: of outputs that may be saved, those worth most a byte, each in all blocks or in none; None: all,
+            block by block.
+    """
+
+    num_blocks: int
+    input_bytes: float
+    whole_bytes: float
+    outside_bytes: float
+    outputs: tuple[SavedOutput, ...]
+    block_flops: float
+    num_classes: int | None = None
+
+    @cached_property
+    def ranked(self) -> tuple[int, ...]:
+        """Indices of the ``outputs`` that may be saved, most FLOPs a byte first."""
+        worth = [output.flops / max(1.0, output.num_bytes) for output in self.outputs]
+        return tuple(sorted(range(len(worth)), key=lambda index: -worth[index])[: self.num_classes])
+
+
+def costs_of(work: Workload, policy: Policy) -> ActivationCosts:
+    """Of a model by its shape.
+
+    The output of the last matmul is worth most by FLOPs a byte: backward does not need it, but repeats that matmul in
     every block of which anything is repeated, unless its output is saved. The published gain of planning over block
     inputs alone is 0 to 14 %, at most what this one class can give (9 %) and far from what all of them would (33 %): so
-    it is the only class taken there.
+    it is the only class that the published system takes.
     """
-    model = work.model
-    if policy.fates is Fates.CHECKPOINT:
-        return []
-    ops = sorted(model.operators, key=lambda op: -op.flops_per_byte(work.seq))
-    chosen = ops[:1] if policy.fates is Fates.FIRST_CLASS else ops
-    scale = float(model.layers * work.tokens)
-    return [_Candidate(op.name, model.layers, scale * op.output_bytes, scale * op.flops(work.seq)) for op in chosen]
+    model, tokens = work.model, float(work.tokens)
+    outputs = tuple(SavedOutput(o.name, tokens * o.flops(work.seq), tokens * o.output_bytes) for o in model.operators)
+    return ActivationCosts(
+        num_blocks=model.layers,
+        input_bytes=tokens * model.input_bytes,
+        whole_bytes=tokens * model.saved_bytes,
+        outside_bytes=0.0,
+        outputs=outputs,
+        block_flops=sum(output.flops for output in outputs),
+        num_classes={Fates.CHECKPOINT: 0, Fates.FIRST_CLASS: 1, Fates.OPERATORS: None}[policy.fates],
+    )
 
 
 class _Ladder:
-    """What is saved, in the order of worth: rung 0 saves block inputs alone, the last one everything.
+    """Rungs of the blocks before the last ``num_kept``, which are kept whole: 0 saves inputs alone, the last all."""
 
-    A rung is one operator in one block (the published system: in all blocks).
-    """
+    def __init__(self, costs: ActivationCosts, num_kept: int, room: float) -> None:
+        self.costs = costs
+        self.num_kept = num_kept
+        self.rest = costs.num_blocks - num_kept
+        self.left = max(0.0, room - num_kept * costs.whole_bytes)
+        self._by_class = costs.num_classes is not None
+        num_outputs = len(costs.ranked) if self._by_class else max(1, len(costs.ranked))
+        self.each = 1 if self._by_class else self.rest
+        self.last = self.each * num_outputs
+        self._spared_bytes = costs.input_bytes + sum(output.num_bytes for output in costs.outputs) - costs.whole_bytes
+        self._unsaved_flops = costs.block_flops - sum(output.flops for output in costs.outputs)
 
-    def __init__(self, work: Workload, policy: Policy) -> None:
-        model = work.model
-        scale = float(model.layers * work.tokens)
-        self._work = work
-        self._ranked = _ranked(work, policy)
-        self._all_flops = scale * sum(op.flops(work.seq) for op in model.operators)
-        by_operators = policy.fates is Fates.OPERATORS
-        # A block of which nothing is repeated has no use for these.
-        self._spared_bytes = scale * sum(op.output_bytes for op in model.operators if by_operators and not op.needed)
-        self._input_bytes = scale * model.input_bytes
-        self.rungs_each = 1 if policy.fates is Fates.FIRST_CLASS else model.layers
-        self.num_rungs = self.rungs_each * len(self._ranked)
+    def saved(self, rung: int) -> list[int]:
+        """Of the blocks that are not kept, in how many each output is saved, by rank."""
+        if self._by_class:
+            return [self.rest if rank < rung else 0 for rank in range(len(self.costs.ranked))]
+        return [min(self.rest, max(0, rung - rank * self.each)) for rank in range(len(self.costs.ranked))]
 
     def at(self, rung: int) -> tuple[float, float]:
-        """(bytes saved, FLOPs repeated)."""
-        whole, part = divmod(rung, self.rungs_each)
-        num_bytes, flops = self._input_bytes, self._all_flops
-        for index, candidate in enumerate(self._ranked[: whole + 1]):
-            share = 1.0 if index < whole else part / self.rungs_each
-            num_bytes += share * candidate.num_bytes
-            flops -= share * candidate.flops
-        if self._ranked:
-            whole_blocks = rung / self.rungs_each - (len(self._ranked) - 1)
-            num_bytes -= max(0.0, whole_blocks) * self._spared_bytes
+        """(bytes saved by the blocks that are not kept, FLOPs repeated)."""
+        costs = self.costs
+        num_bytes, flops = self.rest * costs.input_bytes, self.rest * costs.block_flops
+        for count, index in zip(self.saved(rung), costs.ranked, strict=True):
+            num_bytes += count * costs.outputs[index].num_bytes
+            flops -= count * costs.outputs[index].flops
+        if not self._by_class:
+            num_whole = max(0, rung - (self.last - self.each))  # of which nothing is computed again
+            num_bytes -= num_whole * self._spared_bytes
+            flops -= num_whole * self._unsaved_flops
         return num_bytes, max(0.0, flops)
 
-    def saved(self, rung: int) -> dict[str, int]:
-        """In how many blocks each operator's output is saved."""
-        whole, part = divmod(rung, self.rungs_each)
-        layers = self._work.model.layers
-        counts = {"block_input": layers}
-        for index, candidate in enumerate(self._ranked[: whole + 1]):
-            count = layers if index < whole else round(layers * part / self.rungs_each)
-            counts[candidate.name] = count
-        return counts
+    def fates(self, rung: int, kept_bytes: float) -> tuple[tuple[str, int, int, int], ...]:
+        """For ``Placement.fates``; ``kept_bytes`` of the saved outputs stay, those worth least a byte first: the
+        others are moved gladly.
+        """
+        costs, left = self.costs, kept_bytes
+        again = self.rest - rung if not costs.outputs and not self._by_class else 0
+        found = [(output.name, self.num_kept, 0, self.rest) for output in costs.outputs]
+        for count, index in reversed(list(zip(self.saved(rung), costs.ranked, strict=True))):
+            size = costs.outputs[index].num_bytes
+            stays = min(count, int(left / size)) if size > 0 else count
+            left -= stays * size
+            found[index] = (costs.outputs[index].name, self.num_kept + stays, count - stays, self.rest - count)
+        return ((INPUTS, self.num_kept, self.rest - again, again), *found)
 
 
 def plan_activations(
-    work: Workload,
-    policy: Policy,
+    costs: ActivationCosts,
     place: Placement,
-    gpu_free_bytes: float,
-    dram_free_bytes: float,
+    room: float,
+    in_dram: float,
     secs_of: Callable[[Placement], float],
+    mode: str = "auto",
+    *,
+    needs_dram: bool = False,
 ) -> Placement:
-    """The placement with activations filled in. ``secs_of`` predicts the iteration time of a placement.
+    """The placement with activations filled in, and the fates that do it, [Note: the ladder].
 
-    Convex in the bytes saved: whole operators are taken until the first one that is slower, then single blocks
-    on both sides of the best. What fits ``gpu_free_bytes`` stays on the GPU (ours only), the next
-    ``dram_free_bytes`` in host memory, the rest goes to storage. A mode that the user chose is taken as it is:
-    block inputs alone (recompute), everything swapped, everything kept (none).
+    Args:
+        room: bytes of the device for what stays there.
+        in_dram: bytes of host memory for what is swapped; ``needs_dram``: there is nothing behind it.
+        secs_of: predicts the seconds of a step.
+        mode: as the user chose: "recompute" (block inputs alone are saved), "swap" (all leaves), "none" (all stays).
     """
-    ladder = _Ladder(work, policy)
+    total = costs.num_blocks * costs.whole_bytes + costs.outside_bytes
+    if mode == "none" or (mode == "auto" and room >= total):
+        names = (INPUTS, *(output.name for output in costs.outputs))
+        return replace(
+            place,
+            swapped_bytes=0.0,
+            dram_activation_bytes=0.0,
+            kept_bytes=total,
+            recompute_flops=0.0,
+            fates=tuple((name, costs.num_blocks, 0, 0) for name in names),
+        )
 
-    mode = policy.fixed.mode
-    room = 0.0 if policy.fates is not Fates.OPERATORS or mode == "swap" else max(0.0, gpu_free_bytes)
-    if mode == "none":
-        room = float("inf")
-
-    def tried(rung: int) -> Placement:
+    def tried(ladder: _Ladder, rung: int) -> Placement:
         num_bytes, flops = ladder.at(rung)
-        kept = min(num_bytes, room)
-        swapped = num_bytes - kept
+        stays = min(ladder.left, max(0.0, num_bytes - ladder.rest * costs.input_bytes))
+        swapped = num_bytes - stays + costs.outside_bytes
         return replace(
             place,
             swapped_bytes=swapped,
-            kept_bytes=kept,
-            dram_activation_bytes=min(swapped, max(0.0, dram_free_bytes)),
+            kept_bytes=ladder.num_kept * costs.whole_bytes + stays,
+            dram_activation_bytes=min(swapped, max(0.0, in_dram)),
             recompute_flops=flops,
         )
 
-    def secs(rung: int) -> float:
-        return secs_of(tried(rung))
+    def secs(ladder: _Ladder, rung: int) -> float:
+        found = tried(ladder, rung)
+        short = needs_dram and found.swapped_bytes > max(0.0, in_dram) * (1 + 1e-9) and rung > 0
+        return float("inf") if short else secs_of(found)
 
-    if mode in ("none", "swap", "recompute"):
-        best = 0 if mode == "recompute" else ladder.num_rungs
-        return _with_fates(work, ladder, best, tried(best))
-    best, best_secs = 0, secs(0)
-    for rung in range(ladder.rungs_each, ladder.num_rungs + 1, ladder.rungs_each):
-        now = secs(rung)
+    best, found = float("inf"), place
+    for ladder in _ladders(costs, room if mode == "auto" else 0.0):
+        rung = {"swap": ladder.last, "recompute": 0}.get(mode)
+        if rung is None:
+            rung = _best_rung(ladder, secs)
+        took = secs(ladder, rung)
+        if found is place or took < best * (1 - 1e-9):
+            best, found = took, tried(ladder, rung)
+            stays = found.kept_bytes - ladder.num_kept * costs.whole_bytes
+            found = replace(found, fates=ladder.fates(rung, stays))
+    return found
+
+
+def _ladders(costs: ActivationCosts, room: float) -> Iterator[_Ladder]:
+    """With as many blocks kept whole as there is room for, half as many, and none."""
+    most = costs.num_blocks if costs.whole_bytes <= 0 else min(costs.num_blocks, int(room / costs.whole_bytes))
+    for num_kept in dict.fromkeys((most, most // 2, 0)):
+        yield _Ladder(costs, num_kept, room)
+
+
+def _best_rung(ladder: _Ladder, secs: Callable[[_Ladder, int], float]) -> int:
+    """Whole outputs until one makes it slower, then single blocks on both sides of the best."""
+    best, best_secs = 0, secs(ladder, 0)
+    for rung in range(ladder.each, ladder.last + 1, ladder.each):
+        now = secs(ladder, rung)
         if now < best_secs * (1 - 1e-9):
             best, best_secs = rung, now
         elif now > best_secs * (1 + 1e-6):
             break
-    best = _least(secs, max(0, best - ladder.rungs_each), min(ladder.num_rungs, best + ladder.rungs_each), best)
-    return _with_fates(work, ladder, best, tried(best))
-
-
-def _with_fates(work: Workload, ladder: _Ladder, rung: int, place: Placement) -> Placement:
-    kept_share = place.kept_bytes / max(1.0, place.kept_bytes + place.swapped_bytes)
-    return replace(place, fates=_fates(work, ladder.saved(rung), kept_share))
+    low, high = max(0, best - ladder.each), min(ladder.last, best + ladder.each)
+    return _least(lambda rung: secs(ladder, rung), low, high, best)
 
 
 def _least(secs: Callable[[int], float], low: int, high: int, best: int) -> int:
-    """The rung of a convex function's minimum on both sides of ``best``, by halving; the lowest of equal ones."""
+    """The rung of a convex function's minimum on both sides of ``best``, by thirds; the lowest of equal ones."""
     if high - low <= 2:
         return best
     while high - low > 2:
@@ -150,17 +225,3 @@ def _least(secs: Callable[[int], float], low: int, high: int, best: int) -> int:
         else:
             low = left
     return min((*range(low, high + 1), best), key=lambda rung: (secs(rung), rung))
-
-
-def _fates(work: Workload, saved: dict[str, int], kept_share: float) -> tuple[tuple[str, int, int, int], ...]:
-    """Blocks in which each operator's output is kept, swapped, recomputed. What stays on the GPU is that of the last
-    blocks, whose backward comes first.
-    """
-    layers = work.model.layers
-    kept_blocks = int(layers * kept_share)
-    rows = []
-    for name in ("block_input", *(op.name for op in work.model.operators)):
-        count = saved.get(name, 0)
-        kept = min(count, kept_blocks)
-        rows.append((name, kept, count - kept, layers - count))
-    return tuple(rows)

@@ -1,30 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The joint choice: what lives where, what is swapped, what is repeated. No torch.
-
-Filling host memory is a linear problem: each class saves a fixed number of bytes moved for each byte resident, so
-the best placement fills classes in *some* order, the last of them in part. All orders are tried, each with its own
-scan over activations, by the closed form; the winner is then simulated.
+"""What the command chooses: ours by :func:`ds_fuyou.planner.decide.decide`, as a run does; the other systems place as
+they do, and choose what to recompute. The best that fits is simulated. No torch.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.planner.activations import plan_activations
-from ds_fuyou.planner.cost import (
-    ACCUMULATOR_BYTES,
-    P16_BYTES,
-    STATE_BYTES,
-    ClosedForm,
-    Placement,
-    Workload,
-    closed_form,
-)
-from ds_fuyou.planner.fit import Needs, needs_of, shown_bytes
+from ds_fuyou.planner.activations import costs_of, plan_activations
+from ds_fuyou.planner.cost import ClosedForm, Placement, Workload, closed_form
+from ds_fuyou.planner.decide import Decision, StepTime, decide
+from ds_fuyou.planner.fit import Needs, device_room, needs_of, rank_facts, shown_bytes
 from ds_fuyou.planner.hardware import GIB, Machine
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
@@ -124,31 +112,42 @@ _Quick = tuple[float, Placement, Needs, ClosedForm]
 
 def _quick(work: Workload, machine: Machine, policy: Policy) -> tuple[_Quick | None, Needs]:
     """The best placement that fits by the closed form, and the needs of the one that lacks least."""
-    best: _Quick | None = None
-    nearest: Needs | None = None
-    for place in _placements(work, machine, policy):
-        needs = needs_of(work, machine, policy, place)
-        if nearest is None or sum(needs.missing().values()) < sum(nearest.missing().values()):
-            nearest = needs
-        if needs.missing():
-            continue
-        closed = closed_form(work, machine, policy, place)
-        if best is None or closed.iteration_secs < best[0]:
-            best = (closed.iteration_secs, place, needs, closed)
-    if nearest is None:
-        raise FuyouConfigError(f"no placement of {work.model.name} under {policy.name} is possible at all")
-    return best, nearest
+    place = _place(work, machine, policy)
+    needs = needs_of(work, machine, policy, place)
+    if needs.missing():
+        return None, needs
+    closed = closed_form(work, machine, policy, place)
+    return (closed.iteration_secs, place, needs, closed), needs
+
+
+def _decision(work: Workload, machine: Machine, policy: Policy) -> Decision:
+    """Raises FuyouConfigError if nothing fits."""
+    time = StepTime(work, machine, policy, costs_of(work, policy), policy.fixed.mode)
+    given = replace(rank_facts(work, machine, policy), device_room_bytes=device_room(work, machine, policy))
+    return decide(given, {}, time)
+
+
+def _place(work: Workload, machine: Machine, policy: Policy) -> Placement:
+    """The best placement, or, where none fits, the one that needs least of host memory."""
+    if policy.tiers is Tiers.PLANNED:
+        try:
+            return _decision(work, machine, policy).place
+        except FuyouConfigError:
+            fixed = {"cpu": 1.0, "nvme": 0.0, "auto": 0.0}
+            base = Placement(fixed[policy.fixed.params], fixed[policy.fixed.states], fixed[policy.fixed.grads])
+            return _with_activations(work, machine, policy, base, 0.0)
+    resident = 1.0 if policy.tiers is Tiers.DRAM else 0.0
+    base = Placement(params=resident, states=resident, grads=0.0 if policy.gradients_on_storage else 1.0)
+    return _with_activations(work, machine, policy, base, float("inf") if policy.fates is Fates.CHECKPOINT else 0.0)
 
 
 def fits(work: Workload, machine: Machine, policy: Policy) -> bool:
     """Whether some placement fits. Ours: the one with the least in host memory, or the one without storage."""
-    if policy.tiers is not Tiers.PLANNED:
-        return _quick(work, machine, policy)[0] is not None
-    if policy.fixed != Fixed():
+    if policy.tiers is not Tiers.PLANNED or policy.fixed != Fixed():
         return _quick(work, machine, policy)[0] is not None
     inputs = float(work.model.layers * work.tokens * work.model.input_bytes)
-    stored = Placement(0.0, 0.0, 0.0, 0.0 if work.accumulation > 1 else 1.0, swapped_bytes=inputs)
-    resident = Placement(1.0, 1.0, 1.0, 1.0, swapped_bytes=inputs, dram_activation_bytes=inputs)
+    stored = Placement(0.0, 0.0, 0.0, swapped_bytes=inputs)
+    resident = Placement(1.0, 1.0, 1.0, swapped_bytes=inputs, dram_activation_bytes=inputs)
     return any(not needs_of(work, machine, policy, place).missing() for place in (stored, resident))
 
 
@@ -197,95 +196,10 @@ def _activation_room(policy: Policy, left: float) -> float:
     return {"cpu": float("inf"), "nvme": 0.0}.get(policy.fixed.activations, max(0.0, left))
 
 
-def _placements(work: Workload, machine: Machine, policy: Policy) -> Iterator[Placement]:
-    """Every placement worth a look, activations filled in."""
-    if policy.tiers is Tiers.PLANNED:
-        planned: dict[tuple[Placement, float], Placement] = {}
-        for order in itertools.permutations(_classes(work)):
-            for two_versions in (True, False):  # the fixed classes come first in every order
-                yield from _filled(work, machine, policy, order, two_versions, planned)
-        return
-    resident = 1.0 if policy.tiers is Tiers.DRAM else 0.0
-    grads = 0.0 if policy.gradients_on_storage else 1.0
-    base = Placement(params=resident, states=resident, grads=grads)
-    in_dram = float("inf") if policy.fates is Fates.CHECKPOINT else 0.0
-    yield _with_activations(work, machine, policy, base, in_dram)
-
-
-def _classes(work: Workload) -> Sequence[str]:
-    names = ["params", "states", "grads", "activations"]
-    return [*names, "accumulators"] if work.accumulation > 1 else names
-
-
-def _filled(
-    work: Workload,
-    machine: Machine,
-    policy: Policy,
-    order: Sequence[str],
-    two_versions: bool,
-    planned: dict[tuple[Placement, float], Placement],
-) -> Iterator[Placement]:
-    """Host memory filled in that order; nothing if ``planned`` holds the same already.
-
-    Resident P16 needs two versions for updates in backward while states are on storage. With one version those
-    chunks would be updated behind backward only, so one is taken only where all states are resident.
-    """
-    num_params, gpus = float(work.model.params), machine.num_gpus
-    cost = {
-        "params": P16_BYTES * num_params * (2 if two_versions else 1),
-        "states": STATE_BYTES * num_params,
-        "grads": policy.gradient_bytes * num_params,
-        "accumulators": ACCUMULATOR_BYTES * num_params,
-    }
-    empty = Placement(0.0, 0.0, 0.0, 0.0 if work.accumulation > 1 else 1.0, two_versions)
-    saved = float(work.model.saved_bytes) * work.tokens * gpus
-    window = needs_of(work, machine, policy, empty).total("cpu") + 2 * saved  # two blocks on their way
-    everything = sum(value for name, value in cost.items() if name in order) + work.model.layers * saved
-    left = machine.dram_usable_bytes - (window if everything > machine.dram_usable_bytes else 0.0)
-
-    def scanned(place: Placement, in_dram: float) -> Placement:
-        key = (place, in_dram)
-        if key not in planned:
-            planned[key] = _with_activations(work, machine, policy, place, in_dram)
-        return planned[key]
-
-    place, activations = empty, 0.0
-    for name in sorted(order, key=lambda name: policy.fixed.tier(name) == "auto"):
-        if name == "activations":
-            room = _activation_room(policy, left)
-            activations = min(room, scanned(place, room / gpus).swapped_bytes * gpus)
-            left -= activations
-            continue
-        share = _share(policy.fixed.tier(name), left / cost[name])
-        if name == "params" and not two_versions and place.states < 1 and policy.fixed.params == "auto":
-            share = 0.0
-        place = _with_share(place, name, share)
-        left -= share * cost[name]
-    if (place, activations / gpus) not in planned or order[-1] == "activations":
-        yield scanned(place, activations / gpus)
-
-
-def _share(tier: str, room: float) -> float:
-    """Resident share of a class whose bytes fit ``room`` times, unless the user chose its tier."""
-    return {"cpu": 1.0, "nvme": 0.0}.get(tier, min(1.0, max(0.0, room)))
-
-
-def _with_share(place: Placement, name: str, share: float) -> Placement:
-    changes: dict[str, Any] = {name: share}
-    return replace(place, **changes)
-
-
 def _with_activations(work: Workload, machine: Machine, policy: Policy, place: Placement, in_dram: float) -> Placement:
-    needs = needs_of(work, machine, policy, place)
-    free = machine.gpu_bytes - needs.total("gpu")
-    return plan_activations(
-        work,
-        policy,
-        place,
-        free,
-        in_dram,
-        lambda tried: closed_form(work, machine, policy, tried).iteration_secs,
-    )
+    room = device_room(work, machine, policy) if policy.fates is Fates.OPERATORS else 0.0
+    time = StepTime(work, machine, policy)
+    return plan_activations(costs_of(work, policy), place, room, in_dram, time.secs, policy.fixed.mode)
 
 
 def best_batch(model: ModelSpec, seq: int, machine: Machine, policy: Policy) -> Chosen | None:

@@ -15,10 +15,9 @@ from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
-from ds_fuyou.planner.policies import Policy, Updates
+from ds_fuyou.planner.policies import Policy, Tiers, Updates
 
 __all__ = [
-    "ACCUMULATOR_BYTES",
     "P16_BYTES",
     "STATE_BYTES",
     "ClosedForm",
@@ -30,9 +29,10 @@ __all__ = [
     "eager_bytes",
     "shared_secs",
     "storage_secs",
+    "stored_sums",
 ]
 
-P16_BYTES, STATE_BYTES, ACCUMULATOR_BYTES = 2, 12, 4
+P16_BYTES, STATE_BYTES = 2, 12
 _SHARES = 8  # parts of what staging memory holds, each tried
 _MOST = {"batch": 10**9, "seq": 10**9, "accumulation": 4096}  # every micro-batch is simulated
 _NOT_STORAGE = (Lane.GPU, Lane.DOWN, Lane.UP, Lane.CPU)
@@ -72,7 +72,7 @@ class Placement:
     """The answer to "where": shares resident in host memory, and what becomes of activations.
 
     Attributes:
-        params, states, grads, accumulators: share of the class in host memory; the rest is on storage.
+        params, states, grads: share of the class in host memory; the rest is on storage.
         two_versions: resident P16 exists twice, so that updates may start in backward.
         swapped_bytes: activations that leave one GPU, a micro-batch, all blocks; of these ``dram_activation_bytes``
             stay in host memory.
@@ -85,7 +85,6 @@ class Placement:
     params: float = 0.0
     states: float = 0.0
     grads: float = 1.0
-    accumulators: float = 1.0
     two_versions: bool = False
     swapped_bytes: float = 0.0
     dram_activation_bytes: float = 0.0
@@ -158,6 +157,15 @@ def cores_secs(lane_secs: Sequence[float], machine: Machine) -> float:
     return lane_secs[Lane.GPU] + lane_secs[Lane.CPU] + moved * machine.io_cpu_secs_per_byte
 
 
+def stored_sums(work: Workload, policy: Policy, place: Placement) -> float:
+    """Share of gradients whose sum over micro-batches waits on storage: those with their home there, as far as staging
+    memory does not hold them.
+    """
+    if policy.tiers is not Tiers.PLANNED or work.accumulation == 1:
+        return 0.0
+    return max(0.0, 1 - place.grads - place.staging_bytes / (policy.gradient_bytes * float(work.model.params)))
+
+
 _Lanes = tuple[float, ...]  # seconds, in the order of Lane
 
 
@@ -167,8 +175,9 @@ def _lanes(gpu: float = 0.0, down: float = 0.0, up: float = 0.0, read: float = 0
 
 @dataclass(frozen=True)
 class _Phases:
-    """Work of the lanes, in seconds: of one micro-batch's forward and backward, of moving accumulators, of
-    spilling gradients, and of the optimizer.
+    """Work of the lanes, in seconds: of one micro-batch's forward and backward, of moving sums of gradients, of
+    spilling gradients, and of the optimizer; ``resident`` is the part of it that waits for ``step()``, because its
+    state is in host memory in one version.
     """
 
     forward: _Lanes
@@ -176,6 +185,7 @@ class _Phases:
     accumulate: _Lanes
     spill: _Lanes
     optimizer: _Lanes
+    resident: _Lanes
 
 
 def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) -> _Phases:
@@ -189,8 +199,10 @@ def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) 
     p_bytes = policy.param_bytes * num_params * (1 - place.params)
     states = policy.state_bytes * num_params * (1 - place.states)
     spilled = grad * (1 - place.grads) if policy.keeps_gradients else 0.0
-    read_back = spilled if policy.reads_spilled else 0.0
-    sums = ACCUMULATOR_BYTES * num_params * (1 - place.accumulators) if work.accumulation > 1 else 0.0
+    # Classes are filled in one order: of gradients on storage, these belong to resident states, which wait for them.
+    waiting = grad * max(0.0, place.states - place.grads) if policy.keeps_gradients else 0.0
+    read_back = spilled if policy.reads_spilled else waiting
+    sums = grad * stored_sums(work, policy, place)
     up, act_up = policy.param_bytes * num_params / machine.link_up, place.swapped_bytes / machine.link_up
     p_read = storage_secs(p_bytes, machine.storage_read)
     return _Phases(
@@ -216,6 +228,12 @@ def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) 
             storage_secs(states + read_back + sums, machine.storage_read),
             storage_secs(states + p_bytes, machine.storage_write),
             num_params / machine.update_rate + num_params * policy.extra_pass_bytes / machine.pass_rate,
+        ),
+        resident=(
+            *(0.0, 0.0, 0.0),
+            storage_secs(min(read_back, waiting), machine.storage_read),
+            storage_secs(min(p_bytes, policy.param_bytes * num_params * place.states), machine.storage_write),
+            num_params * place.states / machine.update_rate,
         ),
     )
 
@@ -267,12 +285,12 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
 
     total = _together(*[p.forward, p.backward] * k, *[p.accumulate] * (k - 1), p.spill, p.optimizer)
     if policy.updates is Updates.DEADLINE:
-        # Updates run beside the last backward and the next step's first forward, wherever there is room; activations
-        # leave in forward and return in backward.
+        # Updates run beside the last backward and the next step's first forward, wherever there is room, those of
+        # resident states beside forward alone; activations leave in forward and return in backward.
         forward = secs(k - 1, p.forward)
         backward = secs(k - 1, p.backward, p.accumulate)
         before = list(by_lane)
-        apart = secs(1, p.forward) + secs(1, p.backward, p.spill)
+        apart = secs(1, p.forward, p.resident) + secs(1, p.backward, p.spill)
         phased, by_lane[:] = list(by_lane), before
         turn = secs(1, p.forward, p.backward, p.spill, p.optimizer)
         if apart > turn:

@@ -6,15 +6,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_fuyou.planner.cost import ACCUMULATOR_BYTES, P16_BYTES, STATE_BYTES, Placement, Workload
+from ds_fuyou.planner.cost import P16_BYTES, STATE_BYTES, Placement, Workload
+from ds_fuyou.planner.document import Residency
 from ds_fuyou.planner.hardware import Machine, constants
+from ds_fuyou.planner.model import ModelSpec
+from ds_fuyou.planner.plan import (
+    CHUNK_BYTES,
+    PlanInput,
+    arena_bytes,
+    built_plan,
+    bytes_each,
+    has_two_versions,
+    minimum_lane_bytes,
+    resident_bytes,
+)
 from ds_fuyou.planner.policies import Policy, Tiers, Updates
 
-__all__ = ["Item", "Needs", "needs_of", "shown_bytes"]
+__all__ = ["Item", "Needs", "device_room", "largest_param", "needs_of", "rank_facts", "shown_bytes"]
 
 _HEAD_SLICE_BYTES = 1 << 30  # logits of a slice of tokens; the loss is taken slice by slice
 _LOGIT_BYTES = 10  # unsliced: 16-bit logits, fp32 copy and its gradient
-_STAGING_BYTES, _LOOK_AHEAD_BYTES = 2 << 30, 1 << 28
 _STOCK_SWAP_BYTES = 16 << 30  # optimizer swap buffers of four sub-groups of 10^9 parameters
 
 
@@ -64,6 +75,42 @@ def needs_of(work: Workload, machine: Machine, policy: Policy, place: Placement)
     return Needs(tuple(item for item in items if item.num_bytes > 0), have)
 
 
+def rank_facts(work: Workload, machine: Machine, policy: Policy) -> PlanInput:
+    """What the decider needs to know of each rank, but the room on its device."""
+    model, ranks, fixed = work.model, machine.num_gpus, policy.fixed
+    return PlanInput(
+        numel=-(-model.params // ranks),
+        param_bytes_each=policy.param_bytes,
+        grad_bytes_each=policy.gradient_bytes,
+        num_moments=policy.state_bytes // 4 - 1,
+        largest_param_numel=-(-largest_param(model) // ranks),
+        dram_budget_bytes=int(machine.dram_usable_bytes / ranks),
+        params_tier=fixed.params,
+        optimizer_tier=fixed.states,
+        gradients_tier=fixed.grads,
+        may_speculate=policy.updates in (Updates.BACKWARD, Updates.DEADLINE),
+        device_is_host=machine.shares_cores,
+        swaps_activations=fixed.mode not in ("none", "recompute"),
+        activations_stay_in_dram=fixed.activations == "cpu" or machine.storage_bytes <= 0,
+        activations_leave_dram=fixed.activations == "nvme",
+        storage_budget_bytes=machine.storage_bytes / ranks,
+        durable=fixed.durable,
+        block_activation_bytes=max(1, model.saved_bytes * work.tokens),
+    )
+
+
+def largest_param(model: ModelSpec) -> int:
+    """Elements of the largest parameter. A gated MLP has its two matrices apart."""
+    return max(
+        model.vocab * model.hidden, model.hidden * model.intermediate, model.hidden * model.heads * model.head_dim
+    )
+
+
+def device_room(work: Workload, machine: Machine, policy: Policy) -> float:
+    """Bytes of one GPU for activations that stay there."""
+    return max(0.0, machine.gpu_bytes - sum(item.num_bytes for item in _gpu_items(work, policy, Placement())))
+
+
 def _gpu_items(work: Workload, policy: Policy, place: Placement) -> Sequence[Item]:
     """The peak is in the backward of a block, or in the head with its loss, whichever is larger."""
     model = work.model
@@ -91,18 +138,8 @@ def _host_items(work: Workload, machine: Machine, policy: Policy, place: Placeme
     leaving = 2 * place.swapped_bytes / model.layers * machine.num_gpus if place.storage_activation_bytes else 0.0
     activations = place.dram_activation_bytes * machine.num_gpus
     if policy.tiers is Tiers.PLANNED:
-        needs_window = place.params < 1 or place.states < 1 or place.grads < 1
-        versions = 2 if place.two_versions else 1
-        items = [
-            Item("P16", "cpu", versions * P16_BYTES * num_params * place.params),
-            Item("P32, M, V", "cpu", STATE_BYTES * num_params * place.states),
-            Item("G16", "cpu", policy.gradient_bytes * num_params * place.grads),
-            Item("staging of chunks", "cpu", _STAGING_BYTES if needs_window else 0.0),
-            Item("look-ahead", "cpu", max(_LOOK_AHEAD_BYTES, 2 * P16_BYTES * unit) if place.params < 1 else 0.0),
-        ]
-        if work.accumulation > 1:
-            items.append(Item("accumulators", "cpu", ACCUMULATOR_BYTES * num_params * place.accumulators))
-    elif policy.tiers is Tiers.DRAM:
+        return _planned_items(rank_facts(work, machine, policy), place, machine.num_gpus)
+    if policy.tiers is Tiers.DRAM:
         items = [
             Item("P16", "cpu", P16_BYTES * num_params),
             Item("P32, M, V", "cpu", STATE_BYTES * num_params),
@@ -122,17 +159,34 @@ def _host_items(work: Workload, machine: Machine, policy: Policy, place: Placeme
     return (*items, Item("activations", "cpu", activations), Item("activations on their way", "cpu", leaving))
 
 
+def _planned_items(given: PlanInput, place: Placement, ranks: int) -> Sequence[Item]:
+    """Ours, as a run plans it."""
+    residency = Residency(place.params, place.states, place.grads)
+    needed = resident_bytes(given, residency) + place.dram_activation_bytes
+    fitting = [n for n in CHUNK_BYTES if needed + minimum_lane_bytes(given, residency, n) <= given.dram_budget_bytes]
+    chunk_bytes = fitting[0] if fitting else CHUNK_BYTES[-1]
+    plan = built_plan(given, residency, chunk_bytes, int(arena_bytes(given) + place.dram_activation_bytes), {})
+    two = has_two_versions(given, residency)
+    shares = (("P16", "parameters"), ("P32, M, V", "optimizer"), ("G16", "gradients"))
+    items = [
+        Item(name, "cpu", getattr(residency, kind) * bytes_each(given, kind, two) * given.numel * ranks)
+        for name, kind in shares
+    ]
+    if residency != Residency(1.0, 1.0, 1.0):
+        items.append(Item("staging of chunks", "cpu", float(plan.staging_bytes * ranks)))
+        items.append(Item("look-ahead", "cpu", float(max(0, plan.prefetch_bytes) * ranks)))
+        items.append(Item("gradients on their way", "cpu", float(plan.gradient_buffer_bytes * ranks)))
+    return (*items, Item("activations", "cpu", float(plan.activation_bytes * ranks)))
+
+
 def _storage_items(work: Workload, machine: Machine, policy: Policy, place: Placement) -> Sequence[Item]:
     """Ours with one slot, the least that trains, unless every step is to be durable; two slots are used where there is
     room."""
     num_params, slots = float(work.model.params), 2 if policy.fixed.durable else 1
     grads = (1 - place.grads) * policy.gradient_bytes * num_params if policy.keeps_gradients else 0.0
-    items = [
+    return [
         Item("P16", "nvme", slots * P16_BYTES * num_params * (1 - place.params)),
         Item("P32, M, V", "nvme", slots * STATE_BYTES * num_params * (1 - place.states)),
         Item("G16", "nvme", grads),
         Item("activations", "nvme", place.storage_activation_bytes * machine.num_gpus),
     ]
-    if work.accumulation > 1:
-        items.append(Item("accumulators", "nvme", ACCUMULATOR_BYTES * num_params * (1 - place.accumulators)))
-    return items

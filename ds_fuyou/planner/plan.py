@@ -1,26 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of one rank and the rule that makes it. No torch.
+"""The plan of one rank: what it must know, what it says, and the host memory it takes. No torch.
 
-The rule for every "auto": of the placements that fit the DRAM budget the one that moves the fewest bytes to and from
-storage in a step, by the counts of the cost model (``cost.py``). Each class saves a fixed number of bytes moved for
-each byte resident, so the best placement fills the classes in some order, the last one in part; all orders are tried.
-Before them come staging and look-ahead memory, a quarter of the budget, at most what they can use, and the arena of
-swapped activations: what keeps every path busy both ways, and the tensors of a block between device and storage; or,
-where they are to stay in host memory, a quarter of the budget, and whatever the other classes leave. Nothing of the
-machine is measured for it: which lane is the slowest does not matter as long as fewer bytes are never slower.
+``decide.py`` fills host memory. Before the classes come staging and look-ahead memory, a quarter of the budget, at
+most what they can use, and the arena of swapped activations: what keeps every path busy both ways, and the tensors of
+a block between device and storage; or, where they are to stay in host memory and it is not known how many they are, a
+quarter of the budget, and whatever the other classes leave.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import Residency
 
-__all__ = ["GRADIENT_BUFFERS", "MIB", "Plan", "PlanInput", "make_plan", "most_prefetch_bytes"]
+__all__ = [
+    "CHUNK_BYTES",
+    "CLASSES",
+    "GRADIENT_BUFFERS",
+    "MIB",
+    "Plan",
+    "PlanInput",
+    "activations_stay",
+    "arena_bytes",
+    "built_plan",
+    "bytes_each",
+    "has_two_versions",
+    "lane_bytes",
+    "minimum_lane_bytes",
+    "most_prefetch_bytes",
+    "moved_bytes_each",
+    "resident_bytes",
+    "stored_bytes",
+]
 
 MIB = 1024 * 1024
 _STAGING_BYTES = 1024 * MIB
@@ -28,7 +40,7 @@ _PREFETCH_BYTES = 256 * MIB
 GRADIENT_BUFFERS = 4
 """Chunks of G16 on storage that are in host memory by each of their ways: twice as many and one are filled at once
 (more if one parameter has more), as many are being written, and as many are read ahead or kept for the next."""
-_CHUNK_BYTES = (16 * MIB, 8 * MIB, 4 * MIB, 2 * MIB)
+CHUNK_BYTES = (16 * MIB, 8 * MIB, 4 * MIB, 2 * MIB)
 """Of these the largest with which a placement fits the budget."""
 _ARENA_BYTES = 256 * MIB  # at least, where the budget has eight times as much
 _ARENA_PATH_BYTES = 128 * MIB  # pieces of one path: leaving, being written, being read, on their way up
@@ -42,6 +54,8 @@ class PlanInput:
 
     ``shares``: resident shares that a plan fixes, by field of :class:`Residency`; used where the tier is "auto".
     ``num_paths``: of storage. ``block_activation_bytes``: what the largest block saves in a forward; 0: not known.
+    ``storage_budget_bytes``: for what is on storage; ``durable``: in two slots. ``device_room_bytes``: for activations
+    that stay on the device.
     """
 
     numel: int
@@ -58,9 +72,13 @@ class PlanInput:
     device_is_host: bool = False
     swaps_activations: bool = False
     activations_stay_in_dram: bool = False  # there is no storage behind the host memory that they are swapped to
+    activations_leave_dram: bool = False  # what is swapped is written to storage at once
     shares: Mapping[str, float] = field(default_factory=dict)
     num_paths: int = 1
     block_activation_bytes: int = 0
+    storage_budget_bytes: float = float("inf")
+    durable: bool = False
+    device_room_bytes: float = 0.0
 
     def fixed_shares(self) -> dict[str, float]:
         """Resident shares that are not the rule's to choose: 1 and 0 for tiers "cpu" and "nvme", else the plan's."""
@@ -88,7 +106,7 @@ class Plan:
 
     def resident_bytes(self, given: PlanInput) -> int:
         """Host bytes that grow with the model under this plan."""
-        return _resident_bytes(given, self.residency)
+        return resident_bytes(given, self.residency)
 
     def host_bytes(self, given: PlanInput) -> int:
         """All host bytes of this plan: what grows with the model, and what the lanes get."""
@@ -97,23 +115,23 @@ class Plan:
 
     def moved_bytes(self, given: PlanInput) -> float:
         """Bytes to and from storage in a step under this plan, without activations."""
-        return _moved_bytes_each(given, self.residency) * given.numel
+        return moved_bytes_each(given, self.residency) * given.numel
 
 
-_CLASSES = ("parameters", "optimizer", "gradients")
+CLASSES = ("parameters", "optimizer", "gradients")
 
 
 def _is_stored(residency: Residency) -> bool:
     """Whether any part of any class is on storage."""
-    return any(getattr(residency, name) < 1 for name in _CLASSES)
+    return any(getattr(residency, name) < 1 for name in CLASSES)
 
 
-def _has_two_versions(given: PlanInput, residency: Residency) -> bool:
+def has_two_versions(given: PlanInput, residency: Residency) -> bool:
     """P16 in memory has two versions where states on storage may be updated before ``step()`` publishes them."""
     return residency.parameters > 0 and residency.optimizer < 1 and given.may_speculate
 
 
-def _bytes_each(given: PlanInput, name: str, two_versions: bool) -> int:
+def bytes_each(given: PlanInput, name: str, two_versions: bool) -> int:
     """Host bytes of one resident element of a class."""
     sizes = {
         "parameters": given.param_bytes_each * (2 if two_versions else 1),
@@ -123,13 +141,13 @@ def _bytes_each(given: PlanInput, name: str, two_versions: bool) -> int:
     return sizes[name]
 
 
-def _resident_bytes(given: PlanInput, residency: Residency) -> int:
-    two = _has_two_versions(given, residency)
-    each = sum(getattr(residency, name) * _bytes_each(given, name, two) for name in _CLASSES)
+def resident_bytes(given: PlanInput, residency: Residency) -> int:
+    two = has_two_versions(given, residency)
+    each = sum(getattr(residency, name) * bytes_each(given, name, two) for name in CLASSES)
     return int(each * given.numel)
 
 
-def _moved_bytes_each(given: PlanInput, residency: Residency) -> float:
+def moved_bytes_each(given: PlanInput, residency: Residency) -> float:
     """Bytes a parameter and step to and from storage: P16 read in both passes and written once, states read and
     written, gradients written and (by updates that wait for ``step()``) read.
     """
@@ -138,79 +156,48 @@ def _moved_bytes_each(given: PlanInput, residency: Residency) -> float:
     return moved + 2 * given.grad_bytes_each * (1 - residency.gradients)
 
 
-def _candidates(given: PlanInput, chunk_bytes: int, arena_bytes: int) -> Iterator[Residency]:
-    """Every placement worth a look that keeps what is fixed."""
-    fixed = given.fixed_shares()
-    open_classes = [name for name in _CLASSES if name not in fixed]
-    none = Residency(**{name: fixed.get(name, 0.0) for name in _CLASSES})
-    yield _changed(none, dict.fromkeys(open_classes, 1.0))
-    for two_versions in (False, True):
-        for order in itertools.permutations(open_classes):
-            lanes = _lane_bytes(given, chunk_bytes) + arena_bytes
-            left = float(given.dram_budget_bytes - _resident_bytes(given, none) - lanes)
-            shares: dict[str, float] = {}
-            for name in order:
-                size = _bytes_each(given, name, two_versions) * given.numel
-                shares[name] = min(1.0, max(0.0, left / size))
-                left -= shares[name] * size
-            filled = _changed(none, shares)
-            if _has_two_versions(given, filled) == two_versions:
-                yield filled
-    yield none
+def stored_bytes(given: PlanInput, residency: Residency) -> float:
+    """Of storage, with one slot a chunk, or two where every step is to be durable."""
+    slots = 2 if given.durable else 1
+    each = slots * given.param_bytes_each * (1 - residency.parameters)
+    each += slots * 4 * (1 + given.num_moments) * (1 - residency.optimizer)
+    return (each + given.grad_bytes_each * (1 - residency.gradients)) * given.numel
 
 
-def _changed(residency: Residency, shares: Mapping[str, float]) -> Residency:
-    changes: dict[str, Any] = dict(shares)
-    return replace(residency, **changes)
-
-
-def _lane_bytes(given: PlanInput, chunk_bytes: int) -> int:
+def lane_bytes(given: PlanInput, chunk_bytes: int) -> int:
     """Host memory left to the lanes where anything is on storage, whatever is: staging and look-ahead."""
     wanted = min(_STAGING_BYTES + _PREFETCH_BYTES, given.dram_budget_bytes // 4)
-    return max(_minimum_lane_bytes(given, Residency(0.0, 0.0, 0.0), chunk_bytes), wanted)
+    return max(minimum_lane_bytes(given, Residency(0.0, 0.0, 0.0), chunk_bytes), wanted)
 
 
-def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
-    """The placement that fits the DRAM budget and moves least; ``overrides`` replaces single values of the plan.
-
-    Raises :class:`FuyouConfigError` with the bytes needed and found when none fits.
-    """
-    over = {key: value for key, value in overrides.items() if value is not None}
-    sizes = (over["chunk_bytes"],) if "chunk_bytes" in over else _CHUNK_BYTES
-    # Without an arena of its own, what happens to be left has to do for activations.
-    arenas = (over["activation_bytes"],) if "activation_bytes" in over else (_arena_bytes(given), 0)
-    needs: list[int] = []
-    for arena_bytes, chunk_bytes in itertools.product(arenas, sizes):
-        needs, fitting = _fitting(given, chunk_bytes, arena_bytes)
-        if fitting:
-            break
-    else:
-        raise FuyouConfigError(
-            f"the smallest placement that the tiers allow needs {min(needs) / MIB:.0f} MiB of host memory, "
-            f"dram_budget_bytes is {given.dram_budget_bytes / MIB:.0f} MiB; raise it, set more tiers to nvme, or plan "
-            f"smaller shares"
-        )
-    residency = min(fitting, key=lambda tried: _moved_bytes_each(given, tried))
+def built_plan(
+    given: PlanInput,
+    residency: Residency,
+    chunk_bytes: int,
+    arena: int,
+    overrides: Mapping[str, int],
+) -> Plan:
+    """The plan of a residency that fits, with ``arena`` bytes for activations; the lanes get what is left."""
     buffers = _gradient_buffer_bytes(given, residency, chunk_bytes)
-    minimum = _minimum_lane_bytes(given, residency, chunk_bytes) - buffers
-    left = given.dram_budget_bytes - _resident_bytes(given, residency) - arena_bytes - buffers
-    staging_bytes = over.get("staging_bytes", max(minimum // 2, min(_STAGING_BYTES, left // 2)))
-    prefetch_bytes = over.get("prefetch_bytes", most_prefetch_bytes(left))
+    minimum = minimum_lane_bytes(given, residency, chunk_bytes) - buffers
+    left = given.dram_budget_bytes - resident_bytes(given, residency) - arena - buffers
+    staging_bytes = overrides.get("staging_bytes", max(minimum // 2, min(_STAGING_BYTES, left // 2)))
+    prefetch_bytes = overrides.get("prefetch_bytes", most_prefetch_bytes(left))
     return Plan(
         residency=residency,
         chunk_bytes=chunk_bytes,
         staging_bytes=staging_bytes,
         prefetch_bytes=prefetch_bytes,
-        num_threads=over.get("num_threads", _num_threads(given)),
-        queue_depth=over.get("queue_depth", 32),
-        block_bytes=over.get("block_bytes", MIB),
-        slots=over.get("slots", 2),
-        activation_bytes=over.get(
-            "activation_bytes", _activation_bytes(given, arena_bytes, left - staging_bytes - prefetch_bytes)
+        num_threads=overrides.get("num_threads", _num_threads(given)),
+        queue_depth=overrides.get("queue_depth", 32),
+        block_bytes=overrides.get("block_bytes", MIB),
+        slots=overrides.get("slots", 2),
+        activation_bytes=overrides.get(
+            "activation_bytes", _activation_bytes(given, arena, left - staging_bytes - prefetch_bytes)
         ),
-        smallest_swapped_bytes=over.get("smallest_swapped_bytes", _SMALLEST_SWAPPED_BYTES),
+        smallest_swapped_bytes=overrides.get("smallest_swapped_bytes", _SMALLEST_SWAPPED_BYTES),
         gradient_buffer_bytes=buffers,
-        small_param_bytes=over.get("small_param_bytes", 0),
+        small_param_bytes=overrides.get("small_param_bytes", 0),
     )
 
 
@@ -227,18 +214,7 @@ def _gradient_buffer_bytes(given: PlanInput, residency: Residency, chunk_bytes: 
     return min(most, int(given.numel * (1 - residency.gradients))) * given.grad_bytes_each
 
 
-def _fitting(given: PlanInput, chunk_bytes: int, arena_bytes: int) -> tuple[list[int], list[Residency]]:
-    """What every candidate needs, and those that fit the budget beside an arena."""
-    needs, fitting = [], []
-    for residency in _candidates(given, chunk_bytes, arena_bytes):
-        needed = _resident_bytes(given, residency) + _minimum_lane_bytes(given, residency, chunk_bytes) + arena_bytes
-        needs.append(needed)
-        if needed <= given.dram_budget_bytes:
-            fitting.append(residency)
-    return needs, fitting
-
-
-def _minimum_lane_bytes(given: PlanInput, residency: Residency, chunk_bytes: int) -> int:
+def minimum_lane_bytes(given: PlanInput, residency: Residency, chunk_bytes: int) -> int:
     """Two chunks in flight, gradient buffers, and two of the largest parameter where some are on storage."""
     if not _is_stored(residency):
         return 0
@@ -247,18 +223,18 @@ def _minimum_lane_bytes(given: PlanInput, residency: Residency, chunk_bytes: int
     return 2 * chunk + in_use + _gradient_buffer_bytes(given, residency, chunk_bytes)
 
 
-def _activations_stay(given: PlanInput) -> bool:
+def activations_stay(given: PlanInput) -> bool:
     """Host memory is their home: there is no storage behind it, and it is not where they come from."""
     return given.swaps_activations and given.activations_stay_in_dram and not given.device_is_host
 
 
-def _arena_bytes(given: PlanInput) -> int:
+def arena_bytes(given: PlanInput) -> int:
     """Host memory of swapped activations that no other class gets. Where the device is the host, what does not move is
     there anyway.
     """
     budget = given.dram_budget_bytes
-    if _activations_stay(given):
-        return budget // 4
+    if activations_stay(given):
+        return 0 if given.block_activation_bytes else budget // 4  # known, they are a class that memory is filled with
     if not given.swaps_activations or given.activations_stay_in_dram:
         return 0
     wanted = max(_ARENA_BYTES, _ARENA_PATH_BYTES * given.num_paths)
@@ -269,12 +245,12 @@ def _arena_bytes(given: PlanInput) -> int:
     return min(wanted, budget // 8)
 
 
-def _activation_bytes(given: PlanInput, arena_bytes: int, left: int) -> int:
+def _activation_bytes(given: PlanInput, arena: int, left: int) -> int:
     """What was set aside; all that is left as well where activations stay. ``left`` may be less than nothing."""
-    if _activations_stay(given):
-        return arena_bytes + max(0, left)
-    if arena_bytes or not given.swaps_activations or given.activations_stay_in_dram:
-        return arena_bytes
+    if activations_stay(given):
+        return arena + max(0, left)
+    if arena or not given.swaps_activations or given.activations_stay_in_dram:
+        return arena
     return max(MIB, left // 8)
 
 

@@ -7,24 +7,49 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ds_fuyou.planner.activations import ActivationCosts, SavedOutput
 from ds_fuyou.planner.cost import ClosedForm, Placement, Workload, closed_form, cores_secs, shared_secs
+from ds_fuyou.planner.decide import Decision, StepTime, decide
 from ds_fuyou.planner.hardware import Machine, constants
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
+from ds_fuyou.planner.plan import PlanInput
 from ds_fuyou.planner.policies import Fates, Policy, Tiers, Updates
 from ds_fuyou.planner.profile import RunProfile
 
 __all__ = [
     "Prediction",
     "RunPlacement",
+    "activation_costs",
     "alternatives",
     "durability_line",
+    "placed",
     "predict",
     "prediction_line",
     "prediction_table",
     "profile_line",
+    "run_time",
+    "sizes_of",
 ]
 
+_UNKNOWN = Machine(
+    name="not measured",
+    num_gpus=1,
+    gpu_bytes=0,
+    flops=1.0,
+    gpu_memory_rate=float("inf"),
+    link_up=float("inf"),
+    link_down=float("inf"),
+    dram_bytes=0.0,
+    pinned_limit_bytes=float("inf"),
+    storage_read=1e9,
+    storage_write=1e9,
+    storage_duplex=1.0,
+    storage_bytes=0.0,
+    endurance_bytes=0.0,
+    update_rate=float("inf"),
+    pass_rate=float("inf"),
+)
 CORES = "cores"
 """The bound where compute, updates and I/O share the host's cores and ask most of them."""
 
@@ -42,6 +67,7 @@ class RunPlacement:
         speculates: updates may start in backward, so P16 in host memory has two versions beside states on storage.
         swapped_bytes: activations that a micro-batch moves to storage.
         recompute_flops: that backward repeats of a micro-batch, and did not when the profile was made.
+        accumulation: micro-batches a step, where no profile says it.
     """
 
     params: float
@@ -57,6 +83,7 @@ class RunPlacement:
     staging_bytes: float = 0.0
     swapped_bytes: float = 0.0
     recompute_flops: float = 0.0
+    accumulation: int = 1
 
     @property
     def host_bytes(self) -> float:
@@ -102,15 +129,18 @@ class _ProfiledModel(ModelSpec):
     first_params: int = 0
 
     @classmethod
-    def of(cls, profile: RunProfile, placement: RunPlacement) -> _ProfiledModel:
+    def of(cls, profile: RunProfile | None, placement: RunPlacement) -> _ProfiledModel:
         """Where no FLOPs could be counted, all of it is one FLOP: the measured seconds then say the rest."""
-        inside = [block for block in profile.blocks if block.name]
+        blocks = profile.blocks if profile is not None else ()
+        inside = [block for block in blocks if block.name]
         layers = max(1, len(inside))
-        known = profile.forward_flops > 0
+        head = sum(block.flops for block in blocks if not block.name)
+        if profile is not None and profile.forward_flops <= 0:
+            head = 1.0
         return cls(
             *("the model of this run", layers, 1, 1, 1, 1, 1, 1),
             measured_block_flops=sum(block.flops for block in inside) / layers,
-            measured_head_flops=sum(block.flops for block in profile.blocks if not block.name) if known else 1.0,
+            measured_head_flops=head,
             num_params=placement.num_params,
             first_params=placement.first_params,
         )
@@ -129,6 +159,24 @@ class _ProfiledModel(ModelSpec):
 
     def block_flops(self, seq: int) -> float:
         return self.measured_block_flops
+
+
+def activation_costs(profile: RunProfile | None) -> ActivationCosts | None:
+    """What a micro-batch saves by a profile; None where operators were not recorded. The first block stands for all."""
+    blocks = [block for block in profile.blocks if block.name] if profile is not None else []
+    if not blocks or profile is None:
+        return None
+    block = blocks[0]
+    outputs = [one for one in block.operators if one.num_bytes > 0 and (one.flops > 0 or one.saved)]
+    outside = [one for other in profile.blocks if not other.name for one in other.operators if one.saved]
+    return ActivationCosts(
+        num_blocks=len(blocks),
+        input_bytes=block.input_bytes,
+        whole_bytes=block.input_bytes + sum(one.num_bytes for one in block.operators if one.saved),
+        outside_bytes=sum(one.num_bytes for one in outside),
+        outputs=tuple(SavedOutput(one.name, one.flops, one.num_bytes) for one in outputs),
+        block_flops=block.flops,
+    )
 
 
 def _machine(profile: RunProfile, model: ModelSpec) -> Machine:
@@ -160,24 +208,62 @@ def _machine(profile: RunProfile, model: ModelSpec) -> Machine:
     )
 
 
-def predict(profile: RunProfile, placement: RunPlacement) -> Prediction:
-    """What a step of this placement takes by the closed form, with the measured rates."""
-    model = _ProfiledModel.of(profile, placement)
-    machine = _machine(profile, model)
-    updates = placement.updates
-    if updates is Updates.DEADLINE and placement.states >= 1:
-        updates = Updates.FORWARD
+def run_time(
+    profile: RunProfile | None,
+    placement: RunPlacement,
+    activations: ActivationCosts | None = None,
+    mode: str = "auto",
+) -> StepTime:
+    """What predicts this run's steps under any placement; of ``placement`` its sizes and its updates count alone.
+
+    Without a profile computing takes no time, and neither do updates and the link: storage is the bound.
+    """
     policy = Policy(
         "ds_fuyou",
-        updates,
+        placement.updates,
         Tiers.PLANNED,
         Fates.OPERATORS,
         gradient_bytes=placement.grad_bytes,
         param_bytes=placement.param_bytes,
         state_bytes=placement.state_bytes,
         keeps_gradients=True,
-        reads_spilled=updates is not Updates.DEADLINE,
+        reads_spilled=placement.updates is not Updates.DEADLINE,
     )
+    model = _ProfiledModel.of(profile, placement)
+    machine = _UNKNOWN if profile is None else _machine(profile, model)
+    accumulation = placement.accumulation if profile is None else profile.accumulation
+    return StepTime(Workload(model, 1, 1, accumulation), machine, policy, activations, mode)
+
+
+def placed(
+    given: PlanInput, overrides: Mapping[str, int | None], profile: RunProfile | None = None, accumulation: int = 1
+) -> Decision:
+    """The placement of a run by what was measured of it, if anything was. Raises FuyouConfigError as :func:`decide`."""
+    if profile is not None and profile.storage is None:
+        profile = None  # measured while nothing was on storage
+    costs = activation_costs(profile) if given.swaps_activations else None
+    return decide(given, overrides, run_time(profile, sizes_of(given, accumulation), costs))
+
+
+def sizes_of(given: PlanInput, accumulation: int = 1) -> RunPlacement:
+    """What a run is, wherever things are; updates start in backward if they may."""
+    return RunPlacement(
+        *(0.0, 0.0, 0.0),
+        updates=Updates.DEADLINE if given.may_speculate else Updates.FORWARD,
+        num_params=given.numel,
+        first_params=0,
+        param_bytes=given.param_bytes_each,
+        grad_bytes=given.grad_bytes_each,
+        state_bytes=4 * (1 + given.num_moments),
+        speculates=given.may_speculate,
+        accumulation=accumulation,
+    )
+
+
+def predict(profile: RunProfile, placement: RunPlacement) -> Prediction:
+    """What a step of this placement takes by the closed form, with the measured rates."""
+    time = run_time(profile, placement)
+    machine = time.machine
     place = Placement(
         placement.params,
         placement.states,
@@ -186,7 +272,7 @@ def predict(profile: RunProfile, placement: RunPlacement) -> Prediction:
         swapped_bytes=placement.swapped_bytes,
         recompute_flops=placement.recompute_flops,
     )
-    found = closed_form(Workload(model, 1, 1, profile.accumulation), machine, policy, place)
+    found = closed_form(time.work, machine, time.policy, place)
     return Prediction(
         placement,
         found.iteration_secs,

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_fuyou.planner.cost import (
-    ACCUMULATOR_BYTES,
     P16_BYTES,
     STATE_BYTES,
     Placement,
     Workload,
     eager_bytes,
     storage_secs,
+    stored_sums,
 )
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.lanes import Lane, Schedule, Task
@@ -74,10 +74,13 @@ def chrome_trace(simulated: Simulated, machine: Machine) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Unit:
-    """Seconds of one unit's pieces. ``chunks`` equal parts of its optimizer work are scheduled one by one."""
+    """Seconds of one unit's pieces. ``chunks`` equal parts of its optimizer work are scheduled one by one; of the
+    states the share ``resident`` is in host memory.
+    """
 
     name: str
     chunks: int = 1
+    resident: float = 0.0
     p_read: float = 0.0
     p_up: float = 0.0
     forward: float = 0.0
@@ -123,39 +126,55 @@ def _units(work: Workload, machine: Machine, policy: Policy, place: Placement) -
     chunks = 4 if policy.updates is Updates.DEADLINE else 1
     swapped = place.swapped_bytes / model.layers
     stored = place.storage_activation_bytes * machine.num_gpus / model.layers
-    pieces = _Pieces(machine, policy, place, work.accumulation)
-    block = {
-        **pieces.of(float(model.block_params)),
+    pieces = _Pieces(work, machine, policy, place)
+    moved = {
         "a_down": swapped / machine.link_down,
         "a_up": swapped / machine.link_up,
         "a_write": storage_secs(stored, machine.storage_write),
         "a_read": storage_secs(stored, machine.storage_read),
     }
-    first = _Unit("embedding", 1, **pieces.of(float(model.embedding_params)))
-    last = _Unit("head", 1, **pieces.of(float(model.head_params)), forward=head, backward=2 * head)
+    first = _Unit("embedding", 1, **pieces.of_next(float(model.embedding_params)))
     blocks = [
-        _Unit(f"block {i}", chunks, forward=forward, backward=2 * forward + recompute, **block)
+        _Unit(
+            f"block {i}",
+            chunks,
+            forward=forward,
+            backward=2 * forward + recompute,
+            **pieces.of_next(float(model.block_params)),
+            **moved,
+        )
         for i in range(model.layers)
     ]
+    last = _Unit("head", 1, **pieces.of_next(float(model.head_params)), forward=head, backward=2 * head)
     return [first, *blocks, last]
 
 
-@dataclass(frozen=True)
 class _Pieces:
-    machine: Machine
-    policy: Policy
-    place: Placement
-    accumulation: int
+    """Of one unit after the other, in the order of forward: host memory holds the first ones of each class."""
 
-    def of(self, params: float) -> dict[str, float]:
+    def __init__(self, work: Workload, machine: Machine, policy: Policy, place: Placement) -> None:
+        self._machine, self._policy = machine, policy
+        self._summed = stored_sums(work, policy, place)
+        num_params = float(work.model.params)
+        self._left = {"params": place.params, "states": place.states, "grads": place.grads}
+        self._left = {name: share * num_params for name, share in self._left.items()}
+
+    def _stored(self, name: str, params: float) -> float:
+        """Of ``params`` parameters those on storage."""
+        resident = min(params, max(0.0, self._left[name]))
+        self._left[name] -= resident
+        return params - resident
+
+    def of_next(self, params: float) -> dict[str, float]:
         """Seconds of everything that a unit of ``params`` parameters moves."""
-        machine, policy, place = self.machine, self.policy, self.place
+        machine, policy = self._machine, self._policy
         grad = policy.gradient_bytes * params
-        spilled = grad * (1 - place.grads) if policy.keeps_gradients else 0.0
-        p16 = P16_BYTES * params * (1 - place.params)
-        states = STATE_BYTES * params * (1 - place.states)
-        acc = ACCUMULATOR_BYTES * params * (1 - place.accumulators) if self.accumulation > 1 else 0.0
+        stored = self._stored("states", params)
+        spilled = policy.gradient_bytes * self._stored("grads", params) if policy.keeps_gradients else 0.0
+        p16, states = P16_BYTES * self._stored("params", params), STATE_BYTES * stored
+        acc = grad * self._summed
         return {
+            "resident": 1 - stored / params if params > 0 else 0.0,
             "p_read": storage_secs(p16, machine.storage_read),
             "p_up": P16_BYTES * params / machine.link_up,
             "g_down": grad / machine.link_down,
@@ -274,13 +293,17 @@ class _Graph:
         num_units, policy = len(self._units), self._policy
         base = step * self._k * 2 * num_units + (2 * self._k - 1) * num_units
         deadline = float(base + num_units + index if policy.updates is Updates.DEADLINE else base + place + _WINDOW)
-        waits = tuple(after) if policy.updates is Updates.STEP else (arrived,)
         cut = unit.chunks
+        resident = round(unit.resident * cut) if policy.updates is Updates.DEADLINE else 0
+        moving = cut - resident if resident < cut else cut  # parts that read and write
         for part in range(cut):
             due = deadline + part / (2 * cut)
-            read = self._chunk("read state of", unit, Lane.READ, (unit.s_read + unit.acc_read) / cut, due, *waits)
+            waits_for_step = part < resident or policy.updates is Updates.STEP  # one version: it waits for step()
+            waits = tuple(after) if waits_for_step else (arrived,)
+            share = 1.0 / moving if part >= cut - moving else 0.0
+            read = self._chunk("read state of", unit, Lane.READ, share * (unit.s_read + unit.acc_read), due, *waits)
             update = self._chunk("update", unit, Lane.CPU, unit.update / cut, due, read, *waits)
-            write = self._chunk("write state of", unit, Lane.WRITE, unit.s_write / cut, due, update)
+            write = self._chunk("write state of", unit, Lane.WRITE, share * unit.s_write, due, update)
             self._stage(read, update, write)
             ready = write if self._params_stored and write is not None else update
             if ready is not None:

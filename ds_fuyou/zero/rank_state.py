@@ -45,7 +45,9 @@ from ds_fuyou.parameters.partition import Lost, Partition
 from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.planner.applied import require_params
 from ds_fuyou.planner.host_memory import available_host_bytes
-from ds_fuyou.planner.plan import Plan, PlanInput, make_plan
+from ds_fuyou.planner.plan import Plan, PlanInput
+from ds_fuyou.planner.profile import RunProfile
+from ds_fuyou.planner.profiled import placed
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.parked import ParkedSpace, ParkedValues
@@ -90,7 +92,10 @@ class RankState:
         hypers: Sequence[GroupHyper],
         grad_dtype: torch.dtype,
         param_dtype: torch.dtype,
+        profile: RunProfile | None = None,
+        accumulation: int = 1,
     ) -> None:
+        """``profile``: of an earlier run, the same on all ranks; ``accumulation``: micro-batches a step."""
         self.activation = activation
         self.device = rank_device(pin_memory=activation.absorbed.pin_memory)
         self._params = [param for group in sub_groups for param in group]
@@ -99,12 +104,16 @@ class RankState:
         entries = [
             [(names[p], block_of(names[p]), p.partition_numel(), order[p.ds_id]) for p in group] for group in sub_groups
         ]
-        given = self._plan_input(entries, kind, grad_dtype, param_dtype)
+        given = self.plan_input = self._plan_input(entries, kind, grad_dtype, param_dtype)
         expert = activation.config.plan
-        overrides = expert.model_dump(exclude={"residency", "shares"}) if expert is not None else {}
+        self.plan_overrides: dict[str, int | None] = (
+            expert.model_dump(exclude={"residency", "shares"}) if expert is not None else {}
+        )
         if expert is not None and expert.document is not None:
             require_params(expert.document, sum(param.ds_numel for param in names))
-        self.plan: Plan = make_plan(given, overrides)
+        if activation.config.resume == "auto":
+            profile = None  # files of a dead run are found where a run that knew as little would place them
+        self.plan: Plan = placed(given, self.plan_overrides, profile, accumulation).plan
         self.host_budget_bytes = given.dram_budget_bytes
         self.planned_host_bytes = self.plan.host_bytes(given)
         limits = LayoutLimits(
@@ -181,6 +190,8 @@ class RankState:
             device_is_host=self.device.is_host,
             swaps_activations=config.activations.mode != "recompute" and handles_activations(config),
             activations_stay_in_dram=no_storage or config.activations.tier == "cpu",
+            activations_leave_dram=config.activations.tier == "nvme",
+            durable=config.durable,
             shares=config.plan.resident_shares() if config.plan is not None else {},
             num_paths=max(1, len(self.activation.state_paths)),
         )

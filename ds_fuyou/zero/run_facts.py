@@ -13,25 +13,31 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_fuyou.activations.session import ActivationSession
+from ds_fuyou.ds_json import Activation
+from ds_fuyou.log import current_rank
 from ds_fuyou.optimizer.clip_policy import Overlap, UpdateStart
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import FlatLayout
+from ds_fuyou.optimizer.rules import OptimizerKind
 from ds_fuyou.planner.policies import Updates
-from ds_fuyou.planner.profile import RunProfile, fingerprint_of, machine_fingerprint
+from ds_fuyou.planner.profile import RunProfile, fingerprint_of, load_profile, machine_fingerprint, profile_directory
 from ds_fuyou.planner.profiled import RunPlacement
 from ds_fuyou.profiling.operators import BlockProfile
 from ds_fuyou.storage.probe import probe_path
+from ds_fuyou.zero.agreement import of_rank_0
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import cores_of_rank, local_ranks
+from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.rank_state import RankState
 
 __all__ = [
     "ActivationWork",
-    "RunFacts",
+    "KnownRun",
+    "RunSizes",
+    "known_run",
     "model_settings",
     "placement_of_run",
     "recomputed_flops",
-    "run_facts",
     "updates_of_run",
 ]
 
@@ -44,13 +50,30 @@ _STARTS = {
 
 
 @dataclass(frozen=True)
-class RunFacts:
-    """Fingerprints of a run's machine and model, and what it has of the machine."""
+class RunSizes:
+    """What tells a model apart: (name, elements of this rank) of every trainable parameter, and how it is trained."""
+
+    params: Sequence[tuple[str, int]]
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    kind: OptimizerKind
+
+
+@dataclass(frozen=True)
+class KnownRun:
+    """Fingerprints of a run's machine and model, what it has of the machine, and what an earlier run of the same two
+    measured. The same on all ranks.
+
+    Attributes:
+        keeps: profiles are kept, so steps are measured where there is none.
+    """
 
     machine: str
     model: str
     num_cores: int
     local_ranks: int
+    keeps: bool
+    profile: RunProfile | None
 
 
 @dataclass(frozen=True)
@@ -74,28 +97,29 @@ def recomputed_flops(session: ActivationSession | None, profiles: Sequence[Block
     return total
 
 
-def run_facts(rank_state: RankState, model: torch.nn.Module) -> RunFacts:
-    """The machine: its parts, the disks below the paths, how they are reached. The model: its parameters, their dtype
+def known_run(activation: Activation, module: torch.nn.Module, sizes: RunSizes) -> KnownRun:
+    """Rank 0 looks for what an earlier run measured, and tells the others: all place by it. A collective.
+
+    The machine: its parts, the disks below the paths, how they are reached. The model: its parameters, their dtype
     and partitions, the optimizer, what is done to activations, how its modules are set (heads, attention
     implementation, checkpointing), and the versions of what runs it.
     """
-    core, config = rank_state.core, rank_state.activation.config
-    device = rank_state.device.name
-    if not rank_state.device.is_host:
-        device = f"{get_accelerator().device_count()} {device}"
-    disks = [_disk(Path(path)) for path in rank_state.activation.state_paths]
+    config, device = activation.config, rank_device()
+    name = device.name if device.is_host else f"{get_accelerator().device_count()} {device.name}"
+    disks = [_disk(Path(path)) for path in activation.state_paths]
+    expert = config.plan
+    threads = (expert.num_threads, expert.queue_depth, expert.block_bytes) if expert is not None else ()
     model = fingerprint_of(
-        [(span.name, span.numel) for span in core.layout.params],
-        (core.options.param_dtype, core.options.grad_dtype, core.kind),
+        [*sizes.params],
+        (sizes.param_dtype, sizes.grad_dtype, sizes.kind),
         (dist.get_world_size(), config.activations.mode, config.activations.tier, config.gpu_budget_bytes),
-        (torch.__version__, deepspeed.__version__, model_settings(model)),
+        (torch.__version__, deepspeed.__version__, model_settings(module)),
     )
-    return RunFacts(
-        machine_fingerprint(device, disks, (core.options.io, core.options.num_update_threads)),
-        model,
-        cores_of_rank(),
-        local_ranks(),
-    )
+    machine = machine_fingerprint(name, disks, (config.io.engine, threads, cores_of_rank()))
+    keeps = profile_directory() is not None
+    found = load_profile(machine, model) if keeps and current_rank() == 0 else None
+    keeps, told = of_rank_0((keeps, found))
+    return KnownRun(machine, model, cores_of_rank(), local_ranks(), keeps, told)
 
 
 def model_settings(model: torch.nn.Module) -> list[object]:
@@ -139,6 +163,7 @@ def placement_of_run(rank_state: RankState, profile: RunProfile, activations: Ac
         staging_bytes=core.staging.capacity_bytes,
         swapped_bytes=activations.written_bytes / max(1, activations.num_forwards),
         recompute_flops=activations.recompute_flops,
+        accumulation=profile.accumulation,
     )
 
 

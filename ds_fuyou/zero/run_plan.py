@@ -28,8 +28,6 @@ from ds_fuyou.planner.profile import (
     RunProfile,
     StorageRates,
     forget_profile,
-    load_profile,
-    profile_directory,
     save_profile,
 )
 from ds_fuyou.planner.profiled import (
@@ -47,14 +45,14 @@ from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
 from ds_fuyou.storage.types import PAGE_BYTES
 from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.zero.activations import model_blocks
-from ds_fuyou.zero.agreement import of_rank_0, on_any_rank
+from ds_fuyou.zero.agreement import on_any_rank
 from ds_fuyou.zero.auto_activations import AutoActivations
 from ds_fuyou.zero.rank_state import RankState
 from ds_fuyou.zero.run_facts import (
     ActivationWork,
+    KnownRun,
     placement_of_run,
     recomputed_flops,
-    run_facts,
     updates_of_run,
 )
 from ds_fuyou.zero.step_clock import StepClock, StepTimes
@@ -74,6 +72,7 @@ class RunPlan:
         rank_state: the rank's placement and lanes.
         auto: decides what becomes of activations; None in other modes.
         leave_out: seconds and work of lanes that were spent on measuring, to be left out of reports.
+        known: what the run was placed by.
     """
 
     def __init__(
@@ -82,11 +81,12 @@ class RunPlan:
         model: torch.nn.Module,
         auto: AutoActivations | None,
         leave_out: Callable[[float, LaneTimes], None],
+        known: KnownRun,
     ) -> None:
         self._state = rank_state
         self.auto = auto
         self._leave_out = leave_out
-        self._facts = run_facts(rank_state, model)
+        self._facts = known
         self.clock = StepClock(model, rank_state.clock)
         self.profile: RunProfile | None = None
         self.prediction: Prediction | None = None
@@ -99,12 +99,12 @@ class RunPlan:
         self._num_steps = 0
         self._blocks: tuple[BlockCost, ...] = ()
         self._at = self._look()
-        plans = profile_directory() is not None
-        if plans and current_rank() == 0:
-            self.profile = load_profile(self._facts.machine, self._facts.model)
-        if self.profile is not None and self.profile.storage is None and rank_state.store is not None:
-            self.profile = None  # measured while nothing was on storage
-        self._plans, self._measures = of_rank_0((plans, plans and self.profile is None))
+        profile = known.profile
+        if profile is not None and profile.storage is None and rank_state.store is not None:
+            profile = None  # measured while nothing was on storage
+        self._plans, self._measures = known.keeps, known.keeps and profile is None
+        if current_rank() == 0:
+            self.profile = profile
         if auto is not None:
             if self._measures:  # not a step that is slowed down by measuring, nor the one after it
                 auto.measured_step = _TIMED_STEP + 2

@@ -42,6 +42,7 @@ from ds_fuyou.zero.handover import owners
 from ds_fuyou.zero.hp_access import HpAccess
 from ds_fuyou.zero.monitoring import StepMonitor, count_tokens
 from ds_fuyou.zero.rank_state import RankState
+from ds_fuyou.zero.run_facts import RunSizes, known_run
 from ds_fuyou.zero.run_plan import RunPlan
 from ds_fuyou.zero.stock import bound_gathered, combined_grad_norm, is_boundary, iter_module_params
 from ds_fuyou.zero.training_state import TrainingState
@@ -90,6 +91,9 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             model_blocks(self.module, activation.config)  # a name that is none is told before anything is built
         kind = optimizer_kind(self.optimizer)
         names = {param: name for name, param in self.module.named_parameters()}
+        numels = [(names[param], param.partition_numel()) for group in self.fp16_groups for param in group]
+        sizes = RunSizes(numels, self.dtype, self.gradient_accumulation_dtype, kind)
+        self._known = known_run(activation, self.module, sizes)
         self._group_of_sub_group = [self.sub_group_to_group_id[i] for i in range(len(self.fp16_groups))]
         self.rank_state = RankState(
             activation,
@@ -99,6 +103,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             self._hypers(),
             self.gradient_accumulation_dtype,
             self.dtype,
+            self._known.profile,
+            self.gradient_accumulation_steps,
         )
         try:
             owners.update(dict.fromkeys(self._owned_ids(), self))
@@ -154,7 +160,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         )
         state.activations = attach_activations(self.module, index, given)
         auto = attach_auto(state.activations, given)
-        self.run_plan = RunPlan(state, self.module, auto, self._leave_out)
+        self.run_plan = RunPlan(state, self.module, auto, self._leave_out, self._known)
         return index
 
     def _leave_out(self, secs: float, work: LaneTimes) -> None:

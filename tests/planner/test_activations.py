@@ -3,21 +3,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from ds_fuyou.planner.activations import plan_activations
+from ds_fuyou.planner.activations import costs_of, plan_activations
 from ds_fuyou.planner.cost import Placement, Workload
-from ds_fuyou.planner.policies import Fixed, find_policy
+from ds_fuyou.planner.policies import find_policy
 from tests.planner.support import model
 
 
 def planned(mode: str, secs_per_byte: float = 0.0) -> tuple[Workload, Placement]:
-    work, policy = Workload(model("13B"), 8), replace(find_policy("ds_fuyou"), fixed=Fixed(mode=mode))
-    return work, plan_activations(
-        work, policy, Placement(), 0.0, 0.0, lambda p: p.recompute_flops + secs_per_byte * p.swapped_bytes
-    )
+    work = Workload(model("13B"), 8)
+
+    def secs(place: Placement) -> float:
+        return place.recompute_flops + secs_per_byte * place.swapped_bytes
+
+    return work, plan_activations(costs_of(work, find_policy("ds_fuyou")), Placement(), 0.0, 0.0, secs, mode)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])

@@ -90,7 +90,7 @@ def test_budgets_bound_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ({"dram_budget_bytes": "900GB"}, "fuyou.dram_budget_bytes must not exceed what there is: 900.0 GB"),
         ({"gpu_budget_bytes": "80GB"}, "fuyou.gpu_budget_bytes must not exceed"),
         ({"nvme_budget_bytes": "100TB"}, "fuyou.nvme_budget_bytes must not exceed"),
-        ({"dram_budget_bytes": "2GB"}, "of host memory"),
+        ({"dram_budget_bytes": "1GB"}, "of host memory"),
         ({"nvme_budget_bytes": "1GB", "optimizer": {"tier": "nvme"}}, "of storage"),
         ({"optimizer": {"teir": "nvme"}}, 'did you mean "fuyou.optimizer.tier"?'),
     ],

@@ -191,7 +191,7 @@ def test_max_model_names_one_or_says_why_none(capsys: pytest.CaptureFixture[str]
     assert json.loads(capsys.readouterr().out)["model"] == "276B"
     assert main(["max-model", "--dram-gb", "256", "--num-ssds", "0"]) == 0
     assert capsys.readouterr().out.startswith("13B (12.8 B parameters)")
-    assert main(["max-model", "--dram-gb", "2", "--ssd-tb", "8"]) == 1
+    assert main(["max-model", "--dram-gb", "1", "--ssd-tb", "8"]) == 1
     assert "of host memory" in capsys.readouterr().out
 
 

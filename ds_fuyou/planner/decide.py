@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one decider: what of each class is in host memory, and what becomes of activations. No torch.
+
+A run at its start, a run that plans again, ``fuyou plan`` and ``fuyou init`` all ask :func:`decide`.
+
+[Note: how it decides]
+Of the placements that fit the budgets the one with the shortest predicted step. Seconds are those of the closed form
+(``cost.py``), so which lane is the bound decides what a byte of host memory is worth. Where nothing is known of the
+computing, it takes no time, and where nothing is known of the machine, its storage is the bound: then the placement
+that moves the fewest bytes is the fastest. Of placements within a thousandth of the fastest the one that moves fewest
+bytes to and from storage is taken: it wears the disks least.
+
+Host memory is filled by classes in every order, the last one in part: with a single lane as the bound each class saves
+a fixed number of seconds a byte, and one of the orders is best. With several lanes the best lies between: from the best
+order on, memory is taken from one class and given to another in ever smaller parts while that helps. Activations are
+planned anew for each placement, by the ladder of ``activations.py``, with what host memory it leaves them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.planner.activations import ActivationCosts, plan_activations
+from ds_fuyou.planner.cost import Placement, Workload, closed_form
+from ds_fuyou.planner.document import Residency
+from ds_fuyou.planner.hardware import Machine
+from ds_fuyou.planner.plan import (
+    CHUNK_BYTES,
+    CLASSES,
+    MIB,
+    Plan,
+    PlanInput,
+    activations_stay,
+    arena_bytes,
+    built_plan,
+    bytes_each,
+    has_two_versions,
+    lane_bytes,
+    minimum_lane_bytes,
+    moved_bytes_each,
+    resident_bytes,
+    stored_bytes,
+)
+from ds_fuyou.planner.policies import Policy
+
+__all__ = ["Decision", "StepTime", "decide"]
+
+_ACTIVATIONS = "activations"
+_NEAR = 1.001  # of the fastest: then the one that moves least
+_PARTS = (4, 8, 16, 32, 64, 128)  # of the budget, moved from one class to another
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """What predicts a step: the workload, the machine as one rank sees it, when updates may run; and what a micro-batch
+    saves for backward, None where that is not known. ``mode`` of activations is the user's.
+    """
+
+    work: Workload
+    machine: Machine
+    policy: Policy
+    activations: ActivationCosts | None = None
+    mode: str = "auto"
+
+    def secs(self, place: Placement) -> float:
+        return closed_form(self.work, self.machine, self.policy, place).iteration_secs
+
+    def placed(self, given: PlanInput, residency: Residency, in_dram: float) -> Placement:
+        """With ``in_dram`` bytes of host memory for activations."""
+        place = Placement(
+            residency.parameters,
+            residency.optimizer,
+            residency.gradients,
+            two_versions=has_two_versions(given, residency),
+        )
+        if self.activations is None:
+            return place
+        return plan_activations(
+            self.activations,
+            place,
+            given.device_room_bytes,
+            in_dram,
+            self.secs,
+            self.mode,
+            needs_dram=given.activations_stay_in_dram and not given.device_is_host,
+        )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The plan, the placement behind it, and its predicted seconds of a step."""
+
+    plan: Plan
+    place: Placement
+    secs: float
+
+
+@dataclass(frozen=True)
+class _Tried:
+    residency: Residency
+    in_dram: float
+    place: Placement
+    secs: float
+    moved: float
+
+
+@dataclass
+class _Search:
+    """Of one size of chunks and one arena."""
+
+    given: PlanInput
+    time: StepTime
+    chunk_bytes: int
+    arena: int
+    is_arena_fixed: bool
+    found: dict[tuple[float, ...], _Tried] = field(default_factory=dict)
+    least_needed: float = float("inf")
+
+    @property
+    def _weighs_activations(self) -> bool:
+        """Whether memory for activations is a class of its own: their bytes are known, and memory is their home."""
+        given = self.given
+        known = self.time.activations is not None and given.swaps_activations and not given.device_is_host
+        return known and not given.activations_leave_dram and not self.is_arena_fixed
+
+    def fill(self) -> _Tried | None:
+        """The best placement; None if none fits."""
+        for shares in self._orders():
+            self._try(*shares)
+        best = self._best()
+        parts = iter(_PARTS)
+        part = next(parts, None)
+        while best is not None and part is not None:
+            before = best.secs
+            for residency, in_dram in self._shifted(best, self.given.dram_budget_bytes / part):
+                self._try(residency, in_dram)
+            best = self._best()
+            if best is None or best.secs >= before * (1 - 1e-6):
+                part = next(parts, None)
+        return best
+
+    def _orders(self) -> Iterator[tuple[Residency, float]]:
+        given, fixed = self.given, self.given.fixed_shares()
+        open_classes = [name for name in CLASSES if name not in fixed]
+        none = Residency(**{name: fixed.get(name, 0.0) for name in CLASSES})
+        yield _changed(none, dict.fromkeys(open_classes, 1.0)), self._all_left(none, open_classes)
+        classes = [*open_classes, _ACTIVATIONS] if self._weighs_activations else open_classes
+        for two_versions in (False, True):
+            for order in itertools.permutations(classes):
+                lanes = lane_bytes(given, self.chunk_bytes) + self.arena
+                left = float(given.dram_budget_bytes - resident_bytes(given, none) - lanes)
+                shares: dict[str, float] = {}
+                in_dram = 0.0
+                for name in order:
+                    if name == _ACTIVATIONS:
+                        in_dram = min(max(0.0, left), self._most_activations(_changed(none, shares), left))
+                        left -= in_dram
+                        continue
+                    size = bytes_each(given, name, two_versions) * given.numel
+                    shares[name] = min(1.0, max(0.0, left / size))
+                    left -= shares[name] * size
+                filled = _changed(none, shares)
+                if has_two_versions(given, filled) == two_versions:
+                    yield filled, in_dram
+        yield none, 0.0
+
+    def _all_left(self, none: Residency, open_classes: list[str]) -> float:
+        """What activations may have where every open class is in memory, and nothing needs lanes."""
+        whole = _changed(none, dict.fromkeys(open_classes, 1.0))
+        room = self.given.dram_budget_bytes - resident_bytes(self.given, whole) - self.arena
+        return max(0.0, float(room)) if self._weighs_activations else 0.0
+
+    def _most_activations(self, residency: Residency, room: float) -> float:
+        return self.time.placed(self.given, residency, max(0.0, room)).swapped_bytes
+
+    def _shifted(self, best: _Tried, num_bytes: float) -> Iterator[tuple[Residency, float]]:
+        """``num_bytes`` of one class go, another one comes in their place."""
+        given, fixed = self.given, self.given.fixed_shares()
+        names = [name for name in CLASSES if name not in fixed]
+        if self._weighs_activations:
+            names.append(_ACTIVATIONS)
+        two = has_two_versions(given, best.residency)
+        for less, more in itertools.permutations(names, 2):
+            residency, in_dram, moved = best.residency, best.in_dram, num_bytes
+            if less == _ACTIVATIONS:
+                moved = min(moved, in_dram)
+                in_dram -= moved
+            else:
+                size = bytes_each(given, less, two) * given.numel
+                moved = min(moved, getattr(residency, less) * size)
+                residency = _changed(residency, {less: getattr(residency, less) - moved / size})
+            if moved <= 0:
+                continue
+            if more == _ACTIVATIONS:
+                in_dram += moved
+            else:
+                size = bytes_each(given, more, two) * given.numel
+                residency = _changed(residency, {more: min(1.0, getattr(residency, more) + moved / size)})
+            yield residency, in_dram
+
+    def _try(self, residency: Residency, in_dram: float) -> None:
+        given = self.given
+        key = (*(round(getattr(residency, name), 6) for name in CLASSES), round(in_dram))
+        if key in self.found:
+            return
+        needed = resident_bytes(given, residency) + minimum_lane_bytes(given, residency, self.chunk_bytes)
+        needed += self.arena
+        self.least_needed = min(self.least_needed, needed)
+        if needed + in_dram > given.dram_budget_bytes * (1 + 1e-9):
+            return
+        stays = self.arena if activations_stay(given) else 0
+        place = self.time.placed(given, residency, in_dram + stays)
+        if stored_bytes(given, residency) + place.storage_activation_bytes > given.storage_budget_bytes:
+            return
+        self.found[key] = _Tried(
+            residency,
+            in_dram,
+            place,
+            self.time.secs(place),
+            moved_bytes_each(given, residency) * given.numel + 2 * place.storage_activation_bytes,
+        )
+
+    def _best(self) -> _Tried | None:
+        if not self.found:
+            return None
+        fastest = min(tried.secs for tried in self.found.values())
+        near = [tried for tried in self.found.values() if tried.secs <= fastest * _NEAR]
+        return min(near, key=lambda tried: (tried.moved, tried.secs))
+
+
+def _changed(residency: Residency, shares: Mapping[str, float]) -> Residency:
+    changes: dict[str, Any] = dict(shares)
+    return replace(residency, **changes)
+
+
+def decide(given: PlanInput, overrides: Mapping[str, int | None], time: StepTime) -> Decision:
+    """The fastest placement that fits, [Note: how it decides]; ``overrides`` replaces single values of the plan.
+
+    Raises:
+        FuyouConfigError: none fits; with the bytes needed and found.
+    """
+    over = {key: value for key, value in overrides.items() if value is not None}
+    if time.activations is not None:
+        given = replace(given, block_activation_bytes=max(1, int(time.activations.whole_bytes)))
+    sizes = (over["chunk_bytes"],) if "chunk_bytes" in over else CHUNK_BYTES
+    # Without an arena of its own, what happens to be left has to do for activations.
+    arenas = (over["activation_bytes"],) if "activation_bytes" in over else (arena_bytes(given), 0)
+    least_needed = float("inf")
+    for arena, chunk_bytes in itertools.product(arenas, sizes):
+        search = _Search(given, time, chunk_bytes, arena, "activation_bytes" in over)
+        best = search.fill()
+        if best is not None:
+            plan = built_plan(given, best.residency, chunk_bytes, arena + int(best.in_dram), over)
+            place = replace(best.place, staging_bytes=plan.staging_bytes)
+            return Decision(plan, place, time.secs(place))
+        least_needed = search.least_needed
+    raise FuyouConfigError(
+        f"the smallest placement that the tiers allow needs {least_needed / MIB:.0f} MiB of host memory, "
+        f"dram_budget_bytes is {given.dram_budget_bytes / MIB:.0f} MiB; raise it, set more tiers to nvme, or plan "
+        f"smaller shares"
+    )
