@@ -138,7 +138,7 @@ class StateAccess:
         for own, values in zip(self.parts(chunk, state), parts, strict=True):
             own.copy_(values)
         if resident is None:
-            core.withdraw_commit()
+            core.commits.withdraw()
             transfers.append(core.io.write(core.state_extents(index), state, f"writing the state of chunk {index}"))
         self._has_moments[index] = True
         core.pipeline.replace_state(index, state.data_ptr(), has_moments=True)
