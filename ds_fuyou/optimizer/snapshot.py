@@ -21,6 +21,7 @@ from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.memory import aligned_tensor
 from ds_fuyou.host.waiting import SLICE_SECS
 from ds_fuyou.optimizer.layout import Chunk
+from ds_fuyou.planner.plan import SAVE_BLOCKS
 from ds_fuyou.storage.io import Transfer, storage_error
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Snapshot"]
 
-_NUM_LENT = 4
 _NUM_READING = 2
+_NUM_LENT = SAVE_BLOCKS - _NUM_READING
 _BEHIND, _FIRST = 1 << 62, 0  # priorities of reads; those of updates lie between
 
 
@@ -52,6 +53,7 @@ class Snapshot:
         self._pipeline = core.pipeline
         self._without_moments = frozenset(core.states.without_moments())
         self._ended = threading.Event()
+        self._is_given_up = False
         chunks = core.layout.chunks
         # As gradients come, so that updates find most of what they would overwrite copied.
         order = sorted(chunks, key=lambda chunk: chunk.position, reverse=True)
@@ -80,7 +82,7 @@ class Snapshot:
         try:
             while num_left or reading:
                 while num_left and len(reading) < _NUM_READING:
-                    if self._ended.is_set():
+                    if self._is_given_up or self._ended.is_set():
                         raise FuyouStateError("the states of this step were let go before they were copied")
                     taken = self._take(0.0 if reading else SLICE_SECS)
                     if taken is not None:
@@ -127,6 +129,10 @@ class Snapshot:
             raise storage_error(what, errno.EBADMSG, begin.fd, begin.offset, self._core.path_of)
         if taken.transfer is not None:
             self._pipeline.release_kept(index)
+
+    def give_up(self) -> None:
+        """:meth:`states` ends soon, by an exception. From any thread."""
+        self._is_given_up = True
 
     def wait(self, timeout_secs: float) -> bool:
         """Until nothing of it is needed where it lies."""

@@ -4,10 +4,11 @@
 The rule for every "auto": of the placements that fit the DRAM budget the one that moves the fewest bytes to and from
 storage in a step, by the counts of the cost model (``cost.py``). Each class saves a fixed number of bytes moved for
 each byte resident, so the best placement fills the classes in some order, the last one in part; all orders are tried.
-Before them come staging and look-ahead memory, a quarter of the budget, at most what they can use, and the arena of
-swapped activations: what keeps every path busy both ways, and the tensors of a block between device and storage; or,
-where they are to stay in host memory, a quarter of the budget, and whatever the other classes leave. Nothing of the
-machine is measured for it: which lane is the slowest does not matter as long as fewer bytes are never slower.
+Before them come staging and look-ahead memory, a quarter of the budget, at most what they can use, the blocks that
+states pass through on their way to a checkpoint which is written behind training, and the arena of swapped
+activations: what keeps every path busy both ways, and the tensors of a block between device and storage; or, where
+they are to stay in host memory, a quarter of the budget, and whatever the other classes leave. Nothing of the machine
+is measured for it: which lane is the slowest does not matter as long as fewer bytes are never slower.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import Residency
 
-__all__ = ["GRADIENT_BUFFERS", "MIB", "Plan", "PlanInput", "make_plan", "most_prefetch_bytes"]
+__all__ = ["GRADIENT_BUFFERS", "MIB", "SAVE_BLOCKS", "Plan", "PlanInput", "make_plan", "most_prefetch_bytes"]
 
 MIB = 1024 * 1024
 _STAGING_BYTES = 1024 * MIB
@@ -28,6 +29,8 @@ _PREFETCH_BYTES = 256 * MIB
 GRADIENT_BUFFERS = 4
 """Chunks of G16 on storage that are in host memory by each of their ways: twice as many and one are filled at once
 (more if one parameter has more), as many are being written, and as many are read ahead or kept for the next."""
+SAVE_BLOCKS = 6
+"""State blocks on their way to a checkpoint: lent to updates, being read or being written."""
 _CHUNK_BYTES = (16 * MIB, 8 * MIB, 4 * MIB, 2 * MIB)
 """Of these the largest with which a placement fits the budget."""
 _ARENA_BYTES = 256 * MIB  # at least, where the budget has eight times as much
@@ -61,6 +64,7 @@ class PlanInput:
     shares: Mapping[str, float] = field(default_factory=dict)
     num_paths: int = 1
     block_activation_bytes: int = 0
+    saves_behind: bool = False  # checkpoints are written while training goes on
 
     def fixed_shares(self) -> dict[str, float]:
         """Resident shares that are not the rule's to choose: 1 and 0 for tiers "cpu" and "nvme", else the plan's."""
@@ -85,6 +89,7 @@ class Plan:
     smallest_swapped_bytes: int = _SMALLEST_SWAPPED_BYTES
     gradient_buffer_bytes: int = 0  # host memory of gradients on their way to storage, at most
     small_param_bytes: int = 0  # P16 partitions on storage of fewer bytes stay once they are read, until the step
+    save_bytes: int = 0  # host memory of states on their way to a checkpoint, while training goes on
 
     def resident_bytes(self, given: PlanInput) -> int:
         """Host bytes that grow with the model under this plan."""
@@ -93,7 +98,7 @@ class Plan:
     def host_bytes(self, given: PlanInput) -> int:
         """All host bytes of this plan: what grows with the model, and what the lanes get."""
         lanes = self.staging_bytes + self.prefetch_bytes + self.gradient_buffer_bytes + self.activation_bytes
-        return self.resident_bytes(given) + lanes
+        return self.resident_bytes(given) + lanes + self.save_bytes
 
     def moved_bytes(self, given: PlanInput) -> float:
         """Bytes to and from storage in a step under this plan, without activations."""
@@ -138,7 +143,7 @@ def _moved_bytes_each(given: PlanInput, residency: Residency) -> float:
     return moved + 2 * given.grad_bytes_each * (1 - residency.gradients)
 
 
-def _candidates(given: PlanInput, chunk_bytes: int, arena_bytes: int) -> Iterator[Residency]:
+def _candidates(given: PlanInput, chunk_bytes: int, apart_bytes: int) -> Iterator[Residency]:
     """Every placement worth a look that keeps what is fixed."""
     fixed = given.fixed_shares()
     open_classes = [name for name in _CLASSES if name not in fixed]
@@ -146,7 +151,7 @@ def _candidates(given: PlanInput, chunk_bytes: int, arena_bytes: int) -> Iterato
     yield _changed(none, dict.fromkeys(open_classes, 1.0))
     for two_versions in (False, True):
         for order in itertools.permutations(open_classes):
-            lanes = _lane_bytes(given, chunk_bytes) + arena_bytes
+            lanes = _lane_bytes(given, chunk_bytes) + apart_bytes
             left = float(given.dram_budget_bytes - _resident_bytes(given, none) - lanes)
             shares: dict[str, float] = {}
             for name in order:
@@ -181,7 +186,8 @@ def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
     arenas = (over["activation_bytes"],) if "activation_bytes" in over else (_arena_bytes(given), 0)
     needs: list[int] = []
     for arena_bytes, chunk_bytes in itertools.product(arenas, sizes):
-        needs, fitting = _fitting(given, chunk_bytes, arena_bytes)
+        save_bytes = _save_bytes(given, chunk_bytes)
+        needs, fitting = _fitting(given, chunk_bytes, arena_bytes + save_bytes)
         if fitting:
             break
     else:
@@ -193,7 +199,7 @@ def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
     residency = min(fitting, key=lambda tried: _moved_bytes_each(given, tried))
     buffers = _gradient_buffer_bytes(given, residency, chunk_bytes)
     minimum = _minimum_lane_bytes(given, residency, chunk_bytes) - buffers
-    left = given.dram_budget_bytes - _resident_bytes(given, residency) - arena_bytes - buffers
+    left = given.dram_budget_bytes - _resident_bytes(given, residency) - arena_bytes - buffers - save_bytes
     staging_bytes = over.get("staging_bytes", max(minimum // 2, min(_STAGING_BYTES, left // 2)))
     prefetch_bytes = over.get("prefetch_bytes", most_prefetch_bytes(left))
     return Plan(
@@ -211,6 +217,7 @@ def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
         smallest_swapped_bytes=over.get("smallest_swapped_bytes", _SMALLEST_SWAPPED_BYTES),
         gradient_buffer_bytes=buffers,
         small_param_bytes=over.get("small_param_bytes", 0),
+        save_bytes=save_bytes,
     )
 
 
@@ -227,11 +234,17 @@ def _gradient_buffer_bytes(given: PlanInput, residency: Residency, chunk_bytes: 
     return min(most, int(given.numel * (1 - residency.gradients))) * given.grad_bytes_each
 
 
-def _fitting(given: PlanInput, chunk_bytes: int, arena_bytes: int) -> tuple[list[int], list[Residency]]:
-    """What every candidate needs, and those that fit the budget beside an arena."""
+def _save_bytes(given: PlanInput, chunk_bytes: int) -> int:
+    """Host bytes of states on their way to a checkpoint, wherever they are otherwise."""
+    chunk = min(chunk_bytes, 4 * given.numel)
+    return SAVE_BLOCKS * (1 + given.num_moments) * chunk if given.saves_behind else 0
+
+
+def _fitting(given: PlanInput, chunk_bytes: int, apart_bytes: int) -> tuple[list[int], list[Residency]]:
+    """What every candidate needs, and those that fit the budget beside what is set apart."""
     needs, fitting = [], []
-    for residency in _candidates(given, chunk_bytes, arena_bytes):
-        needed = _resident_bytes(given, residency) + _minimum_lane_bytes(given, residency, chunk_bytes) + arena_bytes
+    for residency in _candidates(given, chunk_bytes, apart_bytes):
+        needed = _resident_bytes(given, residency) + _minimum_lane_bytes(given, residency, chunk_bytes) + apart_bytes
         needs.append(needed)
         if needed <= given.dram_budget_bytes:
             fitting.append(residency)

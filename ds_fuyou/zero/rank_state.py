@@ -183,6 +183,7 @@ class RankState:
             activations_stay_in_dram=no_storage or config.activations.tier == "cpu",
             shares=config.plan.resident_shares() if config.plan is not None else {},
             num_paths=max(1, len(self.activation.state_paths)),
+            saves_behind=config.checkpoint.save == "background",
         )
 
     def _dram_budget(self) -> int:
