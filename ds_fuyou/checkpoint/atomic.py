@@ -20,7 +20,17 @@ from pathlib import Path
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError, FuyouStorageError
 from ds_fuyou.files import exchange
 
-__all__ = ["checked_tag", "discard", "flush", "incomplete_tag", "publish", "recover", "require_space", "write_text"]
+__all__ = [
+    "checked_tag",
+    "discard",
+    "flush",
+    "incomplete_tag",
+    "is_incomplete",
+    "publish",
+    "recover",
+    "require_space",
+    "write_text",
+]
 
 logger = logging.getLogger("ds_fuyou")
 _PREFIX = ".incomplete-"
@@ -31,6 +41,11 @@ def incomplete_tag(tag: str) -> str:
     """The tag under which a checkpoint is written until it is whole; a tag may name nested folders."""
     folder, name = os.path.split(tag)
     return os.path.join(folder, _PREFIX + name)
+
+
+def is_incomplete(name: str) -> bool:
+    """Whether a folder of this name is one that a checkpoint is written to."""
+    return name.startswith(_PREFIX)
 
 
 def checked_tag(tag: str) -> str:

@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from ds_fuyou.checkpoint import atomic, streamed_file
 from ds_fuyou.checkpoint.parts import Parts
 from ds_fuyou.checkpoint.streamed_file import StandIns, StreamedFile
+from ds_fuyou.checkpoint.unfinished import WritingLock
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.log import log_once
 from ds_fuyou.zero.background_save import Save, as_storage_error
@@ -124,7 +125,7 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
         end_last_save(self)
         tag = _common_tag(str(tag if tag is not None else f"global_step{self.global_steps}"))
         folder, hidden = Path(save_dir), atomic.incomplete_tag(tag)
-        _prepare(self, folder, tag, exclude_frozen_parameters)
+        lock = _prepare(self, folder, tag, exclude_frozen_parameters)
         behind = _is_behind(self, folder / hidden)
         with _streaming(self) as writer:
             state: CheckpointState = self.optimizer.checkpoint_state
@@ -139,7 +140,7 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
             )
             _settle(writer.failure, str(folder / tag))
             latest = (folder / "latest", tag) if save_latest and (behind or dist.get_rank() == 0) else None
-            parts = Parts(folder / hidden, folder / tag, dist.get_rank(), dist.get_world_size(), latest)
+            parts = Parts(folder / hidden, folder / tag, dist.get_rank(), dist.get_world_size(), latest, lock)
             save = Save(str(folder / tag), writer.files, state.snapshot, parts)
         save.start(publishes=behind)
         state.save, self.optimizer.rank_state.core.finish_first = save, save.finish
@@ -206,14 +207,15 @@ def _common_tag(tag: str) -> str:
     return atomic.checked_tag(tag)
 
 
-def _prepare(engine: Any, folder: Path, tag: str, exclude_frozen_parameters: bool) -> None:
-    """Clears what earlier saves left, and raises on every rank if the files will not fit."""
+def _prepare(engine: Any, folder: Path, tag: str, exclude_frozen_parameters: bool) -> WritingLock:
+    """Clears what earlier saves left, and raises on every rank if the files will not fit. The lock of the new one."""
     folder.mkdir(parents=True, exist_ok=True)
     if engine.local_rank <= 0:
         atomic.recover(folder / tag)
         atomic.discard(folder / atomic.incomplete_tag(tag))
     dist.barrier()
     _require_space(engine, folder, exclude_frozen_parameters)
+    return WritingLock(folder / atomic.incomplete_tag(tag))
 
 
 def _outcome(call: Callable[[], object]) -> Exception | None:

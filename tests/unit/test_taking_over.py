@@ -165,7 +165,7 @@ def test_an_edit_of_p16_says_so_in_the_record_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_ordered", [True, False])
 def test_an_edit_between_a_step_and_the_order_of_its_commit(is_ordered: bool, tmp_path: Path) -> None:
-    """As of a callback within ``engine.step()``: the commit that follows holds it; without one the step before stays."""
+    """As of a callback within ``engine.step()``: the commit that follows holds it; without, the step before stays."""
     edit = torch.full((LAYOUT.params[0].numel,), 0.5, dtype=torch.bfloat16)
     with small_core(tmp_path, LAYOUT, residency=STORED, keep=True) as core:
         core.commits.holds_orders = True
