@@ -22,6 +22,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from save_worker import raised, train
 from train_worker import build_engine, edit_parameters, set_states
 
+from ds_fuyou.checkpoint.unfinished import find_unfinished
 from ds_fuyou.errors import FuyouError, FuyouMemoryError
 from ds_fuyou.optimizer import snapshot
 from tests.harness.group import leave_group
@@ -84,6 +85,7 @@ def exact(engine, case: dict, folder: Path) -> dict:
     with disk.held():
         engine.save_checkpoint(str(folder), tag="behind", client_state={"seen": 2})
         before = names(folder), (folder / "latest").read_text()
+        in_use = [found.why_not for found in find_unfinished(folder)]
         train(engine, case, case["free_steps"])
     train(engine, case, 4 - case["free_steps"])
     engine.fuyou_wait_checkpoint()
@@ -91,6 +93,7 @@ def exact(engine, case: dict, folder: Path) -> dict:
     return {
         "digest": digest(engine),
         "before": before,
+        "in_use": in_use,
         "after": (names(folder), (folder / "latest").read_text()),
         "same": files_of(folder / "waited") == files_of(folder / "behind"),
     }
@@ -145,11 +148,20 @@ def excepted(engine, case: dict, folder: Path) -> dict:
     raise KeyError("of the script")
 
 
-def terminated(engine, case: dict, folder: Path) -> dict:
+def signalled(engine, case: dict, folder: Path) -> dict:
+    """The disk is held until the checkpoint is given up."""
     disk.may_write.clear()
     engine.save_checkpoint(str(folder), tag="last")
-    threading.Timer(0.2, disk.may_write.set).start()
-    os.kill(os.getpid(), signal.SIGTERM)
+    save = engine.optimizer.checkpoint_state.save
+
+    def let_go() -> None:
+        while not save._is_cancelled:
+            time.sleep(0.01)
+        disk.may_write.set()
+
+    threading.Thread(target=let_go, daemon=True).start()
+    train(engine, case, 1)
+    os.kill(os.getpid(), case["signal"])
     time.sleep(60)
     return {}
 
@@ -274,7 +286,7 @@ TASKS: dict[str, Callable] = {
         destroyed,
         left,
         excepted,
-        terminated,
+        signalled,
         killed,
         interrupted,
         failing,
