@@ -117,7 +117,7 @@ def test_updates_hand_over_what_they_replace(tmp_path: Path) -> None:
         apply(core, 1)
         for chunk in sorted(LAYOUT.chunks, key=lambda chunk: chunk.position)[:4]:
             assert core.pipeline.wait_published(chunk.index, core.generation, 30.0)
-        handed_over = [core.pipeline.take_kept(30.0) for _ in range(4)]
+        handed_over = [core.pipeline.take_kept(30.0, True) for _ in range(4)]
         assert all(kept is not None and kept[2] for kept in handed_over)
         for index, _, address, _ in handed_over:
             chunk = LAYOUT.chunks[index]

@@ -388,18 +388,19 @@ void bind_pipeline(py::module_& m)
         .def("keep_states", &ChunkPipeline::keep_states)
         .def("lend_buffer", [](ChunkPipeline& pipeline,
                                std::uintptr_t buffer) { pipeline.lend_buffer(address(buffer)); })
-        .def("take_kept",
-             [](ChunkPipeline& pipeline, double timeout_secs)
-                 -> std::optional<std::tuple<std::size_t, int, std::uintptr_t, bool>> {
-                 KeptState taken;
-                 {
-                     const py::gil_scoped_release no_gil;
-                     if (!pipeline.take_kept(timeout_secs, &taken)) return std::nullopt;
-                 }
-                 return std::make_tuple(taken.chunk, taken.slot,
-                                        reinterpret_cast<std::uintptr_t>(taken.buffer),
-                                        taken.is_wanted);
-             })
+        .def(
+            "take_kept",
+            [](ChunkPipeline& pipeline, double timeout_secs,
+               bool may_read) -> std::optional<std::tuple<std::size_t, int, std::uintptr_t, bool>> {
+                KeptState taken;
+                {
+                    const py::gil_scoped_release no_gil;
+                    if (!pipeline.take_kept(timeout_secs, may_read, &taken)) return std::nullopt;
+                }
+                return std::make_tuple(taken.chunk, taken.slot,
+                                       reinterpret_cast<std::uintptr_t>(taken.buffer),
+                                       taken.is_wanted);
+            })
         .def(
             "kept_holds",
             [](const ChunkPipeline& pipeline, std::size_t chunk, std::uintptr_t block) {
