@@ -16,10 +16,8 @@ says so.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import logging
-import mmap
 import os
 import pickle
 import queue
@@ -45,7 +43,7 @@ from ds_fuyou.storage.data_file import NO_FALLOCATE, allocate_blocks
 from ds_fuyou.storage.probe import enable_direct
 from ds_fuyou.storage.types import PAGE_BYTES
 
-__all__ = ["StandIns", "StreamedFile", "lay_out", "read_ahead", "save"]
+__all__ = ["StandIns", "StreamedFile", "lay_out", "save"]
 
 logger = logging.getLogger("ds_fuyou")
 
@@ -305,15 +303,6 @@ def lay_out(tree: Any, path: Path, stand_ins: StandIns) -> StreamedFile:
                 hole_of[storage._cdata].write(file, 0, whole)
     sources = stand_ins.sources(lambda tensor: tensor.untyped_storage()._cdata in hole_of)
     return StreamedFile(path, holes, sources, hole_of)
-
-
-def read_ahead(tensors: Iterable[torch.Tensor]) -> None:
-    """Has the kernel begin to read contiguous tensors of a mapped file, which are used soon. In memory: nothing."""
-    for tensor in tensors:
-        begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        num_bytes = tensor.data_ptr() + tensor.nbytes - begin
-        if num_bytes:
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), mmap.MADV_WILLNEED)
 
 
 def _claim(fd: int, path: Path) -> None:

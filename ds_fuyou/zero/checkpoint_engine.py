@@ -50,6 +50,8 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
         self.failure: Exception | None = None
         self.files: list[StreamedFile] = []
         """Of the checkpoint that is being made, laid out."""
+        self.loaded: set[str] = set()
+        """Real paths of the files that were mapped."""
 
     def begin(self) -> StandIns:
         """A new checkpoint: stand-ins made from now on belong to it."""
@@ -81,6 +83,8 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
     def load(self, path: str, map_location: Any = None) -> Any:
         """As stock's, but bytes come from the mapped file when they are used, not all at once."""
         is_mappable = zipfile.is_zipfile(path)
+        if is_mappable:
+            self.loaded.add(os.path.realpath(path))
         return torch.load(path, map_location=map_location, weights_only=False, mmap=is_mappable)
 
 
@@ -91,7 +95,8 @@ def replace_writer(engine: Any) -> None:
     setattr(engine, _WAIT, functools.partial(end_last_save, engine))
     present = engine.checkpoint_engine
     if type(present) is TorchCheckpointEngine and present.zipfile_serialization:
-        engine.checkpoint_engine = FuyouCheckpointEngine(engine._config)
+        engine.checkpoint_engine = writer = FuyouCheckpointEngine(engine._config)
+        writer.loaded = engine.optimizer.checkpoint_state.loaded_files
     else:
         log_once(
             logging.WARNING,
