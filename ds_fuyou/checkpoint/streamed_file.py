@@ -25,7 +25,6 @@ import struct
 import threading
 import types
 import zipfile
-import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 from torch.utils import _pytree
 
-from ds_fuyou.checkpoint.crc import crc32_of_both
+from ds_fuyou.checkpoint.crc import crc32_of, crc32_of_both
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.data_file import NO_FALLOCATE, allocate_blocks
 from ds_fuyou.storage.probe import enable_direct
@@ -126,14 +125,15 @@ class _Hole:
 
     def write(self, file: _Outlet, begin: int, values: torch.Tensor) -> None:
         """Bytes from ``begin`` on. FuyouStorageError if the disk is full or failed."""
-        data = memoryview(values.contiguous().view(-1).view(torch.uint8).numpy())
+        values = values.contiguous().view(-1)
+        data = memoryview(values.view(torch.uint8).numpy())
         if begin + len(data) > self.info.file_size or begin in self._written:
             raise FuyouStateError(
                 f"{self.info.filename} holds {self.info.file_size} bytes; {len(data)} were given for byte {begin}"
             )
         if len(data):
             with file.writing(data, self.offset + begin, is_aligned=values.data_ptr() % PAGE_BYTES == 0):
-                self._written[begin] = zlib.crc32(data), len(data)
+                self._written[begin] = crc32_of(values), len(data)
 
     def crc(self) -> int:
         """Of all bytes. FuyouStateError if some were not written, or twice."""

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "io/io_engine.h"
+#include "kernels/crc32.h"
 #include "kernels/elementwise.h"
 #include "kernels/gradient_norm.h"
 #include "kernels/place_sum.h"
@@ -150,6 +151,13 @@ void bind_kernels(py::module_& m)
             return place_sum(address(words), num_words, first);
         },
         NoGil());
+    m.def(
+        "crc32",
+        [](std::uintptr_t bytes, std::size_t num_bytes) {
+            return crc32(0, address(bytes), num_bytes);
+        },
+        NoGil());
+    m.attr("crc32_is_fast") = crc32_is_fast();
     m.def(
         "scale_gradient",
         [](ElementType type, std::uintptr_t source, std::uintptr_t target, std::size_t numel,
