@@ -64,7 +64,7 @@ class Save:
 
     def _run(self) -> None:
         try:
-            for file in self._files:
+            for file in reversed(self._files):  # states come last, and updates wait for them
                 file.fill_rest(self._check)
             if self.publishes and self.parts.written():
                 logger.info("the checkpoint %s is whole, %.1f s after it began", self.name, self._secs())

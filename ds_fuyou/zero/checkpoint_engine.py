@@ -29,6 +29,7 @@ from ds_fuyou.checkpoint.streamed_file import StandIns, StreamedFile
 from ds_fuyou.checkpoint.unfinished import WritingLock
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.log import log_once
+from ds_fuyou.storage.parked import ParkedValues
 from ds_fuyou.zero.background_save import Save, as_storage_error
 from ds_fuyou.zero.checkpoint_state import CheckpointState
 from ds_fuyou.zero.param_swapper import partition_of
@@ -50,17 +51,19 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
         self.failure: Exception | None = None
         self.files: list[StreamedFile] = []
         """Of the checkpoint that is being made, laid out."""
+        self.parked: list[ParkedValues] = []
+        """That are written behind the call."""
         self.loaded: set[str] = set()
         """Real paths of the files that were mapped."""
 
     def begin(self) -> StandIns:
         """A new checkpoint: stand-ins made from now on belong to it."""
-        self._stand_ins, self.files, self.failure = StandIns(), [], None
+        self._stand_ins, self.files, self.parked, self.failure = StandIns(), [], [], None
         return self._stand_ins
 
     def end(self) -> None:
         """What is saved from now on is no part of a checkpoint."""
-        self._stand_ins, self.files, self.failure = None, [], None
+        self._stand_ins, self.files, self.parked, self.failure = None, [], [], None
 
     def save(self, state_dict: Any, path: str) -> None:
         """Lays one file out. A failure is kept for the end of the save: until then this rank goes on with the others.
@@ -147,6 +150,8 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
             latest = (folder / "latest", tag) if save_latest and (behind or dist.get_rank() == 0) else None
             parts = Parts(folder / hidden, folder / tag, dist.get_rank(), dist.get_world_size(), latest, lock)
             save = Save(str(folder / tag), writer.files, state.snapshot, parts)
+            for parked in writer.parked:
+                parked.before_write = save.wait
         save.start(publishes=behind)
         state.save, self.optimizer.rank_state.core.finish_first = save, save.finish
         if not behind:
@@ -258,7 +263,7 @@ def _streaming(engine: Any) -> Iterator[FuyouCheckpointEngine]:
     stand_ins = writer.begin()
     fragment_of = engine._get_param_fragment_func
     state.stand_ins = stand_ins
-    engine._get_param_fragment_func = lambda param: _frozen_fragment(param, stand_ins, fragment_of)
+    engine._get_param_fragment_func = lambda param: _frozen_fragment(param, stand_ins, fragment_of, writer.parked)
     try:
         yield writer
     except BaseException:
@@ -274,12 +279,23 @@ def _streaming(engine: Any) -> Iterator[FuyouCheckpointEngine]:
 
 
 def _frozen_fragment(
-    param: Parameter, stand_ins: StandIns, fragment_of: Callable[[Parameter], torch.Tensor]
+    param: Parameter,
+    stand_ins: StandIns,
+    fragment_of: Callable[[Parameter], torch.Tensor],
+    keep: list[ParkedValues],
 ) -> torch.Tensor:
-    """This rank's part of a parameter that is frozen now; a stand-in if it is on storage or the optimizer's."""
+    """This rank's part of a parameter that is frozen now; a stand-in if it is on storage or the optimizer's. What
+    nobody but an edit changes is written with the states, behind training."""
     if not hasattr(param, "ds_id") or partition_of(param) is None:
         return fragment_of(param)
     numel, dtype = param.ds_tensor.ds_numel, param.ds_tensor.dtype
+    parked = param.nvme_swapper.parked(param)
+    if parked is not None:
+        pieces = parked.pieces()
+        keep.append(parked)
+        return stand_ins.add_together(
+            [((numel,), dtype)], lambda: ((0, begin, values) for begin, values in pieces()), later=True
+        )[0]
     return stand_ins.add((numel,), dtype, lambda: iter([(0, param.nvme_swapper.values(param))]))
 
 

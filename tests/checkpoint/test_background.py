@@ -76,6 +76,16 @@ def test_what_is_saved_is_what_was_there(
         assert each["digest"] == alone["digest"]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_frozen_parameters_on_storage_are_written_behind_the_call(world_size: int, tmp_path: Path) -> None:
+    model = {"frozen": ["blocks.0.down", "blocks.0.up"]}
+    for found in results("frozen", tmp_path, model=model, world_size=world_size):
+        assert found["called"] < found["frozen"]
+        assert found["waited"], "the edit came before all was copied"
+        assert found["edited"]
+        assert found["same"]
+
+
 @pytest.mark.parametrize(("tiers", "world_size"), [("all", 1), ("half", 2)])
 def test_whatever_follows_leaves_it_what_it_was(tiers: str, world_size: int, tmp_path: Path) -> None:
     found = results("followed", tmp_path, tiers=tiers, world_size=world_size, two_steps=str(tmp_path / "two_steps"))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from save_worker import raised, train
@@ -35,6 +36,8 @@ class Disk:
         self.may_write = threading.Event()
         self.may_write.set()
         self.error = 0
+        self.num_bytes_of_calls = 0
+        """Written by others than the writing thread."""
         self._real = os.pwrite
 
     def pwrite(self, fd: int, data: bytes, offset: int) -> int:
@@ -42,6 +45,8 @@ class Disk:
             self.may_write.wait()
             if self.error:
                 raise OSError(self.error, os.strerror(self.error))
+        else:
+            self.num_bytes_of_calls += len(data)
         return self._real(fd, data, offset)
 
     @contextmanager
@@ -95,6 +100,32 @@ def exact(engine, case: dict, folder: Path) -> dict:
         "before": before,
         "in_use": in_use,
         "after": (names(folder), (folder / "latest").read_text()),
+        "same": files_of(folder / "waited") == files_of(folder / "behind"),
+    }
+
+
+def frozen(engine, case: dict, folder: Path) -> dict:
+    """Frozen parameters on storage are written behind the call, and an edit of one waits for that."""
+    param = next(p for p in engine.module.parameters() if not p.requires_grad)
+    engine.save_checkpoint(str(folder), tag="waited")
+    engine.fuyou_wait_checkpoint()
+    before = disk.num_bytes_of_calls
+    disk.may_write.clear()
+    engine.save_checkpoint(str(folder), tag="behind")
+    called = disk.num_bytes_of_calls - before
+    threading.Timer(0.3, disk.may_write.set).start()
+    with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+        param.data.fill_(3.0)
+    was_over = engine.optimizer.checkpoint_state.save.is_over()
+    engine.fuyou_wait_checkpoint()
+    torch.distributed.barrier()
+    with deepspeed.zero.GatheredParameters([param]):
+        edited = bool((param.data == 3.0).all())
+    return {
+        "called": called,
+        "frozen": 2 * sum(p.ds_tensor.ds_numel for p in engine.module.parameters() if not p.requires_grad),
+        "waited": was_over,
+        "edited": edited,
         "same": files_of(folder / "waited") == files_of(folder / "behind"),
     }
 
@@ -282,6 +313,7 @@ TASKS: dict[str, Callable] = {
     task.__name__: task
     for task in (
         exact,
+        frozen,
         followed,
         destroyed,
         left,
