@@ -103,7 +103,8 @@ class CheckpointState:
         def pieces(states: States) -> Iterator[tuple[int, int, torch.Tensor]]:
             with contextlib.closing(states):
                 for chunk, parts in states:
-                    parts += [torch.zeros_like(parts[0])] * (num_parts - len(parts))
+                    while len(parts) < num_parts:
+                        parts.append(torch.zeros_like(parts[0]))
                     for part, values in enumerate(parts[:num_parts]):
                         yield chunk.sub_group * num_parts + part, chunk.begin, values
 
