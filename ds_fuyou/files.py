@@ -1,14 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small files that others read while they are written."""
+"""Names that change in one step."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["replacing"]
+__all__ = ["exchange", "replacing"]
+
+_HERE = -100  # AT_FDCWD
+_RENAME_EXCHANGE = 2
+
+
+def exchange(one: str | Path, other: str | Path, *, dir_fd: int = _HERE) -> bool:
+    """Swaps two names at once, those of a directory if it is given. False if the file system cannot.
+
+    Raises:
+        OSError: FileNotFoundError if one of them is not there.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    if libc.renameat2(dir_fd, os.fsencode(one), dir_fd, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), os.fspath(one), None, os.fspath(other))
 
 
 @contextmanager

@@ -11,7 +11,6 @@ replaced by a rename, after the folder.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
@@ -19,20 +18,34 @@ import shutil
 from pathlib import Path
 
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError, FuyouStorageError
+from ds_fuyou.files import exchange
 
-__all__ = ["checked_tag", "discard", "flush", "incomplete_tag", "publish", "recover", "require_space", "write_text"]
+__all__ = [
+    "checked_tag",
+    "discard",
+    "flush",
+    "incomplete_tag",
+    "is_incomplete",
+    "publish",
+    "recover",
+    "require_space",
+    "write_text",
+]
 
 logger = logging.getLogger("ds_fuyou")
 _PREFIX = ".incomplete-"
 _REPLACED = ".replaced-"
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 
 
 def incomplete_tag(tag: str) -> str:
     """The tag under which a checkpoint is written until it is whole; a tag may name nested folders."""
     folder, name = os.path.split(tag)
     return os.path.join(folder, _PREFIX + name)
+
+
+def is_incomplete(name: str) -> bool:
+    """Whether a folder of this name is one that a checkpoint is written to."""
+    return name.startswith(_PREFIX)
 
 
 def checked_tag(tag: str) -> str:
@@ -111,14 +124,11 @@ def flush(path: Path) -> None:
 
 def _exchange(one: Path, other: Path) -> None:
     """Swaps two names; in two steps where the filesystem cannot do it in one."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "renameat2"):
-        names = (os.fsencode(one), os.fsencode(other))
-        if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+    try:
+        if exchange(one, other):
             return
-        number = ctypes.get_errno()
-        if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-            raise FuyouStorageError(number, f"exchanging a checkpoint with {other}", os.fspath(one))
+    except OSError as error:
+        raise FuyouStorageError(error.errno or 0, f"exchanging a checkpoint with {other}", os.fspath(one)) from error
     aside = other.with_name(_REPLACED + other.name)
     discard(aside)
     other.rename(aside)

@@ -9,13 +9,27 @@ A CRC is linear over the bits of its message: that of ``A`` followed by ``n`` ze
 from __future__ import annotations
 
 import functools
+import zlib
 
-__all__ = ["crc32_of_both"]
+import torch
+
+from ds_fuyou.ops.core import load_core
+
+__all__ = ["crc32_of", "crc32_of_both"]
 
 _POLYNOMIAL = 0xEDB88320  # of zlib.crc32, bits reversed
 
 _Matrix = tuple[int, ...]
 """Column by column: the images of single bits, the lowest first."""
+
+
+def crc32_of(values: torch.Tensor) -> int:
+    """``zlib.crc32`` of a contiguous tensor on the host; at the speed of memory where the processor multiplies
+    polynomials."""
+    core = load_core()
+    if core.crc32_is_fast:
+        return int(core.crc32(values.data_ptr(), values.nbytes))
+    return zlib.crc32(memoryview(values.view(-1).view(torch.uint8).numpy()))
 
 
 def crc32_of_both(first: int, second: int, num_bytes: int) -> int:

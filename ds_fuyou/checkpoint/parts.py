@@ -18,6 +18,7 @@ import os
 from pathlib import Path
 
 from ds_fuyou.checkpoint import atomic
+from ds_fuyou.checkpoint.unfinished import LOCK_NAME, WritingLock
 
 __all__ = ["Parts"]
 
@@ -27,10 +28,20 @@ _MARK = ".written-"
 class Parts:
     """One rank's view of a checkpoint of ``num_ranks`` in the folder ``hidden``, which becomes ``final``.
 
-    ``latest``: what the file of that name will say, None if it is not to be written.
+    ``latest``: what the file of that name will say, None if it is not to be written. ``lock``: of ``hidden``, kept as
+    long as this is.
     """
 
-    def __init__(self, hidden: Path, final: Path, rank: int, num_ranks: int, latest: tuple[Path, str] | None) -> None:
+    def __init__(
+        self,
+        hidden: Path,
+        final: Path,
+        rank: int,
+        num_ranks: int,
+        latest: tuple[Path, str] | None,
+        lock: WritingLock | None = None,
+    ) -> None:
+        self._lock = lock
         self._hidden, self._final, self._latest = hidden, final, latest
         self._rank, self._num_ranks = rank, num_ranks
 
@@ -63,7 +74,7 @@ class Parts:
     def publish(self) -> None:
         """All ranks have written their parts, and nobody else publishes."""
         for name in os.listdir(self._hidden):
-            if name.startswith(_MARK):
+            if name.startswith(_MARK) or name == LOCK_NAME:
                 (self._hidden / name).unlink()
         atomic.publish(self._hidden, self._final)
 

@@ -16,10 +16,8 @@ says so.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import logging
-import mmap
 import os
 import pickle
 import queue
@@ -27,7 +25,6 @@ import struct
 import threading
 import types
 import zipfile
-import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,13 +36,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 from torch.utils import _pytree
 
-from ds_fuyou.checkpoint.crc import crc32_of_both
+from ds_fuyou.checkpoint.crc import crc32_of, crc32_of_both
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.data_file import NO_FALLOCATE, allocate_blocks
 from ds_fuyou.storage.probe import enable_direct
 from ds_fuyou.storage.types import PAGE_BYTES
 
-__all__ = ["StandIns", "StreamedFile", "lay_out", "read_ahead", "save"]
+__all__ = ["StandIns", "StreamedFile", "lay_out", "save"]
 
 logger = logging.getLogger("ds_fuyou")
 
@@ -128,14 +125,15 @@ class _Hole:
 
     def write(self, file: _Outlet, begin: int, values: torch.Tensor) -> None:
         """Bytes from ``begin`` on. FuyouStorageError if the disk is full or failed."""
-        data = memoryview(values.contiguous().view(-1).view(torch.uint8).numpy())
+        values = values.contiguous().view(-1)
+        data = memoryview(values.view(torch.uint8).numpy())
         if begin + len(data) > self.info.file_size or begin in self._written:
             raise FuyouStateError(
                 f"{self.info.filename} holds {self.info.file_size} bytes; {len(data)} were given for byte {begin}"
             )
         if len(data):
             with file.writing(data, self.offset + begin, is_aligned=values.data_ptr() % PAGE_BYTES == 0):
-                self._written[begin] = zlib.crc32(data), len(data)
+                self._written[begin] = crc32_of(values), len(data)
 
     def crc(self) -> int:
         """Of all bytes. FuyouStateError if some were not written, or twice."""
@@ -305,15 +303,6 @@ def lay_out(tree: Any, path: Path, stand_ins: StandIns) -> StreamedFile:
                 hole_of[storage._cdata].write(file, 0, whole)
     sources = stand_ins.sources(lambda tensor: tensor.untyped_storage()._cdata in hole_of)
     return StreamedFile(path, holes, sources, hole_of)
-
-
-def read_ahead(tensors: Iterable[torch.Tensor]) -> None:
-    """Has the kernel begin to read contiguous tensors of a mapped file, which are used soon. In memory: nothing."""
-    for tensor in tensors:
-        begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        num_bytes = tensor.data_ptr() + tensor.nbytes - begin
-        if num_bytes:
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), mmap.MADV_WILLNEED)
 
 
 def _claim(fd: int, path: Path) -> None:

@@ -1,21 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fuyou clean PATH...``: remove the state that dead runs left in swap directories, and buffers in shared memory."""
+"""``fuyou clean PATH...``: remove the state that dead runs left in swap directories, what killed saves left in folders
+of checkpoints, and buffers in shared memory.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
 
-from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.errors import FuyouConfigError, FuyouStateError
 from ds_fuyou.storage.shared_memory import SHARED_MEMORY, find_buffers, remove_buffer
 
 __all__ = ["add_arguments", "left_in_shared_memory", "run"]
 
 
+class _Leftover(Protocol):
+    """``why_not``: why it must stay; empty if it may go."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def why_not(self) -> str: ...
+
+
+_Found = TypeVar("_Found", bound=_Leftover)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the paths and the switches."""
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="an nvme_path of the configuration")
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="an nvme_path, or a folder of checkpoints")
     parser.add_argument(
         "--shared-memory",
         action="store_true",
@@ -25,11 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Removes what no live process holds; state that one holds is listed and left. Status 1 if any is left.
+    """Removes what no live process holds; what one holds is listed and left. Status 1 if anything is left, also what
+    could not be removed: the rest goes all the same.
 
     Raises:
         FuyouConfigError: nothing is named, or a path is not a directory.
-        OSError: something cannot be removed.
     """
     offer = left_in_shared_memory()
     if not arguments.paths and not arguments.shared_memory:
@@ -37,12 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
     for path in arguments.paths:
         if not os.path.isdir(path):
             raise FuyouConfigError(f"{path} must be an existing directory; name an nvme_path")
-    in_use = sum(_clean(path, arguments.dry_run) for path in arguments.paths)
+    left = sum(_clean(path, arguments.dry_run) for path in arguments.paths)
     if arguments.shared_memory:
         _clean_shared_memory(arguments.dry_run)
     elif offer:
         sys.stdout.write(f"{offer}; remove with: fuyou clean --shared-memory\n")
-    return 1 if in_use else 0
+    return 1 if left else 0
 
 
 def left_in_shared_memory() -> str:
@@ -55,21 +74,37 @@ def left_in_shared_memory() -> str:
 
 
 def _clean(path: str, dry_run: bool) -> int:
-    """How many state directories are in use."""
+    """How many state directories and folders are left."""
+    from ds_fuyou.checkpoint.unfinished import find_unfinished, remove_unfinished
     from ds_fuyou.storage.cleanup import find_state, remove_state
 
-    states = find_state(path)
-    if not states:
+    folders = find_unfinished(Path(path))
+    try:
+        states = find_state(path)
+    except OSError as error:
+        sys.stderr.write(f"fuyou clean: {error}\n")
+        return 1 + _remove(folders, remove_unfinished, dry_run)
+    if not states and not folders:
         sys.stdout.write(f"{path}: no state found\n")
-    for state in states:
-        if state.alive:
-            sys.stdout.write(f"{state.path}: in use by a running process, left alone\n")
-        elif dry_run:
-            sys.stdout.write(f"{state.path}: {state.num_bytes} bytes, would be removed\n")
-        else:
-            remove_state(state)
-            sys.stdout.write(f"{state.path}: {state.num_bytes} bytes removed\n")
-    return sum(state.alive for state in states)
+    return _remove(states, remove_state, dry_run) + _remove(folders, remove_unfinished, dry_run)
+
+
+def _remove(found: Sequence[_Found], remove: Callable[[_Found], object], dry_run: bool) -> int:
+    """How many are left. ``remove`` returns False if somebody has begun to use it."""
+    num_left = 0
+    for each in found:
+        why_not = each.why_not
+        try:
+            if not (why_not or dry_run) and remove(each) is False:
+                why_not = "in use by a running process, left alone"
+        except (FuyouStateError, OSError) as error:
+            num_left += 1
+            sys.stderr.write(f"fuyou clean: {error}\n")
+            continue
+        num_left += bool(why_not)
+        done = f"{each.num_bytes} bytes{', would be' if dry_run else ''} removed"
+        sys.stdout.write(f"{each.path}: {why_not or done}\n")
+    return num_left
 
 
 def _clean_shared_memory(dry_run: bool) -> None:

@@ -145,6 +145,7 @@ def _plan_input(asked: Question, activation: Activation, ranks: int) -> PlanInpu
         swaps_activations=not device_is_host,
         activations_stay_in_dram=not stored,
         num_paths=max(1, len(activation.state_paths)),
+        saves_behind=config.checkpoint.save == "background",
     )
 
 

@@ -16,26 +16,11 @@ given (see the note in chunk_pipeline.h). The committer thread waits for a gener
 the commit record and, on one rank, opens the next generation's writes; on several the training thread does. The
 committer never waits for the training thread, except for its next order. One more thread may take a :class:`Snapshot`
 away, for a checkpoint; see [Note: a save behind training] in zero/background_save.py.
-
-[Note: what a record says]
-A commit record holds what a run needs to go on beside the slots: ``optimizer_step``, the steps applied to these
-states, in earlier runs too; ``clock``, the history of betas; ``missed_steps`` by parameter; ``without_moments``, chunks
-that no update has touched; and ``training``, what the engine and the script handed over at the end of its step, null if
-they did not.
-
-[Note: what a resume reads]
-Nothing but P32 of chunks whose P16 is in memory, to make that of it. The record's checksums are handed to the pipeline
-and the I/O engine; whoever reads a state or P16 first, an update as a rule, compares it. What differs fails the
-pipeline, so nothing made of it is committed, and the slots of the commit that was taken over are still those of that
-commit: updates write into the others. P16 has one number a chunk and is read by parameters, so a chunk is compared when
-its last page is read ([Note: pages that an earlier run wrote] in csrc/io/page_sums.h). What a step has used of a chunk
-in part (experts) is made good in ``apply()``, before anything becomes final.
 """
 
 from __future__ import annotations
 
 import logging
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,11 +29,10 @@ import torch
 
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.device import failure_of
-from ds_fuyou.host.memory import HostPool, PageLocks, aligned_tensor
+from ds_fuyou.host.memory import HostPool, PageLocks
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.chunk_values import ChunkValues
 from ds_fuyou.optimizer.clip_policy import ClipPolicy, Overlap, UpdateStart
-from ds_fuyou.optimizer.commit import Committer
 from ds_fuyou.optimizer.gradients import DramGradients, GradientMemory, StoredGradients
 from ds_fuyou.optimizer.intake import GradientIntake
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan
@@ -59,16 +43,17 @@ from ds_fuyou.optimizer.placement import ChunkPlacement, state_region
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind, RuleClock
 from ds_fuyou.optimizer.snapshot import Snapshot
 from ds_fuyou.optimizer.state_access import StateAccess
+from ds_fuyou.optimizer.step_commits import StepCommits
+from ds_fuyou.optimizer.taking_over import TakenOver
 from ds_fuyou.optimizer.updates import Published, WindowUpdates
 from ds_fuyou.optimizer.window import Window
 from ds_fuyou.optimizer.worker import Worker
 from ds_fuyou.storage.io import IoLane, Transfer
-from ds_fuyou.storage.store import CommitRecord, Extent, JsonValue, SlotStore
+from ds_fuyou.storage.store import CommitRecord, Extent, SlotStore
 
 __all__ = ["OutOfCoreOptimizer"]
 
 logger = logging.getLogger("ds_fuyou")
-_UNKNOWN = 2**64 - 1  # the digest of P16 of which nothing is known
 
 
 class OutOfCoreOptimizer:
@@ -87,12 +72,8 @@ class OutOfCoreOptimizer:
         self._resumed = resumed
         self.layout, self.options, self.kind, self.store = layout, options, kind, store
         self.clock = RuleClock(kind, hypers[0])
-        core = load_core()
-        self._types = {
-            torch.float32: core.ElementType.FLOAT32,
-            torch.float16: core.ElementType.FLOAT16,
-            torch.bfloat16: core.ElementType.BFLOAT16,
-        }
+        types = load_core().ElementType
+        self._types = {torch.float32: types.FLOAT32, torch.float16: types.FLOAT16, torch.bfloat16: types.BFLOAT16}
         self.io = IoLane(options.io, self.path_of)
         self._locks = PageLocks(options.device)
         self.place = ChunkPlacement(layout, options, len(kind.moments), store, self._locks)
@@ -100,26 +81,14 @@ class OutOfCoreOptimizer:
         copied_to = None if all(options.residency.grads) else options.device
         self.staging = HostPool(self.place.staging_bytes(), copied_to)
         self.io.pin(self.staging)
-        self.pipeline: Any = core.ChunkPipeline(self.io.engine, self.staging.pool, options.num_update_threads)
-        self.pipeline.set_checksum(options.checksum)
-        if options.checksum:
-            self.io.watch(self.place.watched())
+        slots = {} if resumed is None else resumed.slots
+        self._first_slot = [slots.get(state_region(chunk.index), 0) for chunk in layout.chunks]
+        self._reserved_bytes = 2 * max(self.place.job_bytes(chunk) for chunk in layout.chunks)
+        self.pipeline = self._make_pipeline()
         self._worker = Worker(self.pipeline, self.path_of)
         self.io.on_failure = self._worker.transfer_failed
         self.policy = ClipPolicy(options.clip_policy, options.can_speculate)
         self.published = Published(self.place.num_param_versions)
-        slots = {} if resumed is None else resumed.slots
-        self._first_slot = [slots.get(state_region(chunk.index), 0) for chunk in layout.chunks]
-        self._reserved_bytes = 2 * max(self.place.job_bytes(chunk) for chunk in layout.chunks)
-        for chunk in layout.chunks:
-            self.pipeline.add_chunk(
-                numel=chunk.numel,
-                position=chunk.position,
-                num_moments=len(kind.moments),
-                param_type=self._types[options.param_dtype],
-                grad_type=self._types[options.grad_dtype],
-                **self.place.of_chunk(chunk, first_slot=self._first_slot[chunk.index]),
-            )
         self.window = Window(layout)
         self.missed = MissedSteps(layout, self.clock)
         self._updates = WindowUpdates(
@@ -141,30 +110,12 @@ class OutOfCoreOptimizer:
         self.states = StateAccess(self)
         self.params = ParamAccess(self)
         self._values = ChunkValues(layout, self.place, self.io, self.slot, self._replaced_p32, options.param_dtype)
-        self._unread: set[int] = set()
-        """Chunks whose P16 was taken over on storage, and may not have been read yet."""
+        self._taken_over = TakenOver(self)
         self._norm_of_overrides = False
         self._snapshot: Snapshot | None = None
         self.finish_first: Callable[[], None] | None = None
         """What works behind training and must have ended before anything here does."""
-        self._awaits_peers = options.has_peers and options.keeps_steps
-        self._reduced: Any = None
-        self.holds_orders = False
-        """``engine.step()`` runs: :meth:`order_commit` is called when it has ended, not by :meth:`apply`. If that does
-        not come, the commit before stays the last one, until there is a next step."""
-        self._unordered: int | None = None
-        self._training: JsonValue = None
-        self._committer = (
-            Committer(
-                self.pipeline,
-                store,
-                self._slots,
-                opens=not self._awaits_peers,
-                edition=0 if resumed is None else int(str(resumed.meta["edition"])),
-            )
-            if store is not None
-            else None
-        )
+        self.commits = StepCommits(self, self._worker, resumed)
 
     @property
     def generation(self) -> int:
@@ -192,6 +143,24 @@ class OutOfCoreOptimizer:
         """The state file behind a descriptor; for error messages."""
         return self.store.paths_of_fd(fd) if self.store is not None else None
 
+    def _make_pipeline(self) -> Any:
+        """With all chunks, and with nothing of what stands in their slots."""
+        options, layout = self.options, self.layout
+        pipeline = load_core().ChunkPipeline(self.io.engine, self.staging.pool, options.num_update_threads)
+        pipeline.set_checksum(options.checksum)
+        if options.checksum:
+            self.io.watch(self.place.watched())
+        for chunk in layout.chunks:
+            pipeline.add_chunk(
+                numel=chunk.numel,
+                position=chunk.position,
+                num_moments=len(self.kind.moments),
+                param_type=self._types[options.param_dtype],
+                grad_type=self._types[options.grad_dtype],
+                **self.place.of_chunk(chunk, first_slot=self._first_slot[chunk.index]),
+            )
+        return pipeline
+
     def _make_gradients(self) -> GradientMemory:
         options, place = self.options, self.place
         if all(options.residency.grads):
@@ -215,12 +184,11 @@ class OutOfCoreOptimizer:
         ``progress`` is called with the number of elements done.
         """
         self._values.initialize(source, progress)
-        if self._committer is not None:
-            self._committer.commit_now(0, self._said())
+        self.commits.now()
 
     def resume(self, progress: Callable[[int], None]) -> None:
         """Goes on from the commit where it lies. From then on a newer commit, which other ranks had not made, is none
-        any more. See [Note: what a resume reads].
+        any more. See [Note: what a resume reads] in taking_over.py.
 
         Raises:
             FuyouChecksumError: P32 that was read is not what was written.
@@ -234,43 +202,9 @@ class OutOfCoreOptimizer:
         self.pipeline.set_committed(commit.step)
         self.clock.replay(meta["clock"])
         self.missed.restore(meta["missed_steps"])
-        self._training = meta["training"]
-        sums = [*struct.iter_unpack("<2Q", bytes.fromhex(meta["state_sums"]))]
-        digests = [number for (number,) in struct.iter_unpack("<Q", bytes.fromhex(meta.get("param_digests", "")))]
-        untouched, in_memory = set(meta["without_moments"]), self.place.residency.params
-        for index in range(len(self.layout.chunks)):
-            if index not in untouched:
-                self.states.updated(index)
-            self.pipeline.take_over(
-                index,
-                has_moments=index not in untouched,
-                sums=sums[index] if sums else None,
-                param_digest=digests[index] if digests else _UNKNOWN,
-            )
-        if self.options.checksum:
-            self._unread = {index for index in range(len(digests)) if not in_memory[index]}
-        lacks_sums = self.options.checksum and not sums
-        to_read = [chunk.index for chunk in self.layout.chunks if lacks_sums or in_memory[chunk.index]]
-        progress(self.layout.numel - sum(self.layout.chunks[index].numel for index in to_read))
-        for chunk, parts in self.states.read_all(to_read, with_moments=lacks_sums):
-            if lacks_sums:
-                has_moments = chunk.index not in untouched
-                self.pipeline.replace_state(chunk.index, parts[0].data_ptr(), has_moments=has_moments)
-            if in_memory[chunk.index]:
-                self._values.put_params(chunk, parts[0].to(self.options.param_dtype))
-            progress(chunk.numel)
+        self.commits.begin(meta["training"])
+        self._taken_over.take(commit, self._values, progress)
         store.go_back_to(commit)
-
-    def _compare_rest(self) -> None:
-        """Of P16 that was taken over, the rest of chunks that were read in part."""
-        for index in self.pipeline.half_read_params() if self._unread else ():
-            self._read_params(index)
-
-    def _read_params(self, index: int) -> None:
-        """Compares all P16 of a chunk on storage, see [Note: what a resume reads]."""
-        extents = self.place.param_extents(index, self.slot(index))
-        memory = aligned_tensor(sum(extent.num_bytes for extent in extents))
-        self.io.read(extents, memory, f"reading P16 of chunk {index}").wait()
 
     # ---- gradients ----------------------------------------------------------------------------------------
 
@@ -279,9 +213,7 @@ class OutOfCoreOptimizer:
         window = self.window
         if window.rules is not None:
             return
-        self.order_commit(None)
-        if self._awaits_peers and self.options.may_speculate:
-            self.settle_commit()
+        self.commits.window_opens()
         start = self.policy.choose() if managed else UpdateStart.DEFER
         window.begin_last(self.clock.prepare(hypers), multiplier, start)
         self.gradients.begin_last()
@@ -302,25 +234,14 @@ class OutOfCoreOptimizer:
 
     def summed_over_all(self) -> None:
         """What was added last is a sum over all ranks, made on the current stream, after the window was opened."""
-        if not (self._awaits_peers and self.options.may_speculate and self.window.rules):
-            return
-        device = self.options.device
-        if self._reduced is None and not device.is_host:
-            self._reduced = device.record_event()
-        if device.is_host and self._committer is not None:
-            self._committer.open_next(self.generation)
-        self._open_if_reduced()
+        if self.window.rules:
+            self.commits.summed_over_all()
 
     def _complete(self, chunk: int) -> None:
         """All gradients of a chunk are in place: its update may be prepared, and they may leave DRAM."""
-        self._open_if_reduced()
+        self.commits.open_if_reduced()
         self._updates.prepare(chunk, self.gradients.pointer(chunk))
         self.gradients.seal(chunk)
-
-    def _open_if_reduced(self) -> None:
-        """See [Note: one generation of all ranks]: the first reduction of the last micro-batch may have ended."""
-        if self._reduced is not None and self._committer is not None and self._reduced.query():
-            self._committer.open_next(self.generation)
 
     def _detach_gradient(self, chunk: int, buffer: int) -> None:
         self.pipeline.read_gradient_from_storage(chunk, buffer)
@@ -398,7 +319,7 @@ class OutOfCoreOptimizer:
 
     def skip(self) -> None:
         """Drops the step: nothing that backward prepared is kept."""
-        self._compare_rest()  # it may be why there is no step
+        self._taken_over.compare_rest()  # it may be why there is no step
         self.policy.record(bool(self.window.prepared) or self.window.start is UpdateStart.DEFER)
         self._drop_window()
 
@@ -431,12 +352,10 @@ class OutOfCoreOptimizer:
 
     def _apply(self, hypers: Sequence[GroupHyper], multiplier: float, expected_multiplier: float) -> None:
         window = self.window
-        self._compare_rest()
-        self.order_commit(None)  # of a step that did not end for the engine: this one's updates wait for that commit
+        self._taken_over.compare_rest()
+        self.commits.order(None)  # of a step that did not end for the engine: this one's updates wait for that commit
         self.intake.close_window()
-        if self._awaits_peers and self._committer is not None:
-            self.settle_commit()
-            self._committer.open_next(self.generation)
+        self.commits.norm_is_known()
         rules = self.clock.prepare(hypers)
         self.policy.record(multiplier != expected_multiplier)
         work = self._work()
@@ -447,14 +366,12 @@ class OutOfCoreOptimizer:
         for index in work:
             self._chunk_generation[index] = self.generation
             self.states.updated(index)
-        self._unread.difference_update(work)
+        self._taken_over.written(work)
         self.params.after_step(edits)
         self.clock.commit(rules)
         self.missed.count(window.arrived)
         self._end_window()
-        self._unordered = self.generation
-        if not self.holds_orders:
-            self.order_commit(None)
+        self.commits.applied()
 
     def _work(self) -> dict[int, tuple[Run, ...]]:
         """What the step does to the chunks that it touches."""
@@ -468,48 +385,7 @@ class OutOfCoreOptimizer:
         self.intake.end_window()
         self.window.reset()
         self._norm_of_overrides = False
-        self._reduced = None
-
-    # ---- commits ------------------------------------------------------------------------------------------
-
-    @property
-    def has_unordered(self) -> bool:
-        """A step was applied, and its commit is not ordered yet."""
-        return self._unordered is not None
-
-    def order_commit(self, training: JsonValue) -> None:
-        """The last applied step has ended; has it committed, with what it left of the run beside the states."""
-        if self._unordered is None:
-            return
-        generation, self._unordered, self._training = self._unordered, None, training
-        if self._committer is not None:
-            self._committer.order(generation, self._said())
-
-    def _said(self) -> dict[str, JsonValue]:
-        return {
-            "optimizer_step": self.clock.step,
-            "clock": [[number, [list(pair) for pair in betas]] for number, betas in self.clock.history],
-            "missed_steps": self.missed.by_name(),
-            "without_moments": self.states.without_moments(),
-            "training": self._training,
-        }
-
-    def settle_commit(self) -> None:
-        """Before this rank's part of the norm: its last step is committed, so no kill loses more than the next one."""
-        committer = self._committer
-        if committer is None or not self.options.keeps_steps:
-            return
-        self.order_commit(None)
-        self._worker.wait(committer.settled, lambda: f"step {self.generation} to be committed")
-        if committer.is_withdrawn:
-            committer.commit_now(self.generation, self._said())
-
-    def commit_replaced(self, training: JsonValue) -> None:
-        """A checkpoint was loaded: what it brought is committed at once, with what it left of the run."""
-        self._training = training
-        if self._committer is not None and self._committer.is_withdrawn:
-            self.wait_all()
-            self._committer.commit_now(self.generation, self._said())
+        self.commits.window_ended()
 
     # ---- readers ------------------------------------------------------------------------------------------
 
@@ -559,7 +435,8 @@ class OutOfCoreOptimizer:
     def _replaced_p32(self, chunk: int, address: int) -> None:
         self.pipeline.replace_state(chunk, address, has_moments=False)
 
-    def _slots(self) -> dict[str, int]:
+    def slots_on_storage(self) -> dict[str, int]:
+        """The slot of every region that the last applied step is in, or will be."""
         return self.place.slotted(self.slot)
 
     def state_extents(self, index: int) -> Sequence[Extent]:
@@ -567,15 +444,9 @@ class OutOfCoreOptimizer:
         return self.place.state_extents(index, self.slot(index))
 
     def before_params_change(self, chunks: Iterable[int]) -> None:
-        """P16 on storage is about to be edited in place. What a chunk holds besides must be known: see
-        [Note: what a resume reads]. Waits until the last steps are committed."""
-        for index in self._unread.intersection(chunks):
-            self._read_params(index)
-            self._unread.discard(index)
-        committer = self._committer
-        if committer is not None:
-            self._worker.wait(committer.settled, lambda: f"step {self.generation} to be committed")
-            committer.forget_params()
+        """P16 on storage is about to be edited in place."""
+        self._taken_over.compare_before_edit(chunks)
+        self.commits.forget_params()
 
     def snapshot(self) -> Snapshot:
         """All states as the last applied step leaves them. Waits for nothing; between two steps."""
@@ -588,14 +459,6 @@ class OutOfCoreOptimizer:
         if self._snapshot is not None:
             self._worker.wait(self._snapshot.wait, lambda: "states to be copied to a checkpoint")
             self._snapshot = None
-
-    def withdraw_commit(self) -> None:
-        """Before states on storage are overwritten in place; see [Note: states replaced in place]. Waits."""
-        committer = self._committer
-        if committer is not None:
-            self.order_commit(None)
-            self._worker.wait(committer.settled, lambda: f"step {self.generation} to be committed")
-            committer.withdraw()
 
     def drop_prepared(self, index: int) -> None:
         """Drops what backward prepared for a chunk, and waits until nothing works on it."""
@@ -637,11 +500,10 @@ class OutOfCoreOptimizer:
             logger.error("closed after the device failed: %s", failure)
             if self.store is not None:
                 self.store.keep_because("the device failed")
-        if self._committer is not None and self.store is not None and self.store.keep:
-            self._committer.stop()  # the state stays: let the last step become durable
+        if self.store is not None and self.store.keep:
+            self.commits.stop()  # the state stays: let the last step become durable
         self._worker.stop()
-        if self._committer is not None:
-            self._committer.stop()
+        self.commits.stop()
         if self.pipeline.failed and self.store is not None:
             self.store.keep_because("the run failed")
         self.intake.close()
@@ -652,4 +514,5 @@ class OutOfCoreOptimizer:
         self._updates.close()
         self.staging.give_back()
         # Their threads are joined; descriptors go with the objects, though the script may still hold the engine.
-        self._committer = self.pipeline = self._worker.pipeline = None
+        self.commits.end()
+        self.pipeline = self._worker.pipeline = None

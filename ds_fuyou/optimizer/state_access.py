@@ -3,24 +3,92 @@
 
 from __future__ import annotations
 
+import enum
 import errno
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ds_fuyou.host.memory import aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.layout import Chunk, ParamSpan, overlap
-from ds_fuyou.storage.io import Transfer, storage_error
+from ds_fuyou.storage.io import IoLane, Transfer, storage_error
 from ds_fuyou.storage.store import Extent
 
 if TYPE_CHECKING:
     from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 
-__all__ = ["StateAccess", "prefix"]
+__all__ = ["ROUNDED", "NewState", "StateAccess", "prefix"]
 
-_NUM_WRITING = 4  # transfers of states and of P16, while the next state is made
+_NUM_COMING = 3  # states that are being read, while one is made
+_NUM_BLOCKS = 7  # those, that one, and those being written
+
+
+class Rounded(enum.Enum):
+    """P16 that follows from P32."""
+
+    ROUNDED = enum.auto()
+
+
+ROUNDED = Rounded.ROUNDED
+
+
+class NewState(NamedTuple):
+    """What takes a chunk's place. ``parts``: by P32 and each moment its values, fp32 and 1-D, or where a file holds
+    them, or None for zeros. ``params``: P16, None if it stays as it is.
+    """
+
+    chunk: int
+    parts: Sequence[torch.Tensor | Sequence[Extent] | None]
+    params: torch.Tensor | Rounded | None = None
+
+
+class _Coming(NamedTuple):
+    """A new state on its way into ``state``, the chunk's part of ``block``."""
+
+    new: NewState
+    block: torch.Tensor
+    state: torch.Tensor
+    transfers: list[Transfer]
+
+
+class _Blocks:
+    """Memory that new states pass through, used again and again: new pages would cost as much as a copy."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._spare: list[torch.Tensor] = []
+        self._num_made = 0
+        self._writing: deque[tuple[torch.Tensor | None, list[Transfer]]] = deque()
+
+    def take(self) -> torch.Tensor:
+        """Waits for the oldest writes where all are in use."""
+        while not self._spare and self._num_made == _NUM_BLOCKS:
+            self._wait_oldest()
+        if self._spare:
+            return self._spare.pop()
+        self._num_made += 1
+        return aligned_tensor(self._num_bytes)
+
+    def give_back(self, block: torch.Tensor | None, writing: list[Transfer]) -> None:
+        """When these writes have ended."""
+        self._writing.append((block, writing))
+        while len(self._writing) > _NUM_BLOCKS - _NUM_COMING:
+            self._wait_oldest()
+
+    def wait(self) -> None:
+        """For all writes."""
+        while self._writing:
+            self._wait_oldest()
+
+    def _wait_oldest(self) -> None:
+        block, writing = self._writing.popleft()
+        for transfer in writing:
+            transfer.wait()
+        if block is not None:
+            self._spare.append(block)
 
 
 class _Read(NamedTuple):
@@ -38,6 +106,7 @@ class StateAccess:
     def __init__(self, core: OutOfCoreOptimizer) -> None:
         self._core = core
         self._num_parts = 1 + len(core.kind.moments)
+        self._most_bytes = max(self.num_bytes(chunk) for chunk in core.layout.chunks)
         self._has_moments = [False] * len(core.layout.chunks)
         """Whether moments were ever written; until then they are zero and not read."""
 
@@ -109,40 +178,72 @@ class StateAccess:
 
     def write(self, index: int, parts: Sequence[torch.Tensor], params: torch.Tensor | None = None) -> None:
         """Replaces one chunk's state, see :meth:`write_all`."""
-        self.write_all([(index, parts, params)])
+        self.write_all([NewState(index, parts, params)])
 
-    def write_all(self, states: Iterable[tuple[int, Sequence[torch.Tensor], torch.Tensor | None]]) -> None:
-        """Replaces chunks' states, and their P16 where it is not None; updates prepared from the old ones are dropped.
-        Those before are written while the next one is given.
+    def write_all(self, states: Iterable[NewState], path_of: Callable[[int], Path | None] | None = None) -> None:
+        """Replaces chunks' states and P16; updates prepared from the old ones are dropped. What comes from files is
+        read ahead, and all is written behind. ``path_of``: those files, for messages.
 
         What lives on storage is overwritten in place, and no commit stands from then until the next step's.
+
+        Raises:
+            FuyouStorageError: something could not be read or written.
         """
         core = self._core
         core.wait_all()
         core.wait_copied()
-        writing: deque[Transfer] = deque()
-        for index, parts, params in states:
-            core.drop_prepared(index)
-            writing += self._start_writing(index, parts)
-            if params is not None:
-                writing += core.replace_params(core.layout.chunks[index], params)
-            while len(writing) > _NUM_WRITING:
-                writing.popleft().wait()
-        for transfer in writing:
-            transfer.wait()
+        lane = core.io.sharing(path_of or core.path_of)
+        blocks, coming = _Blocks(self._most_bytes), deque[_Coming]()
+        try:
+            for state in states:
+                core.drop_prepared(state.chunk)
+                coming.append(self._start_filling(state, blocks, lane))
+                if len(coming) > _NUM_COMING:
+                    self._replace(coming.popleft(), blocks)
+            while coming:
+                self._replace(coming.popleft(), blocks)
+            blocks.wait()
+        finally:  # whoever opened the files closes them
+            for each in coming:
+                for transfer in each.transfers:
+                    transfer.wait_ended()
 
-    def _start_writing(self, index: int, parts: Sequence[torch.Tensor]) -> list[Transfer]:
-        core = self._core
-        chunk, resident, transfers = core.layout.chunks[index], core.place.state(index), []
-        state = aligned_tensor(self.num_bytes(chunk)) if resident is None else resident
-        for own, values in zip(self.parts(chunk, state), parts, strict=True):
-            own.copy_(values)
-        if resident is None:
-            core.withdraw_commit()
-            transfers.append(core.io.write(core.state_extents(index), state, f"writing the state of chunk {index}"))
+    def _start_filling(self, new: NewState, blocks: _Blocks, lane: IoLane) -> _Coming:
+        """Brings a new state into memory: its own, if it lives there."""
+        chunk, resident = self._core.layout.chunks[new.chunk], self._core.place.state(new.chunk)
+        block = blocks.take() if resident is None else resident
+        state, transfers = block[: self.num_bytes(chunk)], []
+        for place, source in zip(state.split(_part_bytes(chunk)), new.parts, strict=True):
+            num_bytes = chunk.numel * 4
+            if source is None:
+                place.zero_()
+            elif isinstance(source, torch.Tensor):
+                place.view(torch.float32)[: chunk.numel].copy_(source)
+                place[num_bytes:].zero_()
+            else:
+                place[num_bytes:].zero_()
+                transfers.append(lane.read(source, place, f"reading chunk {new.chunk} of a checkpoint"))
+        return _Coming(new, block, state, transfers)
+
+    def _replace(self, coming: _Coming, blocks: _Blocks) -> None:
+        """A state that has come takes the place of the old one."""
+        core, index = self._core, coming.new.chunk
+        for transfer in coming.transfers:
+            transfer.wait()
+        writing: list[Transfer] = []
+        is_resident = core.place.state(index) is not None
+        if not is_resident:
+            core.commits.withdraw()
+            what = f"writing the state of chunk {index}"
+            writing.append(core.io.write(core.state_extents(index), coming.state, what))
         self._has_moments[index] = True
-        core.pipeline.replace_state(index, state.data_ptr(), has_moments=True)
-        return transfers
+        core.pipeline.replace_state(index, coming.state.data_ptr(), has_moments=True)
+        params = coming.new.params
+        if params is ROUNDED:
+            params = self.parts(core.layout.chunks[index], coming.state)[0].to(core.options.param_dtype)
+        if isinstance(params, torch.Tensor):
+            writing += core.replace_params(core.layout.chunks[index], params)
+        blocks.give_back(None if is_resident else coming.block, writing)
 
     def read_param(self, span: ParamSpan, part: int) -> torch.Tensor:
         """One parameter's fp32 value (part 0) or moment, a copy."""

@@ -43,6 +43,7 @@ from ds_fuyou.planner.plan import (
     minimum_lane_bytes,
     moved_bytes_each,
     resident_bytes,
+    save_bytes,
     stored_bytes,
 )
 from ds_fuyou.planner.policies import Policy
@@ -121,6 +122,11 @@ class _Search:
     least_needed: float = float("inf")
 
     @property
+    def _apart(self) -> int:
+        """Host memory that no class gets."""
+        return self.arena + save_bytes(self.given, self.chunk_bytes)
+
+    @property
     def _weighs_activations(self) -> bool:
         """Whether memory for activations is a class of its own: their bytes are known, and memory is their home."""
         given = self.given
@@ -151,7 +157,7 @@ class _Search:
         classes = [*open_classes, _ACTIVATIONS] if self._weighs_activations else open_classes
         for two_versions in (False, True):
             for order in itertools.permutations(classes):
-                lanes = lane_bytes(given, self.chunk_bytes) + self.arena
+                lanes = lane_bytes(given, self.chunk_bytes) + self._apart
                 left = float(given.dram_budget_bytes - resident_bytes(given, none) - lanes)
                 shares: dict[str, float] = {}
                 in_dram = 0.0
@@ -171,7 +177,7 @@ class _Search:
     def _all_left(self, none: Residency, open_classes: list[str]) -> float:
         """What activations may have where every open class is in memory, and nothing needs lanes."""
         whole = _changed(none, dict.fromkeys(open_classes, 1.0))
-        room = self.given.dram_budget_bytes - resident_bytes(self.given, whole) - self.arena
+        room = self.given.dram_budget_bytes - resident_bytes(self.given, whole) - self._apart
         return max(0.0, float(room)) if self._weighs_activations else 0.0
 
     def _most_activations(self, residency: Residency, room: float) -> float:
@@ -208,7 +214,7 @@ class _Search:
         if key in self.found:
             return
         needed = resident_bytes(given, residency) + minimum_lane_bytes(given, residency, self.chunk_bytes)
-        needed += self.arena
+        needed += self._apart
         self.least_needed = min(self.least_needed, needed)
         if needed + in_dram > given.dram_budget_bytes * (1 + 1e-9):
             return

@@ -2,9 +2,10 @@
 """The plan of one rank: what it must know, what it says, and the host memory it takes. No torch.
 
 ``decide.py`` fills host memory. Before the classes come staging and look-ahead memory, a quarter of the budget, at
-most what they can use, and the arena of swapped activations: what keeps every path busy both ways, and the tensors of
-a block between device and storage; or, where they are to stay in host memory and it is not known how many they are, a
-quarter of the budget, and whatever the other classes leave.
+most what they can use, the blocks that states pass through on their way to a checkpoint which is written behind
+training, and the arena of swapped activations: what keeps every path busy both ways, and the tensors of a block
+between device and storage; or, where they are to stay in host memory and it is not known how many they are, a quarter
+of the budget, and whatever the other classes leave.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ __all__ = [
     "CLASSES",
     "GRADIENT_BUFFERS",
     "MIB",
+    "SAVE_BLOCKS",
     "Plan",
     "PlanInput",
     "activations_stay",
@@ -31,6 +33,7 @@ __all__ = [
     "most_prefetch_bytes",
     "moved_bytes_each",
     "resident_bytes",
+    "save_bytes",
     "stored_bytes",
 ]
 
@@ -40,6 +43,8 @@ _PREFETCH_BYTES = 256 * MIB
 GRADIENT_BUFFERS = 4
 """Chunks of G16 on storage that are in host memory by each of their ways: twice as many and one are filled at once
 (more if one parameter has more), as many are being written, and as many are read ahead or kept for the next."""
+SAVE_BLOCKS = 6
+"""State blocks on their way to a checkpoint: lent to updates, being read or being written."""
 CHUNK_BYTES = (16 * MIB, 8 * MIB, 4 * MIB, 2 * MIB)
 """Of these the largest with which a placement fits the budget."""
 _ARENA_BYTES = 256 * MIB  # at least, where the budget has eight times as much
@@ -79,6 +84,7 @@ class PlanInput:
     storage_budget_bytes: float = float("inf")
     durable: bool = False
     device_room_bytes: float = 0.0
+    saves_behind: bool = False  # checkpoints are written while training goes on
 
     def fixed_shares(self) -> dict[str, float]:
         """Resident shares that are not the rule's to choose: 1 and 0 for tiers "cpu" and "nvme", else the plan's."""
@@ -103,6 +109,7 @@ class Plan:
     smallest_swapped_bytes: int = _SMALLEST_SWAPPED_BYTES
     gradient_buffer_bytes: int = 0  # host memory of gradients on their way to storage, at most
     small_param_bytes: int = 0  # P16 partitions on storage of fewer bytes stay once they are read, until the step
+    save_bytes: int = 0  # host memory of states on their way to a checkpoint, while training goes on
 
     def resident_bytes(self, given: PlanInput) -> int:
         """Host bytes that grow with the model under this plan."""
@@ -111,7 +118,7 @@ class Plan:
     def host_bytes(self, given: PlanInput) -> int:
         """All host bytes of this plan: what grows with the model, and what the lanes get."""
         lanes = self.staging_bytes + self.prefetch_bytes + self.gradient_buffer_bytes + self.activation_bytes
-        return self.resident_bytes(given) + lanes
+        return self.resident_bytes(given) + lanes + self.save_bytes
 
     def moved_bytes(self, given: PlanInput) -> float:
         """Bytes to and from storage in a step under this plan, without activations."""
@@ -180,7 +187,8 @@ def built_plan(
     """The plan of a residency that fits, with ``arena`` bytes for activations; the lanes get what is left."""
     buffers = _gradient_buffer_bytes(given, residency, chunk_bytes)
     minimum = minimum_lane_bytes(given, residency, chunk_bytes) - buffers
-    left = given.dram_budget_bytes - resident_bytes(given, residency) - arena - buffers
+    saves = save_bytes(given, chunk_bytes)
+    left = given.dram_budget_bytes - resident_bytes(given, residency) - arena - buffers - saves
     staging_bytes = overrides.get("staging_bytes", max(minimum // 2, min(_STAGING_BYTES, left // 2)))
     prefetch_bytes = overrides.get("prefetch_bytes", most_prefetch_bytes(left))
     return Plan(
@@ -198,6 +206,7 @@ def built_plan(
         smallest_swapped_bytes=overrides.get("smallest_swapped_bytes", _SMALLEST_SWAPPED_BYTES),
         gradient_buffer_bytes=buffers,
         small_param_bytes=overrides.get("small_param_bytes", 0),
+        save_bytes=saves,
     )
 
 
@@ -212,6 +221,12 @@ def _gradient_buffer_bytes(given: PlanInput, residency: Residency, chunk_bytes: 
     filled = max((2 * GRADIENT_BUFFERS + 1) * chunk, given.largest_param_numel)
     most = filled + 2 * GRADIENT_BUFFERS * chunk
     return min(most, int(given.numel * (1 - residency.gradients))) * given.grad_bytes_each
+
+
+def save_bytes(given: PlanInput, chunk_bytes: int) -> int:
+    """Host bytes of states on their way to a checkpoint, wherever they are otherwise."""
+    chunk = min(chunk_bytes, 4 * given.numel)
+    return SAVE_BLOCKS * (1 + given.num_moments) * chunk if given.saves_behind else 0
 
 
 def minimum_lane_bytes(given: PlanInput, residency: Residency, chunk_bytes: int) -> int:

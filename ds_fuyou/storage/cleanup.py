@@ -66,6 +66,11 @@ class StateDirectory:
     kept: bool
     host: str = ""
 
+    @property
+    def why_not(self) -> str:
+        """Why it must stay; empty if it may go."""
+        return "in use by a running process, left alone" if self.alive else ""
+
 
 def find_state(path: str | Path) -> list[StateDirectory]:
     """The state directories of this user in one nvme_path, by name. Waits while another process creates one.

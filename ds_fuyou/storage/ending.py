@@ -18,7 +18,7 @@ import threading
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["failed", "forget", "signalled", "unclean_end", "watch"]
+__all__ = ["by_signal", "failed", "forget", "signalled", "unclean_end", "watch"]
 
 _UNKNOWN = object()
 
@@ -26,6 +26,7 @@ _UNKNOWN = object()
 class _Ending:
     def __init__(self) -> None:
         self.because = ""
+        self.is_signalled = False
         self.main: FrameType | None = None
         self.status: object = _UNKNOWN
         self.printed: object = None
@@ -57,7 +58,7 @@ def forget() -> None:
 
 def signalled(name: str) -> None:
     """A signal asked the process to end."""
-    _ending.because = f"the process was ended by {name}"
+    _ending.because, _ending.is_signalled = f"the process was ended by {name}", True
 
 
 def failed(error: BaseException) -> None:
@@ -77,6 +78,15 @@ def unclean_end() -> str:
     if _ending.status is _UNKNOWN:
         return "the script ended with SystemExit"
     return "" if _ending.status in (None, 0) else f"the script ended with status {_ending.status!r}"
+
+
+def by_signal() -> bool:
+    """The process ends because SIGTERM asked it to, or Ctrl-C: whoever did waits for its end."""
+    if _ending.is_signalled:
+        return True
+    printed, main = _last_printed(), _ending.main
+    is_new = isinstance(printed, KeyboardInterrupt) and printed is not _ending.printed
+    return is_new and main is not None and not _is_running(main)
 
 
 def _exit(status: object = None, /) -> NoReturn:

@@ -99,7 +99,7 @@ def storage_error(
 ) -> FuyouStorageError:
     """The error for a failed transfer: what was moved, where and why."""
     path = path_of(fd) if fd >= 0 else None
-    message = f"{what} failed"
+    message = what if " failed" in what else f"{what} failed"  # the end of a commit says so by itself
     if error == errno.ENODATA:
         message = f"{what} failed: the file is shorter than the layout says"
     if error == errno.EBADMSG:

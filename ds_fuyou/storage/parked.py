@@ -8,6 +8,7 @@ everybody in the process who names the same paths; it goes with the last value i
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,6 +23,8 @@ __all__ = ["PIECE_BYTES", "ParkedSpace", "ParkedValues"]
 
 PIECE_BYTES = 8 * 1024 * 1024
 """Larger values are cut, so that all paths work at one read."""
+
+_BEHIND = 1 << 62  # a priority: behind all that training reads
 
 
 class ParkedSpace:
@@ -71,6 +74,10 @@ class ParkedSpace:
         return parked
 
 
+def _nobody_reads() -> None:
+    """Nothing to wait for."""
+
+
 def _closed(lanes: list[IoLane], space: SwapSpace) -> None:
     while lanes:
         lanes.pop().close()
@@ -86,6 +93,8 @@ class ParkedValues:
         self.space = space
         self._pieces = pieces
         self._lane: IoLane | None = None
+        self.before_write: Callable[[], object] = _nobody_reads
+        """Waits for another thread that :meth:`pieces` were given to."""
         self.num_bytes = sum(piece.extent.num_bytes for piece in pieces)
         self.size_bytes = numel * dtype.itemsize
         run = StoredRun(0, self.num_bytes, tuple(piece.extent for piece in pieces))
@@ -98,6 +107,31 @@ class ParkedValues:
     def read_by(self, lane: IoLane | None) -> None:
         """An engine's I/O lane serves these values from here on; None gives it back."""
         self._lane = None if lane is None else lane.sharing(self.space.space.path_of)
+
+    def pieces(self) -> Callable[[], Iterator[tuple[int, torch.Tensor]]]:
+        """For another thread: ``(first element, values)``, one read ahead, each to be used before the next is asked
+        for. The lane that serves them now must not be closed, and nothing written, before that thread has ended.
+
+        Raises:
+            FuyouStorageError: a piece could not be read.
+        """
+        lane, location = self.io.sharing(self.space.space.path_of), self._location
+
+        extents, what = location.runs[0].extents, f"reading {location.what} for a checkpoint"
+
+        def read() -> Iterator[tuple[int, torch.Tensor]]:
+            memory = [aligned_tensor(max(extent.num_bytes for extent in extents)) for _ in range(2)]
+            begin, ahead = 0, lane.read(extents[:1], memory[0], what, _BEHIND)
+            for number in range(len(extents)):
+                ahead.wait()
+                if number + 1 < len(extents):
+                    ahead = lane.read(extents[number + 1 : number + 2], memory[(number + 1) % 2], what, _BEHIND)
+                values = memory[number % 2][: extents[number].num_bytes].view(location.dtype)
+                values = values[: location.numel - begin]
+                yield begin, values
+                begin += values.numel()
+
+        return read
 
     def is_ready(self) -> bool:
         return True
@@ -112,7 +146,8 @@ class ParkedValues:
         return self._location
 
     def write(self, values: torch.Tensor) -> None:
-        """Replaces them in their place; returns when that is done."""
+        """Replaces them in their place; returns when that is done. Waits for who copies them, first."""
+        self.before_write()
         memory = aligned_tensor(self.num_bytes)
         self._location.view(memory).copy_(values.view(-1))
         extents = self._location.runs[0].extents

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage.types import PAGE_BYTES
 
-__all__ = ["NETWORK_FILESYSTEMS", "PathFacts", "Probe", "enable_direct", "open_path", "probe_path"]
+__all__ = ["NETWORK_FILESYSTEMS", "PathFacts", "Probe", "enable_direct", "filesystem_type", "open_path", "probe_path"]
 
 NETWORK_FILESYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "fuse.sshfs", "fuse.glusterfs", "9p", "lustre"})
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
@@ -53,7 +53,7 @@ def probe_path(path: Path) -> PathFacts:
     path_fd = open_path(path)
     try:
         space = os.fstatvfs(path_fd)
-        filesystem = _filesystem_type(path_fd)
+        filesystem = filesystem_type(path_fd)
         device = os.fstat(path_fd).st_dev
         in_memory = filesystem in _MEMORY_FILESYSTEMS
         direct = _probe_direct(path_fd, path)
@@ -139,7 +139,7 @@ def _open_unnamed(path_fd: int, path: Path) -> int:
         raise FuyouStorageError(error.errno or errno.EIO, message, str(path)) from error
 
 
-def _filesystem_type(fd: int) -> str:
+def filesystem_type(fd: int) -> str:
     """By the mount id of the descriptor, which is right where device numbers are not (overlayfs, btrfs)."""
     try:
         info = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="utf-8")

@@ -15,7 +15,6 @@ again.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import hashlib
 import json
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ds_fuyou.errors import FuyouChecksumError, FuyouStorageError, shown
+from ds_fuyou.files import exchange
 from ds_fuyou.storage.layout import Piece, RegionLayout, StoreLayout
 from ds_fuyou.storage.types import PAGE_BYTES, JsonValue, RegionSpec, RunIdentity
 
@@ -55,7 +55,6 @@ _LATEST = 2**40  # seconds; what the calendar of every platform still has
 _VERSIONS = {COMMIT_NAME: (1, 2)}  # that can be read, the last one is written; 1 of every other name
 _HEADER_BYTES = 160  # at most
 _SPARE_BYTES = 64 << 10
-_RENAME_EXCHANGE = 2
 
 
 @dataclass(frozen=True)
@@ -286,15 +285,10 @@ def _make_room(dir_fd: int, name: str, num_bytes: int) -> None:
 
 def _exchange(dir_fd: int, one: str, other: str) -> bool:
     """Swaps two names of a directory. False if there is no ``other``, or the file system cannot."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "renameat2"):
+    try:
+        return exchange(one, other, dir_fd=dir_fd)
+    except FileNotFoundError:
         return False
-    if libc.renameat2(dir_fd, os.fsencode(one), dir_fd, os.fsencode(other), _RENAME_EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number not in (errno.ENOENT, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        raise OSError(number, os.strerror(number))
-    return False
 
 
 def read_record(dir_fd: int, directory: Path, name: str) -> dict[str, Any] | None:

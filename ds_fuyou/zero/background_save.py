@@ -13,6 +13,8 @@ Blocking or not is one thing: whether the call waits for that thread.
   ``close()`` and before states are replaced in their place. Meanwhile the thread needs nothing of the training thread.
 * The folder gets its name from the last rank that has written, which is told by files ([Note: the last one publishes]
   in checkpoint/parts.py), or, where the call waits, by all ranks together.
+* A signal that ends the process, and Ctrl-C while somebody waits, give it up: whoever sent it waits for the end. Every
+  other end finishes it.
 * A failure is kept. It is raised once: by this rank's next ``step()``, or by all ranks in what they do together next.
 """
 
@@ -29,6 +31,7 @@ from ds_fuyou.checkpoint.streamed_file import StreamedFile
 from ds_fuyou.errors import FuyouError, FuyouStateError, FuyouStorageError
 from ds_fuyou.host.waiting import wait_reporting, wait_through
 from ds_fuyou.optimizer.snapshot import Snapshot
+from ds_fuyou.storage import ending
 
 __all__ = ["Save", "as_storage_error"]
 
@@ -61,7 +64,7 @@ class Save:
 
     def _run(self) -> None:
         try:
-            for file in self._files:
+            for file in reversed(self._files):  # states come last, and updates wait for them
                 file.fill_rest(self._check)
             if self.publishes and self.parts.written():
                 logger.info("the checkpoint %s is whole, %.1f s after it began", self.name, self._secs())
@@ -103,9 +106,14 @@ class Save:
         try:
             wait_reporting(self._ended.wait, lambda: f"the checkpoint {self.name} to be written")
         except BaseException:
-            self._is_cancelled = True
-            wait_through(self._ended.wait, lambda: f"the checkpoint {self.name} to be given up")
+            self._give_up()
             raise
+
+    def _give_up(self) -> None:
+        snapshot, self._is_cancelled = self._snapshot, True
+        if snapshot is not None:
+            snapshot.give_up()
+        wait_through(self._ended.wait, lambda: f"the checkpoint {self.name} to be given up")
 
     def raise_failure(self) -> None:
         """Raises what the thread met, once."""
@@ -114,7 +122,13 @@ class Save:
             raise as_storage_error(self.failure, self.name)
 
     def finish(self) -> None:
-        """At the end of the engine, however it came: the checkpoint is finished. Nobody is left to raise to."""
+        """At the end of the engine: the checkpoint is finished, or given up if a signal brought it. Nobody is left to
+        raise to."""
+        if not self.is_over() and ending.by_signal():
+            self._give_up()
+            if self.failure is not None:
+                self.is_told = True
+                logger.warning("the checkpoint %s was given up: a signal ended the process", self.name)
         self.wait()
         if self.failure is not None and not self.is_told:
             self.is_told = True

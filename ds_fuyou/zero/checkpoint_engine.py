@@ -26,8 +26,10 @@ from torch.nn import Parameter
 from ds_fuyou.checkpoint import atomic, streamed_file
 from ds_fuyou.checkpoint.parts import Parts
 from ds_fuyou.checkpoint.streamed_file import StandIns, StreamedFile
+from ds_fuyou.checkpoint.unfinished import WritingLock
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.log import log_once
+from ds_fuyou.storage.parked import ParkedValues
 from ds_fuyou.zero.background_save import Save, as_storage_error
 from ds_fuyou.zero.checkpoint_state import CheckpointState
 from ds_fuyou.zero.param_swapper import partition_of
@@ -49,15 +51,19 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
         self.failure: Exception | None = None
         self.files: list[StreamedFile] = []
         """Of the checkpoint that is being made, laid out."""
+        self.parked: list[ParkedValues] = []
+        """That are written behind the call."""
+        self.loaded: set[str] = set()
+        """Real paths of the files that were mapped."""
 
     def begin(self) -> StandIns:
         """A new checkpoint: stand-ins made from now on belong to it."""
-        self._stand_ins, self.files, self.failure = StandIns(), [], None
+        self._stand_ins, self.files, self.parked, self.failure = StandIns(), [], [], None
         return self._stand_ins
 
     def end(self) -> None:
         """What is saved from now on is no part of a checkpoint."""
-        self._stand_ins, self.files, self.failure = None, [], None
+        self._stand_ins, self.files, self.parked, self.failure = None, [], [], None
 
     def save(self, state_dict: Any, path: str) -> None:
         """Lays one file out. A failure is kept for the end of the save: until then this rank goes on with the others.
@@ -80,6 +86,8 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
     def load(self, path: str, map_location: Any = None) -> Any:
         """As stock's, but bytes come from the mapped file when they are used, not all at once."""
         is_mappable = zipfile.is_zipfile(path)
+        if is_mappable:
+            self.loaded.add(os.path.realpath(path))
         return torch.load(path, map_location=map_location, weights_only=False, mmap=is_mappable)
 
 
@@ -90,7 +98,8 @@ def replace_writer(engine: Any) -> None:
     setattr(engine, _WAIT, functools.partial(end_last_save, engine))
     present = engine.checkpoint_engine
     if type(present) is TorchCheckpointEngine and present.zipfile_serialization:
-        engine.checkpoint_engine = FuyouCheckpointEngine(engine._config)
+        engine.checkpoint_engine = writer = FuyouCheckpointEngine(engine._config)
+        writer.loaded = engine.optimizer.checkpoint_state.loaded_files
     else:
         log_once(
             logging.WARNING,
@@ -124,7 +133,7 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
         end_last_save(self)
         tag = _common_tag(str(tag if tag is not None else f"global_step{self.global_steps}"))
         folder, hidden = Path(save_dir), atomic.incomplete_tag(tag)
-        _prepare(self, folder, tag, exclude_frozen_parameters)
+        lock = _prepare(self, folder, tag, exclude_frozen_parameters)
         behind = _is_behind(self, folder / hidden)
         with _streaming(self) as writer:
             state: CheckpointState = self.optimizer.checkpoint_state
@@ -139,8 +148,10 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
             )
             _settle(writer.failure, str(folder / tag))
             latest = (folder / "latest", tag) if save_latest and (behind or dist.get_rank() == 0) else None
-            parts = Parts(folder / hidden, folder / tag, dist.get_rank(), dist.get_world_size(), latest)
+            parts = Parts(folder / hidden, folder / tag, dist.get_rank(), dist.get_world_size(), latest, lock)
             save = Save(str(folder / tag), writer.files, state.snapshot, parts)
+            for parked in writer.parked:
+                parked.before_write = save.wait
         save.start(publishes=behind)
         state.save, self.optimizer.rank_state.core.finish_first = save, save.finish
         if not behind:
@@ -206,14 +217,15 @@ def _common_tag(tag: str) -> str:
     return atomic.checked_tag(tag)
 
 
-def _prepare(engine: Any, folder: Path, tag: str, exclude_frozen_parameters: bool) -> None:
-    """Clears what earlier saves left, and raises on every rank if the files will not fit."""
+def _prepare(engine: Any, folder: Path, tag: str, exclude_frozen_parameters: bool) -> WritingLock:
+    """Clears what earlier saves left, and raises on every rank if the files will not fit. The lock of the new one."""
     folder.mkdir(parents=True, exist_ok=True)
     if engine.local_rank <= 0:
         atomic.recover(folder / tag)
         atomic.discard(folder / atomic.incomplete_tag(tag))
     dist.barrier()
     _require_space(engine, folder, exclude_frozen_parameters)
+    return WritingLock(folder / atomic.incomplete_tag(tag))
 
 
 def _outcome(call: Callable[[], object]) -> Exception | None:
@@ -251,7 +263,7 @@ def _streaming(engine: Any) -> Iterator[FuyouCheckpointEngine]:
     stand_ins = writer.begin()
     fragment_of = engine._get_param_fragment_func
     state.stand_ins = stand_ins
-    engine._get_param_fragment_func = lambda param: _frozen_fragment(param, stand_ins, fragment_of)
+    engine._get_param_fragment_func = lambda param: _frozen_fragment(param, stand_ins, fragment_of, writer.parked)
     try:
         yield writer
     except BaseException:
@@ -267,12 +279,23 @@ def _streaming(engine: Any) -> Iterator[FuyouCheckpointEngine]:
 
 
 def _frozen_fragment(
-    param: Parameter, stand_ins: StandIns, fragment_of: Callable[[Parameter], torch.Tensor]
+    param: Parameter,
+    stand_ins: StandIns,
+    fragment_of: Callable[[Parameter], torch.Tensor],
+    keep: list[ParkedValues],
 ) -> torch.Tensor:
-    """This rank's part of a parameter that is frozen now; a stand-in if it is on storage or the optimizer's."""
+    """This rank's part of a parameter that is frozen now; a stand-in if it is on storage or the optimizer's. What
+    nobody but an edit changes is written with the states, behind training."""
     if not hasattr(param, "ds_id") or partition_of(param) is None:
         return fragment_of(param)
     numel, dtype = param.ds_tensor.ds_numel, param.ds_tensor.dtype
+    parked = param.nvme_swapper.parked(param)
+    if parked is not None:
+        pieces = parked.pieces()
+        keep.append(parked)
+        return stand_ins.add_together(
+            [((numel,), dtype)], lambda: ((0, begin, values) for begin, values in pieces()), later=True
+        )[0]
     return stand_ins.add((numel,), dtype, lambda: iter([(0, param.nvme_swapper.values(param))]))
 
 

@@ -15,19 +15,20 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from ds_fuyou.checkpoint.mapped import MappedFiles
 from ds_fuyou.checkpoint.stock_state import CLOCK_KEY, FLAT_GROUPS, OPTIMIZER_STATE, StateEntries
-from ds_fuyou.checkpoint.streamed_file import StandIns, read_ahead
+from ds_fuyou.checkpoint.streamed_file import StandIns
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.optimizer.chunk_values import gather
 from ds_fuyou.optimizer.layout import Chunk, ParamSpan
 from ds_fuyou.optimizer.rules import GroupHyper
 from ds_fuyou.optimizer.snapshot import Snapshot
+from ds_fuyou.optimizer.state_access import ROUNDED, NewState
+from ds_fuyou.storage.store import Extent
 from ds_fuyou.zero.background_save import Save
 from ds_fuyou.zero.rank_state import RankState
 
 __all__ = ["CheckpointState", "UniversalReader", "read_universal_state"]
-
-_CHUNKS_AHEAD = 3
 
 States = Generator[tuple[Chunk, list[torch.Tensor]]]
 
@@ -59,6 +60,8 @@ class CheckpointState:
         """What they stand for."""
         self.save: Save | None = None
         """The last checkpoint that was begun and has not been ended by all ranks."""
+        self.loaded_files: set[str] = set()
+        """Real paths of files that the engine itself has loaded: nobody has written to what it gives us of them."""
 
     # ---- saving -------------------------------------------------------------------------------------------
 
@@ -100,7 +103,8 @@ class CheckpointState:
         def pieces(states: States) -> Iterator[tuple[int, int, torch.Tensor]]:
             with contextlib.closing(states):
                 for chunk, parts in states:
-                    parts += [torch.zeros_like(parts[0])] * (num_parts - len(parts))
+                    while len(parts) < num_parts:
+                        parts.append(torch.zeros_like(parts[0]))
                     for part, values in enumerate(parts[:num_parts]):
                         yield chunk.sub_group * num_parts + part, chunk.begin, values
 
@@ -163,24 +167,20 @@ class CheckpointState:
         return found
 
     def _write_all(self, fp32: Sequence[torch.Tensor], moments: list[list[torch.Tensor]] | None) -> None:
-        core = self._core
-        chunks = core.layout.chunks
+        core, without = self._core, [None] * len(self._core.kind.moments)
+        with MappedFiles(self.loaded_files) as files:
 
-        def parts_of(chunk: Chunk) -> list[torch.Tensor]:
-            cut = slice(chunk.begin, chunk.end)
-            flats = [fp32[chunk.sub_group], *(moments[chunk.sub_group] if moments is not None else ())]
-            return [flat.view(-1)[cut] for flat in flats]
+            def source(flat: torch.Tensor, chunk: Chunk) -> torch.Tensor | Sequence[Extent]:
+                values = flat.view(-1)[chunk.begin : chunk.end]
+                extents = files.extents(values) if values.dtype == torch.float32 else None
+                return values if extents is None else extents
 
-        def states() -> States:
-            for ahead in chunks[:_CHUNKS_AHEAD]:
-                read_ahead(parts_of(ahead))
-            for place, chunk in enumerate(chunks):
-                for ahead in chunks[place + _CHUNKS_AHEAD : place + _CHUNKS_AHEAD + 1]:
-                    read_ahead(parts_of(ahead))
-                parts = parts_of(chunk)
-                yield chunk, parts + [torch.zeros(chunk.numel)] * (1 + len(core.kind.moments) - len(parts))
+            def new_state(chunk: Chunk) -> NewState:
+                held = moments[chunk.sub_group] if moments is not None else ()
+                parts = [source(flat, chunk) for flat in (fp32[chunk.sub_group], *held)]
+                return NewState(chunk.index, [*parts, *without[len(held) :]], ROUNDED)
 
-        core.states.write_all((chunk.index, parts, parts[0].to(core.options.param_dtype)) for chunk, parts in states())
+            core.states.write_all(map(new_state, core.layout.chunks), files.path_of)
         self._rank_state.step_applied()
 
     def _restore_clock(self, state_dict: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -207,10 +207,10 @@ class CheckpointState:
                 last[span.index] = core.params.read(span)
             return last[span.index]
 
-        def states() -> Iterator[tuple[int, list[torch.Tensor], None]]:
+        def states() -> Iterator[NewState]:
             for chunk, parts in core.states.read_all(range(len(core.layout.chunks))):
                 parts[0].copy_(gather(core.layout, chunk, present, torch.float32))
-                yield chunk.index, parts, None
+                yield NewState(chunk.index, parts)
 
         core.states.write_all(states())
 
@@ -229,16 +229,16 @@ class CheckpointState:
         keys = ("fp32", *core.kind.moments)
         has_moments = bool(saved[OPTIMIZER_STATE]["state"])
 
-        def parts_of(chunk: Chunk) -> list[torch.Tensor]:
-            return [
+        def new_state(chunk: Chunk) -> NewState:
+            parts = [
                 gather(core.layout, chunk, functools.partial(reader.read, key=key), torch.float32)
                 if has_moments or key == "fp32"
-                else torch.zeros(chunk.numel)
+                else None
                 for key in keys
             ]
+            return NewState(chunk.index, parts, ROUNDED)
 
-        read = ((chunk, parts_of(chunk)) for chunk in core.layout.chunks)
-        core.states.write_all((chunk.index, parts, parts[0].to(core.options.param_dtype)) for chunk, parts in read)
+        core.states.write_all(map(new_state, core.layout.chunks))
         self._load_groups(saved[OPTIMIZER_STATE])
         self._restore_clock(saved, saved[OPTIMIZER_STATE])
         self._rank_state.step_applied()
@@ -247,12 +247,12 @@ class CheckpointState:
         """Parameters alone: P16 from the saved fp32 values; P32 from them too, or from P16."""
         core = self._core
 
-        def states() -> Iterator[tuple[int, list[torch.Tensor], torch.Tensor]]:
+        def states() -> Iterator[NewState]:
             for chunk, parts in core.states.read_all(range(len(core.layout.chunks))):
                 values = gather(core.layout, chunk, functools.partial(reader.read, key="fp32"), torch.float32)
                 params = values.to(core.options.param_dtype)
                 parts[0].copy_(values if load_from_fp32_weights else params)
-                yield chunk.index, parts, params
+                yield NewState(chunk.index, parts, params)
 
         core.states.write_all(states())
         self._rank_state.step_applied()

@@ -280,6 +280,11 @@ class FuyouParameterSwapper:
             return tensor
         return partition.copy()
 
+    def parked(self, param: Parameter) -> ParkedValues | None:
+        """What holds the values where no optimizer does and they are on storage, also while they are gathered."""
+        partition = self.partitions.get(param.ds_id)
+        return partition.source if partition is not None and isinstance(partition.source, ParkedValues) else None
+
     def replace(self, param: Parameter, values: torch.Tensor) -> None:
         """The values := ``values`` (1-D, this rank's part), wherever they live; on storage alone if it is gathered."""
         partition = self.partitions[param.ds_id]

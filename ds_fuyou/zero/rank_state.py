@@ -194,6 +194,7 @@ class RankState:
             durable=config.durable,
             shares=config.plan.resident_shares() if config.plan is not None else {},
             num_paths=max(1, len(self.activation.state_paths)),
+            saves_behind=config.checkpoint.save == "background",
         )
 
     def _dram_budget(self) -> int:

@@ -177,13 +177,13 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         """Around ``engine.step()``: what it applies is committed when it has ended, with the engine's state of
         training. Where an exception or a signal ends it, the step before stays the last that can be gone on from."""
         core = self.rank_state.core
-        core.holds_orders = True
+        core.commits.holds_orders = True
         try:
             yield
         finally:
-            core.holds_orders = False
-        if core.has_unordered:
-            core.order_commit(self.training_state.take(engine) if core.options.keeps_steps else None)
+            core.commits.holds_orders = False
+        if core.commits.has_unordered:
+            core.commits.order(self.training_state.take(engine) if core.options.keeps_steps else None)
 
     def resume_engine(self, engine: Any) -> None:
         """The engine is built: what a resumed run was is put back, and its files are this one's."""
@@ -201,7 +201,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.training_state.forget_generators()
         core = self.rank_state.core
         if core.options.keeps_steps:
-            core.commit_replaced(self.training_state.take(engine))
+            core.commits.replaced(self.training_state.take(engine))
 
     def _watch_modules(self, index: GatheredIndex) -> None:
         """Before DeepSpeed fetches a module's parameters, ours are made available and read-ahead moves on."""
@@ -299,7 +299,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.gradient_flow.finish()
         core = self.rank_state.core
         core.check()
-        core.settle_commit()
+        core.commits.settle()
         self._overflow_check_and_loss_scale_update_compat()
         if self.overflow:
             self.run_plan.step_skipped()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_fuyou import files
 from ds_fuyou.checkpoint import atomic
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError, FuyouStorageError
 
@@ -59,7 +60,7 @@ def test_a_link_and_what_cannot_be_deleted_do_not_stop_a_save(tmp_path: Path, mo
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_second_save_replaces_the_first(can_exchange: bool, tmp_path: Path, monkeypatch) -> None:
     if not can_exchange:
-        monkeypatch.setattr(atomic.ctypes, "CDLL", lambda *_, **__: object())
+        monkeypatch.setattr(files.ctypes, "CDLL", lambda *_, **__: object())
     for text in ("first", "second"):
         atomic.publish(written(tmp_path, "tag", text), tmp_path / "tag")
         assert (tmp_path / "tag" / "nested" / "file").read_text() == text
@@ -86,11 +87,11 @@ def test_a_name_that_cannot_be_exchanged_is_an_error(tmp_path: Path, monkeypatch
     class Libc:
         @staticmethod
         def renameat2(*_: object) -> int:
-            atomic.ctypes.set_errno(errno.EACCES)
+            files.ctypes.set_errno(errno.EACCES)
             return -1
 
     atomic.publish(written(tmp_path, "tag", "first"), tmp_path / "tag")
-    monkeypatch.setattr(atomic.ctypes, "CDLL", lambda *_, **__: Libc())
+    monkeypatch.setattr(files.ctypes, "CDLL", lambda *_, **__: Libc())
     with pytest.raises(FuyouStorageError, match="exchanging"):
         atomic.publish(written(tmp_path, "tag", "second"), tmp_path / "tag")
     assert (tmp_path / "tag" / "nested" / "file").read_text() == "first"

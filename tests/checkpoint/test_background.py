@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_fuyou.cli import main
 from tests.harness.forked import finish, start
 from tests.harness.ports import free_port
 from tests.harness.runner import HERE, ds_config, environment, with_fuyou
@@ -68,9 +70,20 @@ def test_what_is_saved_is_what_was_there(
     undisturbed = results("exact", tmp_path, undisturbed=True, **given)
     for each, alone in zip(found, undisturbed, strict=True):
         assert each["before"] == [[".incomplete-behind", "waited"], "waited"]
+        assert each["in_use"] == ["in use by a running process, left alone"]
         assert each["after"] == [["behind", "waited"], "behind"]
         assert each["same"]
         assert each["digest"] == alone["digest"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_frozen_parameters_on_storage_are_written_behind_the_call(world_size: int, tmp_path: Path) -> None:
+    model = {"frozen": ["blocks.0.down", "blocks.0.up"]}
+    for found in results("frozen", tmp_path, model=model, world_size=world_size):
+        assert found["called"] < found["frozen"]
+        assert found["waited"], "the edit came before all was copied"
+        assert found["edited"]
+        assert found["same"]
 
 
 @pytest.mark.parametrize(("tiers", "world_size"), [("all", 1), ("half", 2)])
@@ -87,31 +100,53 @@ def test_an_engine_that_is_destroyed_finishes_it(world_size: int, tmp_path: Path
     assert (tmp_path / "folder" / "latest").read_text() == "last"
 
 
-@pytest.mark.parametrize(("what", "status"), [("excepted", 1), ("terminated", 143)])
-def test_a_process_that_ends_by_an_exception_or_a_signal_finishes_it(what: str, status: int, tmp_path: Path) -> None:
-    ((found, output),) = run(what, tmp_path)
-    assert found == status, output[-4000:]
+def test_a_process_that_ends_by_an_exception_finishes_it(tmp_path: Path) -> None:
+    ((found, output),) = run("excepted", tmp_path)
+    assert found == 1, output[-4000:]
     assert (tmp_path / "folder" / "latest").read_text() == "last"
     assert (tmp_path / "folder" / "last").is_dir()
 
 
+def ended(what: str, directory: Path, **more: object) -> subprocess.CompletedProcess[str]:
+    """An interpreter of its own: threads end in another order there."""
+    script = [sys.executable, HERE / "background_worker.py", written_case(what, directory, **more)]
+    return subprocess.run(
+        [*script, what, directory / "folder"],
+        env=environment(0, 1, free_port()),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize(("what", "status"), [("left", 0), ("excepted", 1)])
 def test_an_interpreter_that_ends_finishes_it(what: str, status: int, tmp_path: Path) -> None:
-    """In a process of its own: threads end in another order there."""
-    script = [sys.executable, HERE / "background_worker.py", written_case(what, tmp_path), what, tmp_path / "folder"]
-    environment_ = environment(0, 1, free_port())
-    ended = subprocess.run(script, env=environment_, capture_output=True, text=True, timeout=150, check=False)
-    assert ended.returncode == status, ended.stderr[-4000:]
+    process = ended(what, tmp_path)
+    assert process.returncode == status, process.stderr[-4000:]
     assert (tmp_path / "folder" / "latest").read_text() == "last"
     assert [path.name for path in (tmp_path / "folder").iterdir() if path.is_dir()] == ["last"]
 
 
-def test_a_killed_process_leaves_no_folder_and_the_next_save_clears_what_it_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+def test_an_interpreter_that_a_signal_ends_gives_it_up(number: int, status: int, tmp_path: Path) -> None:
+    process = ended("signalled", tmp_path, signal=number)
+    assert process.returncode == status, process.stderr[-4000:]
+    assert "folder/last was given up: a signal ended the process" in process.stderr
+    assert "the state of the last step stays in" in process.stderr
+    assert [path.name for path in (tmp_path / "folder").iterdir() if path.is_dir()] == [".incomplete-last"]
+    assert not (tmp_path / "folder" / "latest").exists()
+
+
+def test_a_killed_process_leaves_no_folder_and_clean_or_the_next_save_clears_what_it_left(tmp_path: Path) -> None:
     ((status, output),) = run("killed", tmp_path)
     assert status == -signal.SIGKILL, output[-4000:]
     folder = tmp_path / "folder"
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == [".incomplete-second", "first"]
     assert (folder / "latest").read_text() == "first"
+    shutil.copytree(folder, tmp_path / "copy")
+    assert main(["clean", str(tmp_path / "copy")]) == 0
+    assert [path.name for path in (tmp_path / "copy").iterdir() if path.is_dir()] == ["first"]
     (found,) = results("interrupted", tmp_path)
     assert found == {"said": "KeyboardInterrupt", "there": [".incomplete-first", "first", "second"]}
 

@@ -2,6 +2,7 @@
 //
 // States kept for a copier: taken once each, as they were, whatever updates do meanwhile.
 #include <atomic>
+#include <chrono>
 #include <thread>
 
 #include "harness.h"
@@ -23,9 +24,11 @@ class Copier {
         for (std::vector<char>& buffer : lent_) world->pipeline->lend_buffer(buffer.data());
         thread_ = std::thread([this, world, param, moment] {
             std::vector<int> times(world->given.num_chunks);
+            bool may_read = false;
             for (std::size_t left = times.size(); left > 0;) {
                 KeptState kept;
-                if (!world->pipeline->take_kept(0.05, &kept)) continue;
+                may_read = !may_read;
+                if (!world->pipeline->take_kept(0.01, may_read, &kept)) continue;
                 --left;
                 ++times[kept.chunk];
                 if (!holds(world, kept, param, moment)) is_right = false;
@@ -56,9 +59,10 @@ class Copier {
             } else {
                 world->read_file(world->state_range(kept.chunk, kept.slot), bytes.data());
             }
-            world->pipeline->release_kept(kept.chunk);
         }
-        return world->all_equal(bytes.data(), param) &&
+        const bool is_known = world->pipeline->kept_holds(kept.chunk, bytes.data());
+        if (kept.buffer == nullptr) world->pipeline->release_kept(kept.chunk);
+        return is_known && world->all_equal(bytes.data(), param) &&
                world->all_equal(bytes.data() + world->part, moment) &&
                world->all_equal(bytes.data() + 2 * world->part, moment);
     }
@@ -82,6 +86,7 @@ TEST(kept_states_are_those_of_their_generation_in_every_placement)
         for (const int num_slots : {1, 2}) {
             for (const std::size_t num_lent : {0, 1, 3}) {
                 World world({.state = state, .num_slots = num_slots, .num_chunks = 9});
+                world.pipeline->set_checksum(num_lent != 1);
                 step(world, 1);
                 for (std::int64_t generation = 2; generation < 8; generation += 3) {
                     world.enqueue_all(generation);
@@ -113,12 +118,12 @@ TEST(kept_states_let_dropped_updates_go)
     CHECK(world.pipeline->wait_idle(2, kPatienceSecs));
     for (std::size_t i = 0; i < 3; ++i) {
         KeptState kept;
-        CHECK(world.pipeline->take_kept(kPatienceSecs, &kept));
+        CHECK(world.pipeline->take_kept(kPatienceSecs, true, &kept));
         CHECK(kept.chunk == i && !kept.is_wanted);
         world.pipeline->release_kept(kept.chunk);
     }
     KeptState none;
-    CHECK(!world.pipeline->take_kept(0.0, &none));
+    CHECK(!world.pipeline->take_kept(0.0, true, &none));
     world.pipeline->drop_kept();
     step(world, 4);
     CHECK(world.state_is(1, -4.0F, 4.0F));
@@ -133,6 +138,86 @@ TEST(kept_states_of_a_pipeline_that_failed_before_they_were_there)
     world.pipeline->keep_states({0, 1});
     world.pipeline->fail("something", 5);
     KeptState kept;
-    CHECK_THROWS(std::runtime_error, world.pipeline->take_kept(kPatienceSecs, &kept));
+    CHECK_THROWS(std::runtime_error, world.pipeline->take_kept(kPatienceSecs, true, &kept));
     world.pipeline->drop_kept();
+}
+
+TEST(kept_states_have_updates_wait_for_a_buffer)
+{
+    World world({.num_chunks = 3});
+    step(world, 1);
+    std::vector<char> buffer(3 * world.part);
+    world.pipeline->keep_states({2, 1, 0});
+    world.pipeline->lend_buffer(buffer.data());
+    world.enqueue_all(2);
+    world.pipeline->publish(2);
+    KeptState kept;
+    CHECK(world.pipeline->take_kept(kPatienceSecs, false, &kept));
+    CHECK(kept.buffer == buffer.data());
+    CHECK(!world.pipeline->wait_durable(2, 0.05));
+    KeptState none;
+    CHECK(!world.pipeline->take_kept(0.0, false, &none));
+    CHECK(world.pipeline->take_kept(0.0, true, &none));  // whoever is read needs no buffer
+    CHECK(none.chunk != kept.chunk && none.buffer == nullptr);
+    CHECK(world.pipeline->wait_published(none.chunk, 2, kPatienceSecs));
+    world.pipeline->release_kept(none.chunk);
+    world.pipeline->drop_kept();
+    world.finish(2);
+    CHECK(world.state_is(1, -2.0F, 2.0F));
+}
+
+TEST(kept_states_have_nobody_wait_for_a_copier_that_is_slow)
+{
+    World world({.num_chunks = 5});
+    step(world, 1);
+    std::vector<char> buffer(3 * world.part);
+    world.pipeline->keep_states({0, 1, 2, 3, 4});
+    world.pipeline->lend_buffer(buffer.data());
+    world.enqueue_all(2);
+    world.pipeline->publish(2);
+    KeptState kept;
+    CHECK(world.pipeline->take_kept(kPatienceSecs, false, &kept));
+    std::this_thread::sleep_for(std::chrono::milliseconds(400));
+    CHECK(!world.pipeline->wait_durable(2, 0.0));
+    world.pipeline->lend_buffer(buffer.data());
+    world.finish(2);  // one takes the buffer, which does not come back
+    CHECK(world.pipeline->take_kept(kPatienceSecs, false, &kept));
+    CHECK(kept.buffer == buffer.data());
+    CHECK(!world.pipeline->take_kept(0.0, false, &kept));
+    for (int left = 3; left > 0; --left) {
+        CHECK(world.pipeline->take_kept(kPatienceSecs, true, &kept) && kept.buffer == nullptr);
+        world.pipeline->release_kept(kept.chunk);
+    }
+    CHECK(!world.pipeline->take_kept(0.0, true, &kept));
+    world.pipeline->drop_kept();
+}
+
+// As of a checkpoint that fails: whatever waits for it goes on.
+TEST(kept_states_are_dropped_at_any_time)
+{
+    for (const int num_slots : {1, 2}) {
+        World world({.num_slots = num_slots, .num_chunks = 7});
+        std::vector<std::vector<char>> lent(2, std::vector<char>(3 * world.part));
+        step(world, 1);
+        for (std::int64_t generation = 2; generation < 26; ++generation) {
+            world.pipeline->keep_states({6, 5, 4, 3, 2, 1, 0});
+            for (std::vector<char>& buffer : lent) world.pipeline->lend_buffer(buffer.data());
+            std::thread copier([&world, generation] {
+                for (std::int64_t left = generation % 8; left > 0; --left) {
+                    KeptState kept;
+                    if (!world.pipeline->take_kept(0.01, left % 2 == 0, &kept)) continue;
+                    if (kept.buffer != nullptr) {
+                        world.pipeline->lend_buffer(kept.buffer);
+                    } else if (left % 3 != 0) {  // else claimed, and never released
+                        world.pipeline->release_kept(kept.chunk);
+                    }
+                }
+                world.pipeline->drop_kept();
+                world.pipeline->drop_kept();
+            });
+            step(world, generation);
+            copier.join();
+        }
+        CHECK(world.state_is(0, -25.0F, 25.0F));
+    }
 }

@@ -199,12 +199,12 @@ def resumed_from(logs: Sequence[Path]) -> int:
     return int(found[1]) if found else 0 if "starts from its beginning" in said else -1
 
 
-def live(life: Life, reference: Path) -> str:
-    """Some kills, then to the end. Returns what is not as promised."""
+def live(life: Life, reference: Path, phases: Sequence[str]) -> str:
+    """Some kills, then to the end: at random, or in these ``phases``. Returns what is not as promised."""
     (life.root / "out").mkdir(parents=True)
     may_begin_anew = False
-    for _ in range(life.chance.randint(1, 3)):
-        phase = life.chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+    drawn = life.chance.choices(list(WEIGHTS), list(WEIGHTS.values()), k=life.chance.randint(1, 3))
+    for phase in phases or drawn:
         before = life.returned
         PHASES[phase](life)
         life.kills.append((phase, None))
@@ -318,6 +318,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="for engine runs")
     parser.add_argument("--store", type=int, default=100_000, help="cases of the store alone, a fiftieth of them kills")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=[], help="every run is killed in these, in turn")
+    parser.add_argument("--ranks", type=int, choices=NUM_RANKS, help="of every run; default: at random")
     parser.add_argument("--path", type=Path, help="where; default: the temporary directory")
     parser.add_argument("--table", type=Path)
     args = parser.parse_args()
@@ -330,11 +332,11 @@ def main() -> int:
     references = References(root)
     while time.monotonic() < end:
         chance = random.Random(args.seed + runs)
-        world_size = chance.choices(list(NUM_RANKS), list(NUM_RANKS.values()))[0]
+        world_size = args.ranks or chance.choices(list(NUM_RANKS), list(NUM_RANKS.values()))[0]
         kind = chance.choice(list(KINDS))
         reference = references.of(kind, world_size)
         life = Life(root / f"run{runs}", world_size, kind, chance)
-        found = live(life, reference)
+        found = live(life, reference, args.phases)
         runs += 1
         kills.update((phase, world_size) for phase, _ in life.kills)
         lost[life.kills[-1][1]] += 1

@@ -81,7 +81,7 @@ def train(path: Path, checkpoints: Path, num_steps: int) -> list[Sample]:
         engine.save_checkpoint(str(checkpoints), tag="last")
         shutil.rmtree(checkpoints)
         engine.optimizer.rank_state.core.wait_all()
-        engine.optimizer.rank_state.core.settle_commit()
+        engine.optimizer.rank_state.core.commits.settle()
         samples.append(sample(step, path))
         sys.stdout.write(f"{samples[-1]}\n")
         sys.stdout.flush()

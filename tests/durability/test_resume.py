@@ -303,7 +303,6 @@ def test_a_checkpoint_that_was_loaded_is_a_commit(tmp_path: Path) -> None:
     for step in (3, 4, 5):
         expected = torch.load(undisturbed / str(step), weights_only=False)
         expected["losses"] = expected["losses"][2:]  # nothing was handed over when the checkpoint was made
-        expected["applied"] -= 2  # by this run
         assert differences(expected, torch.load(out / str(step), weights_only=False)) == [], step
     assert end_of(killed, {**case, "die": {"0": [2, "after"]}}, "again")[0] == -9
     said = end_of(killed, {**case, "reload": str(tmp_path / "checkpoint")}, "reloaded")[1]

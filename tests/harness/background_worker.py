@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from save_worker import raised, train
 from train_worker import build_engine, edit_parameters, set_states
 
+from ds_fuyou.checkpoint.unfinished import find_unfinished
 from ds_fuyou.errors import FuyouError, FuyouMemoryError
 from ds_fuyou.optimizer import snapshot
 from tests.harness.group import leave_group
@@ -34,6 +36,8 @@ class Disk:
         self.may_write = threading.Event()
         self.may_write.set()
         self.error = 0
+        self.num_bytes_of_calls = 0
+        """Written by others than the writing thread."""
         self._real = os.pwrite
 
     def pwrite(self, fd: int, data: bytes, offset: int) -> int:
@@ -41,6 +45,8 @@ class Disk:
             self.may_write.wait()
             if self.error:
                 raise OSError(self.error, os.strerror(self.error))
+        else:
+            self.num_bytes_of_calls += len(data)
         return self._real(fd, data, offset)
 
     @contextmanager
@@ -84,6 +90,7 @@ def exact(engine, case: dict, folder: Path) -> dict:
     with disk.held():
         engine.save_checkpoint(str(folder), tag="behind", client_state={"seen": 2})
         before = names(folder), (folder / "latest").read_text()
+        in_use = [found.why_not for found in find_unfinished(folder)]
         train(engine, case, case["free_steps"])
     train(engine, case, 4 - case["free_steps"])
     engine.fuyou_wait_checkpoint()
@@ -91,7 +98,34 @@ def exact(engine, case: dict, folder: Path) -> dict:
     return {
         "digest": digest(engine),
         "before": before,
+        "in_use": in_use,
         "after": (names(folder), (folder / "latest").read_text()),
+        "same": files_of(folder / "waited") == files_of(folder / "behind"),
+    }
+
+
+def frozen(engine, case: dict, folder: Path) -> dict:
+    """Frozen parameters on storage are written behind the call, and an edit of one waits for that."""
+    param = next(p for p in engine.module.parameters() if not p.requires_grad)
+    engine.save_checkpoint(str(folder), tag="waited")
+    engine.fuyou_wait_checkpoint()
+    before = disk.num_bytes_of_calls
+    disk.may_write.clear()
+    engine.save_checkpoint(str(folder), tag="behind")
+    called = disk.num_bytes_of_calls - before
+    threading.Timer(0.3, disk.may_write.set).start()
+    with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+        param.data.fill_(3.0)
+    was_over = engine.optimizer.checkpoint_state.save.is_over()
+    engine.fuyou_wait_checkpoint()
+    torch.distributed.barrier()
+    with deepspeed.zero.GatheredParameters([param]):
+        edited = bool((param.data == 3.0).all())
+    return {
+        "called": called,
+        "frozen": 2 * sum(p.ds_tensor.ds_numel for p in engine.module.parameters() if not p.requires_grad),
+        "waited": was_over,
+        "edited": edited,
         "same": files_of(folder / "waited") == files_of(folder / "behind"),
     }
 
@@ -145,11 +179,20 @@ def excepted(engine, case: dict, folder: Path) -> dict:
     raise KeyError("of the script")
 
 
-def terminated(engine, case: dict, folder: Path) -> dict:
+def signalled(engine, case: dict, folder: Path) -> dict:
+    """The disk is held until the checkpoint is given up."""
     disk.may_write.clear()
     engine.save_checkpoint(str(folder), tag="last")
-    threading.Timer(0.2, disk.may_write.set).start()
-    os.kill(os.getpid(), signal.SIGTERM)
+    save = engine.optimizer.checkpoint_state.save
+
+    def let_go() -> None:
+        while not save._is_cancelled:
+            time.sleep(0.01)
+        disk.may_write.set()
+
+    threading.Thread(target=let_go, daemon=True).start()
+    train(engine, case, 1)
+    os.kill(os.getpid(), case["signal"])
     time.sleep(60)
     return {}
 
@@ -270,11 +313,12 @@ TASKS: dict[str, Callable] = {
     task.__name__: task
     for task in (
         exact,
+        frozen,
         followed,
         destroyed,
         left,
         excepted,
-        terminated,
+        signalled,
         killed,
         interrupted,
         failing,

@@ -37,7 +37,7 @@ def main(path: str, end: str) -> None:
     if end == "SIGTERM":
         os.kill(os.getpid(), signal.SIGTERM)
     if end == "failed disk":
-        engine.optimizer.rank_state.core._committer.settled(60)
+        engine.optimizer.rank_state.core.commits.settle()
         core = load_core()
         io = engine.optimizer.rank_state.core.io.engine
         io.add_fault(core.IoKind.WRITE, core.IoFaultEffect.ERROR, error=errno.EIO, first=0, count=1000)

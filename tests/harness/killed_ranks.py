@@ -99,7 +99,7 @@ def left_by(engine: Any, losses: list[float], case: dict) -> dict[str, Any]:
     """All ranks must come here."""
     found: dict[str, Any] = {"losses": losses, "rates": [group["lr"] for group in engine.optimizer.param_groups]}
     found |= {"scale": engine.optimizer.loss_scale, "skipped": engine.skipped_steps, "samples": engine.global_samples}
-    found["applied"] = engine.optimizer.rank_state.core.generation
+    found["applied"] = engine.optimizer.rank_state.core.clock.step  # not generations: a loaded checkpoint is a new one
     for name, param in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([param]):
             found[f"{name} P16"] = param.data.clone()
@@ -142,7 +142,7 @@ def train_two(path: str, case: dict) -> None:
             for step in range(case["steps"] if when == "BEFORE" else 0):
                 engine.backward(engine(**make_batch(MODEL, step + 100 * number, 0)))
                 engine.step()
-            engine.optimizer.rank_state.core.settle_commit()
+            engine.optimizer.rank_state.core.commits.settle()
     sys.stdout.flush()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -197,7 +197,7 @@ def main(path: str, case: dict) -> None:
         if step + 1 == case.get("save_after", 2) and "save" in case:
             engine.save_checkpoint(case["save"])
             if "save_after" in case:
-                engine.optimizer.rank_state.core.settle_commit()
+                engine.optimizer.rank_state.core.commits.settle()
                 os.kill(os.getpid(), signal.SIGKILL)
         if step + 1 == case.get("poisoned"):
             poison(engine)

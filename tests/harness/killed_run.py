@@ -62,7 +62,7 @@ def main(paths: list[Path], share: float, slots: int, end: str) -> None:
     if end == "loading":
         core.states.write(0, [torch.full((layout.chunks[0].numel,), 7.0)] * 3)
         die()
-    core._committer.stop()
+    core.commits.stop()
     torch.save([core.states.read_param(span, 0) for span in layout.params], paths[0] / "expected")
     die()
 

@@ -71,7 +71,7 @@ def failures(engine, case: dict, folder: Path) -> dict:
     said["full"] = raised(lambda: engine.save_checkpoint(str(folder / "saved"), tag="best"))
     os.pwrite = pwrite
     said["full left"] = sorted(
-        p.suffix for p in (folder / "saved").rglob("*") if p.is_file() and "incomplete" in str(p)
+        p.suffix for p in (folder / "saved").rglob("*") if p.suffix and p.is_file() and "incomplete" in str(p)
     )
     said["latest"] = (folder / "saved" / "latest").read_text()
     return said

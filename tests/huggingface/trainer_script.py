@@ -40,7 +40,7 @@ class Killed(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.at:
-            self.trainer.model_wrapped.optimizer.rank_state.core.settle_commit()
+            self.trainer.model_wrapped.optimizer.rank_state.core.commits.settle()
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -199,8 +199,7 @@ def test_the_commit_record_holds_sixteen_bytes_a_chunk(tmp_path: Path) -> None:
     with small_core(tmp_path, LAYOUT) as core:
         step(core, 1)
         assert core.store is not None
-        assert core._committer is not None
-        assert core._committer.settled(60.0)
+        core.commits.settle()
         record = core.store.last_commit()
         assert record is not None
         sums = bytes.fromhex(str(record.meta["state_sums"]))

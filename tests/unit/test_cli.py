@@ -81,6 +81,10 @@ class State:
     alive: bool
     num_bytes: int = 4096
 
+    @property
+    def why_not(self) -> str:
+        return "in use by a running process, left alone" if self.alive else ""
+
 
 def test_clean_removes_what_nobody_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -22,7 +22,7 @@ def test_a_step_whose_end_does_not_come_is_committed_when_the_next_begins(states
     """Else updates of the third would wait for ever for the commit of the first."""
     with small_core(tmp_path, LAYOUT, residency=(0.0, states, 1.0), keep=True) as core:
         assert set(core.options.residency.states) == ({False} if states == 0.0 else {False, True})
-        core.holds_orders = True
+        core.commits.holds_orders = True
         for seed in range(1, 6):
             step(core, seed)
         assert core.store is not None
@@ -34,12 +34,12 @@ def test_a_step_whose_end_does_not_come_is_committed_when_the_next_begins(states
 
 def test_what_ends_between_a_step_and_its_end_for_the_engine_leaves_the_one_before(tmp_path: Path) -> None:
     with small_core(tmp_path, LAYOUT, keep=True) as core:
-        core.holds_orders = True
+        core.commits.holds_orders = True
         for seed in (1, 2, 3):
             step(core, seed)
-            core.order_commit({"of": seed})
+            core.commits.order({"of": seed})
         step(core, 4)
-        assert core.has_unordered
+        assert core.commits.has_unordered
         assert core.store is not None
         directories = core.store.directories
     store = SlotStore.open(directories, None)
@@ -50,8 +50,8 @@ def test_what_ends_between_a_step_and_its_end_for_the_engine_leaves_the_one_befo
 def test_replaced_states_of_a_resumed_step_are_another_edition_of_it(tmp_path: Path) -> None:
     with small_core(tmp_path, LAYOUT, keep=True) as core:
         step(core, 1)
-        core.withdraw_commit()
-        core.commit_replaced(None)
+        core.commits.withdraw()
+        core.commits.replaced(None)
         assert core.store is not None
         directories, options = core.store.directories, core.options
     store = SlotStore.open(directories, None)
@@ -61,8 +61,8 @@ def test_replaced_states_of_a_resumed_step_are_another_edition_of_it(tmp_path: P
     again = OutOfCoreOptimizer(LAYOUT, options, ADAMW, hypers(LAYOUT), store, commit)
     try:
         again.resume(lambda count: None)
-        again.withdraw_commit()
-        again.commit_replaced(None)
+        again.commits.withdraw()
+        again.commits.replaced(None)
         replaced = store.last_commit()
         assert replaced is not None
         assert (replaced.step, replaced.meta["edition"]) == (1, 2)

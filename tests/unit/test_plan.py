@@ -206,3 +206,26 @@ def test_an_arena_never_makes_a_plan_impossible() -> None:
             plan = make_plan(replace(given, **budget), {})
             assert planned_bytes(given, plan) <= gib * GIB * 1.05
             assert (plan.activation_bytes > 0) or (stays and on_host)
+
+
+@pytest.mark.parametrize("gib", [64, 20, 10, 5, 3, 1])
+def test_states_on_their_way_to_a_checkpoint_are_counted(gib: int) -> None:
+    """Of the budget, and in what is told; whatever is resident: also host memory is copied before it is written."""
+    given = replace(GIVEN, dram_budget_bytes=gib * GIB)
+    behind = replace(given, saves_behind=True)
+    plan, without = make_plan(behind, {}), make_plan(given, {})
+    assert plan.save_bytes == 6 * 3 * plan.chunk_bytes
+    assert without.save_bytes == 0
+    if gib < 16:
+        assert plan.host_bytes(behind) <= gib * GIB
+        assert plan.moved_bytes(behind) > without.moved_bytes(given) or gib == 1
+    tiny = replace(behind, numel=100, largest_param_numel=50, num_moments=1)
+    assert make_plan(tiny, {}).save_bytes == 6 * 2 * 400
+
+
+def test_a_budget_too_small_for_a_checkpoint_behind_training_gets_smaller_chunks() -> None:
+    given = replace(
+        GIVEN, dram_budget_bytes=600 * MIB, optimizer_tier="nvme", params_tier="nvme", gradients_tier="nvme"
+    )
+    assert make_plan(given, {}).chunk_bytes == 16 * MIB
+    assert make_plan(replace(given, saves_behind=True), {}).chunk_bytes < 16 * MIB

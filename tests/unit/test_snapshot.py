@@ -96,15 +96,20 @@ def test_steps_do_not_change_what_is_taken(
 
 
 def test_updates_that_would_write_over_what_was_not_taken_wait(tmp_path: Path) -> None:
-    """With two slots the first step is free, and the second waits; nothing else does."""
+    """With two slots those of the first step wait for a buffer to hand states over; without, those of the second."""
     with small_core(tmp_path, LAYOUT) as core:
         step(core, 0)
         expected = states_of(core)
         snapshot = core.snapshot()
-        step(core, 1)
-        apply(core, 2)
+        apply(core, 1)
         assert not core.pipeline.wait_durable(core.generation, 0.3)
         assert same(taken(snapshot), expected)
+        core.wait_all()
+        core.pipeline.keep_states([chunk.index for chunk in LAYOUT.chunks])
+        step(core, 2)
+        apply(core, 3)
+        assert not core.pipeline.wait_durable(core.generation, 0.3)
+        core.pipeline.drop_kept()
         core.wait_all()
 
 
@@ -117,7 +122,7 @@ def test_updates_hand_over_what_they_replace(tmp_path: Path) -> None:
         apply(core, 1)
         for chunk in sorted(LAYOUT.chunks, key=lambda chunk: chunk.position)[:4]:
             assert core.pipeline.wait_published(chunk.index, core.generation, 30.0)
-        handed_over = [core.pipeline.take_kept(30.0) for _ in range(4)]
+        handed_over = [core.pipeline.take_kept(30.0, True) for _ in range(4)]
         assert all(kept is not None and kept[2] for kept in handed_over)
         for index, _, address, _ in handed_over:
             chunk = LAYOUT.chunks[index]
@@ -150,8 +155,9 @@ def test_prepared_updates_that_are_dropped_change_nothing(tmp_path: Path) -> Non
         core.skip()
         backward(core, 2)
         core.forget_gradients()
-        step(core, 3)
+        apply(core, 3)
         assert same(taken(snapshot), expected)
+        core.wait_all()
 
 
 def test_states_are_replaced_when_they_were_taken(tmp_path: Path) -> None:
@@ -168,15 +174,18 @@ def test_states_are_replaced_when_they_were_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_read_by_an_update", [True, False])
-def test_a_byte_that_changed_is_not_taken(is_read_by_an_update: bool, tmp_path: Path) -> None:
+def test_a_byte_that_changed_is_not_taken(
+    is_read_by_an_update: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds_fuyou.optimizer.snapshot._NUM_LENT", 0)  # so that nothing is handed over
     with small_core(tmp_path, LAYOUT) as core:
         step(core, 0)
-        index = max(LAYOUT.chunks, key=lambda chunk: chunk.position).index  # not among those that are handed over
+        index = max(LAYOUT.chunks, key=lambda chunk: chunk.position).index
         disk = Disk(core, f"state/{index}", core.slot(index))
         snapshot = core.snapshot()
         if is_read_by_an_update:
             apply(core, 1)
-            core.pipeline.wait_durable(1, 30.0)
+            assert core.pipeline.wait_durable(1, 30.0)
         disk.flip(40)
         with pytest.raises(FuyouChecksumError, match=f"the state of chunk {index}"):
             taken(snapshot)

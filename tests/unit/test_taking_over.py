@@ -29,8 +29,7 @@ def left_by_a_run(path: Path, residency: tuple[float, float, float], *, edited: 
     with small_core(path, LAYOUT, residency=residency, keep=True) as core:
         step(core, 1)
         step(core, 2)
-        assert core._committer is not None
-        assert core._committer.settled(30.0)
+        core.commits.settle()
         if edited:
             core.params.write(LAYOUT.params[0], torch.full((LAYOUT.params[0].numel,), 0.5, dtype=torch.bfloat16))
         return [core.params.read(span) for span in LAYOUT.params]
@@ -157,11 +156,34 @@ def test_an_edit_of_p16_says_so_in_the_record_first(tmp_path: Path) -> None:
         Disk(core, "param16/0", core.slot(0))
         step(core, 3)
     with taken_over(tmp_path, STORED) as core:
-        assert core._unread, "compared again"
+        assert core._taken_over.unread, "compared again"
         core.params.write(LAYOUT.params[0], torch.zeros(LAYOUT.params[0].numel, dtype=torch.bfloat16))
         assert not core.pipeline.half_read_params()
         assert core.store is not None
         assert [commit.meta["param_digests"] for commit in core.store.commits()] == [""]
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_an_edit_between_a_step_and_the_order_of_its_commit(is_ordered: bool, tmp_path: Path) -> None:
+    """As of a callback within ``engine.step()``: the commit that follows holds it; without, the step before stays."""
+    edit = torch.full((LAYOUT.params[0].numel,), 0.5, dtype=torch.bfloat16)
+    with small_core(tmp_path, LAYOUT, residency=STORED, keep=True) as core:
+        core.commits.holds_orders = True
+        for seed in (1, 2):
+            step(core, seed)
+            core.commits.order({"of": seed})
+        before = core.params.read(LAYOUT.params[0])
+        step(core, 3)
+        core.params.write(LAYOUT.params[0], edit)
+        if is_ordered:
+            core.commits.order({"of": 3})
+    assert last_step(tmp_path) == (3 if is_ordered else 2)
+    with taken_over(tmp_path, STORED) as core:
+        assert core.store is not None
+        assert core.store.commits()[0].meta["training"] == {"of": core.generation}
+        assert torch.equal(core.params.read(LAYOUT.params[0]), edit if is_ordered else before)
+        step(core, 4)
+        core.commits.settle()
 
 
 def test_an_edit_does_not_hide_what_changed_before(tmp_path: Path) -> None:
@@ -187,8 +209,7 @@ def test_records_without_these_sums_are_gone_on_from(lacks: str, tmp_path: Path)
         assert all(map(torch.equal, expected, (core.params.read(span) for span in LAYOUT.params)))
         step(core, 3)
         assert core.store is not None
-        assert core._committer is not None
-        assert core._committer.settled(30.0)
+        core.commits.settle()
         commit = core.store.last_commit()
         assert commit is not None
         assert commit.meta["state_sums"]

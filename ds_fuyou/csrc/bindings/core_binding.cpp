@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "io/io_engine.h"
+#include "kernels/crc32.h"
 #include "kernels/elementwise.h"
 #include "kernels/gradient_norm.h"
 #include "kernels/place_sum.h"
@@ -150,6 +151,13 @@ void bind_kernels(py::module_& m)
             return place_sum(address(words), num_words, first);
         },
         NoGil());
+    m.def(
+        "crc32",
+        [](std::uintptr_t bytes, std::size_t num_bytes) {
+            return crc32(0, address(bytes), num_bytes);
+        },
+        NoGil());
+    m.attr("crc32_is_fast") = crc32_is_fast();
     m.def(
         "scale_gradient",
         [](ElementType type, std::uintptr_t source, std::uintptr_t target, std::size_t numel,
@@ -388,18 +396,19 @@ void bind_pipeline(py::module_& m)
         .def("keep_states", &ChunkPipeline::keep_states)
         .def("lend_buffer", [](ChunkPipeline& pipeline,
                                std::uintptr_t buffer) { pipeline.lend_buffer(address(buffer)); })
-        .def("take_kept",
-             [](ChunkPipeline& pipeline, double timeout_secs)
-                 -> std::optional<std::tuple<std::size_t, int, std::uintptr_t, bool>> {
-                 KeptState taken;
-                 {
-                     const py::gil_scoped_release no_gil;
-                     if (!pipeline.take_kept(timeout_secs, &taken)) return std::nullopt;
-                 }
-                 return std::make_tuple(taken.chunk, taken.slot,
-                                        reinterpret_cast<std::uintptr_t>(taken.buffer),
-                                        taken.is_wanted);
-             })
+        .def(
+            "take_kept",
+            [](ChunkPipeline& pipeline, double timeout_secs,
+               bool may_read) -> std::optional<std::tuple<std::size_t, int, std::uintptr_t, bool>> {
+                KeptState taken;
+                {
+                    const py::gil_scoped_release no_gil;
+                    if (!pipeline.take_kept(timeout_secs, may_read, &taken)) return std::nullopt;
+                }
+                return std::make_tuple(taken.chunk, taken.slot,
+                                       reinterpret_cast<std::uintptr_t>(taken.buffer),
+                                       taken.is_wanted);
+            })
         .def(
             "kept_holds",
             [](const ChunkPipeline& pipeline, std::size_t chunk, std::uintptr_t block) {

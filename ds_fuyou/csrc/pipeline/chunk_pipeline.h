@@ -33,6 +33,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -187,9 +188,10 @@ class ChunkPipeline {
     void keep_states(std::vector<std::size_t> order);
     // Memory for one state block of any chunk, into which an update may put the one it replaces.
     void lend_buffer(char* buffer);
-    // The next state to copy, of those kept each once. False after `timeout_secs`. Throws if the
-    // pipeline failed before every kept state was in place.
-    bool take_kept(double timeout_secs, KeptState* taken);
+    // The next state to copy, of those kept each once: one that an update handed over, or waits
+    // for; if `may_read`, any. False after `timeout_secs`. Throws if the pipeline failed before
+    // every kept state was in place.
+    bool take_kept(double timeout_secs, bool may_read, KeptState* taken);
     // Whether a block is the state of a chunk that take_kept() gave.
     bool kept_holds(std::size_t chunk, char* block) const;
     // A chunk that was read from its place is copied: it may be overwritten.
@@ -232,11 +234,13 @@ class ChunkPipeline {
 
     std::shared_ptr<Job> next_ready_locked(char** copy);
     bool may_update_locked(const std::shared_ptr<Job>& job, char** copy);
+    bool awaits_buffer_locked(const Job& job) const;
     void copied_locked(const Job& job, char* copy);
     void claim_locked(Chunk& chunk);
     bool is_kept_in_place_locked() const;
     bool next_kept_locked();
     void let_update_locked(Chunk& chunk);
+    void reconsider_locked(Chunk& chunk);
     void forget_ready_locked(Job& job);
 
     void offer_locked(Chunk& chunk);
@@ -267,10 +271,17 @@ class ChunkPipeline {
     std::map<JobKey, std::size_t> wanted_;  // chunks whose update waits for a copy not begun
     std::int64_t kept_generation_ = 0;
     std::vector<std::size_t> kept_order_;
-    std::size_t next_kept_ = 0;       // in kept_order_
-    std::vector<char*> lent_;         // buffers of the copier
-    std::deque<KeptState> captured_;  // lent buffers that updates have filled
-    std::size_t num_capturing_ = 0;   // buffers that an update is filling
+    std::size_t next_kept_ = 0;  // in kept_order_
+    std::vector<char*> lent_;    // buffers of the copier
+    struct LentAway {
+        std::chrono::steady_clock::time_point since;
+        std::uint64_t num_bytes = 0;
+    };
+    std::map<char*, LentAway> lent_away_;  // that an update took and the copier has to give back
+    JobQueue short_of_buffer_;             // ready jobs that wait for one of them
+    bool copier_is_slow_ = false;          // so none waits for a buffer
+    std::deque<KeptState> captured_;       // lent buffers that updates have filled
+    std::size_t num_capturing_ = 0;        // buffers that an update is filling
     std::condition_variable kept_changed_;
     GenerationCounts unadmitted_;    // queued jobs by generation, those behind another included
     GenerationCounts open_;          // jobs by generation that have neither ended nor been dropped

@@ -10,14 +10,17 @@
 //   * With one slot, and in host memory, those of g + 1 would.
 // An update of a generation after g that would overwrite a kept state waits, ready, until the state
 // was copied: it is *wanted*, and copied before all others. An update that has the kept state in
-// its memory anyway puts it into a buffer that the copier lent, if there is one, so that nobody has
-// to read it again, and resident states need not be waited for.
-// Owners: a kept state in its place is nobody's to write until it is claimed by take_kept() and
-// released by release_kept(). A lent buffer is the pipeline's from lend_buffer() until take_kept()
-// gives it back full, or drop_kept() has returned.
-// Nobody waits in a circle: the copier waits for updates up to g, which never wait for it, and for
-// buffers being filled, which is copying. Updates after g wait for the copier. It calls nothing of
-// the training thread, which may wait for those updates, or for the copier.
+// its memory anyway puts it into a buffer that the copier lent, so that nobody has to read it
+// again, and resident states need not be waited for. One that read the state from storage waits for
+// a buffer if all are on their way: what the copier would read later costs more than what it
+// writes. Not so where it writes slowly, to another machine say: then no step waits but the one
+// that must. Owners: a kept state in its place is nobody's to write until it is claimed by
+// take_kept() and released by release_kept(). A lent buffer is the pipeline's from lend_buffer()
+// until take_kept() gives it back full, or drop_kept() has returned. Nobody waits in a circle: the
+// copier waits for updates up to g, which never wait for it, and for buffers being filled, which is
+// copying. Updates after g wait for the copier, which gives every buffer back when it has written
+// it, or ends. It calls nothing of the training thread, which may wait for those updates, or for
+// the copier.
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
@@ -28,6 +31,16 @@
 
 namespace fuyou {
 
+namespace {
+
+// Of a buffer's way to the checkpoint and back, where four of them go in turn.
+constexpr double kLeastSecs = 0.25;
+constexpr double kLeastRate = 60e6;  // bytes per second
+
+using Clock = std::chrono::steady_clock;
+
+}  // namespace
+
 void ChunkPipeline::keep_states(std::vector<std::size_t> order)
 {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -35,6 +48,7 @@ void ChunkPipeline::keep_states(std::vector<std::size_t> order)
     if (!kept_order_.empty()) throw std::logic_error("states are kept already");
     for (const std::size_t index : order) chunks_.at(index);
     kept_generation_ = published_;
+    copier_is_slow_ = false;
     kept_order_ = std::move(order);
     next_kept_ = 0;
     for (const std::size_t index : kept_order_) {
@@ -54,6 +68,18 @@ void ChunkPipeline::lend_buffer(char* buffer)
 {
     std::lock_guard<std::mutex> lock(mutex_);
     lent_.push_back(buffer);
+    const auto away = lent_away_.find(buffer);
+    if (away != lent_away_.end()) {
+        const double patience =
+            kLeastSecs + static_cast<double>(away->second.num_bytes) / kLeastRate;
+        const std::chrono::duration<double> away_for = Clock::now() - away->second.since;
+        if (away_for.count() > patience) copier_is_slow_ = true;
+        lent_away_.erase(away);
+    }
+    if (short_of_buffer_.empty()) return;
+    for (const auto& [key, job] : short_of_buffer_) job->waits_for_copy = false;
+    ready_.merge(short_of_buffer_);
+    work_.notify_one();
 }
 
 // The first job that may run, and where it is to copy the state that it replaces. The others wait.
@@ -64,7 +90,9 @@ std::shared_ptr<ChunkPipeline::Job> ChunkPipeline::next_ready_locked(char** copy
         ready_.erase(ready_.begin());
         if (may_update_locked(job, copy)) return job;
         job->waits_for_copy = true;
-        if (chunks_[job->update.chunk].keep == Keep::kKept) {
+        if (awaits_buffer_locked(*job)) {
+            short_of_buffer_.emplace(job->key, job);
+        } else if (chunks_[job->update.chunk].keep == Keep::kKept) {
             wanted_.emplace(job->key, job->update.chunk);
             kept_changed_.notify_all();
         }
@@ -80,12 +108,22 @@ bool ChunkPipeline::may_update_locked(const std::shared_ptr<Job>& job, char** co
     if (has_kept && chunk.keep == Keep::kKept && !lent_.empty()) {
         *copy = lent_.back();
         lent_.pop_back();
+        lent_away_[*copy] = {Clock::now(), chunk.state_bytes()};
         ++num_capturing_;
         claim_locked(chunk);
         chunk.keep = Keep::kNot;
         return true;
     }
+    if (awaits_buffer_locked(*job)) return false;
     return !chunk.resident() && job->target_slot != chunk.kept_slot;
+}
+
+// It has a kept state from storage in its memory, and a buffer comes back in which to leave it.
+bool ChunkPipeline::awaits_buffer_locked(const Job& job) const
+{
+    const Chunk& chunk = chunks_[job.update.chunk];
+    return chunk.keep == Keep::kKept && !chunk.resident() && chunk.slot == chunk.kept_slot &&
+           !copier_is_slow_ && !lent_away_.empty();
 }
 
 void ChunkPipeline::copied_locked(const Job& job, char* copy)
@@ -117,12 +155,12 @@ bool ChunkPipeline::next_kept_locked()
     return next_kept_ < kept_order_.size();
 }
 
-bool ChunkPipeline::take_kept(double timeout_secs, KeptState* taken)
+bool ChunkPipeline::take_kept(double timeout_secs, bool may_read, KeptState* taken)
 {
     std::unique_lock<std::mutex> lock(mutex_);
     const auto found = [&] {
         return !captured_.empty() || !wanted_.empty() ||
-               (is_kept_in_place_locked() && next_kept_locked());
+               (may_read && is_kept_in_place_locked() && next_kept_locked());
     };
     kept_changed_.wait_for(lock, std::chrono::duration<double>(timeout_secs), [&] {
         return found() || stopping_ || (failed_ && !is_kept_in_place_locked());
@@ -140,6 +178,7 @@ bool ChunkPipeline::take_kept(double timeout_secs, KeptState* taken)
     const std::size_t index = is_wanted ? wanted_.begin()->second : kept_order_[next_kept_];
     if (is_wanted) wanted_.erase(wanted_.begin());
     claim_locked(chunks_[index]);
+    reconsider_locked(chunks_[index]);  // one that is short of a buffer needs none any more
     *taken = {index, chunks_[index].kept_slot, nullptr, is_wanted};
     return true;
 }
@@ -168,6 +207,12 @@ void ChunkPipeline::release_kept(std::size_t index)
 void ChunkPipeline::let_update_locked(Chunk& chunk)
 {
     chunk.keep = Keep::kNot;
+    reconsider_locked(chunk);
+}
+
+// What the chunk's update waits for has changed.
+void ChunkPipeline::reconsider_locked(Chunk& chunk)
+{
     const std::shared_ptr<Job>& job = chunk.job;
     if (!job || !job->waits_for_copy) return;
     forget_ready_locked(*job);
@@ -180,6 +225,7 @@ void ChunkPipeline::forget_ready_locked(Job& job)
 {
     ready_.erase(job.key);
     wanted_.erase(job.key);
+    short_of_buffer_.erase(job.key);
     job.waits_for_copy = false;
 }
 
@@ -189,6 +235,7 @@ void ChunkPipeline::drop_kept()
     for (const std::size_t index : kept_order_) let_update_locked(chunks_[index]);
     kept_order_.clear();
     lent_.clear();
+    lent_away_.clear();
     kept_changed_.wait(lock, [this] { return num_capturing_ == 0; });
     captured_.clear();
 }

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New states come from the file that they lie in, not through mapped memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_fuyou.checkpoint.mapped import MappedFiles
+from ds_fuyou.checkpoint.streamed_file import StandIns, save
+from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
+from ds_fuyou.optimizer.state_access import ROUNDED, NewState
+from ds_fuyou.storage.types import Extent
+from tests.harness.small_core import small_core, step
+
+pytestmark = pytest.mark.timeout(60)
+LAYOUT = build_layout(
+    [[(name, name, 3 * CUT_ELEMENTS, place) for place, name in enumerate("abcd")], [("e", "e", 77, 5)]],
+    LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS),
+)
+
+
+def flats(seed: int) -> list[list[torch.Tensor]]:
+    """By sub-group: P32 and two moments."""
+    torch.manual_seed(seed)
+    return [[torch.rand(numel) for _ in range(3)] for numel in LAYOUT.sub_group_numels]
+
+
+def written(tree: list[list[torch.Tensor]], path: Path, *, is_aligned: bool) -> list[list[torch.Tensor]]:
+    """As ours are written, or stock's; as they are loaded."""
+    if is_aligned:
+        stand_ins = StandIns()
+        made = [[stand_ins.add(t.shape, t.dtype, lambda t=t: iter([(0, t)])) for t in part] for part in tree]
+        save(made, path, stand_ins)
+    else:
+        torch.save(tree, path)
+    loaded: list[list[torch.Tensor]] = torch.load(path, mmap=True)
+    return loaded
+
+
+def bytes_of(extents: list[Extent]) -> bytes:
+    found = b""
+    for extent in extents:
+        fd = os.open(f"/proc/self/fd/{extent.fd}", os.O_RDONLY)
+        found += os.pread(fd, extent.num_bytes, extent.offset)
+        os.close(fd)
+    return found
+
+
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_where_a_tensor_lies(is_aligned: bool, tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    tree = flats(1)
+    loaded = written(tree, path, is_aligned=is_aligned)
+    with MappedFiles({str(path)}) as files:
+        for part, expected in zip(loaded, tree, strict=True):
+            for values, given in zip(part, expected, strict=True):
+                extents = files.extents(values)
+                assert extents is not None
+                assert bytes_of(extents) == given.numpy().tobytes()
+        tail = files.extents(loaded[0][1][CUT_ELEMENTS:])
+        assert tail is not None
+        assert bytes_of(tail) == tree[0][1][CUT_ELEMENTS:].numpy().tobytes()
+        assert files.extents(loaded[0][0][::2]) is None, "not in one run"
+        assert files.extents(torch.zeros(8)) is None, "in memory"
+    with MappedFiles(set()) as files:
+        assert files.extents(loaded[0][0]) is None, "somebody may have written to it"
+
+
+def test_a_file_that_another_one_has_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    loaded = written(flats(1), path, is_aligned=True)
+    other = tmp_path / "other.pt"
+    written(flats(2), other, is_aligned=True)
+    os.replace(other, path)
+    with MappedFiles({str(path)}) as files:
+        assert files.extents(loaded[0][0]) is None
+
+
+@pytest.mark.parametrize("is_aligned", [True, False])
+@pytest.mark.parametrize("residency", [(0.0, 0.0, 0.0), (0.5, 0.5, 1.0)])
+def test_states_are_read_from_the_file(residency: tuple[float, float, float], is_aligned: bool, tmp_path: Path) -> None:
+    path, tree = tmp_path / "file.pt", flats(3)
+    loaded = written(tree, path, is_aligned=is_aligned)
+    with small_core(tmp_path, LAYOUT, residency=residency) as core, MappedFiles({str(path)}) as files:
+        step(core, 0)
+        before = core.io.stats()["read"].num_bytes
+        core.states.write_all(
+            NewState(c.index, [files.extents(t[c.begin : c.end]) for t in loaded[c.sub_group][:2]] + [None], ROUNDED)
+            for c in LAYOUT.chunks
+        )
+        assert core.io.stats()["read"].num_bytes - before == 2 * 4 * LAYOUT.numel
+        for chunk, parts in core.states.read_all(range(len(LAYOUT.chunks))):
+            expected = [t[chunk.begin : chunk.end] for t in tree[chunk.sub_group]]
+            assert torch.equal(parts[0], expected[0])
+            assert torch.equal(parts[1], expected[1])
+            assert not parts[2].any()
+        for span in LAYOUT.params:
+            flat = tree[span.sub_group][0][span.begin : span.end]
+            assert torch.equal(core.params.read(span), flat.bfloat16())
+        step(core, 1)
+
+
+def test_a_file_that_ends_before_it_should_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    loaded = written(flats(3), path, is_aligned=True)
+    with small_core(tmp_path, LAYOUT) as core, MappedFiles({str(path)}) as files:
+        chunk = LAYOUT.chunks[1]
+        parts = [files.extents(t[chunk.begin : chunk.end]) for t in loaded[0]]
+        os.truncate(path, 4096)
+        with pytest.raises(FuyouStorageError, match=rf"reading chunk 1 of a checkpoint failed.*{path} at byte \d+"):
+            core.states.write_all([NewState(1, parts, ROUNDED)], files.path_of)
+        del loaded
+        step(core, 0)  # nothing was replaced

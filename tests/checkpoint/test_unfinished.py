@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fuyou clean`` and what saves leave in folders of checkpoints."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ds_fuyou.checkpoint.atomic import publish
+from ds_fuyou.checkpoint.parts import Parts
+from ds_fuyou.checkpoint.unfinished import LOCK_NAME, WritingLock, find_unfinished
+from ds_fuyou.cli import main
+from ds_fuyou.storage import directory
+from ds_fuyou.storage.directory import LOCK_NAME as LOCK
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def begun(folder: Path) -> WritingLock:
+    lock = WritingLock(folder)
+    (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").write_bytes(b"x" * 5000)
+    return lock
+
+
+def test_what_is_being_written_stays_and_what_was_left_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At the top, and in a folder of its own as the Trainer has it."""
+    lock = begun(tmp_path / ".incomplete-one")
+    other = begun(tmp_path / "checkpoint-2" / ".incomplete-two")
+    assert main(["clean", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.count("in use by a running process, left alone") == 2
+    del lock
+    assert main(["clean", "--dry-run", str(tmp_path)]) == 1
+    assert f"{tmp_path}/.incomplete-one: " in capsys.readouterr().out
+    assert main(["clean", str(tmp_path)]) == 1
+    assert sorted(path.name for path in tmp_path.rglob(".incomplete*")) == [".incomplete-two"]
+    del other
+    assert main(["clean", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-2"]
+
+
+def test_several_ranks_lock_one_folder(tmp_path: Path) -> None:
+    locks = [WritingLock(tmp_path / ".incomplete-one") for _ in range(2)]
+    del locks[0]
+    assert find_unfinished(tmp_path)[0].why_not
+    del locks[0]
+    assert not find_unfinished(tmp_path)[0].why_not
+
+
+def test_what_is_not_recognisably_ours_stays(tmp_path: Path) -> None:
+    begun(tmp_path / "elsewhere" / "deep" / ".incomplete-one")
+    (tmp_path / ".incomplete-theirs").mkdir()
+    (tmp_path / ".incomplete-link").symlink_to(tmp_path / "elsewhere" / "deep" / ".incomplete-one")
+    (tmp_path / ".incomplete-linked").mkdir()
+    (tmp_path / ".incomplete-linked" / LOCK_NAME).symlink_to(tmp_path / "victim")
+    begun(tmp_path / "whole")
+    if os.geteuid() == 0:
+        begun(tmp_path / ".incomplete-others")
+        os.chown(tmp_path / ".incomplete-others", 65534, 65534)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["clean", str(tmp_path)]) == 0
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_whole_checkpoint_has_no_lock(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / ".incomplete-a", tmp_path / "a", 0, 1, None, begun(tmp_path / ".incomplete-a"))
+    assert parts.written()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["zero_pp_rank_0_mp_rank_00_model_states.pt"]
+    (tmp_path / ".incomplete-a").mkdir()
+    publish(tmp_path / ".incomplete-a", tmp_path / "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_may_not_be_removed_does_not_keep_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for path in (first, second):
+        for name in ("a-rank0", "b-rank0"):
+            (path / "ds_fuyou" / name).mkdir(parents=True)
+            (path / "ds_fuyou" / name / LOCK).write_bytes(directory._MARK)
+    (first / "ds_fuyou" / "a-rank0" / "notes.txt").write_text("of somebody else")
+    begun(first / ".incomplete-one")
+    assert main(["clean", str(first), str(second)]) == 1
+    assert "a-rank0" in (said := capsys.readouterr().err)
+    assert "must hold only state files, found also: notes.txt" in said
+    assert [path.name for path in (first / "ds_fuyou").iterdir()] == ["a-rank0"]
+    assert not (first / ".incomplete-one").exists()
+    assert list(second.rglob("*-rank0")) == []
