@@ -118,7 +118,7 @@ def test_more_host_memory_is_never_slower() -> None:
 
 
 def test_sums_of_gradients_move_where_gradients_are_on_storage() -> None:
-    """Read and written by each micro-batch but the last, and read by the updates, as far as staging does not hold them."""
+    """By each micro-batch but the last, and read by the updates, as far as staging does not hold them."""
     work, on, policy = Workload(model("13B"), 8, accumulation=4), machine(), find_policy("ds_fuyou")
     grad = 2.0 * work.model.params
     moved = {
