@@ -217,16 +217,22 @@ class OutOfCoreOptimizer:
         start = self.policy.choose() if managed else UpdateStart.DEFER
         window.begin_last(self.clock.prepare(hypers), multiplier, start)
         self.gradients.begin_last()
-        if managed and self.options.overlap is not Overlap.NONE:
-            self._updates.read_ahead(self._room_to_read_ahead(start))
+        if managed:
+            self._read_ahead(start, early=False)
 
-    def _room_to_read_ahead(self, start: UpdateStart) -> int:
+    def _read_ahead(self, start: UpdateStart, *, early: bool) -> None:
+        """``early``: before the last micro-batch of the step."""
+        if self.options.overlap is not Overlap.NONE:
+            self._updates.read_ahead(self._room_to_read_ahead(start, early=early))
+
+    def _room_to_read_ahead(self, start: UpdateStart, *, early: bool) -> int:
         """Staging memory for states whose gradient has not come. Where updates begin in backward it is for the chunks
         that come last, are needed first, and have nothing to hide behind."""
         room = self.staging.capacity_bytes - self.gradients.lent_bytes
         if start is UpdateStart.DEFER:
             return room
-        return min(room - self._reserved_bytes, self.staging.capacity_bytes // 4)
+        share = 2 if early else 4  # of staging: nothing else uses it before the last micro-batch
+        return min(room - self._reserved_bytes, self.staging.capacity_bytes // share)
 
     def add_gradients(self, gradients: Sequence[tuple[ParamSpan, torch.Tensor]], *, last: bool = True) -> None:
         """The door: see :meth:`GradientIntake.add`."""
@@ -276,9 +282,15 @@ class OutOfCoreOptimizer:
     def has_arrived(self, span: ParamSpan) -> bool:
         return span.index in self.window.arrived
 
-    def end_micro_batch(self) -> None:
-        """Backward of a micro-batch ended. Nothing waits for the device."""
+    def end_micro_batch(self, *, reads_ahead: bool = False) -> None:
+        """Backward of a micro-batch ended. Nothing waits for the device.
+
+        ``reads_ahead``: if the step's last one is still to come, states are read already: storage has little to do
+        until then, and more than it can do while the last backward and the next forward last.
+        """
         self.intake.end_micro_batch()
+        if reads_ahead and self.window.rules is None:
+            self._read_ahead(self.policy.choose(), early=True)
 
     def close_window(self, *, with_overrides: bool = False) -> None:
         """``step()`` begins: every gradient of the step is in host memory, and every one is in the norm.

@@ -116,7 +116,7 @@ class WindowUpdates:
             num_bytes -= self._place.job_bytes(chunk)
             if num_bytes < 0:
                 break
-            if self._place.residency.states[chunk.index]:
+            if self._place.residency.states[chunk.index] or chunk.index in self._window.held:
                 continue
             try:
                 self._enqueue(chunk.index, [], 1.0, 0, self._options.grad_dtype, held=True)

@@ -229,7 +229,7 @@ class GradientFlow:
     def end_micro_batch(self) -> None:
         """Backward of a micro-batch (or of one phase of it) has ended."""
         self.flush()
-        self._core.end_micro_batch()
+        self._core.end_micro_batch(reads_ahead=not self._holds_updates())
 
     def end_unmanaged(self) -> None:
         """User-managed accumulation: only step() is the boundary, so norms are taken there and updates start after."""

@@ -72,6 +72,38 @@ def test_it_changes_no_result(tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("ends", ["applied", "skipped", "replaced"])
+def test_while_micro_batches_accumulate_more_is_read(ends: str, tmp_path: Path) -> None:
+    """From the end of the first of them on: half of the memory, once, and with the same results."""
+
+    def run(directory: Path, *, reads_ahead: bool) -> list[torch.Tensor]:
+        directory.mkdir()
+        with small_core(directory, LAYOUT, clip_policy="speculate") as core:
+            step(core, 1)
+            before = bytes_read(core, 0)
+            for seed in (2, 3):
+                core.add_gradients([(span, values(span, seed)) for span in reversed(LAYOUT.params)], last=False)
+                core.end_micro_batch(reads_ahead=reads_ahead)
+                assert core.window.held == ({0, 1} if reads_ahead else set())
+            if reads_ahead:
+                assert bytes_read(core, before + 2 * 12 * K) == before + 2 * 12 * K
+            if ends == "replaced":
+                core.states.write(1, [part + 1 for part in core.states.read(1)])
+                assert core.window.held == ({0} if reads_ahead else set())
+            backward(core, 4)
+            assert not core.window.held
+            if ends == "skipped":
+                core.skip()
+            else:
+                core.apply(hypers(LAYOUT), 1.0, expected_multiplier=1.0)
+            step(core, 5)
+            return state(core)
+
+    expected = run(tmp_path / "late", reads_ahead=False)
+    found = run(tmp_path / "early", reads_ahead=True)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
 def test_a_step_that_is_forgotten_drops_what_was_read(tmp_path: Path) -> None:
     with small_core(tmp_path, LAYOUT, clip_policy="speculate") as core:
         step(core, 1)
