@@ -38,7 +38,7 @@ class OutputCost:
 
 @dataclass(frozen=True)
 class SwappedStep:
-    """One step in which everything was swapped. Blocks are taken to be alike.
+    """One step in which what the device had room for was kept, and the rest swapped. Blocks are taken to be alike.
 
     Attributes:
         num_blocks: all of them.
@@ -46,8 +46,8 @@ class SwappedStep:
         input_bytes: of the tensors that go into a block.
         outside_bytes: what is saved around blocks in one forward.
         outputs: of one block, in the order of its forward; only those worth saving.
-        swap_bytes: of one forward, what storage can take (:func:`swap_allowance`), or, without storage, host memory
-            can hold; None: nothing bounds swapping.
+        swap_bytes: of one forward, what storage can take (:func:`swap_allowance`, and its room), or, without storage,
+            host memory can hold; None: nothing bounds swapping.
         device_bytes: room for activations on the device.
     """
 

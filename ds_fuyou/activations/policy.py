@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ds_fuyou.activations.calls import OperatorCall
 
-__all__ = ["ActivationPolicy", "BlockFate", "Fate", "FateByBlock", "SavedTensor", "SwapEverything"]
+__all__ = ["ActivationPolicy", "BlockFate", "Fate", "FateByBlock", "KeepEverything", "SavedTensor", "SwapEverything"]
 
 
 class Fate(enum.Enum):
@@ -45,6 +45,13 @@ class SwapEverything:
 
     def fate(self, saved: SavedTensor) -> Fate:
         return Fate.SWAP
+
+
+class KeepEverything:
+    """As far as the swapper has room (``keep_bytes``)."""
+
+    def fate(self, saved: SavedTensor) -> Fate:
+        return Fate.KEEP
 
 
 @dataclass(frozen=True)

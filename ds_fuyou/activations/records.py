@@ -38,17 +38,24 @@ IN_MEMORY = frozenset({PieceState.HOST, PieceState.WRITING, PieceState.CLEAN})
 
 
 class HeldBytes:
-    """Bytes that are on the device on behalf of saved tensors: now, at most, and at most since :meth:`mark`."""
+    """Bytes that are on the device on behalf of saved tensors: now, at most, and at most since :meth:`mark`.
 
-    def __init__(self) -> None:
+    ``all``: of which these are a part, and which counts them too.
+    """
+
+    def __init__(self, all: HeldBytes | None = None) -> None:
         self.now = 0
         self.peak = 0
         self.peak_since_mark = 0
+        self._all = all
 
     def add(self, num_bytes: int) -> None:
+        """A finaliser takes bytes off in whatever thread: it takes no lock."""
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
         self.peak_since_mark = max(self.peak_since_mark, self.now)
+        if self._all is not None:
+            self._all.add(num_bytes)
 
     def mark(self) -> None:
         self.peak_since_mark = self.now
@@ -151,7 +158,7 @@ class Record:
             left.append(self.num_bytes)
 
     def __del__(self) -> None:
-        self.held.now -= self.counted_bytes
+        self.held.add(-self.counted_bytes)
         self._tell_left()
 
 

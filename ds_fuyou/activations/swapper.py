@@ -52,7 +52,7 @@ class KeptTensor:
         return self._tensor
 
     def __del__(self) -> None:
-        self._held.now -= self._num_bytes
+        self._held.add(-self._num_bytes)
 
 
 @dataclass(eq=False)
@@ -138,11 +138,13 @@ class Swapper:
         self.policy = policy
         self.parameters = parameters
         self.held = tier.held if tier is not None else HeldBytes()
+        self.kept = HeldBytes(self.held)  # of what could have been moved
         self.block = ""
         self.keep_bytes = math.inf  # a policy's choice to keep holds as long as no more than this is on the device
+        self.keeps_what_storage_refuses = False
         self._in_backward = False
         self.num_saved_parameters = 0
-        self.moved_bytes: Counter[str] = Counter()  # by block, since the start
+        self.saved_bytes: Counter[str] = Counter()  # of what is large enough to be moved, by block, since the start
         self._places: dict[str, int] = {}
         self._device_type = device_type
         self._smallest_bytes = smallest_bytes
@@ -217,6 +219,13 @@ class Swapper:
             whole = ByteRange(span.begin // ALIGN_BYTES * ALIGN_BYTES, span.end)
         if self.tier is None or (fate_of(span.num_bytes) is Fate.KEEP and self._has_room(key, whole.num_bytes)):
             return self._keep(key, tensor, whole.num_bytes)
+        if self.keeps_what_storage_refuses and not self.tier.has_storage_for(whole.num_bytes):
+            log_once(
+                logging.WARNING,
+                "storage has no room for swapped activations beside the states: what does not fit stays on the device. "
+                "Free space, raise nvme_budget_bytes, or use smaller batches",
+            )
+            return self._keep(key, tensor, whole.num_bytes)
         alias = tensor.detach()
         version = alias._version
         record = self.tier.put(byte_view(tensor, whole), self._name(tensor), lambda: alias._version == version)
@@ -227,7 +236,7 @@ class Swapper:
                 f"behind it: what does not fit stays on the device. Raise dram_budget_bytes, or name an nvme_path",
             )
             return self._keep(key, tensor, whole.num_bytes)
-        self.moved_bytes[self.block] += whole.num_bytes
+        self.saved_bytes[self.block] += whole.num_bytes
         tape, place = self._tape, len(self._tape.records)
         tape.records.append(weakref.ref(record))
         self._moved.setdefault(key, []).append(_Moved(StorageWeakRef(storage), whole, weakref.ref(record), place, tape))
@@ -245,7 +254,8 @@ class Swapper:
         """What several operators save is on the device once, and counts once."""
         if self._is_kept(key):
             return KeptTensor(tensor, self.held, 0)
-        kept = KeptTensor(tensor, self.held, num_bytes)
+        self.saved_bytes[self.block] += num_bytes
+        kept = KeptTensor(tensor, self.kept, num_bytes)
         self._kept[key] = weakref.ref(kept)
         return kept
 

@@ -167,6 +167,13 @@ class SwapTier:
             self.counters.out_bytes += record.num_bytes
             return record
 
+    def has_storage_for(self, num_bytes: int) -> bool:
+        """Whether storage has room for so much, and for all that waits or lies in host memory, written or not."""
+        if self.storage is None:
+            return True
+        with self._lock:
+            return num_bytes + self._on_device_bytes + self._arena.used_bytes <= self.storage.space.room_bytes
+
     def _put_on_host(self, record: Record, source: torch.Tensor) -> bool:
         """Copies now. In one run, so that backward may use it there; what is too large for that in pieces."""
         whole = None

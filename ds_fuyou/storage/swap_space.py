@@ -207,6 +207,18 @@ class SwapSpace:
             self._collect()
             return sum(self._sizes) - sum(free.num_bytes for free in self._free)
 
+    @property
+    def room_bytes(self) -> int:
+        """What could be leased now: of the files, and of what they may grow by."""
+        with self._lock:
+            self._collect()
+            found = [os.statvfs(directory) for directory in self._directories]
+            disks = {facts.f_fsid: facts.f_bavail * facts.f_frsize for facts in found}  # paths may share one
+            growth = sum(disks.values())
+            if self._budget is not None:
+                growth = min(growth, self._budget - sum(self._sizes))
+            return max(0, growth) + sum(free.num_bytes for free in self._free)
+
     def path_of(self, fd: int) -> Path:
         """The directory behind a descriptor, for error messages."""
         return self._directories[self._fds.index(fd)] if fd in self._fds else self._directories[0]

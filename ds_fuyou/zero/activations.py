@@ -160,8 +160,8 @@ def attach_activations(
         _tell("activations stay in host memory, where the device has its memory: nothing is moved")
     else:
         where = "host memory" if tier.storage is None else "storage"
-        until = "; mode auto decides after the first steps" if settings.mode == "auto" else ""
-        _tell(f"activations of {_shown(blocks)} and of what lies around them are swapped to {where}{until}")
+        beyond = ", beyond what fits the device, until mode auto decides" if settings.mode == "auto" else ""
+        _tell(f"activations of {_shown(blocks)} and of what lies around them are swapped to {where}{beyond}")
     swapper = Swapper(
         tier,
         index,

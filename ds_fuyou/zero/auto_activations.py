@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the rule of ``activations.mode: auto`` in the engine: watches one forward, measures one step and decides, the
 same on all ranks; anew when asked. Where a plan document says what becomes of activations, that is done instead.
+
+Until it has decided nothing leaves the device that fits there: of the budget, less what the device holds when a forward
+begins, half is for saved tensors, the other half for what backward and gradients need, which nobody knows yet. What
+goes beyond that is swapped, and what storage has no room for stays on the device all the same.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from ds_fuyou.activations.auto import WORKING_BLOCKS, Choice, OutputCost, SwappedStep, choose, swap_allowance
 from ds_fuyou.activations.named_outputs import planned_choice, require_blocks
-from ds_fuyou.activations.policy import BlockFate, Fate
+from ds_fuyou.activations.policy import KeepEverything
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.host.compute_clock import ComputeClock, Phase
 from ds_fuyou.host.device import Device
@@ -66,19 +72,38 @@ class AutoActivations:
         self.recorder: OperatorRecorder | None = OperatorRecorder(self._session.blocks, hooks)
         self.profiles: tuple[BlockProfile, ...] = ()
         self._profile: BlockProfile | None = None
-        self._session.observe(self.recorder)
+        self._session.observe(self._watched(self.recorder))
+        if swapper is not None:
+            swapper.policy, swapper.keeps_what_storage_refuses = KeepEverything(), True
+
+    @contextmanager
+    def _watched(self, recorder: OperatorRecorder) -> Iterator[None]:
+        """The first forward: what it may keep is known when it begins."""
+        if self._session.swapper is not None:
+            self._session.swapper.keep_bytes = self._first_room()
+        with recorder:
+            yield
+
+    def _first_room(self) -> int:
+        """For saved tensors, while nothing is known of the rest. On the host other budgets count the rest."""
+        room = max(0, self._budget() - self._device.allocated_bytes())
+        return room if self._device.is_host else room // 2
+
+    def _budget(self) -> int:
+        return int(_OF_DEVICE * self._device.total_bytes()) if self._budget_bytes is None else self._budget_bytes
 
     def decide_anew(self) -> None:
-        """Everything is swapped again until the next step has been measured. On all ranks after the same step."""
+        """As in the first steps, until the next one has been measured. On all ranks after the same step."""
         self.measured_step = _MEASURED_STEP
+        self._session.decide({})
         self._begin()
-        self._session.decide({name: BlockFate(Fate.SWAP) for name in (*(b.name for b in self._session.blocks), "")})
 
     def _look_anew(self) -> dict[str, float]:
         """As :meth:`_look`, where a step begins that may be the measured one: its peaks are its own."""
         self._device.reset_peak()
         if self._session.swapper is not None:
             self._session.swapper.held.mark()
+            self._session.swapper.kept.mark()
         return self._look()
 
     def _look(self) -> dict[str, float]:
@@ -86,12 +111,13 @@ class AutoActivations:
         lanes = self._io.stats().values()
         moved = self._session.counters
         swapper, clock = self._session.swapper, self._clock
+        saved = swapper.saved_bytes if swapper is not None else Counter[str]()
         return {
             "time": time.perf_counter(),
             "bytes": float(sum(lane.num_bytes for lane in lanes)),
             "busy": float(sum(lane.busy_secs for lane in lanes)),
-            "out": float(moved.out_bytes),
-            "outside": float(swapper.moved_bytes[""]) if swapper is not None else 0.0,
+            "saved": float(saved.total()),
+            "outside": float(saved[""]),
             "waited": clock.secs(Phase.ACTIVATIONS) if clock.times_device else moved.waited_secs,
             "swapped": float(moved.written_bytes + moved.read_bytes),
             "forwards": float(self._session.num_forwards),
@@ -167,7 +193,9 @@ class AutoActivations:
             others = max(0.0, step["bytes"] - step["swapped"])
             secs = max(0.0, step["time"] - step["waited"])
             allowance = swap_allowance(secs, step["bytes"] / step["busy"], others, forwards)
-        block_bytes = (step["out"] - step["outside"]) / forwards / num_blocks
+        if tier is not None and tier.storage is not None:
+            allowance = min(allowance, float(tier.storage.space.room_bytes))
+        block_bytes = (step["saved"] - step["outside"]) / forwards / num_blocks
         allowance, device_bytes = least(allowance, float(self._device_bytes(block_bytes)))
         return SwappedStep(
             num_blocks=num_blocks,
@@ -181,13 +209,12 @@ class AutoActivations:
 
     def _device_bytes(self, block_bytes: float) -> int:
         """Room for activations: the budget, less what the rest of training needed of the device at the peak of this
-        step. The tensors of the blocks that backward works on are part of that peak, and the rule sets them aside
-        itself: they count once. On the host all of that is counted by the other budgets.
+        step. Part of that peak are what was kept, and the tensors of the blocks that backward works on, which the rule
+        sets aside itself: they count once. On the host all of that is counted by the other budgets.
+
+        Whatever is kept beyond what this step kept adds as much to the peak at most, whenever that was.
         """
-        budget = self._budget_bytes
-        if budget is None:
-            budget = int(_OF_DEVICE * self._device.total_bytes())
         swapper = self._session.swapper
-        held = swapper.held.peak_since_mark if swapper is not None else 0
-        rest = self._device.peak_bytes() - min(held, int(WORKING_BLOCKS * block_bytes))
-        return max(0, budget - max(0, rest))
+        held, kept = (swapper.held.peak_since_mark, swapper.kept.peak_since_mark) if swapper is not None else (0, 0)
+        own = kept + min(max(0, held - kept), int(WORKING_BLOCKS * block_bytes))
+        return max(0, self._budget() - max(0, self._device.peak_bytes() - own))

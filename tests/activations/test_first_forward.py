@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mode "auto" before it has decided: nothing leaves the device that fits, and it measures what swapping all would."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+
+from ds_fuyou.activations.auto import SwappedStep
+from ds_fuyou.activations.policy import SwapEverything
+from ds_fuyou.host.compute_clock import HostClock
+from ds_fuyou.host.device import Device, HostDevice
+from ds_fuyou.zero.auto_activations import AutoActivations
+from tests.activations.support import MIB, Attached, Plain, attached, gradients
+from tests.activations.test_measured_peak import CountedDevice
+from tests.harness.ports import free_port
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    """This process is the only rank."""
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (rank | {"MASTER_PORT": str(free_port())}).items():
+            patch.setenv(name, value)
+        deepspeed.init_distributed("gloo")
+        yield
+        torch.distributed.destroy_process_group()
+
+
+def auto_of(swapped: Attached, budget_bytes: int, device: Device | None = None) -> AutoActivations:
+    device = device if device is not None else HostDevice()
+    return AutoActivations(swapped.session, swapped.io, device, HostClock(lambda: 0.0), budget_bytes, None)
+
+
+@pytest.fixture
+def model() -> Plain:
+    torch.manual_seed(0)
+    return Plain(num_layers=4).train()
+
+
+IDS = torch.randint(300, (4, 33), generator=torch.Generator().manual_seed(1))
+
+
+def saved_by(model: Plain, directory: Path) -> tuple[float, float]:
+    """Bytes that one forward saves, if all are swapped: all, and those around the blocks."""
+    with attached(model, directory) as swapped:
+        swapped.swapper.policy = SwapEverything()
+        model(IDS).backward()
+        found = swapped.swapper.saved_bytes
+        assert found.total() == swapped.tier.counters.out_bytes
+        model.zero_grad(set_to_none=True)
+        return float(found.total()), float(found[""])
+
+
+@pytest.mark.parametrize("share", [2.0, 0.5])
+def test_what_fits_is_never_written_and_the_rest_is(share: float, model: Plain, tmp_path: Path) -> None:
+    total, outside = saved_by(model, tmp_path)
+    expected = gradients(copy.deepcopy(model), lambda model: model(IDS).backward())
+    budget = int(share * total)
+    with attached(model, tmp_path) as swapped:
+        auto = auto_of(swapped, budget)
+        measured: list[SwappedStep] = []
+        real = auto._measured
+        auto._measured = lambda step: measured.append(real(step)) or measured[-1]  # type: ignore[method-assign,func-returns-value]
+        for _ in range(2):
+            loss = model(IDS)
+            assert swapped.swapper.kept.now <= budget
+            if share > 1:
+                assert swapped.tier.counters.out_bytes == 0
+            else:
+                assert swapped.tier.counters.out_bytes > 0
+                assert swapped.swapper.kept.now > 0.7 * budget, "it is filled"
+            loss.backward()
+            model.zero_grad(set_to_none=True)
+            auto.step_applied()
+        found = gradients(model, lambda model: model(IDS).backward())
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        (step,) = measured
+        assert step.outside_bytes == outside, "as if all were swapped"
+        assert step.block_bytes * 4 + step.outside_bytes == total
+        assert step.device_bytes == budget
+        assert swapped.session.fates["blocks.3"].saved.name == ("KEEP" if share > 1 else "SWAP")
+
+
+def test_a_disk_for_the_states_alone_fails_no_forward(model: Plain, tmp_path: Path) -> None:
+    """Nor does it where the device has no room either: it is asked, and says so itself if it must."""
+    total, _ = saved_by(model, tmp_path)
+    expected = gradients(copy.deepcopy(model), lambda model: model(IDS).backward())
+    with attached(model, tmp_path, budget_bytes=0) as swapped:
+        auto = auto_of(swapped, int(total / 4))
+        for _ in range(3):
+            found = gradients(model, lambda model: model(IDS).backward())
+            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+            auto.step_applied()
+        assert swapped.tier.counters.out_bytes == 0
+        assert swapped.space.num_bytes == 0
+
+
+def test_storage_is_filled_before_the_device_is_asked(model: Plain, tmp_path: Path) -> None:
+    total, _ = saved_by(model, tmp_path)
+    room = 256 * 1024
+    assert room < total / 2
+    with attached(model, tmp_path, budget_bytes=room, arena_bytes=128 * 1024) as swapped:
+        auto_of(swapped, 0)
+        loss = model(IDS)
+        assert 0 < swapped.tier.counters.out_bytes <= room
+        loss.backward()
+
+
+def test_half_of_what_is_free_when_the_forward_begins(model: Plain, tmp_path: Path) -> None:
+    device = CountedDevice()
+    with attached(model, tmp_path) as swapped:
+        auto_of(swapped, 800 * MIB, device)
+        device.hold(300 * MIB)
+        model(IDS).backward()
+        assert swapped.swapper.keep_bytes == 250 * MIB
+
+
+def test_what_was_kept_is_no_part_of_the_rest(model: Plain, tmp_path: Path) -> None:
+    """The next choice may keep as much again, and what the budget has left beside the peak."""
+    device = CountedDevice()
+    with attached(model, tmp_path) as swapped:
+        auto = auto_of(swapped, 800 * MIB, device)
+        model(IDS).backward()
+        kept = swapped.swapper.kept.peak_since_mark
+        assert kept > MIB
+        device.hold(300 * MIB)
+        assert auto._device_bytes(0.0) == 500 * MIB + kept
