@@ -1,26 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``activations.mode: auto``: fates of operators' outputs by what one measured step tells. No torch is run here.
-
-[Note: the rule of mode auto]
-What cannot be computed again comes first: inputs of blocks, and what lies around blocks. Then the outputs of operators
-by the FLOPs that each byte saves, most first, each in every block: they are swapped until the storage lane would have
-more to do than the step lasts. What does not fit that is kept as far as the device has room, and computed again
-otherwise. One operator may have several fates: it is swapped in the first blocks, which have the longest time to get
-it back, kept in the last ones, which need it first, and recomputed in between.
-
-Whole blocks are kept, the last ones, where the device has room for them; backward works on two more. Where storage can
-take all that the other blocks save, they are swapped whole, and nothing is recomputed.
+"""``activations.mode: auto``: what one measured step tells of activations, and the fates of operators' outputs as
+blocks know them. Which fates they are is the planner's to say (``planner/activations.py``). No torch is run here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.policy import BlockFate, Fate
+from ds_fuyou.planner.activations import ActivationCosts, SavedOutput, plan_activations
+from ds_fuyou.planner.cost import Placement
 
-__all__ = ["WORKING_BLOCKS", "Choice", "Counts", "OutputCost", "SwappedStep", "choose", "swap_allowance"]
+__all__ = ["WORKING_BLOCKS", "Choice", "Counts", "OutputCost", "SavedStep"]
 
 WORKING_BLOCKS = 2
 """Backward works on one, and the next comes back meanwhile."""
@@ -37,38 +30,61 @@ class OutputCost:
 
 
 @dataclass(frozen=True)
-class SwappedStep:
-    """One step in which what the device had room for was kept, and the rest swapped. Blocks are taken to be alike.
+class SavedStep:
+    """What a step saved for backward, and the room there is for it. Blocks are taken to be alike.
 
     Attributes:
         num_blocks: all of them.
         block_bytes: what one block saves in one forward.
+        block_flops: of its forward; 0: not known.
         input_bytes: of the tensors that go into a block.
         outside_bytes: what is saved around blocks in one forward.
         outputs: of one block, in the order of its forward; only those worth saving.
-        swap_bytes: of one forward, what storage can take (:func:`swap_allowance`, and its room), or, without storage,
-            host memory can hold; None: nothing bounds swapping.
         device_bytes: room for activations on the device.
+        host_bytes: of host memory, for what is swapped and stays there; ``stored_bytes``: of storage.
     """
 
     num_blocks: int
     block_bytes: float
+    block_flops: float
     input_bytes: float
     outside_bytes: float
     outputs: tuple[OutputCost, ...]
-    swap_bytes: float | None
     device_bytes: float
+    host_bytes: float
+    stored_bytes: float
 
+    def costs(self) -> ActivationCosts:
+        """For the planner. Where no FLOPs were counted all of a forward is one, as in its profile."""
+        known = self.block_flops > 0
+        return ActivationCosts(
+            num_blocks=self.num_blocks,
+            input_bytes=self.input_bytes,
+            whole_bytes=self.block_bytes,
+            outside_bytes=self.outside_bytes,
+            outputs=tuple(SavedOutput(o.name, o.flops, o.num_bytes) for o in self.outputs) if known else (),
+            block_flops=self.block_flops if known else 1.0 / self.num_blocks,
+        )
 
-def swap_allowance(step_secs: float, storage_bytes_per_sec: float, other_bytes: float, num_forwards: int) -> float:
-    """Bytes of one forward that can cross the storage lane out and in again before it becomes the bound of a step.
+    @property
+    def room(self) -> float:
+        """Bytes of the device for what stays there. Where not all does, backward works on two blocks more."""
+        if self.device_bytes >= self.num_blocks * self.block_bytes + self.outside_bytes:
+            return self.device_bytes
+        return max(0.0, self.device_bytes - WORKING_BLOCKS * self.block_bytes)
 
-    Args:
-        step_secs: wall time of the step without waits for activations.
-        storage_bytes_per_sec: reads and writes together.
-        other_bytes: moved in the step for parameters, gradients and states.
-    """
-    return max(0.0, step_secs * storage_bytes_per_sec - other_bytes) / (2 * max(1, num_forwards))
+    def planned(self, place: Placement, secs_of: Callable[[Placement], float]) -> Choice:
+        """The fates that make a step of ``place`` shortest."""
+        costs = self.costs()
+        found = plan_activations(costs, place, self.room, self.host_bytes, secs_of, most_stored=self.stored_bytes)
+        inputs, *outputs = (Counts(swapped, again, kept) for _, kept, swapped, again in found.fates)
+        named = zip(self.outputs, outputs, strict=True) if costs.outputs else ()
+        return Choice(
+            self.num_blocks,
+            inputs,
+            {(output.name, output.call): counts for output, counts in named},
+            swaps_outside=found.swapped_bytes > 0,
+        )
 
 
 @dataclass(frozen=True)
@@ -133,40 +149,3 @@ class Choice:
         for name, counts in rows.items():
             lines.append(f"  {name:<44}{counts.swapped:>9}{counts.recomputed:>12}{counts.kept:>6}")
         return "\n".join(lines)
-
-
-def choose(measured: SwappedStep) -> Choice:
-    """Applies the rule, [Note: the rule of mode auto]."""
-    total, block = measured.num_blocks, measured.block_bytes
-    if measured.device_bytes >= total * block + measured.outside_bytes:
-        return _whole(measured, num_swapped=0)
-    room = max(0.0, measured.device_bytes - WORKING_BLOCKS * block)
-    kept = min(total, int(room / block)) if block > 0 else total
-    rest = total - kept
-    allowance = measured.swap_bytes
-    if allowance is None or allowance >= rest * block + measured.outside_bytes:
-        return _whole(measured, rest)
-    if not measured.outputs:  # nothing is known of operators: whole blocks it is
-        swapped = min(rest, int(max(0.0, allowance - measured.outside_bytes) / block))
-        return Choice(total, Counts(swapped, rest - swapped, kept), {}, swaps_outside=True)
-    allowance = max(0.0, allowance - measured.outside_bytes - rest * measured.input_bytes)
-    outputs = _ladder(measured, kept, allowance, room - kept * block)
-    return Choice(total, Counts(rest, 0, kept), outputs, swaps_outside=True)
-
-
-def _whole(measured: SwappedStep, num_swapped: int) -> Choice:
-    counts = Counts(num_swapped, 0, measured.num_blocks - num_swapped)
-    return Choice(measured.num_blocks, counts, {}, swaps_outside=num_swapped > 0)
-
-
-def _ladder(measured: SwappedStep, kept: int, allowance: float, room: float) -> dict[tuple[str, OperatorCall], Counts]:
-    """Counts of every output where the last ``kept`` blocks are kept, in the order of worth."""
-    rest = measured.num_blocks - kept
-    found = {}
-    for output in sorted(measured.outputs, key=lambda output: -output.flops / output.num_bytes):
-        swapped = min(rest, int(allowance / output.num_bytes))
-        allowance = allowance - swapped * output.num_bytes if swapped == rest else 0.0
-        more = min(rest - swapped, int(room / output.num_bytes))
-        room -= more * output.num_bytes
-        found[output.name, output.call] = Counts(swapped, rest - swapped - more, kept + more)
-    return found

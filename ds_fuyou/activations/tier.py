@@ -124,6 +124,11 @@ class SwapTier:
         return self._arena.capacity_bytes
 
     @property
+    def kept_bytes(self) -> int:
+        """Of host memory, for what is swapped and need not be written."""
+        return self.arena_bytes if self.storage is None else min(self.arena_bytes, self.storage.kept_bytes)
+
+    @property
     def arena_used_bytes(self) -> int:
         return self._arena.used_bytes
 
@@ -257,7 +262,7 @@ class SwapTier:
             if not (at_least_one and not started):
                 if not traffic.has_room(is_write=True):
                     break
-                if not traffic.home.eager and self._arena.used_bytes * 2 < self._arena.capacity_bytes:
+                if self._arena.used_bytes < traffic.home.kept_bytes:
                     break
             reference, index = self._unwritten[0]
             record = reference()

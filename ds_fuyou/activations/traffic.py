@@ -24,12 +24,13 @@ _DEMAND, _AHEAD, _WRITE = -1, 0, 1  # priorities in the engine; optimizer jobs h
 class StorageHome:
     """Where records go beyond host memory, and how hard they may press on the shared engine.
 
-    ``write_pieces`` and ``read_pieces``: in flight on each path.
+    ``kept_bytes``: of the arena, before anything is written. ``write_pieces`` and ``read_pieces``: in flight on each
+    path.
     """
 
     io: IoLane
     space: SwapSpace
-    eager: bool = True  # write at once; otherwise when the arena is half full
+    kept_bytes: int = 0
     write_pieces: int = 4
     read_pieces: int = 8
 

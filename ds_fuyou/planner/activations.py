@@ -141,13 +141,13 @@ def plan_activations(
     secs_of: Callable[[Placement], float],
     mode: str = "auto",
     *,
-    needs_dram: bool = False,
+    most_stored: float = float("inf"),
 ) -> Placement:
     """The placement with activations filled in, and the fates that do it, [Note: the ladder].
 
     Args:
         room: bytes of the device for what stays there.
-        in_dram: bytes of host memory for what is swapped; ``needs_dram``: there is nothing behind it.
+        in_dram: bytes of host memory for what is swapped; ``most_stored``: of storage behind it.
         secs_of: predicts the seconds of a step.
         mode: as the user chose: "recompute" (block inputs alone are saved), "swap" (all leaves), "none" (all stays).
     """
@@ -177,8 +177,7 @@ def plan_activations(
 
     def secs(ladder: _Ladder, rung: int) -> float:
         found = tried(ladder, rung)
-        short = needs_dram and found.swapped_bytes > max(0.0, in_dram) * (1 + 1e-9) and rung > 0
-        return float("inf") if short else secs_of(found)
+        return float("inf") if rung > 0 and found.storage_activation_bytes > most_stored + 1 else secs_of(found)
 
     best, found = float("inf"), place
     for ladder in _ladders(costs, room if mode == "auto" else 0.0):

@@ -87,7 +87,7 @@ class StepTime:
             in_dram,
             self.secs,
             self.mode,
-            needs_dram=given.activations_stay_in_dram and not given.device_is_host,
+            most_stored=0.0 if activations_stay(given) else float("inf"),
         )
 
 
@@ -260,7 +260,7 @@ def decide(given: PlanInput, overrides: Mapping[str, int | None], time: StepTime
         search = _Search(given, time, chunk_bytes, arena, "activation_bytes" in over)
         best = search.fill()
         if best is not None:
-            plan = built_plan(given, best.residency, chunk_bytes, arena + int(best.in_dram), over)
+            plan = built_plan(given, best.residency, chunk_bytes, arena, over, int(best.in_dram))
             place = replace(best.place, staging_bytes=plan.staging_bytes)
             return Decision(plan, place, time.secs(place))
         least_needed = search.least_needed

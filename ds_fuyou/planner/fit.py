@@ -165,7 +165,7 @@ def _planned_items(given: PlanInput, place: Placement, ranks: int) -> Sequence[I
     needed = resident_bytes(given, residency) + place.dram_activation_bytes
     fitting = [n for n in CHUNK_BYTES if needed + minimum_lane_bytes(given, residency, n) <= given.dram_budget_bytes]
     chunk_bytes = fitting[0] if fitting else CHUNK_BYTES[-1]
-    plan = built_plan(given, residency, chunk_bytes, int(arena_bytes(given) + place.dram_activation_bytes), {})
+    plan = built_plan(given, residency, chunk_bytes, arena_bytes(given), {}, int(place.dram_activation_bytes))
     two = has_two_versions(given, residency)
     shares = (("P16", "parameters"), ("P32, M, V", "optimizer"), ("G16", "gradients"))
     items = [

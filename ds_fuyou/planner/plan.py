@@ -106,6 +106,7 @@ class Plan:
     block_bytes: int
     slots: int
     activation_bytes: int = 0  # host memory of swapped activations
+    kept_activation_bytes: int = 0  # of that, for those that stay there; 0: not planned
     smallest_swapped_bytes: int = _SMALLEST_SWAPPED_BYTES
     gradient_buffer_bytes: int = 0  # host memory of gradients on their way to storage, at most
     small_param_bytes: int = 0  # P16 partitions on storage of fewer bytes stay once they are read, until the step
@@ -183,8 +184,12 @@ def built_plan(
     chunk_bytes: int,
     arena: int,
     overrides: Mapping[str, int],
+    kept: int = 0,
 ) -> Plan:
-    """The plan of a residency that fits, with ``arena`` bytes for activations; the lanes get what is left."""
+    """The plan of a residency that fits, with ``arena`` bytes for activations that pass through, and ``kept`` for those
+    that stay; the lanes get what is left.
+    """
+    arena += kept
     buffers = _gradient_buffer_bytes(given, residency, chunk_bytes)
     minimum = minimum_lane_bytes(given, residency, chunk_bytes) - buffers
     saves = save_bytes(given, chunk_bytes)
@@ -203,6 +208,7 @@ def built_plan(
         activation_bytes=overrides.get(
             "activation_bytes", _activation_bytes(given, arena, left - staging_bytes - prefetch_bytes)
         ),
+        kept_activation_bytes=kept,
         smallest_swapped_bytes=overrides.get("smallest_swapped_bytes", _SMALLEST_SWAPPED_BYTES),
         gradient_buffer_bytes=buffers,
         small_param_bytes=overrides.get("small_param_bytes", 0),

@@ -115,13 +115,15 @@ class GatheredIndex:
 
 @dataclass(frozen=True)
 class ActivationInput:
-    """What the builder needs of the rank: its configuration, the shared I/O engine, bytes it may take."""
+    """What the builder needs of the rank: its configuration, the shared I/O engine, bytes it may take; of the arena's,
+    ``kept_bytes`` are a home, and 0 says that nobody knows."""
 
     activation: Activation
     device: Device
     clock: ComputeClock
     io: IoLane
     arena_bytes: int
+    kept_bytes: int
     smallest_bytes: int
     storage_budget_bytes: int | None
     trace: LaneTrace | None
@@ -194,7 +196,7 @@ def attach_auto(session: ActivationSession | None, given: ActivationInput) -> Au
     budget = None if config.gpu_budget_bytes == "auto" else int(config.gpu_budget_bytes)
     if session is None or config.activations.mode != "auto":
         return None
-    return AutoActivations(session, given.io, given.device, given.clock, budget, _planned(config))
+    return AutoActivations(session, given.device, budget, _planned(config))
 
 
 def _build_tier(given: ActivationInput) -> SwapTier | None:
@@ -208,7 +210,8 @@ def _build_tier(given: ActivationInput) -> SwapTier | None:
     if on_storage:
         space = SwapSpace(paths, given.storage_budget_bytes)
         pieces = 4 if copies.device_is_host else 8  # hooks of a device come in bursts, far ahead of it
-        home = StorageHome(given.io.sharing(space.path_of), space, wanted == "nvme", write_pieces=pieces)
+        kept = 0 if wanted == "nvme" else given.kept_bytes or given.arena_bytes // 2
+        home = StorageHome(given.io.sharing(space.path_of), space, kept, write_pieces=pieces)
     return SwapTier(given.arena_bytes, copies, home, given.device, trace=given.trace)
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the rule of ``activations.mode: auto`` in the engine: watches one forward, measures one step and decides, the
-same on all ranks; anew when asked. Where a plan document says what becomes of activations, that is done instead.
+"""``activations.mode: auto`` in the engine: watches one forward, sees in one step what is saved and what room there is,
+and has the planner decide, the same on all ranks; anew when asked. Where a plan document says what becomes of
+activations, that is done instead.
 
 Until it has decided nothing leaves the device that fits there: of the budget, less what the device holds when a forward
 begins, half is for saved tensors, the other half for what backward and gradients need, which nobody knows yet. What
@@ -10,20 +11,17 @@ goes beyond that is swapped, and what storage has no room for stays on the devic
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from ds_fuyou.activations.auto import WORKING_BLOCKS, Choice, OutputCost, SwappedStep, choose, swap_allowance
+from ds_fuyou.activations.auto import WORKING_BLOCKS, Choice, OutputCost, SavedStep
 from ds_fuyou.activations.named_outputs import planned_choice, require_blocks
 from ds_fuyou.activations.policy import KeepEverything
 from ds_fuyou.activations.session import ActivationSession
-from ds_fuyou.host.compute_clock import ComputeClock, Phase
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
-from ds_fuyou.storage.io import IoLane
 from ds_fuyou.zero.agreement import least, of_rank_0
 
 __all__ = ["AutoActivations"]
@@ -46,21 +44,16 @@ class AutoActivations:
     def __init__(
         self,
         session: ActivationSession,
-        io: IoLane,
         device: Device,
-        clock: ComputeClock,
         budget_bytes: int | None,
         planned: Mapping[str, Mapping[str, int]] | None,
     ) -> None:
         if planned is not None:
             require_blocks(planned, len(session.blocks))
         self._session = session
-        self._io = io
         self._device = device
-        self._clock = clock
         self._budget_bytes = budget_bytes
         self._planned = planned
-        self.measured_step = _MEASURED_STEP  # later where the first steps are not like the others
         self._begin()
 
     def _begin(self) -> None:
@@ -94,7 +87,6 @@ class AutoActivations:
 
     def decide_anew(self) -> None:
         """As in the first steps, until the next one has been measured. On all ranks after the same step."""
-        self.measured_step = _MEASURED_STEP
         self._session.decide({})
         self._begin()
 
@@ -108,38 +100,31 @@ class AutoActivations:
 
     def _look(self) -> dict[str, float]:
         """Counters since the start."""
-        lanes = self._io.stats().values()
-        moved = self._session.counters
-        swapper, clock = self._session.swapper, self._clock
+        swapper = self._session.swapper
         saved = swapper.saved_bytes if swapper is not None else Counter[str]()
         return {
-            "time": time.perf_counter(),
-            "bytes": float(sum(lane.num_bytes for lane in lanes)),
-            "busy": float(sum(lane.busy_secs for lane in lanes)),
             "saved": float(saved.total()),
             "outside": float(saved[""]),
-            "waited": clock.secs(Phase.ACTIVATIONS) if clock.times_device else moved.waited_secs,
-            "swapped": float(moved.written_bytes + moved.read_bytes),
             "forwards": float(self._session.num_forwards),
         }
 
-    def step_applied(self) -> None:
-        """Decides, if enough is known. Rank 0 does for all: others may have seen another first forward, and recomputed
-        blocks gather parameters, which is a collective.
+    def step_applied(self, plan: Callable[[SavedStep], Choice]) -> None:
+        """Decides by ``plan``, if enough is known. Rank 0 does for all: others may have seen another first forward, and
+        recomputed blocks gather parameters, which is a collective.
         """
         if self.is_decided:
             return
         self._num_steps += 1
-        self._take_profile()
+        self.take_profile()
         choice: Choice | None = None
-        if self._num_steps < self.measured_step:
+        if self._num_steps < _MEASURED_STEP:
             if self._planned is not None:
                 choice = of_rank_0(self._by_plan(self._planned))
             self._at = self._look_anew()
         else:
             now = self._look()
             measured = self._measured({key: now[key] - self._at[key] for key in now})
-            choice = of_rank_0(choose(measured))
+            choice = of_rank_0(plan(measured) if current_rank() == 0 else None)
             if self._session.swapper is not None:  # a longer batch must not fill the device with what this one leaves
                 self._session.swapper.keep_bytes = measured.device_bytes
         if choice is None:
@@ -155,7 +140,8 @@ class AutoActivations:
         if not self.is_decided:
             self._at = self._look_anew()
 
-    def _take_profile(self) -> None:
+    def take_profile(self) -> None:
+        """What the first forward made is known. Idempotent."""
         if self.recorder is not None:
             self.profiles = self.recorder.profiles()
             blocks = [profile for profile in self.profiles if profile.name]
@@ -181,30 +167,29 @@ class AutoActivations:
             )
         return choice
 
-    def _measured(self, step: dict[str, float]) -> SwappedStep:
+    def _measured(self, step: dict[str, float]) -> SavedStep:
+        """Of this step, with the room that every rank has."""
         num_blocks = max(1, len(self._session.blocks))
         forwards = max(1, int(step["forwards"]))
-        swapper = self._session.swapper
-        tier = swapper.tier if swapper is not None else None
-        allowance = float("inf")
-        if tier is not None and tier.storage is None:
-            allowance = float(tier.arena_bytes)  # what swapped activations of one forward may take of host memory
-        elif tier is not None and step["busy"] > 0:
-            others = max(0.0, step["bytes"] - step["swapped"])
-            secs = max(0.0, step["time"] - step["waited"])
-            allowance = swap_allowance(secs, step["bytes"] / step["busy"], others, forwards)
-        if tier is not None and tier.storage is not None:
-            allowance = min(allowance, float(tier.storage.space.room_bytes))
+        tier = self._session.swapper.tier if self._session.swapper is not None else None
+        host_bytes = stored_bytes = 0.0
+        if tier is not None:
+            home = tier.storage
+            host_bytes = float(tier.kept_bytes)
+            stored_bytes = 0.0 if home is None else float(home.space.room_bytes)
         block_bytes = (step["saved"] - step["outside"]) / forwards / num_blocks
-        allowance, device_bytes = least(allowance, float(self._device_bytes(block_bytes)))
-        return SwappedStep(
+        device_bytes, host_bytes, stored_bytes = least(float(self._device_bytes(block_bytes)), host_bytes, stored_bytes)
+        known = self._profile
+        return SavedStep(
             num_blocks=num_blocks,
             block_bytes=block_bytes,
-            input_bytes=float(self._profile.input_bytes) if self._profile is not None else 0.0,
+            block_flops=float(known.flops) if known is not None else 0.0,
+            input_bytes=float(known.input_bytes) if known is not None else 0.0,
             outside_bytes=step["outside"] / forwards,
             outputs=self._outputs(),
-            swap_bytes=None if allowance == float("inf") else allowance,
             device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            stored_bytes=stored_bytes,
         )
 
     def _device_bytes(self, block_bytes: float) -> int:

@@ -18,8 +18,10 @@ from pathlib import Path
 
 import torch
 
+from ds_fuyou.activations.auto import Choice, SavedStep
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.log import current_rank, get_logger, log_once
+from ds_fuyou.planner.cost import Placement
 from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.policies import Updates
 from ds_fuyou.planner.profile import (
@@ -38,6 +40,7 @@ from ds_fuyou.planner.profiled import (
     prediction_line,
     prediction_table,
     profile_line,
+    run_time,
 )
 from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement, with_finding
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
@@ -100,15 +103,12 @@ class RunPlan:
         self._blocks: tuple[BlockCost, ...] = ()
         self._at = self._look()
         profile = known.profile
-        if profile is not None and profile.storage is None and rank_state.store is not None:
+        if profile is not None and profile.storage is None and self._stores:
             profile = None  # measured while nothing was on storage
         self._plans, self._measures = known.keeps, known.keeps and profile is None
         if current_rank() == 0:
             self.profile = profile
-        if auto is not None:
-            if self._measures:  # not a step that is slowed down by measuring, nor the one after it
-                auto.measured_step = _TIMED_STEP + 2
-        elif self._measures and current_rank() == 0:
+        if auto is None and self._measures and current_rank() == 0:
             session = rank_state.activations
             blocks = session.blocks if session is not None else model_blocks(model, rank_state.activation.config)
             swapper = session.swapper if session is not None else None
@@ -144,7 +144,7 @@ class RunPlan:
     def step_applied(self) -> None:
         """A step was applied; its updates may still run."""
         if self.auto is not None:
-            self.auto.step_applied()
+            self.auto.take_profile()
         self._num_steps += 1
         times = self.clock.end_step(wait=self._measures)
         wished = False
@@ -155,6 +155,8 @@ class RunPlan:
                 self.profile = _scaled(self.profile, times, self.clock.shape)
         elif self._watch is not None:
             wished = self._compare(self._watch, times)
+        if self.auto is not None:
+            self.auto.step_applied(lambda saved: self._choice(saved, times))
         if self._watch is not None and self.profile is not None and self.prediction is not None:
             self._follow_updates(self.profile, self._watch, self.prediction)
         self._decide_anew(wished)
@@ -241,14 +243,22 @@ class RunPlan:
 
     def _storage_rates(self) -> StorageRates | None:
         state = self._state
-        if state.store is None:
+        if not self._stores:
             return None
-        num_bytes = min(_LARGEST_PROBE, max(_SMALLEST_PROBE, state.store.total_bytes // 4))
+        stored = state.store.total_bytes if state.store is not None else 4 * state.plan.activation_bytes
+        num_bytes = min(_LARGEST_PROBE, max(_SMALLEST_PROBE, stored // 4))
         transfer = min(state.plan.chunk_bytes, max(256 << 10, num_bytes // 16)) // PAGE_BYTES * PAGE_BYTES
         paths = [Path(path) for path in state.activation.state_paths]
         rates = probe_storage(state.core.io, paths, num_bytes, transfer)
         share = 1.0 / self._facts.local_ranks  # the others wait now, and will not wait then
         return replace(rates, read=share * rates.read, write=share * rates.write, mixed=share * rates.mixed)
+
+    @property
+    def _stores(self) -> bool:
+        """Whether anything may go to storage: classes of the plan, or activations."""
+        session = self._state.activations
+        tier = session.swapper.tier if session is not None and session.swapper is not None else None
+        return self._state.store is not None or (tier is not None and tier.storage is not None)
 
     # ---- planned ------------------------------------------------------------------------------------------
 
@@ -275,6 +285,47 @@ class RunPlan:
             get_logger().info("plan: %s", durability_line(chosen, others, budget))
         get_logger().debug("all placements of whole classes:\n%s", prediction_table(chosen, others, budget))
         self._adopt(profile, chosen)
+
+    def _choice(self, saved: SavedStep, times: StepTimes) -> Choice:
+        """What becomes of activations, by predicted time where this run can predict. On rank 0."""
+        state, profile = self._state, self.profile or self._of_this_step(times)
+        placement = None if profile is None else placement_of_run(state, profile, ActivationWork())
+        if profile is None or placement is None:  # nothing was timed: nothing is computed twice
+            return saved.planned(Placement(), lambda place: place.recompute_flops + 1e-9 * place.swapped_bytes)
+        base = Placement(placement.params, placement.states, placement.grads, staging_bytes=placement.staging_bytes)
+        return saved.planned(base, run_time(profile, placement).secs)
+
+    def _of_this_step(self, times: StepTimes) -> RunProfile | None:
+        """Where profiles are not kept: what the lanes did in the step that ends now."""
+        state, (_, before, num_before, _) = self._state, self._at
+        lanes = LaneTimes.of(state).since(before)
+        if not times.num_forwards or times.forward_secs <= 0 or times.backward_secs <= 0:
+            return None
+        updated = state.core.pipeline.stats().num_updated_elements - num_before
+        rates = [
+            moved / secs
+            for moved, secs in ((lanes.read_bytes, lanes.read_secs), (lanes.write_bytes, lanes.write_secs))
+            if secs > 0
+        ]
+        storage = StorageRates(rates[0], rates[-1], sum(rates) / len(rates), 0.0, 0.0) if rates else None
+        never = float("inf")
+        return RunProfile(
+            machine=self._facts.machine,
+            model=self._facts.model,
+            shape=self.clock.shape,
+            accumulation=times.num_forwards,
+            blocks=tuple(_block_cost(profile) for profile in self._profiles()),
+            forward_secs=times.forward_secs / times.num_forwards,
+            backward_secs=times.backward_secs / times.num_forwards,
+            update_rate=updated / lanes.update_secs if updated and lanes.update_secs > 0 else never,
+            storage=storage,
+            link_up=never,
+            link_down=never,
+            device_is_host=state.device.is_host,
+            num_cores=self._facts.num_cores,
+            host_bytes=0.0,
+            device_bytes=0.0,
+        )
 
     def _adopt(self, profile: RunProfile, prediction: Prediction) -> None:
         """What steps are compared with from the next one on."""

@@ -154,6 +154,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             state.clock,
             state.core.io,
             arena_bytes=state.plan.activation_bytes,
+            kept_bytes=state.plan.kept_activation_bytes,
             smallest_bytes=state.plan.smallest_swapped_bytes,
             storage_budget_bytes=None if budget == "auto" else max(0, int(budget) - taken),
             trace=state.trace,

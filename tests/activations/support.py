@@ -157,7 +157,7 @@ def attached(
     """Swaps the model's activations to ``directory`` until the end of the block."""
     space = SwapSpace([directory], budget_bytes)
     io = IoLane(IoSettings(), space.path_of)
-    home = StorageHome(io, space, eager) if on_storage else None
+    home = StorageHome(io, space, 0 if eager else arena_bytes // 2) if on_storage else None
     tier = SwapTier(arena_bytes, copies or copy_lane(HostDevice()), home, trace=trace)
     swapper = Swapper(
         tier,

@@ -8,19 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_fuyou.activations.auto import Choice, Counts, OutputCost, SwappedStep, choose, swap_allowance
+from ds_fuyou.activations.auto import Choice, Counts, OutputCost, SavedStep
 from ds_fuyou.activations.blocks import find_blocks
 from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.named_outputs import by_planned_name, planned_choice, require_blocks
 from ds_fuyou.activations.policy import BlockFate, Fate
 from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.planner.cost import Placement
 from tests.activations.huggingface import TINY
 from tests.activations.support import Plain, profile_blocks
 
 DOWN, UP, GELU = (OperatorCall(f"aten.{name}.default", 0) for name in ("down", "up", "gelu"))
-MEASURED = SwappedStep(
+MEASURED = SavedStep(
     num_blocks=12,
     block_bytes=100e6,
+    block_flops=80e9,
     input_bytes=10e6,
     outside_bytes=50e6,
     outputs=(
@@ -28,61 +30,75 @@ MEASURED = SwappedStep(
         OutputCost("gelu", GELU, 0, 40e6),
         OutputCost("down", DOWN, 40e9, 10e6),
     ),
-    swap_bytes=500e6,
     device_bytes=500e6,
+    host_bytes=0.0,
+    stored_bytes=1e12,
 )
 KEPT, SWAPPED = BlockFate(Fate.KEEP), BlockFate(Fate.SWAP)
 
 
-def chosen(**changes: object) -> Choice:
-    return choose(replace(MEASURED, **changes))
+def chosen(lane: float = float("inf"), **changes: object) -> Choice:
+    """Where what is swapped moves at ``lane`` bytes a second beside 1 s of computing, and 1e12 FLOP are a second."""
+    secs = lambda place: max(1.0, place.swapped_bytes / lane) + place.recompute_flops / 1e12  # noqa: E731
+    return replace(MEASURED, **changes).planned(Placement(), secs)
 
 
-def test_the_rule() -> None:
-    """Room for five blocks less two to work on: three are kept. Of 500 MB, 140 go for what must be saved and 90 for
-    "down", whose bytes save most; 270 are left for "up" in six of nine blocks.
+def swapped_bytes(found: Choice) -> float:
+    """Of one forward, where some of every block is computed again."""
+    sizes = [output.num_bytes for output in MEASURED.outputs]
+    outputs = sum(counts.swapped * size for counts, size in zip(found.outputs.values(), sizes, strict=True))
+    return found.inputs.swapped * MEASURED.input_bytes + outputs + MEASURED.outside_bytes
+
+
+def test_what_crosses_the_lane_beside_computing_is_swapped_and_the_rest_is_computed_again() -> None:
+    """Of 500 MB, 170 go for what must be saved and 120 for "down", whose bytes save most; what the device has
+    room for beside the two blocks to work on, 300 MB, stays there. What takes no work is computed again.
     """
-    found = chosen()
-    assert found.inputs == Counts(9, 0, 3)
-    assert list(found.outputs.items()) == [
-        (("down", DOWN), Counts(9, 0, 3)),
-        (("up", UP), Counts(6, 3, 3)),
-        (("gelu", GELU), Counts(0, 9, 3)),
-    ]
+    found = chosen(lane=500e6)
+    assert found.inputs == Counts(12, 0, 0)
+    assert dict(found.outputs) == {
+        ("up", UP): Counts(5, 0, 7),
+        ("gelu", GELU): Counts(0, 12, 0),
+        ("down", DOWN): Counts(10, 0, 2),
+    }
+    assert swapped_bytes(found) <= 500e6
     fates = found.fates([str(index) for index in range(12)])
     assert fates["0"] == BlockFate(Fate.SWAP, {DOWN: Fate.SWAP, UP: Fate.SWAP})
-    assert fates["8"] == BlockFate(Fate.SWAP, {DOWN: Fate.SWAP})
-    assert fates["9"] == KEPT
+    assert fates["5"] == BlockFate(Fate.SWAP, {DOWN: Fate.SWAP, UP: Fate.KEEP})
     assert fates[""] == SWAPPED
     assert "up" in found.table()
 
 
-def test_limits_of_the_rule() -> None:
-    assert set(chosen(device_bytes=1250e6).fates(["0", "1"]).values()) == {KEPT}, "everything fits"
-    everything = chosen(device_bytes=0, swap_bytes=1250e6).fates([str(index) for index in range(12)])
-    assert set(everything.values()) == {SWAPPED}, "storage takes everything"
-    unbounded = chosen(swap_bytes=None)
-    assert (unbounded.inputs, unbounded.outputs) == (Counts(9, 0, 3), {})
-    bound = chosen(swap_bytes=0)
-    assert {counts.swapped for counts in bound.outputs.values()} == {0}, "storage is the bound already"
-    spare = chosen(swap_bytes=0, device_bytes=575e6)
-    assert spare.outputs["down", DOWN] == Counts(0, 2, 10), "75 MB less than a block keep the most worthy outputs"
-    blind = chosen(outputs=())
-    assert blind.inputs == Counts(4, 5, 3), "whole blocks where operators are not known"
-    assert blind.fates(["0"] * 4 + ["4"])["4"] == BlockFate(Fate.SWAP, {})
-    assert chosen(block_bytes=0.0, outside_bytes=0.0).inputs.kept == 12
+def test_limits_of_the_choice() -> None:
+    assert set(map(repr, chosen(device_bytes=1250e6).fates(["0", "1"]).values())) == {repr(KEPT)}, "everything fits"
+    dear = tuple(replace(output, flops=1e12) for output in MEASURED.outputs)
+    fates = chosen(lane=1250e6, device_bytes=0.0, outputs=dear, block_flops=3e12).fates([str(n) for n in range(12)])
+    assert set(map(repr, fates.values())) == {repr(SWAPPED)}, "nothing is computed again that crosses in time"
+    bound = chosen(lane=1.0)
+    assert {counts.swapped for counts in bound.outputs.values()} == {0}, "the lane is the bound already"
+    assert bound.inputs.kept == 3, "whole blocks are kept: they spare the lane their inputs"
+    spare = chosen(lane=1.0, device_bytes=575e6)
+    assert spare.outputs["down", DOWN].kept == 10, "75 MB less than a block keep the most worthy outputs"
+    blind = chosen(lane=500e6, block_flops=0.0)
+    assert blind.inputs.kept == 3
+    assert blind.inputs.swapped > 0
+    assert not blind.outputs, "whole blocks where operators are not known"
+    assert chosen(block_bytes=0.0, outside_bytes=0.0, input_bytes=0.0).inputs.kept == 12
 
 
-def test_what_storage_can_take() -> None:
-    assert swap_allowance(1.0, 2e9, 1e9, num_forwards=1) == 0.5e9
-    assert swap_allowance(1.0, 2e9, 1e9, num_forwards=4) == 0.125e9
-    assert swap_allowance(1.0, 2e9, 3e9, num_forwards=1) == 0
+def test_a_cheap_lane_is_bounded_by_the_disk_and_by_host_memory() -> None:
+    disk = chosen(stored_bytes=400e6, device_bytes=0.0)
+    memory = chosen(stored_bytes=0.0, host_bytes=400e6, device_bytes=0.0)
+    assert disk == memory
+    assert disk.outputs["down", DOWN] == Counts(12, 0, 0)
+    assert disk.outputs["up", UP] == Counts(2, 10, 0)
+    assert swapped_bytes(disk) == 170e6 + 120e6 + 2 * 40e6
 
 
 @pytest.mark.parametrize("device_bytes", [0, 3e8, 7e8, 2e9])
-@pytest.mark.parametrize("swap_bytes", [None, 0, 2e8, 4e8])
-def test_every_output_has_one_fate_in_every_block(device_bytes: float, swap_bytes: float | None) -> None:
-    found = chosen(device_bytes=device_bytes, swap_bytes=swap_bytes)
+@pytest.mark.parametrize("lane", [1e12, 1.0, 2e8, 4e8])
+def test_every_output_has_one_fate_in_every_block(device_bytes: float, lane: float) -> None:
+    found = chosen(lane=lane, device_bytes=device_bytes)
     for counts in (found.inputs, *found.outputs.values()):
         assert counts.swapped + counts.recomputed + counts.kept == 12
         assert min(counts.swapped, counts.recomputed, counts.kept) >= 0

@@ -11,10 +11,10 @@ import deepspeed
 import pytest
 import torch
 
-from ds_fuyou.activations.auto import SwappedStep
+from ds_fuyou.activations.auto import Choice, SavedStep
 from ds_fuyou.activations.policy import SwapEverything
-from ds_fuyou.host.compute_clock import HostClock
 from ds_fuyou.host.device import Device, HostDevice
+from ds_fuyou.planner.cost import Placement
 from ds_fuyou.zero.auto_activations import AutoActivations
 from tests.activations.support import MIB, Attached, Plain, attached, gradients
 from tests.activations.test_measured_peak import CountedDevice
@@ -35,7 +35,7 @@ def group() -> Iterator[None]:
 
 def auto_of(swapped: Attached, budget_bytes: int, device: Device | None = None) -> AutoActivations:
     device = device if device is not None else HostDevice()
-    return AutoActivations(swapped.session, swapped.io, device, HostClock(lambda: 0.0), budget_bytes, None)
+    return AutoActivations(swapped.session, device, budget_bytes, None)
 
 
 @pytest.fixture
@@ -45,6 +45,11 @@ def model() -> Plain:
 
 
 IDS = torch.randint(300, (4, 33), generator=torch.Generator().manual_seed(1))
+
+
+def planned(saved: SavedStep) -> Choice:
+    """Nothing is computed twice."""
+    return saved.planned(Placement(), lambda place: place.recompute_flops + 1e-9 * place.swapped_bytes)
 
 
 def saved_by(model: Plain, directory: Path) -> tuple[float, float]:
@@ -65,7 +70,7 @@ def test_what_fits_is_never_written_and_the_rest_is(share: float, model: Plain, 
     budget = int(share * total)
     with attached(model, tmp_path) as swapped:
         auto = auto_of(swapped, budget)
-        measured: list[SwappedStep] = []
+        measured: list[SavedStep] = []
         real = auto._measured
         auto._measured = lambda step: measured.append(real(step)) or measured[-1]  # type: ignore[method-assign,func-returns-value]
         for _ in range(2):
@@ -78,7 +83,7 @@ def test_what_fits_is_never_written_and_the_rest_is(share: float, model: Plain, 
                 assert swapped.swapper.kept.now > 0.7 * budget, "it is filled"
             loss.backward()
             model.zero_grad(set_to_none=True)
-            auto.step_applied()
+            auto.step_applied(planned)
         found = gradients(model, lambda model: model(IDS).backward())
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
         (step,) = measured
@@ -97,7 +102,7 @@ def test_a_disk_for_the_states_alone_fails_no_forward(model: Plain, tmp_path: Pa
         for _ in range(3):
             found = gradients(model, lambda model: model(IDS).backward())
             assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-            auto.step_applied()
+            auto.step_applied(planned)
         assert swapped.tier.counters.out_bytes == 0
         assert swapped.space.num_bytes == 0
 

@@ -10,7 +10,6 @@ import torch
 
 from ds_fuyou.activations.auto import WORKING_BLOCKS
 from ds_fuyou.activations.policy import SwapEverything
-from ds_fuyou.host.compute_clock import HostClock
 from ds_fuyou.host.device import HostDevice
 from ds_fuyou.zero.auto_activations import AutoActivations
 from tests.activations.late import LateCopies
@@ -49,7 +48,7 @@ def test_the_peak_is_that_of_the_measured_step(budget: int | None, tmp_path: Pat
     model = Plain().train()
     with attached(model, tmp_path, copies=LateCopies(2)) as swapped:
         device.hold(700 * MIB)  # building the model, say
-        auto = AutoActivations(swapped.session, swapped.io, device, HostClock(lambda: 0.0), budget, None)
+        auto = AutoActivations(swapped.session, device, budget, None)
         swapped.swapper.policy = SwapEverything()  # what was kept is told by test_first_forward.py
         device.hold(600 * MIB)
         device.hold(100 * MIB)
