@@ -39,6 +39,8 @@ class Trainer:
             install(**spec["device"])
         torch.manual_seed(0)
         deepspeed.init_distributed("gloo")
+        if "device" in spec:
+            _train_something(GPT(1, 64, 1, 64, 256))
         self.base_rss_bytes = _status_bytes("VmRSS")
         begin = time.perf_counter()
         with deepspeed.zero.Init(config_dict_or_path=spec["config"], enabled=spec.get("zero_init", False)):
@@ -204,6 +206,24 @@ class Trainer:
     def close(self) -> None:
         if self.state is not None:
             self.engine.destroy()
+
+
+def _train_something(model: Any) -> None:
+    """One step with stock: what interpreter, DeepSpeed and compiled kernels load when they are first used belongs to
+    no model, and to no plan."""
+    import deepspeed
+    import torch
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine.backward(engine(torch.zeros(1, 65, dtype=torch.int64, device=engine.device)))
+    engine.step()
+    engine.destroy()
 
 
 def _status_bytes(field: str) -> int:

@@ -24,14 +24,11 @@ position: everything that is used within the next :data:`OFFER_BYTES` or so of t
 ranks, and before the step ends, is waited for and offered. Where storage is slower than the device they would wait for
 it one module later; waiting earlier delays the last module, not the pace. What stays is not offered by staying: it
 differs, too.
-
-Two pools: small partitions often stay gathered, and would cut the memory of large ones to pieces.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -40,18 +37,17 @@ import torch
 
 from ds_fuyou.host.device import Device
 from ds_fuyou.host.memory import aligned_tensor
-from ds_fuyou.parameters.kept import NEVER, Kept
-from ds_fuyou.parameters.memory import ReadMemory
+from ds_fuyou.parameters.announced import Announced
+from ds_fuyou.parameters.kept import NEVER
 from ds_fuyou.parameters.partition import Partition, Presence
+from ds_fuyou.parameters.size_class import SMALL_BYTES, SizeClass
 from ds_fuyou.parameters.trace import AccessTrace, Ahead
 from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.location import ValuesRead
 from ds_fuyou.telemetry.trace import Lane, LaneTrace
 
-__all__ = ["OFFER_BYTES", "SMALL_BYTES", "Borrower", "ParameterStore"]
+__all__ = ["OFFER_BYTES", "Borrower", "ParameterStore"]
 
-SMALL_BYTES = 256 * 1024
-"""Partitions of fewer bytes have a pool of their own."""
 OFFER_BYTES = 8 * 1024 * 1024
 """How far ahead of their use, in bytes of the order, several ranks wait for parameters, or a quarter of the look-ahead
 if that is less; one is always offered."""
@@ -72,65 +68,6 @@ class Borrower(Protocol):
 
     def is_idle(self, partition: Partition) -> bool:
         """Whether no gather of it is in flight or in use."""
-
-
-class _SizeClass:
-    """Large partitions on storage, or small ones: their pool, what it keeps, and their reads in the order of use."""
-
-    def __init__(self, members: Sequence[Partition], wanted_bytes: int, trace: AccessTrace, device: Device) -> None:
-        sizes = [partition.num_bytes for partition in members]
-        self.memory = ReadMemory(sizes, wanted_bytes, device)
-        self.ahead_bytes = max(max(sizes), self.memory.pool.capacity_bytes // 4)
-        """What reads ahead may take from kept values, and what is offered at once."""
-        self.members = set(members)
-        self.kept = Kept(trace)
-        self.ahead = Ahead(trace, self._wants)
-        self.in_flight: deque[Partition] = deque()
-        self._unused: dict[Partition, int] = {}  # read ahead, for this place
-        self._unused_bytes = 0
-
-    def _wants(self, partition: Partition, is_next_step: bool) -> bool:
-        return partition in self.members and not (is_next_step and partition.source.changes)
-
-    def read_ahead(self, partition: Partition, place: int) -> None:
-        self._unused[partition] = place
-        self._unused_bytes += partition.num_bytes
-
-    def used(self, partition: Partition) -> None:
-        if partition in self._unused:
-            del self._unused[partition]
-            self._unused_bytes -= partition.num_bytes
-
-    def unused_bytes(self, cursor: int) -> int:
-        """Of what was read ahead and is still to be used."""
-        while self._unused:
-            partition, place = next(iter(self._unused.items()))
-            if place >= cursor:
-                break
-            self.used(partition)  # it was left out
-        return self._unused_bytes
-
-    def turned(self) -> None:
-        """The walk begins anew."""
-        self._unused.clear()
-        self._unused_bytes = 0
-
-
-class _Announced:
-    """Uses that were announced: those that are not being read, in order, and bytes that are and are not used."""
-
-    def __init__(self, partitions: Iterable[Partition], limit_bytes: int, *, own: bool) -> None:
-        self.order = deque(partition for partition in partitions if partition.num_bytes)
-        self.limit_bytes, self.own = limit_bytes, own
-        self.reading: dict[Partition, int] = {}
-        self.num_bytes = 0
-
-    def started(self, partition: Partition) -> None:
-        self.reading[partition] = partition.num_bytes
-        self.num_bytes += partition.num_bytes
-
-    def used(self, partition: Partition) -> None:
-        self.num_bytes -= self.reading.pop(partition, 0)
 
 
 class ParameterStore:
@@ -157,14 +94,14 @@ class ParameterStore:
         self._borrower, self._device, self._io, self._lanes = borrower, device, io, lanes
         self._read_bytes, self._keep_below, self._is_alone = read_bytes, keep_below, is_alone
         self.partitions: list[Partition] = []
-        self._size_classes: list[_SizeClass] = []
-        self._size_class_of: dict[Partition, _SizeClass] = {}
+        self._size_classes: list[SizeClass] = []
+        self._size_class_of: dict[Partition, SizeClass] = {}
         self._offers = Ahead(self.trace, self._may_offer)
         self._offered: dict[Partition, int] = {}  # and not used yet, for this place
         self._offered_bytes = 0
         self._offer_bytes = OFFER_BYTES
         self._dropped: list[ValuesRead] = []  # reads whose values nobody wants, until they have ended
-        self._announced: _Announced | None = None
+        self._announced: Announced | None = None
         self._num_hidden = 0  # of those that are in memory for good: at most so many are not shown
         self._turn = -1
 
@@ -177,7 +114,7 @@ class ParameterStore:
         total = sum(partition.num_bytes for partition in stored)
         for members in filter(None, (large, small)):
             num_bytes = self._read_bytes * sum(partition.num_bytes for partition in members) // total
-            size_class = _SizeClass(members, num_bytes, self.trace, self._device)
+            size_class = SizeClass(members, num_bytes, self.trace, self._device)
             self._size_classes.append(size_class)
             self._size_class_of.update(dict.fromkeys(members, size_class))
             self._io.register_memory(size_class.memory.pool)
@@ -431,7 +368,7 @@ class ParameterStore:
                 break
         return aligned_tensor(partition.num_bytes), False
 
-    def _memory_ahead(self, size_class: _SizeClass, partition: Partition, place: int) -> torch.Tensor | None:
+    def _memory_ahead(self, size_class: SizeClass, partition: Partition, place: int) -> torch.Tensor | None:
         """Memory for a read ahead: what is free, or, as far as a quarter of the pool reaches, what is used later."""
         wanted = partition.num_bytes
         memory = size_class.memory.try_allocate(wanted)
@@ -446,7 +383,7 @@ class ParameterStore:
             memory = size_class.memory.try_allocate(wanted)
         return memory
 
-    def _evict(self, size_class: _SizeClass, *, after: int, waits: bool) -> int:
+    def _evict(self, size_class: SizeClass, *, after: int, waits: bool) -> int:
         """Gives up the kept values that are used last, if that is after the place ``after``; how many bytes. Values
         that the device still copies from are passed over, unless there are no others and the caller ``waits``.
         """
@@ -473,7 +410,7 @@ class ParameterStore:
         size_class.ahead.gone(found)
         return found.num_bytes
 
-    def _give_up_last(self, size_class: _SizeClass) -> bool:
+    def _give_up_last(self, size_class: SizeClass) -> bool:
         """Takes back the memory of what is used last of all that was read ahead; False if there is none. What several
         ranks have offered stays: it is the same on all of them.
         """
@@ -512,7 +449,7 @@ class ParameterStore:
             self._offer()
             self.look_ahead()
 
-    def _collect(self, size_class: _SizeClass) -> None:
+    def _collect(self, size_class: SizeClass) -> None:
         """READING → KEPT, of reads that have ended, in their order."""
         in_flight = size_class.in_flight
         while in_flight:
@@ -655,7 +592,7 @@ class ParameterStore:
                     self._borrower.away(partition)
         largest = max((partition.num_bytes for partition in partitions), default=0)
         limit_bytes = max(2 * largest, self.capacity_bytes // 2)
-        announced = self._announced = _Announced(partitions, limit_bytes, own=shares and is_saved)
+        announced = self._announced = Announced(partitions, limit_bytes, own=shares and is_saved)
         try:
             self.look_ahead()
             yield
@@ -665,7 +602,7 @@ class ParameterStore:
                 if partition.presence is Presence.READING and not partition.is_pooled:
                     self._leave(partition)
 
-    def _read_announced(self, announced: _Announced) -> None:
+    def _read_announced(self, announced: Announced) -> None:
         order = announced.order
         while order and announced.num_bytes < announced.limit_bytes:
             partition = order[0]

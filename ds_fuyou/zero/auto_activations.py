@@ -11,6 +11,7 @@ goes beyond that is swapped, and what storage has no room for stays on the devic
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -120,6 +121,8 @@ class AutoActivations:
         if self._num_steps < _MEASURED_STEP:
             if self._planned is not None:
                 choice = of_rank_0(self._by_plan(self._planned))
+            if choice is not None and self._session.swapper is not None:
+                self._session.swapper.keep_bytes = math.inf  # the plan knows what fits
             self._at = self._look_anew()
         else:
             now = self._look()

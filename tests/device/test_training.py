@@ -61,15 +61,17 @@ def sound() -> Iterator[None]:
     assert device.take_trips() == []
 
 
-def make_engine(swap: Path, tiers: str, activations: str, *, is_gathered: bool = False) -> Any:
-    """Three small blocks, updates behind the next forward. ``is_gathered``: all parameters, from step to step."""
+def make_engine(swap: Path, tiers: str, activations: str, *, is_gathered: bool = False, **more: Any) -> Any:
+    """Three small blocks, updates behind the next forward. ``is_gathered``: all parameters, from step to step; ``more``
+    is added to the block.
+    """
     swap.mkdir()
     zero: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
     zero |= {"offload_param": {"device": "cpu", "pin_memory": True}}
     if is_gathered:
         zero["stage3_param_persistence_threshold"] = 1_000_000
     config = ds_config(gradient_clipping=1.0, zero_optimization=zero)
-    config["fuyou"] = fuyou_of(swap, tiers, "auto", "backward_and_forward", 2, activations)
+    config["fuyou"] = fuyou_of(swap, tiers, "auto", "backward_and_forward", 2, activations) | more
     torch.manual_seed(0)
     model = build_model({})
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -122,6 +124,30 @@ def test_between_forwards_the_host_waits_for_the_norm_alone(tiers: str, activati
         needless = [f"{wait.what} at\n{wait.stack}" for wait in waits if not is_for_the_norm(wait.stack)]
         assert not needless, "\n".join(needless)
         assert 0 < len(waits) <= num_gradients + BESIDE_GRADIENTS, [wait.what for wait in waits]
+    engine.destroy()
+
+
+# ---- mode auto, before it decides -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu_budget", ["auto", 20_000])
+def test_a_disk_for_the_states_alone_fails_no_forward(gpu_budget: str | int, tmp_path: Path) -> None:
+    """What fits the device never leaves it; what does not has no room anywhere else, and stays."""
+    engine = make_engine(tmp_path / "first", "states", "auto")
+    taken = engine.optimizer.rank_state.store.total_bytes
+    engine.destroy()
+    budgets = {"gpu_budget_bytes": gpu_budget, "nvme_budget_bytes": taken}
+    engine = make_engine(tmp_path / "second", "states", "auto", **budgets)
+    session = engine.optimizer.rank_state.activations
+    for number, batch in enumerate(batches(6)):
+        loss = engine(**batch)
+        if number < 2:
+            assert not engine.optimizer.run_plan.auto.is_decided
+            assert session.swapper.kept.now > 20_000
+        engine.backward(loss)
+        engine.step()
+    assert engine.optimizer.run_plan.auto.is_decided
+    assert (session.counters.out_bytes, session.swapper.tier.storage.space.num_bytes) == (0, 0)
     engine.destroy()
 
 

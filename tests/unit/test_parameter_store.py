@@ -15,7 +15,8 @@ import torch
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.device import HostDevice
 from ds_fuyou.parameters.partition import Lost, Partition, Presence
-from ds_fuyou.parameters.store import SMALL_BYTES, ParameterStore
+from ds_fuyou.parameters.size_class import SMALL_BYTES
+from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.parked import ParkedSpace
 
