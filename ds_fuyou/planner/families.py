@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face ``config.json`` to :class:`ModelSpec`: which blocks a family is made of. No torch, no transformers.
 
-``families.json`` has an entry a ``model_type``: what its blocks are made of (``like``: as another family, but for what it
-says itself), and the values of keys that a config may leave out, as transformers has them. A value of a trait that is
-text names the key that decides. What cannot be said so is done by a few lines here (``_ADJUSTED``, ``_TOWERS``,
+``families.json`` has an entry a ``model_type``: what its blocks are made of (``like``: as another family, but for what
+it says itself), and the values of keys that a config may leave out, as transformers has them. A value of a trait that
+is text names the key that decides. What cannot be said so is done by a few lines here (``_ADJUSTED``, ``_TOWERS``,
 ``_PROJECTORS``). A family without an entry is refused: nothing is guessed.
 
 Traits: ``gated`` (MLP), ``norms`` and ``norm_vectors``, ``normed_after``, ``qkv_bias``, ``out_bias``, ``mlp_bias``,
@@ -168,9 +168,7 @@ def _composed(name: str, whole: _Config, parts: Sequence[str]) -> ModelSpec:
         adjust(tower)
     blocks = sum(block.params for block in _blocks(tower))
     joined = _PROJECTORS[whole.family](whole, tower, found.hidden)
-    return replace(
-        found, other_params=found.other_params + joined, tower_params=blocks + _TOWERS[tower.family](tower)
-    )
+    return replace(found, other_params=found.other_params + joined, tower_params=blocks + _TOWERS[tower.family](tower))
 
 
 def _nested(whole: _Config, key: str) -> Mapping[str, Any]:
