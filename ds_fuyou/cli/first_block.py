@@ -15,7 +15,7 @@ from ds_fuyou.config import BLOCK_KEY
 from ds_fuyou.ds_json import Activation, load_activation
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import Residency
-from ds_fuyou.planner.fit import largest_param, shown_bytes
+from ds_fuyou.planner.fit import shown_bytes
 from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import Plan, PlanInput
@@ -135,7 +135,7 @@ def _plan_input(asked: Question, activation: Activation, ranks: int) -> PlanInpu
         param_bytes_each=width,
         grad_bytes_each=width,
         num_moments=_MOMENTS.get(_optimizer(asked.config), 2),
-        largest_param_numel=-(-largest_param(model) // ranks),
+        largest_param_numel=-(-model.largest_param // ranks),
         dram_budget_bytes=available_host_bytes() // ranks * 8 // 10,
         params_tier=config.parameters.tier if stored else "cpu",
         optimizer_tier=config.optimizer.tier if stored else "cpu",

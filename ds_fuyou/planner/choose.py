@@ -62,10 +62,8 @@ class Chosen:
 
     @property
     def tflops_model(self) -> float:
-        """Model FLOPs: 6 P tokens/s, plus attention, all GPUs together."""
-        model, seq = self.work.model, self.work.seq
-        attention = 3 * model.layers * sum(op.flops_per_position for op in model.operators) * seq
-        return (6 * model.params + attention) * self.tokens_per_s / 1e12
+        """Model FLOPs of forward and backward, all GPUs together."""
+        return self.work.model.step_flops(self.work.seq) * self.tokens_per_s / 1e12
 
     @property
     def tflops_8p(self) -> float:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from ds_fuyou.planner.cost import P16_BYTES, STATE_BYTES, Placement, Workload
 from ds_fuyou.planner.document import Residency
 from ds_fuyou.planner.hardware import Machine, constants
-from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import (
     CHUNK_BYTES,
     PlanInput,
@@ -22,7 +21,7 @@ from ds_fuyou.planner.plan import (
 )
 from ds_fuyou.planner.policies import Policy, Tiers, Updates
 
-__all__ = ["Item", "Needs", "device_room", "largest_param", "needs_of", "rank_facts", "shown_bytes"]
+__all__ = ["Item", "Needs", "device_room", "needs_of", "rank_facts", "shown_bytes"]
 
 _HEAD_SLICE_BYTES = 1 << 30  # logits of a slice of tokens; the loss is taken slice by slice
 _LOGIT_BYTES = 10  # unsliced: 16-bit logits, fp32 copy and its gradient
@@ -83,7 +82,7 @@ def rank_facts(work: Workload, machine: Machine, policy: Policy) -> PlanInput:
         param_bytes_each=policy.param_bytes,
         grad_bytes_each=policy.gradient_bytes,
         num_moments=policy.state_bytes // 4 - 1,
-        largest_param_numel=-(-largest_param(model) // ranks),
+        largest_param_numel=-(-model.largest_param // ranks),
         dram_budget_bytes=int(machine.dram_usable_bytes / ranks),
         params_tier=fixed.params,
         optimizer_tier=fixed.states,
@@ -95,14 +94,7 @@ def rank_facts(work: Workload, machine: Machine, policy: Policy) -> PlanInput:
         activations_leave_dram=fixed.activations == "nvme",
         storage_budget_bytes=machine.storage_bytes / ranks,
         durable=fixed.durable,
-        block_activation_bytes=max(1, model.saved_bytes * work.tokens),
-    )
-
-
-def largest_param(model: ModelSpec) -> int:
-    """Elements of the largest parameter. A gated MLP has its two matrices apart."""
-    return max(
-        model.vocab * model.hidden, model.hidden * model.intermediate, model.hidden * model.heads * model.head_dim
+        block_activation_bytes=max(1, int(model.largest_saved_bytes * work.tokens)),
     )
 
 
@@ -115,7 +107,7 @@ def _gpu_items(work: Workload, policy: Policy, place: Placement) -> Sequence[Ite
     """The peak is in the backward of a block, or in the head with its loss, whichever is larger."""
     model = work.model
     unit = P16_BYTES * float(model.largest_unit_params)
-    block = float(model.saved_bytes * work.tokens)
+    block = model.largest_saved_bytes * work.tokens
     logits = float(_LOGIT_BYTES * work.tokens * model.vocab)
     if policy.fused:
         logits = min(logits, _HEAD_SLICE_BYTES)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model costs: parameters, FLOPs of every operator, bytes of every operator output. No torch.
 
-A model is a stack of equal decoder or encoder blocks between an embedding and a head. Read from a Hugging Face
+A model is a stack of blocks between an embedding and a head, and what it has beside them. Read from a Hugging Face
 ``config.json``, from ``gpt:layers,heads,hidden,vocab``, or by the name of a published size (``13B``).
 """
 
@@ -13,108 +13,120 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
 
-from ds_fuyou.errors import FuyouConfigError, shown
+from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.planner.blocks import OPERATORS, Attention, Block, Matrix, Mlp, Norms, Operator, block_of, mean_operators
 from ds_fuyou.planner.hardware import model_shapes
 
-__all__ = ["PUBLISHED_VOCAB", "ModelSpec", "Operator", "gpt", "load_model", "output_names", "published_model"]
+__all__ = [
+    "PUBLISHED_VOCAB",
+    "Adapters",
+    "ModelSpec",
+    "Operator",
+    "gpt",
+    "load_model",
+    "output_names",
+    "published_model",
+    "with_adapters",
+]
 
 PUBLISHED_VOCAB = 50257
-_GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo", "olmo2", "cohere")
-_KEYS: dict[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "heads": ("num_attention_heads", "n_head", "num_heads"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "vocab": ("vocab_size",),
-    "intermediate": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "kv_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
-    "positions": ("max_position_embeddings", "n_positions"),
-}
+_FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a weight in NF4: a scale of 8 bits for 64 of them, and one of 32 bits for 256 scales."""
 
 
 @dataclass(frozen=True)
-class Operator:
-    """One operator of a block, for one token in 16 bits.
+class Adapters:
+    """Low-rank adapters beside the linear modules of the blocks (of attention alone, if told); everything else is
+    frozen, and those modules are held in ``base_bits``."""
 
-    Attributes:
-        params: parameters it owns.
-        matmul_flops: forward FLOPs a token that do not depend on the sequence.
-        flops_per_position: forward FLOPs a token for every position of the sequence (attention).
-        output_bytes: of its output a token, kept for backward where it is needed there.
-        needed: backward needs this output. That of the last matmul is not, the next block's input holds it.
-    """
+    rank: int
+    attention_only: bool = False
+    base_bits: int = 16
 
-    name: str
-    params: int
-    matmul_flops: float
-    flops_per_position: float
-    output_bytes: int
-    needed: bool = True
-
-    def flops(self, seq: int) -> float:
-        """Forward FLOPs a token at sequence length ``seq``."""
-        return self.matmul_flops + self.flops_per_position * seq
-
-    def flops_per_byte(self, seq: int) -> float:
-        """What recomputing costs for each byte that is then not moved."""
-        return self.flops(seq) / self.output_bytes
+    def beside(self, operator: Operator) -> bool:
+        return not self.attention_only or operator.name in ("qkv", "attention_projection")
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Shape of a model; everything else is derived. ``nominal_params`` is a published size's round number."""
+    """Shape of a model; everything else is derived.
+
+    Attributes:
+        embedding_params: of token and learned position embeddings, which forward needs first.
+        head_params: of an untied head; a tied one owns none.
+        other_params: norms outside of blocks, projectors between towers and the stack.
+        tower_params: of frozen parts beside the stack (a vision tower), needed in forward alone. What images cost in
+            FLOPs and activations is not counted: their tokens are those of the sequence.
+        nominal_params: a published size's round number.
+    """
 
     name: str
-    layers: int
-    heads: int
     hidden: int
     vocab: int
-    intermediate: int
-    kv_heads: int
-    head_dim: int
-    gated: bool = False
-    tied: bool = True
-    positions: int = 0
+    blocks: tuple[Block, ...]
+    embedding_params: int = 0
+    head_params: int = 0
+    other_params: int = 0
+    tower_params: int = 0
     nominal_params: float = 0.0
+    adapters: Adapters | None = None
+
+    @property
+    def layers(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def heads(self) -> int:
+        return max(block.heads for block in self.blocks)
 
     @cached_property
     def operators(self) -> tuple[Operator, ...]:
-        """The operators of a block in forward order."""
-        h, i = self.hidden, self.intermediate
-        width = self.heads * self.head_dim
-        qkv = width + 2 * self.kv_heads * self.head_dim
-        up = 2 * i if self.gated else i
-        return (
-            Operator("norm_1", 2 * h, 0, 0, 2 * h),
-            _matmul("qkv", h, qkv),
-            Operator("attention", 0, 0, 4 * width, 2 * width),
-            _matmul("attention_projection", width, h),
-            Operator("norm_2", 2 * h, 0, 0, 2 * h),
-            _matmul("mlp_up", h, up),
-            Operator("mlp_activation", 0, 0, 0, 2 * i),
-            _matmul("mlp_down", i, h, needed=False),
-        )
+        """The operators of a block in forward order; where blocks differ, their mean."""
+        return mean_operators(self.blocks)
 
     @cached_property
-    def block_params(self) -> int:
-        return sum(op.params for op in self.operators)
+    def block_params(self) -> float:
+        """Of a block, on average, adapters not counted."""
+        return sum(block.params for block in self.blocks) / self.layers
 
     @cached_property
-    def embedding_params(self) -> int:
-        return (self.vocab + self.positions) * self.hidden
+    def adapter_params(self) -> int:
+        adapters = self.adapters
+        if adapters is None:
+            return 0
+        widths = (op.adapter_width for block in self.blocks for op in block.operators if adapters.beside(op))
+        return round(adapters.rank * sum(widths))
 
     @cached_property
-    def head_params(self) -> int:
-        """Of an untied head; a tied one owns none."""
-        return 0 if self.tied else self.vocab * self.hidden
+    def base_params(self) -> int:
+        """Without adapters."""
+        blocks = sum(block.params for block in self.blocks)
+        return blocks + self.embedding_params + self.head_params + self.other_params + self.tower_params
 
     @cached_property
     def params(self) -> int:
-        return self.layers * self.block_params + self.embedding_params + self.head_params + 2 * self.hidden
+        return self.base_params + self.adapter_params
+
+    @property
+    def trainable_params(self) -> int:
+        return self.params - self.frozen_params
+
+    @property
+    def frozen_params(self) -> int:
+        return self.tower_params if self.adapters is None else self.base_params
+
+    @cached_property
+    def frozen_bytes(self) -> float:
+        """Of what is not trained: 16 bits each, or 4 where adapters stand beside them."""
+        return 2.0 * self.frozen_params - sum(self._saved_by_bits(block) for block in self.blocks)
+
+    def _saved_by_bits(self, block: Block) -> float:
+        if self.adapters is None or self.adapters.base_bits == 16:
+            return 0.0
+        return (2 - _FOUR_BITS) * sum(op.linear_params for op in block.operators)
 
     @property
     def counted_params(self) -> float:
@@ -123,25 +135,48 @@ class ModelSpec:
 
     @cached_property
     def largest_unit_params(self) -> int:
-        """Parameters of the largest thing that is streamed as a whole: a block or the embedding."""
-        return max(self.block_params, self.embedding_params, self.head_params)
+        """Parameters of the largest thing that is streamed as a whole: a block, the embedding or the head."""
+        return max(*(block.params for block in set(self.blocks)), self.embedding_params, self.head_params)
 
     @cached_property
-    def _block_flops(self) -> tuple[float, float]:
-        return sum(op.matmul_flops for op in self.operators), sum(op.flops_per_position for op in self.operators)
+    def largest_unit_bytes(self) -> float:
+        """Of it, or of a block in 4 bits, as it lies in memory."""
+        blocks = (2.0 * block.params - self._saved_by_bits(block) for block in set(self.blocks))
+        return max(*blocks, 2.0 * self.embedding_params, 2.0 * self.head_params)
+
+    @cached_property
+    def largest_unit_trained(self) -> float:
+        """Trainable parameters of the unit that has most: gradients of a unit leave the device as a whole."""
+        if self.adapters is None:
+            return float(self.largest_unit_params)
+        return self.adapter_params / self.layers
+
+    @cached_property
+    def largest_param(self) -> int:
+        """Elements of the largest single parameter."""
+        blocks = (block.largest_matrix_params for block in self.blocks)
+        return max(*blocks, self.vocab * self.hidden)
 
     def block_flops(self, seq: int) -> float:
-        """Forward FLOPs of one block a token."""
-        matmul, attention = self._block_flops
-        return matmul + attention * seq
+        """Forward FLOPs of one block a token, on average."""
+        return sum(op.flops(seq) for op in self.operators)
 
     @cached_property
     def head_flops(self) -> float:
         return 2.0 * self.vocab * self.hidden
 
     def forward_flops(self, seq: int) -> float:
-        """Of the whole model a token."""
+        """Of the whole model a token: of experts only those that a token goes to; of adapters nothing."""
         return self.layers * self.block_flops(seq) + self.head_flops
+
+    @property
+    def backward_over_forward(self) -> float:
+        """FLOPs of backward in forwards: gradients of inputs and of weights; of a frozen base only the former."""
+        return 2.0 if self.adapters is None else 1.0
+
+    def step_flops(self, seq: int) -> float:
+        """Of forward and backward of a token, nothing repeated: 6 P and attention, P what a token goes through."""
+        return (1 + self.backward_over_forward) * self.forward_flops(seq)
 
     @property
     def input_bytes(self) -> int:
@@ -149,9 +184,14 @@ class ModelSpec:
         return 2 * self.hidden
 
     @cached_property
-    def saved_bytes(self) -> int:
-        """Of everything that backward of one block needs a token, its input included."""
+    def saved_bytes(self) -> float:
+        """Of everything that backward of one block needs a token, its input included; on average."""
         return self.input_bytes + sum(op.output_bytes for op in self.operators if op.needed)
+
+    @cached_property
+    def largest_saved_bytes(self) -> float:
+        """The same of the block that needs most."""
+        return self.input_bytes + max(block.saved_bytes for block in self.blocks)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -160,8 +200,21 @@ class ModelSpec:
         return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _matmul(name: str, inputs: int, outputs: int, needed: bool = True) -> Operator:
-    return Operator(name, inputs * outputs + outputs, 2.0 * inputs * outputs, 0, 2 * outputs, needed)
+def with_adapters(model: ModelSpec, rank: int | None, base_bits: int = 16, attention_only: bool = False) -> ModelSpec:
+    """The model trained by adapters of ``rank`` alone; as it is for None.
+
+    Raises:
+        FuyouConfigError: a rank that is not positive, bits without adapters or other than 4 and 16.
+    """
+    if base_bits not in (4, 16):
+        raise FuyouConfigError(f"--base-bits must be 16 or 4, found {base_bits}")
+    if rank is None:
+        if base_bits != 16 or attention_only:
+            raise FuyouConfigError("--base-bits 4 and --lora-attention need --lora RANK: a base so held is frozen")
+        return model
+    if not 1 <= rank <= 65536:
+        raise FuyouConfigError(f"--lora must be a rank from 1 to 65536, found {rank}")
+    return replace(model, adapters=Adapters(rank, attention_only, base_bits))
 
 
 def gpt(name: str, layers: int, heads: int, hidden: int, vocab: int, nominal: float = 0.0) -> ModelSpec:
@@ -175,12 +228,24 @@ def gpt(name: str, layers: int, heads: int, hidden: int, vocab: int, nominal: fl
             raise FuyouConfigError(f"model {name}: {what} must be positive, found {value}")
     if hidden % heads:
         raise FuyouConfigError(f"model {name}: hidden {hidden} must be a multiple of heads {heads}")
-    return ModelSpec(name, layers, heads, hidden, vocab, 4 * hidden, heads, hidden // heads, nominal_params=nominal)
+    head_dim = hidden // heads
+    attention = Attention((Matrix(hidden, 3 * hidden, True),), Matrix(hidden, hidden, True), heads, head_dim, head_dim)
+    mlp = Mlp((Matrix(hidden, 4 * hidden, True),), (Matrix(4 * hidden, hidden, True),), gated=False)
+    block = block_of(hidden, attention, mlp, Norms(vectors=2))
+    return ModelSpec(
+        name,
+        hidden,
+        vocab,
+        (block,) * layers,
+        embedding_params=vocab * hidden,
+        other_params=2 * hidden,
+        nominal_params=nominal,
+    )
 
 
 def output_names() -> tuple[str, ...]:
     """What a plan has fates for: the input of a block, and the outputs of its operators."""
-    return ("block_input", *(operator.name for operator in gpt("any", 1, 1, 1, 1).operators))
+    return ("block_input", *OPERATORS)
 
 
 def published_model(name: str) -> ModelSpec | None:
@@ -196,7 +261,7 @@ def load_model(text: str) -> ModelSpec:
     """The model that ``text`` names: a published size, ``gpt:…``, or the path of a Hugging Face config (or its folder).
 
     Raises:
-        FuyouConfigError: none of these, or the file does not describe a stack that can be modelled.
+        FuyouConfigError: none of these, or the file does not describe a model that is known.
     """
     found = published_model(text)
     if found is not None:
@@ -222,6 +287,8 @@ def load_model(text: str) -> ModelSpec:
 
 
 def _from_file(path: str) -> ModelSpec:
+    from ds_fuyou.planner.families import read_config
+
     try:
         with open(path, encoding="utf-8") as file:
             config = json.load(file)
@@ -229,54 +296,7 @@ def _from_file(path: str) -> ModelSpec:
         raise FuyouConfigError(f"--model {path}: must be a readable JSON file, found {error}") from error
     if not isinstance(config, Mapping):
         raise FuyouConfigError(f"--model {path}: must hold a JSON object, found {type(config).__name__}")
-    nested = config.get("text_config")
-    if isinstance(nested, Mapping):
-        config = {**config, **nested}
-    if config.get("is_encoder_decoder"):
-        raise FuyouConfigError(
-            f"--model {path}: an encoder beside a decoder (is_encoder_decoder) is not modelled; only one stack is"
-        )
-    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
-        if config.get(key):
-            raise FuyouConfigError(
-                f"--model {path}: mixtures of experts ({key}) are not modelled; only dense stacks are"
-            )
-    return _from_config(path, config)
-
-
-def _number(path: str, config: Mapping[str, Any], what: str, default: int | None = None) -> int:
-    for key in _KEYS[what]:
-        value = config.get(key)
-        if value is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-                raise FuyouConfigError(f"--model {path}: {key} must be a positive whole number, found {shown(value)}")
-            return value
-    if default is None:
-        raise FuyouConfigError(
-            f"--model {path}: one of {', '.join(_KEYS[what])} must be there; is it a model's config?"
-        )
-    return default
-
-
-def _from_config(path: str, config: Mapping[str, Any]) -> ModelSpec:
-    layers, heads, hidden, vocab = (_number(path, config, what) for what in ("layers", "heads", "hidden", "vocab"))
-    kind = str(config.get("model_type", ""))
-    gated = kind in _GATED
-    learned = not gated and kind not in ("gpt_neox", "gptj", "bloom", "falcon")
-    if hidden % heads and "head_dim" not in config:
-        raise FuyouConfigError(f"--model {path}: hidden size {hidden} must be a multiple of the {heads} heads")
-    kv_heads = _number(path, config, "kv_heads", heads)
-    tied = config.get("tie_word_embeddings", not gated)
-    return ModelSpec(
-        name=str(config.get("_name_or_path") or kind or os.path.basename(path)),
-        layers=layers,
-        heads=heads,
-        hidden=hidden,
-        vocab=vocab,
-        intermediate=_number(path, config, "intermediate", 4 * hidden),
-        kv_heads=kv_heads,
-        head_dim=_number(path, config, "head_dim", hidden // heads),
-        gated=gated,
-        tied=bool(tied),
-        positions=_number(path, config, "positions", 0) if learned else 0,
-    )
+    try:
+        return read_config(config)
+    except FuyouConfigError as error:
+        raise FuyouConfigError(f"--model {path}: {error}") from error

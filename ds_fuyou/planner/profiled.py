@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ds_fuyou.planner.activations import ActivationCosts, SavedOutput
+from ds_fuyou.planner.blocks import OPERATORS, Block, Operator
 from ds_fuyou.planner.cost import ClosedForm, Placement, Workload, closed_form, cores_secs, shared_secs
 from ds_fuyou.planner.decide import Decision, StepTime, decide
 from ds_fuyou.planner.hardware import Machine, constants
@@ -121,12 +122,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _ProfiledModel(ModelSpec):
-    """A model by what was measured of it, for one micro-batch as one token; only ``layers`` of its shape is true."""
+    """A model by what was measured of it, for one micro-batch as one token; only the number of its blocks is true."""
 
     measured_block_flops: float = 0.0
     measured_head_flops: float = 0.0
     num_params: int = 0
-    first_params: int = 0
 
     @classmethod
     def of(cls, profile: RunProfile | None, placement: RunPlacement) -> _ProfiledModel:
@@ -138,20 +138,19 @@ class _ProfiledModel(ModelSpec):
         if profile is not None and profile.forward_flops <= 0:
             head = 1.0
         return cls(
-            *("the model of this run", layers, 1, 1, 1, 1, 1, 1),
+            "the model of this run",
+            hidden=1,
+            vocab=1,
+            blocks=(Block(tuple(Operator(name, 0) for name in OPERATORS)),) * layers,
+            embedding_params=placement.first_params,
             measured_block_flops=sum(block.flops for block in inside) / layers,
             measured_head_flops=head,
             num_params=placement.num_params,
-            first_params=placement.first_params,
         )
 
     @cached_property
     def params(self) -> int:
         return self.num_params
-
-    @cached_property
-    def embedding_params(self) -> int:
-        return self.first_params
 
     @cached_property
     def head_flops(self) -> float:
