@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import pickle
@@ -40,9 +41,9 @@ from ds_fuyou.checkpoint.crc import crc32_of, crc32_of_both
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.data_file import NO_FALLOCATE, allocate_blocks
 from ds_fuyou.storage.probe import enable_direct
-from ds_fuyou.storage.types import PAGE_BYTES
+from ds_fuyou.storage.types import PAGE_BYTES, Extent
 
-__all__ = ["StandIns", "StreamedFile", "lay_out", "save"]
+__all__ = ["Clone", "StandIns", "StreamedFile", "lay_out", "save"]
 
 logger = logging.getLogger("ds_fuyou")
 
@@ -52,9 +53,18 @@ Pieces = Iterator[tuple[int, torch.Tensor]]
 _Pass = Iterator[tuple[int, int, torch.Tensor]]
 """Closed where it is left before its end, if it is a generator."""
 
+Clone = Callable[[int, int, Sequence[Extent]], Extent | None]
+"""``(which of several stand-ins, first element, where its values lie)``: whole pages of another file, which the file
+system makes pages of this one without copying them, and where they are in it. None if it cannot. The pass gives these
+values all the same, for the checksum: they are not written."""
+
 _WRITE_BYTES = 16 << 20  # at once
 
 _WRITING = "writing a checkpoint failed"
+
+_FICLONERANGE = 0x4020940D
+_CLONE_RANGE = struct.Struct("qQQQ")
+_NO_CLONES = (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.EPERM, errno.ENOSYS)
 
 _LOCAL_HEADER = struct.Struct("<4s2B4HL2L2H")
 _CENTRAL_ENTRY = struct.Struct("<4s4B4HL2L5H2L")
@@ -65,8 +75,9 @@ class _Source:
     """Stand-ins that one pass fills; ``later``: another thread may, when the file is laid out."""
 
     made: list[torch.Tensor]
-    pieces: Callable[[], _Pass]
+    pieces: Callable[..., _Pass]
     later: bool
+    clones: bool = False
 
 
 class StandIns:
@@ -91,17 +102,19 @@ class StandIns:
     def add_together(
         self,
         tensors: Sequence[tuple[Sequence[int], torch.dtype]],
-        pieces: Callable[[], _Pass],
+        pieces: Callable[..., _Pass],
         *,
         later: bool = False,
+        clones: bool = False,
     ) -> list[torch.Tensor]:
         """Stand-ins that one pass fills: it yields ``(which of them, first element, values)``, in any order, every
-        element once. ``later``: the pass may run in another thread, see :meth:`StreamedFile.fill_rest`.
+        element once. ``later``: the pass may run in another thread, see :meth:`StreamedFile.fill_rest`. ``clones``:
+        ``pieces`` is called with a :data:`Clone`.
         """
         with self._mode:
             made = [torch.empty(tuple(shape), dtype=dtype, device="cpu") for shape, dtype in tensors]
         self._storages.update(tensor.untyped_storage()._cdata for tensor in made)
-        self._sources.append(_Source(made, pieces, later))
+        self._sources.append(_Source(made, pieces, later, clones))
         return made
 
     def sources(self, wanted: Callable[[torch.Tensor], bool]) -> list[_Source]:
@@ -122,6 +135,7 @@ class _Hole:
     def __init__(self, info: zipfile.ZipInfo, offset: int) -> None:
         self.info, self.offset = info, offset
         self._written: dict[int, tuple[int, int]] = {}  # first byte: CRC-32, number of bytes
+        self._cloned: set[int] = set()  # first bytes of what is there before it is summed
 
     def write(self, file: _Outlet, begin: int, values: torch.Tensor) -> None:
         """Bytes from ``begin`` on. FuyouStorageError if the disk is full or failed."""
@@ -131,9 +145,19 @@ class _Hole:
             raise FuyouStateError(
                 f"{self.info.filename} holds {self.info.file_size} bytes; {len(data)} were given for byte {begin}"
             )
-        if len(data):
+        if begin in self._cloned:
+            self._written[begin] = crc32_of(values), len(data)
+        elif len(data):
             with file.writing(data, self.offset + begin, is_aligned=values.data_ptr() % PAGE_BYTES == 0):
                 self._written[begin] = crc32_of(values), len(data)
+
+    def clone(self, file: _Outlet, begin: int, extents: Sequence[Extent]) -> Extent | None:
+        """Pages of another file become those from byte ``begin`` on; where they are. None if that cannot be."""
+        at, num_bytes = self.offset + begin, sum(extent.num_bytes for extent in extents)
+        if at % PAGE_BYTES or begin + num_bytes > self.info.file_size or not file.clone(extents, at):
+            return None
+        self._cloned.add(begin)
+        return Extent(file.direct_fd, at, num_bytes)
 
     def crc(self) -> int:
         """Of all bytes. FuyouStateError if some were not written, or twice."""
@@ -178,6 +202,24 @@ class _Outlet:
     @property
     def fd(self) -> int:
         return self._fd
+
+    @property
+    def direct_fd(self) -> int:
+        """Past the page cache, where the filesystem can."""
+        return self._direct if self._direct >= 0 else self._fd
+
+    def clone(self, extents: Sequence[Extent], at: int) -> bool:
+        """False if the filesystem does not share blocks, or not between these. FuyouStorageError if it failed."""
+        for extent in extents:
+            given = _CLONE_RANGE.pack(extent.fd, extent.offset, extent.num_bytes, at)
+            try:
+                fcntl.ioctl(self._fd, _FICLONERANGE, given)
+            except OSError as error:
+                if error.errno in _NO_CLONES:
+                    return False
+                raise FuyouStorageError(error.errno or errno.EIO, _WRITING, os.fspath(self._path), at) from error
+            at += extent.num_bytes
+        return True
 
     @contextlib.contextmanager
     def writing(self, data: memoryview, at: int, *, is_aligned: bool) -> Iterator[None]:
@@ -247,7 +289,9 @@ class StreamedFile:
         with contextlib.closing(_Outlet(self.path)) as file:
             for source in sources:
                 places = [self._hole_of.get(tensor.untyped_storage()._cdata) for tensor in source.made]
-                with _closing(source.pieces()) as pieces:
+                with _closing(
+                    source.pieces(_cloning(file, source, places)) if source.clones else source.pieces()
+                ) as pieces:
                     for which, begin, values in pieces:
                         check()
                         hole = places[which]
@@ -260,6 +304,14 @@ class StreamedFile:
         with self.path.open("rb") as file:
             os.fsync(file.fileno())
         self._holes, self._sources, self._hole_of = {}, [], {}
+
+
+def _cloning(file: _Outlet, source: _Source, places: Sequence[_Hole | None]) -> Clone:
+    def clone(which: int, begin: int, extents: Sequence[Extent]) -> Extent | None:
+        hole = places[which]
+        return None if hole is None else hole.clone(file, begin * source.made[which].element_size(), extents)
+
+    return clone
 
 
 @contextlib.contextmanager
@@ -384,6 +436,10 @@ def _write_checksums(path: Path, filled: Iterable[_Hole]) -> None:
             at += _CENTRAL_ENTRY.size + name_bytes + extra_bytes + comment_bytes
 
 
+def _no_clone(_which: int, _begin: int, _extents: Sequence[Extent]) -> None:
+    """There is no file yet."""
+
+
 def _filled_tree(tree: Any, stand_ins: StandIns) -> Any:
     """The tree with real tensors instead of stand-ins: needs their memory."""
     if not stand_ins:
@@ -392,7 +448,7 @@ def _filled_tree(tree: Any, stand_ins: StandIns) -> Any:
     real: dict[int, torch.Tensor] = {}
     for source in stand_ins.sources(lambda tensor: id(tensor) in wanted):
         flats = [torch.empty(tensor.numel(), dtype=tensor.dtype) for tensor in source.made]
-        for which, begin, values in source.pieces():
+        for which, begin, values in source.pieces(*[_no_clone] * source.clones):
             flats[which][begin : begin + values.numel()].copy_(values.view(-1))
         real.update({id(tensor): flat.view(tensor.shape) for tensor, flat in zip(source.made, flats, strict=True)})
     return _pytree.tree_map(lambda leaf: real.get(id(leaf), leaf), tree)

@@ -20,7 +20,7 @@ from ds_fuyou.storage.store import Extent
 if TYPE_CHECKING:
     from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 
-__all__ = ["ROUNDED", "NewState", "StateAccess", "prefix"]
+__all__ = ["ROUNDED", "NewState", "StateAccess", "part_of", "prefix"]
 
 _NUM_COMING = 3  # states that are being read, while one is made
 _NUM_BLOCKS = 7  # those, that one, and those being written
@@ -268,6 +268,17 @@ class StateAccess:
 
 def _part_bytes(chunk: Chunk) -> int:
     return round_up_to_page(chunk.numel * 4)
+
+
+def part_of(extents: Sequence[Extent], begin: int, num_bytes: int) -> list[Extent]:
+    """Bytes ``[begin, begin + num_bytes)`` of a run of extents."""
+    taken = []
+    for extent in prefix(extents, begin + num_bytes):
+        skipped = min(begin, extent.num_bytes)
+        begin -= skipped
+        if extent.num_bytes > skipped:
+            taken.append(Extent(extent.fd, extent.offset + skipped, extent.num_bytes - skipped))
+    return taken
 
 
 def prefix(extents: Sequence[Extent], num_bytes: int) -> list[Extent]:

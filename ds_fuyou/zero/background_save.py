@@ -101,8 +101,11 @@ class Save:
 
     def wait(self) -> None:
         """Until the thread has ended. Ctrl-C or SIGTERM meanwhile give the checkpoint up."""
+        snapshot = self._snapshot
         if self.is_over():
             return
+        if snapshot is not None:
+            snapshot.hurry()
         try:
             wait_reporting(self._ended.wait, lambda: f"the checkpoint {self.name} to be written")
         except BaseException:

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from ds_fuyou.checkpoint.mapped import MappedFiles
 from ds_fuyou.checkpoint.stock_state import CLOCK_KEY, FLAT_GROUPS, OPTIMIZER_STATE, StateEntries
-from ds_fuyou.checkpoint.streamed_file import StandIns
+from ds_fuyou.checkpoint.streamed_file import Clone, StandIns
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.optimizer.chunk_values import gather
 from ds_fuyou.optimizer.layout import Chunk, ParamSpan
@@ -113,7 +113,16 @@ class CheckpointState:
             if snapshot is None:
                 raise FuyouStateError("no step's states are kept for this checkpoint")
             shapes = [((n,), torch.float32) for n in numels]
-            flats = self.stand_ins.add_together(shapes, lambda: pieces(snapshot.states()), later=True)
+
+            def kept(clone: Clone) -> Iterator[tuple[int, int, torch.Tensor]]:
+                def cloned(chunk: Chunk, parts: Sequence[Sequence[Extent]]) -> list[Extent] | None:
+                    first = chunk.sub_group * num_parts
+                    found = [clone(first + part, chunk.begin, extents) for part, extents in enumerate(parts)]
+                    return [each for each in found if each is not None] if None not in found else None
+
+                return pieces(snapshot.states(cloned))
+
+            flats = self.stand_ins.add_together(shapes, kept, later=True, clones=True)
         else:
             flats = [torch.empty(n, dtype=torch.float32, device="cpu") for n in numels]
             for which, begin, values in pieces(core.states.read_all(range(len(core.layout.chunks)))):

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,7 @@ class Disk:
         self.error = 0
         self.num_bytes_of_calls = 0
         """Written by others than the writing thread."""
+        self.num_bytes_of_saves = 0
         self._real = os.pwrite
 
     def pwrite(self, fd: int, data: bytes, offset: int) -> int:
@@ -45,6 +47,7 @@ class Disk:
             self.may_write.wait()
             if self.error:
                 raise OSError(self.error, os.strerror(self.error))
+            self.num_bytes_of_saves += len(data)
         else:
             self.num_bytes_of_calls += len(data)
         return self._real(fd, data, offset)
@@ -127,6 +130,25 @@ def frozen(engine, case: dict, folder: Path) -> dict:
         "waited": was_over,
         "edited": edited,
         "same": files_of(folder / "waited") == files_of(folder / "behind"),
+    }
+
+
+def cloned(engine, case: dict, folder: Path) -> dict:
+    """Where the file system shares blocks, states are not written, and are what they were all the same."""
+    engine.save_checkpoint(str(folder), tag="behind")
+    train(engine, case, 3)
+    engine.fuyou_wait_checkpoint()
+    written = disk.num_bytes_of_saves
+    engine.load_checkpoint(str(folder), tag="behind")
+    engine.save_checkpoint(str(folder), tag="again")
+    engine.fuyou_wait_checkpoint()
+    files = [path for path in sorted((folder / "behind").iterdir()) if "optim" in path.name]
+    return {
+        "written": written,
+        "size": sum(path.stat().st_size for path in files),
+        "whole": [zipfile.ZipFile(path).testzip() for path in files],
+        "same": files_of(folder / "behind") == files_of(folder / "again"),
+        "digest": digest(engine),
     }
 
 
@@ -312,6 +334,7 @@ def apart(engine, case: dict, folder: Path) -> dict:
 TASKS: dict[str, Callable] = {
     task.__name__: task
     for task in (
+        cloned,
         exact,
         frozen,
         followed,
