@@ -111,7 +111,8 @@ class ChunkMover:
     @property
     def is_idle(self) -> bool:
         """Nothing is to be moved, or moves, and all space is given back."""
-        return self._target is None and not self._moving and not self._vacated and not self._releases
+        is_still = self._target is None and not self._moving and not self._vacated
+        return is_still and all(release.ended.is_set() for release in self._releases)
 
     @property
     def left_bytes(self) -> int:
@@ -125,6 +126,7 @@ class ChunkMover:
 
     @property
     def due(self) -> Iterable[int]:
+        """What the next step moves."""
         return self._due.keys()
 
     # ---- the step -----------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@
 A commit record holds what a run needs to go on beside the slots: ``optimizer_step``, the steps applied to these
 states, in earlier runs too; ``clock``, the history of betas; ``missed_steps`` by parameter; ``without_moments``, chunks
 that no update has touched; ``states_in_memory``, how many chunks' states it lacks, so that nobody can go on from it if
-there are any; and ``training``, what the engine and the script handed over at the end of its step, null if they did not.
+there are any; and ``training``, what the engine and the script handed over at the end of its step, null if they did
+not.
 """
 
 from __future__ import annotations
