@@ -98,7 +98,10 @@ class RankFiles:
                 f"{where}: the run ended before its states were written, or while they were replaced (a checkpoint "
                 f"loaded, safe_set_full_*) and no step came after; use the last checkpoint"
             )
-        missing = sum(state_region(index) not in self.store.regions for index in range(len(self.chunks)))
+        if commits[0].lacks_states:
+            missing: Any = commits[0].meta["states_in_memory"]
+        else:
+            missing = sum(state_region(index) not in self.store.regions for index in range(len(self.chunks)))
         if missing:
             raise FuyouStateError(
                 f"{where}: P32 of {missing} of {len(self.chunks)} chunks was in host memory and is lost; use the last "

@@ -35,11 +35,17 @@ class ClipPolicy:
 
     def __init__(self, policy: str, possible: bool) -> None:
         self._policy = policy
-        self._possible = possible
+        self.possible = possible
+        """Whether any chunk can be updated ahead of the step."""
         self._refused: deque[bool] = deque(maxlen=self.WINDOW)
 
+    @property
+    def may_speculate(self) -> bool:
+        """Whether updates begin in backward in any step."""
+        return self.possible and self._policy != "defer"
+
     def choose(self) -> UpdateStart:
-        if not self._possible or self._policy == "defer":
+        if not self.may_speculate:
             return UpdateStart.DEFER
         if self._policy == "speculate":
             return UpdateStart.SPECULATE

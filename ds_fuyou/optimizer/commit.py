@@ -25,9 +25,10 @@ does not go together with what a slower rank had before.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ds_fuyou.host.waiting import wait_reporting, wait_through
@@ -35,10 +36,18 @@ from ds_fuyou.storage.store import JsonValue, SlotStore
 
 __all__ = ["Committer"]
 
+logger = logging.getLogger("ds_fuyou")
+
 
 class _Order(NamedTuple):
     generation: int
     said: Mapping[str, JsonValue]
+    opens: bool
+
+
+class _Release(NamedTuple):
+    names: Iterable[str]
+    done: Callable[[], None]
 
 
 class Committer:
@@ -50,8 +59,6 @@ class Committer:
     Both are "" without ``checksum``; records of older versions have no digests.
 
     ``edition``: of the commit that stands in ``store``.
-
-    ``opens``: a commit opens the writes of the next generation. Else :meth:`open_next` does, when all ranks are there.
     """
 
     def __init__(
@@ -60,11 +67,10 @@ class Committer:
         store: SlotStore,
         slots: Callable[[], Mapping[str, int]],
         *,
-        opens: bool = True,
         edition: int = 0,
     ) -> None:
-        self._pipeline, self._store, self._slots, self._opens = pipeline, store, slots, opens
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._pipeline, self._store, self._slots = pipeline, store, slots
+        self._orders: queue.SimpleQueue[_Order | _Release | None] = queue.SimpleQueue()
         self._progress = threading.Condition()
         self._num_open = 0
         self._edition = edition
@@ -72,19 +78,26 @@ class Committer:
         self._thread = threading.Thread(target=self._run, name="fuyou-committer", daemon=True)
         self._thread.start()
 
-    def order(self, generation: int, said: Mapping[str, JsonValue]) -> None:
-        """Asks for the record of a published generation."""
+    def order(self, generation: int, said: Mapping[str, JsonValue], *, opens: bool = True) -> None:
+        """Asks for the record of a published generation.
+
+        ``opens``: it opens the writes of the next one. Else :meth:`open_next` does, when all ranks are there.
+        """
         with self._progress:
             self._num_open += 1
             self._edition = 0
-        self._orders.put(_Order(generation, said))
+        self._orders.put(_Order(generation, said, opens))
 
-    def commit_now(self, generation: int, said: Mapping[str, JsonValue]) -> None:
+    def release(self, names: Iterable[str], done: Callable[[], None]) -> None:
+        """Has regions given back when everything ordered so far is committed, then calls ``done``, in the thread."""
+        self._orders.put(_Release(names, done))
+
+    def commit_now(self, generation: int, said: Mapping[str, JsonValue], *, opens: bool = True) -> None:
         """Writes a record in the calling thread; nothing may be in flight (initialisation, a loaded checkpoint)."""
         sums, digests = self._pipeline.state_sums(), self._pipeline.param_digests()
         checksums = {"state_sums": sums.hex(), "param_digests": digests.hex() if digests.strip(b"\xff") else ""}
         self._store.commit(generation, self._slots(), {**said, "edition": self._edition, **checksums})
-        if self._opens:
+        if opens:
             self.open_next(generation)
 
     def open_next(self, generation: int) -> None:
@@ -127,6 +140,9 @@ class Committer:
 
     def _commit_orders(self) -> None:
         while (order := self._orders.get()) is not None:
+            if isinstance(order, _Release):
+                self._give_back(order)
+                continue
             target = order.generation
             try:
                 wait_reporting(
@@ -136,7 +152,7 @@ class Committer:
             except RuntimeError:
                 return  # the pipeline failed or stopped: its own failure reaches the training thread
             try:
-                self.commit_now(target, order.said)
+                self.commit_now(target, order.said, opens=order.opens)
             except Exception as error:
                 number = error.errno if isinstance(error, OSError) else None
                 said = f"{error.strerror} [{error.filename}]" if isinstance(error, OSError) else str(error)
@@ -145,6 +161,14 @@ class Committer:
             with self._progress:
                 self._num_open -= 1
                 self._progress.notify_all()
+
+    def _give_back(self, release: _Release) -> None:
+        try:
+            self._store.release(release.names)
+        except OSError as error:
+            logger.warning("space on storage that is not needed any more stays taken: %s", error)
+        finally:
+            release.done()
 
     def stop(self) -> None:
         """Lets the orders given so far finish or fail, then ends the thread. Idempotent."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from ds_fuyou.optimizer.gradients import DramGradients, GradientMemory, StoredGr
 from ds_fuyou.optimizer.intake import GradientIntake
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan
 from ds_fuyou.optimizer.missed_steps import MissedSteps, Run
+from ds_fuyou.optimizer.moving import ChunkMover
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.param_access import ParamAccess
 from ds_fuyou.optimizer.placement import ChunkPlacement, state_region
@@ -83,16 +85,17 @@ class OutOfCoreOptimizer:
         self.io.pin(self.staging)
         slots = {} if resumed is None else resumed.slots
         self._first_slot = [slots.get(state_region(chunk.index), 0) for chunk in layout.chunks]
-        self._reserved_bytes = 2 * max(self.place.job_bytes(chunk) for chunk in layout.chunks)
+        self._two_jobs_bytes: int | None = None
         self.pipeline = self._make_pipeline()
         self._worker = Worker(self.pipeline, self.path_of)
         self.io.on_failure = self._worker.transfer_failed
-        self.policy = ClipPolicy(options.clip_policy, options.can_speculate)
+        self.policy = ClipPolicy(options.clip_policy, options.can_speculate(options.residency))
         self.published = Published(self.place.num_param_versions)
         self.window = Window(layout)
+        self.mover = ChunkMover(self, self._worker)
         self.missed = MissedSteps(layout, self.clock)
         self._updates = WindowUpdates(
-            layout, options, self.place, self._worker, self.published, self.window, self.missed, self._types
+            layout, options, self.place, self._worker, self.published, self.window, self.missed, self._types, self.mover
         )
         self.gradients = self._make_gradients()
         self.intake = GradientIntake(
@@ -116,6 +119,11 @@ class OutOfCoreOptimizer:
         self.finish_first: Callable[[], None] | None = None
         """What works behind training and must have ended before anything here does."""
         self.commits = StepCommits(self, self._worker, resumed)
+
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether a run that is killed can be gone on with from its state files: none of the state is in memory."""
+        return self.options.num_slots == 2 and not any(self.place.residency.states)
 
     @property
     def generation(self) -> int:
@@ -152,14 +160,20 @@ class OutOfCoreOptimizer:
             self.io.watch(self.place.watched())
         for chunk in layout.chunks:
             pipeline.add_chunk(
-                numel=chunk.numel,
                 position=chunk.position,
-                num_moments=len(self.kind.moments),
-                param_type=self._types[options.param_dtype],
-                grad_type=self._types[options.grad_dtype],
-                **self.place.of_chunk(chunk, first_slot=self._first_slot[chunk.index]),
+                **self.places_of(chunk, self.place.state(chunk.index)),
             )
         return pipeline
+
+    def places_of(self, chunk: Chunk, state: torch.Tensor | None) -> dict[str, Any]:
+        """A chunk and where it is, its state in this memory or on storage, as the pipeline takes it."""
+        return {
+            "numel": chunk.numel,
+            "num_moments": len(self.kind.moments),
+            "param_type": self._types[self.options.param_dtype],
+            "grad_type": self._types[self.options.grad_dtype],
+            **self.place.of_chunk(chunk, state, first_slot=self._first_slot[chunk.index]),
+        }
 
     def _make_gradients(self) -> GradientMemory:
         options, place = self.options, self.place
@@ -233,6 +247,13 @@ class OutOfCoreOptimizer:
             return room
         share = 2 if early else 4  # of staging: nothing else uses it before the last micro-batch
         return min(room - self._reserved_bytes, self.staging.capacity_bytes // share)
+
+    @property
+    def _reserved_bytes(self) -> int:
+        """Staging memory of any two updates."""
+        if self._two_jobs_bytes is None:
+            self._two_jobs_bytes = 2 * max(self.place.job_bytes(chunk) for chunk in self.layout.chunks)
+        return self._two_jobs_bytes
 
     def add_gradients(self, gradients: Sequence[tuple[ParamSpan, torch.Tensor]], *, last: bool = True) -> None:
         """The door: see :meth:`GradientIntake.add`."""
@@ -361,6 +382,7 @@ class OutOfCoreOptimizer:
             raise
         if self.options.overlap is not Overlap.BACKWARD_AND_FORWARD:
             self.wait_all()
+        self.mover.step_ended()
 
     def _apply(self, hypers: Sequence[GroupHyper], multiplier: float, expected_multiplier: float) -> None:
         window = self.window
@@ -368,6 +390,7 @@ class OutOfCoreOptimizer:
         self.commits.order(None)  # of a step that did not end for the engine: this one's updates wait for that commit
         self.intake.close_window()
         self.commits.norm_is_known()
+        self.mover.advance()
         rules = self.clock.prepare(hypers)
         self.policy.record(multiplier != expected_multiplier)
         work = self._work()
@@ -386,12 +409,12 @@ class OutOfCoreOptimizer:
         self.commits.applied()
 
     def _work(self) -> dict[int, tuple[Run, ...]]:
-        """What the step does to the chunks that it touches."""
-        arrived = self.window.arrived
+        """What the step does to the chunks that it touches: to those that only move, nothing."""
+        arrived, moves = self.window.arrived, self.mover.is_due
         due = self.params.due(arrived)
         all_due = len(due) == len(self.layout.params)
-        runs = self.missed.runs
-        return {c.index: runs(c, arrived) for c in self.layout.chunks if all_due or not due.isdisjoint(c.params)}
+        touched = (c for c in self.layout.chunks if all_due or not due.isdisjoint(c.params) or moves(c.index))
+        return {c.index: self.missed.runs(c, arrived) for c in touched}
 
     def _end_window(self) -> None:
         self.intake.end_window()
@@ -427,6 +450,7 @@ class OutOfCoreOptimizer:
         self._worker.wait(
             lambda t: self.pipeline.wait_durable(self.generation, t), lambda: f"step {self.generation} to be durable"
         )
+        self.mover.settle()
 
     def param_view(self, span: ParamSpan) -> torch.Tensor:
         """P16 of a parameter that is in DRAM as a whole, the published version. Wait for it first."""
@@ -460,9 +484,42 @@ class OutOfCoreOptimizer:
         self._taken_over.compare_before_edit(chunks)
         self.commits.forget_params()
 
+    # ---- chunks that move ---------------------------------------------------------------------------------
+
+    def placed_anew(self) -> None:
+        """Chunks are elsewhere than before."""
+        self.policy.possible = self.options.can_speculate(self.place.residency)
+        self._two_jobs_bytes = None
+
+    def fit_staging(self, states: tuple[bool, ...]) -> None:
+        """Makes staging memory as large as states in these places, and in those of now, need it: waits for all updates.
+        Between steps; does nothing while gradients are kept in it.
+        """
+        wanted = replace(self.place.residency, states=states)
+        num_bytes = max(self.place.staging_bytes(), self.place.staging_bytes(wanted))
+        if num_bytes == self.staging.capacity_bytes:
+            return
+        self.wait_all()
+        if self.staging.used_bytes:
+            return
+        old, copied_to = self.staging, None if all(self.options.residency.grads) else self.options.device
+        new = HostPool(num_bytes, copied_to)
+        self.io.engine.unregister_buffer(old.pool.base, old.capacity_bytes)
+        self.pipeline.set_staging(new.pool)
+        self.staging = new
+        self.io.pin(new)
+        old.give_back()
+
+    @property
+    def has_snapshot(self) -> bool:
+        """States are being copied from where they lie: none may move."""
+        return self._snapshot is not None and not self._snapshot.wait(0.0)
+
     def snapshot(self) -> Snapshot:
-        """All states as the last applied step leaves them. Waits for nothing; between two steps."""
+        """All states as the last applied step leaves them. Waits for nothing but states that move; between two
+        steps."""
         self.check()
+        self.mover.settle(wait=True)
         self._snapshot = Snapshot(self)
         return self._snapshot
 

@@ -17,7 +17,8 @@ __all__ = ["CoreOptions"]
 
 @dataclass(frozen=True)
 class CoreOptions:
-    """Where every chunk lives, and how updates run. ``num_slots`` is that of what is on storage; sizes in bytes.
+    """Where every chunk lives in the beginning, and how updates run. ``num_slots`` is that of what is on storage; sizes
+    in bytes.
 
     ``has_peers``: other ranks train the same model, with the same options.
     """
@@ -35,22 +36,13 @@ class CoreOptions:
     checksum: bool = True
     has_peers: bool = False
 
-    @property
-    def keeps_steps(self) -> bool:
-        """Whether a run that is killed can be gone on with from its state files: none of the state is in memory."""
-        return self.num_slots == 2 and not any(self.residency.states)
-
-    @property
-    def can_speculate(self) -> bool:
+    def can_speculate(self, residency: ChunkResidency) -> bool:
         """Speculation needs chunks with a spare slot, and backward to hide behind."""
-        return not all(self.residency.states) and self.num_slots == 2 and self.overlap is not Overlap.NONE
-
-    @property
-    def may_speculate(self) -> bool:
-        """Whether updates begin in backward in any step."""
-        return self.can_speculate and self.clip_policy != "defer"
+        return not all(residency.states) and self.num_slots == 2 and self.overlap is not Overlap.NONE
 
     @property
     def num_param_versions(self) -> int:
-        """Versions of P16 in DRAM: two where an update may come before ``step()`` has published it."""
-        return 2 if self.may_speculate else 1
+        """Versions of P16 in DRAM: two where an update may come before ``step()`` has published it. It stays so for the
+        run: with one, chunks with P16 in memory wait for ``step()`` even when their state has left memory.
+        """
+        return 2 if self.can_speculate(self.residency) and self.clip_policy != "defer" else 1

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.memory import PAGE_BYTES, PageLocks, aligned_tensor, own_storage, round_up_to_page
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan
 from ds_fuyou.optimizer.options import CoreOptions
+from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.storage.store import Extent, RegionSpec, SlotStore
 
 __all__ = ["ChunkPlacement", "regions_for", "state_region"]
@@ -91,6 +93,7 @@ class ChunkPlacement:
         self._layout, self._options, self._num_moments, self._store = layout, options, num_moments, store
         self._locks = locks
         self.residency = options.residency
+        """As it is now: chunks move."""
         self._params: list[dict[int, _Params]] = [self._allocate_params() for _ in range(options.num_param_versions)]
         self.num_param_versions = len(self._params) if any(self.residency.params) else 0
         """Of P16 in DRAM; 0 where all of it is on storage."""
@@ -138,7 +141,27 @@ class ChunkPlacement:
         """The state block of a chunk in DRAM, bytes; None if it lives on storage."""
         return self._states.get(index)
 
+    def put_state(self, index: int, memory: torch.Tensor) -> None:
+        """The chunk's state is in ``memory`` from now on."""
+        self._states[index] = memory
+        self._move_state(index)
+
+    def drop_state(self, index: int) -> None:
+        """The chunk's state is on storage from now on; its memory goes back to the system."""
+        del self._states[index]
+        self._move_state(index)
+
+    def _move_state(self, index: int) -> None:
+        states = list(self.residency.states)
+        states[index] = index in self._states
+        self.residency = replace(self.residency, states=tuple(states))
+
     # ---- storage ------------------------------------------------------------------------------------------
+
+    def state_spec(self, chunk: Chunk) -> RegionSpec:
+        """The region of a chunk's state, where it is on storage."""
+        num_bytes = state_bytes(chunk, self._num_moments)
+        return RegionSpec(state_region(chunk.index), num_bytes, self._options.num_slots)
 
     def state_extents(self, index: int, slot: int) -> tuple[Extent, ...]:
         return self._need_store().extents(state_region(index), slot)
@@ -173,11 +196,16 @@ class ChunkPlacement:
         keeps = self.residency.keeps_slots
         return {state_region(c.index): slot_of(c.index) for c in self._layout.chunks if keeps(c.index)}
 
+    def may_prepare(self, index: int) -> bool:
+        """Whether the chunk's update overwrites nothing that is in use before ``step()``."""
+        residency = self.residency
+        return not residency.states[index] and (not residency.params[index] or self.num_param_versions == 2)
+
     # ---- the pipeline's view ------------------------------------------------------------------------------
 
-    def job_bytes(self, chunk: Chunk) -> int:
+    def job_bytes(self, chunk: Chunk, residency: ChunkResidency | None = None) -> int:
         """Staging memory of one update: what it reads from storage or writes there."""
-        residency, options = self.residency, self._options
+        residency, options = residency or self.residency, self._options
         num_bytes = 0 if residency.states[chunk.index] else state_bytes(chunk, self._num_moments)
         if not residency.params[chunk.index]:
             num_bytes += round_up_to_page(chunk.numel * options.param_dtype.itemsize)
@@ -185,22 +213,22 @@ class ChunkPlacement:
             num_bytes += round_up_to_page(chunk.numel * options.grad_dtype.itemsize)
         return num_bytes
 
-    def staging_bytes(self) -> int:
+    def staging_bytes(self, residency: ChunkResidency | None = None) -> int:
         """The plan's size, at least two of the largest jobs, at most all of them."""
-        jobs = [self.job_bytes(chunk) for chunk in self._layout.chunks]
+        jobs = [self.job_bytes(chunk, residency) for chunk in self._layout.chunks]
         return max(4096, min(max(self._options.staging_bytes, 2 * max(jobs)), sum(jobs)))
 
-    def of_chunk(self, chunk: Chunk, *, first_slot: int = 0) -> dict[str, Any]:
-        """The places of a chunk as ``ChunkPipeline.add_chunk`` takes them; what is there lies in ``first_slot``.
+    def of_chunk(self, chunk: Chunk, state: torch.Tensor | None, *, first_slot: int = 0) -> dict[str, Any]:
+        """The places of a chunk as ``ChunkPipeline.add_chunk`` takes them, its state in memory or on storage; what is
+        there lies in ``first_slot``.
 
         A chunk without anything in slots counts as one-slotted: its update overwrites nothing that a commit names, so
         it never waits for one.
         """
         residency, index = self.residency, chunk.index
-        num_slots = self._options.num_slots if residency.keeps_slots(index) else 1
-        slots = [slot ^ first_slot for slot in range(num_slots)]
-        state = self._states.get(index)
         in_memory = residency.params[index]
+        num_slots = 1 if in_memory and state is not None else self._options.num_slots
+        slots = [slot ^ first_slot for slot in range(num_slots)]
         return {
             "state_slots": [] if state is not None else [_ranges(self.state_extents(index, s)) for s in slots],
             "resident_state": 0 if state is None else state.data_ptr(),

@@ -4,12 +4,14 @@
 [Note: what a record says]
 A commit record holds what a run needs to go on beside the slots: ``optimizer_step``, the steps applied to these
 states, in earlier runs too; ``clock``, the history of betas; ``missed_steps`` by parameter; ``without_moments``, chunks
-that no update has touched; and ``training``, what the engine and the script handed over at the end of its step, null if
-they did not.
+that no update has touched; ``states_in_memory``, how many chunks' states it lacks, so that nobody can go on from it if
+there are any; and ``training``, what the engine and the script handed over at the end of its step, null if they did
+not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ds_fuyou.optimizer.commit import Committer
@@ -27,8 +29,7 @@ class StepCommits:
 
     def __init__(self, core: OutOfCoreOptimizer, worker: Worker, resumed: CommitRecord | None) -> None:
         self._core, self._worker = core, worker
-        options, store = core.options, core.store
-        self._has_peers = options.has_peers and options.keeps_steps
+        store = core.store
         self._reduced: Any = None
         self._unordered: int | None = None
         self._training: JsonValue = None
@@ -38,9 +39,12 @@ class StepCommits:
         self._committer: Committer | None = None
         if store is not None:
             edition = 0 if resumed is None else int(str(resumed.meta["edition"]))
-            self._committer = Committer(
-                core.pipeline, store, core.slots_on_storage, opens=not self._has_peers, edition=edition
-            )
+            self._committer = Committer(core.pipeline, store, core.slots_on_storage, edition=edition)
+
+    @property
+    def _has_peers(self) -> bool:
+        """Their commits are waited for: see [Note: one generation of all ranks] in commit.py."""
+        return self._core.options.has_peers and self._core.keeps_steps
 
     @property
     def has_unordered(self) -> bool:
@@ -63,7 +67,7 @@ class StepCommits:
             return
         generation, self._unordered, self._training = self._unordered, None, training
         if self._committer is not None:
-            self._committer.order(generation, self._said())
+            self._committer.order(generation, self._said(), opens=not self._has_peers)
 
     def _said(self) -> dict[str, JsonValue]:
         core = self._core
@@ -72,13 +76,14 @@ class StepCommits:
             "clock": [[number, [list(pair) for pair in betas]] for number, betas in core.clock.history],
             "missed_steps": core.missed.by_name(),
             "without_moments": core.states.without_moments(),
+            "states_in_memory": sum(core.place.residency.states),
             "training": self._training,
         }
 
     def now(self) -> None:
         """In this thread; nothing is in flight."""
         if self._committer is not None:
-            self._committer.commit_now(self._core.generation, self._said())
+            self._committer.commit_now(self._core.generation, self._said(), opens=not self._has_peers)
 
     def replaced(self, training: JsonValue) -> None:
         """A checkpoint was loaded: what it brought is committed at once, with what it left of the run."""
@@ -89,7 +94,7 @@ class StepCommits:
 
     def settle(self) -> None:
         """Before this rank's part of the norm: its last step is committed, so no kill loses more than the next one."""
-        if self._committer is None or not self._core.options.keeps_steps:
+        if self._committer is None or not self._core.keeps_steps:
             return
         self.order(None)
         self._wait()
@@ -106,12 +111,13 @@ class StepCommits:
     def window_opens(self) -> None:
         """The last micro-batch of a step begins, whose sums may be what other ranks begin their writes by."""
         self.order(None)
-        if self._has_peers and self._core.options.may_speculate:
+        self._core.mover.advance()
+        if self._has_peers and self._core.policy.may_speculate:
             self.settle()
 
     def summed_over_all(self) -> None:
         """A sum over all ranks was made on the current stream, after the window was opened."""
-        if not (self._has_peers and self._core.options.may_speculate):
+        if not (self._has_peers and self._core.policy.may_speculate):
             return
         device = self._core.options.device
         if self._reduced is None and not device.is_host:
@@ -155,6 +161,11 @@ class StepCommits:
         if self._committer is not None:
             self._wait()
             self._committer.forget_params()
+
+    def release(self, names: Iterable[str], done: Callable[[], None]) -> None:
+        """Gives regions back, in the committer's thread, when what was ordered is committed, and calls ``done``."""
+        if self._committer is not None:
+            self._committer.release(names, done)
 
     def stop(self) -> None:
         """Lets what was ordered finish or fail. Idempotent."""

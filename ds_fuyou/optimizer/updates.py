@@ -13,6 +13,7 @@ from ds_fuyou.optimizer.clip_policy import UpdateStart
 from ds_fuyou.optimizer.gradients import GradientMemory
 from ds_fuyou.optimizer.layout import FlatLayout, ParamSpan, overlap
 from ds_fuyou.optimizer.missed_steps import MissedSteps, Run
+from ds_fuyou.optimizer.moving import ChunkMover
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.placement import ChunkPlacement
 from ds_fuyou.optimizer.rules import Segment, StepRules
@@ -51,7 +52,9 @@ class WindowUpdates:
         window: Window,
         missed: MissedSteps,
         types: Mapping[torch.dtype, Any],
+        mover: ChunkMover,
     ) -> None:
+        self._mover = mover
         self._layout, self._options, self._place = layout, options, place
         self._worker, self._published, self._window, self._missed = worker, published, window, missed
         self._types = types
@@ -82,12 +85,13 @@ class WindowUpdates:
     def prepare(self, chunk: int, gradient: int) -> None:
         """All gradients of a chunk are in place. In a window that speculates it is updated into its spare slot.
 
-        A resident state has one version, which an update overwrites: nothing touches it before ``step()``.
+        A resident state has one version, which an update overwrites, and P16 in memory may have: nothing touches it
+        before ``step()``, nor a chunk that is about to move.
         """
         window, spec = self._window, self._layout.chunks[chunk]
         if window.start is not UpdateStart.SPECULATE or window.rules is None:
             return
-        if self._place.residency.states[chunk] or window.is_overridden(chunk):
+        if not self._place.may_prepare(chunk) or self._mover.is_due(chunk) or window.is_overridden(chunk):
             return
         runs = self._missed.runs(spec, window.arrived)
         segments = self._missed.segments(spec, window.rules, runs)
@@ -116,7 +120,8 @@ class WindowUpdates:
             num_bytes -= self._place.job_bytes(chunk)
             if num_bytes < 0:
                 break
-            if self._place.residency.states[chunk.index] or chunk.index in self._window.held:
+            index = chunk.index
+            if self._place.residency.states[index] or index in self._window.held or self._mover.is_due(index):
                 continue
             try:
                 self._enqueue(chunk.index, [], 1.0, 0, self._options.grad_dtype, held=True)
@@ -185,6 +190,8 @@ class WindowUpdates:
         self._worker.ask(self._worker.pipeline.publish, self._published.generation + 1)
         for chunk in self._by_deadline:
             if chunk.index in work and chunk.index not in kept:
+                if chunk.index not in self._window.prepared and chunk.index not in self._window.held:
+                    self._mover.start(chunk.index)
                 segments = self._missed.segments(chunk, rules, work[chunk.index])
                 pointer, dtype = self._gradient_of(chunk.index, gradients, values)
                 self._start(chunk.index, segments, multiplier, pointer, dtype)

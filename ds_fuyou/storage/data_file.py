@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one data file a run has in a path: preallocated once, opened with O_DIRECT where that works."""
+"""The one data file a run has in a path: its blocks are allocated, and it is opened with O_DIRECT where that works."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import stat
 from dataclasses import dataclass
@@ -14,11 +15,20 @@ from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage.directory import DATA_NAME, RunDirectory
 from ds_fuyou.storage.probe import enable_direct
 
-__all__ = ["NO_FALLOCATE", "DataFile", "allocate_blocks", "create_data_file", "open_data_file"]
+__all__ = [
+    "NO_FALLOCATE",
+    "DataFile",
+    "allocate_blocks",
+    "create_data_file",
+    "free_blocks",
+    "open_data_file",
+    "preallocate",
+]
 
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _ZERO_BYTES = 1024 * 1024
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 
 @dataclass(frozen=True)
@@ -60,10 +70,10 @@ def create_data_file(run: RunDirectory, num_bytes: int, direct: bool | None, buf
 
 
 def open_data_file(run: RunDirectory, num_bytes: int, buffered_because: str) -> DataFile:
-    """Opens the file of an earlier run.
+    """Opens the file of an earlier run. It may be longer than the manifest says: a run that ended while it grew.
 
     Raises:
-        FuyouStorageError: it is missing, a symbolic link, not a plain file, or its size is not ``num_bytes``.
+        FuyouStorageError: it is missing, a symbolic link, not a plain file, or shorter than ``num_bytes``.
     """
     path = run.path / DATA_NAME
     try:
@@ -73,7 +83,7 @@ def open_data_file(run: RunDirectory, num_bytes: int, buffered_because: str) -> 
         raise FuyouStorageError(error.errno or errno.EIO, message, str(path)) from error
     try:
         found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != num_bytes:
+        if not stat.S_ISREG(found.st_mode) or found.st_size < num_bytes:
             message = f"the data file must be {num_bytes} bytes as the manifest says, found {found.st_size}"
             raise FuyouStorageError(errno.EINVAL, f"{message}; start again from the last checkpoint", str(path))
         os.set_blocking(fd, True)
@@ -83,27 +93,36 @@ def open_data_file(run: RunDirectory, num_bytes: int, buffered_because: str) -> 
         raise
 
 
-def preallocate(fd: int, num_bytes: int) -> None:
-    """Allocates the blocks of [0, num_bytes); writes zeros where the filesystem cannot otherwise."""
+def preallocate(fd: int, num_bytes: int, offset: int = 0) -> None:
+    """Allocates the blocks of ``num_bytes`` from ``offset`` on; writes zeros where the filesystem cannot otherwise."""
     if num_bytes == 0:
         return
     try:
-        allocate_blocks(fd, num_bytes)
+        allocate_blocks(fd, num_bytes, offset)
         return
     except OSError as error:
         if error.errno not in NO_FALLOCATE:
             raise
-    zeros = memoryview(bytes(_ZERO_BYTES))
-    offset = 0
-    while offset < num_bytes:
-        offset += os.pwrite(fd, zeros[: num_bytes - offset], offset)
+    zeros = memoryview(mmap.mmap(-1, _ZERO_BYTES))  # at a page: the file may be open with O_DIRECT
+    end = offset + num_bytes
+    while offset < end:
+        offset += os.pwrite(fd, zeros[: end - offset], offset)
     os.fsync(fd)
 
 
-def allocate_blocks(fd: int, num_bytes: int) -> None:
+def allocate_blocks(fd: int, num_bytes: int, offset: int = 0) -> None:
     """fallocate(2) itself: the C library's posix_fallocate would emulate it by a write to every block, in silence."""
+    _fallocate(fd, 0, offset, num_bytes)
+
+
+def free_blocks(fd: int, num_bytes: int, offset: int) -> None:
+    """Gives these blocks back to the filesystem; the file keeps its size, and zeros are read there."""
+    _fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, offset, num_bytes)
+
+
+def _fallocate(fd: int, mode: int, offset: int, num_bytes: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    while libc.fallocate(ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(num_bytes)):
+    while libc.fallocate(ctypes.c_int(fd), ctypes.c_int(mode), ctypes.c_int64(offset), ctypes.c_int64(num_bytes)):
         number = ctypes.get_errno()
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))

@@ -56,14 +56,14 @@ class RegionLayout:
 
 @dataclass(frozen=True)
 class StoreLayout:
-    """All regions, and the exact size of the data file of every path (0 for a path that holds nothing)."""
+    """All regions, and where the data file of every path ends (0 for a path that holds nothing)."""
 
     regions: tuple[RegionLayout, ...]
     file_bytes: tuple[int, ...]
 
     @property
     def total_bytes(self) -> int:
-        return sum(self.file_bytes)
+        return sum(region.spec.num_bytes * region.spec.num_slots for region in self.regions)
 
 
 @dataclass(frozen=True)

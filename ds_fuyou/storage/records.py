@@ -77,7 +77,8 @@ class ProcessMark:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The frozen description of a store; every directory of the store holds it with its own ``index``.
+    """The description of a store. Every directory of the store holds one with its own ``index``; the layout of the
+    first one counts, see [Note: the order of growing and shrinking] in growing.py.
 
     Attributes:
         store_id: random, the same in every directory of one store.
@@ -185,8 +186,8 @@ def _manifest_of(payload: Mapping[str, Any]) -> Manifest:
         checksum=typed(payload["checksum"], bool),
         layout=StoreLayout(tuple(_region(each, file_bytes) for each in typed(payload["regions"], list)), file_bytes),
     )
-    if not (0 <= manifest.index < len(directories) == len(file_bytes) and manifest.layout.regions):
-        raise ValueError("one file of states in every directory, and a region, must be there")
+    if not 0 <= manifest.index < len(directories) == len(file_bytes):
+        raise ValueError("one file of states in every directory must be there")
     if len({region.spec.name for region in manifest.layout.regions}) != len(manifest.layout.regions):
         raise ValueError("two regions have one name")
     if any("\0" in directory or len(directory) > _LONGEST for directory in directories):

@@ -19,7 +19,7 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ from typing import Any
 from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
 from ds_fuyou.storage import ending, lifetime
 from ds_fuyou.storage.directory import DATA_NAME, LOCK_NAME
-from ds_fuyou.storage.layout import Piece, SlotChoice, choose_num_slots
+from ds_fuyou.storage.growing import Vacant, grown, shrunk
+from ds_fuyou.storage.layout import Piece, RegionLayout, SlotChoice, choose_num_slots
 from ds_fuyou.storage.probe import Probe, probe_path
 from ds_fuyou.storage.records import (
     COMMIT_NAME,
@@ -77,13 +78,18 @@ class SlotStore:
         self._lost: set[tuple[Path, str]] = set()
         self._fresh_until = 0.0
         self._described_by: set[str] = set()
-        self._regions = {region.spec.name: region.spec for region in files.manifest.layout.regions}
+        self._regions: dict[str, RegionSpec] = {}
         self._paths = {file.fd: file.path for file in files.files}
+        self._vacant: Vacant = {}
         self._extents: dict[tuple[str, int], tuple[Extent, ...]] = {}
         self._begins: dict[tuple[str, int], list[int]] = {}
         for region in files.manifest.layout.regions:
-            for slot, pieces in enumerate(region.slots):
-                self._add_slot((region.spec.name, slot), pieces)
+            self._add_region(region)
+
+    def _add_region(self, region: RegionLayout) -> None:
+        for slot, pieces in enumerate(region.slots):
+            self._add_slot((region.spec.name, slot), pieces)
+        self._regions[region.spec.name] = region.spec
 
     def _add_slot(self, key: tuple[str, int], pieces: Sequence[Piece]) -> None:
         begins, at = [], 0
@@ -171,7 +177,7 @@ class SlotStore:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes allocated on all paths."""
+        """Bytes of all regions, on all paths."""
         return self._files.manifest.layout.total_bytes
 
     @property
@@ -196,7 +202,9 @@ class SlotStore:
 
     def _why_kept(self) -> str:
         last = self._newest
-        is_whole = self._recoverable and not self._lost and last is not None and last.intact and last.step > 0
+        if last is None or last.lacks_states or not last.intact or last.step == 0:
+            return ""
+        is_whole = self._recoverable and not self._lost
         return (self._because or self._failure or ending.unclean_end()) if is_whole else ""
 
     def _tell_kept(self, why: str) -> None:
@@ -264,6 +272,40 @@ class SlotStore:
             index += 1
         return tuple(found)
 
+    def reserve(self, regions: Sequence[RegionSpec], budget_bytes: int | None = None) -> None:
+        """Adds regions, durably, all or none. See [Note: the order of growing and shrinking] in growing.py.
+
+        ``budget_bytes``: the most for all regions.
+
+        Raises:
+            FuyouStorageError: no room, or it could not be made durable; nothing changed.
+            ValueError: there is a region of this name.
+        """
+        with self._lock:
+            self._check_open()
+            twice = sorted(region.name for region in regions if region.name in self._regions)
+            if twice:
+                raise ValueError(f"regions must be new, these are there: {', '.join(twice[:5])}")
+            self._files = grown(self._files, regions, self._vacant, budget_bytes)
+            for region in self._files.manifest.layout.regions:
+                if region.spec.name not in self._regions:
+                    self._add_region(region)
+
+    def release(self, names: Iterable[str]) -> None:
+        """Gives regions back, durably, and their blocks to the filesystem; no commit may name them, nor I/O be in
+        flight there.
+
+        Raises:
+            FuyouStorageError: it could not be made durable; nothing changed.
+        """
+        with self._lock:
+            self._check_open()
+            gone = {name for name in names if name in self._regions}
+            self._files = shrunk(self._files, gone, self._vacant)
+            for name in gone:
+                for slot in range(self._regions.pop(name).num_slots):
+                    del self._extents[name, slot], self._begins[name, slot]
+
     def commit(self, step: int, slots: Mapping[str, int], meta: Mapping[str, JsonValue]) -> None:
         """Makes all data durable, then records ``slots`` as the state of ``step`` in one atomic step.
 
@@ -280,7 +322,10 @@ class SlotStore:
             self._sync_data()
             self._look_after_files()
             new = CommitRecord(step, dict(slots), dict(meta), _is_intact(slots, self._regions))
-            self._write_commits((new, *(old for old in self._commits[:1] if old.step < step)))
+            older = [old for old in self._commits[:1] if old.step < step]
+            if new.lacks_states or any(old.lacks_states for old in older):
+                older = []  # what the older one names is not, or will not be, where it says
+            self._write_commits((new, *older))
 
     def _write_commits(self, commits: tuple[CommitRecord, ...]) -> None:
         run = self._files.runs[0]
@@ -517,5 +562,5 @@ def _commit_of(entry: Mapping[str, Any], regions: Mapping[str, RegionSpec]) -> C
 
 def _is_intact(slots: Mapping[str, int], regions: Mapping[str, RegionSpec]) -> bool:
     """Whether every name has two slots; names that are no region have as many as the region with most."""
-    most = max(region.num_slots for region in regions.values())
+    most = max((region.num_slots for region in regions.values()), default=2)
     return all((regions[name].num_slots if name in regions else most) == 2 for name in slots)

@@ -102,6 +102,11 @@ class CommitRecord:
     intact: bool
 
     @property
+    def lacks_states(self) -> bool:
+        """States were in host memory when it was made: nobody can go on from it."""
+        return self.meta.get("states_in_memory", 0) != 0
+
+    @property
     def key(self) -> tuple[int, ...]:
         """What commits of several ranks have in common if they are of the same states: the step, its edition, and the
         steps that were applied. Records of format 1 name no edition; tests of the store alone name nothing.

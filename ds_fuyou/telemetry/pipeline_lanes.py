@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ds_fuyou.optimizer.layout import FlatLayout
-from ds_fuyou.optimizer.residency import ChunkResidency
+from ds_fuyou.optimizer.placement import ChunkPlacement
 from ds_fuyou.telemetry.trace import Lane, LaneTrace
 
 __all__ = ["PipelineLanes"]
@@ -27,11 +27,11 @@ class PipelineLanes:
         trace: LaneTrace,
         pipeline: Any,
         layout: FlatLayout,
-        residency: ChunkResidency,
+        place: ChunkPlacement,
         state_bytes: int,
         param_bytes: int,
     ) -> None:
-        self._trace, self._pipeline, self._layout, self._residency = trace, pipeline, layout, residency
+        self._trace, self._pipeline, self._layout, self._place = trace, pipeline, layout, place
         self._state_bytes, self._param_bytes = state_bytes, param_bytes
         pipeline.set_tracing(True)
 
@@ -53,5 +53,6 @@ class PipelineLanes:
     def _moved_bytes_each(self, lane: Lane, chunk: int) -> int:
         if lane is Lane.UPDATE:
             return 0
-        moved = 0 if self._residency.states[chunk] else self._state_bytes
-        return moved + (self._param_bytes if lane is Lane.STORAGE_WRITE and not self._residency.params[chunk] else 0)
+        residency = self._place.residency
+        moved = 0 if residency.states[chunk] else self._state_bytes
+        return moved + (self._param_bytes if lane is Lane.STORAGE_WRITE and not residency.params[chunk] else 0)

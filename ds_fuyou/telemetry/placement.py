@@ -53,7 +53,7 @@ def placement_of(rank_state: Any) -> list[Placed]:
     keeps those where it always does.
     """
     core = rank_state.core
-    options, residency = core.options, core.options.residency
+    options, residency = core.options, core.place.residency
     slots, versions = options.num_slots, options.num_param_versions
     on_storage = f"{slots} slot{'s' if slots > 1 else ''}"
     in_memory = f"{versions} version{'s' if versions > 1 else ''}"

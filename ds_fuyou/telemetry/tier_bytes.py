@@ -23,8 +23,8 @@ class TierBytes:
     def __init__(self, rank_state: Any, device_bytes: Callable[[], int] = lambda: 0) -> None:
         self._state = rank_state
         self._device_bytes = device_bytes
-        rows = [row for row in placement_of(rank_state) if row.name not in _POOLS and "activations" not in row.name]
-        self._resident = {tier: sum(row.num_bytes for row in rows if row.tier == tier) for tier in ("cpu", "nvme")}
+        self._residency: Any = None  # of which the classes were counted
+        self._classes: dict[str, int] = {}
         self._peaks: dict[str, float] = {}
 
     def _pools(self) -> list[Any]:
@@ -33,7 +33,12 @@ class TierBytes:
 
     def _resident_now(self) -> dict[str, int]:
         """With what engines without an optimizer hold in this process."""
-        held = [self._resident, *(reads.held_bytes() for reads in self._state.beside())]
+        residency = self._state.core.place.residency
+        if residency is not self._residency:  # chunks have moved
+            rows = [r for r in placement_of(self._state) if r.name not in _POOLS and "activations" not in r.name]
+            self._classes = {tier: sum(row.num_bytes for row in rows if row.tier == tier) for tier in ("cpu", "nvme")}
+            self._residency = residency
+        held = [self._classes, *(reads.held_bytes() for reads in self._state.beside())]
         return {tier: sum(by_tier.get(tier, 0) for by_tier in held) for tier in ("cpu", "nvme")}
 
     def now(self) -> dict[str, float]:

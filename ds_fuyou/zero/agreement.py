@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import numpy
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
@@ -42,6 +43,7 @@ def least(*values: float, group: dist.ProcessGroup | None = None) -> list[float]
     """The smallest of each over all ranks (of ``group``); whole numbers are exact below 2^53, and powers of two."""
     if dist.get_world_size(group=group) == 1:
         return list(values)
-    tensor = torch.tensor(values, dtype=torch.float64, device=get_accelerator().current_device_name())
+    # Under zero.Init torch's own constructors make everything 16 bits wide.
+    tensor = torch.from_numpy(numpy.array(values, dtype=numpy.float64)).to(get_accelerator().current_device_name())
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
     return [float(value) for value in tensor.tolist()]

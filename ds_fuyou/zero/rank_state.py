@@ -72,6 +72,7 @@ __all__ = ["RankState"]
 
 logger = logging.getLogger("ds_fuyou")
 _RUN_NUMBERS = itertools.count()
+MOVED_A_STEP_BYTES = 256 << 20
 _NUM_BUILT: Counter[tuple[str, ...]] = Counter()
 """Engines of this process that had state on these paths: two of one shape are told apart by their order."""
 
@@ -151,7 +152,7 @@ class RankState:
         self._lanes: PipelineLanes | None = None
         if self.trace is not None:
             states, p16 = 4 * (1 + len(kind.moments)), param_dtype.itemsize
-            self._lanes = PipelineLanes(self.trace, self.core.pipeline, self.layout, options.residency, states, p16)
+            self._lanes = PipelineLanes(self.trace, self.core.pipeline, self.layout, self.core.place, states, p16)
         self.activations: ActivationSession | None = None
         self.clock = compute_clock(
             self.device, lambda: waited_secs(self), None if self.trace is None else computed(self.trace)
@@ -288,7 +289,7 @@ class RankState:
             budget_bytes=budget_bytes,
             keep=config.keep_state,
             checksum=config.checksum,
-            recoverable=not any(residency.states),
+            recoverable=True,  # commits that lack states say so
         )
         if dist.get_rank() == 0:
             _tell_durability(sum(residency.states), len(residency.states), num_slots)
@@ -437,6 +438,35 @@ class RankState:
             order = [self._index.get(partition.handle.ds_id) for partition in first_uses]
             trainable = [index for index in order if index is not None]
             self.core.set_positions(zip(trainable, range(len(trainable)), strict=True))
+
+    def move_to(self, states_share: float, step_bytes: int = MOVED_A_STEP_BYTES) -> bool:
+        """From the next step on P32 and moments of as many chunks as the share holds, those that are needed first, come
+        to host memory, or stay there; the others leave it. About ``step_bytes`` move in a step, by way of its updates.
+
+        A collective, in the training thread, after a step was applied and before the next backward. Whether a rank had
+        no room on storage: then nothing moves on any, and it is told. How far it is: ``core.mover``.
+
+        Raises:
+            FuyouStateError: ``durable`` forbids states in memory, or a backward has begun.
+        """
+        mover, config = self.core.mover, self.activation.config
+        if states_share > 0 and config.durable:
+            raise FuyouStateError('fuyou.durable is true: states stay on storage, "optimizer.tier" is "nvme"')
+        states = ChunkResidency.by_deadline(self.layout, 0.0, states_share, 0.0).states
+        budget = config.nvme_budget_bytes
+        refused = False
+        try:
+            mover.move_to(states, step_bytes, None if budget == "auto" else int(budget))
+        except FuyouStorageError as error:
+            refused = True
+            logger.warning("chunks stay where they are, training goes on: %s", error)
+        if least(float(not refused))[0]:
+            if dist.get_rank() == 0:
+                _tell_durability(sum(states), len(states), self.core.options.num_slots)
+            return True
+        if not refused:
+            mover.move_to(self.core.place.residency.states, step_bytes)
+        return False
 
     def step_skipped(self) -> None:
         """A step was not applied. Raises FuyouChecksumError if that will be so for ever, for what is on storage."""

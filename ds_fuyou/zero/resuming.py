@@ -117,6 +117,8 @@ def _mismatch(store: SlotStore, regions: Sequence[RegionSpec], contents: Mapping
     """Why the files do not serve this run; empty if they do."""
     if not store.commits():
         return "no commit stands in it"
+    if store.commits()[0].lacks_states:
+        return "P32 and moments were in host memory when it ended"
     try:
         found = store.contents()
     except FuyouError as error:

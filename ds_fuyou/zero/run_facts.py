@@ -145,7 +145,7 @@ def _disk(path: Path) -> str:
 def placement_of_run(rank_state: RankState, profile: RunProfile, activations: ActivationWork) -> RunPlacement | None:
     """The placement as it was built; None where it is on storage and the profile has no rates of that."""
     core = rank_state.core
-    options, residency = core.options, core.options.residency
+    options, residency = core.options, core.place.residency
     params, states, grads = (_share(core.layout, r) for r in (residency.params, residency.states, residency.grads))
     if min(params, states, grads) < 1 and profile.storage is None:
         return None

@@ -184,13 +184,13 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         finally:
             core.commits.holds_orders = False
         if core.commits.has_unordered:
-            core.commits.order(self.training_state.take(engine) if core.options.keeps_steps else None)
+            core.commits.order(self.training_state.take(engine) if core.keeps_steps else None)
 
     def resume_engine(self, engine: Any) -> None:
         """The engine is built: what a resumed run was is put back, and its files are this one's."""
         state = self.rank_state
         self.training_state.attach(engine)
-        if state.store is not None and state.core.options.keeps_steps:
+        if state.store is not None and state.core.options.num_slots == 2:  # states may leave memory later
             state.store.describe_engine(outline_of(engine))
         resumed: Any = state.resumed
         if resumed is not None and state.store is not None:
@@ -201,7 +201,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         """``engine.load_checkpoint()`` has loaded one: random generators stay as the script has them now."""
         self.training_state.forget_generators()
         core = self.rank_state.core
-        if core.options.keeps_steps:
+        if core.keeps_steps:
             core.commits.replaced(self.training_state.take(engine))
 
     def _watch_modules(self, index: GatheredIndex) -> None:

@@ -12,6 +12,7 @@ the end, that step being committed; ``load``: one, and then the end.
 generation in whose ``engine.step()`` SIGTERM comes when it has been applied. ``by_optimizer``: ``optimizer.step()`` is
 called, not the engine's. ``two``: two engines of one shape, which print their states before and after ``steps``.
 ``reload``: a checkpoint that is loaded into what was resumed; prints whether the generators stay as they are then.
+``move_after``: by step, the share of states that is to be in host memory from then on, ``move_bytes`` of them a step.
 ``poisoned``: a step after which P16 of the first chunk is NaN on storage. ``num_layers``: of the model.
 Prints ``MOVED read written``, bytes on storage that it took to make states or to take them over, and ``STEP n`` when a
 step has returned.
@@ -199,6 +200,8 @@ def main(path: str, case: dict) -> None:
             if "save_after" in case:
                 engine.optimizer.rank_state.core.commits.settle()
                 os.kill(os.getpid(), signal.SIGKILL)
+        if str(step + 1) in case.get("move_after", {}):
+            engine.optimizer.rank_state.move_to(case["move_after"][str(step + 1)], case.get("move_bytes", 1 << 30))
         if step + 1 == case.get("poisoned"):
             poison(engine)
         sys.stdout.write(f"STEP {step + 1}\n")

@@ -9,8 +9,9 @@ GatheredParameters), ``look_at`` (fp32 states and gradients between backward and
 ``read_ungathered_after`` (which parameters are there), ``set_states_before`` and ``set_gradient_in``
 (safe_set_full_*). ``load``, ``save`` (at the end) and ``export`` name folders; ``save_after`` steps, to ``save_to``,
 training goes on. What scripts do inside a step is in script_actions.py. ``compile`` names a backend of torch.compile;
-``plain`` trains without DeepSpeed; ``leaf``: expert modules are leaves for ZeRO-3. ``model_parallel``: an ``mpu``
-object that says this many ranks share a model.
+``plain`` trains without DeepSpeed; ``move_after``: steps, and which share of states is to be in host memory from then
+on. ``leaf``: expert modules are leaves for ZeRO-3. ``model_parallel``: an ``mpu`` object that says this many ranks
+share a model.
 """
 
 import json
@@ -216,6 +217,9 @@ def train(engine, case: dict, first: int, last: int, result: dict) -> None:
         result["applied"].append(bool(engine.was_step_applied()))
         result["scales"].append(float(engine.optimizer.loss_scale))
         result["rates"].append([group["lr"] for group in engine.optimizer.param_groups])
+        if str(step + 1) in case.get("move_after", {}):
+            rank_state = engine.optimizer.rank_state
+            assert rank_state.move_to(case["move_after"][str(step + 1)], case.get("move_bytes", 1 << 20))
         if step + 1 == case.get("save_after"):
             for _ in range(2):  # the second time replaces the first
                 engine.save_checkpoint(case["save_to"])
@@ -300,6 +304,7 @@ def main() -> None:
         result["num_chunks"] = len(core.layout.chunks)
         result["plan"] = repr(engine.optimizer.rank_state.plan)
         result["shares"] = shares_of(core)
+        result["moved"] = (core.mover.counts.num_to_memory, core.mover.counts.num_to_storage)
         result["file_bytes"] = [sum(f.stat().st_size for f in Path(d).glob("*")) for d in result["directories"]]
         result["frozen_bytes"] = engine.optimizer.rank_state.frozen_bytes()
         collect_activations(engine.optimizer.rank_state.activations, result)

@@ -217,6 +217,12 @@ void bind_io(py::module_& m)
                 return engine.register_buffer(address(buffer), num_bytes);
             },
             NoGil())
+        .def(
+            "unregister_buffer",
+            [](IoEngine& engine, std::uintptr_t buffer, std::uint64_t num_bytes) {
+                engine.unregister_buffer(address(buffer), num_bytes);
+            },
+            NoGil())
         .def("watch_pages", &IoEngine::watch_pages)
         .def("set_throttle", &IoEngine::set_throttle)
         .def(
@@ -325,6 +331,31 @@ void bind_pipeline(py::module_& m)
             py::arg("param_type"), py::arg("grad_type"), py::arg("state_slots"),
             py::arg("param_slots"), py::arg("grad_slot"), py::arg("num_slots"),
             py::arg("resident_state"), py::arg("param_memory"))
+        .def(
+            "set_destination",
+            [](ChunkPipeline& pipeline, std::size_t chunk, std::uint64_t numel, int num_moments,
+               ElementType param_type, ElementType grad_type,
+               const std::vector<std::vector<RangeTuple>>& state_slots,
+               const std::vector<std::vector<RangeTuple>>& param_slots,
+               const std::vector<RangeTuple>& grad_slot, int num_slots,
+               std::uintptr_t resident_state, const std::vector<std::uintptr_t>& param_memory) {
+                pipeline.set_destination(
+                    chunk,
+                    make_chunk(numel, 0, num_moments, param_type, grad_type, state_slots,
+                               param_slots, grad_slot, num_slots, resident_state, param_memory));
+            },
+            py::kw_only(), py::arg("chunk"), py::arg("numel"), py::arg("num_moments"),
+            py::arg("param_type"), py::arg("grad_type"), py::arg("state_slots"),
+            py::arg("param_slots"), py::arg("grad_slot"), py::arg("num_slots"),
+            py::arg("resident_state"), py::arg("param_memory"))
+        .def("wait_moved", &ChunkPipeline::wait_moved, NoGil())
+        .def("is_resident", &ChunkPipeline::is_resident)
+        .def(
+            "set_staging",
+            [](ChunkPipeline& pipeline, const std::shared_ptr<AlignedPool>& staging) {
+                pipeline.set_staging(staging.get());
+            },
+            py::keep_alive<1, 2>())
         .def("set_position", &ChunkPipeline::set_position)
         .def(
             "replace_state",

@@ -27,28 +27,40 @@ void PageSums::watch(int fd, std::uint64_t offset, std::uint64_t num_bytes)
     const std::uint64_t last = (offset + num_bytes - 1) / kPageBytes;
     auto sums = std::make_unique<Sums>(last - first + 1);
     for (std::atomic<std::uint64_t>& sum : *sums) sum.store(kUnknown, std::memory_order_relaxed);
+    std::lock_guard<std::mutex> lock(mutex_);
     ranges_[{fd, first}] = {std::move(sums), nullptr};
+}
+
+// Those that may hold a part of [offset, end), by first page.
+std::vector<std::pair<std::uint64_t, const PageSums::Range*>> PageSums::overlapping(
+    int fd, std::uint64_t offset, std::uint64_t end) const
+{
+    std::vector<std::pair<std::uint64_t, const Range*>> found;
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto range = ranges_.upper_bound({fd, offset / kPageBytes});
+    if (range != ranges_.begin()) range = std::prev(range);
+    for (; range != ranges_.end() && range->first.first <= fd; ++range) {
+        if (range->first.first < fd) continue;
+        if (range->first.second * kPageBytes >= end) break;
+        found.emplace_back(range->first.second, &range->second);
+    }
+    return found;
 }
 
 template <class Use>
 void PageSums::for_pages(int fd, std::uint64_t offset, const char* bytes, std::uint64_t num_bytes,
                          Use use) const
 {
-    if (ranges_.empty() || num_bytes == 0) return;
+    if (num_bytes == 0) return;
     const std::uint64_t end = offset + num_bytes;
-    auto range = ranges_.upper_bound({fd, offset / kPageBytes});
-    if (range != ranges_.begin()) range = std::prev(range);
-    for (; range != ranges_.end() && range->first.first <= fd; ++range) {
-        if (range->first.first < fd) continue;
-        const std::uint64_t begin = range->first.second;
-        if (begin * kPageBytes >= end) return;
-        Sums& sums = *range->second.sums;
+    for (const auto& [begin, range] : overlapping(fd, offset, end)) {
+        Sums& sums = *range->sums;
         for (std::uint64_t page = std::max(begin, offset / kPageBytes);
              page < begin + sums.size() && page * kPageBytes < end; ++page) {
             const std::uint64_t at = page * kPageBytes;
             const bool is_whole = at >= offset && at + kPageBytes <= end;
             const char* whole = is_whole ? bytes + (at - offset) : nullptr;
-            if (!use(at, sums[page - begin], range->second, whole)) return;
+            if (!use(at, sums[page - begin], *range, whole)) return;
         }
     }
 }
@@ -90,6 +102,7 @@ std::uint64_t PageSums::first_changed(int fd, std::uint64_t offset, const char* 
 
 const PageSums::Range* PageSums::find(const FileRange& run) const
 {
+    std::lock_guard<std::mutex> lock(mutex_);
     const auto range = ranges_.find({run.fd, run.offset / kPageBytes});
     const bool is_it = range != ranges_.end() &&
                        range->second.sums->size() == (run.num_bytes + kPageBytes - 1) / kPageBytes;
@@ -126,6 +139,7 @@ void PageSums::expect(const FileRanges& runs, std::uint64_t digest)
     auto expected = std::make_shared<Expected>();
     expected->runs = runs;
     expected->digest = digest;
+    std::lock_guard<std::mutex> lock(mutex_);
     for (const FileRange& run : runs) {
         const auto range = ranges_.find({run.fd, run.offset / kPageBytes});
         if (range == ranges_.end()) return;

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -22,11 +23,12 @@
 
 namespace fuyou {
 
-// watch() and expect() come before the first transfer of their range, from one thread; the others
-// may be called from any thread, as long as nobody reads a page while it is written.
+// watch() and expect() come before the first transfer of their range, while there may be others;
+// all may be called from any thread, as long as nobody reads a page while it is written.
 class PageSums {
   public:
-    // Pages of which [offset, offset + num_bytes) holds a part; ranges must not overlap.
+    // Pages of which [offset, offset + num_bytes) holds a part; ranges must not overlap, but one
+    // may be watched again: then nothing is known of it.
     void watch(int fd, std::uint64_t offset, std::uint64_t num_bytes);
     // These bytes are about to be written. Pages written in part are not known any more.
     void remember(int fd, std::uint64_t offset, const char* bytes, std::uint64_t num_bytes);
@@ -67,8 +69,12 @@ class PageSums {
     void for_pages(int fd, std::uint64_t offset, const char* bytes, std::uint64_t num_bytes,
                    Use use) const;
     const Range* find(const FileRange& run) const;
+    std::vector<std::pair<std::uint64_t, const Range*>> overlapping(int fd, std::uint64_t offset,
+                                                                    std::uint64_t end) const;
     std::uint64_t known_digest(const FileRanges& runs) const;
 
+    // Guards the map; nobody watches a range, or expects something of it, that is in use.
+    mutable std::mutex mutex_;
     std::map<std::pair<int, std::uint64_t>, Range> ranges_;  // by first page
 };
 

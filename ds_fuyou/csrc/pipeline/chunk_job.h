@@ -3,6 +3,7 @@
 // What the pipeline keeps of a chunk and of one update of it. Private to pipeline/.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <memory>
@@ -14,7 +15,8 @@
 namespace fuyou {
 
 // Where an update stands, and which memory it holds. "Staging" is a block of the pool with room for
-// what of the chunk lives on storage: [state | P16 | G16].
+// what of the chunk lives on storage: [state | P16 | G16]. A state that comes to memory, or leaves
+// it, is in its own block instead.
 enum class ChunkPipeline::JobState {
     kQueued,    // none; it may name a gradient of the caller's
     kReading,   // staging, which a transfer fills
@@ -52,10 +54,13 @@ struct ChunkPipeline::Job {
     GradientPlace gradient_place = GradientPlace::kOpen;
     bool waits_for_copy = false;  // ready, but it would overwrite a kept state
     bool dropped = false;         // by invalidate(): it ends as soon as nothing uses its memory
+    bool stays = false;           // it was to move, and could not
     int target_slot = 0;
+    std::shared_ptr<const ChunkSpec> destination;  // where the chunk is after it; null: as before
     char* staging = nullptr;
-    char* state_block = nullptr;  // state block in use: staging or resident memory
-    char* param16 = nullptr;      // where the new P16 goes; null: the chunk's param_memory
+    char* grad_staging = nullptr;  // a part of it; null: no room, G16 is in memory
+    char* state_block = nullptr;   // state block in use: staging or resident memory
+    char* param16 = nullptr;       // where the new P16 goes; null: the chunk's param_memory
     const char* gradient = nullptr;
     double begin_secs = 0.0;
     BlockSums sums;
@@ -74,13 +79,26 @@ struct ChunkPipeline::Chunk {
     int kept_slot = 0;
     StateSums kept_sums;  // of the last kept state that was captured or claimed
     bool has_kept_sums = false;
+    std::shared_ptr<const ChunkSpec> destination;  // of the next update that is queued
     std::int64_t published_generation = 0;
     std::shared_ptr<Job> job;                   // admitted and not ended
     std::vector<std::shared_ptr<Job>> waiting;  // queued behind it, the oldest generation first
     int num_waiters = 0;                        // threads that wait for something of this chunk
 
     bool resident() const { return spec.resident_state != nullptr; }
-    bool param_on_storage() const { return spec.param_memory[0] == nullptr; }
+    bool param_on_storage() const { return spec.param_on_storage(); }
+    // Where the chunk's places are once the job has ended.
+    const ChunkSpec& after(const Job& job) const
+    {
+        return job.destination ? *job.destination : spec;
+    }
+    bool is_moving() const
+    {
+        return (job && job->destination) ||
+               std::any_of(waiting.begin(), waiting.end(), [](const std::shared_ptr<Job>& one) {
+                   return one->destination != nullptr;
+               });
+    }
     std::uint64_t part_bytes() const { return StateBlock::part_bytes(spec.numel); }
     std::uint64_t state_bytes() const
     {
@@ -94,15 +112,19 @@ struct ChunkPipeline::Chunk {
     {
         return round_up_to_page(spec.numel * element_bytes(spec.grad_type));
     }
-    // Where the parts of a staging block begin; parts that live in DRAM are absent.
-    std::uint64_t param_offset() const { return resident() ? 0 : state_bytes(); }
-    std::uint64_t grad_offset() const
+    // Of a job that leaves the chunk at `to`: where the parts of its staging block begin. What
+    // lives in memory is absent.
+    std::uint64_t param_offset(const ChunkSpec& to) const
     {
-        return param_offset() + (param_on_storage() ? param_bytes() : 0);
+        return resident() || to.resident() ? 0 : state_bytes();
     }
-    std::uint64_t staging_bytes() const
+    std::uint64_t grad_offset(const ChunkSpec& to) const
     {
-        return grad_offset() + (spec.grad_slot.empty() ? 0 : grad_bytes());
+        return param_offset(to) + (to.param_on_storage() ? param_bytes() : 0);
+    }
+    std::uint64_t staging_bytes(const ChunkSpec& to) const
+    {
+        return grad_offset(to) + (spec.grad_slot.empty() ? 0 : grad_bytes());
     }
 };
 

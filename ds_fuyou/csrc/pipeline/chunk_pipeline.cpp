@@ -29,13 +29,43 @@ std::size_t ChunkPipeline::add_chunk(const ChunkSpec& spec)
     std::lock_guard<std::mutex> lock(mutex_);
     Chunk chunk;
     chunk.spec = spec;
-    if (chunk.staging_bytes() > staging_->capacity_bytes()) {
-        throw std::invalid_argument("one chunk needs " + std::to_string(chunk.staging_bytes()) +
-                                    " bytes of staging memory, the pool has " +
-                                    std::to_string(staging_->capacity_bytes()));
-    }
+    require_staging_locked(chunk.staging_bytes(spec));
     chunks_.push_back(std::move(chunk));
     return chunks_.size() - 1;
+}
+
+void ChunkPipeline::require_staging_locked(std::uint64_t num_bytes) const
+{
+    if (num_bytes <= staging_->capacity_bytes()) return;
+    throw std::invalid_argument("one chunk needs " + std::to_string(num_bytes) +
+                                " bytes of staging memory, the pool has " +
+                                std::to_string(staging_->capacity_bytes()));
+}
+
+void ChunkPipeline::set_destination(std::size_t index, const ChunkSpec& places)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    Chunk& chunk = chunks_.at(index);
+    if (!kept_order_.empty()) throw std::logic_error("no chunk moves while states are kept");
+    if (chunk.is_moving()) throw std::logic_error("the chunk moves already");
+    Chunk moved;
+    moved.spec = places;
+    require_staging_locked(std::max(chunk.staging_bytes(places), moved.staging_bytes(places)));
+    chunk.destination = std::make_shared<const ChunkSpec>(places);
+}
+
+void ChunkPipeline::set_staging(AlignedPool* staging)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (staging_->used_bytes() > 0) throw std::logic_error("staging memory is in use");
+    staging_ = staging;
+    for (const Chunk& chunk : chunks_) require_staging_locked(chunk.staging_bytes(chunk.spec));
+}
+
+bool ChunkPipeline::is_resident(std::size_t chunk) const
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    return chunks_.at(chunk).resident();
 }
 
 void ChunkPipeline::set_position(std::size_t chunk, std::int64_t position)
@@ -110,6 +140,11 @@ void ChunkPipeline::enqueue(ChunkUpdate update)
     }
     auto job = std::make_shared<Job>();
     job->key = {generation, chunk.spec.position, update.chunk};
+    if (chunk.destination) {
+        if (generation > published_)
+            throw std::logic_error("only a published update may move a chunk");
+        job->destination = std::move(chunk.destination);
+    }
     job->gradient_place = update.held                  ? GradientPlace::kOpen
                           : update.gradient != nullptr ? GradientPlace::kMemory
                                                        : GradientPlace::kStorage;
@@ -242,7 +277,7 @@ void ChunkPipeline::publish(std::int64_t generation)
         if (!job || job->dropped || job->generation() != generation) continue;
         if (job->state == JobState::kWritten) {
             finish_locked(job);  // ended before its publication
-        } else if (job->state >= JobState::kParked && !chunk.param_on_storage()) {
+        } else if (job->state >= JobState::kParked && !chunk.after(*job).param_on_storage()) {
             chunk.published_generation = generation;
         }
     }
@@ -331,6 +366,13 @@ bool ChunkPipeline::wait_idle(std::size_t chunk_index, double timeout_secs)
     return wait_for_chunk_locked(lock, chunk, timeout_secs, [&] { return !chunk.job; });
 }
 
+bool ChunkPipeline::wait_moved(std::size_t index, double timeout_secs)
+{
+    std::unique_lock<std::mutex> lock(mutex_);
+    Chunk& chunk = chunks_.at(index);
+    return wait_for_chunk_locked(lock, chunk, timeout_secs, [&] { return !chunk.is_moving(); });
+}
+
 bool ChunkPipeline::failed() const
 {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -400,15 +442,15 @@ std::vector<StateSums> ChunkPipeline::state_sums() const
     return found;
 }
 
-// Where every chunk's published P16 lies, null in DRAM. The ranges themselves never change.
-std::vector<const FileRanges*> ChunkPipeline::published_params() const
+// Where every chunk's published P16 lies, nothing in DRAM.
+std::vector<FileRanges> ChunkPipeline::published_params() const
 {
     std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<const FileRanges*> found;
-    found.reserve(chunks_.size());
-    for (const Chunk& chunk : chunks_) {
-        const FileRanges& ranges = chunk.spec.param_slots[static_cast<std::size_t>(chunk.slot)];
-        found.push_back(checksum_ && chunk.param_on_storage() ? &ranges : nullptr);
+    std::vector<FileRanges> found(chunks_.size());
+    for (std::size_t i = 0; i < (checksum_ ? chunks_.size() : 0); ++i) {
+        const Chunk& chunk = chunks_[i];
+        if (chunk.param_on_storage())
+            found[i] = chunk.spec.param_slots[static_cast<std::size_t>(chunk.slot)];
     }
     return found;
 }
@@ -416,17 +458,17 @@ std::vector<const FileRanges*> ChunkPipeline::published_params() const
 std::vector<std::uint64_t> ChunkPipeline::param_digests() const
 {
     std::vector<std::uint64_t> found;
-    for (const FileRanges* ranges : published_params())
-        found.push_back(ranges != nullptr ? io_->page_digest(*ranges) : IoEngine::kNoDigest);
+    for (const FileRanges& ranges : published_params())
+        found.push_back(ranges.empty() ? IoEngine::kNoDigest : io_->page_digest(ranges));
     return found;
 }
 
 std::vector<std::size_t> ChunkPipeline::half_read_params() const
 {
     std::vector<std::size_t> found;
-    const std::vector<const FileRanges*> params = published_params();
+    const std::vector<FileRanges> params = published_params();
     for (std::size_t chunk = 0; chunk < params.size(); ++chunk)
-        if (params[chunk] != nullptr && io_->is_half_read(*params[chunk])) found.push_back(chunk);
+        if (!params[chunk].empty() && io_->is_half_read(params[chunk])) found.push_back(chunk);
     return found;
 }
 

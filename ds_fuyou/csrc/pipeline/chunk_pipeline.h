@@ -23,6 +23,14 @@
 // always finish. A failure of any kind is sticky: it wakes and fails every waiter.
 // Updates may also wait for a copier of states, which waits for none of them: see the note in
 // kept_states.cpp.
+//
+// [Note: chunks that move]
+// A chunk moves by way of an update, which reads what it needs where it is and leaves what it makes
+// at a destination. A state that comes to memory is read into the block that will hold it, and not
+// written; one that leaves is updated in its block and written from there. Otherwise such a job is
+// like any other: it waits for the same things, and its end is not before the commit of the
+// generation before, so that no record names a place that the chunk had not reached, or had left.
+// The memory at both ends is the caller's, until the chunk is idle.
 // Who signals: whoever makes a job ready, frees staging memory, ends a job or opens writes wakes
 // the worker; an ended update, publication, drop or job wakes those who wait for its chunk, if
 // there are any; the last job of a generation wakes those who wait for it to be durable.
@@ -65,6 +73,9 @@ struct ChunkSpec {
     int num_slots = 1;
     char* resident_state = nullptr;  // state block in DRAM instead of on storage
     std::array<char*, 2> param_memory = {nullptr, nullptr};  // P16 in DRAM, by version
+
+    bool resident() const { return resident_state != nullptr; }
+    bool param_on_storage() const { return param_memory[0] == nullptr; }
 };
 
 struct ChunkUpdate {
@@ -135,6 +146,15 @@ class ChunkPipeline {
     void take_over(std::size_t chunk, const TakenOver& state);
     int slot(std::size_t chunk) const;  // where the published state is
 
+    // The next update that is queued moves the chunk: of `places` those count, and whether there
+    // are two slots. It must be published already, for what moves cannot be dropped.
+    void set_destination(std::size_t chunk, const ChunkSpec& places);
+    bool wait_moved(std::size_t chunk, double timeout_secs);  // it does not move any more
+    // Whether the state is in memory.
+    bool is_resident(std::size_t chunk) const;
+    // Other staging memory from now on. None of the one before may be in use, and the new one has
+    // to hold every chunk.
+    void set_staging(AlignedPool* staging);
     // Queues one update; at most one per chunk and generation is alive.
     void enqueue(ChunkUpdate update);
     // Gives held jobs of `generation` what step() decided and lets them run.
@@ -246,7 +266,10 @@ class ChunkPipeline {
     void offer_locked(Chunk& chunk);
     void leave_locked(GenerationCounts& counts, std::int64_t generation);
     void wake_chunk_locked(const Chunk& chunk);
-    std::vector<const FileRanges*> published_params() const;
+    std::vector<FileRanges> published_params() const;
+    void arrive_locked(Chunk& chunk, const Job& job);
+    bool stays_locked(const Job& job) const;
+    void require_staging_locked(std::uint64_t num_bytes) const;
     void fail_locked(const std::string& what, int error, int fd, std::uint64_t offset);
     void require_running_locked() const;
     bool is_published_locked(const Job& job) const;

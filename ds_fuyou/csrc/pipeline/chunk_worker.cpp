@@ -116,15 +116,21 @@ void ChunkPipeline::admit_jobs_locked()
 bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
 {
     Chunk& chunk = chunks_[job->update.chunk];
-    if (chunk.staging_bytes() > 0) {
-        job->staging = staging_->try_allocate(chunk.staging_bytes());
+    const ChunkSpec& to = chunk.after(*job);
+    const std::uint64_t num_bytes = chunk.staging_bytes(to);
+    if (num_bytes > 0) {
+        job->staging = staging_->try_allocate(num_bytes);
         if (job->staging == nullptr) return false;
     }
     job->begin_secs = now_secs();
-    job->state_block = chunk.resident() ? chunk.spec.resident_state : job->staging;
-    job->param16 = chunk.param_on_storage() ? job->staging + chunk.param_offset() : nullptr;
+    job->state_block = chunk.resident() ? chunk.spec.resident_state
+                       : to.resident()  ? to.resident_state
+                                        : job->staging;
+    job->param16 = to.param_on_storage() ? job->staging + chunk.param_offset(to) : nullptr;
+    job->grad_staging =
+        chunk.spec.grad_slot.empty() ? nullptr : job->staging + chunk.grad_offset(to);
     job->gradient = job->update.gradient;
-    job->target_slot = chunk.spec.num_slots == 2 ? 1 - chunk.slot : 0;
+    job->target_slot = to.num_slots == 2 ? 1 - chunk.slot : 0;
     queue_.erase(job->key);
     chunk.waiting.erase(chunk.waiting.begin());
     chunk.job = job;
@@ -132,13 +138,12 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
 
     std::vector<IoExtent> extents;
     if (!chunk.resident()) {
-        place(extents, chunk.spec.state_slots[static_cast<std::size_t>(chunk.slot)], job->staging,
-              chunk.zero_moments ? chunk.part_bytes() : chunk.state_bytes());
+        place(extents, chunk.spec.state_slots[static_cast<std::size_t>(chunk.slot)],
+              job->state_block, chunk.zero_moments ? chunk.part_bytes() : chunk.state_bytes());
     }
     if (job->gradient_place == GradientPlace::kStorage) {
-        job->gradient = job->staging + chunk.grad_offset();
-        place(extents, chunk.spec.grad_slot, job->staging + chunk.grad_offset(),
-              chunk.grad_bytes());
+        job->gradient = job->grad_staging;
+        place(extents, chunk.spec.grad_slot, job->grad_staging, chunk.grad_bytes());
         job->gradient_place = GradientPlace::kStaging;
     }
     if (extents.empty()) {
@@ -161,9 +166,9 @@ void ChunkPipeline::read_gradient_locked(const std::shared_ptr<Job>& job)
 {
     const Chunk& chunk = chunks_[job->update.chunk];
     std::vector<IoExtent> extents;
-    place(extents, chunk.spec.grad_slot, job->staging + chunk.grad_offset(), chunk.grad_bytes());
+    place(extents, chunk.spec.grad_slot, job->grad_staging, chunk.grad_bytes());
     job->begin_secs = now_secs();
-    job->gradient = job->staging + chunk.grad_offset();
+    job->gradient = job->grad_staging;
     io_->submit(IoKind::kRead, std::move(extents), io_priority(*job),
                 [this, job](const IoOutcome& outcome) { on_read(job, outcome); });
     job->gradient_place = GradientPlace::kStaging;
@@ -216,11 +221,12 @@ void ChunkPipeline::update(Job& job, char* copy)
     how.gradient = job.gradient;
     how.gradient_type = job.update.gradient_type;
     how.multiplier = job.update.multiplier;
+    const ChunkSpec& to = chunk.after(job);
     how.param16 = job.param16 != nullptr
                       ? job.param16
-                      : chunk.spec.param_memory[static_cast<std::size_t>(job.update.param_version)];
+                      : to.param_memory[static_cast<std::size_t>(job.update.param_version)];
     how.param_type = chunk.spec.param_type;
-    how.checked = checksum_ && !chunk.resident();
+    how.checked = checksum_ && !(chunk.resident() && to.resident());
     job.sums = update_block(block, job.update.segments, how, num_update_threads_);
     if (job.param16 != nullptr) {  // what fills the last page is somebody's old memory
         const std::uint64_t used = chunk.spec.numel * element_bytes(chunk.spec.param_type);
@@ -245,7 +251,7 @@ void ChunkPipeline::end_update_locked(const std::shared_ptr<Job>& job, const std
         fail_locked("verifying the state of chunk " + std::to_string(job->update.chunk), EBADMSG,
                     range.fd, range.offset);
     } else {
-        if (is_published_locked(*job) && !chunk.param_on_storage())
+        if (is_published_locked(*job) && !chunk.after(*job).param_on_storage())
             chunk.published_generation = job->generation();
         if (may_write_locked(*job)) {
             write_locked(job);
@@ -260,32 +266,39 @@ void ChunkPipeline::end_update_locked(const std::shared_ptr<Job>& job, const std
 bool ChunkPipeline::checksum_holds_locked(const Job& job)
 {
     Chunk& chunk = chunks_[job.update.chunk];
-    if (!checksum_ || chunk.resident()) return true;
+    if (!checksum_) return true;
     const std::size_t source = static_cast<std::size_t>(chunk.slot);
-    const bool holds = !chunk.has_sums[source] || chunk.sums[source] == job.sums.read;
-    const std::size_t target = static_cast<std::size_t>(job.target_slot);
-    chunk.sums[target] = job.sums.updated;
-    chunk.has_sums[target] = true;
+    const bool holds =
+        chunk.resident() || !chunk.has_sums[source] || chunk.sums[source] == job.sums.read;
+    if (!chunk.after(job).resident()) {
+        const std::size_t target = static_cast<std::size_t>(job.target_slot);
+        chunk.sums[target] = job.sums.updated;
+        chunk.has_sums[target] = true;
+    }
     return holds;
 }
 
-// Until then the slot to be overwritten holds the last committed state.
+// Until then the slot to be overwritten holds the last committed state, or the chunk is to be where
+// that commit is told it is.
 bool ChunkPipeline::may_write_locked(const Job& job) const
 {
-    return chunks_[job.update.chunk].spec.num_slots != 2 || job.generation() <= committed_ + 1;
+    const Chunk& chunk = chunks_[job.update.chunk];
+    if (chunk.spec.num_slots != 2 && chunk.after(job).num_slots != 2) return true;
+    return job.generation() <= committed_ + 1;
 }
 
 void ChunkPipeline::write_locked(const std::shared_ptr<Job>& job)
 {
     const Chunk& chunk = chunks_[job->update.chunk];
     std::vector<IoExtent> extents;
+    const ChunkSpec& to = chunk.after(*job);
     const std::size_t target = static_cast<std::size_t>(job->target_slot);
-    if (!chunk.resident()) {
-        place(extents, chunk.spec.state_slots[target], job->staging, chunk.state_bytes());
+    if (!to.resident()) {
+        place(extents, to.state_slots[target], job->state_block, chunk.state_bytes());
         stats_.state_bytes_written += chunk.state_bytes();
     }
-    if (chunk.param_on_storage())
-        place(extents, chunk.spec.param_slots[target], job->param16, chunk.param_bytes());
+    if (to.param_on_storage())
+        place(extents, to.param_slots[target], job->param16, chunk.param_bytes());
     job->begin_secs = now_secs();
     if (!extents.empty()) {
         io_->submit(IoKind::kWrite, std::move(extents), io_priority(*job),
@@ -306,7 +319,8 @@ void ChunkPipeline::on_write(const std::shared_ptr<Job>& job, const IoOutcome& o
     trace_locked(2, *job, job->begin_secs, now_secs());
     release_staging_locked(*job);
     job->state = JobState::kWritten;
-    if (outcome.error != 0) {
+    job->stays = outcome.error != 0 && stays_locked(*job);
+    if (outcome.error != 0 && !job->stays) {
         fail_locked("writing the state of chunk " + std::to_string(job->update.chunk),
                     outcome.error, outcome.fd, outcome.offset);
     } else if (job->dropped || is_published_locked(*job)) {
@@ -321,6 +335,7 @@ void ChunkPipeline::finish_locked(const std::shared_ptr<Job>& job)
     Chunk& chunk = chunks_[job->update.chunk];
     release_staging_locked(*job);
     if (!job->dropped) {
+        if (job->destination && !job->stays) arrive_locked(chunk, *job);
         if (!chunk.resident() || chunk.param_on_storage()) chunk.slot = job->target_slot;
         chunk.zero_moments = false;
         chunk.published_generation = job->generation();
@@ -329,6 +344,28 @@ void ChunkPipeline::finish_locked(const std::shared_ptr<Job>& job)
     chunk.job.reset();
     offer_locked(chunk);
     wake_chunk_locked(chunk);
+}
+
+// The chunk's places are those of the job's destination from now on.
+void ChunkPipeline::arrive_locked(Chunk& chunk, const Job& job)
+{
+    const ChunkSpec& to = *job.destination;
+    chunk.spec.state_slots = to.state_slots;
+    chunk.spec.param_slots = to.param_slots;
+    chunk.spec.grad_slot = to.grad_slot;
+    chunk.spec.num_slots = to.num_slots;
+    chunk.spec.resident_state = to.resident_state;
+    chunk.spec.param_memory = to.param_memory;
+}
+
+// A state that was to leave memory could not be written. It is there as it was, and stays if
+// nothing but it was written.
+bool ChunkPipeline::stays_locked(const Job& job) const
+{
+    const Chunk& chunk = chunks_[job.update.chunk];
+    const ChunkSpec& to = chunk.after(job);
+    return chunk.resident() && !to.resident() && !chunk.param_on_storage() &&
+           !to.param_on_storage();
 }
 
 void ChunkPipeline::release_staging_locked(Job& job)

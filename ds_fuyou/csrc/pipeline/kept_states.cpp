@@ -16,11 +16,11 @@
 // writes. Not so where it writes slowly, to another machine say: then no step waits but the one
 // that must. Owners: a kept state in its place is nobody's to write until it is claimed by
 // take_kept() and released by release_kept(). A lent buffer is the pipeline's from lend_buffer()
-// until take_kept() gives it back full, or drop_kept() has returned. Nobody waits in a circle: the
-// copier waits for updates up to g, which never wait for it, and for buffers being filled, which is
-// copying. Updates after g wait for the copier, which gives every buffer back when it has written
-// it, or ends. It calls nothing of the training thread, which may wait for those updates, or for
-// the copier.
+// until take_kept() gives it back full, or drop_kept() has returned. No chunk moves meanwhile:
+// where a kept state lies stays so. Nobody waits in a circle: the copier waits for updates up to g,
+// which never wait for it, and for buffers being filled, which is copying. Updates after g wait for
+// the copier, which gives every buffer back when it has written it, or ends. It calls nothing of
+// the training thread, which may wait for those updates, or for the copier.
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
@@ -46,7 +46,9 @@ void ChunkPipeline::keep_states(std::vector<std::size_t> order)
     std::lock_guard<std::mutex> lock(mutex_);
     require_running_locked();
     if (!kept_order_.empty()) throw std::logic_error("states are kept already");
-    for (const std::size_t index : order) chunks_.at(index);
+    for (const std::size_t index : order)
+        if (chunks_.at(index).is_moving())
+            throw std::logic_error("no state is kept while it moves");
     kept_generation_ = published_;
     copier_is_slow_ = false;
     kept_order_ = std::move(order);

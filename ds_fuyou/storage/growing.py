@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Regions that come and go while the store is in use.
+
+[Note: the order of growing and shrinking]
+The manifest in the first directory is the one that counts. Files grow before it names what is new, so it never names
+bytes that are not there; a run that is killed in between leaves files longer than it says, which is no fault. A region
+goes from the manifest, durably, before its blocks do. The caller sees to it that no commit names a region that goes,
+and that none names one that comes before it is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.storage.data_file import free_blocks, preallocate
+from ds_fuyou.storage.layout import PathShare, Piece, RegionLayout, StoreLayout, device_capacities, stripe
+from ds_fuyou.storage.probe import probe_path
+from ds_fuyou.storage.records import write_manifest
+from ds_fuyou.storage.store_files import StoreFiles
+from ds_fuyou.storage.types import RegionSpec
+
+__all__ = ["Vacant", "grown", "shrunk"]
+
+logger = logging.getLogger("ds_fuyou")
+
+Vacant = dict[tuple[int, int], list[tuple[tuple[Piece, ...], ...]]]
+"""Slots without a region, their blocks freed, by (bytes, slots): space in files that a region of this size takes."""
+
+
+def grown(files: StoreFiles, regions: Sequence[RegionSpec], vacant: Vacant, budget_bytes: int | None) -> StoreFiles:
+    """With ``regions``, durably: in vacant places, which are taken out of ``vacant``, or at the ends of the files.
+
+    Raises:
+        FuyouStorageError: no room (needed and free bytes are named), or a file or the manifest cannot be written.
+            Nothing changed.
+    """
+    layout = files.manifest.layout
+    needed = sum(region.num_bytes * region.num_slots for region in regions)
+    if budget_bytes is not None and layout.total_bytes + needed > budget_bytes:
+        message = f"{needed} bytes beside {layout.total_bytes} do not fit nvme_budget_bytes, {budget_bytes}"
+        raise FuyouStorageError(errno.ENOSPC, message, str(files.files[0].path))
+    facts = [probe_path(run.root.path.parent) for run in files.runs]
+    capacities = device_capacities(facts)
+    if needed > sum(capacities.values()):
+        message = f"{needed} more bytes are needed, {sum(capacities.values())} can be used; free space"
+        raise FuyouStorageError(errno.ENOSPC, message, str(files.files[0].path))
+    at_end, placed = [], []
+    taken: list[tuple[RegionSpec, tuple[tuple[Piece, ...], ...]]] = []
+    for region in regions:
+        places = vacant.get((region.num_bytes, region.num_slots))
+        if places:
+            taken.append((region, places.pop()))
+        else:
+            at_end.append(region)
+    # Shares as they were when the store was made.
+    shares = [PathShare(fact.device, max(1, size)) for fact, size in zip(facts, layout.file_bytes, strict=True)]
+    added = stripe(at_end, shares, capacities)
+    begins = layout.file_bytes
+    for one in added.regions:
+        moved = (tuple(replace(p, offset=p.offset + begins[p.path]) for p in pieces) for pieces in one.slots)
+        placed.append(RegionLayout(one.spec, tuple(moved)))
+    inside = [RegionLayout(region, slots) for region, slots in taken]
+    sizes = tuple(begin + more for begin, more in zip(begins, added.file_bytes, strict=True))
+    try:
+        for path, begin, num_bytes in _runs([*inside, *placed]):
+            try:
+                preallocate(files.files[path].fd, num_bytes, begin)
+            except OSError as error:
+                message = f"{needed} more bytes cannot be allocated; free space"
+                raise FuyouStorageError(error.errno or errno.EIO, message, str(files.files[path].path)) from error
+        return _with_layout(files, StoreLayout((*layout.regions, *placed, *inside), sizes))
+    except BaseException:
+        _free(files, inside)
+        for file, size in zip(files.files, begins, strict=True):
+            with contextlib.suppress(OSError):
+                os.ftruncate(file.fd, size)
+        for region, slots in taken:
+            vacant.setdefault((region.num_bytes, region.num_slots), []).append(slots)
+        raise
+
+
+def shrunk(files: StoreFiles, names: Iterable[str], vacant: Vacant) -> StoreFiles:
+    """Without these regions, durably; their blocks are given back, their places added to ``vacant``.
+
+    Raises:
+        FuyouStorageError: the manifest cannot be written; nothing changed.
+    """
+    gone = set(names)
+    layout = files.manifest.layout
+    leaving = [region for region in layout.regions if region.spec.name in gone]
+    staying = tuple(region for region in layout.regions if region.spec.name not in gone)
+    found = _with_layout(files, StoreLayout(staying, layout.file_bytes))
+    _free(found, leaving)
+    for region in leaving:
+        vacant.setdefault((region.spec.num_bytes, region.spec.num_slots), []).append(region.slots)
+    return found
+
+
+def _with_layout(files: StoreFiles, layout: StoreLayout) -> StoreFiles:
+    manifest = replace(files.manifest, layout=layout)
+    write_manifest(files.runs[0].fd, files.runs[0].path, manifest)
+    return replace(files, manifest=manifest)
+
+
+def _free(files: StoreFiles, regions: Sequence[RegionLayout]) -> None:
+    for path, begin, num_bytes in _runs(regions):
+        try:
+            free_blocks(files.files[path].fd, num_bytes, begin)
+        except OSError as error:
+            logger.warning("%s: space is not given back (%s)", files.files[path].path, error.strerror)
+            return
+
+
+def _runs(regions: Sequence[RegionLayout]) -> list[tuple[int, int, int]]:
+    """(path, offset, bytes) of all their pieces, neighbours put together."""
+    pieces = sorted((p.path, p.offset, p.num_bytes) for region in regions for slot in region.slots for p in slot)
+    runs: list[tuple[int, int, int]] = []
+    for path, offset, num_bytes in pieces:
+        if runs and runs[-1][0] == path and runs[-1][1] + runs[-1][2] == offset:
+            runs[-1] = (path, runs[-1][1], runs[-1][2] + num_bytes)
+        else:
+            runs.append((path, offset, num_bytes))
+    return runs

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States that move between host memory and storage while steps are made: the same bits, the right records and bytes."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_fuyou.checkpoint.recovery import recover_weights
+from ds_fuyou.errors import FuyouMemoryError, FuyouStateError, FuyouStorageError
+from ds_fuyou.ops.core import load_core
+from ds_fuyou.optimizer import moving
+from ds_fuyou.optimizer.core import OutOfCoreOptimizer
+from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
+from ds_fuyou.optimizer.residency import ChunkResidency
+from ds_fuyou.storage import growing
+from ds_fuyou.storage.store import SlotStore
+from tests.harness.small_core import backward, hypers, small_core, step
+
+pytestmark = pytest.mark.timeout(120)
+LAYOUT = build_layout(
+    [[(name, name, 3 * CUT_ELEMENTS, place) for place, name in enumerate("abcd", 1)], [("e", "e", 77, 0)]],
+    LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS),
+)
+NUM_CHUNKS = len(LAYOUT.chunks)
+STATE_BYTES = 3 * CUT_ELEMENTS * 4  # of every chunk but the last, which is smaller
+
+
+def move(core: OutOfCoreOptimizer, share: float, step_bytes: int = 4 * STATE_BYTES) -> None:
+    core.mover.move_to(ChunkResidency.by_deadline(LAYOUT, 0.0, share, 0.0).states, step_bytes)
+
+
+def in_memory(core: OutOfCoreOptimizer) -> int:
+    return sum(core.place.residency.states)
+
+
+def everything(core: OutOfCoreOptimizer) -> list[torch.Tensor]:
+    states = [part.clone() for _, parts in core.states.read_all(range(NUM_CHUNKS)) for part in parts]
+    return [*states, *(core.params.read(span).clone() for span in LAYOUT.params)]
+
+
+def apply(core: OutOfCoreOptimizer, seed: int, multiplier: float = 1.0, without: Sequence[str] = ()) -> None:
+    """A step that waits for nothing, clipped where the multiplier is not one."""
+    backward(core, seed, without)
+    core.apply(hypers(LAYOUT), multiplier, expected_multiplier=1.0)
+
+
+def run(path: Path, moves: dict[int, float], **options: Any) -> list[torch.Tensor]:
+    """Twelve steps, some clipped, one skipped, one without some gradients; before some of them a move begins."""
+    path.mkdir()
+    with small_core(path, LAYOUT, **options) as core:
+        for seed in range(12):
+            if seed in moves:
+                move(core, moves[seed])
+            if seed == 5:
+                backward(core, seed)
+                core.skip()
+            else:
+                apply(core, seed, 0.5 if seed % 3 == 0 else 1.0, ["b", "e"] if seed == 7 else [])
+        counts = core.mover.counts
+        assert bool(counts.num_to_memory or counts.num_to_storage) == bool(moves)
+        return everything(core)
+
+
+PLACES = [
+    pytest.param((0.0, 0.0, 0.0), "speculate", 2, id="storage, updates in backward"),
+    pytest.param((1.0, 0.0, 1.0), "speculate", 2, id="states on storage, updates in backward"),
+    pytest.param((1.0, 0.3, 0.0), "defer", 2, id="some in memory, updates after step()"),
+    pytest.param((1.0, 0.3, 1.0), "defer", 1, id="one slot"),
+    pytest.param((0.0, 1.0, 1.0), "speculate", 2, id="states in memory"),
+]
+
+
+@pytest.mark.parametrize(("residency", "clip_policy", "num_slots"), PLACES)
+def test_a_run_in_which_states_move_equals_one_in_which_they_do_not(
+    residency: tuple[float, float, float], clip_policy: str, num_slots: int, tmp_path: Path
+) -> None:
+    options = {"residency": residency, "clip_policy": clip_policy, "num_slots": num_slots}
+    expected = run(tmp_path / "one", {}, **options)
+    moves = {1: 0.6, 4: 0.0, 6: 1.0, 9: 0.2}
+    if residency[1] == 1.0:
+        moves = {1: 0.4, 4: 1.0, 6: 0.0, 9: 0.7}
+    found = run(tmp_path / "other", moves, **options)
+    assert all(map(torch.equal, expected, found))
+
+
+def test_what_moves_is_bounded_and_leaves_before_others_come(tmp_path: Path) -> None:
+    with small_core(tmp_path, LAYOUT, residency=(1.0, 0.5, 1.0), clip_policy="speculate") as core:
+        target = tuple(not resident for resident in core.place.residency.states)
+        leaving = sum(core.place.residency.states)
+        core.mover.move_to(target, 2 * STATE_BYTES)
+        seen = []
+        for seed in range(16):
+            step(core, seed)
+            counts = core.mover.counts
+            seen.append((counts.num_to_storage, counts.num_to_memory))
+        assert core.place.residency.states == target
+        assert core.mover.is_idle
+        assert core.mover.left_bytes == 0
+    gone = [one[0] for one in seen]
+    assert all(later - earlier <= 3 for earlier, later in itertools.pairwise(gone)), seen
+    assert all(came == 0 for left, came in seen if left < leaving), seen
+    assert seen[-1] == (leaving, NUM_CHUNKS - leaving)
+
+
+def blocks_of(store: SlotStore) -> int:
+    """In whole units of 64 KiB: the file system takes a few blocks for itself."""
+    return sum((path / "data").stat().st_blocks * 512 for path in store.directories) >> 16
+
+
+def test_memory_and_space_are_given_back_and_moving_moves_nothing_twice(tmp_path: Path) -> None:
+    """A state that comes is read and not written, one that leaves written and not read."""
+    with small_core(tmp_path, LAYOUT, residency=(1.0, 0.0, 1.0)) as core:
+        assert core.store is not None
+        step(core, 0)
+        whole = sum(region.num_bytes * region.num_slots for region in core.store.regions.values())
+        assert core.store.total_bytes == whole
+        assert blocks_of(core.store) == whole >> 16
+        one = sum(core.place.state_spec(chunk).num_bytes for chunk in LAYOUT.chunks)
+
+        def moved_bytes(seed: int) -> tuple[int, int]:
+            before = core.io.stats()
+            step(core, seed)
+            after = core.io.stats()
+            return tuple(after[lane].num_bytes - before[lane].num_bytes for lane in ("read", "write"))  # type: ignore[return-value]
+
+        assert moved_bytes(1) == (one, one)
+        move(core, 1.0, step_bytes=2 * one)
+        assert moved_bytes(2) == (one, 0), "only read"
+        assert moved_bytes(3) == (0, 0)
+        assert in_memory(core) == NUM_CHUNKS
+        while not core.mover.is_idle:
+            step(core, 4)
+        assert core.store.total_bytes == 0 == blocks_of(core.store), core.store.total_bytes
+        assert core.staging.capacity_bytes == 4096, "nothing passes through it any more"
+        move(core, 0.0, step_bytes=2 * one)
+        assert core.store.total_bytes == whole, "room is there before anything moves"
+        assert blocks_of(core.store) == whole >> 16
+        assert moved_bytes(5) == (0, one), "only written"
+        assert moved_bytes(6) == (one, one)
+        assert in_memory(core) == 0
+        assert not core.place._states
+        assert core.staging.capacity_bytes > 4096
+
+
+def weights_of(directories: Sequence[Path], out: Path) -> dict[str, torch.Tensor]:
+    recover_weights(directories, out)
+    return torch.load(out)
+
+
+def test_records_say_what_they_lack_and_are_whole_again_when_all_has_left(tmp_path: Path) -> None:
+    with small_core(tmp_path, LAYOUT, residency=(1.0, 0.0, 1.0), keep=True) as core:
+        store = core.store
+        assert store is not None
+
+        def committed() -> list[tuple[int, int]]:
+            core.commits.forget_params()  # waits
+            return [(one.step, int(str(one.meta["states_in_memory"]))) for one in store.commits()]
+
+        step(core, 0)
+        step(core, 1)
+        assert committed() == [(2, 0), (1, 0)]
+        assert core.keeps_steps
+        move(core, 0.5, step_bytes=1)
+        step(core, 2)
+        assert committed() == [(3, 1)]
+        assert not core.keeps_steps
+        step(core, 3)
+        assert committed() == [(4, 2)]
+        move(core, 0.0, step_bytes=10 * STATE_BYTES)
+        step(core, 4)
+        assert committed() == [(5, 2)], "they were on their way when it was ordered"
+        step(core, 5)
+        assert committed() == [(6, 0)]
+        assert core.keeps_steps
+        step(core, 6)
+        assert committed() == [(7, 0), (6, 0)]
+        directories = store.directories
+        expected = [parts[0].clone() for _, parts in core.states.read_all(range(NUM_CHUNKS))]
+    found = weights_of(directories, tmp_path / "out.pt")
+    assert torch.equal(torch.cat(expected), torch.cat([found[span.name].view(-1) for span in LAYOUT.params]))
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_nobody_recovers_what_lacks_states(share: float, tmp_path: Path) -> None:
+    with small_core(tmp_path, LAYOUT, residency=(1.0, 0.0, 1.0), keep=True) as core:
+        step(core, 0)
+        move(core, share, step_bytes=1 << 30)
+        step(core, 1)
+        step(core, 2)
+        while not core.mover.is_idle:
+            step(core, 3)
+        assert core.store is not None
+        directories, count = core.store.directories, in_memory(core)
+    with pytest.raises(FuyouStateError, match=f"P32 of {count} of {NUM_CHUNKS} chunks was in host memory"):
+        recover_weights(directories, tmp_path / "out.pt")
+
+
+def test_what_a_kill_amid_a_move_to_memory_leaves_is_the_step_before_until_the_next_is_committed(
+    tmp_path: Path,
+) -> None:
+    with small_core(tmp_path / "run" if (tmp_path / "run").mkdir() is None else tmp_path, LAYOUT, keep=True) as core:
+        step(core, 0)
+        step(core, 1)
+        expected = [parts[0].clone() for _, parts in core.states.read_all(range(NUM_CHUNKS))]
+        move(core, 1.0, step_bytes=1 << 30)
+        core.holds_orders = True  # the step's commit is not ordered: as if it were killed before
+        step(core, 2)
+        assert core.store is not None
+        assert in_memory(core) == NUM_CHUNKS
+        directories = core.store.directories
+    found = weights_of(directories, tmp_path / "out.pt")
+    assert torch.equal(torch.cat(expected), torch.cat([found[span.name].view(-1) for span in LAYOUT.params]))
+
+
+def test_without_room_nothing_moves_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "one").mkdir()
+    expected = run(tmp_path / "plain", {}, residency=(0.0, 1.0, 1.0))
+    with small_core(tmp_path / "one", LAYOUT, residency=(0.0, 1.0, 1.0)) as core:
+        store = core.store
+        assert store is not None
+        before, sizes = dict(store.regions), blocks_of(store)
+        calls = []
+
+        def refuse(fd: int, num_bytes: int, offset: int = 0) -> None:
+            calls.append(offset)
+            os.posix_fallocate(fd, offset, num_bytes)
+            raise OSError(errno.ENOSPC, "no room")
+
+        for seed in range(12):
+            if seed == 2:
+                with monkeypatch.context() as full:
+                    full.setattr(growing, "preallocate", refuse)
+                    with pytest.raises(FuyouStorageError, match="more bytes cannot be allocated") as caught:
+                        move(core, 0.0)
+                assert caught.value.errno == errno.ENOSPC
+                assert calls
+                assert dict(store.regions) == before
+                assert blocks_of(store) == sizes
+                assert core.mover.is_idle
+            if seed == 3:
+                with pytest.raises(FuyouStorageError, match="do not fit nvme_budget_bytes"):
+                    core.mover.move_to((False,) * NUM_CHUNKS, 1, budget_bytes=store.total_bytes + 4096)
+            if seed == 5:
+                backward(core, seed)
+                core.skip()
+            else:
+                apply(core, seed, 0.5 if seed % 3 == 0 else 1.0, ["b", "e"] if seed == 7 else [])
+        assert in_memory(core) == NUM_CHUNKS
+        assert all(map(torch.equal, expected, everything(core)))
+
+
+def test_a_state_that_cannot_be_written_stays_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = run(tmp_path / "plain", {}, residency=(1.0, 1.0, 0.0))
+    (tmp_path / "one").mkdir()
+    native = load_core()
+    with small_core(tmp_path / "one", LAYOUT, residency=(1.0, 1.0, 0.0)) as core:
+        for seed in range(12):
+            if seed == 2:
+                move(core, 0.0, step_bytes=2 * STATE_BYTES)
+                assert core.store is not None
+                bad = core.store.extents("state/1", 0)[0]
+                for slot in (0, 1):
+                    bad = core.store.extents("state/1", slot)[0]
+                    core.io.engine.add_fault(
+                        kind=native.IoKind.WRITE,
+                        effect=native.IoFaultEffect.ERROR,
+                        error=errno.EIO,
+                        count=1 << 30,
+                        fd=bad.fd,
+                        offset_begin=bad.offset,
+                        offset_end=bad.offset + bad.num_bytes,
+                    )
+            if seed == 5:
+                backward(core, seed)
+                core.skip()
+            else:
+                apply(core, seed, 0.5 if seed % 3 == 0 else 1.0, ["b", "e"] if seed == 7 else [])
+        assert core.place.residency.states[1]
+        assert 1 < in_memory(core) < NUM_CHUNKS
+        assert core.mover.failure is not None
+        assert core.mover.is_idle
+        assert core.store is not None
+        assert "state/1" not in core.store.regions
+        assert all(map(torch.equal, expected, everything(core)))
+    said = [record.message for record in caplog.records if "not moved any further" in record.message]
+    assert len(said) == 1
+    assert "chunk 1 could not be written" in said[0]
+
+
+def test_without_memory_what_came_stays_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(tmp_path / "plain", {}, residency=(1.0, 0.0, 1.0))
+    (tmp_path / "one").mkdir()
+    given = []
+
+    def scarce(num_bytes: int) -> torch.Tensor:
+        if len(given) == 3:
+            raise FuyouMemoryError(num_bytes)
+        given.append(num_bytes)
+        return allocate(num_bytes)
+
+    allocate = moving.aligned_tensor
+    monkeypatch.setattr(moving, "aligned_tensor", scarce)
+    with small_core(tmp_path / "one", LAYOUT, residency=(1.0, 0.0, 1.0)) as core:
+        for seed in range(12):
+            if seed == 2:
+                move(core, 1.0, step_bytes=2 * STATE_BYTES)
+            if seed == 5:
+                backward(core, seed)
+                core.skip()
+            else:
+                apply(core, seed, 0.5 if seed % 3 == 0 else 1.0, ["b", "e"] if seed == 7 else [])
+        assert in_memory(core) == 3
+        assert isinstance(core.mover.failure, FuyouMemoryError)
+        assert all(map(torch.equal, expected, everything(core)))
+
+
+def test_moves_wait_while_states_are_copied_and_what_is_copied_is_one_step(tmp_path: Path) -> None:
+    with small_core(tmp_path, LAYOUT, residency=(1.0, 0.3, 1.0), clip_policy="speculate") as core:
+        apply(core, 0)
+        move(core, 1.0)
+        apply(core, 1)
+        snapshot = core.snapshot()
+        expected = everything(core)[: 3 * NUM_CHUNKS]
+        counted = core.mover.counts.num_to_memory
+        assert counted
+        found = {}
+        states = snapshot.states()
+        for chunk, parts in states:
+            found[chunk.index] = [part.clone() for part in parts]
+            if len(found) == 1:
+                backward(core, 2)
+                core.apply(hypers(LAYOUT), 1.0, expected_multiplier=1.0)
+                assert core.mover.counts.num_to_memory == counted
+                assert not list(core.mover.due)
+        assert all(map(torch.equal, expected, [part for index in range(NUM_CHUNKS) for part in found[index]]))
+        for seed in range(3, 9):
+            step(core, seed)
+        assert in_memory(core) == NUM_CHUNKS
+
+
+def test_a_move_is_asked_for_between_steps(tmp_path: Path) -> None:
+    with small_core(tmp_path, LAYOUT, residency=(1.0, 0.0, 1.0)) as core:
+        backward(core, 0)
+        with pytest.raises(FuyouStateError, match="between steps only"):
+            move(core, 1.0)
+
+
+def test_another_target_takes_the_place_of_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    with small_core(tmp_path, LAYOUT, residency=(1.0, 1.0, 0.0)) as core:
+        assert core.store is not None
+        before = core.store.total_bytes
+        move(core, 0.0, step_bytes=STATE_BYTES)
+        step(core, 0)
+        move(core, 1.0, step_bytes=STATE_BYTES)
+        step(core, 1)
+        while not core.mover.is_idle:
+            step(core, 2)
+        assert in_memory(core) == NUM_CHUNKS
+        assert core.store.total_bytes == before, "what was reserved and not used is given back"
+    assert not caplog.records
