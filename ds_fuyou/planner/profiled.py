@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.activations import ActivationCosts, SavedOutput
 from ds_fuyou.planner.blocks import OPERATORS, Block, Operator
 from ds_fuyou.planner.cost import ClosedForm, Placement, Workload, closed_form, cores_secs, shared_secs
@@ -14,7 +15,7 @@ from ds_fuyou.planner.decide import Decision, StepTime, decide
 from ds_fuyou.planner.hardware import Machine, constants
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
-from ds_fuyou.planner.plan import PlanInput
+from ds_fuyou.planner.plan import Plan, PlanInput
 from ds_fuyou.planner.policies import Fates, Policy, Tiers, Updates
 from ds_fuyou.planner.profile import RunProfile
 
@@ -25,6 +26,7 @@ __all__ = [
     "alternatives",
     "durability_line",
     "placed",
+    "placed_again",
     "predict",
     "prediction_line",
     "prediction_table",
@@ -51,6 +53,7 @@ _UNKNOWN = Machine(
     update_rate=float("inf"),
     pass_rate=float("inf"),
 )
+_WORTH_MOVING = 0.05  # of a step
 CORES = "cores"
 """The bound where compute, updates and I/O share the host's cores and ask most of them."""
 
@@ -242,6 +245,36 @@ def placed(
         profile = None  # measured while nothing was on storage
     costs = activation_costs(profile) if given.swaps_activations else None
     return decide(given, overrides, run_time(profile, sizes_of(given, accumulation), costs))
+
+
+def placed_again(
+    given: PlanInput, overrides: Mapping[str, int | None], profile: RunProfile, plan: Plan
+) -> Decision | None:
+    """Where states should be that a run under ``plan`` may move, by what was measured of it: P16, gradients and the
+    memory of the lanes stay. None unless a step becomes clearly shorter.
+    """
+    now = plan.residency
+    fixed = replace(
+        given,
+        params_tier="auto",
+        gradients_tier="auto",
+        shares={**given.shares, "parameters": now.parameters, "gradients": now.gradients},
+    )
+    lanes: dict[str, int | None] = {
+        "chunk_bytes": plan.chunk_bytes,
+        "staging_bytes": plan.staging_bytes,
+        "prefetch_bytes": plan.prefetch_bytes,
+        "activation_bytes": plan.activation_bytes,
+    }
+    costs = activation_costs(profile) if given.swaps_activations else None
+    time = run_time(profile, sizes_of(given, profile.accumulation), costs)
+    try:
+        found = decide(fixed, {**overrides, **lanes}, time)
+    except FuyouConfigError:
+        return None
+    before = time.secs(replace(found.place, states=now.optimizer))
+    fits = found.plan.host_bytes(given) <= given.dram_budget_bytes
+    return found if fits and found.secs < (1 - _WORTH_MOVING) * before else None
 
 
 def sizes_of(given: PlanInput, accumulation: int = 1) -> RunPlacement:

@@ -116,7 +116,7 @@ class RankState:
             profile = None  # files of a dead run are found where a run that knew as little would place them
         self.plan: Plan = placed(given, self.plan_overrides, profile, accumulation).plan
         self.host_budget_bytes = given.dram_budget_bytes
-        self.planned_host_bytes = self.plan.host_bytes(given)
+        self.planned(self.plan)
         limits = LayoutLimits(
             max_elements=max(CUT_ELEMENTS, self.plan.chunk_bytes // 4),
             min_elements=min(512 * 1024, max(CUT_ELEMENTS, self.plan.chunk_bytes // 8)),
@@ -162,6 +162,11 @@ class RankState:
         self._num_reads = 0
         self._skipped = SkippedSteps(self.core)
         self._positions_known = False
+
+    def planned(self, plan: Plan) -> None:
+        """What the run is told to do from now on, and the host memory it takes with that."""
+        self.plan = plan
+        self.planned_host_bytes = plan.host_bytes(self.plan_input)
 
     # ---- construction -------------------------------------------------------------------------------------
 

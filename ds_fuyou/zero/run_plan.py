@@ -36,6 +36,7 @@ from ds_fuyou.planner.profiled import (
     Prediction,
     alternatives,
     durability_line,
+    placed_again,
     predict,
     prediction_line,
     prediction_table,
@@ -48,7 +49,7 @@ from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
 from ds_fuyou.storage.types import PAGE_BYTES
 from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.zero.activations import model_blocks
-from ds_fuyou.zero.agreement import on_any_rank
+from ds_fuyou.zero.agreement import of_rank_0, on_any_rank
 from ds_fuyou.zero.auto_activations import AutoActivations
 from ds_fuyou.zero.rank_state import RankState
 from ds_fuyou.zero.run_facts import (
@@ -148,6 +149,7 @@ class RunPlan:
         self._num_steps += 1
         times = self.clock.end_step(wait=self._measures)
         wished = False
+        measured = self._measures
         if self._measures:
             self._measure(times)
         elif self._num_steps == 1 and self.profile is not None:
@@ -157,6 +159,8 @@ class RunPlan:
             wished = self._compare(self._watch, times)
         if self.auto is not None:
             self.auto.step_applied(lambda saved: self._choice(saved, times))
+        if measured and not self._measures:
+            self._move()
         if self._watch is not None and self.profile is not None and self.prediction is not None:
             self._follow_updates(self.profile, self._watch, self.prediction)
         self._decide_anew(wished)
@@ -176,6 +180,8 @@ class RunPlan:
 
     def _settle(self, profile: RunProfile) -> None:
         """Plans once activations have their fates for a whole step."""
+        if not self._state.core.mover.is_idle:
+            return
         if not self._settles:
             self._begin(profile)
         elif self.auto is None or self.auto.is_decided:
@@ -285,6 +291,34 @@ class RunPlan:
             get_logger().info("plan: %s", durability_line(chosen, others, budget))
         get_logger().debug("all placements of whole classes:\n%s", prediction_table(chosen, others, budget))
         self._adopt(profile, chosen)
+
+    def _move(self) -> None:
+        """States go to where what was measured says they should be, over the next steps. A collective: rank 0 knows.
+
+        Where a run may be gone on from, states do not come to memory: it would not be any more.
+        """
+        state, config = self._state, self._state.activation.config
+        if state.store is None or config.optimizer.tier != "auto" or "optimizer" in state.plan_input.shares:
+            return
+        found = None
+        if self.profile is not None and current_rank() == 0:
+            found = placed_again(state.plan_input, state.plan_overrides, self.profile, state.plan)
+        found = of_rank_0(found)
+        if found is None:
+            return
+        was, share = state.plan.residency.optimizer, found.plan.residency.optimizer
+        if share > was and (config.resume == "auto" or config.durable):
+            return
+        if state.move_to(share):
+            state.planned(replace(state.plan, residency=replace(state.plan.residency, optimizer=share)))
+            if current_rank() == 0:
+                get_logger().info(
+                    "P32 and moments move over the next steps: %.0f %% of them in host memory instead of %.0f %%, with "
+                    "which %.3f s a step are predicted",
+                    100 * share,
+                    100 * was,
+                    found.secs,
+                )
 
     def _choice(self, saved: SavedStep, times: StepTimes) -> Choice:
         """What becomes of activations, by predicted time where this run can predict. On rank 0."""
