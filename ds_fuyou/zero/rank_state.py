@@ -35,6 +35,7 @@ from ds_fuyou.host.memory import HeapGuard, PageLocks, aligned_tensor, round_up_
 from ds_fuyou.log import log_once
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
+from ds_fuyou.optimizer.host_sums import STAGING_BYTES
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutEntry, LayoutLimits, ParamSpan, build_layout
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.param_access import PublishedSpan
@@ -115,7 +116,8 @@ class RankState:
             profile = None  # files of a dead run are found where a run that knew as little would place them
         self.plan: Plan = placed(given, self.plan_overrides, profile, accumulation).plan
         self.host_budget_bytes = given.dram_budget_bytes
-        self.planned_host_bytes = self.plan.host_bytes(given)
+        sums = STAGING_BYTES if accumulation > 1 and not self.device.is_host else 0
+        self.planned_host_bytes = self.plan.host_bytes(given) + sums
         limits = LayoutLimits(
             max_elements=max(CUT_ELEMENTS, self.plan.chunk_bytes // 4),
             min_elements=min(512 * 1024, max(CUT_ELEMENTS, self.plan.chunk_bytes // 8)),
