@@ -24,12 +24,12 @@ from ds_fuyou.host.waiting import wait_reporting
 from ds_fuyou.optimizer.norms import host_squares
 from ds_fuyou.storage.io import Transfer
 
-__all__ = ["PIECE_ELEMENTS", "HostSum", "HostSums"]
+__all__ = ["PIECE_ELEMENTS", "STAGING_BYTES", "HostSum", "HostSums"]
 
 PIECE_ELEMENTS = 4 * 1024 * 1024
 """The most that is copied and added at once."""
 
-_STAGING_BYTES = 128 * 1024 * 1024
+STAGING_BYTES = 128 * 1024 * 1024
 """How far copies may run ahead of their sums. Beyond, the oldest is waited for."""
 
 
@@ -105,7 +105,7 @@ class HostSums:
         return self._free[-1].view(self._dtype)[:numel]
 
     def _is_full(self) -> bool:
-        return not self._free and (self._num_buffers + 1) * self._bytes > _STAGING_BYTES
+        return not self._free and (self._num_buffers + 1) * self._bytes > STAGING_BYTES
 
     def submit(self, one: HostSum) -> HostSum:
         """Hands over a sum whose staging is the memory given last."""

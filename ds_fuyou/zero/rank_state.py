@@ -35,6 +35,7 @@ from ds_fuyou.host.memory import HeapGuard, PageLocks, aligned_tensor, round_up_
 from ds_fuyou.log import log_once
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
+from ds_fuyou.optimizer.host_sums import STAGING_BYTES
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutEntry, LayoutLimits, ParamSpan, build_layout
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.param_access import PublishedSpan
@@ -116,6 +117,7 @@ class RankState:
             profile = None  # files of a dead run are found where a run that knew as little would place them
         self.plan: Plan = placed(given, self.plan_overrides, profile, accumulation).plan
         self.host_budget_bytes = given.dram_budget_bytes
+        self._sums_bytes = STAGING_BYTES if accumulation > 1 and not self.device.is_host else 0
         self.planned(self.plan)
         limits = LayoutLimits(
             max_elements=max(CUT_ELEMENTS, self.plan.chunk_bytes // 4),
@@ -166,7 +168,7 @@ class RankState:
     def planned(self, plan: Plan) -> None:
         """What the run is told to do from now on, and the host memory it takes with that."""
         self.plan = plan
-        self.planned_host_bytes = plan.host_bytes(self.plan_input)
+        self.planned_host_bytes = plan.host_bytes(self.plan_input) + self._sums_bytes
 
     # ---- construction -------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ def test_equals_stock(name: str, trained: tuple[dict, str]) -> None:
     assert found["differs"] == []
     if "recompute" not in name:
         assert found["swapped"] > 0
-        assert found["read"] > 0
+        assert found["read"] > 0 or "planned" in name  # host memory has room for what one step swaps
         assert found["left"] == 0
 
 

@@ -187,7 +187,7 @@ def test_copies_run_ahead_of_sums_by_a_bounded_number_of_bytes(taken: Taken, mon
 
     monkeypatch.setattr(intake_module, "PIECE_ELEMENTS", CUT_ELEMENTS // 8)
     taken.intake._sums._bytes = 4096
-    monkeypatch.setattr(host_sums, "_STAGING_BYTES", 3 * 4096)
+    monkeypatch.setattr(host_sums, "STAGING_BYTES", 3 * 4096)
     intake, events = taken.intake, taken.device.events
     intake.add([(A, values(A.numel, 1.0))], last=False)
     adding = threading.Thread(target=lambda: intake.add([(A, values(A.numel, 1.0))], last=False))
