@@ -131,13 +131,15 @@ class Snapshot:
             raise FuyouStateError("the states of this step were let go before they were copied")
 
     def _read_clones(self) -> Generator[tuple[Chunk, list[torch.Tensor]]]:
-        """Unhurried: nobody waits for them, unless somebody waits for the checkpoint."""
+        """A fifth of the time, unless somebody waits for the checkpoint. Ahead of others: where storage is never idle
+        they would not come at all.
+        """
         for chunk, slot, extents in self._cloned:
             begin, block = time.perf_counter(), self._spare[0]
             state = block[: self._core.states.num_bytes(chunk)]
             state[sum(extent.num_bytes for extent in extents) :].zero_()
             what = f"reading the state of chunk {chunk.index} for a checkpoint"
-            taken = _Taken(chunk, block, state, slot, self._io.read(extents, state, what, _BEHIND), is_cloned=True)
+            taken = _Taken(chunk, block, state, slot, self._io.read(extents, state, what, _FIRST), is_cloned=True)
             self._settle(taken)
             yield chunk, self._core.states.parts(chunk, state)
             self._hurries.wait(_REST * (time.perf_counter() - begin))

@@ -120,7 +120,9 @@ class CheckpointState:
                     found = [clone(first + part, chunk.begin, extents) for part, extents in enumerate(parts)]
                     return [each for each in found if each is not None] if None not in found else None
 
-                return pieces(snapshot.states(cloned))
+                # Slots whose blocks are shared need new ones when they are written, which may not be there.
+                is_durable = self._rank_state.activation.config.durable
+                return pieces(snapshot.states(None if is_durable else cloned))
 
             flats = self.stand_ins.add_together(shapes, kept, later=True, clones=True)
         else:

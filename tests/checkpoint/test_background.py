@@ -21,9 +21,12 @@ from tests.parity.cases import block
 CASE = {"steps": 2, "model": {}, "config": ds_config(gradient_clipping=0.8)}
 
 
-def written_case(what: str, directory: Path, tiers: str = "all", slots: int = 2, **more: object) -> Path:
+def written_case(
+    what: str, directory: Path, tiers: str = "all", slots: int = 2, durable: bool = False, **more: object
+) -> Path:
     (directory / "swap").mkdir(exist_ok=True)
     given = {**block(str(directory / "swap"), tiers, slots=slots), "checkpoint": {"save": "background"}}
+    given |= {"durable": True} if durable else {}
     case = with_fuyou({**CASE, **more}, given)
     file = directory / f"{what}.json"
     file.write_text(json.dumps(case))

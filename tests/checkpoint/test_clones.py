@@ -43,3 +43,10 @@ def test_steps_meanwhile_change_nothing_of_it(place: Path) -> None:
     (alone,) = results("exact", place, undisturbed=True, **given)
     assert found["same"]
     assert found["digest"] == alone["digest"]
+
+
+def test_a_run_that_is_to_be_durable_copies(place: Path) -> None:
+    """The next writes of a slot whose blocks are shared need new ones, which others may have taken."""
+    (found,) = results("cloned", place, durable=True)
+    assert found["written"] > found["size"] * 0.9
+    assert found["same"]
