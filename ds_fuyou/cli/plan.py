@@ -10,7 +10,9 @@ from pathlib import Path
 
 from ds_fuyou.cli.machine_options import add_machine_options, machine_from
 from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.files import replacing
 from ds_fuyou.planner.choose import choose
+from ds_fuyou.planner.compare import Training, compared, compared_text
 from ds_fuyou.planner.cost import Workload
 from ds_fuyou.planner.document import save
 from ds_fuyou.planner.fixed import limited, under_block
@@ -44,7 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq", type=int, default=1024, help="tokens of a sequence (%(default)s)")
     parser.add_argument("--accumulation", type=int, help="micro-batches a step; default: --config's, or 1")
     parser.add_argument("--system", default="ds_fuyou", help="policy to plan for (%(default)s)")
-    parser.add_argument("--out", type=Path, metavar="PLAN.JSON", help="save the plan document")
+    parser.add_argument("--compare", action="store_true", help="beside ZeRO-3, ZeRO-Offload and ZeRO-Infinity")
+    parser.add_argument("--tokens", type=float, default=1e9, help="of the training that is compared (%(default)g)")
+    parser.add_argument("--price", type=float, default=0.0, help="of the machine an hour, in any currency")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="save the plan document, or a page if it ends in .html"
+    )
     parser.add_argument("--trace", type=Path, metavar="TRACE.JSON", help="save the simulated step, for fuyou report")
     parser.add_argument("--json", action="store_true", help="print the plan document instead of the table")
 
@@ -73,17 +80,29 @@ def run(arguments: argparse.Namespace) -> int:
     )
     chosen = choose(work, machine, policy)
     document = document_of(chosen)
-    if arguments.out is not None:
+    training = Training(arguments.tokens, arguments.price)
+    rows = compared(work, machine, policy, training) if arguments.compare or arguments.price else []
+    text = plan_text(chosen)
+    if arguments.out is not None and arguments.out.suffix.lower() in (".html", ".htm"):
+        from ds_fuyou.telemetry.plan_page import render_plan
+
+        with replacing(arguments.out) as part:
+            part.write_text(render_plan(chosen, text, rows, training), encoding="utf-8")
+    elif arguments.out is not None:
         save(document, arguments.out)
     if arguments.trace is not None:
         arguments.trace.write_text(json.dumps(chrome_trace(chosen.simulated, machine)), encoding="utf-8")
     if arguments.json:
         shown = document.to_json()
         shown["predicted"]["largest_batch"] = largest_batch(chosen)
+        if rows:
+            shown["predicted"]["compared"] = [row.to_json() for row in rows]
         shown["predicted"]["upgrades"] = {what: round(secs, 4) for what, secs in upgrades(chosen)}
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
     else:
-        sys.stdout.write(plan_text(chosen) + "\n")
+        sys.stdout.write(text + "\n")
+        if rows:
+            sys.stdout.write(compared_text(rows, training) + "\n")
     return 0
 
 

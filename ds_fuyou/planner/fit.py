@@ -66,6 +66,11 @@ def _power_of_two(num_bytes: float) -> float:
 def needs_of(work: Workload, machine: Machine, policy: Policy, place: Placement) -> Needs:
     """Bytes by tier. GPU: of each one; host memory and storage: of all of them together."""
     have = {"gpu": float(machine.gpu_bytes), "cpu": machine.dram_usable_bytes, "nvme": machine.storage_bytes}
+    if policy.on_device:
+        each = (P16_BYTES + policy.gradient_bytes + STATE_BYTES) * float(work.model.params) / machine.num_gpus
+        inputs = Item("activations", "gpu", place.swapped_bytes)
+        shares = (Item("P16, gradients, P32, M, V", "gpu", each), inputs)
+        return Needs((*_gpu_items(work, policy, place), *shares), have)
     items = (
         *_gpu_items(work, policy, place),
         *_host_items(work, machine, policy, place),

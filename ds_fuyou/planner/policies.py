@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from ds_fuyou.errors import FuyouConfigError
@@ -69,6 +69,7 @@ class Policy:
         keeps_gradients: they exist as a class until ``step()``; else a window of them. ``reads_spilled``: those on
             storage are read back for the update.
         gradients_on_storage: that class lies on storage with the states.
+        on_device: nothing lives off the GPUs, which share everything among them.
         extra_pass_bytes: other passes over host memory an update costs, a parameter (unscale, norm, copies).
         fixed: what the user has decided; looked at where tiers are planned.
     """
@@ -85,6 +86,7 @@ class Policy:
     keeps_gradients: bool = False
     reads_spilled: bool = True
     gradients_on_storage: bool = False
+    on_device: bool = False
     extra_pass_bytes: int = 0
     fixed: Fixed = Fixed()
 
@@ -117,6 +119,7 @@ POLICIES = {
         Policy(
             "fuyou_optimizer_as_separate_stage", Updates.STEP, Tiers.STORAGE, Fates.FIRST_CLASS, keeps_gradients=True
         ),
+        replace(_stock("zero_3", Tiers.DRAM), on_device=True, gradient_bytes=2, extra_pass_bytes=0),
         _stock("zero_infinity", Tiers.STORAGE),
         _stock("zero_offload", Tiers.DRAM),
         Policy("ds_fuyou", Updates.DEADLINE, Tiers.PLANNED, Fates.OPERATORS, keeps_gradients=True),

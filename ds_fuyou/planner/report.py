@@ -14,9 +14,9 @@ from ds_fuyou.planner.fit import shown_bytes
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.plan import MIB
 
-__all__ = ["document_of", "largest_batch", "plan_text", "upgrades"]
+__all__ = ["TIER_NAMES", "document_of", "largest_batch", "plan_text", "upgrades"]
 
-_TIERS = {"gpu": "GPU", "cpu": "host memory", "nvme": "storage"}
+TIER_NAMES = {"gpu": "GPU", "cpu": "host memory", "nvme": "storage"}
 _OF_THE_LINK = (Lane.DOWN, Lane.UP)
 
 
@@ -56,7 +56,7 @@ def _predicted(chosen: Chosen) -> dict[str, Any]:
         "lane_secs": {lane.label: round(chosen.simulated.lane_secs[lane], 4) for lane in Lane},
         "bytes": {
             tier: {item.name: round(item.num_bytes) for item in chosen.needs.items if item.tier == tier}
-            for tier in _TIERS
+            for tier in TIER_NAMES
         },
         "storage_bytes_written_a_step": round(chosen.written_bytes),
         "endurance_days": _endurance_days(chosen),
@@ -120,7 +120,7 @@ def _lines(chosen: Chosen) -> Iterator[str]:
     )
     yield ""
     yield "what lives where"
-    for tier, name in _TIERS.items():
+    for tier, name in TIER_NAMES.items():
         total, have = chosen.needs.total(tier), chosen.needs.have[tier]
         if tier == "gpu" and chosen.machine.shares_cores:
             name = "host memory, for computing"

@@ -17,7 +17,7 @@ from typing import Any
 
 from ds_fuyou.errors import FuyouConfigError, shown
 
-__all__ = ["COMPUTE", "STEP", "LaneSum", "Span", "TraceContent", "read_trace", "sum_lanes"]
+__all__ = ["COMPUTE", "STEP", "LaneSum", "Span", "TraceContent", "content_of", "read_trace", "sum_lanes"]
 
 COMPUTE, STEP = "compute", "step()"
 _WAITS = "waits"
@@ -88,11 +88,17 @@ def read_trace(path: Path) -> TraceContent:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FuyouConfigError(f"{path}: is no JSON or was cut short ({error}); let the run end by itself") from error
+    try:
+        return content_of(data)
+    except FuyouConfigError as error:
+        raise FuyouConfigError(f"{path}: {error}") from None
+
+
+def content_of(data: object) -> TraceContent:
+    """A trace that is read already. Raises FuyouConfigError as :func:`read_trace`, without a path."""
     events = data.get("traceEvents") if isinstance(data, Mapping) else data
     if not isinstance(events, list):
-        raise FuyouConfigError(
-            f"{path}: must hold traceEvents as Chrome's format has them, found {type(data).__name__}"
-        )
+        raise FuyouConfigError(f"must hold traceEvents as Chrome's format has them, found {type(data).__name__}")
     other = data.get("otherData", {}) if isinstance(data, Mapping) else {}
     try:
         if not isinstance(other, Mapping):
@@ -100,7 +106,7 @@ def read_trace(path: Path) -> TraceContent:
         content = _content(events, int(_finite("otherData", "dropped_spans", other.get("dropped_spans", 0))))
         return replace(content, planned=_planned(other.get("planned_secs", {})))
     except _Wrong as wrong:
-        raise FuyouConfigError(f"{path}: {wrong}") from None
+        raise FuyouConfigError(str(wrong)) from None
 
 
 class _Wrong(Exception):

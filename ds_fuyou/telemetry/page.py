@@ -4,12 +4,22 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_fuyou.telemetry.lane_times import COMPUTE, LaneSum, TraceContent
 
-__all__ = ["COLOURS", "Endurance", "colour_of", "merged_spans", "render_page"]
+__all__ = [
+    "COLOURS",
+    "Endurance",
+    "colour_of",
+    "lanes_chart",
+    "merged_spans",
+    "page_of",
+    "render_page",
+    "stacked_bars",
+    "table",
+]
 
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2", "#9c6b4e", "#9498a0")
 _WIDTH, _ROW, _LEFT = 1100, 22, 130
@@ -62,12 +72,17 @@ def render_page(
     endurance: Endurance | None,
 ) -> str:
     """The page. ``planned``: seconds of a step by lane, as the plan document names them."""
-    body = [f"<h1>{html.escape(title)}</h1>", _summary(content), "<h2>Lanes over time</h2>", _chart(content)]
+    body = [f"<h1>{html.escape(title)}</h1>", _summary(content), "<h2>Lanes over time</h2>", lanes_chart(content)]
     body += ["<h2>Hidden and exposed</h2>", _sums_table(content, sums)]
     body += ["<h2>Bytes by tier over time</h2>", _tiers_chart(content)]
     if planned is not None:
         body += ["<h2>Plan against measurement</h2>", _plan_table(content, sums, planned)]
     body += ["<h2>Writes and endurance</h2>", _endurance(content, sums, endurance)]
+    return page_of(title, body)
+
+
+def page_of(title: str, body: Sequence[str]) -> str:
+    """One page that needs nothing else."""
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{chr(10).join(body)}</body></html>\n'
 
@@ -89,7 +104,7 @@ def _axis(secs: float, height: int) -> Iterator[str]:
         yield f'<text x="{x:.1f}" y="{height + 15}" text-anchor="middle">{secs * part / 10:.2f} s</text>'
 
 
-def _chart(content: TraceContent) -> str:
+def lanes_chart(content: TraceContent) -> str:
     scale, height = _WIDTH / content.secs, _ROW * len(content.lanes)
     parts = [f'<svg viewBox="0 0 {_LEFT + _WIDTH + 30} {height + 24}" role="img" aria-label="lanes over time">']
     parts += _axis(content.secs, height)
@@ -106,10 +121,34 @@ def _chart(content: TraceContent) -> str:
     return "".join([*parts, "</svg>"])
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Text in cells."""
     cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
     lines = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{cells}</tr>{lines}</table>"
+
+
+def stacked_bars(rows: Sequence[tuple[str, float, Sequence[tuple[str, float]]]], shown: Callable[[float], str]) -> str:
+    """A bar a row: (name, what there is at most, (part, amount)), each to its own scale; a mark where it ends."""
+    height, names = 2 * _ROW, list(dict.fromkeys(part for _, _, parts in rows for part, _ in parts))
+    lines = [f'<svg viewBox="0 0 {_LEFT + _WIDTH + 30} {height * len(rows)}" role="img" aria-label="bytes by tier">']
+    for row, (name, most, parts) in enumerate(rows):
+        y, used = row * height, sum(amount for _, amount in parts)
+        x, scale = float(_LEFT), _WIDTH / max(most, used, 1.0)
+        lines.append(f'<text x="4" y="{y + 19}">{html.escape(name)}</text>')
+        for part, amount in parts:
+            lines.append(
+                f'<rect x="{x:.2f}" y="{y + 4}" width="{amount * scale:.2f}" height="{_ROW}" '
+                f'fill="{colour_of(part, names)}"><title>{html.escape(part)}: {shown(amount)}</title></rect>'
+            )
+            x += amount * scale
+        end = _LEFT + most * scale
+        lines.append(f'<line x1="{end:.2f}" y1="{y}" x2="{end:.2f}" y2="{y + _ROW + 8}" stroke="#222"/>')
+        lines.append(f'<text x="{_LEFT}" y="{y + 41}">{shown(used)} of {shown(most)}</text>')
+    legend = " ".join(
+        f'<span style="color:{colour_of(name, names)}">&#9632;</span> {html.escape(name)}' for name in names
+    )
+    return "".join([*lines, f'</svg><p class="note">{legend}</p>'])
 
 
 def _sums_table(content: TraceContent, sums: Sequence[LaneSum]) -> str:
@@ -127,7 +166,7 @@ def _sums_table(content: TraceContent, sums: Sequence[LaneSum]) -> str:
             )
         )
     note = '<p class="note">A step, on average. Hidden: while compute runs; exposed: while it does not.</p>'
-    return note + _table(("lane", "busy", "of the time", "hidden", "exposed", "bytes"), rows)
+    return note + table(("lane", "busy", "of the time", "hidden", "exposed", "bytes"), rows)
 
 
 def _tiers_chart(content: TraceContent) -> str:
@@ -161,7 +200,7 @@ def _plan_table(content: TraceContent, sums: Sequence[LaneSum], planned: Mapping
         rows.append(_plan_row(lane.lane, wanted, lane.busy_secs / content.num_steps))
     if "iteration" in planned:
         rows.append(_plan_row("step", planned["iteration"], content.secs / content.num_steps))
-    return _table(("lane, a step", "planned", "measured", "gap"), rows)
+    return table(("lane, a step", "planned", "measured", "gap"), rows)
 
 
 def _plan_row(name: str, wanted: float, measured: float) -> Sequence[str]:

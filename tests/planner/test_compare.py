@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fuyou plan --compare``, and its page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_fuyou.cli import main
+from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.planner.compare import COMPARED, Training, compared
+from ds_fuyou.planner.cost import Workload
+from ds_fuyou.planner.policies import find_policy
+from tests.planner.support import machine, model
+
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
+PLAN = ["plan", "--model", "13B", "--batch", "16", "--num-ssds", "4"]
+# Put at the end of the page: what the browser laid out, of what a reader sees.
+MEASURE = """<script>
+const box = e => { const b = e.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom] };
+const all = s => [...document.querySelectorAll(s)];
+const found = {
+  width: document.documentElement.scrollWidth, window: innerWidth,
+  charts: all("svg").map(svg => ({name: svg.getAttribute("aria-label"), box: box(svg),
+    bars: [...svg.querySelectorAll("rect")].map(box), texts: [...svg.querySelectorAll("text")].map(box)})),
+  tables: all("table").map(t => [...t.rows].map(r => [...r.cells].map(c => c.innerText))),
+  headings: all("h1, h2").map(h => h.innerText),
+  loaded: performance.getEntriesByType("resource").map(e => e.name),
+};
+const out = document.createElement("output");
+out.id = "measured"; out.textContent = JSON.stringify(found); document.body.append(out);
+</script>"""
+
+
+def _browser() -> str:
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed (apt-get install chromium-headless-shell)")
+    return found
+
+
+class _Measured(HTMLParser):
+    text, _inside = "", False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._inside = tag == "output"
+
+    def handle_data(self, data: str) -> None:
+        self.text += data if self._inside else ""
+
+
+def shown_in_browser(page: Path, folder: Path) -> dict[str, Any]:
+    """What a browser makes of the page, which it may not change."""
+    opened = folder / "opened.html"
+    opened.write_text(page.read_text(encoding="utf-8").replace("</body>", f"{MEASURE}</body>"), encoding="utf-8")
+    flags = ["--headless", "--disable-gpu", "--window-size=1280,900", f"--user-data-dir={folder / 'profile'}"]
+    if os.getuid() == 0:
+        flags.append("--no-sandbox")
+    done = subprocess.run(
+        [_browser(), *flags, "--dump-dom", opened.as_uri()], capture_output=True, text=True, timeout=120, check=False
+    )
+    parser = _Measured()
+    parser.feed(done.stdout)
+    assert parser.text, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(parser.text)
+    return found
+
+
+@pytest.mark.timeout(200)
+def test_the_page_of_a_plan_shows_lanes_tiers_systems_and_upgrades(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    assert main([*PLAN, "--compare", "--price", "1.5", "--out", str(page)]) == 0
+    assert "http" not in page.read_text(encoding="utf-8")
+    found = shown_in_browser(page, tmp_path)
+    assert found["loaded"] == []
+    assert found["width"] <= found["window"]  # nothing to scroll aside for
+    lanes, tiers = found["charts"]
+    assert (lanes["name"], tiers["name"]) == ("lanes over time", "bytes by tier")
+    for chart in (lanes, tiers):
+        left, top, right, bottom = chart["box"]
+        assert right - left > 800
+        assert len(chart["bars"]) >= 8
+        for bar in chart["bars"]:
+            assert left <= bar[0] <= bar[2] <= right + 1
+            assert top <= bar[1] < bar[3] <= bottom + 1
+        for number, text in enumerate(chart["texts"]):
+            assert all(not _overlap(text, other) for other in chart["texts"][:number])
+    systems, upgrades = found["tables"]
+    assert [row[0] for row in systems[1:]] == list(COMPARED.values())
+    assert "lacks" in systems[1][-1]
+    assert float(systems[-1][3]) > 0
+    assert len(upgrades) == 7
+    assert "What an upgrade buys" in found["headings"]
+
+
+def _overlap(one: list[float], other: list[float]) -> bool:
+    return one[0] < other[2] - 1 and other[0] < one[2] - 1 and one[1] < other[3] - 4 and other[1] < one[3] - 4
+
+
+def test_what_is_compared_fits_or_says_what_lacks() -> None:
+    rows = {row.system: row for row in compared(*_asked(4, 128), Training(1e9, 2.0))}
+    assert "GPU memory lacks" in rows["ZeRO-3"].why
+    assert "host memory lacks" in rows["ZeRO-Offload"].why
+    ours, stock = rows["this"], rows["ZeRO-Infinity"]
+    assert ours.tokens_per_s > stock.tokens_per_s > 0
+    assert ours.hours == pytest.approx(1e9 / ours.tokens_per_s / 3600)
+    assert ours.cost == pytest.approx(2 * ours.hours)
+    assert ours.wear == pytest.approx(ours.written_bytes / (4 * 7000e12))
+
+
+def test_a_model_that_fits_the_gpus_is_fastest_there() -> None:
+    on = machine(4, 128, "h100", num_gpus=8)
+    rows = {row.system: row for row in compared(Workload(model("13B"), 8), on, find_policy("ds_fuyou"), Training())}
+    assert rows["ZeRO-3"].tokens_per_s > rows["ZeRO-Infinity"].tokens_per_s
+    assert rows["ZeRO-3"].written_bytes == 0
+    one = {row.system: row for row in compared(*_asked(4, 128), Training())}
+    assert one["ZeRO-3"].tokens_per_s == 0
+
+
+def _asked(num_ssds: int, dram_gib: int) -> tuple[Any, ...]:
+    return Workload(model("13B"), 16), machine(num_ssds, dram_gib), find_policy("ds_fuyou")
+
+
+def test_the_command_prints_and_saves_what_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--compare", "--tokens", "2e9"]) == 0
+    text = capsys.readouterr().out
+    assert "a training of 2,000,000,000 tokens" in text
+    assert all(name in text for name in COMPARED.values())
+    assert main([*PLAN, "--price", "3", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["predicted"]["compared"]
+    assert rows[-1]["cost"] == pytest.approx(3 * rows[-1]["hours"])
+
+
+@pytest.mark.parametrize(("tokens", "price"), [(0.0, 0.0), (float("nan"), 0.0), (1e9, -1.0), (1e9, float("inf"))])
+def test_a_training_that_makes_no_sense_is_refused(tokens: float, price: float) -> None:
+    with pytest.raises(FuyouConfigError, match=r"--tokens must be|--price must be"):
+        Training(tokens, price)
