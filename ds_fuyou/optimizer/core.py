@@ -492,16 +492,18 @@ class OutOfCoreOptimizer:
         self._two_jobs_bytes = None
 
     def fit_staging(self, states: tuple[bool, ...]) -> None:
-        """Makes staging memory as large as states in these places, and in those of now, need it: waits for all updates.
-        Between steps; does nothing while gradients are kept in it.
+        """Makes staging memory as large as states in these places, and in those of now, need it: then it waits for all
+        updates. Between steps.
+
+        Raises:
+            FuyouMemoryError: the system refuses; it is as it was.
         """
         wanted = replace(self.place.residency, states=states)
         num_bytes = max(self.place.staging_bytes(), self.place.staging_bytes(wanted))
         if num_bytes == self.staging.capacity_bytes:
             return
         self.wait_all()
-        if self.staging.used_bytes:
-            return
+        self.gradients.return_lent()
         old, copied_to = self.staging, None if all(self.options.residency.grads) else self.options.device
         new = HostPool(num_bytes, copied_to)
         self.io.engine.unregister_buffer(old.pool.base, old.capacity_bytes)

@@ -65,6 +65,9 @@ class GradientMemory(Protocol):
     def end_step(self) -> None:
         """No gradient of the last step is needed any more."""
 
+    def return_lent(self) -> None:
+        """Between steps, when no update works: memory that others lent is theirs again."""
+
     def close(self, *, told: bool = False) -> None:
         """Waits for transfers in flight and lets the memory go. Logs what failed, unless it was ``told`` before."""
 
@@ -109,6 +112,9 @@ class DramGradients:
 
     def end_step(self) -> None:
         """The next step overwrites."""
+
+    def return_lent(self) -> None:
+        """Nobody lends."""
 
     def close(self, *, told: bool = False) -> None:
         """Nothing is in flight; the memory goes with its last view."""
@@ -379,6 +385,10 @@ class StoredGradients:
         self._last_read = None
         self._is_last = False
         self._order, self._used, self._next_ahead = [], {}, 0
+
+    def return_lent(self) -> None:
+        for index in [index for index, entry in self._sealed.items() if entry.is_lent]:
+            self._retire(index)
 
     def close(self, *, told: bool = False) -> None:
         for sealed in self._sealed.values():

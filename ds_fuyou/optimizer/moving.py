@@ -85,7 +85,8 @@ class ChunkMover:
         ``budget_bytes``: the most on storage.
 
         Raises:
-            FuyouStorageError: no room on storage; nothing moves.
+            FuyouStorageError: no room on storage; what was asked for before stays.
+            FuyouMemoryError: none for what passes between the two; nothing more moves.
             FuyouStateError: within a step, or there is no store.
         """
         core = self._core
@@ -104,9 +105,19 @@ class ChunkMover:
         leaving = [c for c in core.layout.chunks if now[c.index] and not states[c.index]]
         specs = [self._place.state_spec(chunk) for chunk in leaving]
         core.store.reserve([spec for spec in specs if spec.name not in core.store.regions], budget_bytes)
+        try:
+            core.fit_staging(states)
+        except FuyouError:
+            self._end(None)
+            raise
         self._target, self._step_bytes, self.failure = states, step_bytes, None
-        self._vacated = {name for name in self._unused() if name not in {spec.name for spec in specs}}
-        core.fit_staging(states)
+        self._vacated.update(self._unused())
+        self._vacated.difference_update(spec.name for spec in specs)
+
+    def stop(self) -> None:
+        """Nothing more moves than what does."""
+        if self._target is not None:
+            self._end(None)
 
     @property
     def is_idle(self) -> bool:

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.checkpoint.state_files import contents_of
 from ds_fuyou.ds_json import Activation
-from ds_fuyou.errors import FuyouError, FuyouStateError, FuyouStorageError
+from ds_fuyou.errors import FuyouError, FuyouMemoryError, FuyouStateError, FuyouStorageError
 from ds_fuyou.host.compute_clock import compute_clock
 from ds_fuyou.host.device import failure_of
 from ds_fuyou.host.memory import HeapGuard, PageLocks, aligned_tensor, round_up_to_page
@@ -450,8 +450,8 @@ class RankState:
         """From the next step on P32 and moments of as many chunks as the share holds, those that are needed first, come
         to host memory, or stay there; the others leave it. About ``step_bytes`` move in a step, by way of its updates.
 
-        A collective, in the training thread, after a step was applied and before the next backward. Whether a rank had
-        no room on storage: then nothing moves on any, and it is told. How far it is: ``core.mover``.
+        A collective, in the training thread, after a step and before the next backward. False if a rank has no room on
+        storage, which is told: then nothing more moves on any. How far it is: ``core.mover``.
 
         Raises:
             FuyouStateError: ``durable`` forbids states in memory, or a backward has begun.
@@ -464,15 +464,14 @@ class RankState:
         refused = False
         try:
             mover.move_to(states, step_bytes, None if budget == "auto" else int(budget))
-        except FuyouStorageError as error:
+        except (FuyouMemoryError, FuyouStorageError) as error:
             refused = True
             logger.warning("chunks stay where they are, training goes on: %s", error)
         if least(float(not refused))[0]:
             if dist.get_rank() == 0:
                 _tell_durability(sum(states), len(states), self.core.options.num_slots)
             return True
-        if not refused:
-            mover.move_to(self.core.place.residency.states, step_bytes)
+        mover.stop()
         return False
 
     def step_skipped(self) -> None:

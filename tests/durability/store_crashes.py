@@ -338,9 +338,9 @@ class Recorder:
         self._real["ftruncate"](fd, num_bytes)
         self._note("truncate", self._of(fd), offset=num_bytes)
 
-    def _allocate_blocks(self, fd: int, num_bytes: int) -> None:
-        self._allocate(fd, num_bytes)
-        self._note("extend", self._of(fd), offset=num_bytes)
+    def _allocate_blocks(self, fd: int, num_bytes: int, offset: int = 0) -> None:
+        self._allocate(fd, num_bytes, offset)
+        self._note("extend", self._of(fd), offset=offset + num_bytes)
 
     def _rename(self, old: Any, new: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
         (source, name), (target, new_name) = self._parent(old, src_dir_fd), self._parent(new, dst_dir_fd)

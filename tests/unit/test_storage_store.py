@@ -245,7 +245,7 @@ def test_failed_preallocation_removes_what_it_made(
 ) -> None:
     calls: list[int] = []
 
-    def allocate(fd: int, num_bytes: int) -> None:
+    def allocate(fd: int, num_bytes: int, offset: int) -> None:
         calls.append(num_bytes)
         if len(calls) == 2:
             raise OSError(number, os.strerror(number))
@@ -262,7 +262,7 @@ def test_failed_preallocation_removes_what_it_made(
 def test_zeros_are_written_where_the_filesystem_cannot_allocate(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(fd: int, num_bytes: int) -> None:
+    def refuse(fd: int, num_bytes: int, offset: int) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     monkeypatch.setattr(data_file, "allocate_blocks", refuse)

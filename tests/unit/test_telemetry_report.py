@@ -48,6 +48,7 @@ class State:
         self.clock = HostClock(lambda: report.waited_secs(self))
         self.core = SimpleNamespace(
             options=options,
+            place=SimpleNamespace(residency=options.residency),
             layout=LAYOUT,
             kind=SimpleNamespace(moments=("exp_avg", "exp_avg_sq")),
             staging=SimpleNamespace(capacity_bytes=4096),

@@ -29,17 +29,17 @@ std::size_t ChunkPipeline::add_chunk(const ChunkSpec& spec)
     std::lock_guard<std::mutex> lock(mutex_);
     Chunk chunk;
     chunk.spec = spec;
-    require_staging_locked(chunk.staging_bytes(spec));
+    require_staging(*staging_, chunk.staging_bytes(spec));
     chunks_.push_back(std::move(chunk));
     return chunks_.size() - 1;
 }
 
-void ChunkPipeline::require_staging_locked(std::uint64_t num_bytes) const
+void ChunkPipeline::require_staging(const AlignedPool& pool, std::uint64_t num_bytes)
 {
-    if (num_bytes <= staging_->capacity_bytes()) return;
+    if (num_bytes <= pool.capacity_bytes()) return;
     throw std::invalid_argument("one chunk needs " + std::to_string(num_bytes) +
                                 " bytes of staging memory, the pool has " +
-                                std::to_string(staging_->capacity_bytes()));
+                                std::to_string(pool.capacity_bytes()));
 }
 
 void ChunkPipeline::set_destination(std::size_t index, const ChunkSpec& places)
@@ -50,7 +50,7 @@ void ChunkPipeline::set_destination(std::size_t index, const ChunkSpec& places)
     if (chunk.is_moving()) throw std::logic_error("the chunk moves already");
     Chunk moved;
     moved.spec = places;
-    require_staging_locked(std::max(chunk.staging_bytes(places), moved.staging_bytes(places)));
+    require_staging(*staging_, std::max(chunk.staging_bytes(places), moved.staging_bytes(places)));
     chunk.destination = std::make_shared<const ChunkSpec>(places);
 }
 
@@ -58,8 +58,8 @@ void ChunkPipeline::set_staging(AlignedPool* staging)
 {
     std::lock_guard<std::mutex> lock(mutex_);
     if (staging_->used_bytes() > 0) throw std::logic_error("staging memory is in use");
+    for (const Chunk& chunk : chunks_) require_staging(*staging, chunk.staging_bytes(chunk.spec));
     staging_ = staging;
-    for (const Chunk& chunk : chunks_) require_staging_locked(chunk.staging_bytes(chunk.spec));
 }
 
 bool ChunkPipeline::is_resident(std::size_t chunk) const

@@ -269,7 +269,7 @@ class ChunkPipeline {
     std::vector<FileRanges> published_params() const;
     void arrive_locked(Chunk& chunk, const Job& job);
     bool stays_locked(const Job& job) const;
-    void require_staging_locked(std::uint64_t num_bytes) const;
+    static void require_staging(const AlignedPool& pool, std::uint64_t num_bytes);
     void fail_locked(const std::string& what, int error, int fd, std::uint64_t offset);
     void require_running_locked() const;
     bool is_published_locked(const Job& job) const;

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Chunks that move between memory and storage by way of their updates.
+#include "harness.h"
+#include "pipeline_fixture.h"
+
+using namespace fixture;
+
+namespace {
+
+// All of the chunk's places, with its state in its memory, or on storage, where everything else is.
+ChunkSpec places(World* world, std::size_t chunk, bool in_memory)
+{
+    ChunkSpec made = world->spec(chunk);
+    made.state_slots = {};
+    made.resident_state = in_memory ? world->resident[chunk].data() : nullptr;
+    const bool needs_slots = !in_memory || world->given.params == Place::kStorage;
+    made.num_slots = needs_slots ? world->given.num_slots : 1;
+    for (int slot = 0; !in_memory && slot < world->given.num_slots; ++slot)
+        made.state_slots[static_cast<std::size_t>(slot)] = {world->state_range(chunk, slot)};
+    return made;
+}
+
+// Publishes a generation of which the chunks whose turn it is move to the other place.
+void step(World* world, std::int64_t generation, std::vector<bool>* in_memory)
+{
+    world->pipeline->publish(generation);
+    for (std::size_t i = world->given.num_chunks; i-- > 0;) {
+        if ((static_cast<std::size_t>(generation) + i) % 3 == 0 &&
+            world->pipeline->wait_moved(i, kPatienceSecs)) {
+            (*in_memory)[i] = !(*in_memory)[i];
+            world->pipeline->set_destination(i, places(world, i, (*in_memory)[i]));
+        }
+        world->pipeline->enqueue(world->update(i, generation));
+    }
+}
+
+bool holds(World* world, std::size_t chunk, bool in_memory, float param, float moment)
+{
+    std::vector<char> bytes(3 * world->part);
+    if (in_memory) {
+        bytes = world->resident[chunk];
+    } else {
+        world->read_file(world->state_range(chunk, world->pipeline->slot(chunk)), bytes.data());
+    }
+    return world->all_equal(bytes.data(), param) &&
+           world->all_equal(bytes.data() + world->part, moment) &&
+           world->all_equal(bytes.data() + 2 * world->part, moment);
+}
+
+}  // namespace
+
+TEST(moves_lose_no_update)
+{
+    for (const Place params : {Place::kDram, Place::kStorage}) {
+        for (const int num_slots : {1, 2}) {
+            World world({.params = params, .num_slots = num_slots, .num_chunks = 7});
+            world.pipeline->set_checksum(true);
+            std::vector<bool> in_memory(7, false);
+            for (std::int64_t generation = 1; generation <= 12; ++generation) {
+                step(&world, generation, &in_memory);
+                // A commit is late now and then: updates of two generations are in flight.
+                if (generation % 2 == 0) {
+                    world.finish(generation - 1);
+                    world.finish(generation);
+                }
+            }
+            for (std::size_t i = 0; i < 7; ++i) {
+                CHECK(world.pipeline->is_resident(i) == in_memory[i]);
+                CHECK(holds(&world, i, in_memory[i], -12.0F, 12.0F));
+            }
+            CHECK(world.pipeline->state_sums().size() == 7);
+        }
+    }
+}
+
+TEST(moves_end_behind_the_commit_of_the_step_before)
+{
+    World world({.num_chunks = 2});
+    std::vector<bool> in_memory(2, false);
+    step(&world, 1, &in_memory);
+    world.finish(1);
+    step(&world, 2, &in_memory);  // chunk 1 comes to memory
+    CHECK(in_memory[1]);
+    CHECK(world.pipeline->wait_published(1, 2, kPatienceSecs));
+    CHECK(world.pipeline->wait_durable(2, kPatienceSecs));
+    step(&world, 5, &in_memory);  // and leaves it; the commit of what was before has not come
+    CHECK(!in_memory[1]);
+    CHECK(world.pipeline->wait_published(1, 5, kPatienceSecs));
+    CHECK(!world.pipeline->wait_moved(1, 0.05));
+    CHECK(world.pipeline->is_resident(1));
+    world.pipeline->set_committed(4);
+    CHECK(world.pipeline->wait_moved(1, kPatienceSecs));
+    CHECK(!world.pipeline->is_resident(1));
+}
+
+TEST(moves_that_cannot_be_written_leave_the_state_in_memory)
+{
+    for (const Place params : {Place::kDram, Place::kStorage}) {
+        World world({.params = params, .num_chunks = 2});
+        std::vector<bool> in_memory(2, false);
+        step(&world, 1, &in_memory);
+        world.finish(1);
+        step(&world, 2, &in_memory);
+        world.finish(2);
+        IoFault fault;
+        fault.kind = IoKind::kWrite;
+        fault.effect = IoFault::Effect::kError;
+        fault.error = 28;
+        fault.count = 100;
+        for (int slot : {0, 1}) {
+            fault.offset_begin = world.state_range(1, slot).offset;
+            fault.offset_end = fault.offset_begin + world.state_range(1, slot).num_bytes;
+            world.engine->add_fault(fault);
+        }
+        step(&world, 5, &in_memory);
+        world.pipeline->set_committed(4);
+        if (params == Place::kStorage) {  // nobody knows what of P16 was written
+            CHECK_THROWS(std::runtime_error, world.pipeline->wait_durable(5, kPatienceSecs));
+            continue;
+        }
+        world.finish(5);
+        CHECK(world.pipeline->is_resident(1));
+        CHECK(holds(&world, 1, true, -3.0F, 3.0F));
+        CHECK(!world.pipeline->failed());
+    }
+}
+
+TEST(moves_are_of_published_updates)
+{
+    World world({.num_chunks = 1});
+    world.pipeline->set_destination(0, places(&world, 0, true));
+    CHECK_THROWS(std::logic_error, world.pipeline->enqueue(world.update(0, 1)));
+}
+
+TEST(staging_is_exchanged_when_none_is_in_use)
+{
+    World world({.num_chunks = 3});
+    std::vector<bool> in_memory(3, false);
+    step(&world, 1, &in_memory);
+    world.finish(1);
+    AlignedPool small(4096), large(64 * world.part);
+    CHECK_THROWS(std::invalid_argument, world.pipeline->set_staging(&small));
+    world.pipeline->set_staging(&large);
+    step(&world, 2, &in_memory);
+    world.finish(2);
+    CHECK(large.peak_bytes() > 0);
+    world.pipeline->stop();
+    for (std::size_t i = 0; i < 3; ++i) CHECK(holds(&world, i, in_memory[i], -2.0F, 2.0F));
+}

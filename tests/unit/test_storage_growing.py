@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store that grows and shrinks while it is in use: what lies where, what is given back, and what a kill leaves."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.storage import growing
+from ds_fuyou.storage.layout import UNIT_BYTES
+from ds_fuyou.storage.store import RegionSpec, RunIdentity, SlotStore
+
+pytestmark = pytest.mark.timeout(60)
+PAGE = 4096
+IDENTITY = RunIdentity("model", 0, 1, "run")
+FIRST = [RegionSpec("a", 3 * UNIT_BYTES, 2), RegionSpec("b", 5 * PAGE, 1)]
+MORE = [RegionSpec("c", 2 * UNIT_BYTES + PAGE, 2), RegionSpec("d", 7 * PAGE, 1)]
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    found = [tmp_path / "one", tmp_path / "two"]
+    for path in found:
+        path.mkdir()
+    return found
+
+
+@pytest.fixture
+def store(paths: list[Path]) -> Iterator[SlotStore]:
+    made = SlotStore.create(paths, FIRST, IDENTITY, direct=False)
+    yield made
+    made.close(remove=True)
+
+
+def write(store: SlotStore, name: str, byte: int) -> None:
+    for slot in range(store.regions[name].num_slots):
+        for extent in store.extents(name, slot):
+            with store.paths_of_fd(extent.fd).open("r+b") as file:  # the store's own may be open with O_DIRECT
+                file.seek(extent.offset)
+                file.write(bytes([byte + slot]) * extent.num_bytes)
+
+
+def holds(store: SlotStore, name: str, byte: int) -> bool:
+    for slot in range(store.regions[name].num_slots):
+        for extent in store.extents(name, slot):
+            with store.paths_of_fd(extent.fd).open("rb") as file:
+                file.seek(extent.offset)
+                if set(file.read(extent.num_bytes)) != {byte + slot}:
+                    return False
+    return True
+
+
+def taken(store: SlotStore) -> int:
+    """In units of 1 MiB: the file system keeps a few blocks for itself."""
+    return sum((path / "data").stat().st_blocks * 512 for path in store.directories) + PAGE >> 20
+
+
+def test_what_comes_touches_nothing_that_is_there_and_is_found_by_whoever_opens_it(store: SlotStore) -> None:
+    write(store, "a", 1)
+    write(store, "b", 11)
+    before = store.total_bytes
+    store.reserve(MORE)
+    assert store.total_bytes == before + 2 * (2 * UNIT_BYTES + PAGE) + 7 * PAGE
+    assert taken(store) == store.total_bytes >> 20
+    write(store, "c", 21)
+    write(store, "d", 31)
+    for name, byte in (("a", 1), ("b", 11), ("c", 21), ("d", 31)):
+        assert holds(store, name, byte), name
+    store.commit(1, {"a": 0, "c": 1}, {})
+    directories = store.directories
+    store.close(remove=False)
+    again = SlotStore.open(directories, IDENTITY)
+    assert set(again.regions) == {"a", "b", "c", "d"}
+    for name, byte in (("a", 1), ("b", 11), ("c", 21), ("d", 31)):
+        assert holds(again, name, byte), name
+    again.close(remove=True)
+
+
+def test_what_goes_gives_its_blocks_back_and_its_place_to_the_next_of_its_size(store: SlotStore) -> None:
+    store.reserve(MORE)
+    for name, byte in (("a", 1), ("b", 11), ("d", 31)):
+        write(store, name, byte)
+    sizes = [(path / "data").stat().st_size for path in store.directories]
+    store.release(["a", "c"])
+    assert store.total_bytes == 12 * PAGE
+    assert taken(store) == 0
+    with pytest.raises(ValueError, match="none of the 2 regions"):
+        store.extents("a", 0)
+    store.reserve([RegionSpec("e", 3 * UNIT_BYTES, 2), RegionSpec("f", 2 * UNIT_BYTES + PAGE, 2)])
+    assert [(path / "data").stat().st_size for path in store.directories] == sizes
+    assert taken(store) == store.total_bytes >> 20
+    write(store, "e", 41)
+    for name, byte in (("b", 11), ("d", 31), ("e", 41)):
+        assert holds(store, name, byte), name
+    store.release(list(store.regions))
+    assert (store.total_bytes, taken(store)) == (0, 0)
+
+
+@pytest.mark.parametrize("broken", ["preallocate", "write_manifest"])
+def test_what_finds_no_room_leaves_everything_as_it_was(
+    broken: str, store: SlotStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.reserve(MORE)
+    store.release(["c"])
+    write(store, "a", 1)
+    before = dict(store.regions), store.total_bytes, taken(store)
+    sizes = [(path / "data").stat().st_size for path in store.directories]
+    original, calls = getattr(growing, broken), []
+
+    def refuse(*arguments: object) -> None:
+        calls.append(arguments)
+        if broken == "preallocate" and len(calls) < 3:
+            original(*arguments)
+            return
+        raise (
+            FuyouStorageError(errno.ENOSPC, "no room") if broken != "preallocate" else OSError(errno.ENOSPC, "no room")
+        )
+
+    wanted = [RegionSpec("e", 2 * UNIT_BYTES + PAGE, 2), RegionSpec("f", 4 * UNIT_BYTES, 2)]
+    with monkeypatch.context() as full:
+        full.setattr(growing, broken, refuse)
+        with pytest.raises(FuyouStorageError) as caught:
+            store.reserve(wanted)
+    assert caught.value.errno == errno.ENOSPC
+    assert (dict(store.regions), store.total_bytes, taken(store)) == before
+    assert [(path / "data").stat().st_size for path in store.directories] == sizes
+    assert holds(store, "a", 1)
+    store.reserve(wanted)
+    write(store, "e", 41)
+    write(store, "f", 51)
+    assert holds(store, "a", 1)
+    assert holds(store, "e", 41)
+
+
+def test_files_that_grew_without_a_manifest_are_opened_as_it_says(paths: list[Path]) -> None:
+    store = SlotStore.create(paths, FIRST, IDENTITY, direct=False)
+    write(store, "a", 1)
+    directories = store.directories
+    store.close(remove=False)
+    for directory in directories:
+        with (directory / "data").open("ab") as file:
+            file.write(bytes(3 * PAGE))
+    again = SlotStore.open(directories, IDENTITY)
+    assert holds(again, "a", 1)
+    again.reserve(MORE)
+    write(again, "c", 21)
+    assert holds(again, "a", 1)
+    assert holds(again, "c", 21)
+    again.close(remove=True)
+
+
+def test_a_region_comes_once_and_within_the_budget(store: SlotStore) -> None:
+    with pytest.raises(ValueError, match="these are there: a"):
+        store.reserve([FIRST[0]])
+    with pytest.raises(FuyouStorageError, match="do not fit nvme_budget_bytes"):
+        store.reserve(MORE, budget_bytes=store.total_bytes + PAGE)
+    store.reserve(MORE, budget_bytes=store.total_bytes + sum(one.num_bytes * one.num_slots for one in MORE))
