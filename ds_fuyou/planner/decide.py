@@ -25,9 +25,10 @@ from typing import Any
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.activations import ActivationCosts, plan_activations
-from ds_fuyou.planner.cost import Placement, Workload, closed_form
+from ds_fuyou.planner.cost import ClosedForm, Placement, Workload, closed_form
 from ds_fuyou.planner.document import Residency
 from ds_fuyou.planner.hardware import Machine
+from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.plan import (
     CHUNK_BYTES,
     CLASSES,
@@ -41,7 +42,6 @@ from ds_fuyou.planner.plan import (
     has_two_versions,
     lane_bytes,
     minimum_lane_bytes,
-    moved_bytes_each,
     resident_bytes,
     save_bytes,
     stored_bytes,
@@ -67,8 +67,17 @@ class StepTime:
     activations: ActivationCosts | None = None
     mode: str = "auto"
 
+    def predicted(self, place: Placement) -> ClosedForm:
+        return closed_form(self.work, self.machine, self.policy, place)
+
     def secs(self, place: Placement) -> float:
-        return closed_form(self.work, self.machine, self.policy, place).iteration_secs
+        return self.predicted(place).iteration_secs
+
+    def moved_bytes(self, found: ClosedForm) -> float:
+        """To and from storage in a step."""
+        lanes, machine = found.lane_secs, self.machine
+        rates = {Lane.READ: machine.storage_read, Lane.WRITE: machine.storage_write}
+        return sum(lanes[lane] * rate for lane, rate in rates.items() if rate > 0)
 
     def placed(self, given: PlanInput, residency: Residency, in_dram: float) -> Placement:
         """With ``in_dram`` bytes of host memory for activations."""
@@ -222,13 +231,8 @@ class _Search:
         place = self.time.placed(given, residency, in_dram + stays)
         if stored_bytes(given, residency) + place.storage_activation_bytes > given.storage_budget_bytes:
             return
-        self.found[key] = _Tried(
-            residency,
-            in_dram,
-            place,
-            self.time.secs(place),
-            moved_bytes_each(given, residency) * given.numel + 2 * place.storage_activation_bytes,
-        )
+        found = self.time.predicted(place)
+        self.found[key] = _Tried(residency, in_dram, place, found.iteration_secs, self.time.moved_bytes(found))
 
     def _best(self) -> _Tried | None:
         if not self.found:

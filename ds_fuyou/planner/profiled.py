@@ -273,7 +273,7 @@ def placed_again(
     except FuyouConfigError:
         return None
     before = time.secs(replace(found.place, states=now.optimizer))
-    fits = found.plan.host_bytes(given) <= given.dram_budget_bytes
+    fits = found.plan.host_bytes(given) <= max(given.dram_budget_bytes, plan.host_bytes(given))
     return found if fits and found.secs < (1 - _WORTH_MOVING) * before else None
 
 

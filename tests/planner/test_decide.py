@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one decider: against a grid over all shares, what its seconds are worth, and the same for command and run."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+
+import pytest
+
+from ds_fuyou.planner.activations import ActivationCosts, costs_of
+from ds_fuyou.planner.cost import ClosedForm, Placement, Workload
+from ds_fuyou.planner.decide import Decision, StepTime, decide
+from ds_fuyou.planner.document import Residency
+from ds_fuyou.planner.fit import device_room, rank_facts
+from ds_fuyou.planner.plan import MIB, PlanInput, minimum_lane_bytes, resident_bytes
+from ds_fuyou.planner.policies import find_policy
+from ds_fuyou.planner.profile import RunProfile, StorageRates
+from ds_fuyou.planner.profiled import placed, placed_again, run_time, sizes_of
+from tests.planner.profiles import PROFILE
+from tests.planner.support import machine, model
+
+GIB = 1024 * MIB
+GIVEN = PlanInput(
+    numel=1_000_000_000,
+    param_bytes_each=2,
+    grad_bytes_each=2,
+    num_moments=2,
+    largest_param_numel=50_000_000,
+    dram_budget_bytes=10 * GIB,
+)
+FAST, SLOW = 50e9, 0.5e9  # bytes a second
+BOUNDS = {
+    "storage": {"storage": StorageRates(SLOW, SLOW, SLOW, 0.0, 0.0)},
+    "storage writes": {"storage": StorageRates(FAST, SLOW, 1e9, 0.0, 0.0)},
+    "compute": {"forward_secs": 20.0, "backward_secs": 40.0},
+    "adam": {"update_rate": 50e6, "forward_secs": 4.0, "backward_secs": 12.0},
+    "link": {"link_up": 0.3e9, "link_down": 0.3e9},
+}
+USUAL = replace(PROFILE, storage=StorageRates(4e9, 3e9, 4e9, 0.0, 0.0), update_rate=1e9, link_up=20e9, link_down=20e9)
+BLOCKS = ActivationCosts(8, 0.1e9, 1e9, 0.1e9, (), 1e9)
+
+
+def decided(profile: RunProfile, given: PlanInput, costs: ActivationCosts | None = None) -> tuple[Decision, StepTime]:
+    steps = run_time(profile, sizes_of(given, profile.accumulation), costs)
+    return decide(given, {}, steps), steps
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("accumulation", [1, 8])
+@pytest.mark.parametrize("gib", [2, 5, 9, 13, 30])
+def test_no_point_of_a_grid_is_faster(bound: str, accumulation: int, gib: int) -> None:
+    """Shares of P16, states and gradients in steps of a tenth that fit the same budget with the lanes they need."""
+    profile = replace(USUAL, **BOUNDS[bound], accumulation=accumulation)
+    given = replace(GIVEN, dram_budget_bytes=gib * GIB)
+    found, steps = decided(profile, given)
+    plan = found.plan
+    assert plan.resident_bytes(given) <= gib * GIB
+    grid = [tenth / 10 for tenth in range(11)]
+    best = float("inf")
+    for shares in itertools.product(grid, repeat=3):
+        residency = Residency(*shares)
+        needed = resident_bytes(given, residency) + minimum_lane_bytes(given, residency, plan.chunk_bytes)
+        lanes = 0 if residency == Residency(1.0, 1.0, 1.0) else 1280 * MIB  # what the plan sets aside for staging
+        if needed <= gib * GIB and resident_bytes(given, residency) + min(lanes, gib * GIB // 4) <= gib * GIB:
+            best = min(best, steps.secs(steps.placed(given, residency, 0.0)))
+    chosen = steps.secs(steps.placed(given, plan.residency, 0.0))
+    assert chosen <= best * 1.03
+
+
+def test_micro_batches_make_parameters_worth_their_memory() -> None:
+    """Each reads P16 twice and moves a sum; states move once a step. What hides behind computing is worth nothing."""
+    given = replace(GIVEN, dram_budget_bytes=8 * GIB)
+    storage_bound = replace(USUAL, **BOUNDS["storage"], forward_secs=0.01, backward_secs=0.02)
+    one = placed(given, {}, storage_bound).plan.residency
+    many = placed(given, {}, replace(storage_bound, accumulation=8)).plan.residency
+    assert one.optimizer > 0.3
+    assert (many.parameters, many.gradients) == pytest.approx((1.0, 1.0), abs=0.03)
+    computing = placed(given, {}, replace(USUAL, **BOUNDS["storage"], accumulation=8)).plan.residency
+    assert computing.optimizer > many.optimizer
+    assert computing.parameters == pytest.approx(0.75, abs=0.02), "1 s of forward hides 0.5 GB at 0.5 GB/s"
+
+
+def test_states_stay_on_storage_where_their_updates_hide_behind_backward() -> None:
+    """In memory they would wait for the next forward, which is short; fast storage costs nothing here."""
+    given = replace(GIVEN, dram_budget_bytes=20 * GIB)
+    slow_adam = replace(USUAL, **BOUNDS["adam"], storage=StorageRates(FAST, FAST, FAST, 0.0, 0.0))
+    assert placed(given, {}, slow_adam).plan.residency.optimizer < 0.3
+    assert placed(given, {}).plan.residency.optimizer == 1.0, "where nothing is known the fewest bytes move"
+
+
+def test_states_move_where_a_measured_step_says_so_and_nothing_else_does() -> None:
+    given = replace(GIVEN, dram_budget_bytes=12 * GIB)
+    blind = placed(given, {}).plan
+    assert blind.residency.optimizer > 0.5
+    slow_adam = replace(USUAL, **BOUNDS["adam"], storage=StorageRates(FAST, FAST, FAST, 0.0, 0.0))
+    found = placed_again(given, {}, slow_adam, blind)
+    assert found is not None
+    kept = ("chunk_bytes", "staging_bytes", "prefetch_bytes", "activation_bytes")
+    assert all(getattr(found.plan, name) == getattr(blind, name) for name in kept)
+    assert found.plan.residency.parameters == blind.residency.parameters
+    assert found.plan.residency.gradients == blind.residency.gradients
+    assert found.plan.residency.optimizer < blind.residency.optimizer - 0.3
+    assert found.plan.host_bytes(given) <= given.dram_budget_bytes
+    assert placed_again(given, {}, replace(USUAL, **BOUNDS["storage"]), blind) is None, "it is where it should be"
+
+
+def test_activations_get_host_memory_where_that_is_worth_most() -> None:
+    """Storage is the bound and activations cross it twice in each micro-batch."""
+    given = replace(GIVEN, swaps_activations=True, dram_budget_bytes=12 * GIB)
+    profile = replace(USUAL, **BOUNDS["storage"], accumulation=8)
+    found, _ = decided(profile, given, replace(BLOCKS, block_flops=1e15))
+    assert found.plan.kept_activation_bytes >= 7e9
+    assert found.place.storage_activation_bytes < 1e9
+    eager, _ = decided(profile, replace(given, activations_leave_dram=True), replace(BLOCKS, block_flops=1e15))
+    assert eager.plan.kept_activation_bytes == 0
+
+
+def test_a_placement_that_the_disks_cannot_hold_is_none() -> None:
+    roomy, _ = decided(replace(USUAL, **BOUNDS["storage"]), GIVEN)
+    stored = (1 - roomy.plan.residency.optimizer) * 12e9
+    bounded = replace(GIVEN, storage_budget_bytes=8e9, dram_budget_bytes=14 * GIB)
+    found, _ = decided(replace(USUAL, **BOUNDS["compute"]), bounded)
+    held = found.plan.residency
+    assert 1e9 * (2 * (1 - held.parameters) + 12 * (1 - held.optimizer) + 2 * (1 - held.gradients)) <= 8e9
+    assert stored > 0
+
+
+def test_a_70b_model_is_decided_in_a_moment() -> None:
+    """Counted in closed forms, of which one takes some 30 microseconds: seconds depend on the machine."""
+    calls = 0
+
+    class Counted(StepTime):
+        def predicted(self, place: Placement) -> ClosedForm:
+            nonlocal calls
+            calls += 1
+            return super().predicted(place)
+
+    work, on, policy = Workload(model("70B"), 16, 1024), machine(12, 256), find_policy("ds_fuyou")
+    given = replace(rank_facts(work, on, policy), device_room_bytes=device_room(work, on, policy))
+    begin = time.process_time()
+    found = decide(given, {}, Counted(work, on, policy, costs_of(work, policy)))
+    assert found.secs > 0
+    assert calls < 12_000, f"{calls} in {time.process_time() - begin:.2f} s"

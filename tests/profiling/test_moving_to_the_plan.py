@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run whose measured steps say that states should be elsewhere moves them there, and computes the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.harness.forked import finish, start
+from tests.harness.ports import free_port
+from tests.harness.runner import environment
+
+pytestmark = pytest.mark.timeout(300)
+SCRIPT = Path(__file__).with_name("moving_script.py")
+
+
+@pytest.mark.parametrize("resume", ["off", "auto"])
+def test_states_leave_memory_where_updates_then_hide_behind_backward(resume: str, tmp_path: Path) -> None:
+    env = {**environment(0, 1, free_port()), "DS_FUYOU_PROFILES": str(tmp_path / "profiles")}
+    process = start(SCRIPT, [str(tmp_path), resume], env, tmp_path / "log")
+    finish([process], 240)
+    log = (tmp_path / "log").read_text(errors="replace")
+    assert process.exitcode == 0, log[-5000:]
+    (line,) = [line for line in log.splitlines() if line.startswith("RESULT ")]
+    found = json.loads(line.removeprefix("RESULT "))
+    before, after = found["planned"]
+    assert after + 0.3 < before < 1
+    assert found["resident"] == pytest.approx(after, abs=0.1)
+    assert found["moved"] > 0
+    assert found["host_bytes"][1] < found["host_bytes"][0]
+    assert log.count("P32 and moments move over the next steps") == 1
+    assert len(set(found["losses"])) == 8
