@@ -385,10 +385,11 @@ def test_what_is_read_ahead_or_prepared_already_moves_a_step_later(clip_policy: 
             backward(core, 1)
             snapshot.close()
             core.apply(hypers(LAYOUT), 0.5, expected_multiplier=1.0)
+            between = everything(core)
             for seed in range(2, 5):
                 step(core, seed)
             assert in_memory(core) == (NUM_CHUNKS if moves else 0)
-            found.append(everything(core))
+            found.append([*between, *everything(core)])
     assert all(map(torch.equal, *found))
 
 
