@@ -50,6 +50,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = TinyGPT(**MODEL)
     config = ds_config(gradient_clipping=0.0, fuyou=fuyou)
+    del config["zero_optimization"]["offload_optimizer"]  # it would say where states are
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     state, plan = engine.optimizer.rank_state, engine.optimizer.run_plan
     before, host_bytes, losses = state.plan.residency.optimizer, state.planned_host_bytes, []
