@@ -445,8 +445,8 @@ class RunPlan:
             best = fitting[0]
             where = ", ".join(f"{n}: {t}" for n, t in zip(("P16", "states", "G16"), best.placement.shown, strict=True))
             get_logger().warning(
-                "another placement would be better now (%s): %.3f s a step instead of %.3f s; tiers do not move during "
-                "a run, so set them in the block and start again",
+                "another placement would be better now (%s): %.3f s a step instead of %.3f s; set these tiers in the "
+                "block and start again",
                 where,
                 best.iteration_secs,
                 now,
