@@ -17,7 +17,7 @@ from ds_fuyou.planner.cost import Workload
 from ds_fuyou.planner.document import save
 from ds_fuyou.planner.fixed import limited, under_block
 from ds_fuyou.planner.hardware import Machine
-from ds_fuyou.planner.model import load_model
+from ds_fuyou.planner.model import load_model, with_adapters
 from ds_fuyou.planner.policies import find_policy
 from ds_fuyou.planner.report import document_of, largest_batch, plan_text, upgrades
 from ds_fuyou.planner.simulate import chrome_trace
@@ -45,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, help="sequences of a micro-batch on each GPU; default: --config's, or 1")
     parser.add_argument("--seq", type=int, default=1024, help="tokens of a sequence (%(default)s)")
     parser.add_argument("--accumulation", type=int, help="micro-batches a step; default: --config's, or 1")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank over a frozen base")
+    parser.add_argument("--lora-attention", action="store_true", help="adapters beside attention's matrices alone")
+    parser.add_argument("--base-bits", type=int, default=16, help="of the frozen base: 16, or 4 (%(default)s)")
     parser.add_argument("--system", default="ds_fuyou", help="policy to plan for (%(default)s)")
     parser.add_argument("--compare", action="store_true", help="beside ZeRO-3, ZeRO-Offload and ZeRO-Infinity")
     parser.add_argument("--tokens", type=float, default=1e9, help="of the training that is compared (%(default)g)")
@@ -73,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         if given.block is not None:
             machine, policy = limited(machine, given.block), under_block(policy, given.block)
     work = Workload(
-        load_model(arguments.model),
+        with_adapters(load_model(arguments.model), arguments.lora, arguments.base_bits, arguments.lora_attention),
         1 if batch is None else batch,
         arguments.seq,
         1 if accumulation is None else accumulation,

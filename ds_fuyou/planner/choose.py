@@ -132,10 +132,13 @@ def _place(work: Workload, machine: Machine, policy: Policy) -> Placement:
             return _decision(work, machine, policy).place
         except FuyouConfigError:
             fixed = {"cpu": 1.0, "nvme": 0.0, "auto": 0.0}
-            base = Placement(fixed[policy.fixed.params], fixed[policy.fixed.states], fixed[policy.fixed.grads])
+            params, states, grads = (fixed[t] for t in (policy.fixed.params, policy.fixed.states, policy.fixed.grads))
+            base = Placement(params, states, grads, frozen=0.0)
             return _with_activations(work, machine, policy, base, 0.0)
     resident = 1.0 if policy.tiers is Tiers.DRAM else 0.0
-    base = Placement(params=resident, states=resident, grads=0.0 if policy.gradients_on_storage else 1.0)
+    base = Placement(
+        params=resident, states=resident, grads=0.0 if policy.gradients_on_storage else 1.0, frozen=resident
+    )
     return _with_activations(work, machine, policy, base, float("inf") if policy.fates is Fates.CHECKPOINT else 0.0)
 
 
@@ -144,7 +147,7 @@ def fits(work: Workload, machine: Machine, policy: Policy) -> bool:
     if policy.tiers is not Tiers.PLANNED or policy.fixed != Fixed():
         return _quick(work, machine, policy)[0] is not None
     inputs = float(work.model.layers * work.tokens * work.model.input_bytes)
-    stored = Placement(0.0, 0.0, 0.0, swapped_bytes=inputs)
+    stored = Placement(0.0, 0.0, 0.0, frozen=0.0, swapped_bytes=inputs)
     resident = Placement(1.0, 1.0, 1.0, swapped_bytes=inputs, dram_activation_bytes=inputs)
     return any(not needs_of(work, machine, policy, place).missing() for place in (stored, resident))
 
@@ -162,11 +165,13 @@ def closed_alternatives(chosen: Chosen) -> list[tuple[str, str]]:
         return []
     shares = {
         "as planned": chosen.place,
-        "everything on storage": replace(chosen.place, params=0.0, states=0.0, grads=0.0),
+        "everything on storage": replace(chosen.place, params=0.0, states=0.0, grads=0.0, frozen=0.0),
         "states on storage, the rest in host memory": replace(
-            chosen.place, params=1.0, states=0.0, grads=1.0, two_versions=True
+            chosen.place, params=1.0, states=0.0, grads=1.0, frozen=1.0, two_versions=True
         ),
-        "everything in host memory": replace(chosen.place, params=1.0, states=1.0, grads=1.0, two_versions=False),
+        "everything in host memory": replace(
+            chosen.place, params=1.0, states=1.0, grads=1.0, frozen=1.0, two_versions=False
+        ),
     }
     rows = []
     for name, place in shares.items():

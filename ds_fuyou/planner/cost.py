@@ -72,7 +72,7 @@ class Placement:
     """The answer to "where": shares resident in host memory, and what becomes of activations.
 
     Attributes:
-        params, states, grads: share of the class in host memory; the rest is on storage.
+        params, states, grads, frozen: share of the class in host memory; the rest is on storage.
         two_versions: resident P16 exists twice, so that updates may start in backward.
         swapped_bytes: activations that leave one GPU, a micro-batch, all blocks; of these ``dram_activation_bytes``
             stay in host memory.
@@ -86,6 +86,7 @@ class Placement:
     states: float = 0.0
     grads: float = 1.0
     two_versions: bool = False
+    frozen: float = 1.0
     swapped_bytes: float = 0.0
     dram_activation_bytes: float = 0.0
     kept_bytes: float = 0.0
@@ -163,7 +164,8 @@ def stored_sums(work: Workload, policy: Policy, place: Placement) -> float:
     """
     if policy.tiers is not Tiers.PLANNED or work.accumulation == 1:
         return 0.0
-    return max(0.0, 1 - place.grads - place.staging_bytes / (policy.gradient_bytes * float(work.model.params)))
+    gradients = policy.gradient_bytes * float(work.model.trainable_params)
+    return max(0.0, 1 - place.grads - place.staging_bytes / gradients)
 
 
 _Lanes = tuple[float, ...]  # seconds, in the order of Lane
@@ -189,7 +191,7 @@ class _Phases:
 
 
 def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) -> _Phases:
-    model, num_params = work.model, float(work.model.params)
+    model, num_params = work.model, float(work.model.trainable_params)
     blocks, head = _compute_secs(work, machine, policy)
     recompute = place.recompute_flops / (machine.flops * policy.share_of_block_rate)
     if not policy.fused:
@@ -203,8 +205,9 @@ def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) 
     waiting = grad * max(0.0, place.states - place.grads) if policy.keeps_gradients else 0.0
     read_back = spilled if policy.reads_spilled else waiting
     sums = grad * stored_sums(work, policy, place)
-    up, act_up = policy.param_bytes * num_params / machine.link_up, place.swapped_bytes / machine.link_up
-    p_read = storage_secs(p_bytes, machine.storage_read)
+    up = (policy.param_bytes * num_params + model.frozen_bytes) / machine.link_up
+    act_up = place.swapped_bytes / machine.link_up
+    p_read = storage_secs(p_bytes + model.frozen_bytes * (1 - place.frozen), machine.storage_read)
     return _Phases(
         forward=_lanes(
             gpu=blocks + head,
@@ -214,7 +217,7 @@ def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) 
             write=storage_secs(stored, machine.storage_write),
         ),
         backward=_lanes(
-            gpu=machine.backward_over_forward * (blocks + head) + recompute,
+            gpu=machine.backward_over_forward * model.backward_over_forward / 2 * (blocks + head) + recompute,
             up=up + act_up,
             down=grad / machine.link_down,
             read=p_read + storage_secs(stored, machine.storage_read),
@@ -253,7 +256,7 @@ def _deferred(work: Workload, machine: Machine, policy: Policy, place: Placement
     what staging memory holds of the states is read ahead in backward, and is still to be written when forward ends; P16
     on storage is written with its state, before forward reads it.
     """
-    states = policy.state_bytes * float(work.model.params) * (1 - place.states)
+    states = policy.state_bytes * float(work.model.trainable_params) * (1 - place.states)
     most = min(place.staging_bytes, states)
 
     def split(num_bytes: float) -> tuple[_Lanes, _Lanes]:
@@ -334,12 +337,12 @@ def _drain_secs(work: Workload, machine: Machine, policy: Policy, place: Placeme
     """The last chunk's own chain after the last gradient, less what the bound lane has counted already: reads and
     writes where storage bounds (as it nearly always does here), so the copy and the update remain.
     """
-    parts = _chunk_secs(float(work.model.embedding_params), machine, policy, place)
+    parts = _chunk_secs(float(work.model.first_trained_params), machine, policy, place)
     return parts["down"] + parts["update"]
 
 
 def _turn_secs(work: Workload, machine: Machine, policy: Policy, place: Placement) -> float:
     """From the last gradient to the first forward of the next step: the embedding's chain, nothing hides it."""
-    parts = _chunk_secs(float(work.model.embedding_params), machine, policy, place)
+    parts = _chunk_secs(float(work.model.first_trained_params), machine, policy, place)
     chain = parts["down"] + parts["read"] + parts["update"] + parts["up"]
     return chain + (parts["write"] if place.params < 1 else 0.0)

@@ -31,7 +31,6 @@ from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.plan import (
     CHUNK_BYTES,
-    CLASSES,
     MIB,
     Plan,
     PlanInput,
@@ -39,6 +38,7 @@ from ds_fuyou.planner.plan import (
     arena_bytes,
     built_plan,
     bytes_each,
+    classes_of,
     has_two_versions,
     lane_bytes,
     minimum_lane_bytes,
@@ -85,6 +85,7 @@ class StepTime:
             residency.parameters,
             residency.optimizer,
             residency.gradients,
+            frozen=residency.frozen,
             two_versions=has_two_versions(given, residency),
         )
         if self.activations is None:
@@ -160,8 +161,8 @@ class _Search:
 
     def _orders(self) -> Iterator[tuple[Residency, float]]:
         given, fixed = self.given, self.given.fixed_shares()
-        open_classes = [name for name in CLASSES if name not in fixed]
-        none = Residency(**{name: fixed.get(name, 0.0) for name in CLASSES})
+        open_classes = [name for name in classes_of(given) if name not in fixed]
+        none = Residency(**{name: fixed.get(name, 0.0) for name in classes_of(given)})
         yield _changed(none, dict.fromkeys(open_classes, 1.0)), self._all_left(none, open_classes)
         classes = [*open_classes, _ACTIVATIONS] if self._weighs_activations else open_classes
         for two_versions in (False, True):
@@ -195,7 +196,7 @@ class _Search:
     def _shifted(self, best: _Tried, num_bytes: float) -> Iterator[tuple[Residency, float]]:
         """``num_bytes`` of one class go, another one comes in their place."""
         given, fixed = self.given, self.given.fixed_shares()
-        names = [name for name in CLASSES if name not in fixed]
+        names = [name for name in classes_of(given) if name not in fixed]
         if self._weighs_activations:
             names.append(_ACTIVATIONS)
         two = has_two_versions(given, best.residency)
@@ -219,7 +220,7 @@ class _Search:
 
     def _try(self, residency: Residency, in_dram: float) -> None:
         given = self.given
-        key = (*(round(getattr(residency, name), 6) for name in CLASSES), round(in_dram))
+        key = (*(round(getattr(residency, name), 6) for name in classes_of(given)), round(in_dram))
         if key in self.found:
             return
         needed = resident_bytes(given, residency) + minimum_lane_bytes(given, residency, self.chunk_bytes)

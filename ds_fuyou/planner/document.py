@@ -41,6 +41,7 @@ class Residency:
     parameters: float
     optimizer: float
     gradients: float
+    frozen: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def parse(data: object) -> PlanDocument:
 def _check_keys(data: Mapping[str, Any], kind: type[Any], where: str) -> None:
     names = [item.name for item in fields(kind)]
     _refuse_unknown(data, names, where)
-    optional = ("settings", "workload", "machine", "predicted")
+    optional = ("frozen", "settings", "workload", "machine", "predicted")
     missing = [name for name in names if name not in data and name not in optional]
     if missing:
         raise FuyouConfigError(f"{where or 'the plan'} lacks {', '.join(missing)}")

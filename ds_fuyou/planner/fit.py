@@ -67,7 +67,9 @@ def needs_of(work: Workload, machine: Machine, policy: Policy, place: Placement)
     """Bytes by tier. GPU: of each one; host memory and storage: of all of them together."""
     have = {"gpu": float(machine.gpu_bytes), "cpu": machine.dram_usable_bytes, "nvme": machine.storage_bytes}
     if policy.on_device:
-        each = (P16_BYTES + policy.gradient_bytes + STATE_BYTES) * float(work.model.params) / machine.num_gpus
+        model = work.model
+        each = (P16_BYTES + policy.gradient_bytes + STATE_BYTES) * float(model.trainable_params) + model.frozen_bytes
+        each /= machine.num_gpus
         inputs = Item("activations", "gpu", place.swapped_bytes)
         shares = (Item("P16, gradients, P32, M, V", "gpu", each), inputs)
         return Needs((*_gpu_items(work, policy, place), *shares), have)
@@ -83,7 +85,7 @@ def rank_facts(work: Workload, machine: Machine, policy: Policy) -> PlanInput:
     """What the decider needs to know of each rank, but the room on its device."""
     model, ranks, fixed = work.model, machine.num_gpus, policy.fixed
     return PlanInput(
-        numel=-(-model.params // ranks),
+        numel=max(1, -(-model.trainable_params // ranks)),
         param_bytes_each=policy.param_bytes,
         grad_bytes_each=policy.gradient_bytes,
         num_moments=policy.state_bytes // 4 - 1,
@@ -99,6 +101,7 @@ def rank_facts(work: Workload, machine: Machine, policy: Policy) -> PlanInput:
         activations_leave_dram=fixed.activations == "nvme",
         storage_budget_bytes=machine.storage_bytes / ranks,
         durable=fixed.durable,
+        frozen_bytes=model.frozen_bytes / ranks,
         block_activation_bytes=max(1, int(model.largest_saved_bytes * work.tokens)),
     )
 
@@ -111,7 +114,7 @@ def device_room(work: Workload, machine: Machine, policy: Policy) -> float:
 def _gpu_items(work: Workload, policy: Policy, place: Placement) -> Sequence[Item]:
     """The peak is in the backward of a block, or in the head with its loss, whichever is larger."""
     model = work.model
-    unit = P16_BYTES * float(model.largest_unit_params)
+    unit, trained = model.largest_unit_bytes, P16_BYTES * model.largest_unit_trained
     block = model.largest_saved_bytes * work.tokens
     logits = float(_LOGIT_BYTES * work.tokens * model.vocab)
     if policy.fused:
@@ -123,7 +126,7 @@ def _gpu_items(work: Workload, policy: Policy, place: Placement) -> Sequence[Ite
     return (
         Item("context and allocator slack", "gpu", constants().device_context_bytes),
         Item("P16 in use and fetched ahead", "gpu", 2 * unit),
-        Item("gradients in flight", "gpu", (2 if policy.fused else 1) * unit * gradient / P16_BYTES),
+        Item("gradients in flight", "gpu", (2 if policy.fused else 1) * trained * gradient / P16_BYTES),
         Item("activations of the block in work" if block >= head else "logits and loss", "gpu", max(block, head)),
         Item("activations kept", "gpu", place.kept_bytes),
     )
@@ -131,14 +134,14 @@ def _gpu_items(work: Workload, policy: Policy, place: Placement) -> Sequence[Ite
 
 def _host_items(work: Workload, machine: Machine, policy: Policy, place: Placement) -> Sequence[Item]:
     model = work.model
-    num_params, unit = float(model.params), float(model.largest_unit_params)
+    num_params, unit = float(model.trainable_params), float(model.largest_unit_params)
     leaving = 2 * place.swapped_bytes / model.layers * machine.num_gpus if place.storage_activation_bytes else 0.0
     activations = place.dram_activation_bytes * machine.num_gpus
     if policy.tiers is Tiers.PLANNED:
         return _planned_items(rank_facts(work, machine, policy), place, machine.num_gpus)
     if policy.tiers is Tiers.DRAM:
         items = [
-            Item("P16", "cpu", P16_BYTES * num_params),
+            Item("P16", "cpu", P16_BYTES * num_params + model.frozen_bytes),
             Item("P32, M, V", "cpu", STATE_BYTES * num_params),
             Item("flat gradient buffer", "cpu", policy.gradient_bytes * num_params),
         ]
@@ -158,18 +161,18 @@ def _host_items(work: Workload, machine: Machine, policy: Policy, place: Placeme
 
 def _planned_items(given: PlanInput, place: Placement, ranks: int) -> Sequence[Item]:
     """Ours, as a run plans it."""
-    residency = Residency(place.params, place.states, place.grads)
+    residency = Residency(place.params, place.states, place.grads, place.frozen)
     needed = resident_bytes(given, residency) + place.dram_activation_bytes
     fitting = [n for n in CHUNK_BYTES if needed + minimum_lane_bytes(given, residency, n) <= given.dram_budget_bytes]
     chunk_bytes = fitting[0] if fitting else CHUNK_BYTES[-1]
     plan = built_plan(given, residency, chunk_bytes, arena_bytes(given), {}, int(place.dram_activation_bytes))
     two = has_two_versions(given, residency)
-    shares = (("P16", "parameters"), ("P32, M, V", "optimizer"), ("G16", "gradients"))
+    shares = (("P16", "parameters"), ("P32, M, V", "optimizer"), ("G16", "gradients"), ("frozen P16", "frozen"))
     items = [
         Item(name, "cpu", getattr(residency, kind) * bytes_each(given, kind, two) * given.numel * ranks)
         for name, kind in shares
     ]
-    if residency != Residency(1.0, 1.0, 1.0):
+    if residency != Residency(1.0, 1.0, 1.0, 1.0):
         items.append(Item("staging of chunks", "cpu", float(plan.staging_bytes * ranks)))
         items.append(Item("look-ahead", "cpu", float(max(0, plan.prefetch_bytes) * ranks)))
         items.append(Item("gradients on their way", "cpu", float(plan.gradient_buffer_bytes * ranks)))
@@ -179,11 +182,12 @@ def _planned_items(given: PlanInput, place: Placement, ranks: int) -> Sequence[I
 def _storage_items(work: Workload, machine: Machine, policy: Policy, place: Placement) -> Sequence[Item]:
     """Ours with one slot, the least that trains, unless every step is to be durable; two slots are used where there is
     room."""
-    num_params, slots = float(work.model.params), 2 if policy.fixed.durable else 1
+    num_params, slots = float(work.model.trainable_params), 2 if policy.fixed.durable else 1
     grads = (1 - place.grads) * policy.gradient_bytes * num_params if policy.keeps_gradients else 0.0
     return [
         Item("P16", "nvme", slots * P16_BYTES * num_params * (1 - place.params)),
         Item("P32, M, V", "nvme", slots * STATE_BYTES * num_params * (1 - place.states)),
         Item("G16", "nvme", grads),
+        Item("frozen P16", "nvme", work.model.frozen_bytes * (1 - place.frozen)),
         Item("activations", "nvme", place.storage_activation_bytes * machine.num_gpus),
     ]

@@ -151,6 +151,11 @@ class ModelSpec:
             return float(self.largest_unit_params)
         return self.adapter_params / self.layers
 
+    @property
+    def first_trained_params(self) -> int:
+        """Trainable parameters before the first block: their gradients come last, and they are needed first."""
+        return self.embedding_params if self.adapters is None else 0
+
     @cached_property
     def largest_param(self) -> int:
         """Elements of the largest single parameter."""

@@ -27,6 +27,7 @@ __all__ = [
     "arena_bytes",
     "built_plan",
     "bytes_each",
+    "classes_of",
     "has_two_versions",
     "lane_bytes",
     "minimum_lane_bytes",
@@ -60,7 +61,7 @@ class PlanInput:
     ``shares``: resident shares that a plan fixes, by field of :class:`Residency`; used where the tier is "auto".
     ``num_paths``: of storage. ``block_activation_bytes``: what the largest block saves in a forward; 0: not known.
     ``storage_budget_bytes``: for what is on storage; ``durable``: in two slots. ``device_room_bytes``: for activations
-    that stay on the device.
+    that stay on the device. ``frozen_bytes``: of parameters that are not trained.
     """
 
     numel: int
@@ -84,6 +85,7 @@ class PlanInput:
     storage_budget_bytes: float = float("inf")
     durable: bool = False
     device_room_bytes: float = 0.0
+    frozen_bytes: float = 0.0
     saves_behind: bool = False  # checkpoints are written while training goes on
 
     def fixed_shares(self) -> dict[str, float]:
@@ -131,7 +133,7 @@ CLASSES = ("parameters", "optimizer", "gradients")
 
 def _is_stored(residency: Residency) -> bool:
     """Whether any part of any class is on storage."""
-    return any(getattr(residency, name) < 1 for name in CLASSES)
+    return any(getattr(residency, name) < 1 for name in (*CLASSES, "frozen"))
 
 
 def has_two_versions(given: PlanInput, residency: Residency) -> bool:
@@ -139,9 +141,15 @@ def has_two_versions(given: PlanInput, residency: Residency) -> bool:
     return residency.parameters > 0 and residency.optimizer < 1 and given.may_speculate
 
 
-def bytes_each(given: PlanInput, name: str, two_versions: bool) -> int:
-    """Host bytes of one resident element of a class."""
-    sizes = {
+def classes_of(given: PlanInput) -> tuple[str, ...]:
+    """What may be in host memory or on storage."""
+    return (*CLASSES, "frozen") if given.frozen_bytes > 0 else CLASSES
+
+
+def bytes_each(given: PlanInput, name: str, two_versions: bool) -> float:
+    """Host bytes of a resident class for each trainable element."""
+    sizes: dict[str, float] = {
+        "frozen": given.frozen_bytes / given.numel,
         "parameters": given.param_bytes_each * (2 if two_versions else 1),
         "optimizer": 4 * (1 + given.num_moments),
         "gradients": given.grad_bytes_each,
@@ -151,7 +159,7 @@ def bytes_each(given: PlanInput, name: str, two_versions: bool) -> int:
 
 def resident_bytes(given: PlanInput, residency: Residency) -> int:
     two = has_two_versions(given, residency)
-    each = sum(getattr(residency, name) * bytes_each(given, name, two) for name in CLASSES)
+    each = sum(getattr(residency, name) * bytes_each(given, name, two) for name in classes_of(given))
     return int(each * given.numel)
 
 
@@ -169,7 +177,8 @@ def stored_bytes(given: PlanInput, residency: Residency) -> float:
     slots = 2 if given.durable else 1
     each = slots * given.param_bytes_each * (1 - residency.parameters)
     each += slots * 4 * (1 + given.num_moments) * (1 - residency.optimizer)
-    return (each + given.grad_bytes_each * (1 - residency.gradients)) * given.numel
+    each += given.grad_bytes_each * (1 - residency.gradients)
+    return each * given.numel + given.frozen_bytes * (1 - residency.frozen)
 
 
 def lane_bytes(given: PlanInput, chunk_bytes: int) -> int:

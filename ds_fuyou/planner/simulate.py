@@ -139,13 +139,14 @@ def _units(work: Workload, machine: Machine, policy: Policy, place: Placement) -
             f"block {i}",
             chunks,
             forward=forward,
-            backward=2 * forward + recompute,
+            backward=model.backward_over_forward * forward + recompute,
             **pieces.of_next(float(model.block_params)),
             **moved,
         )
         for i in range(model.layers)
     ]
-    last = _Unit("head", 1, **pieces.of_next(float(model.head_params)), forward=head, backward=2 * head)
+    head_back = model.backward_over_forward * head
+    last = _Unit("head", 1, **pieces.of_next(float(model.head_params)), forward=head, backward=head_back)
     return [first, *blocks, last]
 
 
@@ -155,7 +156,11 @@ class _Pieces:
     def __init__(self, work: Workload, machine: Machine, policy: Policy, place: Placement) -> None:
         self._machine, self._policy = machine, policy
         self._summed = stored_sums(work, policy, place)
-        num_params = float(work.model.params)
+        model = work.model
+        num_params = float(model.trainable_params)
+        self._trained = num_params / model.params  # of each unit; adapters lie evenly
+        self._frozen = model.frozen_bytes / model.params
+        self._frozen_stored = 1 - place.frozen
         self._left = {"params": place.params, "states": place.states, "grads": place.grads}
         self._left = {name: share * num_params for name, share in self._left.items()}
 
@@ -168,6 +173,7 @@ class _Pieces:
     def of_next(self, params: float) -> dict[str, float]:
         """Seconds of everything that a unit of ``params`` parameters moves."""
         machine, policy = self._machine, self._policy
+        frozen, params = self._frozen * params, self._trained * params
         grad = policy.gradient_bytes * params
         stored = self._stored("states", params)
         spilled = policy.gradient_bytes * self._stored("grads", params) if policy.keeps_gradients else 0.0
@@ -175,8 +181,8 @@ class _Pieces:
         acc = grad * self._summed
         return {
             "resident": 1 - stored / params if params > 0 else 0.0,
-            "p_read": storage_secs(p16, machine.storage_read),
-            "p_up": P16_BYTES * params / machine.link_up,
+            "p_read": storage_secs(p16 + frozen * self._frozen_stored, machine.storage_read),
+            "p_up": (P16_BYTES * params + frozen) / machine.link_up,
             "g_down": grad / machine.link_down,
             "g_write": storage_secs(spilled, machine.storage_write),
             "acc_read": storage_secs(acc, machine.storage_read),

@@ -10,10 +10,13 @@ from dataclasses import replace
 import pytest
 
 from ds_fuyou.planner.activations import ActivationCosts, costs_of
+from ds_fuyou.planner.choose import choose
 from ds_fuyou.planner.cost import ClosedForm, Placement, Workload
 from ds_fuyou.planner.decide import Decision, StepTime, decide
 from ds_fuyou.planner.document import Residency
 from ds_fuyou.planner.fit import device_room, rank_facts
+from ds_fuyou.planner.lanes import Lane
+from ds_fuyou.planner.model import with_adapters
 from ds_fuyou.planner.plan import MIB, PlanInput, minimum_lane_bytes, resident_bytes
 from ds_fuyou.planner.policies import find_policy
 from ds_fuyou.planner.profile import RunProfile, StorageRates
@@ -115,6 +118,28 @@ def test_activations_get_host_memory_where_that_is_worth_most() -> None:
     assert found.place.storage_activation_bytes < 1e9
     eager, _ = decided(profile, replace(given, activations_leave_dram=True), replace(BLOCKS, block_flops=1e15))
     assert eager.plan.kept_activation_bytes == 0
+
+
+def test_of_a_frozen_base_memory_holds_what_fits() -> None:
+    """30B, 60 GB in 16 bits, read twice a micro-batch; adapters take next to nothing."""
+    base = model("30B")
+    lora = with_adapters(base, 16)
+    assert lora.frozen_bytes == 2.0 * base.params
+    for gib, least, most in ((128, 1.0, 1.0), (48, 0.6, 0.85)):
+        work, on = Workload(lora, 1, 512), machine(1, gib)
+        found = choose(work, on, find_policy("ds_fuyou"))
+        assert least <= found.place.frozen <= most
+        assert found.place.states == found.place.params == 1.0 or gib < 128
+        host = sum(item.num_bytes for item in found.needs.items if item.tier == "cpu")
+        assert host <= on.dram_usable_bytes
+        read = found.closed.lane_secs[Lane.READ] * on.storage_read
+        assert read == pytest.approx(2 * (1 - found.place.frozen) * lora.frozen_bytes, rel=0.05, abs=5e8)
+    full = choose(Workload(base, 1, 512), machine(1, 128), find_policy("ds_fuyou"))
+    assert full.iteration_secs > 3 * found.iteration_secs
+    assert (
+        choose(Workload(with_adapters(base, 16, 4), 1, 512), machine(1, 48), find_policy("ds_fuyou")).place.frozen
+        == 1.0
+    )
 
 
 def test_a_placement_that_the_disks_cannot_hold_is_none() -> None:
