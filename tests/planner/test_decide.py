@@ -23,16 +23,10 @@ from ds_fuyou.planner.profile import RunProfile, StorageRates
 from ds_fuyou.planner.profiled import placed, placed_again, run_time, sizes_of
 from tests.planner.profiles import PROFILE
 from tests.planner.support import machine, model
+from tests.unit.test_plan import GIB
+from tests.unit.test_plan import GIVEN as ROOMY
 
-GIB = 1024 * MIB
-GIVEN = PlanInput(
-    numel=1_000_000_000,
-    param_bytes_each=2,
-    grad_bytes_each=2,
-    num_moments=2,
-    largest_param_numel=50_000_000,
-    dram_budget_bytes=10 * GIB,
-)
+GIVEN = replace(ROOMY, dram_budget_bytes=10 * GIB)
 FAST, SLOW = 50e9, 0.5e9  # bytes a second
 BOUNDS = {
     "storage": {"storage": StorageRates(SLOW, SLOW, SLOW, 0.0, 0.0)},
