@@ -162,7 +162,7 @@ def _optimizer(config: Mapping[str, Any]) -> str:
 
 def _placed(given: PlanInput, asked: Question, activation: Activation) -> tuple[Plan, dict[str, Any], str]:
     """The plan, what the block must say for it, and why."""
-    moved = "of what fits it moves the fewest bytes, and a run decides anew by what is free when it starts"
+    moved = "of what fits it moves the fewest bytes, and a run decides anew by what is free, and known, when it starts"
     fixed = [tier for tier in (given.params_tier, given.optimizer_tier) if tier != "auto"]
     try:
         plan = placed(given, {}).plan

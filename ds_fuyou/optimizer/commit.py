@@ -137,6 +137,10 @@ class Committer:
             with self._progress:
                 self._ended = True
                 self._progress.notify_all()
+            while not self._orders.empty():  # nobody waits for what will not be given back
+                order = self._orders.get()
+                if isinstance(order, _Release):
+                    order.done()
 
     def _commit_orders(self) -> None:
         while (order := self._orders.get()) is not None:
@@ -165,7 +169,7 @@ class Committer:
     def _give_back(self, release: _Release) -> None:
         try:
             self._store.release(release.names)
-        except OSError as error:
+        except Exception as error:  # the committer goes on
             logger.warning("space on storage that is not needed any more stays taken: %s", error)
         finally:
             release.done()

@@ -20,6 +20,7 @@ away, for a checkpoint; see [Note: a save behind training] in zero/background_sa
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 
-from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.host.device import failure_of
 from ds_fuyou.host.memory import HostPool, PageLocks
 from ds_fuyou.ops.core import load_core
@@ -497,6 +498,7 @@ class OutOfCoreOptimizer:
 
         Raises:
             FuyouMemoryError: the system refuses; it is as it was.
+            FuyouStorageError: a read that was dropped still uses it; it is as it was.
         """
         wanted = replace(self.place.residency, states=states)
         num_bytes = max(self.place.staging_bytes(), self.place.staging_bytes(wanted))
@@ -504,6 +506,8 @@ class OutOfCoreOptimizer:
             return
         self.wait_all()
         self.gradients.return_lent()
+        if self.staging.used_bytes:  # by a read that nobody wants any more, say
+            raise FuyouStorageError(errno.EBUSY, "staging memory is in use by a read that nobody waits for; ask again")
         old, copied_to = self.staging, None if all(self.options.residency.grads) else self.options.device
         new = HostPool(num_bytes, copied_to)
         self.io.engine.unregister_buffer(old.pool.base, old.capacity_bytes)

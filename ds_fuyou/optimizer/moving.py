@@ -236,9 +236,13 @@ class ChunkMover:
 
     def step_ended(self) -> None:
         """The step was applied: when all has moved, staging memory is made as large as it has to be now."""
-        if self._ends:
+        if not self._ends or self._core.staging.used_bytes:  # read ahead in vain, say: a later step will do
+            return
+        self._ends = False
+        try:
             self._core.fit_staging(self._place.residency.states)
-            self._ends = False
+        except FuyouError as error:
+            logger.warning("staging memory stays as large as it is: %s", error)
 
     # ---- ends ---------------------------------------------------------------------------------------------
 

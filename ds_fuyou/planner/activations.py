@@ -94,8 +94,8 @@ class _Ladder:
         self.left = max(0.0, room - num_kept * costs.whole_bytes)
         self._by_class = costs.num_classes is not None
         num_outputs = len(costs.ranked) if self._by_class else max(1, len(costs.ranked))
-        self.each = 1 if self._by_class else self.rest
-        self.last = self.each * num_outputs
+        self.each = 1 if self._by_class else max(1, self.rest)
+        self.last = self.each * num_outputs if self.rest else 0
         self._spared_bytes = costs.input_bytes + sum(output.num_bytes for output in costs.outputs) - costs.whole_bytes
         self._unsaved_flops = costs.block_flops - sum(output.flops for output in costs.outputs)
 

@@ -120,6 +120,8 @@ def parse(data: object) -> PlanDocument:
     body = {key: value for key, value in data.items() if key != "schema"}
     _check_keys(body, PlanDocument, "")
     model = _section(body, "model", Subject)
+    if isinstance(body["residency"], Mapping):  # documents of before name a class that there is no more
+        body["residency"] = {key: value for key, value in body["residency"].items() if key != "accumulators"}
     residency = _section(body, "residency", Residency)
     for name, share in residency.items():
         _number(f"residency.{name}", share, 0.0, 1.0)

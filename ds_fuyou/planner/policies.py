@@ -52,8 +52,8 @@ class Fixed:
     durable: bool = False
 
     def tier(self, name: str) -> str:
-        """Of a class by the planner's name; accumulators live where gradients do."""
-        found: str = getattr(self, "grads" if name == "accumulators" else name)
+        """Of a class by the planner's name."""
+        found: str = getattr(self, name)
         return found
 
 

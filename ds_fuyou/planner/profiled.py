@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -238,17 +239,29 @@ def run_time(
 
 
 def placed(
-    given: PlanInput, overrides: Mapping[str, int | None], profile: RunProfile | None = None, accumulation: int = 1
+    given: PlanInput,
+    overrides: Mapping[str, int | None],
+    profile: RunProfile | None = None,
+    accumulation: int = 1,
+    mode: str = "auto",
 ) -> Decision:
-    """The placement of a run by what was measured of it, if anything was. Raises FuyouConfigError as :func:`decide`."""
-    if profile is not None and profile.storage is None:
-        profile = None  # measured while nothing was on storage
-    costs = activation_costs(profile) if given.swaps_activations else None
-    return decide(given, overrides, run_time(profile, sizes_of(given, accumulation), costs))
+    """The placement of a run by what was measured of it, if anything was, and it fits storage with two slots; else the
+    one that moves the fewest bytes. ``mode`` of activations: in "auto" it is not known yet how many leave the device.
+
+    Raises:
+        FuyouConfigError: as :func:`decide`.
+    """
+    if profile is not None and profile.storage is not None:  # else measured while nothing was on storage
+        costs = activation_costs(profile) if mode == "swap" and given.swaps_activations else None
+        time = run_time(profile, sizes_of(given, accumulation), costs, mode)
+        with contextlib.suppress(FuyouConfigError):
+            return decide(replace(given, durable=overrides.get("slots") != 1), overrides, time)
+    unbounded = replace(given, storage_budget_bytes=float("inf"))  # with one slot it may fit; who makes files says so
+    return decide(unbounded, overrides, run_time(None, sizes_of(given, accumulation)))
 
 
 def placed_again(
-    given: PlanInput, overrides: Mapping[str, int | None], profile: RunProfile, plan: Plan
+    given: PlanInput, overrides: Mapping[str, int | None], profile: RunProfile, plan: Plan, mode: str = "auto"
 ) -> Decision | None:
     """Where states should be that a run under ``plan`` may move, by what was measured of it: P16, gradients and the
     memory of the lanes stay. None unless a step becomes clearly shorter.
@@ -266,8 +279,8 @@ def placed_again(
         "prefetch_bytes": plan.prefetch_bytes,
         "activation_bytes": plan.activation_bytes,
     }
-    costs = activation_costs(profile) if given.swaps_activations else None
-    time = run_time(profile, sizes_of(given, profile.accumulation), costs)
+    costs = activation_costs(profile) if mode == "swap" and given.swaps_activations else None
+    time = run_time(profile, sizes_of(given, profile.accumulation), costs, mode)
     try:
         found = decide(fixed, {**overrides, **lanes}, time)
     except FuyouConfigError:

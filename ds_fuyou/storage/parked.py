@@ -119,7 +119,8 @@ class ParkedValues:
 
         extents, what = location.runs[0].extents, f"reading {location.what} for a checkpoint"
 
-        def read() -> Iterator[tuple[int, torch.Tensor]]:
+        def read(kept: ParkedValues = self) -> Iterator[tuple[int, torch.Tensor]]:
+            # Its pieces are leased to nobody else while this reads.
             memory = [aligned_tensor(max(extent.num_bytes for extent in extents)) for _ in range(2)]
             begin, ahead = 0, lane.read(extents[:1], memory[0], what, _BEHIND)
             for number in range(len(extents)):

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numpy
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-__all__ = ["least", "of_every_rank", "of_rank_0", "on_any_rank"]
+from ds_fuyou.errors import FuyouStateError
+
+__all__ = ["decided_by_rank_0", "least", "of_every_rank", "of_rank_0", "on_any_rank"]
 
 T = TypeVar("T")
 
@@ -23,6 +26,27 @@ def of_rank_0(value: T) -> T:
     dist.broadcast_object_list(box, src=0)
     found: T = box[0]
     return found
+
+
+def decided_by_rank_0(decide: Callable[[], T]) -> T:
+    """What rank 0 decides. A collective.
+
+    Raises:
+        FuyouStateError: rank 0 failed; there its own error.
+    """
+    found: T | None = None
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            found = decide()
+        except Exception as error:  # the others wait for an answer
+            failure = error
+    found, said = of_rank_0((found, None if failure is None else f"{type(failure).__name__}: {failure}"))
+    if failure is not None:
+        raise failure
+    if said is not None:
+        raise FuyouStateError(f"rank 0 could not decide for all: {said}")
+    return cast("T", found)
 
 
 def of_every_rank(value: T) -> list[T]:

@@ -23,7 +23,7 @@ from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
-from ds_fuyou.zero.agreement import least, of_rank_0
+from ds_fuyou.zero.agreement import decided_by_rank_0, least, of_rank_0
 
 __all__ = ["AutoActivations"]
 
@@ -127,12 +127,14 @@ class AutoActivations:
         else:
             now = self._look()
             measured = self._measured({key: now[key] - self._at[key] for key in now})
-            choice = of_rank_0(plan(measured) if current_rank() == 0 else None)
+            choice = decided_by_rank_0(lambda: plan(measured))
             if self._session.swapper is not None:  # a longer batch must not fill the device with what this one leaves
                 self._session.swapper.keep_bytes = measured.device_bytes
         if choice is None:
             return
         self.is_decided = True
+        if self._session.swapper is not None:
+            self._session.swapper.keeps_what_storage_refuses = False
         self._session.decide(choice.fates([block.name for block in self._session.blocks]))
         if current_rank() == 0:
             get_logger().info("activations, decided after step %d: %s", self._num_steps, choice.line())

@@ -219,13 +219,18 @@ def _common_tag(tag: str) -> str:
 
 def _prepare(engine: Any, folder: Path, tag: str, exclude_frozen_parameters: bool) -> WritingLock:
     """Clears what earlier saves left, and raises on every rank if the files will not fit. The lock of the new one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if engine.local_rank <= 0:
-        atomic.recover(folder / tag)
-        atomic.discard(folder / atomic.incomplete_tag(tag))
-    dist.barrier()
+    locks: list[WritingLock] = []
+
+    def clear() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if engine.local_rank <= 0:
+            atomic.recover(folder / tag)
+            atomic.discard(folder / atomic.incomplete_tag(tag))
+
+    _settle(_outcome(clear), str(folder))
     _require_space(engine, folder, exclude_frozen_parameters)
-    return WritingLock(folder / atomic.incomplete_tag(tag))
+    _settle(_outcome(lambda: locks.append(WritingLock(folder / atomic.incomplete_tag(tag)))), str(folder / tag))
+    return locks[0]
 
 
 def _outcome(call: Callable[[], object]) -> Exception | None:

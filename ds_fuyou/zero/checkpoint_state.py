@@ -121,8 +121,9 @@ class CheckpointState:
                     return [each for each in found if each is not None] if None not in found else None
 
                 # Slots whose blocks are shared need new ones when they are written, which may not be there.
-                is_durable = self._rank_state.activation.config.durable
-                return pieces(snapshot.states(None if is_durable else cloned))
+                config = self._rank_state.activation.config
+                is_relied_on = config.durable or config.resume == "auto" or config.keep_state
+                return pieces(snapshot.states(None if is_relied_on else cloned))
 
             flats = self.stand_ins.add_together(shapes, kept, later=True, clones=True)
         else:

@@ -113,9 +113,11 @@ class RankState:
         )
         if expert is not None and expert.document is not None:
             require_params(expert.document, sum(param.ds_numel for param in names))
-        if activation.config.resume == "auto":
-            profile = None  # files of a dead run are found where a run that knew as little would place them
-        self.plan: Plan = placed(given, self.plan_overrides, profile, accumulation).plan
+        if activation.config.resume == "auto" or activation.config.durable:
+            profile, micro = None, 1  # files of a dead run are found where a run that knew as little would place them
+        else:
+            micro = accumulation
+        self.plan: Plan = placed(given, self.plan_overrides, profile, micro, activation.config.activations.mode).plan
         self.host_budget_bytes = given.dram_budget_bytes
         self._sums_bytes = STAGING_BYTES if accumulation > 1 and not self.device.is_host else 0
         self.planned(self.plan)
@@ -200,6 +202,7 @@ class RankState:
             activations_stay_in_dram=no_storage or config.activations.tier == "cpu",
             activations_leave_dram=config.activations.tier == "nvme",
             durable=config.durable,
+            storage_budget_bytes=self._storage_budget(),
             shares=config.plan.resident_shares() if config.plan is not None else {},
             num_paths=max(1, len(self.activation.state_paths)),
             saves_behind=config.checkpoint.save == "background",
@@ -214,6 +217,13 @@ class RankState:
             return int(budget)
         in_place = sum(p.ds_tensor.nbytes for p in self._params if partition_of(p) is None and _is_in_host_memory(p))
         return int(least(float((available_host_bytes() // local_ranks() + in_place) * 8 // 10))[0])
+
+    def _storage_budget(self) -> float:
+        """Bytes of storage for this rank, the same on every one: the block's, and what is free of its devices."""
+        facts = {found.device: found.free_bytes for found in map(probe_path, map(Path, self.activation.state_paths))}
+        budget = self.activation.config.nvme_budget_bytes
+        free = sum(facts.values()) / local_ranks()
+        return least(free if budget == "auto" else min(free, float(budget)))[0]
 
     def _core_options(self, num_slots: int, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> CoreOptions:
         config, plan = self.activation.config, self.plan

@@ -22,6 +22,7 @@ from ds_fuyou.activations.auto import Choice, SavedStep
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.planner.cost import Placement
+from ds_fuyou.planner.decide import Decision
 from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.policies import Updates
 from ds_fuyou.planner.profile import (
@@ -49,7 +50,7 @@ from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
 from ds_fuyou.storage.types import PAGE_BYTES
 from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.zero.activations import model_blocks
-from ds_fuyou.zero.agreement import of_rank_0, on_any_rank
+from ds_fuyou.zero.agreement import decided_by_rank_0, on_any_rank
 from ds_fuyou.zero.auto_activations import AutoActivations
 from ds_fuyou.zero.rank_state import RankState
 from ds_fuyou.zero.run_facts import (
@@ -295,20 +296,17 @@ class RunPlan:
     def _move(self) -> None:
         """States go to where what was measured says they should be, over the next steps. A collective: rank 0 knows.
 
-        Where a run may be gone on from, states do not come to memory: it would not be any more.
+        Where a run may be gone on from nothing moves: its files are looked for where a run that begins places them.
         """
         state, config = self._state, self._state.activation.config
         if state.store is None or config.optimizer.tier != "auto" or "optimizer" in state.plan_input.shares:
             return
-        found = None
-        if self.profile is not None and current_rank() == 0:
-            found = placed_again(state.plan_input, state.plan_overrides, self.profile, state.plan)
-        found = of_rank_0(found)
+        if config.resume == "auto" or config.durable:
+            return
+        found = decided_by_rank_0(self._better_states)
         if found is None:
             return
         was, share = state.plan.residency.optimizer, found.plan.residency.optimizer
-        if share > was and (config.resume == "auto" or config.durable):
-            return
         if state.move_to(share):
             state.planned(replace(state.plan, residency=replace(state.plan.residency, optimizer=share)))
             if current_rank() == 0:
@@ -319,6 +317,19 @@ class RunPlan:
                     100 * was,
                     found.secs,
                 )
+
+    def _better_states(self) -> Decision | None:
+        """Chunks that leave memory are updated in backward only where there is a spare slot, and P16 in memory has two
+        versions or is none.
+        """
+        state, options = self._state, self._state.core.options
+        if self.profile is None:
+            return None
+        versions = options.num_param_versions == 2 or state.plan.residency.parameters == 0
+        may_speculate = state.plan_input.may_speculate and options.num_slots == 2 and versions
+        given = replace(state.plan_input, may_speculate=may_speculate, durable=options.num_slots == 2)
+        mode = state.activation.config.activations.mode
+        return placed_again(given, state.plan_overrides, self.profile, state.plan, mode)
 
     def _choice(self, saved: SavedStep, times: StepTimes) -> Choice:
         """What becomes of activations, by predicted time where this run can predict. On rank 0."""
@@ -421,7 +432,7 @@ class RunPlan:
             get_logger().info("the kept profile no longer holds: it is dropped, and the next run measures again")
 
     def _again(self, findings: Sequence[Finding], known: RunProfile, times: StepTimes) -> None:
-        """The plan made anew for what is true now. Activations may change at the next step, tiers only in a new run.
+        """The plan made anew for what is true now. Activations may change at the next step, tiers in a new run.
         Batches that keep changing, grouped by length say, are waited out longer each time.
         """
         profile = _scaled(known, times, self.clock.shape)

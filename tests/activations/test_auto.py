@@ -84,6 +84,9 @@ def test_limits_of_the_choice() -> None:
     assert blind.inputs.swapped > 0
     assert not blind.outputs, "whole blocks where operators are not known"
     assert chosen(block_bytes=0.0, outside_bytes=0.0, input_bytes=0.0).inputs.kept == 12
+    logits = chosen(device_bytes=1500e6, outside_bytes=500e6)  # all blocks fit beside two more, what is around does not
+    assert (logits.inputs, logits.swaps_outside) == (Counts(0, 0, 12), True)
+    assert chosen(block_bytes=0.0, outside_bytes=1e6, input_bytes=0.0, device_bytes=0.0).inputs.kept == 12
 
 
 def test_a_cheap_lane_is_bounded_by_the_disk_and_by_host_memory() -> None:

@@ -17,9 +17,9 @@ from ds_fuyou.planner.document import Residency
 from ds_fuyou.planner.fit import device_room, rank_facts
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import with_adapters
-from ds_fuyou.planner.plan import MIB, PlanInput, minimum_lane_bytes, resident_bytes
+from ds_fuyou.planner.plan import MIB, PlanInput, minimum_lane_bytes, resident_bytes, stored_bytes
 from ds_fuyou.planner.policies import find_policy
-from ds_fuyou.planner.profile import RunProfile, StorageRates
+from ds_fuyou.planner.profile import BlockCost, OperatorCost, RunProfile, StorageRates
 from ds_fuyou.planner.profiled import placed, placed_again, run_time, sizes_of
 from tests.planner.profiles import PROFILE
 from tests.planner.support import machine, model
@@ -112,6 +112,38 @@ def test_activations_get_host_memory_where_that_is_worth_most() -> None:
     assert found.place.storage_activation_bytes < 1e9
     eager, _ = decided(profile, replace(given, activations_leave_dram=True), replace(BLOCKS, block_flops=1e15))
     assert eager.plan.kept_activation_bytes == 0
+
+
+def test_a_run_placed_by_its_profile_fits_storage_with_two_slots_or_is_placed_as_if_nothing_were_known() -> None:
+    given = replace(GIVEN, dram_budget_bytes=12 * GIB)
+    slow_adam = replace(USUAL, **BOUNDS["adam"], storage=StorageRates(FAST, FAST, FAST, 0.0, 0.0))
+    stored = stored_bytes(given, placed(given, {}, slow_adam).plan.residency)
+    assert stored > 10e9
+    small = replace(given, storage_budget_bytes=10e9)
+    found = placed(small, {}, slow_adam).plan.residency
+    assert stored_bytes(replace(small, durable=True), found) <= 10e9
+    none = replace(given, storage_budget_bytes=1e9)
+    assert placed(none, {}, slow_adam).plan == placed(given, {}).plan
+
+
+def test_where_updates_cannot_start_in_backward_nothing_is_gained_by_moving() -> None:
+    given = replace(GIVEN, dram_budget_bytes=20 * GIB, gradients_tier="nvme")
+    slow_adam = replace(USUAL, **BOUNDS["adam"], storage=StorageRates(FAST, FAST, FAST, 0.0, 0.0))
+    plan = placed(given, {}).plan
+    assert plan.residency.optimizer == 1.0
+    assert placed_again(given, {}, slow_adam, plan) is not None
+    assert placed_again(replace(given, may_speculate=False), {}, slow_adam, plan) is None
+
+
+def test_activations_of_a_mode_that_is_not_decided_yet_take_no_memory_of_other_classes() -> None:
+    given = replace(GIVEN, swaps_activations=True, dram_budget_bytes=12 * GIB)
+    storage_bound = replace(USUAL, **BOUNDS["storage"])
+    block = OperatorCost("up/mm", 4e12, 2e9, True)
+    known = replace(storage_bound, blocks=(BlockCost("a", 4e12, 1e9, (block,)), BlockCost("b", 4e12, 1e9, (block,))))
+    auto, swap = (placed(given, {}, known, mode=mode).plan for mode in ("auto", "swap"))
+    assert auto.kept_activation_bytes == 0
+    assert auto.activation_bytes < 1e9 < swap.activation_bytes
+    assert auto.resident_bytes(given) > swap.resident_bytes(given)
 
 
 def test_of_a_frozen_base_memory_holds_what_fits() -> None:

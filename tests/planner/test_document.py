@@ -37,6 +37,11 @@ def test_differences_are_named(plan: PlanDocument) -> None:
     assert any(key.startswith("predicted.lane_secs.") for key in changed)
 
 
+def test_a_class_that_there_is_no_more_is_no_fault(plan: PlanDocument) -> None:
+    data = plan.to_json()
+    assert parse({**data, "residency": {**data["residency"], "accumulators": 1.0}}) == plan
+
+
 def test_a_plan_edited_by_hand_is_taken(plan: PlanDocument) -> None:
     data = plan.to_json()
     data["residency"] = {"parameters": 1, "optimizer": 0.25, "gradients": 0}
