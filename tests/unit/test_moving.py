@@ -16,6 +16,7 @@ import torch
 
 from ds_fuyou.checkpoint.recovery import recover_weights
 from ds_fuyou.errors import FuyouMemoryError, FuyouStateError, FuyouStorageError
+from ds_fuyou.host.memory import HostPool
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer import moving
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
@@ -324,6 +325,26 @@ def test_without_memory_what_came_stays_and_training_goes_on(tmp_path: Path, mon
         assert in_memory(core) == 3
         assert isinstance(core.mover.failure, FuyouMemoryError)
         assert all(map(torch.equal, expected, everything(core)))
+
+
+def test_without_memory_for_staging_the_old_one_serves_and_no_step_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When all has moved staging is made anew: whatever comes of that, the step was applied."""
+
+    def scarce(num_bytes: int, *_: object) -> HostPool:
+        raise FuyouMemoryError(num_bytes)
+
+    with small_core(tmp_path, LAYOUT, residency=(1.0, 0.0, 1.0)) as core:
+        step(core, 0)
+        before = core.staging.capacity_bytes
+        move(core, 1.0, step_bytes=100 * STATE_BYTES)
+        monkeypatch.setattr("ds_fuyou.optimizer.core.HostPool", scarce)
+        for seed in range(1, 5):
+            step(core, seed)
+        assert in_memory(core) == NUM_CHUNKS
+        assert core.staging.capacity_bytes == before
+        assert caplog.text.count("staging memory stays as large as it is") == 1
 
 
 def test_moves_wait_while_states_are_copied_and_what_is_copied_is_one_step(tmp_path: Path) -> None:
