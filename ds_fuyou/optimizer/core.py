@@ -311,7 +311,7 @@ class OutOfCoreOptimizer:
         until then, and more than it can do while the last backward and the next forward last.
         """
         self.intake.end_micro_batch()
-        if reads_ahead and self.window.rules is None:
+        if reads_ahead and self.window.rules is None and self.mover.is_idle:  # what is read already moves a step later
             self._read_ahead(self.policy.choose(), early=True)
 
     def close_window(self, *, with_overrides: bool = False) -> None:

@@ -8,6 +8,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +112,12 @@ def enable_direct(fd: int) -> str:
 
 def _probe_direct(path_fd: int, path: Path) -> bool:
     """Also the test that the path is writable."""
-    fd = _open_unnamed(path_fd, path)
+    try:
+        fd = _open_unnamed(path_fd, path)
+    except FuyouStorageError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        return _reads_directly(path)  # not even a name fits: what is there tells as well
     try:
         try:
             os.ftruncate(fd, PAGE_BYTES)
@@ -120,6 +126,22 @@ def _probe_direct(path_fd: int, path: Path) -> bool:
         return not enable_direct(fd)
     finally:
         os.close(fd)
+
+
+def _reads_directly(path: Path) -> bool:
+    """By a file of at least a page in a directory below; False where there is none."""
+    for file in path.glob("*/*"):
+        try:
+            fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            continue
+        try:
+            status = os.fstat(fd)
+            if stat.S_ISREG(status.st_mode) and status.st_size >= PAGE_BYTES:
+                return not enable_direct(fd)
+        finally:
+            os.close(fd)
+    return False
 
 
 def _open_unnamed(path_fd: int, path: Path) -> int:

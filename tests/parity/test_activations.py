@@ -42,7 +42,7 @@ def test_equals_stock(name: str, tiers: str, activations: dict, must_equal, tmp_
     _, ours = must_equal(STOCK[name], fuyou)
     swaps = activations["mode"] != "recompute"
     if activations["mode"] == "auto":
-        step, row = (1, r"mlp_up \(up/mm\) +1 +1 +1") if by_plan else (4, r"block inputs +\d +0 +[0-2]\n")
+        step, row = (1, r"mlp_up \(up/mm\) +1 +1 +1") if by_plan else (2, r"block inputs +\d +0 +[0-2]\n")
         assert re.search(rf"decided after step {step}: .*\n.* in how many of 3 blocks:[^\[]*{row}", ours[0]["output"])
     assert (ours[0]["swapped_bytes"] > 0) == swaps
     if swaps:
