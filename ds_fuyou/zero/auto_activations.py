@@ -133,8 +133,6 @@ class AutoActivations:
         if choice is None:
             return
         self.is_decided = True
-        if self._session.swapper is not None:
-            self._session.swapper.keeps_what_storage_refuses = False
         self._session.decide(choice.fates([block.name for block in self._session.blocks]))
         if current_rank() == 0:
             get_logger().info("activations, decided after step %d: %s", self._num_steps, choice.line())
