@@ -259,8 +259,8 @@ class PlanOverrides(_Settings):
     )
     shares: list[Weight] | None = Field(
         None,
-        description="Relative share of the bytes each `nvme_path` receives, in their order: its bandwidth, say. Equal "
-        "when not given.",
+        description="Relative share of the bytes each `nvme_path` receives, in their order. When not given: alike, or "
+        "by bandwidth where paths are on several devices, which a short measurement at the start compares.",
     )
     residency: ResidentShares | None = Field(
         None,

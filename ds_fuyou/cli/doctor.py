@@ -62,6 +62,7 @@ def findings(paths: list[str], *, measure: bool = False) -> Iterator[Finding]:
     checks += [_locked_memory, _host_memory, _shared_memory, *(_path_check(path) for path in paths)]
     if measure:
         checks += [_rates_check(path) for path in paths]
+        checks += [_shares_check(paths)] if len(paths) > 1 else []
     for check in checks:
         try:
             yield check()
@@ -218,3 +219,14 @@ def _rates_check(path: str) -> Callable[[], Finding]:
         return Finding(f"rates in {path}", found)
 
     return measured_rates
+
+
+def _shares_check(paths: list[str]) -> Callable[[], Finding]:
+    def shares() -> Finding:
+        from ds_fuyou.zero.striping import measured_weights
+
+        weights = measured_weights(tuple(paths), "auto") or (1.0,) * len(paths)
+        each = (f"{path} {100 * weight / sum(weights):.0f} %" for path, weight in zip(paths, weights, strict=True))
+        return Finding("shares of paths", f"of every chunk, {', '.join(each)}; fuyou.plan.shares sets others")
+
+    return shares

@@ -30,11 +30,13 @@ __all__ = [
     "find_ssd",
     "machine_of",
     "model_shapes",
+    "rated_writes",
 ]
 
 GIB = 1024**3
 _PRESETS = Path(__file__).with_name("presets.json")
 _ADAM_BYTES_PER_PARAM = 30  # reads G16 widened, P32, M, V; writes P32, M, V and P16
+_SHORTEST_MODEL = 4  # letters and digits; what is shorter stands in other names, too
 _SATURATION = 4.0  # how sharply n SSDs run into the host's limit: the order of the norm that joins both
 
 
@@ -180,6 +182,18 @@ def find_ssd(name: str) -> Ssd:
         number["write_gbps"] * 1e9,
         number["endurance_tb"] * 1e12,
     )
+
+
+def rated_writes(model: str, capacity_bytes: float) -> float:
+    """Bytes that a drive may be written by its vendor, if the name that it tells the system is one of a preset; 0 if
+    not. Ratings of one model grow with its capacity.
+    """
+    told = "".join(c for c in model.lower() if c.isalnum())
+    for key, entry in _presets()["ssds"].items():
+        names = ("".join(c for c in name if c.isalnum()) for name in (key, *entry["aliases"]))
+        if any(len(name) > _SHORTEST_MODEL and name in told for name in names):
+            return float(entry["endurance_tb"][0] * 1e12 * capacity_bytes / (entry["capacity_gb"][0] * 1e9))
+    return 0.0
 
 
 def find_host(name: str) -> Host:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ds_fuyou.planner.document import Residency
+from ds_fuyou.storage.layout import queue_depth
 
 __all__ = [
     "CHUNK_BYTES",
@@ -211,7 +212,7 @@ def built_plan(
         staging_bytes=staging_bytes,
         prefetch_bytes=prefetch_bytes,
         num_threads=overrides.get("num_threads", _num_threads(given)),
-        queue_depth=overrides.get("queue_depth", 32),
+        queue_depth=overrides.get("queue_depth", queue_depth(given.num_paths)),
         block_bytes=overrides.get("block_bytes", MIB),
         slots=overrides.get("slots", 2),
         activation_bytes=overrides.get(

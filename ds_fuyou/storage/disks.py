@@ -13,10 +13,20 @@ from pathlib import Path
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage.probe import NETWORK_FILESYSTEMS, PathFacts, probe_path
 
-__all__ = ["DIRECTORY_NAME", "Disk", "DiskKind", "disk_kind", "find_disks", "mount_points"]
+__all__ = [
+    "DIRECTORY_NAME",
+    "VIRTUAL",
+    "Disk",
+    "DiskKind",
+    "disk_kind",
+    "drives_of",
+    "find_disks",
+    "mount_points",
+    "read_fact",
+]
 
 DIRECTORY_NAME = "fuyou_swap"
-_VIRTUAL = ("vd", "xvd")  # these say that they rotate, whatever is behind them
+VIRTUAL = ("vd", "xvd")  # these say that they rotate, whatever is behind them
 
 
 class DiskKind(IntEnum):
@@ -75,17 +85,32 @@ def mount_points(root: Path = Path("/")) -> Iterator[Path]:
 def disk_kind(device: str, root: Path = Path("/")) -> DiskKind:
     """Of "major:minor"; the slowest of those that a mapped device or an array lies on."""
     try:
-        folder = (root / "sys/dev/block" / device).resolve(strict=True)
-        below = [entry.name for entry in (folder / "slaves").iterdir()] if (folder / "slaves").is_dir() else []
-        if below:
-            parts = [(folder / "slaves" / name / "dev").read_text(encoding="ascii").strip() for name in below]
-            return max(disk_kind(part, root) for part in parts)
-        if folder.name.startswith("nvme"):
-            return DiskKind.NVME
-        whole = folder if (folder / "queue").is_dir() else folder.parent
-        if whole.name.startswith(_VIRTUAL):
-            return DiskKind.SSD
-        rotates = (whole / "queue/rotational").read_text(encoding="ascii").strip() == "1"
+        return max(_kind(drive) for drive in drives_of(device, root))
     except OSError:
         return DiskKind.SSD
-    return DiskKind.ROTATING if rotates else DiskKind.SSD
+
+
+def drives_of(device: str, root: Path = Path("/")) -> list[Path]:
+    """The whole drives behind "major:minor", as folders of /sys; those that a mapped device or an array lies on.
+
+    Raises:
+        OSError: the kernel does not tell.
+    """
+    folder = (root / "sys/dev/block" / device).resolve(strict=True)
+    slaves = sorted((folder / "slaves").iterdir()) if (folder / "slaves").is_dir() else []
+    if slaves:
+        return [drive for part in slaves for drive in drives_of(read_fact(part / "dev"), root)]
+    return [folder if (folder / "queue").is_dir() else folder.parent]
+
+
+def read_fact(file: Path) -> str:
+    """One line of /sys."""
+    return file.read_text(encoding="ascii", errors="replace").strip()
+
+
+def _kind(drive: Path) -> DiskKind:
+    if drive.name.startswith("nvme"):
+        return DiskKind.NVME
+    if drive.name.startswith(VIRTUAL):
+        return DiskKind.SSD
+    return DiskKind.ROTATING if read_fact(drive / "queue/rotational") == "1" else DiskKind.SSD

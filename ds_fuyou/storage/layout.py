@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where every byte of every region and slot lies: striping over paths, and the number of slots. All pure.
 
-A region is cut into units of 4 MiB that go to the paths in proportion to their weights (measured bandwidth),
-so that reading one chunk uses every device; a region of one unit or less lies on one path. Where a device is
+A region is cut into units of 4 MiB, smaller ones where it has fewer than there are paths, that go to the paths in
+proportion to their weights (measured bandwidth), so that reading one chunk uses every device. Where a device is
 too small for its share it takes what it can hold and the others share the rest, in the same proportion in
 every region. The result is frozen in the manifest.
 """
@@ -28,10 +28,13 @@ __all__ = [
     "StoreLayout",
     "choose_num_slots",
     "device_capacities",
+    "queue_depth",
     "stripe",
 ]
 
 UNIT_BYTES = 4 * 1024 * 1024
+_LEAST_UNIT_BYTES = 256 * 1024  # a request below takes its time, not that of its bytes
+_REQUESTS_A_PATH, _LEAST_REQUESTS = 8, 32
 # Left free on every device for manifests, records and the filesystem itself; two slots leave more where one would do.
 _RESERVE_BYTES = 16 * 1024 * 1024
 RESERVE_SHARE, _ACTIVATION_SHARE = 0.02, 0.10
@@ -81,6 +84,11 @@ class SlotChoice:
     num_slots: int
     reason: str
     limit: str = ""
+
+
+def queue_depth(num_paths: int) -> int:
+    """Requests in flight at once: enough for every path while one of them is slow to answer."""
+    return max(_LEAST_REQUESTS, _REQUESTS_A_PATH * num_paths)
 
 
 def device_capacities(facts: Sequence[PathFacts], reserve_share: float = 0.0) -> dict[str, int]:
@@ -141,7 +149,8 @@ def stripe(
     capacities: Mapping[str, int],
     unit_bytes: int = UNIT_BYTES,
 ) -> StoreLayout:
-    """Lays out every slot of every region. Capacities are by device, in bytes, multiples of 4096.
+    """Lays out every slot of every region. Capacities are by device, in bytes, multiples of 4096; ``unit_bytes`` is the
+    largest unit.
 
     Raises:
         FuyouConfigError: the regions do not fit the capacities together, or a weight is not positive and
@@ -158,11 +167,16 @@ def stripe(
     used = [0] * len(shares)
     laid_out = []
     for region in regions:
-        slots = tuple(
-            _place(region.num_bytes, shares, targets, room, used, unit_bytes) for _ in range(region.num_slots)
-        )
+        unit = _unit_of(region.num_bytes, len(shares), unit_bytes)
+        slots = tuple(_place(region.num_bytes, shares, targets, room, used, unit) for _ in range(region.num_slots))
         laid_out.append(RegionLayout(region, slots))
     return StoreLayout(tuple(laid_out), tuple(used))
+
+
+def _unit_of(num_bytes: int, num_paths: int, most: int) -> int:
+    """A unit for every path, if they are worth a request."""
+    even = -(-num_bytes // num_paths // PAGE_BYTES) * PAGE_BYTES
+    return min(most, max(_LEAST_UNIT_BYTES, even))
 
 
 def _targets(total: int, shares: Sequence[PathShare], room: Mapping[str, int]) -> list[float]:

@@ -8,7 +8,7 @@ everybody in the process who names the same paths; it goes with the last value i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,6 +16,7 @@ import torch
 
 from ds_fuyou.host.memory import aligned_tensor
 from ds_fuyou.storage.io import IoLane, IoSettings
+from ds_fuyou.storage.layout import queue_depth
 from ds_fuyou.storage.location import Location, StoredRun
 from ds_fuyou.storage.swap_space import Lease, SwapSpace
 
@@ -32,29 +33,30 @@ class ParkedSpace:
 
     _of_paths: ClassVar[weakref.WeakValueDictionary[tuple[str, ...], ParkedSpace]] = weakref.WeakValueDictionary()
 
-    def __init__(self, paths: tuple[str, ...], engine: str) -> None:
-        self.space = SwapSpace([Path(path) for path in paths], what="parameters")
+    def __init__(self, paths: tuple[str, ...], engine: str, weights: Sequence[float] | None) -> None:
+        self.space = SwapSpace([Path(path) for path in paths], what="parameters", weights=weights)
         self._engine = engine
         self._io: list[IoLane] = []
         self._close = weakref.finalize(self, _closed, self._io, self.space)
 
     @classmethod
-    def at(cls, paths: tuple[str, ...], engine: str) -> ParkedSpace:
-        """The space of these paths; an open one if there is one.
+    def at(cls, paths: tuple[str, ...], engine: str, weights: Sequence[float] | None) -> ParkedSpace:
+        """The space of these paths; an open one if there is one. ``weights``: as of :class:`SwapSpace`.
 
         Raises:
             FuyouStorageError: a path is not writable.
         """
         found = cls._of_paths.get(paths)
         if found is None:
-            found = cls._of_paths[paths] = cls(paths, engine)
+            found = cls._of_paths[paths] = cls(paths, engine, weights)
         return found
 
     @property
     def io(self) -> IoLane:
         """An engine of its own, started at need; :meth:`rest` stops it."""
         if not self._io:
-            self._io.append(IoLane(IoSettings(engine=self._engine), self.space.path_of))
+            settings = IoSettings(self._engine, queue_depth(self.space.num_paths))
+            self._io.append(IoLane(settings, self.space.path_of))
         return self._io[0]
 
     def rest(self) -> None:

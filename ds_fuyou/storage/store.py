@@ -181,6 +181,11 @@ class SlotStore:
         return self._files.manifest.layout.total_bytes
 
     @property
+    def path_bytes(self) -> tuple[int, ...]:
+        """Size of the data file on each path."""
+        return self._files.manifest.layout.file_bytes
+
+    @property
     def direct(self) -> bool:
         """Whether all files are open with O_DIRECT."""
         return not any(file.buffered_because for file in self._files.files)

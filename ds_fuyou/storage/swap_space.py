@@ -81,20 +81,28 @@ class _FreeRuns:
 
 
 class SwapSpace:
-    """Leases over all paths in turn, alike in bytes. Thread-safe; :meth:`close` only after all I/O on the leases has
-    ended.
+    """Leases over all paths in turn, each its share in bytes. Thread-safe; :meth:`close` only after all I/O on the
+    leases has ended.
 
     Args:
         directories: existing directories, best one a device.
         budget_bytes: most bytes on storage, None for what the disks hold.
         what: names in errors what is kept here.
+        weights: relative bandwidth of each directory, positive; alike if None.
 
     Raises:
         FuyouStorageError: a directory is not writable.
     """
 
-    def __init__(self, directories: Sequence[Path], budget_bytes: int | None = None, what: str = ACTIVATIONS) -> None:
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        budget_bytes: int | None = None,
+        what: str = ACTIVATIONS,
+        weights: Sequence[float] | None = None,
+    ) -> None:
         self._directories = tuple(directories)
+        self._shares = _shares(weights if weights is not None else [1.0] * len(self._directories))
         self._budget = budget_bytes
         self._what = what
         self._lock = threading.Lock()
@@ -108,15 +116,15 @@ class SwapSpace:
             raise
         self._sizes = [0] * len(self._fds)
         self._free = [_FreeRuns() for _ in self._fds]
-        self._turns = [0] * len(self._fds)  # bytes that were ever leased of each path
+        self._turns = [0.0] * len(self._fds)  # bytes that were ever leased of each path, over its share
 
     @property
     def num_paths(self) -> int:
         return len(self._directories)
 
     def lease(self, num_bytes: int) -> Lease:
-        """``num_bytes`` rounded up to pages, in one piece of one file: of the path that had the least so far. Another
-        path is used only where that one has no room.
+        """``num_bytes`` rounded up to pages, in one piece of one file: of the path that had the least of its share so
+        far. Another path is used only where that one has no room.
 
         Raises:
             FuyouStorageError: ENOSPC when the disks or the budget are exhausted, with bytes needed and free.
@@ -134,7 +142,7 @@ class SwapSpace:
                     except OSError as error:
                         refused = error
                 if begin is not None:
-                    self._turns[path] += num_bytes
+                    self._turns[path] += num_bytes / self._shares[path]
                     if path != first:  # a path that was full for a while must not get all that comes after
                         self._turns[first] = max(self._turns[first], min(self._turns[other] for other in others))
                     return Lease(self, path, Extent(self._fds[path], begin, num_bytes))
@@ -197,8 +205,7 @@ class SwapSpace:
 
     def size_for(self, num_bytes: float) -> int:
         """What the files will take when they hold so much: they grow in steps, turn by turn."""
-        num_paths = len(self._directories)
-        return num_paths * math.ceil(num_bytes / num_paths / GROWTH_BYTES) * GROWTH_BYTES
+        return sum(math.ceil(num_bytes * share / GROWTH_BYTES) * GROWTH_BYTES for share in self._shares)
 
     @property
     def leased_bytes(self) -> int:
@@ -231,3 +238,7 @@ class SwapSpace:
         fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)
+
+
+def _shares(weights: Sequence[float]) -> list[float]:
+    return [weight / sum(weights) for weight in weights]

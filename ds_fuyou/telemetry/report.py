@@ -18,10 +18,12 @@ from typing import Any
 from ds_fuyou.host.compute_clock import Phase
 from ds_fuyou.log import current_rank, get_logger
 from ds_fuyou.telemetry.placement import placement_of, placement_table, shown_bytes
+from ds_fuyou.telemetry.wear import DAY_SECS, rating_at, short_lives
 
 __all__ = ["BOUND_LANES", "LaneTimes", "StepReport", "report_close", "report_leave_out", "report_step", "waited_secs"]
 
 
+_FIRST_REPORT = 10
 BOUND_LANES = ("compute", "storage", "cpu optimizer")
 
 
@@ -135,7 +137,7 @@ class StepReport:
             self._began = self._logged_at = time.perf_counter()
             self._logged_steps = 1
             get_logger().info("%s", placement_table(placement_of(rank_state), rank_state.core.layout.numel))
-        elif self._num_steps == 10 or self._num_steps % 100 == 0:
+        elif self._num_steps == _FIRST_REPORT or self._num_steps % 100 == 0:
             self._log_steps(rank_state)
 
     def _log_steps(self, rank_state: Any) -> None:
@@ -143,15 +145,21 @@ class StepReport:
         count = self._num_steps - self._logged_steps
         mean, secs = lanes.since(self._at_log).over(count), (now - self._logged_at) / count
         speed = f", {mean.tokens / secs:.0f} tokens/s" if mean.tokens else ""
+        daily = mean.write_bytes / secs * DAY_SECS
+        written = {path: share * daily for path, share in rank_state.shares_of_machine().items()}
         get_logger().info(
-            "steps %d-%d, mean %.2f s%s, bound by %s: %s",
+            "steps %d-%d, mean %.2f s%s, bound by %s: %s%s",
             self._logged_steps + 1,
             self._num_steps,
             secs,
             speed,
             mean.bound_lane(secs),
             mean.line(),
+            f"; {shown_bytes(sum(written.values()))} written a day" if daily else "",
         )
+        if self._num_steps == _FIRST_REPORT:
+            for sentence in short_lives(written, {path: rating_at(path) for path in written}):
+                get_logger().warning("%s; more host memory, or fewer steps a day, would spare it", sentence)
         self._logged_steps, self._logged_at, self._at_log = self._num_steps, now, lanes
 
     def leave_out(self, secs: float, work: LaneTimes) -> None:

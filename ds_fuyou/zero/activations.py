@@ -34,6 +34,7 @@ from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.auto_activations import AutoActivations
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.gathering import settle
+from ds_fuyou.zero.striping import path_weights
 
 __all__ = [
     "ActivationInput",
@@ -208,7 +209,7 @@ def _build_tier(given: ActivationInput) -> SwapTier | None:
         return None
     home = None
     if on_storage:
-        space = SwapSpace(paths, given.storage_budget_bytes)
+        space = SwapSpace(paths, given.storage_budget_bytes, weights=path_weights(given.activation))
         pieces = 4 if copies.device_is_host else 8  # hooks of a device come in bursts, far ahead of it
         kept = 0 if wanted == "nvme" else given.kept_bytes or given.arena_bytes // 2
         home = StorageHome(given.io.sharing(space.path_of), space, kept, write_pieces=pieces)

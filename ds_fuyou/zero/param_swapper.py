@@ -29,9 +29,10 @@ from ds_fuyou.host.memory import HeapGuard, aligned_tensor, round_up_to_page
 from ds_fuyou.parameters.partition import Partition, Presence, Source
 from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.planner.host_memory import available_host_bytes
-from ds_fuyou.storage.parked import ParkedSpace, ParkedValues
+from ds_fuyou.storage.parked import ParkedValues
 from ds_fuyou.zero.agreement import least
 from ds_fuyou.zero.budgets import local_ranks
+from ds_fuyou.zero.striping import parked_space
 
 __all__ = [
     "PARTITION_TENSORS",
@@ -263,8 +264,7 @@ class FuyouParameterSwapper:
 
     def park(self, param: Parameter, values: torch.Tensor) -> None:
         """From here on the values of a parameter that is not gathered are on storage."""
-        config = self.activation.config
-        space = ParkedSpace.at(self.activation.state_paths, config.io.engine)
+        space = parked_space(self.activation)
         self.hold(param, space.park(f"parameter {param.ds_id}", values.view(-1)))
         self._heap.check()
 

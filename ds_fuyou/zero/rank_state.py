@@ -51,7 +51,7 @@ from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.planner.profiled import placed
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.lifetime import register_closer
-from ds_fuyou.storage.parked import ParkedSpace, ParkedValues
+from ds_fuyou.storage.parked import ParkedValues
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.storage.store import CommitRecord, RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
@@ -68,6 +68,7 @@ from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, held_bytes, partition
 from ds_fuyou.zero.resuming import Resumable, find_resumable, tell_start
 from ds_fuyou.zero.skipped_steps import SkippedSteps
 from ds_fuyou.zero.stale_state import settle_stale_state
+from ds_fuyou.zero.striping import parked_space, path_weights, shares_of_machine
 
 __all__ = ["RankState"]
 
@@ -237,7 +238,7 @@ class RankState:
             grad_dtype=grad_dtype,
             staging_bytes=plan.staging_bytes,
             num_update_threads=plan.num_threads,
-            io=IoSettings(config.io.engine, plan.queue_depth, plan.block_bytes, 4),
+            io=IoSettings(config.io.engine, plan.queue_depth, plan.block_bytes, 4 * self.plan_input.num_paths),
             checksum=config.checksum,
             device=self.device,
             has_peers=dist.get_world_size() > 1,
@@ -302,7 +303,7 @@ class RankState:
             paths,
             by_slots[num_slots],
             identity,
-            weights=config.plan.shares if config.plan is not None else None,
+            weights=path_weights(self.activation),
             budget_bytes=budget_bytes,
             keep=config.keep_state,
             checksum=config.checksum,
@@ -539,7 +540,7 @@ class RankState:
                 if memory is not None:
                     param.nvme_swapper.give_back(param, memory)
                 else:
-                    space = ParkedSpace.at(self.activation.state_paths, self.activation.config.io.engine)
+                    space = parked_space(self.activation)
                     values = source.location().read(source.io)
                     param.nvme_swapper.hold(param, space.park(f"parameter {self.span(param).name}", values))
             except (FuyouError, OSError) as error:
@@ -556,6 +557,10 @@ class RankState:
             if isinstance(partition.source, ParkedValues):
                 partition.source.read_by(None)
                 partition.source.space.rest()
+
+    def shares_of_machine(self) -> dict[str, float]:
+        """Path → what the ranks of this machine write there, in multiples of what one rank writes everywhere."""
+        return shares_of_machine(self.activation.state_paths, self.store)
 
     def close(self, why: str = "") -> None:
         """Stops everything of this rank and lets its files go; the model keeps its values. Idempotent.

@@ -155,6 +155,8 @@ def test_doctor_measures_where_told(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert finding.ok
     assert "GB/s" in finding.found
     assert not doctor._rates_check(str(tmp_path / "none"))().ok
+    shares = doctor._shares_check([str(tmp_path), str(tmp_path)])()
+    assert f"of every chunk, {tmp_path} 50 %, {tmp_path} 50 %" in shares.found
 
 
 def test_doctor_checks_paths(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ds_fuyou.planner.hardware import rated_writes
 from ds_fuyou.storage.disks import DiskKind, disk_kind, find_disks, mount_points
+from ds_fuyou.storage.wear import GUESSED_WRITES, Rating, rating_of
 
 
 def block_device(root: Path, number: str, place: str, *, rotates: str = "", slaves: tuple[str, ...] = ()) -> None:
@@ -54,6 +56,21 @@ def root(tmp_path: Path) -> Path:
 )
 def test_kinds(device: str, kind: DiskKind, root: Path) -> None:
     assert disk_kind(device, root) is kind
+
+
+def test_ratings_are_those_of_the_drives_behind_a_path(root: Path) -> None:
+    for name, model, sectors in (("nvme0n1", "Samsung SSD 990 PRO 4TB", 8e9), ("sdb", "NONAME", 1e9)):
+        folder = root / "sys/devices" / name
+        (folder / "device").mkdir()
+        (folder / "device/model").write_text(f"{model}   \n")
+        (folder / "size").write_text(f"{sectors:.0f}\n")
+    known = Rating(("Samsung SSD 990 PRO 4TB",), pytest.approx(1200e12 * 4.096e12 / 2e12), is_known=True)  # type: ignore[arg-type]
+    for device in ("259:0", "259:1", "253:0", "9:0"):  # the array's other part rotates
+        assert rating_of(device, rated_writes, root) == known
+    guessed = rating_of("8:16", rated_writes, root)
+    assert guessed == Rating(("NONAME",), 512e9 * GUESSED_WRITES, is_known=False)
+    for device in ("8:1", "254:0", "0:44"):
+        assert rating_of(device, rated_writes, root) is None
 
 
 def test_mount_points_are_directories_on_devices(tmp_path: Path) -> None:

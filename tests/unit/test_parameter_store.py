@@ -140,7 +140,7 @@ class Bench:
 def bench(tmp_path: Path) -> Iterator[Bench]:
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-    space = ParkedSpace.at((str(tmp_path / "first"), str(tmp_path / "second")), "auto")
+    space = ParkedSpace.at((str(tmp_path / "first"), str(tmp_path / "second")), "auto", None)
     io = IoLane(IoSettings(), lambda fd: tmp_path)
     bench = Bench(space, io)
     yield bench

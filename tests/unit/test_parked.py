@@ -19,7 +19,7 @@ def paths_in(folder: Path, number: int) -> tuple[str, ...]:
 
 
 def test_large_values_lie_on_all_paths(tmp_path: Path) -> None:
-    space = ParkedSpace.at(paths_in(tmp_path, 3), "auto")
+    space = ParkedSpace.at(paths_in(tmp_path, 3), "auto", None)
     values = torch.arange(3 * PIECE_BYTES // 8 + 1)
     parked = space.park("a parameter", values)
     extents = parked.location().runs[0].extents
@@ -36,8 +36,8 @@ def test_one_space_serves_all_who_name_the_same_paths_and_goes_with_the_last_val
     paths = paths_in(tmp_path, 2)
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    first = ParkedSpace.at(paths, "auto").park("one", torch.zeros(10))
-    second = ParkedSpace.at(paths, "auto").park("two", torch.ones(10))
+    first = ParkedSpace.at(paths, "auto", None).park("one", torch.zeros(10))
+    second = ParkedSpace.at(paths, "auto", None).park("two", torch.ones(10))
     assert first.space is second.space
     assert first.space.space.leased_bytes == 2 * 4096
     space = first.space.space

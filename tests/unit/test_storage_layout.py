@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.storage.layout import PathShare, StoreLayout, choose_num_slots, device_capacities, stripe
+from ds_fuyou.storage.layout import PathShare, StoreLayout, choose_num_slots, device_capacities, queue_depth, stripe
 from ds_fuyou.storage.probe import PathFacts
 from ds_fuyou.storage.types import RegionSpec, RunIdentity
 from tests.unit.storage_support import PAGE, UNIT, fake_disks
@@ -76,10 +76,10 @@ def test_a_full_device_is_capped_and_every_region_still_uses_both() -> None:
 
 
 def test_a_small_region_lies_on_one_path_and_small_regions_spread() -> None:
-    regions = [RegionSpec(f"r{i}", UNIT // 2, 1) for i in range(10)]
+    regions = [RegionSpec(f"r{i}", 64 * PAGE, 1) for i in range(10)]
     layout = stripe(regions, [PathShare("a", 1.0), PathShare("b", 1.0)], {"a": 10**12, "b": 10**12})
     assert all(len(region.slots[0]) == 1 for region in layout.regions)
-    assert layout.file_bytes == (5 * UNIT // 2, 5 * UNIT // 2)
+    assert layout.file_bytes == (5 * 64 * PAGE, 5 * 64 * PAGE)
 
 
 def test_one_path_gives_one_extent_a_slot() -> None:
@@ -168,3 +168,21 @@ def test_a_run_id_is_a_plain_file_name(run_id: str) -> None:
 def test_a_rank_is_within_the_world() -> None:
     with pytest.raises(FuyouConfigError, match="rank 2 of 2"):
         RunIdentity("model", 2, 2, "run")
+
+
+@pytest.mark.parametrize("num_paths", [2, 5, 12])
+def test_every_chunk_uses_every_path_in_equal_parts(num_paths: int) -> None:
+    regions = [RegionSpec(f"r{i}", 24 * 2**20, 2) for i in range(6)]
+    shares = [PathShare(f"d{i}", 1.0) for i in range(num_paths)]
+    layout = stripe(regions, shares, {share.device: 2**40 for share in shares})
+    check_covers_each_byte_once(layout)
+    for region in layout.regions:
+        for pieces in region.slots:
+            of_path = [sum(piece.num_bytes for piece in pieces if piece.path == path) for path in range(num_paths)]
+            assert max(of_path) - min(of_path) <= 4 * 2**20
+            assert min(of_path) > 0
+
+
+def test_requests_are_enough_for_every_path() -> None:
+    assert queue_depth(1) == 32
+    assert all(queue_depth(n) >= 8 * n for n in range(1, 40))

@@ -50,6 +50,14 @@ def test_small_leases_between_large_ones_keep_paths_alike_in_bytes(paths: list[P
     space.close()
 
 
+def test_paths_get_bytes_by_their_weight(paths: list[Path]) -> None:
+    space = SwapSpace(paths, weights=[3.0, 1.0, 2.0])
+    found = by_path(space.leases(120 * MIB, MIB))
+    assert found == {0: 60 * MIB, 1: 20 * MIB, 2: 40 * MIB}
+    assert space.size_for(120 * MIB) == space.num_bytes
+    space.close()
+
+
 def test_what_returned_is_used_again(paths: list[Path]) -> None:
     space = SwapSpace(paths[:2])
     for _ in range(20):

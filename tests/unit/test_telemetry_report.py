@@ -13,9 +13,11 @@ from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.storage.io import IoSettings
+from ds_fuyou.storage.wear import Rating
 from ds_fuyou.telemetry import report
 from ds_fuyou.telemetry.placement import placement_of, placement_table, shown_bytes
 from ds_fuyou.telemetry.report import LaneTimes, StepReport
+from ds_fuyou.telemetry.wear import short_lives
 
 K = CUT_ELEMENTS
 LAYOUT = build_layout(
@@ -58,6 +60,9 @@ class State:
             gradients=SimpleNamespace(waited_secs=0.0),
             num_redone_chunks=0,
         )
+
+    def shares_of_machine(self) -> dict:
+        return {"/a": 0.5, "/b": 1.5}
 
     def frozen_bytes(self) -> dict:
         return {"cpu": 0, "nvme": self.frozen_stored}
@@ -208,3 +213,27 @@ def test_the_bound_lane_works_longest() -> None:
     assert LaneTimes(read_secs=0.5, write_secs=0.4, exposed_secs=0.2).bound_lane(1.0) == "storage"
     assert LaneTimes(read_secs=0.1, update_secs=0.9, exposed_secs=0.2).bound_lane(1.0) == "cpu optimizer"
     assert LaneTimes(read_secs=2.0, write_secs=2.0).bound_lane(1.0) == "compute", "side by side, neither is the bound"
+
+
+def test_writes_a_day_are_told_and_worn_drives_warned_of_once(lines, monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    rated = Rating(("Some SSD",), 1e12, is_known=True)
+    monkeypatch.setattr(report, "rating_at", lambda path: rated if path == "/b" else None)
+    state, reports = State(), StepReport()
+    for _ in range(100):
+        reports.step(state)
+        now[0] += 10.0
+        state.lanes["write"].num_bytes += 1e6
+    assert lines[1].endswith("; 17.3 GB written a day"), "2 ranks, 8640 steps"
+    assert len([line for line in lines if "written a day" in line]) == 2
+    assert [line for line in lines if "/b (Some SSD) is rated for 1.0 TB written" in line] == [lines[2]]
+    assert "gets 13.0 GB a day: it lasts 77 days" in lines[2]
+    assert not any("/a (" in line for line in lines)
+
+
+def test_what_lasts_a_year_is_not_told() -> None:
+    rating = Rating(("Some SSD",), 365e9, is_known=False)
+    assert not short_lives({"/a": 1e9}, {"/a": rating})
+    [sentence] = short_lives({"/a": 1.01e9}, {"/a": rating})
+    assert "is taken to be rated (no preset knows the model) for 365.0 GB written" in sentence
