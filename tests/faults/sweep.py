@@ -2,7 +2,7 @@
 """Every operation of a run struck by every fault (``make faults``): ``python -m tests.faults.sweep [options]``.
 
 One process a combination of I/O engine, way to begin and fault (see case.py); one that hangs or crashes is counted, and
-another one goes on behind it. Writes ``--table``, and every outcome to ``--outcomes``: what is whole there
+another one goes on behind it. Writes ``--table``, and every outcome to ``--outcomes``: what is there
 is not run again. Status 1 if anything is not as promised.
 """
 
@@ -91,9 +91,8 @@ def _lines(process: subprocess.Popen[bytes]) -> Iterator[bytes]:
         yield from (line for line in lines if line.startswith(b"{"))
 
 
-def sweep(orders: dict[str, Any], library: Path, log: Path) -> Iterator[dict[str, Any]]:
-    """All of one combination."""
-    first = 0
+def sweep(orders: dict[str, Any], library: Path, log: Path, first: int) -> Iterator[dict[str, Any]]:
+    """One combination, from its run ``first`` on."""
     while True:
         lost = None
         for found in outcomes({**orders, "first": first}, library, log):
@@ -181,11 +180,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def done_before(file: Path) -> tuple[list[dict[str, Any]], dict[tuple[str, str, str], float]]:
-    """Outcomes of combinations that came to their end, and how long each took."""
+def done_before(file: Path) -> tuple[list[dict[str, Any]], set[tuple[str, str, str]]]:
+    """Outcomes so far, and the combinations that came to their end."""
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    done = {tuple(line["done"]): line["secs"] for line in lines if "done" in line}
-    return [line for line in lines if "done" not in line and _combination(line) in done], done
+    done = {tuple(line["done"]) for line in lines if "done" in line}
+    return [line for line in lines if "done" not in line], done
 
 
 def _combination(found: dict[str, Any]) -> tuple[str, str, str]:
@@ -208,17 +207,18 @@ def main() -> int:
                 sys.stdout.write(f"io_uring, {effect}: left out, needs Linux 6.10\n")
                 continue
             begin, found = time.monotonic(), []
+            first = 1 + max((f["number"] for f in all_found if _combination(f) == (engine, start, effect)), default=-1)
             orders = {"path": f"{scratch}/runs", "engines": [engine], "starts": [start], "effects": [effect]}
-            for outcome in sweep({**orders, "late_secs": args.late}, library, args.outcomes.with_suffix(".log")):
+            for outcome in sweep({**orders, "late_secs": args.late}, library, args.outcomes.with_suffix(".log"), first):
+                outcome["secs"], begin = time.monotonic() - begin, time.monotonic()
                 found.append(outcome)
                 file.write(json.dumps(outcome) + "\n")
                 file.flush()
-            done[engine, start, effect] = time.monotonic() - begin
-            file.write(json.dumps({"done": [engine, start, effect], "secs": done[engine, start, effect]}) + "\n")
+            file.write(json.dumps({"done": [engine, start, effect]}) + "\n")
             all_found += found
             sys.stdout.write(f"{engine}, {start}, {effect}: {dict(Counter(map(kind_of, found)))}\n")
             sys.stdout.flush()
-    text = table(all_found, args, sum(done.values()))
+    text = table(all_found, args, sum(f["secs"] for f in all_found))
     sys.stdout.write(text)
     if args.table is not None:
         args.table.write_text(text, encoding="utf-8")
