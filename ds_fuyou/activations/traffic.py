@@ -25,7 +25,7 @@ class StorageHome:
     """Where records go beyond host memory, and how hard they may press on the shared engine.
 
     ``kept_bytes``: of the arena, before anything is written. ``write_pieces`` and ``read_pieces``: in flight on each
-    path.
+    path. ``checksum``: what is read is compared with what was written, by the page.
     """
 
     io: IoLane
@@ -33,6 +33,7 @@ class StorageHome:
     kept_bytes: int = 0
     write_pieces: int = 4
     read_pieces: int = 8
+    checksum: bool = True
 
 
 class StorageTraffic:
@@ -56,6 +57,8 @@ class StorageTraffic:
         return self._bytes[is_write] < self._limits[is_write]
 
     def start_write(self, record: Record, index: int, memory: torch.Tensor, lease: Lease) -> InFlightIo:
+        if self.home.checksum:
+            self.home.io.watch([lease.extent])
         transfer = self.home.io.write([lease.extent], memory, f"writing {record.what}", _WRITE)
         return self._started(InFlightIo(record.reference, index, transfer, lease, record.what, True, *self._now()))
 

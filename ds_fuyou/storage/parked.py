@@ -3,6 +3,9 @@
 
 They lie in pieces over all paths, in files without a name: nothing of them outlives the process. One space serves
 everybody in the process who names the same paths; it goes with the last value in it.
+
+What an engine reads is compared with what was written, page by page (``csrc/io/page_sums.h``). An engine knows sums of
+what it wrote or read itself; to the next one, values go with a number that stands for all of their pages.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.layout import queue_depth
 from ds_fuyou.storage.location import Location, StoredRun
 from ds_fuyou.storage.swap_space import Lease, SwapSpace
+from ds_fuyou.storage.types import Extent
 
 __all__ = ["PIECE_BYTES", "ParkedSpace", "ParkedValues"]
 
@@ -33,22 +37,28 @@ class ParkedSpace:
 
     _of_paths: ClassVar[weakref.WeakValueDictionary[tuple[str, ...], ParkedSpace]] = weakref.WeakValueDictionary()
 
-    def __init__(self, paths: tuple[str, ...], engine: str, weights: Sequence[float] | None) -> None:
+    def __init__(
+        self, paths: tuple[str, ...], engine: str, weights: Sequence[float] | None, *, checksum: bool = True
+    ) -> None:
+        self.checksum = checksum
         self.space = SwapSpace([Path(path) for path in paths], what="parameters", weights=weights)
         self._engine = engine
         self._io: list[IoLane] = []
         self._close = weakref.finalize(self, _closed, self._io, self.space)
 
     @classmethod
-    def at(cls, paths: tuple[str, ...], engine: str, weights: Sequence[float] | None) -> ParkedSpace:
-        """The space of these paths; an open one if there is one. ``weights``: as of :class:`SwapSpace`.
+    def at(
+        cls, paths: tuple[str, ...], engine: str, weights: Sequence[float] | None, *, checksum: bool = True
+    ) -> ParkedSpace:
+        """The space of these paths; an open one if there is one, as it was opened first. ``weights``: as of
+        :class:`SwapSpace`.
 
         Raises:
             FuyouStorageError: a path is not writable.
         """
         found = cls._of_paths.get(paths)
         if found is None:
-            found = cls._of_paths[paths] = cls(paths, engine, weights)
+            found = cls._of_paths[paths] = cls(paths, engine, weights, checksum=checksum)
         return found
 
     @property
@@ -95,8 +105,9 @@ class ParkedValues:
         self.space = space
         self._pieces = pieces
         self._lane: IoLane | None = None
-        self.before_write: Callable[[], object] = _nobody_reads
-        """Waits for another thread that :meth:`pieces` were given to."""
+        self._digest: int | None = None
+        self._known_to: object = None  # the engine that knows what the pages hold
+        self._before_write: Callable[[], object] = _nobody_reads
         self.num_bytes = sum(piece.extent.num_bytes for piece in pieces)
         self.size_bytes = numel * dtype.itemsize
         run = StoredRun(0, self.num_bytes, tuple(piece.extent for piece in pieces))
@@ -104,11 +115,27 @@ class ParkedValues:
 
     @property
     def io(self) -> IoLane:
-        return self._lane if self._lane is not None else self.space.io
+        """What reads and writes them."""
+        lane = self._lane if self._lane is not None else self.space.io
+        if self.space.checksum and lane.identity is not self._known_to:
+            self._known_to = lane.identity
+            if self._digest is None:
+                lane.watch(self._extents)
+            else:
+                lane.expect(self._extents, self._digest)
+        return lane
+
+    @property
+    def _extents(self) -> tuple[Extent, ...]:
+        return self._location.runs[0].extents
 
     def read_by(self, lane: IoLane | None) -> None:
         """An engine's I/O lane serves these values from here on; None gives it back."""
         self._lane = None if lane is None else lane.sharing(self.space.space.path_of)
+
+    def read_behind(self, wait: Callable[[], object]) -> None:
+        """Writes wait for ``wait``, which ends with the thread that :meth:`pieces` were given to."""
+        self._before_write = wait
 
     def pieces(self) -> Callable[[], Iterator[tuple[int, torch.Tensor]]]:
         """For another thread: ``(first element, values)``, one read ahead, each to be used before the next is asked
@@ -119,7 +146,7 @@ class ParkedValues:
         """
         lane, location = self.io.sharing(self.space.space.path_of), self._location
 
-        extents, what = location.runs[0].extents, f"reading {location.what} for a checkpoint"
+        extents, what = self._extents, f"reading {location.what} for a checkpoint"
 
         def read(kept: ParkedValues = self) -> Iterator[tuple[int, torch.Tensor]]:
             # Its pieces are leased to nobody else while this reads.
@@ -150,8 +177,10 @@ class ParkedValues:
 
     def write(self, values: torch.Tensor) -> None:
         """Replaces them in their place; returns when that is done. Waits for who copies them, first."""
-        self.before_write()
+        self._before_write()
         memory = aligned_tensor(self.num_bytes)
         self._location.view(memory).copy_(values.view(-1))
-        extents = self._location.runs[0].extents
-        self.io.write(extents, memory, f"writing {self._location.what}").wait()
+        lane, self._digest = self.io, None
+        lane.write(self._extents, memory, f"writing {self._location.what}").wait()
+        if self.space.checksum:
+            self._digest = lane.digest(self._extents)

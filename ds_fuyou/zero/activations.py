@@ -212,7 +212,8 @@ def _build_tier(given: ActivationInput) -> SwapTier | None:
         space = SwapSpace(paths, given.storage_budget_bytes, weights=path_weights(given.activation))
         pieces = 4 if copies.device_is_host else 8  # hooks of a device come in bursts, far ahead of it
         kept = 0 if wanted == "nvme" else given.kept_bytes or given.arena_bytes // 2
-        home = StorageHome(given.io.sharing(space.path_of), space, kept, write_pieces=pieces)
+        checksum = given.activation.config.checksum
+        home = StorageHome(given.io.sharing(space.path_of), space, kept, write_pieces=pieces, checksum=checksum)
     return SwapTier(given.arena_bytes, copies, home, given.device, trace=given.trace)
 
 

@@ -29,16 +29,17 @@ from ds_fuyou.checkpoint.streamed_file import StandIns, StreamedFile
 from ds_fuyou.checkpoint.unfinished import WritingLock
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.log import log_once
-from ds_fuyou.storage.parked import ParkedValues
 from ds_fuyou.zero.background_save import Save, as_storage_error
 from ds_fuyou.zero.checkpoint_state import CheckpointState
-from ds_fuyou.zero.param_swapper import partition_of
+from ds_fuyou.zero.device import rank_device
+from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, partition_of
 from ds_fuyou.zero.stage3 import FuyouStage3Optimizer
 
 __all__ = ["FuyouCheckpointEngine", "end_last_save", "loading_module", "replace_writer", "saving"]
 
 _FROZEN_FRAGMENTS = "frozen_param_fragments"
 _WAIT = "fuyou_wait_checkpoint"  # of the engine
+_PIECE_BYTES = 8 << 20
 _SMALL_ENTRIES = 64 << 20  # room for what is not counted: scheduler, client state, recovery script
 
 
@@ -51,19 +52,19 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
         self.failure: Exception | None = None
         self.files: list[StreamedFile] = []
         """Of the checkpoint that is being made, laid out."""
-        self.parked: list[ParkedValues] = []
-        """That are written behind the call."""
+        self.read_behind: list[Callable[[Callable[[], object]], None]] = []
+        """Of each frozen parameter that is written behind the call: takes what an edit of it has to wait for."""
         self.loaded: set[str] = set()
         """Real paths of the files that were mapped."""
 
     def begin(self) -> StandIns:
         """A new checkpoint: stand-ins made from now on belong to it."""
-        self._stand_ins, self.files, self.parked, self.failure = StandIns(), [], [], None
+        self._stand_ins, self.files, self.read_behind, self.failure = StandIns(), [], [], None
         return self._stand_ins
 
     def end(self) -> None:
         """What is saved from now on is no part of a checkpoint."""
-        self._stand_ins, self.files, self.parked, self.failure = None, [], [], None
+        self._stand_ins, self.files, self.read_behind, self.failure = None, [], [], None
 
     def save(self, state_dict: Any, path: str) -> None:
         """Lays one file out. A failure is kept for the end of the save: until then this rank goes on with the others.
@@ -150,8 +151,8 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
             latest = (folder / "latest", tag) if save_latest and (behind or dist.get_rank() == 0) else None
             parts = Parts(folder / hidden, folder / tag, dist.get_rank(), dist.get_world_size(), latest, lock)
             save = Save(str(folder / tag), writer.files, state.snapshot, parts)
-            for parked in writer.parked:
-                parked.before_write = save.wait
+            for edits_wait_for in writer.read_behind:
+                edits_wait_for(save.wait)
         save.start(publishes=behind)
         state.save, self.optimizer.rank_state.core.finish_first = save, save.finish
         if not behind:
@@ -268,7 +269,7 @@ def _streaming(engine: Any) -> Iterator[FuyouCheckpointEngine]:
     stand_ins = writer.begin()
     fragment_of = engine._get_param_fragment_func
     state.stand_ins = stand_ins
-    engine._get_param_fragment_func = lambda param: _frozen_fragment(param, stand_ins, fragment_of, writer.parked)
+    engine._get_param_fragment_func = lambda param: _frozen_fragment(param, stand_ins, fragment_of, writer.read_behind)
     try:
         yield writer
     except BaseException:
@@ -287,21 +288,39 @@ def _frozen_fragment(
     param: Parameter,
     stand_ins: StandIns,
     fragment_of: Callable[[Parameter], torch.Tensor],
-    keep: list[ParkedValues],
+    read_behind: list[Callable[[Callable[[], object]], None]],
 ) -> torch.Tensor:
-    """This rank's part of a parameter that is frozen now; a stand-in if it is on storage or the optimizer's. What
-    nobody but an edit changes is written with the states, behind training."""
-    if not hasattr(param, "ds_id") or partition_of(param) is None:
+    """This rank's part of a parameter that is frozen now; a stand-in if we can tell of every edit of it, or it is the
+    optimizer's. What nobody but an edit changes is written with the states, behind training."""
+    swapper = getattr(param, "nvme_swapper", None)
+    if not hasattr(param, "ds_id") or not isinstance(swapper, FuyouParameterSwapper):
         return fragment_of(param)
     numel, dtype = param.ds_tensor.ds_numel, param.ds_tensor.dtype
-    parked = param.nvme_swapper.parked(param)
+    parked = swapper.parked(param)
+    if parked is None and partition_of(param) is not None:
+        return stand_ins.add((numel,), dtype, lambda: iter([(0, swapper.values(param))]))
     if parked is not None:
         pieces = parked.pieces()
-        keep.append(parked)
-        return stand_ins.add_together(
-            [((numel,), dtype)], lambda: ((0, begin, values) for begin, values in pieces()), later=True
-        )[0]
-    return stand_ins.add((numel,), dtype, lambda: iter([(0, param.nvme_swapper.values(param))]))
+        read_behind.append(parked.read_behind)
+    elif _is_what_scripts_write_to(param):
+        return fragment_of(param)
+    else:
+        pieces = functools.partial(_pieces_of, param.ds_tensor.data)
+        read_behind.append(functools.partial(swapper.read_behind, param))
+    return stand_ins.add_together(
+        [((numel,), dtype)], lambda: ((0, begin, values) for begin, values in pieces()), later=True
+    )[0]
+
+
+def _is_what_scripts_write_to(param: Parameter) -> bool:
+    """Where one rank computes on the host, a gathered parameter is its partition: nobody is told of writes to it."""
+    return (dist.get_world_size() == 1 and rank_device().is_host) or param.ds_tensor.device.type != "cpu"
+
+
+def _pieces_of(values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    flat = values.view(-1)
+    numel = max(1, _PIECE_BYTES // flat.element_size())
+    return ((begin, flat[begin : begin + numel]) for begin in range(0, flat.numel(), numel))
 
 
 def _require_space(engine: Any, folder: Path, exclude_frozen_parameters: bool) -> None:
@@ -333,7 +352,11 @@ def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
             fragments = dict(fragments)
             for param in self.module.parameters():
                 name = self.param_names.get(param)
-                if name not in fragments or partition_of(param) is None:
+                if name not in fragments:
+                    continue
+                if partition_of(param) is None:
+                    if isinstance(getattr(param, "nvme_swapper", None), FuyouParameterSwapper):
+                        param.nvme_swapper.before_edit(param)
                     continue
                 param.nvme_swapper.replace(param, fragments[name])
                 fragments[name] = param.ds_tensor.data  # what the original copies onto itself

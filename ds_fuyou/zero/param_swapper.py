@@ -147,6 +147,7 @@ class FuyouParameterSwapper:
         self.swap_element_size = model_dtype.itemsize
         self.partitions: dict[int, Partition] = {}  # by ds_id: those that are not DeepSpeed's alone
         self._buffers: dict[int, torch.Tensor] = {}
+        self._edits_wait: dict[int, Callable[[], object]] = {}  # by ds_id: of what is DeepSpeed's alone
         self._dram_left: int | None = None
         self._heap = HeapGuard()
 
@@ -303,8 +304,13 @@ class FuyouParameterSwapper:
         if partition is not None and partition.store is not None and partition.store.copied(partition, event):
             PARTITION_TENSORS.stand_in(param.ds_tensor)
 
+    def read_behind(self, param: Parameter, wait: Callable[[], object]) -> None:
+        """Another thread reads what is DeepSpeed's alone; edits wait for ``wait``, which ends with that."""
+        self._edits_wait[param.ds_id] = wait
+
     def before_edit(self, param: Parameter) -> None:
         """DeepSpeed is about to write a gathered parameter's values into the partition: it must have memory."""
+        self._edits_wait.pop(param.ds_id, _nothing)()
         partition = self.partitions.get(param.ds_id)
         if partition is None or partition.presence is Presence.HERE:
             return
@@ -347,6 +353,10 @@ class FuyouParameterSwapper:
             partition.presence, partition.values, leaves = Presence.AWAY, None, True
         if leaves:
             PARTITION_TENSORS.away(partition)
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
 
 
 def gathers_to_read(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -71,7 +71,8 @@ def parked_space(activation: Activation) -> ParkedSpace:
     Raises:
         FuyouStorageError: a path is not writable.
     """
-    return ParkedSpace.at(activation.state_paths, activation.config.io.engine, path_weights(activation))
+    config, weights = activation.config, path_weights(activation)
+    return ParkedSpace.at(activation.state_paths, config.io.engine, weights, checksum=config.checksum)
 
 
 def shares_of_machine(paths: Sequence[str], store: SlotStore | None) -> dict[str, float]:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import gc
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import nn
 from ds_fuyou.activations.copies import CopyLane, HostCopies
 from ds_fuyou.activations.records import PieceState, Record
 from ds_fuyou.activations.tier import StorageHome, SwapTier
-from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.errors import FuyouChecksumError, FuyouStorageError
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.swap_space import SwapSpace
@@ -369,3 +370,32 @@ def test_what_comes_back_early_is_bounded_in_bytes(tmp_path: Path) -> None:
         found.read_all(order)
         assert copies.new_bytes == 2 * 20 * PAGE
         assert [record.target is not None for record in order] == [True, True, False, False, False, False]
+
+
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_flipped_bit_on_storage_is_noticed(late: int, checksum: bool, tmp_path: Path) -> None:
+    copies = LateCopies(late) if late else HostCopies()
+    with rig([tmp_path / "one", tmp_path / "two"], copies, checksum=checksum) as found:
+        for _ in range(3):  # in space that other pieces had before
+            found.put_and_drain(2)
+        record, values = found.put(80 * PAGE)
+        found.drain()
+        found.put_and_drain(1)  # the arena forgets the record
+        piece = next(piece for piece in record.pieces if piece.state is PieceState.STORED and piece.lease is not None)
+        assert piece.lease is not None
+        place = piece.lease.extent
+        with open(f"/proc/self/fd/{place.fd}", "r+b", buffering=0) as file:
+            file.seek(place.offset + PAGE + 7)
+            (byte,) = file.read(1)
+            file.seek(place.offset + PAGE + 7)
+            file.write(bytes([byte ^ 32]))
+            os.fsync(file.fileno())
+        if checksum:
+            with pytest.raises(FuyouChecksumError, match="reading record 0 failed: the bytes read are not those"):
+                found.tier.take(record)
+        else:
+            assert not torch.equal(found.tier.take(record), values)
+        del record, piece
+        gc.collect()
+        assert found.nothing_is_left()

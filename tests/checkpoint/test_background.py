@@ -79,10 +79,10 @@ def test_what_is_saved_is_what_was_there(
         assert each["digest"] == alone["digest"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_frozen_parameters_on_storage_are_written_behind_the_call(world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tiers", "world_size"), [("all", 1), ("all", 2), ("states", 2)])
+def test_frozen_parameters_are_written_behind_the_call(tiers: str, world_size: int, tmp_path: Path) -> None:
     model = {"frozen": ["blocks.0.down", "blocks.0.up"]}
-    for found in results("frozen", tmp_path, model=model, world_size=world_size):
+    for found in results("frozen", tmp_path, tiers=tiers, model=model, world_size=world_size):
         assert found["called"] < found["frozen"]
         assert found["waited"], "the edit came before all was copied"
         assert found["edited"]

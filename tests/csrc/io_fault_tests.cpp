@@ -444,6 +444,39 @@ TEST(watched_pages_that_changed_behind_our_back_are_errors)
     }
 }
 
+// Space that is leased anew, in other pieces than before.
+TEST(watching_anew_forgets_what_was_known_of_any_page_of_it)
+{
+    constexpr std::uint64_t kPage = 4096, kPages = 12;
+    TempFile file(Access::kBuffered, kPages * kPage), other(Access::kBuffered, kPages * kPage);
+    std::vector<char> written(kPages * kPage), found(kPages * kPage);
+    fill(written.data(), written.size(), 4);
+    IoEngine engine(options(IoBackend::kThreads, 4, 8192));
+    const auto pages = [&](IoKind kind, const TempFile& of, std::uint64_t begin, std::uint64_t end) {
+        char* memory = kind == IoKind::kWrite ? written.data() : found.data();
+        return run(engine, kind, {{of.fd(), begin * kPage, memory, (end - begin) * kPage}}).error;
+    };
+    for (const TempFile* each : {&file, &other}) {
+        for (const std::uint64_t begin : {0, 4, 8})
+            engine.watch_pages(each->fd(), begin * kPage, 4 * kPage);
+        CHECK(pages(IoKind::kWrite, *each, 0, kPages) == 0);
+        std::vector<char> zeros(kPages * kPage);
+        CHECK(pwrite(each->fd(), zeros.data(), zeros.size(), 0) ==
+              static_cast<ssize_t>(zeros.size()));
+    }
+    engine.watch_pages(file.fd(), 3 * kPage, 2 * kPage);  // the end of one, the begin of the next
+    CHECK(pages(IoKind::kRead, file, 0, 8) == 0);
+    CHECK(pages(IoKind::kRead, file, 8, 9) == EBADMSG);
+    CHECK(pages(IoKind::kRead, other, 0, 1) == EBADMSG);
+    CHECK(pages(IoKind::kRead, other, 4, 5) == EBADMSG);
+    engine.watch_pages(file.fd(), 8 * kPage, kPage);
+    CHECK(pages(IoKind::kRead, file, 8, kPages) == 0);
+    engine.watch_pages(file.fd(), 0, kPages * kPage);
+    CHECK(pages(IoKind::kWrite, file, 0, kPages) == 0 && pages(IoKind::kRead, file, 0, kPages) == 0);
+    CHECK(engine.page_digest({{file.fd(), 3 * kPage, 2 * kPage}}) == IoEngine::kNoDigest);
+    CHECK(engine.page_digest({{file.fd(), 0, kPages * kPage}}) != IoEngine::kNoDigest);
+}
+
 // Pages of an earlier run, of which one number is known: see page_sums.h.
 TEST(pages_taken_over_are_compared_when_the_last_of_them_was_read)
 {

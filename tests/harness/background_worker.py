@@ -108,7 +108,7 @@ def exact(engine, case: dict, folder: Path) -> dict:
 
 
 def frozen(engine, case: dict, folder: Path) -> dict:
-    """Frozen parameters on storage are written behind the call, and an edit of one waits for that."""
+    """Frozen parameters are written behind the call, and an edit of one waits for that."""
     param = next(p for p in engine.module.parameters() if not p.requires_grad)
     engine.save_checkpoint(str(folder), tag="waited")
     engine.fuyou_wait_checkpoint()

@@ -7,9 +7,12 @@ import gc
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
-from ds_fuyou.storage.parked import PIECE_BYTES, ParkedSpace
+from ds_fuyou.errors import FuyouChecksumError
+from ds_fuyou.storage.io import IoLane, IoSettings
+from ds_fuyou.storage.parked import PIECE_BYTES, ParkedSpace, ParkedValues
 
 
 def paths_in(folder: Path, number: int) -> tuple[str, ...]:
@@ -48,3 +51,76 @@ def test_one_space_serves_all_who_name_the_same_paths_and_goes_with_the_last_val
     del second, space
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def flip(parked: ParkedValues, piece: int, at: int) -> None:
+    """A bit of what lies on storage, behind everybody's back."""
+    extent = parked.location().runs[0].extents[piece]
+    with open(f"/proc/self/fd/{extent.fd}", "r+b", buffering=0) as file:
+        file.seek(extent.offset + at)
+        byte = file.read(1)
+        file.seek(extent.offset + at)
+        file.write(bytes([byte[0] ^ 4]))
+        os.fsync(file.fileno())
+
+
+@pytest.mark.parametrize("written_by", ["parking", "an edit", "an edit of another engine"])
+@pytest.mark.parametrize("read_by", ["the space", "the space after a rest", "an engine", "a copy for a checkpoint"])
+def test_a_flipped_bit_is_noticed_by_whoever_reads(written_by: str, read_by: str, tmp_path: Path) -> None:
+    space = ParkedSpace.at(paths_in(tmp_path, 2), "auto", None)
+    values = torch.arange(PIECE_BYTES // 8 + 4096)
+    parked = space.park("a parameter", values)
+    lane = IoLane(IoSettings(), space.space.path_of)
+    if written_by != "parking":
+        parked.read_by(lane if "another" in written_by else None)
+        values = values + 1
+        parked.write(values)
+        parked.read_by(None)
+    if read_by == "the space after a rest":
+        space.rest()
+    if read_by == "an engine":
+        space.rest()
+        parked.read_by(lane)
+
+    def read() -> torch.Tensor:
+        if read_by != "a copy for a checkpoint":
+            return parked.location().read(parked.io)
+        return torch.cat([part.clone() for _, part in parked.pieces()()])
+
+    assert torch.equal(read(), values)
+    flip(parked, 1, 100)
+    with pytest.raises(FuyouChecksumError, match=r"reading a parameter.* failed: the bytes read are not those"):
+        read()
+    flip(parked, 1, 100)
+    assert torch.equal(read(), values)
+    lane.close()
+
+
+def test_a_bit_that_flips_between_two_engines_is_noticed(tmp_path: Path) -> None:
+    space = ParkedSpace.at(paths_in(tmp_path, 1), "auto", None)
+    parked = space.park("a parameter", torch.arange(5000))
+    flip(parked, 0, 20000)
+    space.rest()
+    with pytest.raises(FuyouChecksumError, match="reading a parameter"):
+        parked.location().read(parked.io)
+
+
+def test_what_lies_where_something_else_has_been_is_not_compared_with_that(tmp_path: Path) -> None:
+    space = ParkedSpace.at(paths_in(tmp_path, 1), "auto", None)
+    first = [space.park("one", torch.arange(numel)) for numel in (512, 1536, 512)]
+    places = [parked.location().runs[0].extents[0] for parked in first]
+    first.clear()
+    gc.collect()
+    for numel in (1024, 1536):
+        values = torch.arange(numel) * 3
+        parked = space.park("other", values)
+        assert parked.location().runs[0].extents[0].offset < places[2].offset + places[2].num_bytes
+        assert torch.equal(parked.location().read(parked.io), values)
+        first.append(parked)
+
+
+def test_without_checksum_nothing_is_compared(tmp_path: Path) -> None:
+    space = ParkedSpace.at(paths_in(tmp_path, 1), "auto", None, checksum=False)
+    parked = space.park("a parameter", torch.arange(5000))
+    flip(parked, 0, 20000)
+    assert not torch.equal(parked.location().read(parked.io), torch.arange(5000))

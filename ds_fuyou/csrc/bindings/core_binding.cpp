@@ -224,6 +224,14 @@ void bind_io(py::module_& m)
             },
             NoGil())
         .def("watch_pages", &IoEngine::watch_pages)
+        .def("page_digest",
+             [](const IoEngine& engine, const std::vector<RangeTuple>& ranges) {
+                 return engine.page_digest(to_ranges(ranges));
+             })
+        .def("expect_pages",
+             [](IoEngine& engine, const std::vector<RangeTuple>& ranges, std::uint64_t digest) {
+                 engine.expect_pages(to_ranges(ranges), digest);
+             })
         .def("set_throttle", &IoEngine::set_throttle)
         .def(
             "add_fault",

@@ -25,24 +25,32 @@ void PageSums::watch(int fd, std::uint64_t offset, std::uint64_t num_bytes)
     if (num_bytes == 0) return;
     const std::uint64_t first = offset / kPageBytes;
     const std::uint64_t last = (offset + num_bytes - 1) / kPageBytes;
-    auto sums = std::make_unique<Sums>(last - first + 1);
-    for (std::atomic<std::uint64_t>& sum : *sums) sum.store(kUnknown, std::memory_order_relaxed);
+    auto range = std::make_shared<Range>(last - first + 1);
+    for (std::atomic<std::uint64_t>& sum : range->sums)
+        sum.store(kUnknown, std::memory_order_relaxed);
     std::lock_guard<std::mutex> lock(mutex_);
-    ranges_[{fd, first}] = {std::move(sums), nullptr};
+    auto other = ranges_.upper_bound({fd, first});
+    if (other != ranges_.begin()) other = std::prev(other);
+    while (other != ranges_.end() && other->first <= std::pair(fd, last)) {
+        const bool overlaps =
+            other->first.first == fd && other->first.second + other->second->sums.size() > first;
+        other = overlaps ? ranges_.erase(other) : std::next(other);
+    }
+    ranges_[{fd, first}] = std::move(range);
 }
 
 // Those that may hold a part of [offset, end), by first page.
-std::vector<std::pair<std::uint64_t, const PageSums::Range*>> PageSums::overlapping(
+std::vector<std::pair<std::uint64_t, PageSums::RangeRef>> PageSums::overlapping(
     int fd, std::uint64_t offset, std::uint64_t end) const
 {
-    std::vector<std::pair<std::uint64_t, const Range*>> found;
+    std::vector<std::pair<std::uint64_t, RangeRef>> found;
     std::lock_guard<std::mutex> lock(mutex_);
     auto range = ranges_.upper_bound({fd, offset / kPageBytes});
     if (range != ranges_.begin()) range = std::prev(range);
     for (; range != ranges_.end() && range->first.first <= fd; ++range) {
         if (range->first.first < fd) continue;
         if (range->first.second * kPageBytes >= end) break;
-        found.emplace_back(range->first.second, &range->second);
+        found.emplace_back(range->first.second, range->second);
     }
     return found;
 }
@@ -54,7 +62,7 @@ void PageSums::for_pages(int fd, std::uint64_t offset, const char* bytes, std::u
     if (num_bytes == 0) return;
     const std::uint64_t end = offset + num_bytes;
     for (const auto& [begin, range] : overlapping(fd, offset, end)) {
-        Sums& sums = *range->sums;
+        Sums& sums = range->sums;
         for (std::uint64_t page = std::max(begin, offset / kPageBytes);
              page < begin + sums.size() && page * kPageBytes < end; ++page) {
             const std::uint64_t at = page * kPageBytes;
@@ -100,22 +108,22 @@ std::uint64_t PageSums::first_changed(int fd, std::uint64_t offset, const char* 
     return found;
 }
 
-const PageSums::Range* PageSums::find(const FileRange& run) const
+PageSums::RangeRef PageSums::find(const FileRange& run) const
 {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto range = ranges_.find({run.fd, run.offset / kPageBytes});
     const bool is_it = range != ranges_.end() &&
-                       range->second.sums->size() == (run.num_bytes + kPageBytes - 1) / kPageBytes;
-    return is_it ? &range->second : nullptr;
+                       range->second->sums.size() == (run.num_bytes + kPageBytes - 1) / kPageBytes;
+    return is_it ? range->second : nullptr;
 }
 
 std::uint64_t PageSums::known_digest(const FileRanges& runs) const
 {
     std::uint64_t digest = 0, weight = 1;
     for (const FileRange& run : runs) {
-        const Range* range = find(run);
+        const RangeRef range = find(run);
         if (range == nullptr) return kNone;
-        for (const std::atomic<std::uint64_t>& page : *range->sums) {
+        for (const std::atomic<std::uint64_t>& page : range->sums) {
             const std::uint64_t sum = page.load(std::memory_order_relaxed);
             if (sum == kUnknown) return kNone;
             digest += sum * weight;
@@ -127,7 +135,7 @@ std::uint64_t PageSums::known_digest(const FileRanges& runs) const
 
 std::uint64_t PageSums::digest(const FileRanges& runs) const
 {
-    const Range* first = runs.empty() ? nullptr : find(runs.front());
+    const RangeRef first = runs.empty() ? nullptr : find(runs.front());
     if (first == nullptr) return kNone;
     const Expected* expected = first->expected.get();
     if (expected != nullptr && !expected->is_void) return expected->digest;
@@ -143,15 +151,15 @@ void PageSums::expect(const FileRanges& runs, std::uint64_t digest)
     for (const FileRange& run : runs) {
         const auto range = ranges_.find({run.fd, run.offset / kPageBytes});
         if (range == ranges_.end()) return;
-        range->second.expected = expected;
-        expected->num_pages += range->second.sums->size();
+        range->second->expected = expected;
+        expected->num_pages += range->second->sums.size();
     }
     expected->num_unread = expected->num_pages;
 }
 
 bool PageSums::is_half_read(const FileRanges& runs) const
 {
-    const Range* first = runs.empty() ? nullptr : find(runs.front());
+    const RangeRef first = runs.empty() ? nullptr : find(runs.front());
     if (first == nullptr || !first->expected || first->expected->is_void) return false;
     const std::uint64_t num_unread = first->expected->num_unread;
     return first->expected->is_wrong || (num_unread > 0 && num_unread < first->expected->num_pages);

@@ -27,8 +27,8 @@ namespace fuyou {
 // all may be called from any thread, as long as nobody reads a page while it is written.
 class PageSums {
   public:
-    // Pages of which [offset, offset + num_bytes) holds a part; ranges must not overlap, but one
-    // may be watched again: then nothing is known of it.
+    // Pages of which [offset, offset + num_bytes) holds a part: nothing is known of them, and
+    // ranges that were watched before and hold one of them are forgotten, as a whole.
     void watch(int fd, std::uint64_t offset, std::uint64_t num_bytes);
     // These bytes are about to be written. Pages written in part are not known any more.
     void remember(int fd, std::uint64_t offset, const char* bytes, std::uint64_t num_bytes);
@@ -60,22 +60,24 @@ class PageSums {
             false};  // it was written to since: nothing is said of it any more
     };
     struct Range {
-        std::unique_ptr<Sums> sums;
+        explicit Range(std::uint64_t num_pages) : sums(num_pages) {}
+        Sums sums;
         std::shared_ptr<Expected> expected;  // null: of this run alone
     };
+    using RangeRef = std::shared_ptr<Range>;  // lives as long as somebody looks at it
     // Calls use(page offset, its sum, its range, bytes of it or null where only a part is there) in
     // order until it returns false.
     template <class Use>
     void for_pages(int fd, std::uint64_t offset, const char* bytes, std::uint64_t num_bytes,
                    Use use) const;
-    const Range* find(const FileRange& run) const;
-    std::vector<std::pair<std::uint64_t, const Range*>> overlapping(int fd, std::uint64_t offset,
-                                                                    std::uint64_t end) const;
+    RangeRef find(const FileRange& run) const;
+    std::vector<std::pair<std::uint64_t, RangeRef>> overlapping(int fd, std::uint64_t offset,
+                                                                std::uint64_t end) const;
     std::uint64_t known_digest(const FileRanges& runs) const;
 
     // Guards the map; nobody watches a range, or expects something of it, that is in use.
     mutable std::mutex mutex_;
-    std::map<std::pair<int, std::uint64_t>, Range> ranges_;  // by first page
+    std::map<std::pair<int, std::uint64_t>, RangeRef> ranges_;  // by first page
 };
 
 }  // namespace fuyou
