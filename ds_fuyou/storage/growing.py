@@ -5,7 +5,8 @@
 The manifest in the first directory is the one that counts. Files grow before it names what is new, so it never names
 bytes that are not there; a run that is killed in between leaves files longer than it says, which is no fault. A region
 goes from the manifest, durably, before its blocks do. The caller sees to it that no commit names a region that goes,
-and that none names one that comes before it is there.
+and that none names one that comes before it is there. A manifest that may not be durable is replaced by the one before;
+where that fails, too, nobody knows which one a crash would leave, and nothing may be committed any more.
 """
 
 from __future__ import annotations
@@ -21,16 +22,20 @@ from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage.data_file import free_blocks, preallocate
 from ds_fuyou.storage.layout import PathShare, Piece, RegionLayout, StoreLayout, device_capacities, stripe
 from ds_fuyou.storage.probe import probe_path
-from ds_fuyou.storage.records import write_manifest
+from ds_fuyou.storage.records import NotDurableError, write_manifest
 from ds_fuyou.storage.store_files import StoreFiles
 from ds_fuyou.storage.types import RegionSpec
 
-__all__ = ["Vacant", "grown", "shrunk"]
+__all__ = ["ManifestUnknownError", "Vacant", "grown", "shrunk"]
 
 logger = logging.getLogger("ds_fuyou")
 
 Vacant = dict[tuple[int, int], list[tuple[tuple[Piece, ...], ...]]]
 """Slots without a region, their blocks freed, by (bytes, slots): space in files that a region of this size takes."""
+
+
+class ManifestUnknownError(FuyouStorageError):
+    """It could not be written, nor the one before be put back."""
 
 
 def grown(files: StoreFiles, regions: Sequence[RegionSpec], vacant: Vacant, budget_bytes: int | None) -> StoreFiles:
@@ -39,6 +44,7 @@ def grown(files: StoreFiles, regions: Sequence[RegionSpec], vacant: Vacant, budg
     Raises:
         FuyouStorageError: no room (needed and free bytes are named), or a file or the manifest cannot be written.
             Nothing changed.
+        ManifestUnknownError: what is new stays in the files.
     """
     layout = files.manifest.layout
     needed = sum(region.num_bytes * region.num_slots for region in regions)
@@ -71,10 +77,13 @@ def grown(files: StoreFiles, regions: Sequence[RegionSpec], vacant: Vacant, budg
         for path, begin, num_bytes in _runs([*inside, *placed]):
             try:
                 preallocate(files.files[path].fd, num_bytes, begin)
+                os.fdatasync(files.files[path].fd)  # how long the file is
             except OSError as error:
                 message = f"{needed} more bytes cannot be allocated; free space"
                 raise FuyouStorageError(error.errno or errno.EIO, message, str(files.files[path].path)) from error
         return _with_layout(files, StoreLayout((*layout.regions, *placed, *inside), sizes))
+    except ManifestUnknownError:
+        raise
     except BaseException:
         _free(files, inside)
         for file, size in zip(files.files, begins, strict=True):
@@ -90,6 +99,7 @@ def shrunk(files: StoreFiles, names: Iterable[str], vacant: Vacant) -> StoreFile
 
     Raises:
         FuyouStorageError: the manifest cannot be written; nothing changed.
+        ManifestUnknownError: no block has gone.
     """
     gone = set(names)
     layout = files.manifest.layout
@@ -103,8 +113,16 @@ def shrunk(files: StoreFiles, names: Iterable[str], vacant: Vacant) -> StoreFile
 
 
 def _with_layout(files: StoreFiles, layout: StoreLayout) -> StoreFiles:
-    manifest = replace(files.manifest, layout=layout)
-    write_manifest(files.runs[0].fd, files.runs[0].path, manifest)
+    manifest, run = replace(files.manifest, layout=layout), files.runs[0]
+    try:
+        write_manifest(run.fd, run.path, manifest)
+    except NotDurableError as failure:
+        try:
+            write_manifest(run.fd, run.path, files.manifest)
+        except FuyouStorageError as error:
+            message = f"{failure.strerror}, and so did putting it back"
+            raise ManifestUnknownError(error.errno or errno.EIO, message, failure.filename) from error
+        raise
     return replace(files, manifest=manifest)
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "ENGINE_NAME",
     "MANIFEST_NAME",
     "Manifest",
+    "NotDurableError",
     "ProcessMark",
     "read_manifest",
     "read_record",
@@ -55,6 +56,10 @@ _LATEST = 2**40  # seconds; what the calendar of every platform still has
 _VERSIONS = {COMMIT_NAME: (1, 2)}  # that can be read, the last one is written; 1 of every other name
 _HEADER_BYTES = 160  # at most
 _SPARE_BYTES = 64 << 10
+
+
+class NotDurableError(FuyouStorageError):
+    """A file has its new content, but a power cut may take it back."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class Manifest:
 
 
 def write_manifest(dir_fd: int, directory: Path, manifest: Manifest) -> None:
-    """Raises :class:`FuyouStorageError` when it cannot be made durable."""
+    """Raises as :func:`write_record` does."""
     payload: dict[str, JsonValue] = {
         "store_id": manifest.store_id,
         "index": manifest.index,
@@ -222,10 +227,11 @@ def write_record(
     ``keeps_room``: for a record that is replaced again and again, see [Note: room for the next record].
 
     Raises:
-        FuyouStorageError: nothing changed, or (when only the directory's fsync failed) it may not be durable.
+        NotDurableError: it has the new content, which a power cut may take back.
+        FuyouStorageError: nothing changed.
     """
     body = json.dumps(payload, separators=(",", ":"), sort_keys=True).encode()
-    temporary = f"{name}.tmp"
+    temporary, is_replaced = f"{name}.tmp", False
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (0 if keeps_room else os.O_TRUNC)
         fd = os.open(temporary, flags, 0o600, dir_fd=dir_fd)
@@ -241,13 +247,17 @@ def write_record(
         has_room = keeps_room and _exchange(dir_fd, temporary, name)
         if not has_room:
             os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        is_replaced = True
         os.fsync(dir_fd)
         if keeps_room and not has_room:
             with contextlib.suppress(OSError):  # this record is there; the next one may find room
                 _make_room(dir_fd, temporary, len(text))
     except OSError as error:
-        message = f"writing {name} failed; what it said before stands"
-        raise FuyouStorageError(error.errno or errno.EIO, message, str(directory / name)) from error
+        number, path = error.errno or errno.EIO, str(directory / name)
+        if is_replaced:
+            message = f"writing {name} failed; after a power cut it may say what it said before"
+            raise NotDurableError(number, message, path) from error
+        raise FuyouStorageError(number, f"writing {name} failed; what it said before stands", path) from error
 
 
 def _header(name: str, body: bytes) -> bytes:

@@ -19,7 +19,8 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from typing import Any
 from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
 from ds_fuyou.storage import ending, lifetime
 from ds_fuyou.storage.directory import DATA_NAME, LOCK_NAME
-from ds_fuyou.storage.growing import Vacant, grown, shrunk
+from ds_fuyou.storage.growing import ManifestUnknownError, Vacant, grown, shrunk
 from ds_fuyou.storage.layout import Piece, RegionLayout, SlotChoice, choose_num_slots
 from ds_fuyou.storage.probe import Probe, probe_path
 from ds_fuyou.storage.records import (
@@ -291,7 +292,8 @@ class SlotStore:
             twice = sorted(region.name for region in regions if region.name in self._regions)
             if twice:
                 raise ValueError(f"regions must be new, these are there: {', '.join(twice[:5])}")
-            self._files = grown(self._files, regions, self._vacant, budget_bytes)
+            with self._refusing_commits():
+                self._files = grown(self._files, regions, self._vacant, budget_bytes)
             for region in self._files.manifest.layout.regions:
                 if region.spec.name not in self._regions:
                     self._add_region(region)
@@ -306,10 +308,20 @@ class SlotStore:
         with self._lock:
             self._check_open()
             gone = {name for name in names if name in self._regions}
-            self._files = shrunk(self._files, gone, self._vacant)
+            with self._refusing_commits():
+                self._files = shrunk(self._files, gone, self._vacant)
             for name in gone:
                 for slot in range(self._regions.pop(name).num_slots):
                     del self._extents[name, slot], self._begins[name, slot]
+
+    @contextmanager
+    def _refusing_commits(self) -> Iterator[None]:
+        """Once it is not known what a crash would find."""
+        try:
+            yield
+        except ManifestUnknownError as error:
+            self._failure = str(error)
+            raise
 
     def commit(self, step: int, slots: Mapping[str, int], meta: Mapping[str, JsonValue]) -> None:
         """Makes all data durable, then records ``slots`` as the state of ``step`` in one atomic step.

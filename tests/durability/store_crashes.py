@@ -2,7 +2,7 @@
 """Crashes of the slot store alone: whatever a kill or a power cut leaves, the last commit is whole.
 
 A *history* is what a run does to a store: it creates it, fills spare slots and commits, withdraws and writes in place,
-closes and takes it over again, goes back to the commit before. Two ways to end it:
+closes and takes it over again, goes back to the commit before, grows and shrinks. Two ways to end it:
 
 * :func:`kill_one`: a forked process makes it, in files that are there, and is killed at a random instant.
 * :class:`PowerCuts`: it is made once, and every system call that changes files is noted. Then the files are built as a
@@ -32,7 +32,7 @@ from typing import Any
 from unittest import mock
 
 from ds_fuyou.errors import FuyouError
-from ds_fuyou.storage import data_file, records
+from ds_fuyou.storage import data_file, growing, records
 from ds_fuyou.storage.store import RegionSpec, RunIdentity, SlotStore
 
 SECTOR, PAGE = 512, 4096
@@ -55,6 +55,7 @@ class History:
     def __init__(self, paths: list[Path], chance: random.Random, tell: Callable[[Told], None]) -> None:
         self.paths, self.chance, self.tell = paths, chance, tell
         self.regions = [RegionSpec(f"r{i}", PAGE * chance.randint(1, 3), 2) for i in range(chance.randint(1, 3))]
+        self.num_made = len(self.regions)
         self.slots = {region.name: 0 for region in self.regions}
         self.state: tuple[int, int] | None = None
         self.step = self.edition = 0
@@ -64,8 +65,8 @@ class History:
         self.store = SlotStore.create(self.paths, self.regions, IDENTITY, direct=False, keep=True)
         self.store.describe({"regions": len(self.regions)})
         for _ in range(num_actions):
-            action = self.chance.choices([self.commit, self.replace, self.reopen, self.go_back], [8, 1, 1, 1])[0]
-            action()
+            actions = [self.commit, self.replace, self.reopen, self.go_back, self.grow, self.shrink]
+            self.chance.choices(actions, [8, 1, 1, 1, 1, 1])[0]()
 
     def commit(self) -> None:
         before = self.state
@@ -109,8 +110,29 @@ class History:
         back = (older.step, int(str(older.meta["edition"])))
         self.tell(Told((self.state, back), writing=False))
         self._store.go_back_to(older)
-        self.state, (self.step, self.edition), self.slots = back, back, dict(older.slots)
+        self.state, (self.step, self.edition) = back, back
+        self.slots = {region.name: older.slots.get(region.name, 0) for region in self.regions}
         self.tell(Told((back,), writing=True))
+
+    def grow(self) -> None:
+        """No commit names the new region before the next one."""
+        if len(self.regions) > 4:
+            return
+        region = RegionSpec(f"r{self.num_made}", PAGE * self.chance.randint(1, 3), 2)
+        self.num_made += 1
+        self._store.reserve([region])
+        self.regions.append(region)
+        self.slots[region.name] = 0
+
+    def shrink(self) -> None:
+        """A region goes when neither entry of the record names it any more."""
+        if len(self.regions) < 2:
+            return
+        region = self.regions.pop(self.chance.randrange(len(self.regions)))
+        del self.slots[region.name]
+        for _ in range(2):
+            self.commit()
+        self._store.release([region.name])
 
     @property
     def _store(self) -> SlotStore:
@@ -266,7 +288,7 @@ class Recorder:
                 "ftruncate",
             )
         }
-        self._allocate = data_file.allocate_blocks
+        self._allocate, self._free = data_file.allocate_blocks, growing.free_blocks
         self._swap = getattr(records, "_exchange", None) or (lambda *_: False)
 
     def tell(self, told: Told) -> None:
@@ -282,6 +304,7 @@ class Recorder:
             for name in self._real:
                 stack.enter_context(mock.patch.object(os, name, getattr(self, f"_{name}")))
             stack.enter_context(mock.patch.object(data_file, "allocate_blocks", self._allocate_blocks))
+            stack.enter_context(mock.patch.object(growing, "free_blocks", self._free_blocks))
             stack.enter_context(mock.patch.object(records, "_exchange", self._exchange, create=True))
             yield
 
@@ -341,6 +364,10 @@ class Recorder:
     def _allocate_blocks(self, fd: int, num_bytes: int, offset: int = 0) -> None:
         self._allocate(fd, num_bytes, offset)
         self._note("extend", self._of(fd), offset=offset + num_bytes)
+
+    def _free_blocks(self, fd: int, num_bytes: int, offset: int) -> None:
+        self._free(fd, num_bytes, offset)
+        self._note("write", self._of(fd), offset=offset, data=bytes(num_bytes))
 
     def _rename(self, old: Any, new: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
         (source, name), (target, new_name) = self._parent(old, src_dir_fd), self._parent(new, dst_dir_fd)

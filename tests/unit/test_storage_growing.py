@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.storage import growing
 from ds_fuyou.storage.layout import UNIT_BYTES
 from ds_fuyou.storage.store import RegionSpec, RunIdentity, SlotStore
@@ -159,3 +160,45 @@ def test_a_region_comes_once_and_within_the_budget(store: SlotStore) -> None:
     with pytest.raises(FuyouStorageError, match="do not fit nvme_budget_bytes"):
         store.reserve(MORE, budget_bytes=store.total_bytes + PAGE)
     store.reserve(MORE, budget_bytes=store.total_bytes + sum(one.num_bytes * one.num_slots for one in MORE))
+
+
+@pytest.mark.parametrize("can_be_undone", [True, False])
+@pytest.mark.parametrize("change", ["reserve", "release"])
+def test_a_manifest_that_may_not_be_durable_is_put_back_or_ends_the_commits(
+    change: str, can_be_undone: bool, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory cannot be synced: its new manifest is there, and may be there after a power cut."""
+    store = SlotStore.create(paths, FIRST, IDENTITY, direct=False)
+    write(store, "a", 1)
+    write(store, "b", 11)
+    store.commit(1, {"a": 0, "b": 0}, {})
+    names, is_directory, num_left = set(store.regions), os.path.isdir, [1 if can_be_undone else 2]
+    original = os.fsync
+
+    def fsync(fd: int) -> None:
+        if is_directory(f"/proc/self/fd/{fd}") and num_left[0]:
+            num_left[0] -= 1
+            raise OSError(errno.EIO, "the disk is faulty")
+        original(fd)
+
+    with monkeypatch.context() as faulty:
+        faulty.setattr(os, "fsync", fsync)
+        with pytest.raises(FuyouStorageError, match="after a power cut") as caught:
+            store.reserve(MORE) if change == "reserve" else store.release(["a"])
+    assert caught.value.errno == errno.EIO
+    assert set(store.regions) == names
+    assert holds(store, "a", 1)
+    if can_be_undone:
+        store.commit(2, {"a": 1, "b": 0}, {})
+    else:
+        with pytest.raises(FuyouStateError, match="nothing more can be committed"):
+            store.commit(2, {"a": 1, "b": 0}, {})
+    directories = store.directories
+    store.close(remove=False)
+    again = SlotStore.open(directories, IDENTITY)  # whatever the manifest says, it is there
+    assert again.commits()[0].step == (2 if can_be_undone else 1)
+    if can_be_undone:
+        assert set(again.regions) == names
+        assert holds(again, "a", 1)
+    assert holds(again, "b", 11)
+    again.close(remove=True)
