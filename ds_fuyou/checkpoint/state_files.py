@@ -174,7 +174,8 @@ def opened_ranks(directories: Sequence[Path]) -> Iterator[list[RankFiles]]:
     """The files of all ranks of one run, in order, at the newest commit that all have made.
 
     Args:
-        directories: a state directory (``PATH/ds_fuyou/RUN-rankN``) of every rank; those in other paths are found.
+        directories: a state directory (``PATH/ds_fuyou/RUN-rankN``) of every rank; those in other paths are found. Of a
+            rank whose directories were copied to elsewhere all are named.
 
     Raises:
         FuyouStateError: a rank is missing or of another run, a process holds the files, ranks committed different
@@ -189,15 +190,18 @@ def opened_ranks(directories: Sequence[Path]) -> Iterator[list[RankFiles]]:
 
 
 def _open_ranks(directories: Sequence[Path], opened: ExitStack) -> list[RankFiles]:
-    found: dict[str, RankFiles] = {}
+    found: dict[str, tuple[RunIdentity, list[Path]]] = {}
     for directory in directories:
         manifest = read_directory_manifest(directory)
-        if manifest.store_id in found:
-            continue
-        store = SlotStore.open([Path(path) for path in manifest.directories], None)
+        written = [Path(path) for path in manifest.directories]
+        _, places = found.setdefault(manifest.store_id, (manifest.identity, written))
+        places[manifest.index] = directory.absolute()
+    ranks = []
+    for identity, places in found.values():
+        store = SlotStore.open(places, None)
         opened.callback(store.close, remove=False)
-        found[manifest.store_id] = RankFiles(store, manifest.identity)
-    ranks = sorted(found.values(), key=lambda rank: rank.rank)
+        ranks.append(RankFiles(store, identity))
+    ranks.sort(key=lambda rank: rank.rank)
     if not ranks:
         raise FuyouStateError("at least one state directory must be named")
     first = ranks[0].identity

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,7 @@ def test_a_directory_that_is_no_state_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_checkpoint_without_what_the_engine_says(tmp_path: Path) -> None:
-    """An older package left no outline; one with a schedule that is not recorded says so; a newer one is refused."""
+    """An older package left no outline, or one that says what it does not record; a newer one is refused."""
     directory = killed_run(tmp_path)[0]
     out = tmp_path / "made"
     with pytest.raises(FuyouStateError, match=r"the ds_fuyou that made it was an older one\. Go on from it in place"):
@@ -120,3 +121,21 @@ def test_options_of_a_checkpoint_beside_weights_are_refused(tmp_path: Path, caps
     assert "--tag and --like belong to --checkpoint" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["recover", "none", "--weights", "w.pt", "--checkpoint", "c"])
+
+
+def test_directories_that_were_copied_elsewhere_are_named_all(tmp_path: Path) -> None:
+    """From another machine, say: what the manifest calls them is not there."""
+    directories = killed_run(tmp_path)
+    expected = torch.load(tmp_path / "first" / "expected")
+    copies = []
+    for directory in directories:
+        copies.append(tmp_path / "copies" / directory.relative_to(tmp_path))
+        shutil.copytree(directory, copies[-1])
+        copies[-1].parent.chmod(0o700)
+        shutil.rmtree(directory.parent)
+    with pytest.raises(FuyouStorageError, match="must exist") as caught:
+        recover_weights(copies[1:], tmp_path / "weights.pt")
+    assert str(caught.value.filename).startswith(str(directories[0].parent.parent))
+    assert recover_weights(copies[::-1], tmp_path / "weights.pt").num_params == 3
+    recovered = torch.load(tmp_path / "weights.pt")
+    assert all(torch.equal(one.view(-1), other) for one, other in zip(recovered.values(), expected, strict=True))
