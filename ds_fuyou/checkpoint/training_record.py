@@ -4,6 +4,7 @@
 [Note: formats of the state of training]
 Format 2, which is written, has what the script handed over as bytes of its own, so that the rest can be read without
 the script, whose classes it may hold. Format 1 had it among the rest; it is still read. A newer format is refused.
+Early records of format 2 have no schedules of the data pipeline: the runs that had some made others later.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class TrainingRecord:
         counters: of the engine, by its own names.
         generators: states of random generators: "torch", "device", "python", "numpy", as far as they were recorded.
         scheduler: ``(state_dict,)`` of the learning-rate scheduler, None if there was none.
+        schedules: states of the data pipeline's, by the names that a checkpoint has for them.
         scaler: loss scaler, whether it is dynamic.
         groups: hyperparameters of the parameter groups.
         buffers: those of the model's that were recorded.
@@ -39,6 +41,7 @@ class TrainingRecord:
     counters: Mapping[str, int]
     generators: Mapping[str, bytes]
     scheduler: tuple[Any] | None
+    schedules: Mapping[str, Any]
     scaler: tuple[Any, bool]
     groups: Sequence[Mapping[str, Any]]
     buffers: Mapping[str, torch.Tensor]
@@ -59,6 +62,7 @@ class TrainingRecord:
             counters=taken["counters"],
             generators={name: raw(state) for name, state in taken["generators"].items()},
             scheduler=parts["scheduler"],
+            schedules=parts.get("schedules", {}),
             scaler=parts["scaler"],
             groups=parts["groups"],
             buffers={name: from_bytes(data) for name, data in parts["buffers"].items()},

@@ -40,17 +40,10 @@ class _Keeping:
 def outline_of(engine: Any) -> dict[str, JsonValue]:
     """For :meth:`SlotStore.describe_engine`. Where none can be made it says why, as ``refused``."""
     try:
-        refused = _not_recorded(engine)
-        pickled = "" if refused else text(to_bytes(_outline(engine)))
+        refused, pickled = "", text(to_bytes(_outline(engine)))
     except Exception as error:  # whatever pickle and the script's own objects raise
         refused, pickled = f"what its files say cannot be pickled ({error})", ""
     return {"version": _VERSION, "refused": refused, "pickled": pickled}
-
-
-def _not_recorded(engine: Any) -> str:
-    if engine.curriculum_learning_enabled():
-        return "its data sampler's curriculum is not recorded"
-    return "random-LTD's schedule is not recorded" if engine.random_ltd_enabled() else ""
 
 
 def _outline(engine: Any) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 """What a run needs to go on beside its parameters and optimizer states: taken at the end of every step, for the commit
 record, and put back by a run that resumes.
 
-Counters of the engine, the loss scaler, hyperparameters of the groups, the learning-rate scheduler, states of random
-generators, persistent buffers of the model, and what the script handed over as ``engine.fuyou_client_state`` (anything
-that can be pickled, as ``client_state`` of a checkpoint). Kilobytes, as a rule: it is written in every step.
+Counters of the engine, the loss scaler, hyperparameters of the groups, the learning-rate scheduler, schedules of
+DeepSpeed's data pipeline (curriculum, random-LTD), states of random generators, persistent buffers of the model, and
+what the script handed over as ``engine.fuyou_client_state`` (anything that can be pickled, as ``client_state`` of a
+checkpoint). Kilobytes, as a rule: it is written in every step.
 
 [Note: what cannot be recorded]
 A scheduler, or what the script handed over, may hold what pickle refuses, and a scheduler may have no ``state_dict``.
@@ -27,7 +28,7 @@ from __future__ import annotations
 import logging
 import random
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import numpy
@@ -128,6 +129,7 @@ class TrainingState:
                 lambda: _client_of(engine),
             ),
             "the learning-rate scheduler": ("scheduler", lambda: _state_of(getattr(engine, "lr_scheduler", None))),
+            "schedules of the data pipeline": ("schedules", lambda: {k: v.state_dict() for k, v in _schedules(engine)}),
             "the loss scaler": ("scaler", lambda: (stock.loss_scaler, stock.dynamic_loss_scale)),
             "hyperparameters": ("groups", lambda: [_hypers(group) for group in stock.optimizer.param_groups]),
             "buffers of the model": ("buffers", self._buffers.changed),
@@ -174,6 +176,9 @@ class TrainingState:
             raise _differs("its run had a learning-rate scheduler and this one has none, or the other way round")
         if len(groups) != len(record.groups):
             raise _differs(f"its run had {len(record.groups)} parameter groups, this one has {len(groups)}")
+        schedules = dict(_schedules(engine))
+        if schedules.keys() != record.schedules.keys():
+            raise _differs(f"it recorded {sorted(record.schedules)} of the data pipeline, this has {sorted(schedules)}")
         for name, values in record.buffers.items():
             if name not in buffers or buffers[name].shape != values.shape:
                 raise _differs(f"this run's model has no buffer {name} of shape {tuple(values.shape)}")
@@ -182,6 +187,8 @@ class TrainingState:
                 scheduler.load_state_dict(*record.scheduler)
             except Exception as error:  # the script's own class
                 raise _differs(f"the learning-rate scheduler does not take its state ({error!r})") from error
+        for name, schedule in schedules.items():
+            schedule.load_state_dict(record.schedules[name])
         for name in _COUNTERS:
             setattr(engine, name, record.counters[name])
         stock.loss_scaler, stock.dynamic_loss_scale = record.scaler
@@ -234,6 +241,14 @@ def _client_of(engine: Any) -> bytes | None:
     """Pickled apart: it may hold classes of the script's."""
     client = getattr(engine, _CLIENT_STATE, None)
     return None if client is None else to_bytes(client)
+
+
+def _schedules(engine: Any) -> Iterator[tuple[str, Any]]:
+    """What checkpoints hold the states of, by the names that they have there."""
+    if engine.random_ltd_enabled():
+        yield "random_ltd", engine.random_ltd_scheduler
+    if engine.training_dataloader is not None and engine.curriculum_learning_enabled():
+        yield "data_sampler", engine.training_dataloader.data_sampler
 
 
 def _hypers(group: Mapping[str, Any]) -> dict[str, Any]:

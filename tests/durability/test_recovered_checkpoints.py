@@ -15,7 +15,7 @@ from ds_fuyou.cli import main
 from tests.durability.runs import launch
 from tests.harness.forked import finish
 from tests.harness.runner import differences, ds_config, run_case, with_fuyou
-from tests.parity.cases import FP16, WARMUP, block
+from tests.parity.cases import FP16, RANDOM_LTD, WARMUP, block
 
 pytestmark = pytest.mark.timeout(400)
 SAVED = 5
@@ -29,7 +29,7 @@ CASES = {
     "clipped": ({"config": {"gradient_clipping": 0.5, "scheduler": WARMUP}}, 1),
     "scaled, accumulated": ({"config": {**SCALED, "gradient_accumulation_steps": 2}}, 1),
     "stored, frozen, two ranks": ({"block": STORED, "frozen": "blocks.1", "config": {"scheduler": WARMUP}}, 2),
-    "Lion": ({"config": LION}, 1),
+    "Lion, random-LTD": ({"config": {**LION, **RANDOM_LTD}}, 1),
 }
 
 

@@ -18,6 +18,7 @@ from ds_fuyou.checkpoint.recovery import recover_weights
 from ds_fuyou.storage.store import SlotStore
 from tests.durability.runs import kill_some, launch, run_to_end, steps_in, wait_for_step
 from tests.harness.forked import finish
+from tests.parity.cases import RANDOM_LTD
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 7
@@ -53,6 +54,7 @@ CASES = {
     "fp16, skipped steps": ({"config": {**FP16, **WARMUP}}, 1),
     "all generators": ({"generators": "all", "block": {"random_states": "all"}}, 1),
     "drawn before the forward": ({"draws_first": True}, 1),
+    "random-LTD": ({"config": RANDOM_LTD}, 1),
     "two ranks": ({"config": {"gradient_clipping": 0.5, **WARMUP}, "slow": {"1": 4e6}}, 2),
 }
 

@@ -15,6 +15,24 @@ WARMUP = {
     "type": "WarmupLR",
     "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": 2e-3, "warmup_num_steps": 6, "warmup_type": "linear"},
 }
+_TOKENS = {
+    "min_value": 8,
+    "max_value": 32,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"require_steps": 8, "seq_per_step": 8},
+}
+_ROUTING = {
+    "enabled": True,
+    "total_layer_num": 4,
+    "random_ltd_layer_num": 2,
+    "random_ltd_layer_id": [1, 2],
+    "model_mask_name": None,
+    "model_type": "decoder",
+    "hidden_state_order": "batch_seq_dim",
+    "random_ltd_schedule": _TOKENS,
+}
+RANDOM_LTD = {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": _ROUTING}}}
+"""Its schedule alone: no layer of the model drops tokens unless the script converts it."""
 FP16 = {"enabled": True, "initial_scale_power": 23, "loss_scale_window": 3, "hysteresis": 1}
 DTYPES = {
     "bf16": {"bf16": {"enabled": True}},

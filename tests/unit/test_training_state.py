@@ -6,11 +6,14 @@ from __future__ import annotations
 import base64
 import io
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler
+from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 from torch.optim.lr_scheduler import StepLR
 
 from ds_fuyou.checkpoint.training_record import TrainingRecord, from_bytes, raw, text, to_bytes
@@ -44,6 +47,8 @@ class Run:
         self.stock = SimpleNamespace(optimizer=adam, loss_scaler=None, dynamic_loss_scale=False)
         self.engine: Any = SimpleNamespace(global_steps=0, global_samples=0, skipped_steps=0, micro_steps=0)
         self.engine.lr_scheduler = StepLR(adam, 1, 0.5) if scheduler else None
+        self.engine.training_dataloader = None
+        self.engine.random_ltd_enabled = self.engine.curriculum_learning_enabled = lambda: False
         self.state = TrainingState(self.stock, self.model, all_generators=False)
         self.state.attach(self.engine)
 
@@ -212,3 +217,46 @@ def test_a_record_of_format_1_is_read_and_a_newer_one_refused() -> None:
     assert (other.engine.global_steps, other.engine.fuyou_client_state) == (7, {"epoch": 3})
     with pytest.raises(FuyouStateError, match="is of format 3, 2 is known; use the ds_fuyou that wrote it"):
         other.state.put_back(other.engine, {**taken, "version": 3})
+
+
+TOKENS = {"min_value": 8, "max_value": 64, "schedule_type": "fixed_linear"}
+ROUTING = {
+    "total_layer_num": 4,
+    "random_ltd_layer_num": 2,
+    "global_batch_size": 2,
+    "random_ltd_schedule": {**TOKENS, "schedule_config": {"require_steps": 10, "seq_per_step": 8}},
+    "layer_token_lr_schedule": {"enabled": False},
+}
+
+
+def with_schedules(folder: Path) -> Run:
+    """With DeepSpeed's own random-LTD schedule and curriculum sampler."""
+    difficulty = {"min_difficulty": 8, "max_difficulty": 64, "schedule_type": "fixed_linear"}
+    steps = {"schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8}}
+    metric = {**difficulty, **steps, "difficulty_type": "value", "clustering_type": "single_cluster"}
+    learning = {"enabled": True, "data_cluster_path": str(folder), "curriculum_metrics": {"seqlen": metric}}
+    config = {"seed": 1, "data_sampling": {"num_epochs": 1, "curriculum_learning": learning}}
+    run = Run()
+    run.engine.random_ltd_enabled = run.engine.curriculum_learning_enabled = lambda: True
+    run.engine.random_ltd_scheduler = RandomLTDScheduler(ROUTING)
+    sampler = DeepSpeedDataSampler(config, 100, 2, 0, 1, None, 1, global_rank=1)  # rank 0 has the samples' files
+    run.engine.training_dataloader = SimpleNamespace(data_sampler=sampler)
+    return run
+
+
+def test_schedules_of_the_data_pipeline_are_recorded_as_checkpoints_hold_them(tmp_path: Path) -> None:
+    run, other = with_schedules(tmp_path), with_schedules(tmp_path)
+    for step in range(6):
+        run.engine.random_ltd_scheduler.update_seq(step)
+    sampler = run.engine.training_dataloader.data_sampler
+    sampler.consumed_samples, sampler.curriculum_step, sampler.batch = 12, 6, [5, 3]
+    taken = run.take()
+    assert TrainingRecord.decode(taken).schedules["random_ltd"] == run.engine.random_ltd_scheduler.state_dict()
+    other.state.put_back(other.engine, taken)
+    assert other.engine.random_ltd_scheduler.get_current_seq() == run.engine.random_ltd_scheduler.get_current_seq() > 8
+    assert other.engine.random_ltd_scheduler.state_dict() == run.engine.random_ltd_scheduler.state_dict()
+    found = other.engine.training_dataloader.data_sampler
+    assert (found.consumed_samples, found.curriculum_step, found.batch) == (12, 6, [5, 3])
+    plain = Run()
+    with pytest.raises(FuyouStateError, match=r"it recorded \['data_sampler', 'random_ltd'\] of the data pipeline"):
+        plain.state.put_back(plain.engine, taken)
