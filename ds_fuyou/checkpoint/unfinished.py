@@ -36,12 +36,15 @@ class WritingLock:
         file = folder / LOCK_NAME
         while True:
             folder.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # somebody has just removed the folder
+            try:
                 fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-                self._release = weakref.finalize(self, os.close, fd)
+            except FileNotFoundError:  # somebody has just removed the folder
+                continue
+            release = weakref.finalize(self, os.close, fd)
+            with contextlib.suppress(FileNotFoundError):
                 if _lock(fd, fcntl.LOCK_SH) and os.path.samestat(os.fstat(fd), os.stat(file)):
                     return
-                self._release()
+            release()
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ def remove_unfinished(folder: Unfinished) -> bool:
         with open(folder.path / LOCK_NAME, "rb") as file:
             if not _lock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
                 return False
+            if not os.path.samestat(os.fstat(file.fileno()), os.lstat(folder.path / LOCK_NAME)):
+                return False  # removed and made anew since it was opened
             shutil.rmtree(folder.path)
     except FileNotFoundError:
         pass
@@ -112,10 +117,13 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _why_not(folder: Path) -> str:
-    with open(folder / LOCK_NAME, "rb") as file:
-        if filesystem_type(file.fileno()) in NETWORK_FILESYSTEMS:
-            return "another machine may write into it, left alone; remove it by hand"
-        is_free = _lock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        with open(folder / LOCK_NAME, "rb") as file:
+            if filesystem_type(file.fileno()) in NETWORK_FILESYSTEMS:
+                return "another machine may write into it, left alone; remove it by hand"
+            is_free = _lock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:  # it has just got its name, or somebody else removes it
+        return "in use by a running process, left alone"
     return "" if is_free else "in use by a running process, left alone"
 
 

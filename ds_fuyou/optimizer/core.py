@@ -532,6 +532,7 @@ class OutOfCoreOptimizer:
     def wait_copied(self) -> None:
         """Until a snapshot needs nothing of what lies in its place: states are about to be replaced there."""
         if self._snapshot is not None:
+            self._snapshot.hurry()
             self._worker.wait(self._snapshot.wait, lambda: "states to be copied to a checkpoint")
             self._snapshot = None
 

@@ -13,11 +13,13 @@ cloned at once, and read from there for their checksums, a fifth of the time.
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,7 +58,8 @@ class _Taken:
     slot: int
     transfer: Transfer | None = None
     is_lent: bool = False
-    is_cloned: bool = False
+    clone: Sequence[Extent] = ()
+    """Where it is read from instead of its slot."""
 
     def is_there(self) -> bool:
         return self.transfer is None or self.transfer.done()
@@ -80,7 +83,7 @@ class Snapshot:
         size = max(core.states.num_bytes(chunk) for chunk in chunks)
         self._lent = {memory.data_ptr(): memory for memory in (aligned_tensor(size) for _ in range(_NUM_LENT))}
         self._spare = [aligned_tensor(size) for _ in range(_NUM_READING)]
-        self._io = core.io.sharing(core.path_of)  # a read that fails costs the checkpoint, not the run
+        self._io = core.io.sharing(_path_of)  # a read that fails costs the checkpoint, not the run
         self._pipeline.keep_states([chunk.index for chunk in order])  # last: from here on updates wait
         try:
             for address in self._lent:
@@ -139,7 +142,7 @@ class Snapshot:
             state = block[: self._core.states.num_bytes(chunk)]
             state[sum(extent.num_bytes for extent in extents) :].zero_()
             what = f"reading the state of chunk {chunk.index} for a checkpoint"
-            taken = _Taken(chunk, block, state, slot, self._io.read(extents, state, what, _FIRST), is_cloned=True)
+            taken = _Taken(chunk, block, state, slot, self._io.read(extents, state, what, _FIRST), clone=extents)
             self._settle(taken)
             yield chunk, self._core.states.parts(chunk, state)
             self._hurries.wait(_REST * (time.perf_counter() - begin))
@@ -196,10 +199,10 @@ class Snapshot:
         if taken.transfer is not None:
             taken.transfer.wait()
         if not self._pipeline.kept_holds(index, taken.state.data_ptr()):
-            begin = self._core.place.state_extents(index, taken.slot)[0]
+            begin = (taken.clone or self._core.place.state_extents(index, taken.slot))[0]
             what = f"reading the state of chunk {index}"
-            raise storage_error(what, errno.EBADMSG, begin.fd, begin.offset, self._core.path_of)
-        if taken.transfer is not None and not taken.is_cloned:
+            raise storage_error(what, errno.EBADMSG, begin.fd, begin.offset, _path_of)
+        if taken.transfer is not None and not taken.clone:
             self._pipeline.release_kept(index)
 
     def hurry(self) -> None:
@@ -222,3 +225,11 @@ class Snapshot:
             self._lent.clear()
             self._spare.clear()
             self._ended.set()
+
+
+def _path_of(fd: int) -> Path | None:
+    """A state file's, or that of a checkpoint that shares its blocks."""
+    try:
+        return Path(os.readlink(f"/proc/self/fd/{fd}"))
+    except OSError:
+        return None
