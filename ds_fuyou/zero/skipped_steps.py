@@ -3,8 +3,8 @@
 
 A parameter that is not a number makes every norm one that is not: the step is skipped, so the parameter is not updated,
 and stays as it is. Checksums notice what the disk changed; where there are none (``checksum: false``, P16 of a run that
-was gone on from without its sums) a script would skip for ever. So after four skipped steps, eight, and so on, one looks
-at what is on storage.
+was gone on from without its sums) a script would skip for ever. So after four skipped steps, eight, and so on, one
+looks at what is on storage.
 """
 
 from __future__ import annotations
