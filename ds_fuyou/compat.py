@@ -269,6 +269,12 @@ REQUIRED: tuple[RequiredName, ...] = (
     ),
     RequiredName(
         "deepspeed.runtime.engine",
+        "DeepSpeedEngine._configure_random_ltd_scheduler",
+        ("self", "configs"),
+        "zero: a resumed schedule is put back when it is made",
+    ),
+    RequiredName(
+        "deepspeed.runtime.engine",
         "DeepSpeedEngine._get_param_fragment_func",
         ("self", "param"),
         "zero: replaced while a checkpoint is saved",

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ds_fuyou.storage.types import JsonValue
 __all__ = ["outline_of"]
 
 _VERSION = 1
+_SCHEDULE = "random_ltd_scheduler"
 
 
 class _Keeping:
@@ -75,11 +77,16 @@ def _placeholder(param: torch.Tensor) -> torch.Tensor:
 def _kept_by(engine: Any, writer: _Keeping) -> Iterator[None]:
     present, level = engine.checkpoint_engine, stock_logger.level
     engine.checkpoint_engine = writer
+    lacks_schedule = engine.random_ltd_enabled() and not hasattr(engine, _SCHEDULE)
+    if lacks_schedule:  # it is made later; a record has its state
+        setattr(engine, _SCHEDULE, SimpleNamespace(state_dict=dict))
     engine._get_param_fragment_func = lambda param: None  # values of frozen parameters: not here
     stock_logger.setLevel(logging.WARNING)  # it says that a checkpoint is saved
     try:
         yield
     finally:
         stock_logger.setLevel(level)
+        if lacks_schedule:
+            delattr(engine, _SCHEDULE)
         del engine._get_param_fragment_func
         engine.checkpoint_engine = present

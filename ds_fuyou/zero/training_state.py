@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 import random
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import numpy
@@ -129,7 +129,10 @@ class TrainingState:
                 lambda: _client_of(engine),
             ),
             "the learning-rate scheduler": ("scheduler", lambda: _state_of(getattr(engine, "lr_scheduler", None))),
-            "schedules of the data pipeline": ("schedules", lambda: {k: v.state_dict() for k, v in _schedules(engine)}),
+            "schedules of the data pipeline": (
+                "schedules",
+                lambda: {k: v.state_dict() for k, v in _schedules(engine).items()},
+            ),
             "the loss scaler": ("scaler", lambda: (stock.loss_scaler, stock.dynamic_loss_scale)),
             "hyperparameters": ("groups", lambda: [_hypers(group) for group in stock.optimizer.param_groups]),
             "buffers of the model": ("buffers", self._buffers.changed),
@@ -176,7 +179,7 @@ class TrainingState:
             raise _differs("its run had a learning-rate scheduler and this one has none, or the other way round")
         if len(groups) != len(record.groups):
             raise _differs(f"its run had {len(record.groups)} parameter groups, this one has {len(groups)}")
-        schedules = dict(_schedules(engine))
+        schedules = _schedules(engine)
         if schedules.keys() != record.schedules.keys():
             raise _differs(f"it recorded {sorted(record.schedules)} of the data pipeline, this has {sorted(schedules)}")
         for name, values in record.buffers.items():
@@ -188,7 +191,10 @@ class TrainingState:
             except Exception as error:  # the script's own class
                 raise _differs(f"the learning-rate scheduler does not take its state ({error!r})") from error
         for name, schedule in schedules.items():
-            schedule.load_state_dict(record.schedules[name])
+            if schedule is not None:
+                schedule.load_state_dict(record.schedules[name])
+            else:
+                _load_when_made(engine, record.schedules[name])
         for name in _COUNTERS:
             setattr(engine, name, record.counters[name])
         stock.loss_scaler, stock.dynamic_loss_scale = record.scaler
@@ -243,12 +249,27 @@ def _client_of(engine: Any) -> bytes | None:
     return None if client is None else to_bytes(client)
 
 
-def _schedules(engine: Any) -> Iterator[tuple[str, Any]]:
-    """What checkpoints hold the states of, by the names that they have there."""
+def _schedules(engine: Any) -> dict[str, Any]:
+    """What checkpoints hold the states of, by the names that they have there; None for what is not made yet."""
+    found = {}
     if engine.random_ltd_enabled():
-        yield "random_ltd", engine.random_ltd_scheduler
+        found["random_ltd"] = getattr(engine, "random_ltd_scheduler", None)
     if engine.training_dataloader is not None and engine.curriculum_learning_enabled():
-        yield "data_sampler", engine.training_dataloader.data_sampler
+        found["data_sampler"] = engine.training_dataloader.data_sampler
+    return found
+
+
+def _load_when_made(engine: Any, state: Mapping[str, Any]) -> None:
+    """The engine makes its random-LTD schedule after its checkpoint writer, when it has been resumed already."""
+    make = engine._configure_random_ltd_scheduler
+
+    def made(configs: Mapping[str, Any]) -> Any:
+        del engine._configure_random_ltd_scheduler
+        schedule = make(configs)
+        schedule.load_state_dict(state)
+        return schedule
+
+    engine._configure_random_ltd_scheduler = made
 
 
 def _hypers(group: Mapping[str, Any]) -> dict[str, Any]:
