@@ -84,7 +84,7 @@ def create_files(
         pending = _lock_roots(paths, undo)
         facts = [options.probe(path) for path in paths]  # again: nobody else allocates now
         layout = _plan(paths, regions, facts, options)
-        for path, fact, item, num_bytes in zip(paths, facts, pending, layout.file_bytes, strict=True):
+        for fact, item, num_bytes in zip(facts, pending, layout.file_bytes, strict=True):
             item.run = RunDirectory.create(item.root, identity.directory_name)
             try:
                 item.file = create_data_file(item.run, num_bytes, options.direct, _no_direct(fact))
@@ -92,7 +92,7 @@ def create_files(
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
                 message = f"preallocation failed: {_needed_and_free(paths, layout.file_bytes, facts)}"
-                raise FuyouStorageError(error.errno, message, str(path)) from error
+                raise FuyouStorageError(error.errno, message, error.filename) from error
         runs = tuple(item.run for item in pending if item.run is not None)
         files = tuple(item.file for item in pending if item.file is not None)
         manifest = Manifest(

@@ -254,6 +254,7 @@ def test_failed_preallocation_removes_what_it_made(
     with pytest.raises(FuyouStorageError, match="preallocation failed") as caught:
         SlotStore.create(paths, REGIONS, identity())
     assert caught.value.errno == number
+    assert str(caught.value.filename).endswith("/data")
     for path, needed in zip(paths, calls, strict=True):
         assert f"{path} needs {needed} bytes" in str(caught.value)
         assert all_files(path) == []
