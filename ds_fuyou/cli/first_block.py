@@ -15,11 +15,11 @@ from ds_fuyou.config import BLOCK_KEY
 from ds_fuyou.ds_json import Activation, load_activation
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import Residency
-from ds_fuyou.planner.fit import shown_bytes
 from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import Plan, PlanInput
 from ds_fuyou.planner.profiled import placed
+from ds_fuyou.simulator.fit import shown_bytes
 from ds_fuyou.storage.disks import DIRECTORY_NAME, Disk, find_disks
 from ds_fuyou.storage.layout import choose_num_slots, device_capacities
 from ds_fuyou.storage.probe import PathFacts, probe_path

@@ -11,16 +11,16 @@ from pathlib import Path
 from ds_fuyou.cli.machine_options import add_machine_options, machine_from
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.files import replacing
-from ds_fuyou.planner.choose import choose
-from ds_fuyou.planner.compare import Training, compared, compared_text
 from ds_fuyou.planner.cost import Workload
 from ds_fuyou.planner.document import save
-from ds_fuyou.planner.fixed import limited, under_block
 from ds_fuyou.planner.hardware import Machine
-from ds_fuyou.planner.model import load_model, with_adapters
-from ds_fuyou.planner.policies import find_policy
-from ds_fuyou.planner.report import document_of, largest_batch, plan_text, upgrades
-from ds_fuyou.planner.simulate import chrome_trace
+from ds_fuyou.simulator.choose import choose
+from ds_fuyou.simulator.compare import Training, compared, compared_text
+from ds_fuyou.simulator.fixed import limited, under_block
+from ds_fuyou.simulator.models import load_model, with_adapters
+from ds_fuyou.simulator.report import document_of, largest_batch, plan_text, upgrades
+from ds_fuyou.simulator.simulate import chrome_trace
+from ds_fuyou.simulator.systems import find_policy
 
 __all__ = ["add_arguments", "run"]
 

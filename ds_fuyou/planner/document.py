@@ -17,7 +17,7 @@ from typing import Any
 
 from ds_fuyou.errors import FuyouConfigError, shown
 from ds_fuyou.files import replacing
-from ds_fuyou.planner.model import output_names
+from ds_fuyou.planner.blocks import OPERATORS
 
 __all__ = ["SCHEMA", "PlanDocument", "Residency", "Subject", "diff", "is_document", "load", "parse", "save"]
 
@@ -182,7 +182,7 @@ def _whole(where: str, value: object, least: int = 1) -> None:
 def _activations(data: object, layers: int) -> dict[str, dict[str, int]]:
     if not isinstance(data, Mapping):
         raise FuyouConfigError(f"activations must be an object, found {shown(data)}")
-    _refuse_unknown(data, output_names(), "activations.")
+    _refuse_unknown(data, ("block_input", *OPERATORS), "activations.")
     for name, counts in data.items():
         where = f"activations.{name}"
         if not isinstance(counts, Mapping) or set(counts) != {"keep", "swap", "recompute"}:

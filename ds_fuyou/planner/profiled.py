@@ -13,7 +13,7 @@ from ds_fuyou.planner.activations import ActivationCosts, SavedOutput
 from ds_fuyou.planner.blocks import OPERATORS, Block, Operator
 from ds_fuyou.planner.cost import ClosedForm, Placement, Workload, closed_form, cores_secs, shared_secs
 from ds_fuyou.planner.decide import Decision, StepTime, decide
-from ds_fuyou.planner.hardware import Machine, constants
+from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import Plan, PlanInput
@@ -192,7 +192,7 @@ def _machine(profile: RunProfile, model: ModelSpec) -> Machine:
         name="measured in this run",
         num_gpus=1,
         gpu_bytes=int(profile.device_bytes),
-        flops=forward_flops / profile.forward_secs / constants().streamed_share_of_block,
+        flops=forward_flops / profile.forward_secs,
         gpu_memory_rate=profile.link_up,
         link_up=profile.link_up,
         link_down=profile.link_down,

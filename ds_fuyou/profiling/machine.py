@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.planner.hardware import Machine, constants
+from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.host_memory import available_host_bytes
+from ds_fuyou.simulator.presets import constants
 from ds_fuyou.storage.probe import probe_path
 
 __all__ = ["MeasuredMachine", "machine_of_measured", "measure_machine"]

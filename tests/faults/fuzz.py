@@ -36,9 +36,9 @@ from ds_fuyou.cli.ds_config import read_ds_config
 from ds_fuyou.ds_json import load_activation
 from ds_fuyou.errors import FuyouError
 from ds_fuyou.planner import document
-from ds_fuyou.planner.model import load_model
-from ds_fuyou.planner.points import read_points
 from ds_fuyou.planner.profile import RunProfile, StorageRates, load_profile
+from ds_fuyou.simulator.models import load_model
+from ds_fuyou.simulator.points import read_points
 from ds_fuyou.storage import cleanup, records
 from ds_fuyou.storage.store import RegionSpec, RunIdentity, SlotStore
 from ds_fuyou.storage.store_files import read_directory_manifest

@@ -10,17 +10,17 @@ from dataclasses import replace
 import pytest
 
 from ds_fuyou.planner.activations import ActivationCosts, costs_of
-from ds_fuyou.planner.choose import choose
 from ds_fuyou.planner.cost import ClosedForm, Placement, Workload
 from ds_fuyou.planner.decide import Decision, StepTime, decide
 from ds_fuyou.planner.document import Residency
-from ds_fuyou.planner.fit import device_room, rank_facts
 from ds_fuyou.planner.lanes import Lane
-from ds_fuyou.planner.model import with_adapters
 from ds_fuyou.planner.plan import MIB, PlanInput, minimum_lane_bytes, resident_bytes, stored_bytes
-from ds_fuyou.planner.policies import find_policy
 from ds_fuyou.planner.profile import BlockCost, OperatorCost, RunProfile, StorageRates
 from ds_fuyou.planner.profiled import placed, placed_again, run_time, sizes_of
+from ds_fuyou.simulator.choose import choose
+from ds_fuyou.simulator.fit import device_room, rank_facts
+from ds_fuyou.simulator.models import with_adapters
+from ds_fuyou.simulator.systems import find_policy
 from tests.planner.profiles import PROFILE
 from tests.planner.support import machine, model
 from tests.unit.test_plan import GIB

@@ -11,7 +11,7 @@ import pytest
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import PlanDocument, diff, is_document, load, parse, save
-from ds_fuyou.planner.report import document_of
+from ds_fuyou.simulator.report import document_of
 from tests.planner.support import chosen, machine, model
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from ds_fuyou.cli import main
-from ds_fuyou.planner.choose import choose
 from ds_fuyou.planner.cost import Workload
-from ds_fuyou.planner.hardware import constants
-from ds_fuyou.planner.model import load_model
-from ds_fuyou.planner.policies import find_policy
-from ds_fuyou.planner.report import plan_text
 from ds_fuyou.profiling.machine import MeasuredMachine, machine_of_measured
+from ds_fuyou.simulator.choose import choose
+from ds_fuyou.simulator.models import load_model
+from ds_fuyou.simulator.presets import constants
+from ds_fuyou.simulator.report import plan_text
+from ds_fuyou.simulator.systems import find_policy
 
 FOUND = MeasuredMachine(
     device="a GPU",

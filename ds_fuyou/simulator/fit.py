@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ds_fuyou.planner.cost import P16_BYTES, STATE_BYTES, Placement, Workload
 from ds_fuyou.planner.document import Residency
-from ds_fuyou.planner.hardware import Machine, constants
+from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.plan import (
     CHUNK_BYTES,
     PlanInput,
@@ -20,6 +20,7 @@ from ds_fuyou.planner.plan import (
     resident_bytes,
 )
 from ds_fuyou.planner.policies import Policy, Tiers, Updates
+from ds_fuyou.simulator.presets import constants
 
 __all__ = ["Item", "Needs", "device_room", "needs_of", "rank_facts", "shown_bytes"]
 

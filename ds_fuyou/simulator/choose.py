@@ -12,12 +12,12 @@ from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.activations import costs_of, plan_activations
 from ds_fuyou.planner.cost import ClosedForm, Placement, Workload, closed_form
 from ds_fuyou.planner.decide import Decision, StepTime, decide
-from ds_fuyou.planner.fit import Needs, device_room, needs_of, rank_facts, shown_bytes
 from ds_fuyou.planner.hardware import GIB, Machine
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.policies import Fates, Fixed, Policy, Tiers
-from ds_fuyou.planner.simulate import Simulated, simulate
+from ds_fuyou.simulator.fit import Needs, device_room, needs_of, rank_facts, shown_bytes
+from ds_fuyou.simulator.simulate import Simulated, simulate
 
 __all__ = [
     "BATCHES",
