@@ -21,9 +21,9 @@ from pathlib import Path
 
 from ds_fuyou.planner.cost import Workload
 from ds_fuyou.planner.hardware import GIB
+from ds_fuyou.planner.presets import find_gpu, find_host, find_ssd, machine_of
 from ds_fuyou.simulator.choose import Chosen, try_choose
 from ds_fuyou.simulator.models import published_model
-from ds_fuyou.simulator.presets import find_gpu, find_host, find_ssd, machine_of
 from ds_fuyou.simulator.systems import POLICIES, find_policy
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -7,13 +7,13 @@ import argparse
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.hardware import GIB, Machine
-from ds_fuyou.simulator.presets import find_gpu, find_host, find_ssd, machine_of
+from ds_fuyou.planner.presets import find_gpu, find_host, find_ssd, machine_of
 
 __all__ = ["add_machine_options", "machine_from"]
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
-    """GPU, SSDs, DRAM and host; names are those of ds_fuyou/simulator/presets.json."""
+    """GPU, SSDs, DRAM and host; names are those of ds_fuyou/planner/presets.json."""
     parser.add_argument("--gpu", default="rtx4090", help="GPU preset (%(default)s)")
     parser.add_argument("--num-gpus", type=int, default=1, help="GPUs, one rank each (%(default)s)")
     parser.add_argument("--ssd", default="p5510", help="SSD preset (%(default)s)")

@@ -24,6 +24,7 @@ class Machine:
         update_rate: parameters/s of CPU Adam; ``pass_rate`` bytes/s of other passes over host memory.
         storage_bytes, endurance_bytes: of all SSDs together; 0 without SSDs.
         backward_over_forward: compute time of backward, in forwards.
+        is_unified: device and host share one memory, of which both sizes are parts.
         shares_cores: the device is the host: its compute, the updates and ``io_cpu_secs_per_byte`` take turns.
     """
 
@@ -45,6 +46,7 @@ class Machine:
     pass_rate: float
     backward_over_forward: float = 2.0
     shares_cores: bool = False
+    is_unified: bool = False
     io_cpu_secs_per_byte: float = 0.0
 
     @property

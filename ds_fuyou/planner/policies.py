@@ -68,6 +68,7 @@ class Policy:
         on_device: nothing lives off the GPUs, which share everything among them.
         extra_pass_bytes: other passes over host memory an update costs, a parameter (unscale, norm, copies).
         fixed: what the user has decided; looked at where tiers are planned.
+        redo_share: of steps, those whose updates begun in backward are done again: clipping, overflow.
         share_of_block_rate: of the rate of one block alone, what a whole step gets.
     """
 
@@ -86,4 +87,5 @@ class Policy:
     on_device: bool = False
     extra_pass_bytes: int = 0
     fixed: Fixed = Fixed()
+    redo_share: float = 0.0
     share_of_block_rate: float = 1.0

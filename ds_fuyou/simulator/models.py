@@ -15,7 +15,7 @@ from dataclasses import replace
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.blocks import Attention, Matrix, Mlp, Norms, block_of
 from ds_fuyou.planner.model import Adapters, ModelSpec
-from ds_fuyou.simulator.presets import model_shapes
+from ds_fuyou.planner.presets import model_shapes
 
 __all__ = ["PUBLISHED_VOCAB", "gpt", "load_model", "published_model", "with_adapters"]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.policies import Fates, Policy, Tiers, Updates
-from ds_fuyou.simulator.presets import constants
+from ds_fuyou.planner.presets import constants
 
 __all__ = ["POLICIES", "find_policy"]
 
@@ -36,7 +36,8 @@ def _stock(name: str, tiers: Tiers) -> Policy:
 POLICIES = {
     policy.name: policy
     for policy in (
-        _streamed("fuyou", Updates.BACKWARD, Tiers.STORAGE, Fates.FIRST_CLASS),
+        # It casts gradients to fp32 on the device, before they are copied.
+        replace(_streamed("fuyou", Updates.BACKWARD, Tiers.STORAGE, Fates.FIRST_CLASS), gradient_bytes=4),
         replace(
             _streamed("fuyou_optimizer_as_separate_stage", Updates.STEP, Tiers.STORAGE, Fates.FIRST_CLASS),
             keeps_gradients=True,

@@ -9,9 +9,9 @@ from pathlib import Path
 from ds_fuyou.planner.cost import Workload
 from ds_fuyou.planner.hardware import GIB, Machine
 from ds_fuyou.planner.model import ModelSpec
+from ds_fuyou.planner.presets import find_gpu, find_host, find_ssd, machine_of
 from ds_fuyou.simulator.choose import Chosen, try_choose
 from ds_fuyou.simulator.models import published_model
-from ds_fuyou.simulator.presets import find_gpu, find_host, find_ssd, machine_of
 from ds_fuyou.simulator.systems import find_policy
 
 PUBLISHED = Path(__file__).with_name("published.csv")
