@@ -18,10 +18,11 @@ from tests.harness.runner import ds_config
 
 MODEL = {"num_layers": 8, "width": 72, "vocabulary": 500}
 PLAN = {"chunk_bytes": 32768, "staging_bytes": 512 << 10, "prefetch_bytes": 256 << 10}
+TIERS = {"optimizer": {"tier": "nvme"}, "gradients": {"tier": "cpu"}}
 
 
 def trained(**block: Any) -> dict[str, Any]:
-    config = ds_config(gradient_clipping=0.0, fuyou={"nvme_path": sys.argv[1], "plan": PLAN, **block})
+    config = ds_config(gradient_clipping=0.0, fuyou={"nvme_path": sys.argv[1], "plan": PLAN, **TIERS, **block})
     for section in ("offload_optimizer", "offload_param"):
         config["zero_optimization"].pop(section, None)
     torch.manual_seed(0)

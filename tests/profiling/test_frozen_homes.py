@@ -15,7 +15,7 @@ from tests.harness.runner import environment
 
 pytestmark = pytest.mark.timeout(300)
 SCRIPT = Path(__file__).with_name("frozen_script.py")
-BUDGET = 2_200_000
+BUDGET = 800_000
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_as_much_is_in_host_memory_as_planned(found: dict[str, Any]) -> None:
     for run in found.values():
         held = run["held"]
-        assert sum(held.values()) == pytest.approx(run["frozen_bytes"])
+        assert sum(held.values()) >= run["frozen_bytes"], "whole pages on storage"
         largest = 2 * 500 * 72  # one parameter that does not fit any more
         assert held["cpu"] == pytest.approx(run["planned"] * run["frozen_bytes"], abs=largest)
         assert held["cpu"] <= run["planned"] * run["frozen_bytes"] * (1 + 1e-6)
@@ -51,5 +51,6 @@ def test_values_are_the_same_wherever_they_live(found: dict[str, Any]) -> None:
 def test_a_prediction_counts_their_reads(found: dict[str, Any]) -> None:
     stored = found["storage"]
     assert stored["read"] >= 2 * stored["frozen_bytes"], "in both passes"
-    assert found["some"]["read"] == pytest.approx(stored["read"] - 2 * found["some"]["held"]["cpu"], rel=0.6)
-    assert found["some"]["read"] < stored["read"]
+    saved = stored["read"] - found["some"]["read"]
+    assert saved == pytest.approx(2 * found["some"]["held"]["cpu"], rel=0.5), "by whole pages"
+    assert stored["read"] - found["all"]["read"] >= 2 * stored["frozen_bytes"]
