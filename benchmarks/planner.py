@@ -1,26 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The automatic plan against a sweep by hand, and what it predicted against what was measured.
+"""The automatic plan against exhaustive search, on the timed stand-in device.
 
-python -m benchmarks.planner                    six cases, about 30 minutes, written to benchmarks/results/
-python -m benchmarks.planner --case base_slow   one of them, nothing written
-python -m benchmarks.planner --quick            one tiny case, two runs by hand: whether it works at all
+python -m benchmarks.planner                               24 scenarios, about 25 minutes
+python -m benchmarks.planner --only storage-full-1 --only lora   those whose names hold one of these
+python -m benchmarks.planner --write                       into benchmarks/results, beside what stands there of today
 
-A case is a model with its batch and a storage speed, throttled in the I/O engine (reads and writes share it). By hand:
-swapped shares of blocks {0, 25, 50, 75, 100 %}, the rest recomputed, each with three placements of whole classes that
-fit the same budgets. The automatic run has the budgets alone.
+A scenario is what bounds the step (link, compute, storage, Adam), micro-batches a step (1, 8), what is trained (a full
+model, adapters over a frozen base larger than host memory, experts), and host memory from "nothing fits" to "all fits".
+In one process an engine measures; every point of a grid over the shares of all classes and the fates of activations is
+predicted by what it measured; the best few are trained by hand, and ours, which knows the budgets alone, before and
+after them.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import itertools
 import json
+import os
+import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,214 +33,213 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.processes import environment_of_worker
-from benchmarks.report import environment_of
 from ds_fuyou.ops.core import load_core
+from tests.device.build import build
 
 WORKER = Path(__file__).with_name("planner_worker.py")
 RESULTS = Path(__file__).with_name("results")
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-PLACES = (("cpu", "nvme", "cpu"), ("cpu", "nvme", "nvme"), ("nvme", "nvme", "nvme"))
-FAST, SLOW = 1.0e9, 0.3e9
-CASE_SECS = 420
+MODELS = {"full": (6, 512), "lora": (6, 512), "moe": (4, 352)}
+LEVELS = (0.35, 0.6, 0.85, 1.3)  # host memory, as a share of what everything in it would take
+SCENARIO_SECS = 300
 
 
 @dataclass(frozen=True)
-class PlannerCase:
-    """``gpu_blocks``: device memory for saved activations, in blocks' worth. ``dram_bytes_each``: host memory a
-    parameter: P16 in two versions and G16 take 6, states 12, a quarter of it goes to lanes.
+class Scenario:
+    """``level``: host memory by the number of LEVELS. FLOP/s, bytes/s of the link each way and of storage follow from
+    ``bound``; for eight micro-batches the device and its link are four times as fast.
     """
 
-    name: str
-    num_layers: int
-    width: int
-    length: int
-    batch: int
-    rate: float
-    gpu_blocks: float = 2.5
-    dram_bytes_each: float = 13.0
-    vocabulary: int = 4096
-    chunk_bytes: int = 2 << 20
-    num_lead: int = 4
-    num_timed: int = 4
+    bound: str
+    kind: str
+    accumulation: int
+    level: int
 
     @property
-    def block_bytes(self) -> float:
-        """About what one block saves."""
-        return 34.0 * self.batch * self.length * self.width
+    def name(self) -> str:
+        return f"{self.bound}-{self.kind}-{self.accumulation}"
 
-    def spec(self, directory: Path, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """What the worker needs. The host budget has room for P16, G16 and a part of the states."""
-        heads = max(1, self.width // 64)
+    def spec(self, directory: Path, num_best: int) -> dict[str, Any]:
+        layers, width = MODELS[self.kind]
+        vocabulary, length, batch = 1024, 128, 4
+        experts = 4 if self.kind == "moe" else 1
+        base = layers * (4 + 8 * experts) * width * width + 2 * vocabulary * width
+        adapters = layers * 18 * 8 * width
+        # P16 in two versions, states, G16; adapters and their base.
+        everything = 16 * adapters + 2 * base if self.kind == "lora" else 18 * base
+        lanes = 24 << 20
+        level = LEVELS[self.level] if self.kind != "lora" else (0.2, 0.4, 0.6, 0.8)[self.level]
+        flops, link, storage = {
+            "compute": (0.12e12, 2e9, 1.0e9),
+            "link": (2e12, 0.15e9, 1.0e9),
+            "storage": (2e12, 2e9, 0.35e9),
+            "adam": (4e12, 4e9, 1.4e9),
+        }[self.bound]
+        faster = 4 if self.accumulation > 1 else 1
         return {
-            "name": self.name,
+            "kind": self.kind,
             "model": {
-                "num_layers": self.num_layers,
-                "width": self.width,
-                "num_heads": heads,
-                "length": self.length,
-                "vocabulary": self.vocabulary,
+                "num_layers": layers,
+                "width": width,
+                "num_heads": width // 32,
+                "length": length,
+                "vocabulary": vocabulary,
             },
-            "batch": self.batch,
-            "rate": self.rate,
+            "batch": batch,
+            "accumulation": self.accumulation,
             "directory": str(directory),
-            "gpu_budget_bytes": int(self.gpu_blocks * self.block_bytes),
-            "dram_bytes_each": self.dram_bytes_each,
-            "chunk_bytes": self.chunk_bytes,
-            "staging_bytes": 48 << 20,
-            "num_lead": self.num_lead,
-            "num_timed": self.num_timed,
-            "runs": list(runs),
+            "storage": storage,
+            "threads": 1,
+            "dram_bytes": int(lanes + level * everything),
+            "gpu_bytes": 120 << 20,
+            "num_best": num_best,
+            "timed": 2 if self.accumulation > 1 else 4,
+            "device": {
+                "timed": 1,
+                "skip": 1,
+                "zeros": 1,
+                "flops": flops * faster,
+                "memory_rate": 1e12,
+                "up_rate": link * faster,
+                "down_rate": link * faster,
+                "capacity": 4 << 30,
+            },
         }
 
 
-MODELS = (
-    PlannerCase("small_batch", 6, 448, 64, 1, FAST),
-    PlannerCase("base", 6, 448, 128, 4, FAST),
-    PlannerCase("large_batch", 4, 512, 256, 4, FAST),
+def _level(bound: str, kind: str, accumulation: int) -> int:
+    """All levels occur with all kinds; updates bound a step only where most states are in host memory."""
+    number = (
+        ("storage", "compute", "link", "adam").index(bound) + (accumulation > 1) + ("full", "lora", "moe").index(kind)
+    )
+    return 3 - number % 2 if bound == "adam" else number % 4
+
+
+SCENARIOS = tuple(
+    Scenario(bound, kind, accumulation, _level(bound, kind, accumulation))
+    for bound, kind, accumulation in itertools.product(
+        ("storage", "compute", "link", "adam"), ("full", "lora", "moe"), (1, 8)
+    )
 )
-CASES = tuple(
-    replace(model, name=f"{model.name}_{speed}", rate=rate)
-    for model in MODELS
-    for speed, rate in (("fast", FAST), ("slow", SLOW))
-)
-QUICK = PlannerCase("quick", 2, 128, 32, 1, FAST, chunk_bytes=128 << 10, vocabulary=512, num_timed=2)
 
 
-def runs_of(shares: Sequence[float], places: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """The automatic run twice, first and last (the first one measures, the last one starts planned), and the sweep."""
-    auto: dict[str, Any] = {"tiers": None, "share": None}
-    by_hand = [{"tiers": list(tiers), "share": share} for tiers in places for share in shares]
-    return [auto, *by_hand, auto]
+def measure(scenario: Scenario, directory: Path, num_best: int) -> dict[str, Any]:
+    """All engines of a scenario, in a fresh process with profiles of its own.
 
-
-def measure(case: PlannerCase, directory: Path, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """All runs of a case, in a fresh process with profiles of its own."""
+    Raises:
+        RuntimeError: with the end of what it said.
+    """
     with tempfile.TemporaryDirectory(prefix="fuyou-planner-") as scratch:
-        spec = case.spec(directory, runs)
-        file = Path(scratch) / "case.json"
-        file.write_text(json.dumps(spec))
+        file = Path(scratch) / "scenario.json"
+        file.write_text(json.dumps(scenario.spec(directory, num_best)))
         environment = {**environment_of_worker(), "DS_FUYOU_PROFILES": str(Path(scratch) / "profiles")}
-        done = subprocess.run(
-            [sys.executable, str(WORKER), str(file)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=CASE_SECS,
-            check=False,
-        )
-    if done.returncode != 0:
-        raise RuntimeError(f"case {case.name} exited with {done.returncode}:\n{done.stderr[-3000:]}")
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    return {"case": asdict(case), "spec": {**spec, "runs": len(runs)}, "runs": found, **summary(found)}
+        try:
+            done = subprocess.run(
+                [sys.executable, str(WORKER), str(file)],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=SCENARIO_SECS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as late:
+            raise RuntimeError(f"{scenario.name} did not end within {SCENARIO_SECS} s") from late
+    if done.returncode != 0 or not done.stdout.strip():
+        raise RuntimeError(f"{scenario.name} exited with {done.returncode}:\n{done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {**found, "level": scenario.level, **summary(found)}
 
 
-def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The automatic plan (its better run is not chosen: both are told) against the best by hand, and all errors."""
-    auto = [run["secs"] for run in runs if run["tiers"] is None]
-    by_hand = [run for run in runs if run["tiers"] is not None]
-    best = min(by_hand, key=lambda run: run["secs"])
-    errors = [run["predicted"] / run["secs"] - 1 for run in runs if run["predicted"]]
-    own = [run["predicted"] / run["secs"] - 1 for run in runs if run["tiers"] is None and run["predicted"]]
+def summary(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Ours (the mean of before and after) against the best by hand; predictions of all that were run."""
+    ours = statistics.mean((found["ours"]["secs"], found["ours"]["secs_again"]))
+    best = min(found["by_hand"], key=lambda run: run["secs"])
     return {
-        "auto_secs": auto,
-        "best": {key: best[key] for key in ("tiers", "share", "secs")},
-        "auto_over_best": statistics.median(auto) / best["secs"],
-        "auto_errors": own,
-        "median_error": statistics.median(map(abs, errors)) if errors else None,
-        "worst_error": max(map(abs, errors)) if errors else None,
-        "filled": {
-            tier: runs[-1]["bytes"][tier]["measured"] / max(1.0, runs[-1]["bytes"][tier]["planned"])
-            for tier in runs[-1]["bytes"]
-        },
+        "secs": ours,
+        "best_secs": best["secs"],
+        "best": best["set"],
+        "over_best": ours / best["secs"],
+        "error": found["ours"]["predicted"] / ours - 1 if found["ours"]["predicted"] else None,
     }
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """The tables of a result."""
-    environment = results["environment"]
+def markdown(results: Mapping[str, Any]) -> str:
     lines = [
-        "# The automatic plan against a sweep by hand",
+        "# The automatic plan against exhaustive search",
         "",
-        f"{environment['date']}, {environment['num_cores']} cores ({environment['cpu']}), {environment['storage']}, "
-        f"torch {environment['torch']}, DeepSpeed {environment['deepspeed']}; load average at the start "
-        f"{environment['load_average_at_start']:.1f}. `python -m benchmarks.planner`",
+        f"{results['date']}, {results['machine']}, timed stand-in device. `python -m benchmarks.planner`",
         "",
-        "| case | auto, cold and kept profile (s) | best by hand (s) | which | auto / best |",
-        "|---|---|---|---|---|",
+        "| scenario | memory | ours (s) | best by hand (s) | which | ours / best | predicted | bound by | host "
+        "| storage | device |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+        *map(_row, results["scenarios"], results["scenarios"].values()),
+        "",
+        *_verdict(results["scenarios"].values()),
     ]
-    lines += [_first_row(case) for case in results["cases"]]
-    lines += [
-        "",
-        "Predicted against measured: of the automatic runs, and of all runs. Filled: most bytes held / bytes planned.",
-        "",
-        "| case | auto | all: median | all: worst | host memory filled | storage filled |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [_second_row(case) for case in results["cases"]]
-    own = [abs(error) for case in results["cases"] for error in case["auto_errors"]]
-    if own:
-        median, worst = 100 * statistics.median(own), 100 * max(own)
-        lines += ["", f"Automatic runs, all cases: median error {median:.0f} %, worst {worst:.0f} %."]
-    lines += ["", *_details(results["cases"])]
     return "\n".join(lines) + "\n"
 
 
-def _first_row(case: dict[str, Any]) -> str:
-    best = case["best"]
-    which = f"{'/'.join(best['tiers'])}, {100 * best['share']:.0f} % swapped"
-    auto = ", ".join(f"{secs:.3f}" for secs in case["auto_secs"])
-    return f"| {case['case']['name']} | {auto} | {best['secs']:.3f} | {which} | {case['auto_over_best']:.2f} |"
-
-
-def _second_row(case: dict[str, Any]) -> str:
-    own = ", ".join(f"{100 * error:+.0f} %" for error in case["auto_errors"]) or "–"
-    if case["median_error"] is None:
-        return f"| {case['case']['name']} | – | – | – | – | – |"
-    filled = " | ".join(f"{100 * case['filled'][tier]:.0f} %" for tier in ("host memory", "storage"))
+def _row(name: str, one: Mapping[str, Any]) -> str:
+    ours, best = one["ours"], one["best"]
+    shares = "/".join(f"{share:g}" for share in best["residency"].values())
+    error = "–" if one["error"] is None else f"{100 * one['error']:+.0f} %"
+    held = " | ".join(f"{ours[tier][1] / max(1.0, ours[tier][0]):.2f}" for tier in ("host", "storage", "device"))
     return (
-        f"| {case['case']['name']} | {own} | {100 * case['median_error']:.0f} % | {100 * case['worst_error']:.0f} % "
-        f"| {filled} |"
+        f"| {name} | {one['level']} | {one['secs']:.3f} | {one['best_secs']:.3f} | {shares} {best['mode']} | "
+        f"{one['over_best']:.3f} | {error} | {ours['bound']} | {held} |"
     )
 
 
-def _details(cases: Sequence[dict[str, Any]]) -> Iterator[str]:
-    for case in cases:
-        yield f"<details><summary>{case['case']['name']}: every run</summary>\n"
-        yield "| placement (P16/states/G16) | swapped | measured (s) | predicted (s) | bound by |"
-        yield "|---|---|---|---|---|"
-        for run in case["runs"]:
-            where = "auto" if run["tiers"] is None else "/".join(run["tiers"])
-            share = "auto" if run["share"] is None else f"{100 * run['share']:.0f} %"
-            predicted = "–" if run["predicted"] is None else f"{run['predicted']:.3f}"
-            yield f"| {where} | {share} | {run['secs']:.3f} | {predicted} | {run['bound'] or '–'} |"
-        yield "\n</details>\n"
+def _verdict(found: Iterator[Mapping[str, Any]] | Sequence[Mapping[str, Any]] | Any) -> Iterator[str]:
+    found = list(found)
+    if not found:
+        return
+    over = [one["over_best"] for one in found]
+    errors = [abs(one["error"]) for one in found if one["error"] is not None]
+    yield f"- ours / best: at most 1.03 in {sum(o <= 1.03 for o in over)} of {len(over)}, worst {max(over):.3f}"
+    if errors:
+        median, worst = statistics.median(errors), max(errors)
+        yield f"- predicted against measured: median {100 * median:.1f} % (bar 5), worst {100 * worst:.1f} % (bar 12)"
+    yield "- host, storage, device: most bytes held over planned (of the device: its budget)"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=[case.name for case in CASES], action="append")
-    parser.add_argument("--quick", action="store_true", help="one tiny case")
+    parser.add_argument("--only", action="append", help="scenarios whose name holds this; may be given again")
+    parser.add_argument("--best", type=int, default=3, help="points of the grid that are trained (default %(default)s)")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the storage to use")
+    parser.add_argument("--write", action="store_true", help="write results of a selection, too")
     arguments = parser.parse_args()
-    begin = time.perf_counter()
-    load_core()  # builds now, once, whatever must be built
-    chosen = [QUICK] if arguments.quick else [c for c in CASES if arguments.case is None or c.name in arguments.case]
-    runs = runs_of((0.0, 1.0), PLACES[:1]) if arguments.quick else runs_of(SHARES, PLACES)
-    with tempfile.TemporaryDirectory(prefix="fuyou-planner-", dir=arguments.directory) as directory:
-        results: dict[str, Any] = {"environment": environment_of(Path(directory)), "cases": []}
-        for case in chosen:
-            results["cases"].append(measure(case, Path(directory), runs))
-            print(_first_row(results["cases"][-1]), flush=True)
-            results["total_secs"] = time.perf_counter() - begin
-            if not arguments.quick and arguments.case is None:
-                _write(results)  # after each case: a run that is cut off has taken long already
-    print(markdown(results))
-
-
-def _write(results: dict[str, Any]) -> None:
-    target = RESULTS / f"{results['environment']['date']}-planner-runs.md"
-    target.write_text(markdown(results), encoding="utf-8")
-    target.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    load_core()
+    build()
+    chosen = [s for s in SCENARIOS if arguments.only is None or any(text in s.name for text in arguments.only)]
+    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    target = RESULTS / f"{date}-planner-search.json"
+    results: dict[str, Any] = {
+        "date": date,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "scenarios": {},
+    }
+    writes = arguments.write or arguments.only is None
+    if writes and target.exists():
+        results = json.loads(target.read_text())
+    failed = []
+    for scenario in chosen:
+        with tempfile.TemporaryDirectory(prefix="fuyou-planner-", dir=arguments.directory) as directory:
+            try:
+                found = results["scenarios"][scenario.name] = measure(scenario, Path(directory), arguments.best)
+            except RuntimeError as error:
+                print(error, file=sys.stderr, flush=True)
+                failed.append(scenario.name)
+                continue
+        print(_row(scenario.name, found), flush=True)
+        if writes:  # after each: a run that is cut off has taken long already
+            order = {s.name: results["scenarios"][s.name] for s in SCENARIOS if s.name in results["scenarios"]}
+            results["scenarios"] = order
+            target.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            target.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
+    print("\n".join(_verdict([results["scenarios"][s.name] for s in chosen if s.name in results["scenarios"]])))
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

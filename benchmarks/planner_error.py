@@ -19,11 +19,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ds_fuyou.planner.choose import Chosen, try_choose
 from ds_fuyou.planner.cost import Workload
-from ds_fuyou.planner.hardware import GIB, find_gpu, find_host, find_ssd, machine_of
-from ds_fuyou.planner.model import published_model
-from ds_fuyou.planner.policies import POLICIES, find_policy
+from ds_fuyou.planner.hardware import GIB
+from ds_fuyou.planner.presets import find_gpu, find_host, find_ssd, machine_of
+from ds_fuyou.simulator.choose import Chosen, try_choose
+from ds_fuyou.simulator.models import published_model
+from ds_fuyou.simulator.systems import POLICIES, find_policy
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ROOT / "tests" / "planner" / "published.csv"

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 import os
-import resource
+import statistics
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.profiling.rates import FILE_BYTES, Storage, update_rate
+from ds_fuyou.profiling.lane_rates import probe_storage
+from ds_fuyou.profiling.rates import update_rate
+from ds_fuyou.storage.io import IoLane, IoSettings
 
 __all__ = ["Rates", "measure_rates"]
+
+FILE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -52,17 +56,12 @@ def measure_rates(directory: Path) -> Rates:
 
 def main() -> None:
     num_cores = len(os.sched_getaffinity(0))
-    storage = Storage(Path(sys.argv[1]))
-    storage.rate("write")  # blocks that were never written read as zeros, for free
-    before, best = resource.getrusage(resource.RUSAGE_SELF), {}
-    for mode in ("read", "write", "mixed"):
-        best[mode] = max(storage.rate(mode) for _ in range(3))
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    storage.close()
-    cpu_secs = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    lane = IoLane(IoSettings(), lambda _: None)
+    found = [probe_storage(lane, [Path(sys.argv[1])], FILE_BYTES, 16 << 20) for _ in range(3)]
+    lane.close()
     rates = Rates(
-        **best,
-        io_cpu_secs_per_byte=cpu_secs / (9 * FILE_BYTES),
+        *(max(getattr(one, name) for one in found) for name in ("read", "write", "mixed")),
+        io_cpu_secs_per_byte=statistics.mean(one.cpu_secs_per_byte for one in found),
         update=update_rate(num_cores),
         num_cores=num_cores,
     )

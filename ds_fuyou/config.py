@@ -228,6 +228,7 @@ class ResidentShares(_Settings):
     parameters: Share | None = Field(None, description="Of P16.")
     optimizer: Share | None = Field(None, description="Of P32 and the moments.")
     gradients: Share | None = Field(None, description="Of G16.")
+    frozen: Share | None = Field(None, description='Of frozen parameters, where `parameters.tier` is "auto".')
 
     def given(self) -> dict[str, float]:
         """The shares that are set, by class."""

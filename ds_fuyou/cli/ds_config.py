@@ -65,11 +65,12 @@ def _hjson(text: str, error: ValueError) -> object:
 
 @dataclass(frozen=True)
 class DeepSpeedJson:
-    """None: not said, or "auto"."""
+    """None: not said, or "auto". ``has_storage``: the block has directories for state."""
 
     batch: int | None
     accumulation: int | None
     block: FuyouConfig | None
+    has_storage: bool = False
 
 
 def read_ds_config(path: Path) -> DeepSpeedJson:
@@ -87,6 +88,7 @@ def read_ds_config(path: Path) -> DeepSpeedJson:
         batch=_count(path, data, "train_micro_batch_size_per_gpu"),
         accumulation=_count(path, data, "gradient_accumulation_steps"),
         block=None if activation is None else activation.config,
+        has_storage=activation is not None and bool(activation.state_paths),
     )
 
 

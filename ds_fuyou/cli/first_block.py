@@ -15,11 +15,11 @@ from ds_fuyou.config import BLOCK_KEY
 from ds_fuyou.ds_json import Activation, load_activation
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import Residency
-from ds_fuyou.planner.fit import shown_bytes
 from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.model import ModelSpec
-from ds_fuyou.planner.plan import Plan, PlanInput
+from ds_fuyou.planner.plan import Plan, PlanInput, under_block
 from ds_fuyou.planner.profiled import placed
+from ds_fuyou.simulator.fit import shown_bytes
 from ds_fuyou.storage.disks import DIRECTORY_NAME, Disk, find_disks
 from ds_fuyou.storage.layout import choose_num_slots, device_capacities
 from ds_fuyou.storage.probe import PathFacts, probe_path
@@ -126,27 +126,20 @@ def _told(disk: Disk) -> str:
 
 def _plan_input(asked: Question, activation: Activation, ranks: int) -> PlanInput:
     """As a run would give it to the rule."""
-    config, model = activation.config, asked.model
-    stored = bool(activation.state_paths)
-    device_is_host = rank_device().is_host
+    model = asked.model
     width = 2 if _is_16_bit(asked.config) else 4
-    return PlanInput(
+    sizes = PlanInput(
         numel=-(-model.params // ranks),
         param_bytes_each=width,
         grad_bytes_each=width,
         num_moments=_MOMENTS.get(_optimizer(asked.config), 2),
         largest_param_numel=-(-model.largest_param // ranks),
         dram_budget_bytes=available_host_bytes() // ranks * 8 // 10,
-        params_tier=config.parameters.tier if stored else "cpu",
-        optimizer_tier=config.optimizer.tier if stored else "cpu",
-        gradients_tier=config.gradients.tier if stored else "cpu",
         num_cpus=max(1, cores_of_rank() // ranks),
-        device_is_host=device_is_host,
-        swaps_activations=not device_is_host,
-        activations_stay_in_dram=not stored,
+        device_is_host=rank_device().is_host,
         num_paths=max(1, len(activation.state_paths)),
-        saves_behind=config.checkpoint.save == "background",
     )
+    return under_block(sizes, activation.config, bool(activation.state_paths))
 
 
 def _is_16_bit(config: Mapping[str, Any]) -> bool:
@@ -165,12 +158,12 @@ def _placed(given: PlanInput, asked: Question, activation: Activation) -> tuple[
     moved = "of what fits it moves the fewest bytes, and a run decides anew by what is free, and known, when it starts"
     fixed = [tier for tier in (given.params_tier, given.optimizer_tier) if tier != "auto"]
     try:
-        plan = placed(given, {}).plan
+        plan = placed(given, {})[0].plan
     except FuyouConfigError as error:
         if not fixed or not activation.state_paths:
             raise FuyouConfigError(f"{asked.model.name} on this machine: {error}") from error
         free = replace(given, params_tier="auto", optimizer_tier="auto", gradients_tier="auto")
-        plan = placed(free, {}).plan
+        plan = placed(free, {})[0].plan
         return (
             plan,
             _tiers(plan),

@@ -22,7 +22,7 @@ from ds_fuyou.cli.finding import Finding
 from ds_fuyou.config import BLOCK_KEY
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.files import replacing
-from ds_fuyou.planner.model import load_model
+from ds_fuyou.simulator.models import load_model
 
 __all__ = ["add_arguments", "run", "with_block"]
 

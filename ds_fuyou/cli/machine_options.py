@@ -6,7 +6,8 @@ from __future__ import annotations
 import argparse
 
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.planner.hardware import GIB, Machine, find_gpu, find_host, find_ssd, machine_of
+from ds_fuyou.planner.hardware import GIB, Machine
+from ds_fuyou.planner.presets import find_gpu, find_host, find_ssd, machine_of
 
 __all__ = ["add_machine_options", "machine_from"]
 

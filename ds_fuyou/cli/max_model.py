@@ -9,11 +9,11 @@ import sys
 
 from ds_fuyou.cli.machine_options import add_machine_options, machine_from
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.planner.choose import Chosen, choose, largest_model, try_choose
 from ds_fuyou.planner.cost import Workload
-from ds_fuyou.planner.hardware import model_shapes
-from ds_fuyou.planner.model import published_model
-from ds_fuyou.planner.policies import find_policy
+from ds_fuyou.planner.presets import model_shapes
+from ds_fuyou.simulator.choose import Chosen, choose, largest_model, try_choose
+from ds_fuyou.simulator.models import published_model
+from ds_fuyou.simulator.systems import find_policy
 
 __all__ = ["add_arguments", "run"]
 

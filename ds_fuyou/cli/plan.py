@@ -11,24 +11,33 @@ from pathlib import Path
 from ds_fuyou.cli.machine_options import add_machine_options, machine_from
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.files import replacing
-from ds_fuyou.planner.choose import choose
-from ds_fuyou.planner.compare import Training, compared, compared_text
 from ds_fuyou.planner.cost import Workload
 from ds_fuyou.planner.document import save
-from ds_fuyou.planner.fixed import limited, under_block
+from ds_fuyou.planner.explain import class_lines, class_rows, run_document
 from ds_fuyou.planner.hardware import Machine
-from ds_fuyou.planner.model import load_model, with_adapters
-from ds_fuyou.planner.policies import find_policy
-from ds_fuyou.planner.report import document_of, largest_batch, plan_text, upgrades
-from ds_fuyou.planner.simulate import chrome_trace
+from ds_fuyou.planner.plan import under_block as under_block_of_rank
+from ds_fuyou.planner.profile import RunProfile
+from ds_fuyou.planner.profiled import placed_under, predict, profile_line
+from ds_fuyou.simulator.choose import choose
+from ds_fuyou.simulator.compare import Training, compared, compared_text
+from ds_fuyou.simulator.fixed import limited, under_block
+from ds_fuyou.simulator.models import load_model, with_adapters
+from ds_fuyou.simulator.report import document_of, largest_batch, plan_text, upgrades
+from ds_fuyou.simulator.simulate import chrome_trace
+from ds_fuyou.simulator.systems import find_policy
 
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Model, machine, workload and output."""
-    parser.add_argument(
-        "--model", required=True, help="Hugging Face config.json, gpt:layers,heads,hidden,vocab, or a size such as 13B"
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", help="Hugging Face config.json, gpt:layers,heads,hidden,vocab, or a size such as 13B")
+    what.add_argument(
+        "--profile",
+        type=Path,
+        metavar="PROFILE.JSON",
+        help="what a run measured and kept, as its log says: what the next run under --config does",
     )
     parser.add_argument("--config", type=Path, metavar="DS.JSON", help="DeepSpeed JSON: batch, accumulation, the block")
     add_machine_options(parser)
@@ -65,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         FuyouConfigError: something is misspelt or contradictory, or nothing fits.
     """
+    if arguments.profile is not None:
+        return _of_profile(arguments)
     machine, policy = _machine(arguments), find_policy(arguments.system)
     batch, accumulation = arguments.batch, arguments.accumulation
     if arguments.config is not None:
@@ -106,6 +117,31 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(text + "\n")
         if rows:
             sys.stdout.write(compared_text(rows, training) + "\n")
+    return 0
+
+
+def _of_profile(arguments: argparse.Namespace) -> int:
+    """The same decision as that of a run which finds the profile."""
+    from ds_fuyou.cli.ds_config import read_ds_config
+
+    block = None if arguments.config is None else read_ds_config(arguments.config)
+    if block is None or block.block is None:
+        raise FuyouConfigError("--profile needs --config DS.JSON with an enabled fuyou block, as the run had it")
+    try:
+        profile = RunProfile.from_json(json.loads(arguments.profile.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        raise FuyouConfigError(f"--profile {arguments.profile}: must be what a run kept, found {error!r}") from error
+    given = under_block_of_rank(profile.given, block.block, block.has_storage)
+    decision, time = placed_under(block.block, given, profile)
+    document = run_document(profile, given, decision, time)
+    if arguments.out is not None:
+        save(document, arguments.out)
+    if arguments.json:
+        sys.stdout.write(json.dumps(document.to_json(), indent=2) + "\n")
+        return 0
+    rows = class_rows(given, time, decision.place, decision.plan.chunk_bytes)
+    lines = [profile_line(profile), predict(time, decision.place).line(), *class_lines(rows, decision.secs)]
+    sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.files import replacing
 from ds_fuyou.planner.document import load
-from ds_fuyou.planner.hardware import find_ssd
+from ds_fuyou.planner.presets import find_ssd
 from ds_fuyou.telemetry.lane_times import read_trace, sum_lanes
 from ds_fuyou.telemetry.page import Endurance, render_page
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.planner.points import ADDED, Defaults, predict, read_points, write_points
+from ds_fuyou.simulator.points import ADDED, Defaults, predict, read_points, write_points
 
 __all__ = ["add_arguments", "run"]
 

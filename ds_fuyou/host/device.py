@@ -29,6 +29,10 @@ class Device(Protocol):
         """Its memory is host memory, and what it is asked has ended when the call returns. It has no streams."""
 
     @property
+    def is_unified(self) -> bool:
+        """It computes by itself in the host's memory: what leaves it for that frees nothing."""
+
+    @property
     def pins(self) -> bool:
         """Host memory can be registered with it; copies from and to registered memory run beside computing."""
 
@@ -77,6 +81,7 @@ class HostDevice:
 
     name = "cpu"
     is_host = True
+    is_unified = False
     pins = False
     torch_device = torch.device("cpu")
 

@@ -52,6 +52,11 @@ class ClipPolicy:
         refused = sum(self._refused)
         return UpdateStart.DEFER if 4 * refused > max(len(self._refused), 4) else UpdateStart.SPECULATE
 
+    @property
+    def refused_share(self) -> float | None:
+        """Of the steps that are remembered; None before there are enough."""
+        return sum(self._refused) / self.WINDOW if len(self._refused) == self.WINDOW else None
+
     def record(self, refused: bool) -> None:
         """``refused``: the step clipped, overflowed or changed its hyperparameters after backward."""
         self._refused.append(refused)

@@ -50,11 +50,16 @@ def planned_shares(block: Mapping[str, Any], plan: PlanDocument) -> dict[str, fl
     shares = {}
     for name in CLASSES:
         share = getattr(plan.residency, name)
-        section = block.get(name, {})
-        is_open = isinstance(section, Mapping) and section.get("tier", "auto") == "auto"
-        if is_open and 0 < share < 1:
+        if _is_open(block, name) and 0 < share < 1:
             shares[name] = float(share)
+    if plan.residency.frozen < 1 and _is_open(block, "parameters"):
+        shares["frozen"] = float(plan.residency.frozen)
     return shares
+
+
+def _is_open(block: Mapping[str, Any], name: str) -> bool:
+    section = block.get(name, {})
+    return isinstance(section, Mapping) and section.get("tier", "auto") == "auto"
 
 
 def _mode(plan: PlanDocument) -> str | None:

@@ -65,11 +65,6 @@ class Operator:
     linear_params: float = 0.0
     adapter_width: float = 0.0
 
-    @property
-    def flops_per_position(self) -> float:
-        """Of attention, where no window is narrower than the sequence."""
-        return sum(flops for flops, _ in self.attention)
-
     def flops(self, seq: int) -> float:
         """Forward FLOPs a token at sequence length ``seq``."""
         return self.matmul_flops + sum(flops * min(seq, window or seq) for flops, window in self.attention)

@@ -299,7 +299,12 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
         if apart > turn:
             by_lane[:] = phased
         tail = _turn_secs(work, machine, policy, place)
-        step = forward + backward + max(turn, apart) + tail
+        usual = max(turn, apart)
+        again = 0.0
+        if policy.redo_share > 0:  # all that backward did beside its own work, and then once more beside forward
+            again = _phase_secs(_together(p.backward, p.spill), machine)
+            again += _phase_secs(_together(p.forward, p.optimizer), machine)
+        step = forward + backward + (1 - policy.redo_share) * usual + policy.redo_share * max(usual, again) + tail
     elif policy.updates is Updates.FORWARD:
         beside_forward, beside_backward = _deferred(work, machine, policy, place, p)
         forward = secs(k - 1, p.forward)

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ds_fuyou.errors import FuyouConfigError, shown
 from ds_fuyou.files import replacing
-from ds_fuyou.planner.model import output_names
+from ds_fuyou.planner.blocks import OPERATORS
 
-__all__ = ["SCHEMA", "PlanDocument", "Residency", "Subject", "diff", "is_document", "load", "parse", "save"]
+__all__ = ["SCHEMA", "PlanDocument", "Residency", "Subject", "is_document", "load", "parse", "save"]
 
 SCHEMA = "ds_fuyou.plan/1"
 
@@ -182,7 +182,7 @@ def _whole(where: str, value: object, least: int = 1) -> None:
 def _activations(data: object, layers: int) -> dict[str, dict[str, int]]:
     if not isinstance(data, Mapping):
         raise FuyouConfigError(f"activations must be an object, found {shown(data)}")
-    _refuse_unknown(data, output_names(), "activations.")
+    _refuse_unknown(data, ("block_input", *OPERATORS), "activations.")
     for name, counts in data.items():
         where = f"activations.{name}"
         if not isinstance(counts, Mapping) or set(counts) != {"keep", "swap", "recompute"}:
@@ -192,18 +192,3 @@ def _activations(data: object, layers: int) -> dict[str, dict[str, int]]:
         if sum(counts.values()) != layers:
             raise FuyouConfigError(f"{where} must add up to the {layers} blocks, found {sum(counts.values())}")
     return {name: dict(counts) for name, counts in data.items()}
-
-
-def diff(old: PlanDocument, new: PlanDocument) -> list[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) of everything that differs; None where a key is missing."""
-    before, after = dict(_leaves(old.to_json())), dict(_leaves(new.to_json()))
-    keys = [*before, *(key for key in after if key not in before)]
-    return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
-
-
-def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in data.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -11,7 +11,8 @@ of the budget, and whatever the other classes leave.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ds_fuyou.planner.document import Residency
 from ds_fuyou.storage.layout import queue_depth
@@ -29,14 +30,15 @@ __all__ = [
     "built_plan",
     "bytes_each",
     "classes_of",
+    "handles_activations",
     "has_two_versions",
     "lane_bytes",
     "minimum_lane_bytes",
     "most_prefetch_bytes",
-    "moved_bytes_each",
     "resident_bytes",
     "save_bytes",
     "stored_bytes",
+    "under_block",
 ]
 
 MIB = 1024 * 1024
@@ -62,7 +64,8 @@ class PlanInput:
     ``shares``: resident shares that a plan fixes, by field of :class:`Residency`; used where the tier is "auto".
     ``num_paths``: of storage. ``block_activation_bytes``: what the largest block saves in a forward; 0: not known.
     ``storage_budget_bytes``: for what is on storage; ``durable``: in two slots. ``device_room_bytes``: for activations
-    that stay on the device. ``frozen_bytes``: of parameters that are not trained.
+    that stay on the device. ``frozen_bytes``: of parameters that are not trained. ``first_numel``: of those that
+    are, what comes before the first block: its gradients arrive last, and it is needed first.
     """
 
     numel: int
@@ -77,6 +80,7 @@ class PlanInput:
     may_speculate: bool = True
     num_cpus: int = 1
     device_is_host: bool = False
+    is_unified: bool = False  # device and host share one memory, though the device computes by itself
     swaps_activations: bool = False
     activations_stay_in_dram: bool = False  # there is no storage behind the host memory that they are swapped to
     activations_leave_dram: bool = False  # what is swapped is written to storage at once
@@ -87,13 +91,46 @@ class PlanInput:
     durable: bool = False
     device_room_bytes: float = 0.0
     frozen_bytes: float = 0.0
+    first_numel: int = 0
     saves_behind: bool = False  # checkpoints are written while training goes on
 
     def fixed_shares(self) -> dict[str, float]:
         """Resident shares that are not the rule's to choose: 1 and 0 for tiers "cpu" and "nvme", else the plan's."""
         tiers = {"parameters": self.params_tier, "optimizer": self.optimizer_tier, "gradients": self.gradients_tier}
+        tiers["frozen"] = self.params_tier
         whole = {"cpu": 1.0, "nvme": 0.0}
         return {**self.shares, **{name: whole[tier] for name, tier in tiers.items() if tier != "auto"}}
+
+
+def handles_activations(config: Any, device_is_host: bool) -> bool:
+    """Whether anything is to be done under a ``FuyouConfig``. Mode "auto" needs a device with memory of its own, a
+    budget, or a plan document that says it.
+    """
+    if config.activations.mode != "auto":
+        return bool(config.activations.mode != "none")
+    document = config.plan.document if config.plan is not None else None
+    is_planned = document is not None and bool(document.activations)
+    return bool(config.gpu_budget_bytes != "auto" or not device_is_host or is_planned)
+
+
+def under_block(given: PlanInput, config: Any, has_storage: bool) -> PlanInput:
+    """Sizes and means of a rank with what a ``FuyouConfig`` decides; means that it leaves open stay as they are."""
+    budget, stored = config.dram_budget_bytes, config.nvme_budget_bytes
+    return replace(
+        given,
+        dram_budget_bytes=given.dram_budget_bytes if budget == "auto" else int(budget),
+        storage_budget_bytes=min(given.storage_budget_bytes, float("inf") if stored == "auto" else float(stored)),
+        params_tier=config.parameters.tier if has_storage else "cpu",
+        optimizer_tier=config.optimizer.tier if has_storage else "cpu",
+        gradients_tier=config.gradients.tier if has_storage else "cpu",
+        may_speculate=config.optimizer.clip_policy != "defer" and config.optimizer.overlap != "none",
+        swaps_activations=config.activations.mode != "recompute" and handles_activations(config, given.device_is_host),
+        activations_stay_in_dram=not has_storage or config.activations.tier == "cpu",
+        activations_leave_dram=config.activations.tier == "nvme" or (given.is_unified and has_storage),
+        durable=config.durable,
+        shares=config.plan.resident_shares() if config.plan is not None else {},
+        saves_behind=config.checkpoint.save == "background",
+    )
 
 
 @dataclass(frozen=True)
@@ -123,10 +160,6 @@ class Plan:
         """All host bytes of this plan: what grows with the model, and what the lanes get."""
         lanes = self.staging_bytes + self.prefetch_bytes + self.gradient_buffer_bytes + self.activation_bytes
         return self.resident_bytes(given) + lanes + self.save_bytes
-
-    def moved_bytes(self, given: PlanInput) -> float:
-        """Bytes to and from storage in a step under this plan, without activations."""
-        return moved_bytes_each(given, self.residency) * given.numel
 
 
 CLASSES = ("parameters", "optimizer", "gradients")
@@ -162,15 +195,6 @@ def resident_bytes(given: PlanInput, residency: Residency) -> int:
     two = has_two_versions(given, residency)
     each = sum(getattr(residency, name) * bytes_each(given, name, two) for name in classes_of(given))
     return int(each * given.numel)
-
-
-def moved_bytes_each(given: PlanInput, residency: Residency) -> float:
-    """Bytes a parameter and step to and from storage: P16 read in both passes and written once, states read and
-    written, gradients written and (by updates that wait for ``step()``) read.
-    """
-    moved = 3 * given.param_bytes_each * (1 - residency.parameters)
-    moved += 2 * 4 * (1 + given.num_moments) * (1 - residency.optimizer)
-    return moved + 2 * given.grad_bytes_each * (1 - residency.gradients)
 
 
 def stored_bytes(given: PlanInput, residency: Residency) -> float:

@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
-from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.planner.hardware import constants
-
-__all__ = ["POLICIES", "Fates", "Fixed", "Policy", "Tiers", "Updates", "find_policy"]
+__all__ = ["Fates", "Fixed", "Policy", "Tiers", "Updates"]
 
 
 class Updates(Enum):
@@ -72,6 +68,8 @@ class Policy:
         on_device: nothing lives off the GPUs, which share everything among them.
         extra_pass_bytes: other passes over host memory an update costs, a parameter (unscale, norm, copies).
         fixed: what the user has decided; looked at where tiers are planned.
+        redo_share: of steps, those whose updates begun in backward are done again: clipping, overflow.
+        share_of_block_rate: of the rate of one block alone, what a whole step gets.
     """
 
     name: str
@@ -89,53 +87,5 @@ class Policy:
     on_device: bool = False
     extra_pass_bytes: int = 0
     fixed: Fixed = Fixed()
-
-    @property
-    def share_of_block_rate(self) -> float:
-        """Of the rate of one block alone, what a whole step gets."""
-        known = constants()
-        return known.streamed_share_of_block if self.fused else known.stock_share_of_block
-
-
-def _stock(name: str, tiers: Tiers) -> Policy:
-    return Policy(
-        name,
-        Updates.STEP,
-        tiers,
-        Fates.CHECKPOINT,
-        in_a_row=True,
-        fused=False,
-        gradient_bytes=4,
-        keeps_gradients=True,
-        gradients_on_storage=tiers is Tiers.STORAGE,
-        extra_pass_bytes=18,
-    )
-
-
-POLICIES = {
-    policy.name: policy
-    for policy in (
-        Policy("fuyou", Updates.BACKWARD, Tiers.STORAGE, Fates.FIRST_CLASS),
-        Policy(
-            "fuyou_optimizer_as_separate_stage", Updates.STEP, Tiers.STORAGE, Fates.FIRST_CLASS, keeps_gradients=True
-        ),
-        replace(_stock("zero_3", Tiers.DRAM), on_device=True, gradient_bytes=2, extra_pass_bytes=0),
-        _stock("zero_infinity", Tiers.STORAGE),
-        _stock("zero_offload", Tiers.DRAM),
-        Policy("ds_fuyou", Updates.DEADLINE, Tiers.PLANNED, Fates.OPERATORS, keeps_gradients=True),
-    )
-}
-
-
-def find_policy(name: str) -> Policy:
-    """The policy of that name.
-
-    Raises:
-        FuyouConfigError: none has it; names the nearest.
-    """
-    policy = POLICIES.get(name.strip().lower())
-    if policy is None:
-        near = difflib.get_close_matches(name.lower(), POLICIES, n=2, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(POLICIES)} and max_model"
-        raise FuyouConfigError(f"system {name!r} is not known; {hint}")
-    return policy
+    redo_share: float = 0.0
+    share_of_block_rate: float = 1.0

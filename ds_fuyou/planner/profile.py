@@ -15,12 +15,13 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ds_fuyou.files import replacing
 from ds_fuyou.log import log_once
+from ds_fuyou.planner.plan import PlanInput
 
 __all__ = [
     "SCHEMA",
@@ -34,9 +35,10 @@ __all__ = [
     "machine_fingerprint",
     "profile_directory",
     "save_profile",
+    "slowest",
 ]
 
-SCHEMA = "ds_fuyou.profile/1"
+SCHEMA = "ds_fuyou.profile/2"
 MOST_KEPT = 100  # profiles, a few kB each
 OFF = "off"
 
@@ -93,6 +95,10 @@ class RunProfile:
         device_is_host: compute, updates and the host's part of I/O share the cores.
         num_cores: that this rank may use.
         host_bytes, device_bytes: available when it was measured.
+        given: sizes and means of each rank, under the block of the run; ``world_size`` of them, ``num_params`` of the
+            whole model.
+        room: of the device for activations, beside what training needs of it; None: not known.
+        redo_share: of updates begun in backward, those that were done again.
     """
 
     machine: str
@@ -110,6 +116,11 @@ class RunProfile:
     num_cores: int
     host_bytes: float
     device_bytes: float
+    given: PlanInput
+    world_size: int
+    num_params: int
+    room: float | None = None
+    redo_share: float = 0.0
 
     @property
     def forward_flops(self) -> float:
@@ -141,6 +152,7 @@ class RunProfile:
             for block in data["blocks"]
         )
         values["storage"] = None if data["storage"] is None else StorageRates(**data["storage"])
+        values["given"] = PlanInput(**data["given"])
         profile = cls(**values)
         measured = [
             profile.forward_secs,
@@ -155,6 +167,24 @@ class RunProfile:
         if not all(math.isfinite(value) and value > 0 for value in measured):
             raise ValueError(f"rates and times must be positive, found {measured}")
         return profile
+
+
+def slowest(profiles: Sequence[RunProfile]) -> RunProfile:
+    """The first of ``profiles`` with the worst number that any of them has: who shares a step waits for the last."""
+    worst = {
+        name: sign * min(sign * getattr(profile, name) for profile in profiles)
+        for sign, names in ((1, ("update_rate", "link_up", "link_down", "host_bytes", "device_bytes")), (-1, _SECS))
+        for name in names
+    }
+    storages = [profile.storage for profile in profiles if profile.storage is not None]
+    storage = None
+    if storages:
+        rates = {name: min(getattr(one, name) for one in storages) for name in ("read", "write", "mixed")}
+        storage = replace(storages[0], **rates)
+    return replace(profiles[0], storage=storage, **worst)
+
+
+_SECS = ("forward_secs", "backward_secs")
 
 
 def fingerprint_of(*parts: object) -> str:

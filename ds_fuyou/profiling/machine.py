@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.planner.hardware import Machine, constants
+from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.host_memory import available_host_bytes
+from ds_fuyou.planner.presets import constants
 from ds_fuyou.storage.probe import probe_path
 
 __all__ = ["MeasuredMachine", "machine_of_measured", "measure_machine"]
 
 FILE_BYTES = 1 << 30
-_ROUNDS = 4
+_TRANSFER_BYTES = 16 << 20
 _FELL = 0.8  # a last round below this share of the first is told as drift
 _TIMEOUT_SECS = 600  # for each GiB of the file and directory
 
@@ -39,6 +40,7 @@ class MeasuredMachine:
     device: str
     device_bytes: int
     device_is_host: bool
+    is_unified: bool
     matmul_flops: float
     link_up: float
     link_down: float
@@ -55,7 +57,7 @@ class MeasuredMachine:
         """What fell during the measurement, in words."""
         pairs = (("read", self.first_read, self.read), ("write", self.first_write, self.write))
         return [
-            f"storage {name} fell from {first / 1e9:.2f} to {last / 1e9:.2f} GB/s within {_ROUNDS} rounds; "
+            f"storage {name} fell from {first / 1e9:.2f} to {last / 1e9:.2f} GB/s between two rounds; "
             f"a longer run may be slower still"
             for name, first, last in pairs
             if last < _FELL * first
@@ -86,7 +88,7 @@ def measure_machine(directories: Sequence[Path], file_bytes: int = FILE_BYTES) -
 
 
 def machine_of_measured(found: MeasuredMachine, num_gpus: int) -> Machine:
-    """As the planner sees it. Where the device is the host, both share memory, and it is given to host memory."""
+    """As the planner sees it. Where device and host share memory, half of it is either's."""
     share = constants().block_share_of_matmul
     apart = 1 / found.read + 1 / found.write
     return Machine(
@@ -107,6 +109,7 @@ def machine_of_measured(found: MeasuredMachine, num_gpus: int) -> Machine:
         update_rate=found.update,
         pass_rate=found.update * 30,
         shares_cores=found.device_is_host,
+        is_unified=found.is_unified,
     )
 
 
@@ -138,8 +141,9 @@ def _device_rates() -> dict[str, Any]:
     up, down = probe_link(device, 256 << 20)
     return {
         "device": f"host of {len(os.sched_getaffinity(0))} cores" if device.is_host else device.name,
-        "device_bytes": device.free_bytes() // 2 if device.is_host else device.free_bytes(),
+        "device_bytes": device.free_bytes() // 2 if device.is_host or device.is_unified else device.free_bytes(),
         "device_is_host": device.is_host,
+        "is_unified": device.is_unified,
         "matmul_flops": flops,
         "link_up": up,
         "link_down": down,
@@ -147,22 +151,18 @@ def _device_rates() -> dict[str, Any]:
 
 
 def _storage_rates(directories: Sequence[Path], file_bytes: int) -> dict[str, float]:
-    """Sums over the directories, each measured alone."""
-    from ds_fuyou.profiling.rates import TRANSFER_BYTES, Storage
+    """All directories together, twice: what falls is seen."""
+    from ds_fuyou.profiling.lane_rates import probe_storage
+    from ds_fuyou.storage.io import IoLane, IoSettings
 
-    num_bytes = max(1, round(file_bytes / TRANSFER_BYTES)) * TRANSFER_BYTES
-
-    sums = dict.fromkeys(("first_read", "first_write", "read", "write", "mixed"), 0.0)
-    for directory in directories:
-        storage = Storage(directory, num_bytes)
-        writes = [storage.rate("write") for _ in range(_ROUNDS)]
-        reads = [storage.rate("read") for _ in range(_ROUNDS)]
-        mixed = [storage.rate("mixed") for _ in range(2)]
-        storage.close()
-        found = (reads[0], writes[0], reads[-1], writes[-1], mixed[-1])
-        for name, value in zip(sums, found, strict=True):
-            sums[name] += value
-    return sums
+    if not directories:
+        return dict.fromkeys(("first_read", "first_write", "read", "write", "mixed"), 0.0)
+    num_bytes = max(1, round(file_bytes / _TRANSFER_BYTES)) * _TRANSFER_BYTES
+    lane = IoLane(IoSettings(), lambda _: None)
+    first, last = (probe_storage(lane, directories, num_bytes, _TRANSFER_BYTES) for _ in range(2))
+    lane.close()
+    rates = {"read": last.read, "write": last.write, "mixed": last.mixed}
+    return {"first_read": first.read, "first_write": first.write, **rates}
 
 
 def main() -> None:
@@ -174,7 +174,7 @@ def main() -> None:
     update = update_rate(len(os.sched_getaffinity(0)))
     found = _device_rates()
     dram = available_host_bytes()
-    if found["device_is_host"]:
+    if found["device_is_host"] or found["is_unified"]:
         dram -= found["device_bytes"]
     free = {facts.device: facts.free_bytes for facts in map(probe_path, directories)}
     sizes = {"dram_bytes": dram, "storage_bytes": sum(free.values())}

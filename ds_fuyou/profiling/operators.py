@@ -4,12 +4,15 @@
 A dispatch mode sees every operator below autograd, after composite operators have been taken apart, in the order in
 which a selective checkpoint policy sees them too. Results do not change. What autograd saves is seen by saved-tensor
 hooks, so an output is known to be needed by backward or not. FLOPs are those of ``torch.utils.flop_counter``: matmuls,
-convolutions and attention; everything else counts as none.
+convolutions and attention. A kernel of another library, of which torch has no formula (fused attention, say), is timed
+instead, and counts as many as the others reach in that time; what else torch has counts as none.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import statistics
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +28,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from ds_fuyou.activations.blocks import Block
 from ds_fuyou.activations.calls import CallCounter, OperatorCall, written_tensors
 from ds_fuyou.activations.views import ByteRange, byte_view
+from ds_fuyou.host.device import Device
 
 __all__ = ["BlockProfile", "OperatorOutput", "OperatorRecorder", "SavedHooks"]
 
@@ -55,11 +59,6 @@ class OperatorOutput:
     num_bytes: int
     saved: bool
     call: OperatorCall | None = None
-
-    @property
-    def flops_per_byte(self) -> float:
-        """What recomputing costs for each byte that is then not moved."""
-        return self.flops / self.num_bytes if self.num_bytes else 0.0
 
 
 @dataclass(frozen=True)
@@ -194,6 +193,50 @@ def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
     return byte_view(tensor, ByteRange(0, tensor.untyped_storage().nbytes())).sum(dtype=torch.int64)
 
 
+class _Timings:
+    """How long calls took, on a device by its own clock: those that are timed instead of counted, and those by which
+    seconds become FLOPs.
+    """
+
+    _OWN = frozenset({"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor"})
+
+    def __init__(self, device: Device | None) -> None:
+        self._device = device if device is not None and not device.is_host else None
+        self._calls: list[tuple[_Calls, int, Any, Any]] = []
+
+    def wants(self, func: Any) -> bool:
+        return func._overloadpacket in flop_registry or func.namespace not in self._OWN
+
+    def now(self) -> Any:
+        return time.perf_counter() if self._device is None else self._device.record_event(timed=True)
+
+    def add(self, calls: _Calls, place: int, begin: Any) -> None:
+        self._calls.append((calls, place, begin, self.now()))
+
+    def settle(self) -> None:
+        """Gives calls without FLOPs theirs: seconds are the median of all blocks, the first call being slower."""
+        secs: dict[str, list[float]] = defaultdict(list)
+        flops: dict[str, int] = {}
+        for calls, place, begin, end in self._calls:
+            output = calls.outputs[place]
+            secs[output.name].append(self._secs(begin, end))
+            flops[output.name] = max(flops.get(output.name, 0), output.flops)
+        took = {name: statistics.median(every) for name, every in secs.items()}
+        counted = sum(took[name] for name, count in flops.items() if count)
+        rate = sum(flops.values()) / counted if counted > 0 else 0.0
+        for calls, place, _, _ in self._calls:
+            output = calls.outputs[place]
+            if not output.flops:
+                calls.outputs[place] = replace(output, flops=round(took[output.name] * rate))
+        self._calls.clear()
+
+    def _secs(self, begin: Any, end: Any) -> float:
+        if self._device is None:
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+
 class OperatorRecorder(TorchDispatchMode):
     """Records what a model does while this is entered: around one forward.
 
@@ -203,9 +246,17 @@ class OperatorRecorder(TorchDispatchMode):
             so; None keeps them as autograd does.
         sees_saves: whether what is saved is looked at. Under ZeRO-3 only with hooks that know gathered parameters:
             others hold on to the memory that these are gathered in.
+        device: whose clock times what is timed; None: the host's.
     """
 
-    def __init__(self, blocks: Sequence[Block], hooks: SavedHooks | None = None, *, sees_saves: bool = True) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        hooks: SavedHooks | None = None,
+        *,
+        sees_saves: bool = True,
+        device: Device | None = None,
+    ) -> None:
         super().__init__()
         self._blocks = blocks
         self._sees_saves = sees_saves
@@ -217,6 +268,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._made: dict[int, tuple[StorageWeakRef, _Calls, int]] = {}
         self._handles: list[Any] = []
         self._contents: _Contents | None = None
+        self._timings = _Timings(device)
         self._paused = 0
         self.is_open = False
 
@@ -256,7 +308,10 @@ class OperatorRecorder(TorchDispatchMode):
             self._paused -= 1
 
     def profiles(self) -> tuple[BlockProfile, ...]:
-        """The blocks that ran, in the order in which they ran first; last, under "", what lay outside of them."""
+        """The blocks that ran, in the order in which they ran first; last, under "", what lay outside of them. Waits
+        for what was timed.
+        """
+        self._timings.settle()
         return (
             *(calls.profile() for calls in self._calls.values()),
             replace(self._outside.profile(), saves_known=False),
@@ -266,12 +321,16 @@ class OperatorRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        begin = self._timings.now() if not self._paused and self._timings.wants(func) else None
         out = func(*args, **kwargs)
         if not self._paused:
-            self._note(func, args, kwargs, out)
+            place = self._note(func, args, kwargs, out)
+            if begin is not None and place >= 0:
+                self._timings.add(self._current, place, begin)
         return out
 
-    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+        """Place of the output in its block; -1: none."""
         flops = _flops(func, args, kwargs, out)
         there = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.layout == torch.strided]
@@ -286,6 +345,7 @@ class OperatorRecorder(TorchDispatchMode):
             self._contents.written(written_tensors(func, args, kwargs))
             if call is not None and place >= 0:
                 self._contents.made(place, fresh)
+        return place
 
     def _saved(self, tensor: torch.Tensor) -> Any:
         with self.paused():

@@ -1,82 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the lanes of this machine can do alone: storage through our engine, DeepSpeed's Adam on all cores.
+"""What DeepSpeed's Adam does on all cores of this machine, alone.
 
 To be measured in a process of its own with one OpenMP thread, so that the threads made here are the only ones.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
-from ds_fuyou.errors import FuyouStateError
+__all__ = ["update_rate"]
 
-__all__ = ["Storage", "update_rate"]
-
-FILE_BYTES = 1 << 30
-TRANSFER_BYTES = 16 << 20
-NUM_IN_FLIGHT = 6
 CHUNK_ELEMENTS = 4 << 20
 SLICE_ELEMENTS = 64 << 10  # P32, M, V, gradient and scratch of a slice stay in the cache
-
-
-class Storage:
-    """A file of ``num_bytes``, a multiple of TRANSFER_BYTES, and the engine with the settings the plan uses."""
-
-    def __init__(self, directory: Path, num_bytes: int = FILE_BYTES) -> None:
-        from ds_fuyou.host.memory import HostPool
-        from ds_fuyou.ops.core import load_core
-
-        self._core = load_core()
-        self._file = tempfile.NamedTemporaryFile(dir=directory)  # noqa: SIM115 (lives as long as this object)
-        self._num_bytes = num_bytes
-        os.posix_fallocate(self._file.fileno(), 0, num_bytes)
-        self._fd = os.open(self._file.name, os.O_RDWR | os.O_DIRECT)
-        self._pool = HostPool(NUM_IN_FLIGHT * TRANSFER_BYTES)
-        self._blocks: list[Any] = [self._pool.try_allocate(TRANSFER_BYTES) for _ in range(NUM_IN_FLIGHT)]
-        self._engine = self._core.IoEngine(
-            backend=self._core.IoBackend.AUTO, queue_depth=32, block_bytes=1 << 20, num_threads=4
-        )
-        self._engine.register_buffer(self._pool.pool.base, self._pool.capacity_bytes)
-
-    def rate(self, mode: str) -> float:
-        """Bytes a second over the whole file, once; ``mixed`` alternates reads and writes of 16 MiB."""
-        read, write = self._core.IoKind.READ, self._core.IoKind.WRITE
-        kinds = {"read": [read], "write": [write], "mixed": [read, write]}[mode]
-        tickets: list[Any] = [None] * NUM_IN_FLIGHT
-        begin = time.perf_counter()
-        for index in range(self._num_bytes // TRANSFER_BYTES):
-            place = index % NUM_IN_FLIGHT
-            self._finish(tickets[place])
-            block = self._blocks[place]
-            tickets[place] = self._engine.submit(
-                kind=kinds[index % len(kinds)],
-                ranges=[(self._fd, index * TRANSFER_BYTES, TRANSFER_BYTES)],
-                buffer=block.data_ptr(),
-                priority=0,
-            )
-        for ticket in tickets:
-            self._finish(ticket)
-        return self._num_bytes / (time.perf_counter() - begin)
-
-    @staticmethod
-    def _finish(ticket: Any) -> None:
-        if ticket is None:
-            return
-        while not ticket.wait(60.0):
-            raise FuyouStateError("a transfer of 16 MiB did not end within 60 s")
-        if ticket.outcome().error:
-            raise OSError(ticket.outcome().error, "a transfer of the rate measurement failed")
-
-    def close(self) -> None:
-        while not self._engine.close(60.0):
-            pass
-        os.close(self._fd)
-        self._file.close()
 
 
 def update_rate(num_threads: int) -> float:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from ds_fuyou.planner.choose import Chosen
-from ds_fuyou.planner.compare import HEAD, Compared, Training, cells
-from ds_fuyou.planner.fit import shown_bytes
-from ds_fuyou.planner.report import TIER_NAMES, upgrades
-from ds_fuyou.planner.simulate import chrome_trace
+from ds_fuyou.simulator.choose import Chosen
+from ds_fuyou.simulator.compare import HEAD, Compared, Training, cells
+from ds_fuyou.simulator.fit import shown_bytes
+from ds_fuyou.simulator.report import TIER_NAMES, upgrades
+from ds_fuyou.simulator.simulate import chrome_trace
 from ds_fuyou.telemetry.lane_times import content_of
 from ds_fuyou.telemetry.page import lanes_chart, page_of, stacked_bars, table
 

@@ -19,7 +19,7 @@ _SHORT_DAYS = 365.0
 
 def rating_at(path: str) -> Rating | None:
     """Of the drives behind a path; None where nothing wears, or it cannot be told."""
-    from ds_fuyou.planner.hardware import rated_writes  # a run asks once, in its tenth step
+    from ds_fuyou.planner.presets import rated_writes  # a run asks once, in its tenth step
 
     try:
         return rating_of(probe_path(Path(path)).device, rated_writes)

@@ -28,6 +28,7 @@ from ds_fuyou.ds_json import Activation
 from ds_fuyou.host.compute_clock import ComputeClock
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import log_once
+from ds_fuyou.planner.plan import handles_activations
 from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.swap_space import SwapSpace
 from ds_fuyou.telemetry.trace import LaneTrace
@@ -41,7 +42,6 @@ __all__ = [
     "GatheredIndex",
     "attach_activations",
     "attach_auto",
-    "handles_activations",
     "model_blocks",
 ]
 
@@ -149,7 +149,7 @@ def attach_activations(
         FuyouConfigError: ``block_classes`` names what the model does not have.
         FuyouStorageError: a path is not writable.
     """
-    if not handles_activations(given.activation.config):
+    if not handles_activations(given.activation.config, rank_device().is_host):
         return None
     settings = given.activation.config.activations
     blocks = model_blocks(module, given.activation.config)
@@ -163,8 +163,8 @@ def attach_activations(
         _tell("activations stay in host memory, where the device has its memory: nothing is moved")
     else:
         where = "host memory" if tier.storage is None else "storage"
-        beyond = ", beyond what fits the device, until mode auto decides" if settings.mode == "auto" else ""
-        _tell(f"activations of {_shown(blocks)} and of what lies around them are swapped to {where}{beyond}")
+        if settings.mode != "auto":  # which says what it decides
+            _tell(f"activations of {_shown(blocks)} and of what lies around them are swapped to {where}")
     swapper = Swapper(
         tier,
         index,
@@ -175,14 +175,6 @@ def attach_activations(
         clock=given.clock,
     )
     return ActivationSession(module, blocks, swapper, (), _POINTS)
-
-
-def handles_activations(config: FuyouConfig) -> bool:
-    """Whether anything is to be done. Mode "auto" needs a device with memory of its own, a budget, or a plan."""
-    if config.activations.mode != "auto":
-        return config.activations.mode != "none"
-    budgeted = config.gpu_budget_bytes != "auto" or not rank_device().is_host
-    return budgeted or _planned(config) is not None
 
 
 def _planned(config: FuyouConfig) -> Mapping[str, Mapping[str, int]] | None:

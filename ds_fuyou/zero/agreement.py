@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_fuyou.errors import FuyouStateError
 
-__all__ = ["decided_by_rank_0", "least", "of_every_rank", "of_rank_0", "on_any_rank"]
+__all__ = ["decided_by_rank_0", "least", "of_every_rank", "of_rank_0"]
 
 T = TypeVar("T")
 
@@ -56,11 +56,6 @@ def of_every_rank(value: T) -> list[T]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
-
-
-def on_any_rank(value: bool) -> bool:
-    """Whether one of them says so."""
-    return least(float(not value))[0] == 0.0
 
 
 def least(*values: float, group: dist.ProcessGroup | None = None) -> list[float]:

@@ -55,6 +55,8 @@ class AutoActivations:
         self._device = device
         self._budget_bytes = budget_bytes
         self._planned = planned
+        self.room: float | None = None
+        """Bytes of the device for activations that stay, as seen when it was last decided by them."""
         self._begin()
 
     def _begin(self) -> None:
@@ -63,7 +65,7 @@ class AutoActivations:
         self._at = self._look_anew()
         swapper = self._session.swapper
         hooks = (swapper.pack, swapper.unpack) if swapper is not None else None
-        self.recorder: OperatorRecorder | None = OperatorRecorder(self._session.blocks, hooks)
+        self.recorder: OperatorRecorder | None = OperatorRecorder(self._session.blocks, hooks, device=self._device)
         self.profiles: tuple[BlockProfile, ...] = ()
         self._profile: BlockProfile | None = None
         self._session.observe(self._watched(self.recorder))
@@ -127,6 +129,7 @@ class AutoActivations:
         else:
             now = self._look()
             measured = self._measured({key: now[key] - self._at[key] for key in now})
+            self.room = measured.room
             choice = decided_by_rank_0(lambda: plan(measured))
             if self._session.swapper is not None:  # a longer batch must not fill the device with what this one leaves
                 self._session.swapper.keep_bytes = measured.device_bytes

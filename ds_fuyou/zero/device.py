@@ -41,6 +41,12 @@ class AcceleratorDevice:
         self._may_pin = pin_memory
 
     @functools.cached_property
+    def is_unified(self) -> bool:
+        """As the driver says: an integrated device, of a GB10 say."""
+        asked = getattr(torch.get_device_module(self.torch_device), "get_device_properties", None)
+        return asked is not None and bool(getattr(asked(self.torch_device), "is_integrated", False))
+
+    @functools.cached_property
     def pins(self) -> bool:
         """Whether the accelerator takes a page: DeepSpeed's interface says so by trying alone."""
         return self._may_pin and self._can_register()

@@ -46,9 +46,9 @@ from ds_fuyou.parameters.partition import Lost, Partition
 from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.planner.applied import require_params
 from ds_fuyou.planner.host_memory import available_host_bytes
-from ds_fuyou.planner.plan import Plan, PlanInput
+from ds_fuyou.planner.plan import Plan, PlanInput, handles_activations, under_block
 from ds_fuyou.planner.profile import RunProfile
-from ds_fuyou.planner.profiled import placed
+from ds_fuyou.planner.profiled import placed_under
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.parked import ParkedValues
@@ -57,20 +57,19 @@ from ds_fuyou.storage.store import CommitRecord, RunIdentity, SlotStore, choose_
 from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
 from ds_fuyou.telemetry.report import report_close, waited_secs
 from ds_fuyou.telemetry.trace import LaneTrace
-from ds_fuyou.zero.activations import handles_activations
 from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks
 from ds_fuyou.zero.compute_spans import computed
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.inference import InferenceReads, reads_of_inference
-from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, held_bytes, partition_of
+from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, FuyouParameterSwapper, held_bytes, partition_of
 from ds_fuyou.zero.resuming import Resumable, find_resumable, tell_start
 from ds_fuyou.zero.skipped_steps import SkippedSteps
 from ds_fuyou.zero.stale_state import settle_stale_state
 from ds_fuyou.zero.striping import parked_space, path_weights, shares_of_machine
 
-__all__ = ["RankState"]
+__all__ = ["MOVED_A_STEP_BYTES", "RankState"]
 
 logger = logging.getLogger("ds_fuyou")
 _RUN_NUMBERS = itertools.count()
@@ -81,6 +80,10 @@ _NUM_BUILT: Counter[tuple[str, ...]] = Counter()
 
 def _is_in_host_memory(param: Parameter) -> bool:
     return bool(param.ds_tensor.device.type == "cpu")
+
+
+def _partition_bytes(param: Parameter) -> int:
+    return int(param.ds_tensor.ds_numel * param.ds_tensor.element_size())
 
 
 class RankState:
@@ -107,18 +110,14 @@ class RankState:
         entries = [
             [(names[p], block_of(names[p]), p.partition_numel(), order[p.ds_id]) for p in group] for group in sub_groups
         ]
+        self._frozen_params = {p.ds_id: p for p in names if p.ds_id not in self._index}
         given = self.plan_input = self._plan_input(entries, kind, grad_dtype, param_dtype)
         expert = activation.config.plan
-        self.plan_overrides: dict[str, int | None] = (
-            expert.model_dump(exclude={"residency", "shares"}) if expert is not None else {}
-        )
+        self.num_params = sum(param.ds_numel for param in names)
         if expert is not None and expert.document is not None:
-            require_params(expert.document, sum(param.ds_numel for param in names))
-        if activation.config.resume == "auto" or activation.config.durable:
-            profile, micro = None, 1  # files of a dead run are found where a run that knew as little would place them
-        else:
-            micro = accumulation
-        self.plan: Plan = placed(given, self.plan_overrides, profile, micro, activation.config.activations.mode).plan
+            require_params(expert.document, self.num_params)
+        self.decision, self.decided_by = placed_under(activation.config, given, profile, accumulation)
+        self.plan: Plan = self.decision.plan
         self.host_budget_bytes = given.dram_budget_bytes
         self._sums_bytes = STAGING_BYTES if accumulation > 1 and not self.device.is_host else 0
         self.planned(self.plan)
@@ -140,7 +139,6 @@ class RankState:
             undo.callback(self.core.close)
             self._forget_closer = register_closer(self.core.close)
             undo.pop_all()
-        self._frozen_params = {p.ds_id: p for p in names if p.ds_id not in self._index}
         self._partitions: dict[int, Partition] = {}  # by ds_id: what is read, or waits for updates
         self._locks = PageLocks(self.device)
         self.parameters = ParameterStore(
@@ -184,30 +182,35 @@ class RankState:
     ) -> PlanInput:
         config = self.activation.config
         check_budgets(config)
-        numels = [entry[2] for group in entries for entry in group]
-        no_storage = not self.activation.state_paths
-        return PlanInput(
-            numel=sum(numels),
+        ordered = sorted((entry for group in entries for entry in group), key=lambda entry: entry[3])
+        first = itertools.takewhile(lambda entry: entry[1] == entry[0], ordered)  # in no numbered block
+        sizes = PlanInput(
+            numel=sum(entry[2] for entry in ordered),
             param_bytes_each=param_dtype.itemsize,
             grad_bytes_each=grad_dtype.itemsize,
             num_moments=len(kind.moments),
-            largest_param_numel=max(numels),
+            largest_param_numel=max(entry[2] for entry in ordered),
             dram_budget_bytes=self._dram_budget(),
-            params_tier="cpu" if no_storage else config.parameters.tier,
-            optimizer_tier="cpu" if no_storage else config.optimizer.tier,
-            gradients_tier="cpu" if no_storage else config.gradients.tier,
-            may_speculate=config.optimizer.clip_policy != "defer" and config.optimizer.overlap != "none",
             num_cpus=cores_of_rank(),
             device_is_host=self.device.is_host,
-            swaps_activations=config.activations.mode != "recompute" and handles_activations(config),
-            activations_stay_in_dram=no_storage or config.activations.tier == "cpu",
-            activations_leave_dram=config.activations.tier == "nvme",
-            durable=config.durable,
+            is_unified=self.device.is_unified,
             storage_budget_bytes=self._storage_budget(),
-            shares=config.plan.resident_shares() if config.plan is not None else {},
             num_paths=max(1, len(self.activation.state_paths)),
-            saves_behind=config.checkpoint.save == "background",
+            first_numel=sum(entry[2] for entry in first),
+            frozen_bytes=float(sum(map(_partition_bytes, self._planned_frozen()))),
         )
+        return under_block(sizes, config, bool(self.activation.state_paths))
+
+    def _planned_frozen(self) -> list[Parameter]:
+        """Frozen parameters whose place is the plan's to say, in the order of use: not where all are in host memory
+        whatever else there is, nor those that another engine serves.
+        """
+        if not self.activation.state_paths or self.activation.config.parameters.tier == "cpu":
+            return []
+        frozen = self._frozen_params.values()
+        ours = [p for p in frozen if isinstance(getattr(p, "nvme_swapper", None), FuyouParameterSwapper)]
+        held = ((param, partition_of(param)) for param in ours)
+        return [p for p, has in held if has is None or (has.store is None and isinstance(has.source, ParkedValues))]
 
     def _dram_budget(self) -> int:
         """Bytes of host memory, the same on every rank: where parameters are decides which gathers may run ahead, and
@@ -216,8 +219,16 @@ class RankState:
         budget = self.activation.config.dram_budget_bytes
         if budget != "auto":
             return int(budget)
-        in_place = sum(p.ds_tensor.nbytes for p in self._params if partition_of(p) is None and _is_in_host_memory(p))
-        return int(least(float((available_host_bytes() // local_ranks() + in_place) * 8 // 10))[0])
+        owned = (*self._params, *self._planned_frozen())
+        in_place = sum(p.ds_tensor.nbytes for p in owned if partition_of(p) is None and _is_in_host_memory(p))
+        tenths = 4 if self.device.is_unified else 8
+        if self.device.is_unified:
+            log_once(
+                logging.INFO,
+                "device and host share one memory: half of it is planned for the device, activations leave it for "
+                "storage alone (dram_budget_bytes and gpu_budget_bytes say otherwise)",
+            )
+        return int(least(float((available_host_bytes() // local_ranks() + in_place) * tenths // 10))[0])
 
     def _storage_budget(self) -> float:
         """Bytes of storage for this rank, the same on every one: the block's, and what is free of its devices."""
@@ -290,7 +301,7 @@ class RankState:
                 bytes_stale=bytes_stale,
                 swaps_activations=self.activation.config.activations.tier != "cpu"
                 and self.activation.config.activations.mode != "recompute"
-                and handles_activations(self.activation.config),
+                and handles_activations(self.activation.config, self.device.is_host),
             )
             if choice.num_slots == 1 and not config.durable:
                 logger.warning("%s", choice.reason)
@@ -382,10 +393,26 @@ class RankState:
             partition.show(memory)
             PARTITION_TENSORS.here(partition, memory)
 
-    def _attach_frozen(self) -> None:
-        """Frozen parameters stay where ``zero.Init`` built them; those on storage are read ahead from now on, those in
-        host memory are registered with a device that pins.
+    def _place_frozen(self) -> None:
+        """As many bytes of frozen parameters as planned are in host memory, those that forward needs first; the same on
+        every rank, for their sizes are. ``zero.Init`` had put them where they fell.
         """
+        left = self.plan.residency.frozen * self.plan_input.frozen_bytes
+        for param in self._planned_frozen():
+            size, partition = _partition_bytes(param), partition_of(param)
+            stays = size <= left * (1 + 1e-9)
+            left -= size if stays else 0
+            if stays and partition is not None:
+                param.nvme_swapper.give_back(param, partition.copy())
+            elif not stays and partition is None and _is_in_host_memory(param):
+                param.nvme_swapper.park(param, param.ds_tensor.data)
+            self.bound_heap()
+
+    def _attach_frozen(self) -> None:
+        """Frozen parameters go where the plan says; those on storage are read ahead from now on, those in host memory
+        are registered with a device that pins.
+        """
+        self._place_frozen()
         for param in self._frozen_params.values():
             partition = partition_of(param)
             if partition is None:

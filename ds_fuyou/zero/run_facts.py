@@ -19,13 +19,12 @@ from ds_fuyou.optimizer.clip_policy import Overlap, UpdateStart
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import FlatLayout
 from ds_fuyou.optimizer.rules import OptimizerKind
+from ds_fuyou.planner.cost import Placement
 from ds_fuyou.planner.policies import Updates
 from ds_fuyou.planner.profile import RunProfile, fingerprint_of, load_profile, machine_fingerprint, profile_directory
-from ds_fuyou.planner.profiled import RunPlacement
 from ds_fuyou.profiling.operators import BlockProfile
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.zero.agreement import of_rank_0
-from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import cores_of_rank, local_ranks
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.rank_state import RankState
@@ -142,28 +141,22 @@ def _disk(path: Path) -> str:
     return f"{facts.device} {facts.filesystem} {facts.supports_direct}"
 
 
-def placement_of_run(rank_state: RankState, profile: RunProfile, activations: ActivationWork) -> RunPlacement | None:
+def placement_of_run(rank_state: RankState, profile: RunProfile, activations: ActivationWork) -> Placement | None:
     """The placement as it was built; None where it is on storage and the profile has no rates of that."""
     core = rank_state.core
-    options, residency = core.options, core.place.residency
+    residency, frozen = core.place.residency, rank_state.frozen_bytes()
     params, states, grads = (_share(core.layout, r) for r in (residency.params, residency.states, residency.grads))
-    if min(params, states, grads) < 1 and profile.storage is None:
+    if (min(params, states, grads) < 1 or frozen["nvme"]) and profile.storage is None:
         return None
-    return RunPlacement(
+    return Placement(
         params,
         states,
         grads,
-        updates=updates_of_run(core),
-        num_params=core.layout.numel,
-        first_params=_first_params(rank_state, profile),
-        param_bytes=options.param_dtype.itemsize,
-        grad_bytes=options.grad_dtype.itemsize,
-        state_bytes=4 * (1 + len(core.kind.moments)),
-        speculates=options.num_param_versions == 2,
-        staging_bytes=core.staging.capacity_bytes,
+        two_versions=core.options.num_param_versions == 2,
+        frozen=frozen["cpu"] / max(1, sum(frozen.values())) if frozen["nvme"] else 1.0,
         swapped_bytes=activations.written_bytes / max(1, activations.num_forwards),
+        staging_bytes=core.staging.capacity_bytes,
         recompute_flops=activations.recompute_flops,
-        accumulation=profile.accumulation,
     )
 
 
@@ -176,15 +169,3 @@ def updates_of_run(core: OutOfCoreOptimizer) -> Updates:
 def _share(layout: FlatLayout, resident: Sequence[bool]) -> float:
     """Of a class, by elements."""
     return sum(chunk.numel for chunk in layout.chunks if resident[chunk.index]) / layout.numel
-
-
-def _first_params(rank_state: RankState, profile: RunProfile) -> int:
-    """Parameters whose gradient comes last and which are needed first: those before the first block."""
-    blocks = {block.name for block in profile.blocks if block.name}
-    total = 0
-    layout = rank_state.core.layout
-    for chunk in sorted(layout.chunks, key=lambda chunk: chunk.position):
-        if any(block_of(layout.params[index].name) in blocks for index in chunk.params):
-            return total
-        total += chunk.numel
-    return 0

@@ -3,13 +3,16 @@
 
 Step 1 records operators and leaves no update behind; in step 2 nothing is updated before ``step()``, so forward,
 backward and the optimizer are each timed alone. A profile that an earlier run kept takes the place of both. Results are
-the same with and without: only the order of work changes. Rank 0 loads and keeps the profile, measures storage,
-watches and tells. Which steps are measured, and when activations are decided anew, is said by rank 0 to all: both lead
-to collectives.
+the same with and without: only the order of work changes.
+
+[Note: ranks and plans] Every rank measures, watches and plans by the numbers of the slowest one, which all know, so all
+plan alike. What follows from a plan is a collective: that something must follow is told by one small reduction a step,
+and rank 0 decides where states go.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,13 +20,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from deepspeed import comm as dist
 
 from ds_fuyou.activations.auto import Choice, SavedStep
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.planner.cost import Placement
-from ds_fuyou.planner.decide import Decision
-from ds_fuyou.planner.host_memory import available_host_bytes
+from ds_fuyou.planner.decide import StepTime
+from ds_fuyou.planner.document import PlanDocument
+from ds_fuyou.planner.explain import class_lines, class_rows, run_document
+from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
 from ds_fuyou.planner.policies import Updates
 from ds_fuyou.planner.profile import (
     BlockCost,
@@ -32,25 +38,16 @@ from ds_fuyou.planner.profile import (
     StorageRates,
     forget_profile,
     save_profile,
+    slowest,
 )
-from ds_fuyou.planner.profiled import (
-    Prediction,
-    alternatives,
-    durability_line,
-    placed_again,
-    predict,
-    prediction_line,
-    prediction_table,
-    profile_line,
-    run_time,
-)
+from ds_fuyou.planner.profiled import Prediction, expert_values, placed_again, predict, profile_line, run_time
 from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement, with_finding
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
 from ds_fuyou.storage.types import PAGE_BYTES
 from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.zero.activations import model_blocks
-from ds_fuyou.zero.agreement import decided_by_rank_0, on_any_rank
+from ds_fuyou.zero.agreement import decided_by_rank_0, least, of_every_rank, of_rank_0
 from ds_fuyou.zero.auto_activations import AutoActivations
 from ds_fuyou.zero.rank_state import RankState
 from ds_fuyou.zero.run_facts import (
@@ -68,6 +65,26 @@ _SMALLEST_PROBE, _LARGEST_PROBE = 4 << 20, 256 << 20
 _LINK_BYTES, _LINK_BYTES_ON_HOST = 64 << 20, 8 << 20  # the latter is host memory twice: little, for any model
 _TIMED_STEP = 2
 _EARLIER = "measured in an earlier run"
+_NEWS = 0.05  # of steps: worth writing the profile again
+_FLOOR = 0.02  # of the machine's memory: with less than that available states leave it, until twice as much is
+
+
+class _Stage(enum.Enum):
+    """What a step is for."""
+
+    MEASURES = "the first two steps of a run that nothing is known of"
+    SETTLES = "activations get their fates, or had them for a part of the step"
+    PLANS = "the plan is made when the step ends"
+    WATCHES = "steps are compared with the plan"
+    RUNS = "nothing was measured, and nothing is planned"
+
+
+class _Ask(enum.IntEnum):
+    """What a rank asks of all; the largest counts."""
+
+    NOTHING = 0
+    PLAN_ANEW = 1
+    LEAVE_MEMORY = 2
 
 
 class RunPlan:
@@ -92,29 +109,48 @@ class RunPlan:
         self.auto = auto
         self._leave_out = leave_out
         self._facts = known
-        self.clock = StepClock(model, rank_state.clock)
-        self.profile: RunProfile | None = None
+        self.clock = StepClock(model, rank_state.clock, rank_state.device)
         self.prediction: Prediction | None = None
         self.findings: list[Finding] = []
         self._origin = _EARLIER
         self._usual: dict[Cause, float] = {}
         self._patience = LASTING
-        self._settles = auto is not None
         self._watch: LaneWatch | None = None
         self._num_steps = 0
         self._blocks: tuple[BlockCost, ...] = ()
+        self._kept: RunProfile | None = None  # on rank 0: what the next run finds
+        self._may_leave = True
+        self._most_states = 1.0  # in host memory, since that became scarce
         self._at = self._look()
-        profile = known.profile
-        if profile is not None and profile.storage is None and self._stores:
-            profile = None  # measured while nothing was on storage
-        self._plans, self._measures = known.keeps, known.keeps and profile is None
-        if current_rank() == 0:
-            self.profile = profile
-        if auto is None and self._measures and current_rank() == 0:
+        self.profile = known.profile
+        if self.profile is not None and self.profile.storage is None and self._stores:
+            self.profile = None  # measured while nothing was on storage
+        if current_rank() == 0 and known.keeps:
+            self._kept = self.profile
+        if not known.keeps:
+            self._stage = _Stage.RUNS
+        elif self.profile is None:
+            self._stage = _Stage.MEASURES
+        else:
+            self._stage = self._planning()
+        if auto is None and self._stage is _Stage.MEASURES:
             session = rank_state.activations
             blocks = session.blocks if session is not None else model_blocks(model, rank_state.activation.config)
             swapper = session.swapper if session is not None else None
             self.clock.record_next(blocks, None if swapper is None else (swapper.pack, swapper.unpack))
+
+    def _planning(self) -> _Stage:
+        """A plan is to be made: once activations have their fates for a whole step."""
+        return _Stage.PLANS if self.auto is None else _Stage.SETTLES
+
+    @property
+    def _moves(self) -> bool:
+        """Whether states may change their tier. Where a run may be gone on from nothing moves: its files are looked for
+        where a run that begins places them.
+        """
+        state, config = self._state, self._state.activation.config
+        is_open = config.optimizer.tier == "auto" and "optimizer" not in state.plan_input.shares
+        return state.store is not None and is_open and config.resume != "auto" and not config.durable
 
     def _look(self) -> tuple[float, LaneTimes, int, ActivationWork]:
         """Counters since the start."""
@@ -134,7 +170,12 @@ class RunPlan:
     @property
     def holds_updates(self) -> bool:
         """Whether this step updates nothing before ``step()``, so that backward can be timed alone."""
-        return self._measures and self._num_steps == _TIMED_STEP - 1
+        return self._stage is _Stage.MEASURES and self._num_steps == _TIMED_STEP - 1
+
+    def document(self) -> PlanDocument | None:
+        """What this run was placed by, as ``fuyou plan --profile`` writes it; None where nothing was known."""
+        known, state = self._facts.profile, self._state
+        return None if known is None else run_document(known, state.plan_input, state.decision, state.decided_by)
 
     def step_skipped(self) -> None:
         """Gradients overflowed: what was timed belongs to no step."""
@@ -148,105 +189,159 @@ class RunPlan:
         if self.auto is not None:
             self.auto.take_profile()
         self._num_steps += 1
-        times = self.clock.end_step(wait=self._measures)
-        wished = False
-        measured = self._measures
-        if self._measures:
+        stage, asks = self._stage, _Ask.NOTHING
+        times = self.clock.end_step(wait=stage is _Stage.MEASURES)
+        if stage is _Stage.MEASURES:
             self._measure(times)
         elif self._num_steps == 1 and self.profile is not None:
             if (self.clock.shape, times.num_forwards) != (self.profile.shape, self.profile.accumulation):
-                self.profile = _scaled(self.profile, times, self.clock.shape)
-        elif self._watch is not None:
-            wished = self._compare(self._watch, times)
-        if self.auto is not None:
-            self.auto.step_applied(lambda saved: self._choice(saved, times))
-        if measured and not self._measures:
+                self.profile, asks = _scaled(self.profile, times, self.clock.shape), _Ask.PLAN_ANEW
+        elif stage is _Stage.WATCHES and self._watch is not None:
+            asks = self._compare(self._watch, times)
+        self._let_auto_decide(times)
+        if stage is _Stage.MEASURES and self._stage is not stage:
             self._move()
         if self._watch is not None and self.profile is not None and self.prediction is not None:
             self._follow_updates(self.profile, self._watch, self.prediction)
-        self._decide_anew(wished)
-        if self.profile is not None and self._watch is None and current_rank() == 0:
-            self._settle(self.profile)
+        self._follow(max(asks, self._short_of_memory()))
+        if self.profile is not None and self._state.core.mover.is_idle:
+            if self._stage is _Stage.PLANS:
+                self._begin(self.profile)
+            elif self._stage is _Stage.SETTLES and (self.auto is None or self.auto.is_decided):
+                self._stage = _Stage.PLANS
         self._at = self._look()
 
-    def _decide_anew(self, wished: bool) -> None:
-        """If rank 0, which alone watches, wishes so. Nothing that only rank 0 knows may keep it from asking."""
+    def _let_auto_decide(self, times: StepTimes) -> None:
+        """Mode "auto"; what it finds of the device's room is kept for the next run."""
         auto = self.auto
-        if not (self._plans and auto is not None and auto.is_decided and on_any_rank(wished)):
+        if auto is None:
             return
-        auto.decide_anew()
-        self._watch, self._settles = None, True
-        if wished:
-            get_logger().info("activations are decided anew within the next steps")
+        was_decided = auto.is_decided
+        auto.step_applied(lambda saved: self._choice(saved, times))
+        if auto.is_decided and not was_decided and self.profile is not None and auto.room is not None:
+            self._know(replace(self.profile, room=auto.room))
 
-    def _settle(self, profile: RunProfile) -> None:
-        """Plans once activations have their fates for a whole step."""
-        if not self._state.core.mover.is_idle:
+    def _know(self, profile: RunProfile) -> None:
+        """Keeps a profile, where this is the run that measures it."""
+        self.profile = profile
+        if self._origin == _EARLIER or self._origin == "made anew" or current_rank() != 0:
             return
-        if not self._settles:
-            self._begin(profile)
-        elif self.auto is None or self.auto.is_decided:
-            self._settles = False
+        kept_at, self._kept = save_profile(profile), profile
+        self._origin = "not kept" if kept_at is None else f"kept for the next run in {kept_at}"
+
+    def _follow(self, asks: _Ask) -> None:
+        """What one rank asks all do. A collective, on all ranks after the same steps."""
+        auto = self.auto
+        if not (self._moves or (auto is not None and self._facts.keeps)):
+            return
+        asked = _Ask(int(-least(-float(asks))[0]))
+        if asked is _Ask.LEAVE_MEMORY:
+            self._leave_memory()
+        elif asked is _Ask.PLAN_ANEW:
+            profiles = [profile for profile in of_every_rank(self.profile) if profile is not None]
+            self.profile, self._origin = slowest(profiles), "made anew"
+            if self._watch is not None:
+                self._usual = self._watch.usual()
+            self._watch, self._stage = None, self._planning()
+            if auto is not None and auto.is_decided:
+                auto.decide_anew()
+                if current_rank() == 0:
+                    get_logger().info("activations are decided anew within the next steps")
+            self._move()
+
+    def _short_of_memory(self) -> _Ask:
+        """Whether this machine has so little left that the system may soon end a process."""
+        idle = self._moves and self._state.core.mover.is_idle and self._num_steps > 1
+        if not idle or not self._may_leave or self._state.plan.residency.optimizer <= 0:
+            return _Ask.NOTHING
+        return _Ask.LEAVE_MEMORY if available_host_bytes() < _FLOOR * total_host_bytes() else _Ask.NOTHING
+
+    def _leave_memory(self) -> None:
+        """States leave host memory until there is twice the floor, on all ranks as many as the one needs that is worst
+        off. Told once.
+        """
+        state = self._state
+        lacking = max(0.0, 2 * _FLOOR * total_host_bytes() - available_host_bytes()) / self._facts.local_ranks
+        lacking = -least(-lacking)[0]
+        size = 4.0 * (1 + state.plan_input.num_moments) * state.plan_input.numel
+        share = max(0.0, state.plan.residency.optimizer - lacking / size)
+        self._most_states = share
+        log_once(
+            logging.WARNING,
+            f"host memory is scarce: P32 and moments of {100 * (state.plan.residency.optimizer - share):.0f} % of the "
+            f"parameters leave it for storage over the next steps, and stay there",
+        )
+        self._may_leave = state.move_to(share)
+        if self._may_leave:
+            self._moved_to(share)
 
     def _profiles(self) -> tuple[BlockProfile, ...]:
         """What mode "auto" recorded of the first forward; empty without it."""
         return self.auto.profiles if self.auto is not None else ()
 
     def close(self) -> None:
-        """Idempotent."""
+        """How often updates were done again is kept for the next run. Idempotent."""
         self.clock.close()
+        kept, self._kept = self._kept, None
+        share = self._state.core.policy.refused_share
+        if kept is not None and share is not None and abs(share - kept.redo_share) > _NEWS:
+            save_profile(replace(kept, redo_share=share))
 
     # ---- measuring ----------------------------------------------------------------------------------------
 
     def _measure(self, times: StepTimes) -> None:
-        """The first step also builds what later ones use again; the second is timed."""
+        """The first step also builds what later ones use again; the second is timed. On all ranks."""
         state = self._state
+        state.core.wait_all()
         if self._num_steps < _TIMED_STEP:
             self._blocks = tuple(_block_cost(p) for p in self._profiles() or self.clock.profiles())
-            state.core.wait_all()
             return
-        self._measures = False
-        state.core.wait_all()
         _, lanes, updated, _ = self._at
         now, num_updated = LaneTimes.of(state), state.core.pipeline.stats().num_updated_elements
-        if current_rank() != 0:
-            return
-        update_secs = now.update_secs - lanes.update_secs
+        update_secs, began = now.update_secs - lanes.update_secs, time.perf_counter()
+        found: RunProfile | None = None
         if not times.num_forwards or update_secs <= 0 or times.forward_secs <= 0 or times.backward_secs <= 0:
             log_once(logging.INFO, "no plan: the second step had no forward, backward or update that could be timed")
+        else:
+            try:
+                storage = self._storage_rates()
+                up, down = probe_link(state.device, _LINK_BYTES_ON_HOST if state.device.is_host else _LINK_BYTES)
+                found = self._profile_of(times, (num_updated - updated) / update_secs, storage, up, down)
+            except (FuyouStorageError, OSError) as error:
+                log_once(logging.WARNING, f"no plan: storage could not be measured ({error}); training goes on without")
+        self._leave_out(time.perf_counter() - began, LaneTimes.of(state).since(now))
+        every = of_every_rank(found)
+        if any(one is None for one in every):
+            self._stage = _Stage.RUNS
             return
-        self._probed(times, (num_updated - updated) / update_secs)
+        self._stage, self._origin = self._planning(), ""
+        self._know(replace(slowest([one for one in every if one is not None]), blocks=of_rank_0(self._blocks)))
 
-    def _probed(self, times: StepTimes, update_rate: float) -> None:
-        """Measures what is left, keeps the profile and tells the plan."""
-        state, began, before = self._state, time.perf_counter(), LaneTimes.of(self._state)
-        try:
-            storage = self._storage_rates()
-        except (FuyouStorageError, OSError) as error:
-            log_once(logging.WARNING, f"no plan: storage could not be measured ({error}); training goes on without")
-            return
-        device = state.device
-        up, down = probe_link(device, _LINK_BYTES_ON_HOST if device.is_host else _LINK_BYTES)
-        self.profile = RunProfile(
+    def _profile_of(
+        self, times: StepTimes, update_rate: float, storage: StorageRates | None, link_up: float, link_down: float
+    ) -> RunProfile:
+        """What this rank knows when a step has been timed."""
+        state = self._state
+        return RunProfile(
             machine=self._facts.machine,
             model=self._facts.model,
             shape=self.clock.shape,
             accumulation=times.num_forwards,
-            blocks=self._blocks,
+            blocks=self._blocks or tuple(_block_cost(profile) for profile in self._profiles()),
             forward_secs=times.forward_secs / times.num_forwards,
             backward_secs=times.backward_secs / times.num_forwards,
             update_rate=update_rate,
             storage=storage,
-            link_up=up,
-            link_down=down,
-            device_is_host=device.is_host,
+            link_up=link_up,
+            link_down=link_down,
+            device_is_host=state.device.is_host,
             num_cores=self._facts.num_cores,
             host_bytes=float(available_host_bytes()),
-            device_bytes=0.0 if device.is_host else float(device.free_bytes()),
+            device_bytes=0.0 if state.device.is_host else float(state.device.free_bytes()),
+            given=state.plan_input,
+            world_size=dist.get_world_size(),
+            num_params=state.num_params,
         )
-        self._leave_out(time.perf_counter() - began, LaneTimes.of(state).since(before))
-        kept_at = save_profile(self.profile)
-        self._origin = "not kept" if kept_at is None else f"kept for the next run in {kept_at}"
 
     def _storage_rates(self) -> StorageRates | None:
         state = self._state
@@ -255,10 +350,8 @@ class RunPlan:
         stored = state.store.total_bytes if state.store is not None else 4 * state.plan.activation_bytes
         num_bytes = min(_LARGEST_PROBE, max(_SMALLEST_PROBE, stored // 4))
         transfer = min(state.plan.chunk_bytes, max(256 << 10, num_bytes // 16)) // PAGE_BYTES * PAGE_BYTES
-        paths = [Path(path) for path in state.activation.state_paths]
-        rates = probe_storage(state.core.io, paths, num_bytes, transfer)
-        share = 1.0 / self._facts.local_ranks  # the others wait now, and will not wait then
-        return replace(rates, read=share * rates.read, write=share * rates.write, mixed=share * rates.mixed)
+        # All ranks measure at once, so each sees its own share of a disk.
+        return probe_storage(state.core.io, [Path(path) for path in state.activation.state_paths], num_bytes, transfer)
 
     @property
     def _stores(self) -> bool:
@@ -269,58 +362,64 @@ class RunPlan:
 
     # ---- planned ------------------------------------------------------------------------------------------
 
+    def _time(self, profile: RunProfile) -> StepTime:
+        core, share = self._state.core, self._state.core.policy.refused_share
+        lately = profile if share is None else replace(profile, redo_share=share)
+        return run_time(lately, self._state.plan_input, updates=updates_of_run(core))
+
     def _begin(self, profile: RunProfile) -> None:
         """Predicts, tells, and watches from the next step on."""
+        state = self._state
         _, _, _, work = self._look()
         before = self._at[3]
         moved = ActivationWork(
             work.written_bytes - before.written_bytes,
             work.num_forwards - before.num_forwards,
-            recomputed_flops(self._state.activations, self._profiles()),
+            recomputed_flops(state.activations, self._profiles()),
         )
-        placement = placement_of_run(self._state, profile, moved)
-        if placement is None:
+        place = placement_of_run(state, profile, moved)
+        if place is None:
             log_once(logging.INFO, "no plan: nothing was measured of storage, which this placement needs")
-            self.profile = None
+            self.profile, self._stage = None, _Stage.RUNS
             return
-        chosen, others = predict(profile, placement), alternatives(profile, placement)
-        budget = self._state.host_budget_bytes
-        get_logger().info(
-            "plan (%s): %s\n  %s", self._origin, profile_line(profile), prediction_line(chosen, others, budget)
-        )
-        if self._state.activation.config.durable:
-            get_logger().info("plan: %s", durability_line(chosen, others, budget))
-        get_logger().debug("all placements of whole classes:\n%s", prediction_table(chosen, others, budget))
+        time = self._time(profile)
+        chosen = predict(time, place)
+        if current_rank() == 0:
+            rows = class_rows(state.plan_input, time, place, state.plan.chunk_bytes)
+            lines = [chosen.line(), *class_lines(rows, chosen.iteration_secs)]
+            get_logger().info("plan (%s): %s\n  %s", self._origin, profile_line(profile), "\n  ".join(lines))
         self._adopt(profile, chosen)
 
     def _move(self) -> None:
-        """States go to where what was measured says they should be, over the next steps. A collective: rank 0 knows.
-
-        Where a run may be gone on from nothing moves: its files are looked for where a run that begins places them.
-        """
-        state, config = self._state, self._state.activation.config
-        if state.store is None or config.optimizer.tier != "auto" or "optimizer" in state.plan_input.shares:
+        """States go to where what was measured says they should be, over the next steps. A collective: rank 0 knows."""
+        if not self._moves:
             return
-        if config.resume == "auto" or config.durable:
-            return
+        state = self._state
         found = decided_by_rank_0(self._better_states)
         if found is None:
             return
-        was, share = state.plan.residency.optimizer, found.plan.residency.optimizer
+        was, (share, secs) = state.plan.residency.optimizer, found
         if state.move_to(share):
-            state.planned(replace(state.plan, residency=replace(state.plan.residency, optimizer=share)))
+            self._moved_to(share)
             if current_rank() == 0:
                 get_logger().info(
                     "P32 and moments move over the next steps: %.0f %% of them in host memory instead of %.0f %%, with "
                     "which %.3f s a step are predicted",
                     100 * share,
                     100 * was,
-                    found.secs,
+                    secs,
                 )
 
-    def _better_states(self) -> Decision | None:
-        """Chunks that leave memory are updated in backward only where there is a spare slot, and P16 in memory has two
-        versions or is none.
+    def _moved_to(self, share: float) -> None:
+        """The plan says so, and what steps take is predicted anew when everything has arrived."""
+        state = self._state
+        state.planned(replace(state.plan, residency=replace(state.plan.residency, optimizer=share)))
+        if self._stage is _Stage.WATCHES:
+            self._watch, self._stage = None, _Stage.PLANS
+
+    def _better_states(self) -> tuple[float, float] | None:
+        """(share in host memory, predicted seconds), if a step becomes clearly shorter. Chunks that leave memory are
+        updated in backward only where there is a spare slot, and P16 in memory has two versions or is none.
         """
         state, options = self._state, self._state.core.options
         if self.profile is None:
@@ -328,17 +427,20 @@ class RunPlan:
         versions = options.num_param_versions == 2 or state.plan.residency.parameters == 0
         may_speculate = state.plan_input.may_speculate and options.num_slots == 2 and versions
         given = replace(state.plan_input, may_speculate=may_speculate, durable=options.num_slots == 2)
-        mode = state.activation.config.activations.mode
-        return placed_again(given, state.plan_overrides, self.profile, state.plan, mode)
+        config = state.activation.config
+        found = placed_again(given, expert_values(config), self.profile, state.plan, config.activations.mode)
+        if found is None:
+            return None
+        share = min(found.plan.residency.optimizer, self._most_states)
+        return None if share == state.plan.residency.optimizer else (share, found.secs)
 
     def _choice(self, saved: SavedStep, times: StepTimes) -> Choice:
         """What becomes of activations, by predicted time where this run can predict. On rank 0."""
         state, profile = self._state, self.profile or self._of_this_step(times)
-        placement = None if profile is None else placement_of_run(state, profile, ActivationWork())
-        if profile is None or placement is None:  # nothing was timed: nothing is computed twice
+        place = None if profile is None else placement_of_run(state, profile, ActivationWork())
+        if profile is None or place is None:  # nothing was timed: nothing is computed twice
             return saved.planned(Placement(), lambda place: place.recompute_flops + 1e-9 * place.swapped_bytes)
-        base = Placement(placement.params, placement.states, placement.grads, staging_bytes=placement.staging_bytes)
-        return saved.planned(base, run_time(profile, placement).secs)
+        return saved.planned(place, self._time(profile).secs)
 
     def _of_this_step(self, times: StepTimes) -> RunProfile | None:
         """Where profiles are not kept: what the lanes did in the step that ends now."""
@@ -354,27 +456,12 @@ class RunPlan:
         ]
         storage = StorageRates(rates[0], rates[-1], sum(rates) / len(rates), 0.0, 0.0) if rates else None
         never = float("inf")
-        return RunProfile(
-            machine=self._facts.machine,
-            model=self._facts.model,
-            shape=self.clock.shape,
-            accumulation=times.num_forwards,
-            blocks=tuple(_block_cost(profile) for profile in self._profiles()),
-            forward_secs=times.forward_secs / times.num_forwards,
-            backward_secs=times.backward_secs / times.num_forwards,
-            update_rate=updated / lanes.update_secs if updated and lanes.update_secs > 0 else never,
-            storage=storage,
-            link_up=never,
-            link_down=never,
-            device_is_host=state.device.is_host,
-            num_cores=self._facts.num_cores,
-            host_bytes=0.0,
-            device_bytes=0.0,
-        )
+        update_rate = updated / lanes.update_secs if updated and lanes.update_secs > 0 else never
+        return self._profile_of(times, update_rate, storage, never, never)
 
     def _adopt(self, profile: RunProfile, prediction: Prediction) -> None:
         """What steps are compared with from the next one on."""
-        self.prediction = prediction
+        self.prediction, self._stage = prediction, _Stage.WATCHES
         if self._state.trace is not None:
             self._state.trace.planned({**prediction.lane_secs, "iteration": prediction.iteration_secs})
         self._watch = LaneWatch(prediction, prediction.thread_secs, profile.num_elements, self._usual, self._patience)
@@ -382,12 +469,14 @@ class RunPlan:
     def _follow_updates(self, profile: RunProfile, watch: LaneWatch, known: Prediction) -> None:
         """Whether updates start in backward depends on how often gradients are clipped."""
         updates = updates_of_run(self._state.core)
-        if updates is known.placement.updates:
+        if updates is known.updates:
             return
-        prediction = predict(profile, replace(known.placement, updates=updates))
+        prediction = predict(self._time(profile), known.place)
         self._usual = watch.usual()
         self._adopt(profile, prediction)
         waits = updates in (Updates.FORWARD, Updates.STEP)
+        if current_rank() != 0:
+            return
         get_logger().info(
             "updates %s: %.3f s a step are predicted instead of %.3f s",
             "wait for step() from now on, because gradients were clipped often" if waits else "start in backward again",
@@ -395,8 +484,8 @@ class RunPlan:
             known.iteration_secs,
         )
 
-    def _compare(self, watch: LaneWatch, times: StepTimes) -> bool:
-        """This step against the plan. Whether the plan was made anew."""
+    def _compare(self, watch: LaneWatch, times: StepTimes) -> _Ask:
+        """This step against the plan: whether it must be made anew."""
         began, lanes, updated, _ = self._at
         now, current, num_updated, _ = self._look()
         step = current.since(lanes)
@@ -420,48 +509,21 @@ class RunPlan:
         self._drop_kept(found)
         replans = [finding for finding in found if finding.cause.replans]
         if not replans or self.profile is None:
-            return False
-        self._again(replans, self.profile, times)
-        return True
+            return _Ask.NOTHING
+        self.profile = _scaled(self.profile, times, self.clock.shape)
+        if any(finding.cause is Cause.WORKLOAD for finding in replans):
+            self._patience *= 2  # batches that keep changing, grouped by length say, are waited out longer each time
+        for finding in replans:
+            self.profile = with_finding(self.profile, finding)
+        return _Ask.PLAN_ANEW
 
     def _drop_kept(self, findings: Sequence[Finding]) -> None:
         """A profile of an earlier run that no longer tells how long a step takes is measured again by the next run."""
         if self._origin != _EARLIER or not any(found.cause in (Cause.STEP, Cause.COMPUTE) for found in findings):
             return
-        if forget_profile(self._facts.machine, self._facts.model):
+        if current_rank() == 0 and forget_profile(self._facts.machine, self._facts.model):
+            self._kept = None
             get_logger().info("the kept profile no longer holds: it is dropped, and the next run measures again")
-
-    def _again(self, findings: Sequence[Finding], known: RunProfile, times: StepTimes) -> None:
-        """The plan made anew for what is true now. Activations may change at the next step, tiers in a new run.
-        Batches that keep changing, grouped by length say, are waited out longer each time.
-        """
-        profile = _scaled(known, times, self.clock.shape)
-        if any(finding.cause is Cause.WORKLOAD for finding in findings):
-            self._patience *= 2
-        for finding in findings:
-            profile = with_finding(profile, finding)
-        self.profile, self._origin = profile, "made anew"
-        if self._watch is not None:
-            self._usual = self._watch.usual()
-        self._begin(profile)
-        self._tell_better(profile)
-
-    def _tell_better(self, profile: RunProfile) -> None:
-        """The placement that a new run should have, if it would be clearly faster."""
-        if self.prediction is None:
-            return
-        budget, now = self._state.host_budget_bytes, self.prediction.iteration_secs
-        fitting = [p for p in alternatives(profile, self.prediction.placement) if p.placement.host_bytes <= budget]
-        if fitting and fitting[0].iteration_secs < 0.95 * now:
-            best = fitting[0]
-            where = ", ".join(f"{n}: {t}" for n, t in zip(("P16", "states", "G16"), best.placement.shown, strict=True))
-            get_logger().warning(
-                "another placement would be better now (%s): %.3f s a step instead of %.3f s; set these tiers in the "
-                "block and start again",
-                where,
-                best.iteration_secs,
-                now,
-            )
 
 
 def _block_cost(profile: BlockProfile) -> BlockCost:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_fuyou.activations.blocks import Block
 from ds_fuyou.host.compute_clock import ComputeClock, Phase
+from ds_fuyou.host.device import Device
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder, SavedHooks
 
 __all__ = ["StepClock", "StepTimes"]
@@ -35,8 +36,8 @@ class StepTimes:
 class StepClock:
     """Watches the model's forwards in training for the rank's clock. Used by the training thread alone."""
 
-    def __init__(self, model: nn.Module, clock: ComputeClock) -> None:
-        self._clock = clock
+    def __init__(self, model: nn.Module, clock: ComputeClock, device: Device | None = None) -> None:
+        self._clock, self._device = clock, device
         self._since = (0.0, 0.0)
         self.recorder: OperatorRecorder | None = None
         self.shape: tuple[int, ...] = ()
@@ -74,7 +75,7 @@ class StepClock:
         wanted, self._wanted = self._wanted, None
         if wanted is not None and not _is_compiled(model):
             blocks, hooks = wanted
-            self.recorder = OperatorRecorder(blocks, hooks, sees_saves=hooks is not None)
+            self.recorder = OperatorRecorder(blocks, hooks, sees_saves=hooks is not None, device=self._device)
             self.recorder.__enter__()
         self._clock.enter(Phase.FORWARD)
 

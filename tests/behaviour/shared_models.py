@@ -273,7 +273,13 @@ def other_inits(swap: str) -> dict[str, Any]:
 
 
 def unlike(swap: str) -> dict[str, Any]:
-    """Ranks that find different amounts of free memory while a model is built, most of which is frozen."""
+    """Ranks that find different amounts of free memory while a model is built, most of which is frozen. An engine puts
+    that where its plan says.
+    """
+
+    def on_storage() -> list[str]:
+        return [name for name, p in model.named_parameters() if str(p.ds_tensor.final_location).endswith("nvme")]
+
     free = [800_000, 400_000][torch.distributed.get_rank()]
     param_swapper.available_host_bytes = lambda: free
     config = config_of(swap, "all", parameters={"tier": "auto"})
@@ -281,12 +287,13 @@ def unlike(swap: str) -> dict[str, Any]:
     model = model_in({"config_dict_or_path": config})
     for name, param in model.named_parameters():
         param.requires_grad_("head" in name or "blocks.2" in name)
-    engine = engine_of(model, config)
-    on_storage = [name for name, p in model.named_parameters() if str(p.ds_tensor.final_location).endswith("nvme")]
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    built = [name for name in frozen if name in on_storage()]
+    engine = engine_of(model, config)
+    placed = [name for name in frozen if name in on_storage()]
     train(engine, 0, 4)
     engine.destroy()
-    return {"frozen on storage": [name for name in frozen if name in on_storage], "num frozen": len(frozen)}
+    return {"frozen on storage": built, "placed there": placed, "num frozen": len(frozen)}
 
 
 def ahead(swap: str) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Usage:
 
 def preset(name: str, *, speed: float = 1.0, memory: float = 1.0) -> dict[str, float]:
     """Settings of timed mode for a GPU of the planner's presets; rates times ``speed``, capacity times ``memory``."""
-    from ds_fuyou.planner.hardware import find_gpu
+    from ds_fuyou.planner.presets import find_gpu
 
     gpu = find_gpu(name)
     return {

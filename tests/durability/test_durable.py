@@ -24,7 +24,7 @@ def test_every_step_can_be_gone_on_from_where_the_block_asks_for_it(durable: boo
     finish(processes, 60)
     said = log.read_text(errors="replace")
     assert processes[0].exitcode == (-9 if durable else 0), said[-3000:]
-    assert ("plan: every step is durable" in said) == durable
+    assert ("on storage (durable); in host memory" in said) == durable
     if durable:
         assert recover_weights([*tmp_path.glob("ds_fuyou/*")], tmp_path / "weights.pt").step == 4
 

@@ -36,9 +36,10 @@ from ds_fuyou.cli.ds_config import read_ds_config
 from ds_fuyou.ds_json import load_activation
 from ds_fuyou.errors import FuyouError
 from ds_fuyou.planner import document
-from ds_fuyou.planner.model import load_model
-from ds_fuyou.planner.points import read_points
+from ds_fuyou.planner.plan import PlanInput
 from ds_fuyou.planner.profile import RunProfile, StorageRates, load_profile
+from ds_fuyou.simulator.models import load_model
+from ds_fuyou.simulator.points import read_points
 from ds_fuyou.storage import cleanup, records
 from ds_fuyou.storage.store import RegionSpec, RunIdentity, SlotStore
 from ds_fuyou.storage.store_files import read_directory_manifest
@@ -305,6 +306,9 @@ PROFILE = RunProfile(
     num_cores=2,
     host_bytes=1e10,
     device_bytes=1e10,
+    given=PlanInput(10**6, 2, 2, 2, 10**5, 1 << 30),
+    world_size=1,
+    num_params=10**6,
 )
 
 

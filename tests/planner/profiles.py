@@ -3,11 +3,22 @@
 
 from __future__ import annotations
 
+from ds_fuyou.planner.cost import Placement
+from ds_fuyou.planner.plan import PlanInput
 from ds_fuyou.planner.policies import Updates
 from ds_fuyou.planner.profile import BlockCost, OperatorCost, RunProfile, StorageRates
-from ds_fuyou.planner.profiled import RunPlacement
+from ds_fuyou.planner.profiled import Prediction, predict, run_time
 
-__all__ = ["PLACEMENT", "PROFILE"]
+__all__ = ["GIVEN", "PLACE", "PROFILE", "predicted"]
+
+GIVEN = PlanInput(
+    numel=100_000_000,
+    param_bytes_each=2,
+    grad_bytes_each=2,
+    num_moments=2,
+    largest_param_numel=1_000_000,
+    dram_budget_bytes=4 << 30,
+)
 
 PROFILE = RunProfile(
     machine="m" * 16,
@@ -29,19 +40,20 @@ PROFILE = RunProfile(
     num_cores=2,
     host_bytes=8e9,
     device_bytes=4e9,
+    given=GIVEN,
+    world_size=1,
+    num_params=100_000_000,
 )
 """4 s of compute; reads and writes share storage exactly (duplex 1)."""
 
-PLACEMENT = RunPlacement(
-    params=1.0,
-    states=0.0,
-    grads=1.0,
-    updates=Updates.DEADLINE,
-    num_params=100_000_000,
-    first_params=0,
-    param_bytes=2,
-    grad_bytes=2,
-    state_bytes=12,
-    speculates=True,
-)
+PLACE = Placement(params=1.0, states=0.0, grads=1.0, two_versions=True)
 """States on storage: 1.2 GB read, 1.2 GB written, 1.8 s of storage; 1 s of updates."""
+
+
+def predicted(
+    profile: RunProfile = PROFILE,
+    place: Placement = PLACE,
+    updates: Updates = Updates.DEADLINE,
+    given: PlanInput = GIVEN,
+) -> Prediction:
+    return predict(run_time(profile, given, updates=updates), place)

@@ -6,11 +6,13 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from ds_fuyou.planner.choose import Chosen, try_choose
 from ds_fuyou.planner.cost import Workload
-from ds_fuyou.planner.hardware import GIB, Machine, find_gpu, find_host, find_ssd, machine_of
-from ds_fuyou.planner.model import ModelSpec, published_model
-from ds_fuyou.planner.policies import find_policy
+from ds_fuyou.planner.hardware import GIB, Machine
+from ds_fuyou.planner.model import ModelSpec
+from ds_fuyou.planner.presets import find_gpu, find_host, find_ssd, machine_of
+from ds_fuyou.simulator.choose import Chosen, try_choose
+from ds_fuyou.simulator.models import published_model
+from ds_fuyou.simulator.systems import find_policy
 
 PUBLISHED = Path(__file__).with_name("published.csv")
 

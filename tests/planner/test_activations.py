@@ -7,7 +7,7 @@ import pytest
 
 from ds_fuyou.planner.activations import costs_of, plan_activations
 from ds_fuyou.planner.cost import Placement, Workload
-from ds_fuyou.planner.policies import find_policy
+from ds_fuyou.simulator.systems import find_policy
 from tests.planner.support import model
 
 

@@ -139,5 +139,6 @@ def test_durable_steps_need_room_for_two_slots_and_tell_their_price(
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({**BASE, "fuyou": {"nvme_path": "/nvme", "durable": True}}), encoding="utf-8")
     assert main(["plan", "--model", "6B", "--num-ssds", "4", "--config", str(config)]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "the best where a step need not be" in line]
-    assert 0 < float(line.split()[-1]) <= durable["predicted"]["iteration_secs"]
+    said = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in said if "on storage (durable); in host" in line]
+    assert 0 < float(line.split(" s (")[0].split()[-1]) <= durable["predicted"]["iteration_secs"]

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from ds_fuyou.planner.choose import Chosen, try_choose
 from ds_fuyou.planner.cost import Placement, Workload, closed_form, shared_secs
 from ds_fuyou.planner.lanes import Lane
-from ds_fuyou.planner.policies import POLICIES, find_policy
-from ds_fuyou.planner.simulate import simulate
+from ds_fuyou.simulator.choose import Chosen, try_choose
+from ds_fuyou.simulator.simulate import simulate
+from ds_fuyou.simulator.systems import POLICIES, find_policy
 from tests.planner.support import chosen, machine, model
 
 STREAMED = [name for name, policy in POLICIES.items() if not policy.on_device]

@@ -15,9 +15,9 @@ import pytest
 
 from ds_fuyou.cli import main
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.planner.compare import COMPARED, Training, compared
 from ds_fuyou.planner.cost import Workload
-from ds_fuyou.planner.policies import find_policy
+from ds_fuyou.simulator.compare import COMPARED, Training, compared
+from ds_fuyou.simulator.systems import find_policy
 from tests.planner.support import machine, model
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")

@@ -10,17 +10,17 @@ from dataclasses import replace
 import pytest
 
 from ds_fuyou.planner.activations import ActivationCosts, costs_of
-from ds_fuyou.planner.choose import choose
 from ds_fuyou.planner.cost import ClosedForm, Placement, Workload
 from ds_fuyou.planner.decide import Decision, StepTime, decide
 from ds_fuyou.planner.document import Residency
-from ds_fuyou.planner.fit import device_room, rank_facts
 from ds_fuyou.planner.lanes import Lane
-from ds_fuyou.planner.model import with_adapters
 from ds_fuyou.planner.plan import MIB, PlanInput, minimum_lane_bytes, resident_bytes, stored_bytes
-from ds_fuyou.planner.policies import find_policy
 from ds_fuyou.planner.profile import BlockCost, OperatorCost, RunProfile, StorageRates
-from ds_fuyou.planner.profiled import placed, placed_again, run_time, sizes_of
+from ds_fuyou.planner.profiled import placed, placed_again, run_time
+from ds_fuyou.simulator.choose import choose
+from ds_fuyou.simulator.fit import device_room, rank_facts
+from ds_fuyou.simulator.models import with_adapters
+from ds_fuyou.simulator.systems import find_policy
 from tests.planner.profiles import PROFILE
 from tests.planner.support import machine, model
 from tests.unit.test_plan import GIB
@@ -40,7 +40,7 @@ BLOCKS = ActivationCosts(8, 0.1e9, 1e9, 0.1e9, (), 1e9)
 
 
 def decided(profile: RunProfile, given: PlanInput, costs: ActivationCosts | None = None) -> tuple[Decision, StepTime]:
-    steps = run_time(profile, sizes_of(given, profile.accumulation), costs)
+    steps = run_time(profile, given, activations=costs)
     return decide(given, {}, steps), steps
 
 
@@ -70,11 +70,11 @@ def test_micro_batches_make_parameters_worth_their_memory() -> None:
     """Each reads P16 twice and moves a sum; states move once a step. What hides behind computing is worth nothing."""
     given = replace(GIVEN, dram_budget_bytes=8 * GIB)
     storage_bound = replace(USUAL, **BOUNDS["storage"], forward_secs=0.01, backward_secs=0.02)
-    one = placed(given, {}, storage_bound).plan.residency
-    many = placed(given, {}, replace(storage_bound, accumulation=8)).plan.residency
+    one = placed(given, {}, storage_bound)[0].plan.residency
+    many = placed(given, {}, replace(storage_bound, accumulation=8))[0].plan.residency
     assert one.optimizer > 0.3
     assert (many.parameters, many.gradients) == pytest.approx((1.0, 1.0), abs=0.03)
-    computing = placed(given, {}, replace(USUAL, **BOUNDS["storage"], accumulation=8)).plan.residency
+    computing = placed(given, {}, replace(USUAL, **BOUNDS["storage"], accumulation=8))[0].plan.residency
     assert computing.optimizer > many.optimizer
     assert computing.parameters == pytest.approx(0.75, abs=0.02), "1 s of forward hides 0.5 GB at 0.5 GB/s"
 
@@ -83,13 +83,13 @@ def test_states_stay_on_storage_where_their_updates_hide_behind_backward() -> No
     """In memory they would wait for the next forward, which is short; fast storage costs nothing here."""
     given = replace(GIVEN, dram_budget_bytes=20 * GIB)
     slow_adam = replace(USUAL, **BOUNDS["adam"], storage=StorageRates(FAST, FAST, FAST, 0.0, 0.0))
-    assert placed(given, {}, slow_adam).plan.residency.optimizer < 0.3
-    assert placed(given, {}).plan.residency.optimizer == 1.0, "where nothing is known the fewest bytes move"
+    assert placed(given, {}, slow_adam)[0].plan.residency.optimizer < 0.3
+    assert placed(given, {})[0].plan.residency.optimizer == 1.0, "where nothing is known the fewest bytes move"
 
 
 def test_states_move_where_a_measured_step_says_so_and_nothing_else_does() -> None:
     given = replace(GIVEN, dram_budget_bytes=12 * GIB)
-    blind = placed(given, {}).plan
+    blind = placed(given, {})[0].plan
     assert blind.residency.optimizer > 0.5
     slow_adam = replace(USUAL, **BOUNDS["adam"], storage=StorageRates(FAST, FAST, FAST, 0.0, 0.0))
     found = placed_again(given, {}, slow_adam, blind)
@@ -117,19 +117,19 @@ def test_activations_get_host_memory_where_that_is_worth_most() -> None:
 def test_a_run_placed_by_its_profile_fits_storage_with_two_slots_or_is_placed_as_if_nothing_were_known() -> None:
     given = replace(GIVEN, dram_budget_bytes=12 * GIB)
     slow_adam = replace(USUAL, **BOUNDS["adam"], storage=StorageRates(FAST, FAST, FAST, 0.0, 0.0))
-    stored = stored_bytes(given, placed(given, {}, slow_adam).plan.residency)
+    stored = stored_bytes(given, placed(given, {}, slow_adam)[0].plan.residency)
     assert stored > 10e9
     small = replace(given, storage_budget_bytes=10e9)
-    found = placed(small, {}, slow_adam).plan.residency
+    found = placed(small, {}, slow_adam)[0].plan.residency
     assert stored_bytes(replace(small, durable=True), found) <= 10e9
     none = replace(given, storage_budget_bytes=1e9)
-    assert placed(none, {}, slow_adam).plan == placed(given, {}).plan
+    assert placed(none, {}, slow_adam)[0].plan == placed(given, {})[0].plan
 
 
 def test_where_updates_cannot_start_in_backward_nothing_is_gained_by_moving() -> None:
     given = replace(GIVEN, dram_budget_bytes=20 * GIB, gradients_tier="nvme")
     slow_adam = replace(USUAL, **BOUNDS["adam"], storage=StorageRates(FAST, FAST, FAST, 0.0, 0.0))
-    plan = placed(given, {}).plan
+    plan = placed(given, {})[0].plan
     assert plan.residency.optimizer == 1.0
     assert placed_again(given, {}, slow_adam, plan) is not None
     assert placed_again(replace(given, may_speculate=False), {}, slow_adam, plan) is None
@@ -140,7 +140,7 @@ def test_activations_of_a_mode_that_is_not_decided_yet_take_no_memory_of_other_c
     storage_bound = replace(USUAL, **BOUNDS["storage"])
     block = OperatorCost("up/mm", 4e12, 2e9, True)
     known = replace(storage_bound, blocks=(BlockCost("a", 4e12, 1e9, (block,)), BlockCost("b", 4e12, 1e9, (block,))))
-    auto, swap = (placed(given, {}, known, mode=mode).plan for mode in ("auto", "swap"))
+    auto, swap = (placed(given, {}, known, mode=mode)[0].plan for mode in ("auto", "swap"))
     assert auto.kept_activation_bytes == 0
     assert auto.activation_bytes < 1e9 < swap.activation_bytes
     assert auto.resident_bytes(given) > swap.resident_bytes(given)

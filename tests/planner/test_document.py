@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.planner.document import PlanDocument, diff, is_document, load, parse, save
-from ds_fuyou.planner.report import document_of
+from ds_fuyou.planner.document import PlanDocument, is_document, load, parse, save
+from ds_fuyou.simulator.report import document_of
 from tests.planner.support import chosen, machine, model
 
 
@@ -27,14 +27,6 @@ def test_a_saved_plan_is_the_same_when_loaded(plan: PlanDocument, tmp_path: Path
     assert [found.name for found in tmp_path.iterdir()] == ["plan.json"]
     assert is_document(json.loads(path.read_text(encoding="utf-8")))
     assert not is_document({"chunk_bytes": 1})
-
-
-def test_differences_are_named(plan: PlanDocument) -> None:
-    other = document_of(chosen("13B", 32, on=machine(4, 64)))
-    assert diff(plan, plan) == []
-    changed = {key: (old, new) for key, old, new in diff(plan, other)}
-    assert changed["workload.batch"] == (16, 32)
-    assert any(key.startswith("predicted.lane_secs.") for key in changed)
 
 
 def test_a_class_that_there_is_no_more_is_no_fault(plan: PlanDocument) -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.planner.families import known_families, read_config
-from ds_fuyou.planner.model import with_adapters
+from ds_fuyou.simulator.families import known_families, read_config
+from ds_fuyou.simulator.models import with_adapters
 
 transformers = pytest.importorskip("transformers", reason="needs the extra huggingface")
 

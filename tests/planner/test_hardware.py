@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-import ds_fuyou.planner.hardware as hardware
+import ds_fuyou.planner.presets as hardware
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError
-from ds_fuyou.planner.choose import choose, fits, largest_model
 from ds_fuyou.planner.cost import Placement, Workload, closed_form
-from ds_fuyou.planner.hardware import GIB, find_gpu, find_host, find_ssd
-from ds_fuyou.planner.lanes import Lane, Schedule, Task
-from ds_fuyou.planner.policies import POLICIES, find_policy
+from ds_fuyou.planner.hardware import GIB
+from ds_fuyou.planner.lanes import Lane
+from ds_fuyou.planner.presets import find_gpu, find_host, find_ssd
+from ds_fuyou.simulator.choose import choose, fits, largest_model
+from ds_fuyou.simulator.schedule import Schedule, Task
+from ds_fuyou.simulator.systems import POLICIES, find_policy
 from tests.planner.support import chosen, machine, model
 
 PRESETS = json.loads(Path(hardware.__file__).with_name("presets.json").read_text(encoding="utf-8"))

@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 
 from ds_fuyou.cli import main
-from ds_fuyou.planner.choose import choose
 from ds_fuyou.planner.cost import Workload
-from ds_fuyou.planner.hardware import constants
-from ds_fuyou.planner.model import load_model
-from ds_fuyou.planner.policies import find_policy
-from ds_fuyou.planner.report import plan_text
+from ds_fuyou.planner.presets import constants
 from ds_fuyou.profiling.machine import MeasuredMachine, machine_of_measured
+from ds_fuyou.simulator.choose import choose
+from ds_fuyou.simulator.models import load_model
+from ds_fuyou.simulator.report import plan_text
+from ds_fuyou.simulator.systems import find_policy
 
 FOUND = MeasuredMachine(
     device="a GPU",
     device_bytes=24 << 30,
     device_is_host=False,
+    is_unified=False,
     matmul_flops=100e12,
     link_up=20e9,
     link_down=21e9,
@@ -55,6 +56,14 @@ def test_where_the_device_is_the_host_there_is_no_gpu_and_no_link() -> None:
     assert "GPU" not in shown
     assert "device" not in shown
     assert "cpu optimizer" in shown
+
+
+def test_where_device_and_host_share_memory_what_is_swapped_goes_to_storage() -> None:
+    work, policy = Workload(load_model("6B"), 16, 1024), find_policy("ds_fuyou")
+    apart = machine_of_measured(replace(FOUND, device_bytes=12 << 30, dram_bytes=256 << 30), 1)
+    found = {one: choose(work, replace(apart, is_unified=one), policy).place for one in (False, True)}
+    assert found[True].dram_activation_bytes == 0
+    assert found[False].dram_activation_bytes > 0
 
 
 def test_a_rate_that_falls_is_told() -> None:

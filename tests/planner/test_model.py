@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.planner.hardware import model_shapes
-from ds_fuyou.planner.model import load_model, published_model
+from ds_fuyou.planner.presets import model_shapes
+from ds_fuyou.simulator.models import load_model, published_model
 
 GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_positions": 1024}
 LLAMA = {

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ds_fuyou.planner.choose import Chosen
+from ds_fuyou.simulator.choose import Chosen
 from tests.planner.support import chosen, machine, model, rows
 
 SYSTEMS = ("fuyou", "fuyou_optimizer_as_separate_stage", "zero_infinity", "zero_offload")

@@ -143,7 +143,8 @@ def test_plan_prints_a_table_and_the_same_as_json(tmp_path: Path, capsys: pytest
     saved = tmp_path / "plan.json"
     assert main([*arguments, "--out", str(saved)]) == 0
     table = capsys.readouterr().out
-    for words in ("what lives where", "bounds the step", "tokens/s", "8 P", "largest batch", "upgrade", "alternatives"):
+    words_of_all = ("what lives where", "bounds the step", "tokens/s", "8 P", "largest batch", "upgrade", "other home")
+    for words in words_of_all:
         assert words in table
     assert main([*arguments, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

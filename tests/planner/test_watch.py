@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from ds_fuyou.planner.profiled import predict
 from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement, with_finding
-from tests.planner.profiles import PLACEMENT, PROFILE
+from tests.planner.profiles import PROFILE, predicted
 
 GOOD = StepMeasurement(
     secs=4.0,
@@ -25,8 +24,8 @@ GOOD = StepMeasurement(
 
 
 def _watch() -> LaneWatch:
-    predicted = predict(PROFILE, PLACEMENT)
-    return LaneWatch(predicted, predicted.thread_secs, PROFILE.num_elements)
+    planned = predicted()
+    return LaneWatch(planned, planned.thread_secs, PROFILE.num_elements)
 
 
 def _steps(watch: LaneWatch, step: StepMeasurement, count: int) -> list[Finding]:
@@ -55,7 +54,7 @@ def test_a_lane_is_measured_against_its_own_first_steps() -> None:
     assert (finding.cause, finding.ratio) == (Cause.WRITES, 0.5)
     assert "0.43 GB/s in 5 steps in a row, at first it was 0.86 GB/s" in finding.text
     assert finding.cause.replans
-    later = LaneWatch(predict(PROFILE, PLACEMENT), 4.0, 200, watch.usual())
+    later = LaneWatch(predicted(), 4.0, 200, watch.usual())
     assert _steps(later, replace(GOOD, write_secs=2.8), 20) == [], "what was told is what a new plan counts on"
     (finding,) = _steps(later, replace(GOOD, update_secs=2.4, read_secs=0.8), 20)
     assert finding.cause is Cause.UPDATES
@@ -80,8 +79,8 @@ def test_more_bytes_and_an_unexplained_step_are_told() -> None:
 
 
 def test_another_batch_is_waited_out_as_long_as_told_and_explains_the_wait() -> None:
-    predicted = predict(PROFILE, PLACEMENT)
-    watch = LaneWatch(predicted, predicted.thread_secs, PROFILE.num_elements, patience=4 * LASTING)
+    planned = predicted()
+    watch = LaneWatch(planned, planned.thread_secs, PROFILE.num_elements, patience=4 * LASTING)
     longer = replace(GOOD, num_elements=400.0, compute_secs=8.0, secs=8.0)
     assert _steps(watch, longer, 4 * LASTING - 1) == []
     assert _steps(watch, GOOD, 1) == []
@@ -92,8 +91,8 @@ def test_another_batch_is_waited_out_as_long_as_told_and_explains_the_wait() -> 
 
 
 def test_batches_of_no_known_size_are_not_compared() -> None:
-    predicted = predict(PROFILE, PLACEMENT)
-    assert _steps(LaneWatch(predicted, predicted.thread_secs, 0), GOOD, 2 * LASTING) == []
+    planned = predicted()
+    assert _steps(LaneWatch(planned, planned.thread_secs, 0), GOOD, 2 * LASTING) == []
     assert _steps(_watch(), replace(GOOD, num_elements=0.0), 2 * LASTING) == []
 
 

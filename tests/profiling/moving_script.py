@@ -13,7 +13,8 @@ from dataclasses import replace
 import deepspeed
 import torch
 
-from ds_fuyou.planner.profile import RunProfile, StorageRates
+from ds_fuyou.planner.plan import stored_bytes
+from ds_fuyou.planner.profile import RunProfile, StorageRates, save_profile
 from tests.harness.models import TinyGPT, make_batch
 from tests.harness.runner import ds_config
 
@@ -36,9 +37,18 @@ def slow_adam(found: RunProfile) -> RunProfile:
     )
 
 
-def main() -> None:
-    directory, resume = sys.argv[1:]
-    deepspeed.init_distributed("gloo")
+def second_start(kept: RunProfile, nvme_budget_bytes: int) -> list[float]:
+    """[states in memory, by which it was placed, losses] of an engine that finds what was kept, with a small budget."""
+    save_profile(kept)
+    engine = engine_of("off", nvme_budget_bytes)
+    share = engine.optimizer.rank_state.plan.residency.optimizer
+    losses = train(engine, 0, 3)
+    engine.destroy()
+    return [share, *losses]
+
+
+def engine_of(resume: str, nvme_budget_bytes: int | str = "auto") -> deepspeed.DeepSpeedEngine:
+    directory = sys.argv[1]
     fuyou = {
         "nvme_path": directory,
         "dram_budget_bytes": 2_200_000,
@@ -46,23 +56,37 @@ def main() -> None:
         "parameters": {"tier": "nvme"},
         "plan": {"chunk_bytes": 65536, "staging_bytes": 1 << 20, "prefetch_bytes": 1 << 20},
         "resume": resume,
+        "nvme_budget_bytes": nvme_budget_bytes,
     }
     torch.manual_seed(0)
     model = TinyGPT(**MODEL)
     config = ds_config(gradient_clipping=0.0, fuyou=fuyou)
     del config["zero_optimization"]["offload_optimizer"]  # it would say where states are
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    state, plan = engine.optimizer.rank_state, engine.optimizer.run_plan
-    before, host_bytes, losses = state.plan.residency.optimizer, state.planned_host_bytes, []
-    for step in range(8):
+    return engine
+
+
+def train(engine: deepspeed.DeepSpeedEngine, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
         loss = engine(make_batch(MODEL, step, 0)["ids"])
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
-        if step == 2:
-            assert plan.profile is not None
-            plan.profile = slow_adam(plan.profile)
-            plan._move()
+    return losses
+
+
+def main() -> None:
+    resume = sys.argv[2]
+    deepspeed.init_distributed("gloo")
+    engine = engine_of(resume)
+    state, plan = engine.optimizer.rank_state, engine.optimizer.run_plan
+    before, host_bytes, losses = state.plan.residency.optimizer, state.planned_host_bytes, train(engine, 0, 3)
+    assert plan.profile is not None
+    measured = plan.profile
+    plan.profile = slow_adam(measured)
+    plan._move()
+    losses += train(engine, 3, 8)
     state.core.wait_all()
     shares = state.core.place.residency.states
     found = {
@@ -72,8 +96,12 @@ def main() -> None:
         "moved": state.core.mover.counts.num_to_storage,
         "host_bytes": [host_bytes, state.planned_host_bytes],
     }
-    sys.stdout.write(f"RESULT {json.dumps(found)}\n")
+    stored = stored_bytes(state.plan_input, replace(state.plan.residency, optimizer=before))
     engine.destroy()
+    if resume == "off":
+        found["roomy"] = second_start(slow_adam(measured), 1 << 30)
+        found["small"] = second_start(slow_adam(measured), int(1.15 * stored))
+    sys.stdout.write(f"RESULT {json.dumps(found)}\n")
 
 
 if __name__ == "__main__":

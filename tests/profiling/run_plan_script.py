@@ -28,11 +28,15 @@ AUTO = {
 }
 
 
+def config_of(directory: str, **block) -> dict:
+    fuyou = {"nvme_path": directory, "optimizer": {"tier": "nvme"}, "dram_budget_bytes": 4 << 30, **block}
+    return ds_config(gradient_clipping=0.0, fuyou=fuyou)
+
+
 def engine_of(directory: str, **block) -> deepspeed.DeepSpeedEngine:
     torch.manual_seed(0)
     model = TinyGPT(**MODEL)
-    fuyou = {"nvme_path": directory, "optimizer": {"tier": "nvme"}, **block}
-    config = ds_config(gradient_clipping=0.0, fuyou=fuyou)
+    config = config_of(directory, **block)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     engine.optimizer.rank_state.core.io.engine.set_throttle(USUAL, USUAL)
     return engine
@@ -54,7 +58,7 @@ def about(engine, losses: list[float]) -> dict:
     found = {"losses": losses, "profile": profile, "causes": [finding.cause.name for finding in plan.findings]}
     if plan.prediction is not None:
         found["predicted"] = {"secs": plan.prediction.iteration_secs, "written": plan.prediction.write_bytes}
-        found["predicted"]["updates"] = plan.prediction.placement.updates.name
+        found["predicted"]["updates"] = plan.prediction.updates.name
     found["planned_bytes"] = engine.optimizer._tier_bytes.planned(1e9)
     found["peak_bytes"] = engine.optimizer._tier_bytes.peaks()
     numel = engine.optimizer.rank_state.layout.numel
@@ -88,7 +92,10 @@ def main() -> None:
     results["cold"] = about(engine, losses)
     results["kept"] = [kept()]
     claim_a_faster_machine()
+    results["claimed"] = kept()
     engine = engine_of(directory, **AUTO)
+    results["document"] = engine.optimizer.run_plan.document().to_json()
+    results["config"] = config_of(directory, **AUTO)
     losses = train(engine, 0, 8)
     losses += train(engine, 8, 14, repeat=2)
     engine.optimizer.rank_state.core.io.engine.set_throttle(SLOW, SLOW)

@@ -35,3 +35,9 @@ def test_states_leave_memory_unless_a_run_may_be_gone_on_from(resume: str, tmp_p
     assert found["host_bytes"][1] < found["host_bytes"][0]
     assert log.count("P32 and moments move over the next steps") == 1
     assert len(set(found["losses"])) == 8
+    roomy, *losses = found["roomy"]
+    assert roomy == pytest.approx(after, abs=0.05), "the next run begins where this one moved to"
+    assert losses == found["losses"][:3]
+    small, *losses = found["small"]
+    assert small == pytest.approx(before), "two slots of that do not fit the budget: placed as if nothing were known"
+    assert losses == found["losses"][:3]

@@ -156,3 +156,40 @@ def test_what_a_module_compiles_itself_is_still_compiled() -> None:
         block.inner = torch.compile(block.inner, backend=seen)
     profile_blocks(find_blocks(net, ["Block"]), lambda: net(batch()).sum())
     assert seen.frame_count > 0
+
+
+def test_a_kernel_that_torch_has_no_formula_of_is_timed() -> None:
+    """It takes as long as the products of its block, so it counts about as much as they do; what torch has itself
+    counts as none.
+    """
+    library = torch.library.Library("fuyou_tests", "DEF")
+    library.define("attend(Tensor x) -> Tensor")
+    wide = torch.randn(256, 256)
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(40):
+            wide @ wide
+        return x * 2
+
+    library.impl("attend", attend, "CPU")
+
+    class Foreign(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(256, 256, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(10):
+                x = self.up(x)
+            return torch.ops.fuyou_tests.attend(F.gelu(x))
+
+    net = nn.Sequential(*(Foreign() for _ in range(5)))
+    recorder = OperatorRecorder(find_blocks(net, ["Foreign"]), sees_saves=False)
+    with torch.no_grad(), recorder:
+        net(torch.randn(256, 256))
+    for block in recorder.profiles()[:-1]:
+        known = {output.name: output.flops for output in block.outputs}
+        products = sum(count for name, count in known.items() if name.startswith("up/"))
+        assert products == 10 * 2 * 256**3
+        assert products / 10 < known["attend"] < products * 100
+        assert known["gelu"] == 0

@@ -39,6 +39,17 @@ def test_two_models_of_a_device_have_two_names(monkeypatch: pytest.MonkeyPatch) 
     assert asked == [torch.device("cuda:0")]
 
 
+@pytest.mark.parametrize(
+    ("says", "unified"), [({"is_integrated": 1}, True), ({"is_integrated": 0}, False), ({}, False)]
+)
+def test_a_device_in_the_hosts_memory_is_known(
+    monkeypatch: pytest.MonkeyPatch, says: dict[str, int], unified: bool
+) -> None:
+    properties = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(**says))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: properties)
+    assert AcceleratorDevice(accelerator(), pin_memory=True).is_unified is unified
+
+
 def test_a_device_without_streams_is_refused_by_name() -> None:
     for lacking in ({"Stream": None}, {"Event": None}, {"is_synchronized_device": lambda: True}):
         with pytest.raises(FuyouConfigError, match=r"'cuda' has no streams and events"):

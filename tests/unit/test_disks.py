@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_fuyou.planner.hardware import rated_writes
+from ds_fuyou.planner.presets import rated_writes
 from ds_fuyou.storage.disks import DiskKind, disk_kind, find_disks, mount_points
 from ds_fuyou.storage.wear import GUESSED_WRITES, Rating, rating_of
 

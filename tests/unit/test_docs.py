@@ -83,7 +83,7 @@ NOT_RUN = {
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the files that the pages speak of, the working one."""
-    from ds_fuyou.planner.points import REQUIRED
+    from ds_fuyou.simulator.points import REQUIRED
 
     model = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
     model |= {"vocab_size": 256, "intermediate_size": 128}

@@ -26,9 +26,19 @@ GIVEN = PlanInput(
 )
 
 
+def moved_bytes(plan: Plan, given: PlanInput) -> float:
+    """To and from storage in a step: P16 read in both passes and written once, states read and written, gradients
+    written and (by updates that wait for ``step()``) read.
+    """
+    held = plan.residency
+    moved = 3 * given.param_bytes_each * (1 - held.parameters)
+    moved += 2 * 4 * (1 + given.num_moments) * (1 - held.optimizer)
+    return (moved + 2 * given.grad_bytes_each * (1 - held.gradients)) * given.numel
+
+
 def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
     """Of a run of which nothing was measured: storage is the bound."""
-    return placed(given, overrides).plan
+    return placed(given, overrides)[0].plan
 
 
 def shares(plan: Plan) -> tuple[float, float, float]:
@@ -53,7 +63,7 @@ def test_memory_is_filled_and_nothing_whole_that_fits_moves_less(gib: int) -> No
     for whole in WHOLE:
         other = replace(plan, residency=whole)
         if other.resident_bytes(given) <= room:
-            assert plan.moved_bytes(given) <= other.moved_bytes(given) + 1
+            assert moved_bytes(plan, given) <= moved_bytes(other, given) + 1
 
 
 def test_the_class_that_saves_most_a_byte_is_filled_first() -> None:
@@ -119,7 +129,7 @@ def test_less_memory_never_moves_fewer_bytes() -> None:
             given = replace(GIVEN, dram_budget_bytes=gib * GIB, **fixed)
             plan = make_plan(given, {})
             assert plan.resident_bytes(given) <= given.dram_budget_bytes
-            moved.append(plan.moved_bytes(given))
+            moved.append(moved_bytes(plan, given))
         assert moved == sorted(moved)
 
 
@@ -218,7 +228,7 @@ def test_states_on_their_way_to_a_checkpoint_are_counted(gib: int) -> None:
     assert without.save_bytes == 0
     if gib < 16:
         assert plan.host_bytes(behind) <= gib * GIB
-        assert plan.moved_bytes(behind) > without.moved_bytes(given) or gib == 1
+        assert moved_bytes(plan, behind) > moved_bytes(without, given) or gib == 1
     tiny = replace(behind, numel=100, largest_param_numel=50, num_moments=1)
     assert make_plan(tiny, {}).save_bytes == 6 * 2 * 400
 

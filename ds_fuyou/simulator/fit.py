@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ds_fuyou.planner.cost import P16_BYTES, STATE_BYTES, Placement, Workload
 from ds_fuyou.planner.document import Residency
-from ds_fuyou.planner.hardware import Machine, constants
+from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.plan import (
     CHUNK_BYTES,
     PlanInput,
@@ -20,6 +20,7 @@ from ds_fuyou.planner.plan import (
     resident_bytes,
 )
 from ds_fuyou.planner.policies import Policy, Tiers, Updates
+from ds_fuyou.planner.presets import constants
 
 __all__ = ["Item", "Needs", "device_room", "needs_of", "rank_facts", "shown_bytes"]
 
@@ -96,9 +97,10 @@ def rank_facts(work: Workload, machine: Machine, policy: Policy) -> PlanInput:
         gradients_tier=fixed.grads,
         may_speculate=policy.updates in (Updates.BACKWARD, Updates.DEADLINE),
         device_is_host=machine.shares_cores,
+        is_unified=machine.is_unified,
         swaps_activations=fixed.mode not in ("none", "recompute"),
         activations_stay_in_dram=fixed.activations == "cpu" or machine.storage_bytes <= 0,
-        activations_leave_dram=fixed.activations == "nvme",
+        activations_leave_dram=fixed.activations == "nvme" or (machine.is_unified and machine.storage_bytes > 0),
         storage_budget_bytes=machine.storage_bytes / ranks,
         durable=fixed.durable,
         frozen_bytes=model.frozen_bytes / ranks,
@@ -123,10 +125,14 @@ def _gpu_items(work: Workload, policy: Policy, place: Placement) -> Sequence[Ite
         block += 5.0 * work.batch * model.heads * work.seq * work.seq
     head = logits + 2.0 * model.hidden * work.tokens
     gradient = policy.gradient_bytes if not policy.fused else P16_BYTES
+    cast = 0  # while a block's activations are there
+    if policy.fused and policy.gradient_bytes > P16_BYTES:
+        cast = policy.gradient_bytes * max(block.largest_matrix_params for block in set(model.blocks))
     return (
         Item("context and allocator slack", "gpu", constants().device_context_bytes),
         Item("P16 in use and fetched ahead", "gpu", 2 * unit),
         Item("gradients in flight", "gpu", (2 if policy.fused else 1) * trained * gradient / P16_BYTES),
+        Item("a gradient cast to fp32", "gpu", float(cast)),
         Item("activations of the block in work" if block >= head else "logits and loss", "gpu", max(block, head)),
         Item("activations kept", "gpu", place.kept_bytes),
     )
@@ -151,8 +157,9 @@ def _host_items(work: Workload, machine: Machine, policy: Policy, place: Placeme
             Item("flat gradient buffer", "cpu", flat),
             Item("swap buffers", "cpu", _STOCK_SWAP_BYTES + 5 * P16_BYTES * unit),
         ]
-    else:  # whole units: P32, M, V read, updated and written, an fp32 gradient; two of G16, three of P16
-        window = (3 * 3 + 1) * _power_of_two(4 * unit) + (2 + 3) * _power_of_two(2 * unit)
+    else:  # whole units: P32, M, V read, updated and written, an fp32 gradient; two that arrive, three of P16
+        window = (3 * 3 + 1) * _power_of_two(4 * unit) + 3 * _power_of_two(2 * unit)
+        window += 2 * _power_of_two(policy.gradient_bytes * unit)
         items = [Item("windows of states, gradients and P16", "cpu", window)]
         if policy.updates is Updates.STEP:
             items.append(Item("G16", "cpu", policy.gradient_bytes * num_params))

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ds_fuyou.planner.choose import BATCHES, Chosen, closed_alternatives, fits, quick_secs
 from ds_fuyou.planner.cost import closed_form
 from ds_fuyou.planner.document import PlanDocument, Residency, Subject
-from ds_fuyou.planner.fit import shown_bytes
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.plan import MIB
+from ds_fuyou.simulator.choose import BATCHES, Chosen, alternatives, fits, quick_secs
+from ds_fuyou.simulator.fit import shown_bytes
 
 __all__ = ["TIER_NAMES", "document_of", "largest_batch", "plan_text", "upgrades"]
 
@@ -154,6 +154,6 @@ def _lines(chosen: Chosen) -> Iterator[str]:
     else:
         yield "no single upgrade of storage, DRAM, GPU, link or CPU to twice its size gains 1 %"
     yield ""
-    yield "alternatives, seconds of a step by the closed form"
-    for name, alternative in closed_alternatives(chosen):
-        yield f"  {name:<44}{alternative}"
+    yield "each class, what its best other home would cost by the closed form"
+    for line in alternatives(chosen):
+        yield f"  {line}"

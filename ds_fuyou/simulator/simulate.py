@@ -22,8 +22,9 @@ from ds_fuyou.planner.cost import (
     stored_sums,
 )
 from ds_fuyou.planner.hardware import Machine
-from ds_fuyou.planner.lanes import Lane, Schedule, Task
+from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.policies import Policy, Updates
+from ds_fuyou.simulator.schedule import Schedule, Task
 
 __all__ = ["Simulated", "chrome_trace", "simulate"]
 

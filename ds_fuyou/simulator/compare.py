@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.planner.choose import Chosen, try_choose
 from ds_fuyou.planner.cost import Workload
-from ds_fuyou.planner.fit import shown_bytes
 from ds_fuyou.planner.hardware import Machine
-from ds_fuyou.planner.policies import Policy, find_policy
+from ds_fuyou.planner.policies import Policy
+from ds_fuyou.simulator.choose import Chosen, try_choose
+from ds_fuyou.simulator.fit import shown_bytes
+from ds_fuyou.simulator.systems import find_policy
 
 __all__ = ["COMPARED", "HEAD", "Compared", "Training", "cells", "compared", "compared_text"]
 

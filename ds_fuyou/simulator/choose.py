@@ -12,19 +12,21 @@ from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.activations import costs_of, plan_activations
 from ds_fuyou.planner.cost import ClosedForm, Placement, Workload, closed_form
 from ds_fuyou.planner.decide import Decision, StepTime, decide
-from ds_fuyou.planner.fit import Needs, device_room, needs_of, rank_facts, shown_bytes
+from ds_fuyou.planner.explain import class_lines, class_rows
 from ds_fuyou.planner.hardware import GIB, Machine
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
+from ds_fuyou.planner.plan import CHUNK_BYTES, PlanInput
 from ds_fuyou.planner.policies import Fates, Fixed, Policy, Tiers
-from ds_fuyou.planner.simulate import Simulated, simulate
+from ds_fuyou.simulator.fit import Needs, device_room, needs_of, rank_facts, shown_bytes
+from ds_fuyou.simulator.simulate import Simulated, simulate
 
 __all__ = [
     "BATCHES",
     "Chosen",
+    "alternatives",
     "best_batch",
     "choose",
-    "closed_alternatives",
     "fits",
     "largest_model",
     "quick_secs",
@@ -118,10 +120,14 @@ def _quick(work: Workload, machine: Machine, policy: Policy) -> tuple[_Quick | N
     return (closed.iteration_secs, place, needs, closed), needs
 
 
+def _question(work: Workload, machine: Machine, policy: Policy) -> tuple[PlanInput, StepTime]:
+    time = StepTime(work, machine, policy, costs_of(work, policy), policy.fixed.mode)
+    return replace(rank_facts(work, machine, policy), device_room_bytes=device_room(work, machine, policy)), time
+
+
 def _decision(work: Workload, machine: Machine, policy: Policy) -> Decision:
     """Raises FuyouConfigError if nothing fits."""
-    time = StepTime(work, machine, policy, costs_of(work, policy), policy.fixed.mode)
-    given = replace(rank_facts(work, machine, policy), device_room_bytes=device_room(work, machine, policy))
+    given, time = _question(work, machine, policy)
     return decide(given, {}, time)
 
 
@@ -158,45 +164,14 @@ def quick_secs(work: Workload, machine: Machine, policy: Policy) -> float:
     return float("inf") if best is None else best[0]
 
 
-def closed_alternatives(chosen: Chosen) -> list[tuple[str, str]]:
-    """What other decisions would have cost, each with activations planned anew."""
+def alternatives(chosen: Chosen) -> list[str]:
+    """Of each class of ours, what its best other home would cost by the closed form; a line each."""
     work, machine, policy = chosen.work, chosen.machine, chosen.policy
     if policy.tiers is not Tiers.PLANNED:
         return []
-    shares = {
-        "as planned": chosen.place,
-        "everything on storage": replace(chosen.place, params=0.0, states=0.0, grads=0.0, frozen=0.0),
-        "states on storage, the rest in host memory": replace(
-            chosen.place, params=1.0, states=0.0, grads=1.0, frozen=1.0, two_versions=True
-        ),
-        "everything in host memory": replace(
-            chosen.place, params=1.0, states=1.0, grads=1.0, frozen=1.0, two_versions=False
-        ),
-    }
-    rows = []
-    for name, place in shares.items():
-        tried = place if name == "as planned" else _with_rest(work, machine, policy, place)
-        secs = closed_form(work, machine, policy, tried).iteration_secs
-        lacking = needs_of(work, machine, policy, tried).missing()
-        note = "" if not lacking else f", does not fit {' and '.join(_TIER_NAMES[t] for t in lacking)}"
-        rows.append((name, f"{secs:.2f}{note}" if secs < float("inf") else "needs storage"))
-    if policy.fixed.durable:
-        free = replace(policy, fixed=replace(policy.fixed, states="auto", durable=False))
-        rows.append(("the best where a step need not be durable", f"{quick_secs(work, machine, free):.2f}"))
-    return rows
-
-
-def _with_rest(work: Workload, machine: Machine, policy: Policy, place: Placement) -> Placement:
-    """Activations planned into what a placement leaves of host memory."""
-    bare = replace(place, swapped_bytes=0.0, dram_activation_bytes=0.0, kept_bytes=0.0, recompute_flops=0.0)
-    left = machine.dram_usable_bytes - needs_of(work, machine, policy, bare).total("cpu")
-    left -= 2.0 * work.model.saved_bytes * work.tokens * machine.num_gpus
-    return _with_activations(work, machine, policy, bare, _activation_room(policy, left) / machine.num_gpus)
-
-
-def _activation_room(policy: Policy, left: float) -> float:
-    """Host memory for activations when ``left`` bytes are free, unless the user chose their tier."""
-    return {"cpu": float("inf"), "nvme": 0.0}.get(policy.fixed.activations, max(0.0, left))
+    given, time = _question(work, machine, policy)
+    rows = class_rows(given, time, chosen.place, CHUNK_BYTES[0])
+    return list(class_lines(rows, chosen.closed.iteration_secs))
 
 
 def _with_activations(work: Workload, machine: Machine, policy: Policy, place: Placement, in_dram: float) -> Placement:
@@ -206,11 +181,13 @@ def _with_activations(work: Workload, machine: Machine, policy: Policy, place: P
 
 
 def best_batch(model: ModelSpec, seq: int, machine: Machine, policy: Policy) -> Chosen | None:
-    """The batch of BATCHES with the most tokens/s; the smaller one where they are equal to 0.1 %. None: none fits.
+    """The batch of BATCHES, or half-way between two, with the most tokens/s; the smaller one where they are equal to
+    0.1 %. None: none fits.
 
     The closed form ranks them; the three best are simulated.
     """
-    works = [Workload(model, batch, seq) for batch in BATCHES]
+    sizes = sorted({*BATCHES, *(3 * batch // 2 for batch in BATCHES[1:])})
+    works = [Workload(model, batch, seq) for batch in sizes]
     rates = {work.batch: work.tokens / quick_secs(work, machine, policy) for work in works}
     best: Chosen | None = None
     for work in sorted(works, key=lambda w: -rates[w.batch])[:3]:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.planner.fit import shown_bytes
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.policies import Fixed, Policy, Updates
+from ds_fuyou.simulator.fit import shown_bytes
 
 __all__ = ["limited", "under_block"]
 

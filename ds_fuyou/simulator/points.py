@@ -12,11 +12,13 @@ from pathlib import Path
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.files import replacing
-from ds_fuyou.planner.choose import Chosen, best_batch, largest_model, try_choose
 from ds_fuyou.planner.cost import Workload
-from ds_fuyou.planner.hardware import GIB, Machine, find_gpu, find_host, find_ssd, machine_of, model_shapes
-from ds_fuyou.planner.model import ModelSpec, load_model, published_model
-from ds_fuyou.planner.policies import find_policy
+from ds_fuyou.planner.hardware import GIB, Machine
+from ds_fuyou.planner.model import ModelSpec
+from ds_fuyou.planner.presets import find_gpu, find_host, find_ssd, machine_of, model_shapes
+from ds_fuyou.simulator.choose import Chosen, best_batch, largest_model, try_choose
+from ds_fuyou.simulator.models import load_model, published_model
+from ds_fuyou.simulator.systems import find_policy
 
 __all__ = ["ADDED", "MAX_MODEL", "Defaults", "predict", "read_points", "write_points"]
 

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen parameters live where the plan says, which is as many in host memory as that has room for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.forked import finish, start
+from tests.harness.ports import free_port
+from tests.harness.runner import environment
+
+pytestmark = pytest.mark.timeout(300)
+SCRIPT = Path(__file__).with_name("frozen_script.py")
+BUDGET = 800_000
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("frozen")
+    env = {**environment(0, 1, free_port()), "DS_FUYOU_PROFILES": str(directory / "profiles")}
+    process = start(SCRIPT, [str(directory), str(BUDGET)], env, directory / "log")
+    finish([process], 280)
+    log = (directory / "log").read_text(errors="replace")
+    assert process.exitcode == 0, log[-5000:]
+    (line,) = [line for line in log.splitlines() if line.startswith("RESULT ")]
+    results: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    return results
+
+
+def test_as_much_is_in_host_memory_as_planned(found: dict[str, Any]) -> None:
+    for run in found.values():
+        held = run["held"]
+        assert sum(held.values()) >= run["frozen_bytes"], "whole pages on storage"
+        largest = 2 * 500 * 72  # one parameter that does not fit any more
+        assert held["cpu"] == pytest.approx(run["planned"] * run["frozen_bytes"], abs=largest)
+        assert held["cpu"] <= run["planned"] * run["frozen_bytes"] * (1 + 1e-6)
+    assert found["storage"]["planned"] == 0.0
+    assert 0.1 < found["some"]["planned"] < 0.9
+    assert found["all"]["planned"] == 1.0
+
+
+def test_values_are_the_same_wherever_they_live(found: dict[str, Any]) -> None:
+    assert found["storage"]["losses"] == found["some"]["losses"] == found["all"]["losses"]
+    assert len(set(found["all"]["losses"])) == 4
+
+
+def test_a_prediction_counts_their_reads(found: dict[str, Any]) -> None:
+    stored = found["storage"]
+    assert stored["read"] >= 2 * stored["frozen_bytes"], "in both passes"
+    saved = stored["read"] - found["some"]["read"]
+    assert saved == pytest.approx(2 * found["some"]["held"]["cpu"], rel=0.5), "by whole pages"
+    assert stored["read"] - found["all"]["read"] >= 2 * stored["frozen_bytes"]
