@@ -151,6 +151,7 @@ class RankState:
             lanes=self.trace,
         )
         self._ended: str | None = None
+        self._pid = os.getpid()
         self._is_counted = False
         self._lanes: PipelineLanes | None = None
         if self.trace is not None:
@@ -597,6 +598,8 @@ class RankState:
         if self._ended is not None:
             return
         self._ended = f"this engine makes no steps any more: {why or 'it was not built'}"
+        if os.getpid() != self._pid:
+            return  # a forked child: none of the threads is here, and the files are its parent's
         if self._is_counted and not why:
             _NUM_BUILT[tuple(self.activation.state_paths)] -= 1
         with ExitStack() as ending:  # from the last line to the first; what fails keeps nothing else from ending

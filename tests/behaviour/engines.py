@@ -7,7 +7,9 @@ import ctypes
 import gc
 import json
 import os
+import signal
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,37 @@ def reference(swap: str) -> dict[str, Any]:
         "actor moved": after[0] != before[0],
         "reference stayed": after[1:] == before[1:] == alone,
     }
+
+
+def forked(swap: str) -> dict[str, Any]:
+    """A forked child ends the engines that it inherits, as a script's own function for the exit does; then the parent
+    trains on."""
+    actor = make_engine(swap, "all", 1, {"activations": {"mode": "swap"}})
+    frozen = inference_engine(swap, "all")
+    evaluate(frozen, 7)
+    train(actor, 0, 2)
+    child = os.fork()
+    if child == 0:
+        frozen.destroy()
+        actor.destroy()
+        os._exit(7)
+    end, status = time.monotonic() + 60, 0
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
+        time.sleep(0.05)
+    if ended[0]:
+        status = os.waitstatus_to_exitcode(ended[1])
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    train(actor, 2, 4)
+    trained, left, score = states(actor), files(swap), evaluate(frozen, 7)
+    actor.destroy()
+    frozen.destroy()
+    alone = make_engine(swap, "all", 1)
+    train(alone, 0, 4)
+    as_alone = equal(trained, states(alone))
+    alone.destroy()
+    return {"status": status, "as alone": as_alone, "files": left > 0, "score": score > 0}
 
 
 class OtherAtFirst(torch.nn.Module):
@@ -273,6 +306,7 @@ def say(what: dict[str, Any]) -> None:
 SCENARIOS: dict[str, Any] = {
     "together": together,
     "reference": reference,
+    "forked": forked,
     "agree": agree,
     "freed-all": lambda swap: freed(swap, "all"),
     "freed-none": lambda swap: freed(swap, "none"),

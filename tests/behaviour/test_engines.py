@@ -47,6 +47,11 @@ def test_a_reference_model_without_an_optimizer_stays_as_it_is(tmp_path: Path) -
     assert log.count("look-ahead pool") >= 2, "the one on storage has memory of its own, beside the actor's"
 
 
+def test_a_forked_child_that_ends_the_engines_waits_for_nothing_and_takes_nothing(tmp_path: Path) -> None:
+    (found,) = run("forked", tmp_path / "swap")
+    assert found == {"status": 7, "as alone": True, "files": True, "score": True}
+
+
 def test_ranks_that_saw_different_forwards_do_what_rank_0_read_in_the_plan(tmp_path: Path) -> None:
     fates = {"0": None, "1": 0, "": None}  # one block is swapped whole, the other one recomputed whole
     wanted = {"fates": fates, "measured from": 1.0}  # not from the begin of the step that was skipped
