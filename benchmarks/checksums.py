@@ -22,7 +22,8 @@ from benchmarks.report import environment_of
 from benchmarks.run import BY_NAME, summary
 from ds_fuyou.ops.core import load_core
 
-VARIANT = "fuyou_all_nvme"
+VARIANTS = {"balanced": "fuyou_all_nvme", "storage_bound": "fuyou_all_nvme", "activations": "fuyou_swap"}
+"""By case; of the last, swapped activations are summed, too."""
 
 
 def compare(case_name: str, pairs: int, directory: Path) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def compare(case_name: str, pairs: int, directory: Path) -> dict[str, Any]:
     case, specs = BY_NAME[case_name], {}
     for name in ("on", "off"):
         (directory / name).mkdir(exist_ok=True)
-        specs[name] = spec_of(case, VARIANT, directory / name, StockTuning())
+        specs[name] = spec_of(case, VARIANTS[case_name], directory / name, StockTuning())
         specs[name]["config"]["fuyou"]["checksum"] = name == "on"
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
     with tempfile.TemporaryDirectory(prefix="fuyou-bench-") as scratch, started(specs, Path(scratch)) as workers:
@@ -70,7 +71,7 @@ def bytes_per_sec(num_bytes: int, rounds: int = 15) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=("balanced", "storage_bound"), action="append")
+    parser.add_argument("--case", choices=VARIANTS, action="append")
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the storage to use")
     parser.add_argument("--out", type=Path, help="a JSON file for everything that was measured")
@@ -80,7 +81,7 @@ def main() -> None:
         print(f"the sum over {size >> 10} KiB: {rate / 1e9:.1f} GB/s")
     rows = []
     with tempfile.TemporaryDirectory(prefix="fuyou-checksums-", dir=arguments.directory) as scratch:
-        for name in arguments.case or ["balanced", "storage_bound"]:
+        for name in arguments.case or VARIANTS:
             rows.append(compare(name, arguments.pairs, Path(scratch)))
             for what in ("secs", "update_secs"):
                 found = rows[-1][what]

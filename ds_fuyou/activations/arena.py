@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
 
+from ds_fuyou.errors import FuyouMemoryError, FuyouStateError
 from ds_fuyou.host.device import Device
 from ds_fuyou.host.memory import HostPool, round_up_to_page
+from ds_fuyou.log import log_once
 
 __all__ = ["PIECE_BYTES", "Arena"]
 
@@ -19,8 +22,9 @@ _SEGMENT_BYTES = 1024 * 1024 * 1024
 
 
 class Arena:
-    """At most ``capacity_bytes``, in segments that are mapped, and pinned for ``device``, when the ones before are
-    full: a share of host memory that is planned for activations costs nothing before activations fill it.
+    """At most :attr:`capacity_bytes`, in segments that are mapped, and pinned for ``device``, when the ones before are
+    full: a share of host memory that is planned for activations costs nothing before activations fill it. It stays as
+    small as it is where the system, or the device, refuses more.
 
     Args:
         register: told of every segment.
@@ -38,7 +42,18 @@ class Arena:
         left = self.capacity_bytes - sum(segment.capacity_bytes for segment in self._segments)
         if left <= 0 and self._segments:
             return None
-        segment = HostPool(min(self._segment_bytes, left), self._device)
+        try:
+            segment = HostPool(min(self._segment_bytes, left), self._device)
+        except (FuyouMemoryError, FuyouStateError) as error:
+            if not self._segments:
+                raise
+            log_once(
+                logging.WARNING,
+                f"host memory for swapped activations stays at {self.capacity_bytes - left} bytes, of "
+                f"{self.capacity_bytes} that were planned; training goes on: {error}",
+            )
+            self.capacity_bytes -= left
+            return None
         self._register(segment)
         self._segments.append(segment)
         return segment

@@ -650,7 +650,7 @@ class SwapTier:
             self._clean.clear()
             self._arena.give_back()
             if self.storage is not None:
-                self.storage.space.close()
+                self.storage.close()
 
 
 def _pages_of(whole: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -35,6 +35,12 @@ class StorageHome:
     read_pieces: int = 8
     checksum: bool = True
 
+    def close(self) -> None:
+        """Only after all I/O has ended. What is opened with the same descriptors later is not compared with this."""
+        if self.checksum:
+            self.io.watch(self.space.files)
+        self.space.close()
+
 
 class StorageTraffic:
     """What is in flight. Each path ends its transfers about in order, so the oldest of each are asked alone whether

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ds_fuyou.checkpoint.mapped import check_readable
 from ds_fuyou.checkpoint.training_record import TrainingRecord
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 
@@ -73,6 +74,7 @@ class Like:
 
         Raises:
             FuyouStateError: they are others than the run's.
+            FuyouStorageError: they cannot be read.
         """
         saved = _loaded(self._model_files[rank])
         fragments: dict[str, torch.Tensor] | None = saved.get("frozen_param_fragments")
@@ -82,6 +84,8 @@ class Like:
             name: tuple(shape) for name, shape in saved["frozen_param_shapes"].items()
         }:
             raise FuyouStateError(f"--like is of another model: its frozen parameters are others [{self._ranks}]")
+        for values in fragments.values():
+            check_readable(values)
         return fragments
 
     def trainer(self, save_dir: Path, tag: str, records: Sequence[TrainingRecord]) -> TrainerFolder | None:

@@ -9,6 +9,8 @@ named by who loaded them.
 from __future__ import annotations
 
 import bisect
+import ctypes
+import errno
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -17,10 +19,14 @@ from typing import NamedTuple
 
 import torch
 
+from ds_fuyou.errors import FuyouMemoryError, FuyouStorageError
 from ds_fuyou.storage.probe import enable_direct
 from ds_fuyou.storage.types import PAGE_BYTES, Extent
 
-__all__ = ["MappedFiles"]
+__all__ = ["MappedFiles", "check_readable"]
+
+_MADV_POPULATE_READ = 22  # since Linux 5.14
+_EHWPOISON = 133
 
 
 class _Mapping(NamedTuple):
@@ -82,6 +88,31 @@ class MappedFiles:
             if is_direct:
                 enable_direct(fd)
         return self._fds[key]
+
+
+def check_readable(values: torch.Tensor) -> None:
+    """Reads the pages that a CPU tensor of a mapped file lies in. Where one cannot be read, since the disk is faulty or
+    the file has become shorter, who touches it is killed (SIGBUS). On older kernels this does nothing.
+
+    Raises:
+        FuyouStorageError: it cannot be read.
+        FuyouMemoryError: there is no memory to read it to.
+    """
+    if not values.numel():
+        return
+    storage = values.untyped_storage()
+    begin = storage.data_ptr() // PAGE_BYTES * PAGE_BYTES
+    num_bytes = storage.data_ptr() + storage.nbytes() - begin
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), _MADV_POPULATE_READ):
+        return
+    number = ctypes.get_errno()
+    if number == errno.ENOMEM:
+        raise FuyouMemoryError(num_bytes)
+    if number in (errno.EFAULT, _EHWPOISON):
+        path = next((found.path for found in _file_mappings() if found.begin <= begin < found.end), None)
+        message = "reading a checkpoint failed: the disk is faulty, or the file is shorter than when it was opened"
+        raise FuyouStorageError(errno.EIO, message, path)
 
 
 def _file_mappings() -> list[_Mapping]:

@@ -89,8 +89,14 @@ class Committer:
         self._orders.put(_Order(generation, said, opens))
 
     def release(self, names: Iterable[str], done: Callable[[], None]) -> None:
-        """Has regions given back when everything ordered so far is committed, then calls ``done``, in the thread."""
-        self._orders.put(_Release(names, done))
+        """Has regions given back when everything ordered so far is committed, then calls ``done``, in the thread. When
+        that has ended they stay, and ``done`` is called at once.
+        """
+        with self._progress:
+            if not self._ended:
+                self._orders.put(_Release(names, done))
+                return
+        done()
 
     def commit_now(self, generation: int, said: Mapping[str, JsonValue], *, opens: bool = True) -> None:
         """Writes a record in the calling thread; nothing may be in flight (initialisation, a loaded checkpoint)."""
@@ -137,7 +143,7 @@ class Committer:
             with self._progress:
                 self._ended = True
                 self._progress.notify_all()
-            while not self._orders.empty():  # nobody waits for what will not be given back
+            while not self._orders.empty():  # and no more come: nobody waits for what will not be given back
                 order = self._orders.get()
                 if isinstance(order, _Release):
                     order.done()

@@ -226,6 +226,11 @@ class SwapSpace:
                 growth = min(growth, self._budget - sum(self._sizes))
             return max(0, growth) + sum(free.num_bytes for free in self._free)
 
+    @property
+    def files(self) -> list[Extent]:
+        """All of them, as a whole; none of a closed space."""
+        return [Extent(fd, 0, num_bytes) for fd, num_bytes in zip(self._fds, self._sizes, strict=False)]
+
     def path_of(self, fd: int) -> Path:
         """The directory behind a descriptor, for error messages."""
         return self._directories[self._fds.index(fd)] if fd in self._fds else self._directories[0]

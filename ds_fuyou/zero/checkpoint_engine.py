@@ -22,8 +22,10 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from torch.nn import Parameter
+from torch.utils import _pytree
 
 from ds_fuyou.checkpoint import atomic, streamed_file
+from ds_fuyou.checkpoint.mapped import check_readable
 from ds_fuyou.checkpoint.parts import Parts
 from ds_fuyou.checkpoint.streamed_file import StandIns, StreamedFile
 from ds_fuyou.checkpoint.unfinished import WritingLock
@@ -37,7 +39,7 @@ from ds_fuyou.zero.stage3 import FuyouStage3Optimizer
 
 __all__ = ["FuyouCheckpointEngine", "end_last_save", "loading_module", "replace_writer", "saving"]
 
-_FROZEN_FRAGMENTS = "frozen_param_fragments"
+_FROZEN_FRAGMENTS, _OPTIMIZER = "frozen_param_fragments", "optimizer_state_dict"
 _WAIT = "fuyou_wait_checkpoint"  # of the engine
 _PIECE_BYTES = 8 << 20
 _SMALL_ENTRIES = 64 << 20  # room for what is not counted: scheduler, client state, recovery script
@@ -89,7 +91,13 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
         is_mappable = zipfile.is_zipfile(path)
         if is_mappable:
             self.loaded.add(os.path.realpath(path))
-        return torch.load(path, map_location=map_location, weights_only=False, mmap=is_mappable)
+        loaded = torch.load(path, map_location=map_location, weights_only=False, mmap=is_mappable)
+        if isinstance(loaded, dict):  # what stock itself uses
+            used = {key: part for key, part in loaded.items() if key not in (_FROZEN_FRAGMENTS, _OPTIMIZER)}
+            for leaf in _pytree.tree_leaves(used):
+                if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
+                    check_readable(leaf)
+        return loaded
 
 
 def replace_writer(engine: Any) -> None:
@@ -354,6 +362,7 @@ def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
                 name = self.param_names.get(param)
                 if name not in fragments:
                     continue
+                check_readable(fragments[name])
                 if partition_of(param) is None:
                     if isinstance(getattr(param, "nvme_swapper", None), FuyouParameterSwapper):
                         param.nvme_swapper.before_edit(param)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from ds_fuyou.checkpoint.mapped import MappedFiles
+from ds_fuyou.checkpoint.mapped import MappedFiles, check_readable
 from ds_fuyou.checkpoint.stock_state import CLOCK_KEY, FLAT_GROUPS, OPTIMIZER_STATE, StateEntries
 from ds_fuyou.checkpoint.streamed_file import Clone, StandIns
 from ds_fuyou.errors import FuyouStateError
@@ -185,6 +185,8 @@ class CheckpointState:
             def source(flat: torch.Tensor, chunk: Chunk) -> torch.Tensor | Sequence[Extent]:
                 values = flat.view(-1)[chunk.begin : chunk.end]
                 extents = files.extents(values) if values.dtype == torch.float32 else None
+                if extents is None:
+                    check_readable(flat)
                 return values if extents is None else extents
 
             def new_state(chunk: Chunk) -> NewState:

@@ -399,3 +399,19 @@ def test_a_flipped_bit_on_storage_is_noticed(late: int, checksum: bool, tmp_path
         del record, piece
         gc.collect()
         assert found.nothing_is_left()
+
+
+def test_after_the_end_what_is_opened_as_the_same_descriptor_is_compared_with_nothing(tmp_path: Path) -> None:
+    with rig([tmp_path / "one"], HostCopies()) as found:
+        found.put_and_drain(2)
+        (place,) = found.space.files
+        found.tier.close()
+        other = tmp_path / "other"
+        other.write_bytes(bytes(place.num_bytes))
+        fd = os.open(other, os.O_RDONLY)
+        os.dup2(fd, place.fd)
+        memory = torch.ones(place.num_bytes, dtype=torch.uint8)
+        found.io.read([place], memory, "reading another file").wait()
+        assert not memory.any()
+        for each in {fd, place.fd}:
+            os.close(each)

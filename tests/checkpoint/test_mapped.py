@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
-from ds_fuyou.checkpoint.mapped import MappedFiles
+from ds_fuyou.checkpoint.mapped import MappedFiles, check_readable
 from ds_fuyou.checkpoint.streamed_file import StandIns, save
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
@@ -116,3 +117,22 @@ def test_a_file_that_ends_before_it_should_is_named(tmp_path: Path) -> None:
             core.states.write_all([NewState(1, parts, ROUNDED)], files.path_of)
         del loaded
         step(core, 0)  # nothing was replaced
+
+
+def test_what_cannot_be_read_is_an_error_before_somebody_touches_it(tmp_path: Path) -> None:
+    """Without that the process is killed: by SIGBUS."""
+    path = tmp_path / "file.pt"
+    loaded = written(flats(3), path, is_aligned=True)
+    for values in loaded[0]:
+        check_readable(values)
+    os.truncate(path, 4096)
+    with pytest.raises(FuyouStorageError, match="shorter than when it was opened") as caught:
+        check_readable(loaded[0][1])
+    assert caught.value.filename == str(path)
+    check_readable(torch.zeros(5000))
+    check_readable(torch.empty(0))
+    pid = os.fork()
+    if not pid:
+        loaded[0][1].sum()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGBUS

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,14 @@ def test_replaced_states_of_a_resumed_step_are_another_edition_of_it(tmp_path: P
     finally:
         again.close()
         store.close(remove=True)
+
+
+def test_what_is_to_be_given_back_after_the_end_stays_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    with small_core(tmp_path, LAYOUT) as core:
+        step(core, 1)
+        core.commits.stop()
+        ended = threading.Event()
+        core.commits.release(["state/0"], ended.set)
+        assert ended.wait(0.0)
+        assert core.store is not None
+        assert "state/0" in core.store.regions

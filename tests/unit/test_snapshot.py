@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 
 from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
-from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
+from ds_fuyou.optimizer.layout import CUT_ELEMENTS, Chunk, LayoutLimits, build_layout
 from ds_fuyou.optimizer.snapshot import Snapshot
+from ds_fuyou.storage.types import Extent
 from tests.harness.small_core import Disk, backward, hypers, small_core, step
 
 LAYOUT = build_layout(
@@ -228,3 +230,41 @@ def test_one_snapshot_at_a_time_and_a_closed_one_holds_nothing(tmp_path: Path) -
         step(core, 1)
         step(core, 2)
         assert same(taken(core.snapshot()), states_of(core))
+
+
+@pytest.mark.parametrize("fault", ["", "shorter", "flipped"])
+def test_a_clone_that_cannot_be_read_is_named_by_its_own_file(fault: str, tmp_path: Path) -> None:
+    """As a file system that shares blocks makes them; here they are copied."""
+    copy = tmp_path / "checkpoint"
+    with small_core(tmp_path, LAYOUT) as core, copy.open("w+b", buffering=0) as file:
+
+        def clone(chunk: Chunk, parts: Sequence[Sequence[Extent]]) -> list[Extent]:
+            begin = file.seek(0, os.SEEK_END)
+            for extent in (extent for extents in parts for extent in extents):
+                with core.store.paths_of_fd(extent.fd).open("rb") as source:  # type: ignore[union-attr]
+                    source.seek(extent.offset)
+                    file.write(source.read(extent.num_bytes))
+            if fault == "flipped" and chunk.index == 3:
+                file.seek(begin)
+                byte = file.read(1)[0]
+                file.seek(begin)
+                file.write(bytes([byte ^ 1]))
+            return [Extent(file.fileno(), begin, file.seek(0, os.SEEK_END) - begin)]
+
+        step(core, 0)
+        expected = states_of(core)
+        states, found = core.snapshot().states(clone), {}
+        index, parts = next((chunk.index, parts) for chunk, parts in states)  # all were cloned before one is read
+        found[index] = [part.clone() for part in parts]
+        if fault == "shorter":
+            os.truncate(copy, os.path.getsize(copy) - 4096)
+        if not fault:
+            found |= {chunk.index: [part.clone() for part in parts] for chunk, parts in states}
+            assert same(found, expected)
+        else:
+            kind = FuyouChecksumError if fault == "flipped" else FuyouStorageError
+            with pytest.raises(kind, match=r"reading the state of chunk \d+") as caught:
+                list(states)
+            assert caught.value.filename == str(copy)
+        step(core, 1)
+        step(core, 2)
