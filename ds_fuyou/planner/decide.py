@@ -50,7 +50,7 @@ from ds_fuyou.planner.policies import Policy
 
 __all__ = ["Decision", "StepTime", "decide"]
 
-_ACTIVATIONS = "activations"
+_ACTIVATIONS, _NOBODY = "activations", "nobody"
 _NEAR = 1.001  # of the fastest: then the one that moves least
 _PARTS = (4, 8, 16, 32, 64, 128)  # of the budget, moved from one class to another
 
@@ -194,9 +194,11 @@ class _Search:
         return self.time.placed(self.given, residency, max(0.0, room)).swapped_bytes
 
     def _shifted(self, best: _Tried, num_bytes: float) -> Iterator[tuple[Residency, float]]:
-        """``num_bytes`` of one class go, another one comes in their place."""
+        """``num_bytes`` of one class go, and another one comes in their place, or nothing does; or one comes to memory
+        that nobody has.
+        """
         given, fixed = self.given, self.given.fixed_shares()
-        names = [name for name in classes_of(given) if name not in fixed]
+        names = [_NOBODY, *(name for name in classes_of(given) if name not in fixed)]
         if self._weighs_activations:
             names.append(_ACTIVATIONS)
         two = has_two_versions(given, best.residency)
@@ -205,7 +207,7 @@ class _Search:
             if less == _ACTIVATIONS:
                 moved = min(moved, in_dram)
                 in_dram -= moved
-            else:
+            elif less != _NOBODY:
                 size = bytes_each(given, less, two) * given.numel
                 moved = min(moved, getattr(residency, less) * size)
                 residency = _changed(residency, {less: getattr(residency, less) - moved / size})
@@ -213,7 +215,7 @@ class _Search:
                 continue
             if more == _ACTIVATIONS:
                 in_dram += moved
-            else:
+            elif more != _NOBODY:
                 size = bytes_each(given, more, two) * given.numel
                 residency = _changed(residency, {more: min(1.0, getattr(residency, more) + moved / size)})
             yield residency, in_dram

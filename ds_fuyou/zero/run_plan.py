@@ -505,7 +505,10 @@ class RunPlan:
         )
         for finding in found:
             self.findings.append(finding)
-            get_logger().warning("step %d departs from the plan: %s", self._num_steps, finding.text)
+            rank = current_rank()
+            if rank == 0 or finding.cause.replans:  # what is no reason to plan anew all ranks would say
+                who = f" of rank {rank}" if rank else ""
+                get_logger().warning("step %d%s departs from the plan: %s", self._num_steps, who, finding.text)
         self._drop_kept(found)
         replans = [finding for finding in found if finding.cause.replans]
         if not replans or self.profile is None:

@@ -9,12 +9,20 @@ from dataclasses import replace
 
 import pytest
 
-from ds_fuyou.planner.activations import ActivationCosts, costs_of
+from ds_fuyou.planner.activations import ActivationCosts, SavedOutput, costs_of
 from ds_fuyou.planner.cost import ClosedForm, Placement, Workload
 from ds_fuyou.planner.decide import Decision, StepTime, decide
 from ds_fuyou.planner.document import Residency
 from ds_fuyou.planner.lanes import Lane
-from ds_fuyou.planner.plan import MIB, PlanInput, minimum_lane_bytes, resident_bytes, stored_bytes
+from ds_fuyou.planner.plan import (
+    MIB,
+    PlanInput,
+    arena_bytes,
+    classes_of,
+    minimum_lane_bytes,
+    resident_bytes,
+    stored_bytes,
+)
 from ds_fuyou.planner.profile import BlockCost, OperatorCost, RunProfile, StorageRates
 from ds_fuyou.planner.profiled import placed, placed_again, run_time
 from ds_fuyou.simulator.choose import choose
@@ -64,6 +72,38 @@ def test_no_point_of_a_grid_is_faster(bound: str, accumulation: int, gib: int) -
             best = min(best, steps.secs(steps.placed(given, residency, 0.0)))
     chosen = steps.secs(steps.placed(given, plan.residency, 0.0))
     assert chosen <= best * 1.03
+
+
+@pytest.mark.parametrize("gib", [3, 6, 10, 15, 22])
+@pytest.mark.parametrize("accumulation", [1, 8])
+@pytest.mark.parametrize("kind", ["full", "long backward", "frozen", "activations"])
+def test_no_point_of_a_grid_is_faster_with_frozen_parameters_and_activations(
+    kind: str, accumulation: int, gib: int
+) -> None:
+    """Shares in quarters, with none or all of what they leave for activations; memory may be left to nobody."""
+    given = replace(GIVEN, dram_budget_bytes=gib * GIB, swaps_activations=True)
+    profile = replace(USUAL, accumulation=accumulation, forward_secs=0.1, backward_secs=2.0, update_rate=500e6)
+    costs = None
+    if kind == "long backward":
+        profile = replace(profile, backward_secs=10.0, storage=StorageRates(6e9, 6e9, 6e9, 0.0, 0.0))
+    elif kind == "frozen":
+        given = replace(given, numel=50_000_000, frozen_bytes=20e9)
+    elif kind == "activations":
+        outputs = tuple(SavedOutput(name, flops, size) for name, flops, size in (("a", 3e9, 2e8), ("b", 1e9, 3e8)))
+        costs = replace(BLOCKS, outputs=outputs, block_flops=4.1e9)
+        given = replace(given, block_activation_bytes=int(costs.whole_bytes))
+        profile = replace(profile, storage=StorageRates(0.5e9, 0.5e9, 0.5e9, 0.0, 0.0), backward_secs=10.0)
+    found, steps = decided(profile, given, costs)
+    best, names = float("inf"), classes_of(given)
+    for shares in itertools.product((0.0, 0.25, 0.5, 0.75, 1.0), repeat=len(names)):
+        residency = Residency(**dict(zip(names, shares, strict=True)))
+        lanes = max(minimum_lane_bytes(given, residency, found.plan.chunk_bytes), min(1280 * MIB, gib * GIB // 4))
+        lanes = 0 if min(shares) == 1 else lanes
+        room = gib * GIB - resident_bytes(given, residency) - lanes - arena_bytes(given)
+        for part in (0.0, 1.0) if room >= 0 else ():
+            place = steps.placed(given, residency, part * room)
+            best = min(best, steps.secs(replace(place, staging_bytes=found.plan.staging_bytes)))
+    assert found.secs <= best * 1.01
 
 
 def test_micro_batches_make_parameters_worth_their_memory() -> None:
