@@ -152,7 +152,7 @@ class Trainer:
         from ds_fuyou.host.memory import aligned_tensor
 
         sources = [partition.source for partition in self.state.parameters.partitions if partition.num_bytes]
-        for read in [s.location().start_reading(s.io, aligned_tensor(s.num_bytes)) for s in sources]:
+        for read in [s.start_reading(aligned_tensor(s.num_bytes)) for s in sources]:
             read.wait()
 
     def _timed(self, work: Any) -> dict[str, Any]:

@@ -228,7 +228,8 @@ class Swapper:
             return self._keep(key, tensor, whole.num_bytes)
         alias = tensor.detach()
         version = alias._version
-        record = self.tier.put(byte_view(tensor, whole), self._name(tensor), lambda: alias._version == version)
+        with self.clock.within(Phase.ACTIVATIONS):  # where the device is full of what leaves it, the host waits
+            record = self.tier.put(byte_view(tensor, whole), self._name(tensor), lambda: alias._version == version)
         if record is None:
             log_once(
                 logging.WARNING,

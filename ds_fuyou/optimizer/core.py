@@ -429,22 +429,35 @@ class OutOfCoreOptimizer:
         """Raises what a worker met, as an exception of the training thread."""
         self._worker.check()
 
-    def wait_chunk(self, chunk: int) -> None:
-        """Until P16 of the chunk's last applied step is in place."""
+    def wait_chunk(self, chunk: int, *, written: bool = True) -> None:
+        """Until P16 of the chunk's last applied step is in place, or :meth:`copy_updated` has it (not ``written``)."""
         generation = self._chunk_generation[chunk]
-        self._worker.wait(
-            lambda t: self.pipeline.wait_published(chunk, generation, t),
-            lambda: f"the update of chunk {chunk} for step {generation}",
-        )
+
+        def wait(timeout_secs: float) -> bool:
+            wait = self.pipeline.wait_published if written else self.pipeline.wait_updated
+            return bool(wait(chunk, generation, timeout_secs))
+
+        self._worker.wait(wait, lambda: f"the update of chunk {chunk} for step {generation}")
 
     def wait_param(self, span: ParamSpan) -> None:
         for chunk in self.layout.chunks_of_param[span.index]:
             self.wait_chunk(chunk)
 
-    def is_ready(self, span: ParamSpan) -> bool:
+    def wait_updated(self, span: ParamSpan) -> None:
+        """Until P16 of the parameter's last applied step can be read, by :meth:`PublishedSpan.start_reading`."""
+        for chunk in self.layout.chunks_of_param[span.index]:
+            self.wait_chunk(chunk, written=False)
+
+    def is_updated(self, span: ParamSpan) -> bool:
         return not self._worker.is_closed and all(
-            self.pipeline.is_published(c, self._chunk_generation[c]) for c in self.layout.chunks_of_param[span.index]
+            self.pipeline.is_updated(c, self._chunk_generation[c]) for c in self.layout.chunks_of_param[span.index]
         )
+
+    def copy_updated(self, chunk: int, begin: int, memory: torch.Tensor) -> bool:
+        """Fills ``memory`` (bytes) with the chunk's P16 from byte ``begin`` on, out of an update that has yet to write
+        it to storage; False if it is there."""
+        copied: bool = self._worker.ask(self.pipeline.copy_updated, chunk, begin, memory.numel(), memory.data_ptr())
+        return copied
 
     def wait_all(self) -> None:
         """Until every update of the applied steps has reached its place, storage included."""

@@ -17,7 +17,7 @@ import torch
 from ds_fuyou.host.memory import PAGE_BYTES, round_up_to_page
 from ds_fuyou.optimizer.layout import ParamSpan, overlap
 from ds_fuyou.storage.io import IoLane
-from ds_fuyou.storage.location import Location, StoredRun
+from ds_fuyou.storage.location import Location, StoredRun, ValuesRead
 
 if TYPE_CHECKING:
     from ds_fuyou.optimizer.core import OutOfCoreOptimizer
@@ -43,10 +43,10 @@ class PublishedSpan:
         return self._core.io
 
     def is_ready(self) -> bool:
-        return self._core.is_ready(self.span)
+        return self._core.is_updated(self.span)
 
     def wait(self) -> None:
-        self._core.wait_param(self.span)
+        self._core.wait_updated(self.span)
 
     def memory(self) -> torch.Tensor | None:
         if not self._is_in_memory:
@@ -56,7 +56,11 @@ class PublishedSpan:
             self._views[version] = self._core.param_view(self.span)
         return self._views[version]
 
+    def start_reading(self, memory: torch.Tensor, priority: int = 0) -> ValuesRead:
+        return self._core.params.start_reading(self.span, memory, priority)
+
     def location(self) -> Location:
+        self._core.wait_param(self.span)
         return self._core.params.location(self.span)
 
     def write(self, values: torch.Tensor) -> None:
@@ -79,8 +83,27 @@ class ParamAccess:
         itemsize = self._core.options.param_dtype.itemsize
         return span.begin * itemsize // PAGE_BYTES * PAGE_BYTES, round_up_to_page(span.end * itemsize)
 
-    def location(self, span: ParamSpan) -> Location:
-        """Where the published values are: chunks in DRAM, and pages of the others' slots. Wait for the update first."""
+    def start_reading(self, span: ParamSpan, memory: torch.Tensor, priority: int) -> ValuesRead:
+        """Brings the published values into ``memory``. Those that an update has yet to write are copied out of staging
+        memory: then nobody waits for their write. Wait for the update first."""
+        core, copied = self._core, set()
+        low, high = self.page_range(span)
+        for index in core.layout.chunks_of_param[span.index]:
+            if not core.place.residency.params[index]:
+                start, begin, end = self._chunk_pages(index, low, high)
+                if core.copy_updated(index, begin - start, memory[begin - low : end - low]):
+                    copied.add(index)
+        return self.location(span, without=copied).start_reading(core.io, memory, priority)
+
+    def _chunk_pages(self, index: int, low: int, high: int) -> tuple[int, int, int]:
+        """Of the sub-group's flat P16: the chunk's first byte, and the range of its pages in [low, high)."""
+        chunk, itemsize = self._core.layout.chunks[index], self._core.options.param_dtype.itemsize
+        start = chunk.begin * itemsize  # a multiple of a page: see CUT_ELEMENTS
+        return start, max(low, start), min(high, round_up_to_page(chunk.end * itemsize))
+
+    def location(self, span: ParamSpan, without: Collection[int] = ()) -> Location:
+        """Where the published values are, but for those of the chunks ``without``: chunks in DRAM, and pages of the
+        others' slots. Wait for them to be there first."""
         dtype = self._core.options.param_dtype
         low, high = self.page_range(span)
         return Location(
@@ -89,7 +112,7 @@ class ParamAccess:
             dtype=dtype,
             num_bytes=high - low,
             skip=span.begin * dtype.itemsize - low,
-            runs=tuple(self._stored_runs(span, low, high)),
+            runs=tuple(self._stored_runs(span, low, high, without)),
             parts=tuple(self._resident_parts(span)),
         )
 
@@ -103,16 +126,14 @@ class ParamAccess:
                 own = core.place.chunk_params(chunk, core.param_version)
                 yield begin - span.begin, own[begin - chunk.begin : end - chunk.begin]
 
-    def _stored_runs(self, span: ParamSpan, low: int, high: int) -> Iterator[StoredRun]:
+    def _stored_runs(self, span: ParamSpan, low: int, high: int, without: Collection[int]) -> Iterator[StoredRun]:
         """Runs of the span's pages on storage, counted from ``low``, where they are published."""
-        core, itemsize = self._core, self._core.options.param_dtype.itemsize
+        core = self._core
         last: StoredRun | None = None
         for index in core.layout.chunks_of_param[span.index]:
-            if core.place.residency.params[index]:
+            if core.place.residency.params[index] or index in without:
                 continue
-            chunk = core.layout.chunks[index]
-            start = chunk.begin * itemsize  # a multiple of a page: see CUT_ELEMENTS
-            begin, end = max(low, start), min(high, round_up_to_page(chunk.end * itemsize))
+            start, begin, end = self._chunk_pages(index, low, high)
             extents = core.place.param_pages(index, core.slot(index), begin - start, end - start)
             if last is not None and last.end == begin - low:
                 last = StoredRun(last.begin, end - low, (*last.extents, *extents))

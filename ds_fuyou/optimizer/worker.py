@@ -39,10 +39,10 @@ class Worker:
             self.check()
             raise FuyouStateError(str(error)) from error
 
-    def ask(self, call: Callable[..., None], *arguments: Any, **named: Any) -> None:
+    def ask(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """A call of the pipeline that a failed one refuses: the script then sees what failed, not the refusal."""
         try:
-            call(*arguments, **named)
+            return call(*arguments, **named)
         except RuntimeError:
             self.check()
             raise

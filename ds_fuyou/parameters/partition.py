@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.host.memory import aligned_tensor
 from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.location import Location, ValuesRead
 
@@ -49,16 +50,19 @@ class Source(Protocol):
     def io(self) -> IoLane: ...
 
     def is_ready(self) -> bool:
-        """Whether the values of the last applied step are published."""
+        """Whether the values of the last applied step can be read, or are in memory."""
 
     def wait(self) -> None:
-        """Until they are. Raises what the work on them met."""
+        """Until they can. Raises what the work on them met."""
 
     def memory(self) -> torch.Tensor | None:
         """The published values, if host memory holds them for good."""
 
+    def start_reading(self, memory: torch.Tensor, priority: int = 0) -> ValuesRead:
+        """Brings them into ``memory`` (:attr:`num_bytes`)."""
+
     def location(self) -> Location:
-        """Where the published values are."""
+        """Where they are; waits until nothing of them is on its way there."""
 
     def write(self, values: torch.Tensor) -> None:
         """The script replaced the values (1-D). Waits."""
@@ -87,6 +91,9 @@ class Lost:
         raise FuyouStateError(self._message)
 
     def memory(self) -> torch.Tensor | None:
+        raise FuyouStateError(self._message)
+
+    def start_reading(self, memory: torch.Tensor, priority: int = 0) -> ValuesRead:
         raise FuyouStateError(self._message)
 
     def location(self) -> Location:
@@ -144,4 +151,8 @@ class Partition:
         """The published values, for reading only; no state changes."""
         self.source.wait()
         memory = self.source.memory()
-        return memory if memory is not None else self.source.location().read(self.source.io)
+        if memory is not None:
+            return memory
+        read = self.source.start_reading(aligned_tensor(self.num_bytes), priority=-1)
+        read.wait()
+        return read.values

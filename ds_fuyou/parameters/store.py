@@ -330,12 +330,12 @@ class ParameterStore:
             raise RuntimeError("a partition that is READING has a read")
         self.waited_secs += read.wait()
         if self._lanes is not None:
-            what = partition.source.location().what
-            self._lanes.add(Lane.STORAGE_READ, what, partition.started_ns, time.perf_counter_ns(), partition.num_bytes)
+            ended_ns = time.perf_counter_ns()
+            self._lanes.add(Lane.STORAGE_READ, read.what, partition.started_ns, ended_ns, partition.num_bytes)
         return read.values
 
     def _start(self, partition: Partition, memory: torch.Tensor, priority: int, *, is_pooled: bool) -> None:
-        partition.read = partition.source.location().start_reading(partition.source.io, memory, priority)
+        partition.read = partition.source.start_reading(memory, priority)
         partition.presence, partition.is_pooled, partition.is_lent = Presence.READING, is_pooled, False
         partition.started_ns = time.perf_counter_ns() if self._lanes is not None else 0
 

@@ -40,7 +40,7 @@ def probe_storage(io: IoLane, paths: Sequence[Path], num_bytes: int, transfer_by
     after = resource.getrusage(resource.RUSAGE_SELF)
     cpu_secs = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     write, read, mixed = (sum(rates[place] for rates in found) for place in range(3))
-    moved = (1.0 + 3.0 * _rounds(num_bytes)) * num_bytes * len(paths)  # the first writing allocates: it is not timed
+    moved = (2.0 + 3.0 * _rounds(num_bytes)) * num_bytes * len(paths)
     return StorageRates(read, write, mixed, cpu_secs / moved, float(num_bytes))
 
 
@@ -63,12 +63,14 @@ def _probe_path(io: IoLane, path: Path, num_bytes: int, transfer_bytes: int) -> 
         places = range(max(_NUM_IN_FLIGHT, num_bytes // transfer_bytes))
         os.posix_fallocate(fd, 0, len(places) * transfer_bytes)
         extents = [Extent(fd, place * transfer_bytes, transfer_bytes) for place in places]
-        _moved(blocks, extents, (lane.write,))
-        write, read, mixed = (
-            max(_moved(blocks, extents, kinds) for _ in range(_rounds(num_bytes)))
-            for kinds in ((lane.write,), (lane.read,), (lane.read, lane.write))
-        )
-        return write, read, mixed
+
+        def rate(*kinds: Callable[..., Transfer]) -> float:
+            return max(_moved(blocks, extents, kinds) for _ in range(_rounds(num_bytes)))
+
+        _moved(blocks, extents, (lane.write,))  # allocates
+        write = rate(lane.write)
+        _moved(blocks, extents, (lane.read,))  # waits for what a disk has said to be written and is still writing
+        return write, rate(lane.read), rate(lane.read, lane.write)
     finally:
         os.close(fd)
 

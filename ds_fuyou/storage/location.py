@@ -29,6 +29,7 @@ class ValuesRead:
 
     transfers: tuple[Transfer, ...]
     values: torch.Tensor
+    what: str
 
     def done(self) -> bool:
         return all(transfer.done() for transfer in self.transfers)
@@ -64,7 +65,7 @@ class Location:
             values[begin : begin + part.numel()].copy_(part)
         what = f"reading {self.what}"
         reads = [io.read(run.extents, memory[run.begin : run.end], what, priority=priority) for run in self.runs]
-        return ValuesRead(tuple(reads), values)
+        return ValuesRead(tuple(reads), values, self.what)
 
     def read(self, io: IoLane) -> torch.Tensor:
         """The values, in memory of their own."""

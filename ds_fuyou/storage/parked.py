@@ -20,7 +20,7 @@ import torch
 from ds_fuyou.host.memory import aligned_tensor
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.layout import queue_depth
-from ds_fuyou.storage.location import Location, StoredRun
+from ds_fuyou.storage.location import Location, StoredRun, ValuesRead
 from ds_fuyou.storage.swap_space import Lease, SwapSpace
 from ds_fuyou.storage.types import Extent
 
@@ -171,6 +171,9 @@ class ParkedValues:
 
     def memory(self) -> torch.Tensor | None:
         return None
+
+    def start_reading(self, memory: torch.Tensor, priority: int = 0) -> ValuesRead:
+        return self._location.start_reading(self.io, memory, priority)
 
     def location(self) -> Location:
         return self._location

@@ -221,14 +221,14 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
                 compute.enter(current_submodule, forward)
             params = iter_module_params(current_submodule)
             recorder = self.run_plan.recorder
-            waits = any(param.ds_status != ZeroParamStatus.AVAILABLE for param in params)
+            waits = any(param.ds_status is not ZeroParamStatus.AVAILABLE for param in params)
             with (
                 nullcontext() if recorder is None else recorder.paused(),
                 clock.within(Phase.PARAMETERS) if waits else nullcontext(),
             ):
                 state.before_module(params)
                 stock_fetch(current_submodule, forward)
-            if state.activations is not None:
+            if params and state.activations is not None:
                 index.note(params)
 
         coordinator.fetch_sub_module = fetch_sub_module

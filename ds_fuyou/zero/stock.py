@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,9 +25,18 @@ def is_ours(optimizer: Any) -> bool:
     return hasattr(optimizer, "rank_state")
 
 
-def iter_module_params(module: torch.nn.Module) -> Iterable[Parameter]:
+def iter_module_params(module: torch.nn.Module) -> Sequence[Parameter]:
     """The parameters DeepSpeed fetches with a module, in a fixed order."""
-    return sorted(set(iter_params(module, recurse=z3_leaf_module(module))), key=lambda param: int(param.ds_id))
+    if z3_leaf_module(module) or getattr(module, "_external_params", True):
+        found = set(iter_params(module, recurse=z3_leaf_module(module)))
+    elif module._parameters:  # what iter_params() finds then, without its walk
+        found = {param for param in module._parameters.values() if param is not None}
+    else:
+        return ()
+    return sorted(found, key=_by_id) if len(found) > 1 else [*found]
+
+
+_by_id = operator.attrgetter("ds_id")
 
 
 def bound_gathered(coordinator: Any, parameters: ParameterStore, itemsize: int) -> None:

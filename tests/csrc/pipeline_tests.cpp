@@ -13,7 +13,8 @@ using namespace fixture;
 
 namespace {
 
-constexpr std::uint16_t kHalfMinusOne = 0xBC00, kHalfOne = 0x3C00, kHalfTwo = 0x4000;
+constexpr std::uint16_t kHalfMinusOne = 0xBC00, kHalfMinusTwo = 0xC000, kHalfOne = 0x3C00,
+                        kHalfTwo = 0x4000;
 
 // Runs `count` generations with the generation as multiplier; P32 is then minus their sum.
 void run_generations(World& world, std::int64_t count)
@@ -150,6 +151,77 @@ TEST(pipeline_writes_wait_for_the_commit_of_the_generation_before)
     world.finish(2);
     CHECK(world.state_is(0, -2.0F, 2.0F));
     CHECK(world.pipeline->slot(0) == 0);
+}
+
+TEST(pipeline_hands_p16_over_before_it_is_written)
+{
+    World world({.params = Place::kStorage, .staging_chunks = 5});
+    const std::uint64_t half = world.short_part / 2;  // a page of it, the end of the chunk in it
+    std::vector<std::uint16_t> halves(world.short_part / 2);
+    char* memory = reinterpret_cast<char*>(halves.data());
+    CHECK(!world.pipeline->copy_updated(0, 0, half, memory));
+    world.enqueue_all(1);
+    while (world.pipeline->stats().num_updates < world.given.num_chunks) std::this_thread::yield();
+    CHECK(!world.pipeline->is_updated(0, 1));  // it may be dropped still
+    CHECK(!world.pipeline->copy_updated(0, 0, half, memory));
+    world.pipeline->publish(1);
+    CHECK(world.pipeline->wait_durable(1, kPatienceSecs));  // durable, but no record yet
+    CHECK(!world.pipeline->copy_updated(0, 0, half, memory));
+    world.enqueue_all(2);
+    world.pipeline->publish(2);
+    for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+        CHECK(world.pipeline->wait_updated(chunk, 2, kPatienceSecs));
+        CHECK(!world.pipeline->is_published(chunk, 2));
+        std::fill(halves.begin(), halves.end(), kHalfOne);
+        CHECK(world.pipeline->copy_updated(chunk, half, half, memory));
+        for (std::uint64_t i = 0; i < halves.size(); ++i) {
+            const std::uint64_t at = half / 2 + i;  // elements of the chunk
+            const std::uint16_t wanted = i >= half / 2            ? kHalfOne
+                                         : at < world.given.numel ? kHalfMinusTwo
+                                                                  : 0;
+            CHECK(halves[i] == wanted);
+        }
+        CHECK_THROWS(std::invalid_argument,
+                     world.pipeline->copy_updated(chunk, half, world.short_part, memory));
+    }
+    CHECK(world.staging->used_bytes() > 0);
+    world.pipeline->set_committed(1);
+    world.finish(2);
+    CHECK(!world.pipeline->copy_updated(0, 0, half, memory));
+    CHECK(world.stored_param_is(0, kHalfMinusTwo));
+    CHECK(world.staging->used_bytes() == 0);
+}
+
+// Whoever copies keeps the memory of an update whose write ends meanwhile.
+TEST(pipeline_hands_p16_over_while_it_is_written)
+{
+    World world({.params = Place::kStorage, .num_chunks = 3, .numel = 300000});
+    std::vector<std::uint16_t> halves(world.short_part / 2);
+    float sum = 0.0F;
+    std::uint64_t num_copied = 0;
+    for (std::int64_t generation = 1; generation <= 40; ++generation) {
+        const float sign = generation % 2 == 1 ? 1.0F : -1.0F;  // P16 is -1 and 0 in turn
+        sum += sign;
+        world.enqueue_all(generation, sign);
+        world.pipeline->publish(generation);
+        for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+            CHECK(world.pipeline->wait_updated(chunk, generation, kPatienceSecs));
+            const bool is_copied = world.pipeline->copy_updated(
+                chunk, 0, world.short_part, reinterpret_cast<char*>(halves.data()));
+            if (!is_copied)
+                world.read_file(world.param_range(chunk, world.pipeline->slot(chunk)),
+                                reinterpret_cast<char*>(halves.data()));
+            num_copied += is_copied ? 1 : 0;
+            for (std::uint64_t i = 0; i < world.given.numel; ++i)
+                if (halves[i] != (sum == 1.0F ? kHalfMinusOne : 0)) {
+                    CHECK(false);
+                    break;
+                }
+        }
+        world.finish(generation);
+    }
+    CHECK(num_copied > 0);
+    CHECK(world.staging->used_bytes() == 0);
 }
 
 TEST(pipeline_a_second_update_of_a_generation_is_refused)

@@ -89,6 +89,9 @@ class Trained:
     def memory(self) -> torch.Tensor | None:
         return self._memory
 
+    def start_reading(self, memory: torch.Tensor, priority: int = 0) -> Any:
+        return self.parked.start_reading(memory, priority)
+
     def location(self) -> Any:
         return self.parked.location()
 

@@ -409,6 +409,15 @@ void bind_pipeline(py::module_& m)
         .def("set_committed", &ChunkPipeline::set_committed, NoGil())
         .def("is_published", &ChunkPipeline::is_published)
         .def("wait_published", &ChunkPipeline::wait_published, NoGil())
+        .def("is_updated", &ChunkPipeline::is_updated)
+        .def("wait_updated", &ChunkPipeline::wait_updated, NoGil())
+        .def(
+            "copy_updated",
+            [](ChunkPipeline& pipeline, std::size_t chunk, std::uint64_t begin,
+               std::uint64_t num_bytes, std::uintptr_t destination) {
+                return pipeline.copy_updated(chunk, begin, num_bytes, address(destination));
+            },
+            NoGil())
         .def("wait_durable", &ChunkPipeline::wait_durable, NoGil())
         .def("wait_gradient_read", &ChunkPipeline::wait_gradient_read, NoGil())
         .def(

@@ -55,6 +55,7 @@ struct ChunkPipeline::Job {
     bool waits_for_copy = false;  // ready, but it would overwrite a kept state
     bool dropped = false;         // by invalidate(): it ends as soon as nothing uses its memory
     bool stays = false;           // it was to move, and could not
+    int num_copies = 0;           // of its new P16, under way: they keep the staging memory
     int target_slot = 0;
     std::shared_ptr<const ChunkSpec> destination;  // where the chunk is after it; null: as before
     char* staging = nullptr;
@@ -80,8 +81,9 @@ struct ChunkPipeline::Chunk {
     StateSums kept_sums;  // of the last kept state that was captured or claimed
     bool has_kept_sums = false;
     std::shared_ptr<const ChunkSpec> destination;  // of the next update that is queued
-    std::int64_t published_generation = 0;
-    std::shared_ptr<Job> job;                   // admitted and not ended
+    std::int64_t updated_generation = 0;    // whose P16 can be had: it is in place, or in staging
+    std::int64_t published_generation = 0;  // whose P16 is in place
+    std::shared_ptr<Job> job;               // admitted and not ended
     std::vector<std::shared_ptr<Job>> waiting;  // queued behind it, the oldest generation first
     int num_waiters = 0;                        // threads that wait for something of this chunk
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <utility>
@@ -277,8 +278,8 @@ void ChunkPipeline::publish(std::int64_t generation)
         if (!job || job->dropped || job->generation() != generation) continue;
         if (job->state == JobState::kWritten) {
             finish_locked(job);  // ended before its publication
-        } else if (job->state >= JobState::kParked && !chunk.after(*job).param_on_storage()) {
-            chunk.published_generation = generation;
+        } else if (job->state >= JobState::kParked) {
+            show_params_locked(chunk, *job);
         }
     }
     chunk_changed_.notify_all();
@@ -330,6 +331,50 @@ bool ChunkPipeline::wait_published(std::size_t chunk_index, std::int64_t generat
     Chunk& chunk = chunks_.at(chunk_index);
     return wait_for_chunk_locked(lock, chunk, timeout_secs,
                                  [&] { return chunk.published_generation >= generation; });
+}
+
+// The update of a published job has ended.
+void ChunkPipeline::show_params_locked(Chunk& chunk, const Job& job)
+{
+    chunk.updated_generation = job.generation();
+    if (!chunk.after(job).param_on_storage()) chunk.published_generation = job.generation();
+}
+
+bool ChunkPipeline::is_updated(std::size_t chunk, std::int64_t generation) const
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    return chunks_.at(chunk).updated_generation >= generation;
+}
+
+bool ChunkPipeline::wait_updated(std::size_t chunk_index, std::int64_t generation,
+                                 double timeout_secs)
+{
+    std::unique_lock<std::mutex> lock(mutex_);
+    Chunk& chunk = chunks_.at(chunk_index);
+    return wait_for_chunk_locked(lock, chunk, timeout_secs,
+                                 [&] { return chunk.updated_generation >= generation; });
+}
+
+bool ChunkPipeline::copy_updated(std::size_t chunk_index, std::uint64_t begin,
+                                 std::uint64_t num_bytes, char* destination)
+{
+    std::unique_lock<std::mutex> lock(mutex_);
+    Chunk& chunk = chunks_.at(chunk_index);
+    const std::shared_ptr<Job> job = chunk.job;
+    if (chunk.updated_generation <= chunk.published_generation) return false;
+    // What was to be written and was not is neither in staging nor in its place.
+    if (!job || job->staging == nullptr || job->param16 == nullptr) {
+        require_running_locked();
+        throw std::logic_error("an update that was shown has lost its memory");
+    }
+    if (begin + num_bytes > chunk.param_bytes()) throw std::invalid_argument("P16 is shorter");
+    ++job->num_copies;
+    lock.unlock();
+    std::memcpy(destination, job->param16 + begin, num_bytes);
+    lock.lock();
+    --job->num_copies;
+    if (job->state == JobState::kWritten) release_staging_locked(*job);
+    return true;
 }
 
 bool ChunkPipeline::wait_durable(std::int64_t generation, double timeout_secs)

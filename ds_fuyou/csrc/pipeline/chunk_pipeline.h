@@ -172,6 +172,14 @@ class ChunkPipeline {
     // Each wait returns false after `timeout_secs` so that the caller can say what it waits for.
     bool wait_published(std::size_t chunk, std::int64_t generation, double timeout_secs);
     bool is_published(std::size_t chunk, std::int64_t generation) const;
+    // It can be had: it is in place, or copy_updated() gives it before it is written.
+    bool wait_updated(std::size_t chunk, std::int64_t generation, double timeout_secs);
+    bool is_updated(std::size_t chunk, std::int64_t generation) const;
+    // Bytes [begin, begin + num_bytes) of the chunk's P16, which lives on storage, out of the
+    // staging memory of the published update that has yet to write them. False if there is none:
+    // then they are in their place.
+    bool copy_updated(std::size_t chunk, std::uint64_t begin, std::uint64_t num_bytes,
+                      char* destination);
     bool wait_durable(std::int64_t generation, double timeout_secs);  // every chunk
     // No update of the chunk up to `generation` reads its gradient any more.
     bool wait_gradient_read(std::size_t chunk, std::int64_t generation, double timeout_secs);
@@ -268,6 +276,7 @@ class ChunkPipeline {
     void wake_chunk_locked(const Chunk& chunk);
     std::vector<FileRanges> published_params() const;
     void arrive_locked(Chunk& chunk, const Job& job);
+    void show_params_locked(Chunk& chunk, const Job& job);
     bool stays_locked(const Job& job) const;
     static void require_staging(const AlignedPool& pool, std::uint64_t num_bytes);
     void fail_locked(const std::string& what, int error, int fd, std::uint64_t offset);

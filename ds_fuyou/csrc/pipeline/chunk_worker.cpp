@@ -251,8 +251,7 @@ void ChunkPipeline::end_update_locked(const std::shared_ptr<Job>& job, const std
         fail_locked("verifying the state of chunk " + std::to_string(job->update.chunk), EBADMSG,
                     range.fd, range.offset);
     } else {
-        if (is_published_locked(*job) && !chunk.after(*job).param_on_storage())
-            chunk.published_generation = job->generation();
+        if (is_published_locked(*job)) show_params_locked(chunk, *job);
         if (may_write_locked(*job)) {
             write_locked(job);
         } else {
@@ -338,7 +337,7 @@ void ChunkPipeline::finish_locked(const std::shared_ptr<Job>& job)
         if (job->destination && !job->stays) arrive_locked(chunk, *job);
         if (!chunk.resident() || chunk.param_on_storage()) chunk.slot = job->target_slot;
         chunk.zero_moments = false;
-        chunk.published_generation = job->generation();
+        chunk.updated_generation = chunk.published_generation = job->generation();
         leave_locked(open_, job->generation());
     }
     chunk.job.reset();
@@ -370,7 +369,7 @@ bool ChunkPipeline::stays_locked(const Job& job) const
 
 void ChunkPipeline::release_staging_locked(Job& job)
 {
-    if (job.staging == nullptr) return;
+    if (job.staging == nullptr || job.num_copies > 0) return;  // the last copy releases it
     staging_->release(std::exchange(job.staging, nullptr));
     if (is_short_of_memory_) work_.notify_one();
 }

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P16 that lives on storage is read from the update that made it, before it is written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.host.memory import aligned_tensor
+from ds_fuyou.ops.core import load_core
+from ds_fuyou.optimizer.core import OutOfCoreOptimizer
+from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
+from ds_fuyou.optimizer.param_access import PublishedSpan
+from tests.harness.small_core import backward, hypers, small_core, step
+
+pytestmark = pytest.mark.timeout(60)
+
+LAYOUT = build_layout(  # parameters over several chunks, chunks of several parameters, pages that are shared
+    [[("a", "a", 5 * CUT_ELEMENTS + 100, 1), ("b", "b", 33, 2), ("c", "c", 2 * CUT_ELEMENTS, 3)], [("d", "d", 77, 0)]],
+    LayoutLimits(max_elements=2 * CUT_ELEMENTS, min_elements=CUT_ELEMENTS),
+)
+
+
+@contextmanager
+def no_commit(core: OutOfCoreOptimizer) -> Iterator[None]:
+    """Inside no record is written, so updates of the step after the next one are computed and not written."""
+    store: Any = core.store
+    commit, may_commit = store.commit, threading.Event()
+
+    def late(*args: Any, **named: Any) -> None:
+        may_commit.wait(30)
+        commit(*args, **named)
+
+    store.commit = late
+    try:
+        yield
+    finally:
+        may_commit.set()
+        store.commit = commit
+
+
+def read(source: PublishedSpan) -> tuple[torch.Tensor, int]:
+    """The values, and how many reads of storage that took."""
+    source.wait()
+    values = source.start_reading(aligned_tensor(source.num_bytes))
+    values.wait()
+    return values.values, len(values.transfers)
+
+
+def apply(core: OutOfCoreOptimizer, seed: int) -> None:
+    backward(core, seed)
+    core.apply(hypers(LAYOUT), 1.0, expected_multiplier=1.0)
+
+
+@pytest.mark.parametrize("params_in_memory", [0.0, 0.5])
+def test_p16_is_read_before_it_is_written(params_in_memory: float, tmp_path: Path) -> None:
+    with small_core(tmp_path, LAYOUT, residency=(params_in_memory, 0.0, 1.0)) as core:
+        sources = [PublishedSpan(core, span) for span in LAYOUT.params]
+        sources = [source for source in sources if source.num_bytes]
+        assert sources
+        step(core, 1)
+        with no_commit(core):
+            apply(core, 2)
+            for source in sources:
+                source.wait()
+            stored = [i for i, in_memory in enumerate(core.place.residency.params) if not in_memory]
+            assert not any(core.pipeline.is_published(chunk, core.generation) for chunk in stored)
+            handed_over = [read(source) for source in sources]
+        core.wait_all()
+        for source, (values, num_reads) in zip(sources, handed_over, strict=True):
+            again, num_reads_again = read(source)
+            assert num_reads == 0 < num_reads_again, source.span.name
+            assert torch.equal(values, again), source.span.name
+            assert torch.equal(values, core.params.read(source.span)), source.span.name
+            assert torch.equal(values, core.states.read_param(source.span, 0).bfloat16()), source.span.name
+
+
+def test_whoever_needs_the_place_waits_for_the_write(tmp_path: Path) -> None:
+    with small_core(tmp_path, LAYOUT, residency=(0.0, 0.0, 1.0)) as core:
+        span = LAYOUT.params[0]
+        source = PublishedSpan(core, span)
+        step(core, 1)
+        with no_commit(core):
+            apply(core, 2)
+            source.wait()
+            assert not any(core.pipeline.is_published(chunk, 2) for chunk in LAYOUT.chunks_of_param[span.index])
+        source.write(torch.ones(span.numel, dtype=torch.bfloat16))  # or the update's write would come after it
+        core.wait_all()
+        assert torch.equal(read(source)[0], torch.ones(span.numel, dtype=torch.bfloat16))
+
+
+def test_what_could_not_be_written_is_not_read_from_its_old_place(tmp_path: Path) -> None:
+    core_types = load_core()
+    with small_core(tmp_path, LAYOUT, residency=(0.0, 0.0, 1.0)) as core:
+        source = PublishedSpan(core, LAYOUT.params[0])
+        step(core, 1)
+        with no_commit(core):
+            apply(core, 2)
+            source.wait()
+            core.io.engine.add_fault(core_types.IoKind.WRITE, core_types.IoFaultEffect.ERROR, error=5, count=1000)
+        while not core.pipeline.failed:
+            threading.Event().wait(0.001)
+        with pytest.raises(FuyouStorageError, match="writing the state"):
+            read(source)
