@@ -53,7 +53,11 @@ class AcceleratorDevice:
 
     def _can_register(self) -> bool:
         page = aligned_tensor(PAGE_BYTES)
-        if not self._register(page.data_ptr(), PAGE_BYTES):
+        try:
+            is_taken = self._register(page.data_ptr(), PAGE_BYTES)
+        except RuntimeError as error:
+            raise self._refused(PAGE_BYTES, str(error)) from error
+        if not is_taken:
             log_once(
                 logging.WARNING,
                 f"host memory cannot be pinned for {self._accelerator.device_name()!r}: copies from and to it are "
