@@ -29,6 +29,7 @@ def _no_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[
     return nullcontext(), nullcontext()
 
 
+_SMALL_BYTES = 64 * 1024  # of a buffer
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
@@ -83,29 +84,31 @@ def _held_by(value: Any) -> dict[str, Any]:
 
 class _ChangedBuffers:
     """Buffers that a module's forward changes, as batch normalisation its statistics: a recomputation starts from what
-    the forward found, and leaves what is there now. Which ones these are is seen in the first forward.
+    the forward found, and leaves what is there now. Of small buffers every forward keeps a copy, because some change
+    only later (a mean that is followed after a warm-up); which of the large ones change is seen in the first forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._names: list[str] | None = None
-        self._may_change = any(True for _ in module.buffers())
+        self._has_any = any(True for _ in module.buffers())
 
     def before(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Copies by name, to be taken before a forward."""
-        if not self._may_change:
+        if not self._has_any:
             return {}
-        buffers = dict(module.named_buffers())
-        names = buffers if self._names is None else self._names
-        return {name: buffers[name].clone() for name in names if name in buffers}
+        return {
+            name: buffer.clone()
+            for name, buffer in module.named_buffers()
+            if buffer.nbytes <= _SMALL_BYTES or self._names is None or name in self._names
+        }
 
     def after(self, module: nn.Module, before: dict[str, torch.Tensor]) -> None:
-        """The forward that ``before`` was taken for has ended: forgets there what it did not change."""
-        if self._names is not None or not self._may_change:
+        """The forward that ``before`` was taken for has ended: forgets there the large ones that it did not change."""
+        if self._names is not None:
             return
         buffers = dict(module.named_buffers())
         self._names = [name for name, value in before.items() if not torch.equal(value, buffers[name])]
-        self._may_change = bool(self._names)
-        for name in before.keys() - set(self._names):
+        for name in [name for name in before if name not in self._names and before[name].nbytes > _SMALL_BYTES]:
             del before[name]
 
 

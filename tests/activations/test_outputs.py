@@ -204,18 +204,23 @@ def test_outputs_that_are_changed_unseen_are_computed_again(tmp_path: Path) -> N
 
 
 class ChangedBuffers(nn.Module):
-    """Counts its calls, keeps running statistics, and divides by a norm that each call estimates a little better."""
+    """Counts its calls, keeps running statistics, and divides by a norm that each call estimates a little better. One
+    buffer changes from the third call on.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.utils.spectral_norm(nn.Linear(width, width))
         self.norm = nn.BatchNorm1d(width)
         self.register_buffer("table", torch.ones(1), persistent=False)
+        self.register_buffer("late", torch.zeros(()))
 
     def forward(self, x: torch.Tensor, *, scale: torch.Tensor, debug: bool = False) -> torch.Tensor:
         self.table = torch.ones(2 * len(self.table))  # another one, and a longer one, each time
         assert debug, "a name that torch's checkpoint has, too"
-        return x + self.norm(F.gelu(self.linear(x))) * scale.mean() * self.table.sum()
+        if len(self.table) > 4:
+            self.late += x.detach().mean() + 1.0
+        return x + self.norm(F.gelu(self.linear(x))) * scale.mean() * self.table.sum() * (1.0 + self.late)
 
 
 class ChangingModel(nn.Module):
