@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,12 @@ from ds_fuyou.zero.rank_state import RankState
 from ds_fuyou.zero.stock import get_norm_dtype, is_boundary
 
 __all__ = ["GradientFlow"]
+
+_CUT_SHORT = (
+    "a backward of this step ended with an exception: the gradients that it left are part of the step's, as in PyTorch "
+    "without zero_grad(). Where the script goes on after such an exception it should call zero_grad() of the engine's "
+    "optimizer (engine.zero_grad() drops nothing that ZeRO has taken) and make all backwards of the step again"
+)
 
 
 class GradientFlow:
@@ -54,6 +61,7 @@ class GradientFlow:
         blocks = {p.ds_id: block_of(n) for n, p in stock.module.named_parameters()}
         self._cut = make_cut(stock, state.activation.config.gradients.reduce_by, blocks)
         self._stream = None if state.device.is_host else stock.reduce_and_partition_stream
+        self._backwards: set[int] = set()  # autograd's numbers of those that have brought gradients and not ended
         self._reducing: deque[tuple[Any, list[torch.Tensor], int]] = deque()
         self._reducing_numel = 0
         self._most_reducing = 2 * max(_block_numels(stock, blocks))
@@ -80,6 +88,7 @@ class GradientFlow:
 
     def collect(self, param: Parameter) -> None:
         """A gradient is there, or, if it is not ready yet, a part of it."""
+        self._note_backward()
         is_ready = getattr(param, "ds_grad_is_ready", True)
         if is_ready:
             if hasattr(self._stock, "_apply_autoep_folding_tp_correction"):
@@ -99,6 +108,14 @@ class GradientFlow:
             self._cut.add(param)
             self._open_window_if_last()  # states are read ahead while the message fills
 
+    def _note_backward(self) -> None:
+        """One that raises ends without its callbacks: so :meth:`finish` knows."""
+        number: int = torch._C._current_graph_task_id()
+        if number >= 0 and number not in self._backwards:
+            self._backwards.add(number)
+            queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
+            queue_callback(partial(self._backwards.discard, number))
+
     def _is_alone(self, param: Parameter) -> bool:
         """One rank without scaling around the reduction: the gradient is its own average."""
         return bool(
@@ -116,6 +133,7 @@ class GradientFlow:
     @torch.no_grad()
     def _reduce(self, params: list[Parameter]) -> None:
         """One message. May put ``params`` in order."""
+        params = [param for param in params if param.grad is not None]  # else the script has dropped it
         if not params:
             return
         self._open_window_if_last()  # before the collective: see [Note: one generation of all ranks]
@@ -239,6 +257,9 @@ class GradientFlow:
 
     def finish(self) -> None:
         """step() begins: every gradient of the step is in host memory, and every one is in the norm."""
+        if self._backwards:
+            self._backwards.clear()
+            log_once(logging.WARNING, _CUT_SHORT)
         self.flush()
         self._core.close_window()
         self._state.bound_heap()
@@ -256,7 +277,10 @@ class GradientFlow:
 
     def forget(self) -> None:
         """zero_grad(): as in PyTorch no gradient of this step is left. Stock keeps its copies and updates with them."""
-        self._cut.take_all()
+        self._backwards.clear()
+        for params in self._cut.take_all():  # of a backward that raised, or of another engine's
+            for param in params:
+                param.grad = None
         self._core.forget_gradients()
         self._stock._offload_boundary_param_ids = set()
 

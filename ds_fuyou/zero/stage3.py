@@ -264,8 +264,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self.gradient_flow.forget()  # first: on the host stock fails for gradients that are still there
         super().zero_grad(set_to_none)
-        self.gradient_flow.forget()
         self.reset_cpu_buffers()
 
     # ---- the step -----------------------------------------------------------------------------------------

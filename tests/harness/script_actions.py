@@ -10,6 +10,8 @@
 ``eval_late_in``        an evaluation forward right before step(), whose loss is read after it
 ``edit_within``         an edit under GatheredParameters there
 ``raise_in``            a forward that raises in its second block, and a backward that never comes
+``raise_in_backward``   a backward that raises in its second block, and zero_grad(), before the step's own; of the
+                        engine instead of its optimizer with ``engine_zero_grad``
 ``loss_factors``        factor of the loss by step, repeated: makes clipping come and go
 ``set_boundary``        the script calls set_gradient_accumulation_boundary and one step() for all micro-batches
 ``coalesce``            backwards run under coalesce_grad_reduction()
@@ -58,6 +60,8 @@ def forward_and_backward(engine, case: dict, step: int, index: int) -> torch.Ten
         fail_in_forward(engine, batch)
     if step in case.get("no_sync_in", ()):
         must_refuse(engine.no_sync)
+    if step in case.get("raise_in_backward", ()):
+        fail_in_backward(engine, case, batch)
     loss = engine(**batch) * factor_of(case, step)
     if step in case.get("twice_in", ()):
         run_backward(engine, case, loss, retain_graph=True)
@@ -85,6 +89,25 @@ def fail_in_forward(engine, batch: dict) -> None:
     with contextlib.suppress(ScriptError):
         engine(**batch)
     hook.remove()
+
+
+def fail_in_backward(engine, case: dict, batch: dict) -> None:
+    """As where memory did not suffice: what the half of a backward left is dropped."""
+
+    def fail(_gradient: torch.Tensor) -> None:
+        raise ScriptError
+
+    def watch(_block: torch.nn.Module, _inputs: object, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    hook = engine.module.blocks[1].register_forward_hook(watch)
+    try:
+        run_backward(engine, case, engine(**batch))
+        raise AssertionError("the backward did not raise")
+    except ScriptError:
+        (engine if case.get("engine_zero_grad") else engine.optimizer).zero_grad()
+    finally:
+        hook.remove()
 
 
 def within(engine, case: dict, step: int, edit, result: dict) -> None:

@@ -114,6 +114,29 @@ def test_equals_stock_on_two_ranks(case: dict, tiers: str, must_equal, tmp_path:
     must_equal(case, block(str(tmp_path / "swap"), tiers, "speculate"))
 
 
+@pytest.mark.parametrize(("world_size", "tiers"), [(1, "states"), (2, "all")])
+def test_a_backward_that_raised_leaves_nothing(world_size: int, tiers: str, stock_run, tmp_path: Path) -> None:
+    """The script catches it, calls zero_grad() and goes on, as if it had not tried. (Stock fails there, on the CPU.)"""
+    case = {"steps": 5, "model": {}, "groups": "two", "config": ds_config(), "world_size": world_size}
+    (tmp_path / "swap").mkdir()
+    tried = with_fuyou({**case, "raise_in_backward": [1, 3]}, block(str(tmp_path / "swap"), tiers, "speculate"))
+    ours = run_case(tried, tmp_path, "ours")
+    assert differences(stock_run(case), ours) == []
+    assert CUT_SHORT not in ours[0]["output"]
+
+
+CUT_SHORT = "a backward of this step ended with an exception"
+
+
+def test_gradients_that_a_backward_left_are_told_of(tmp_path: Path) -> None:
+    """engine.zero_grad() knows nothing of what ZeRO has taken; stock's next backward fails then."""
+    (tmp_path / "swap").mkdir()
+    case = {"steps": 3, "model": {}, "config": ds_config(), "world_size": 2, "engine_zero_grad": True}
+    tried = with_fuyou({**case, "raise_in_backward": [1]}, block(str(tmp_path / "swap"), "states"))
+    first, _ = run_case(tried, tmp_path, "ours")
+    assert first["output"].count(CUT_SHORT) == 1
+
+
 def test_states_of_parameters_that_two_ranks_cannot_halve_are_set(tmp_path: Path) -> None:
     """Stock fails for them on the second rank: it takes its part without the padding."""
     (tmp_path / "swap").mkdir()
