@@ -148,15 +148,14 @@ class _Search:
         for shares in self._orders():
             self._try(*shares)
         best = self._best()
-        parts = iter(_PARTS)
-        part = next(parts, None)
-        while best is not None and part is not None:
-            before = best.secs
-            for residency, in_dram in self._shifted(best, self.given.dram_budget_bytes / part):
-                self._try(residency, in_dram)
-            best = self._best()
-            if best is None or best.secs >= before * (1 - 1e-6):
-                part = next(parts, None)
+        for spare, part in itertools.product((False, True), _PARTS):
+            helps = best is not None
+            while best is not None and helps:
+                before = best.secs
+                for residency, in_dram in self._shifted(best, self.given.dram_budget_bytes / part, spare):
+                    self._try(residency, in_dram)
+                best = self._best()
+                helps = best is not None and best.secs < before * (1 - 1e-6)
         return best
 
     def _orders(self) -> Iterator[tuple[Residency, float]]:
@@ -193,12 +192,12 @@ class _Search:
     def _most_activations(self, residency: Residency, room: float) -> float:
         return self.time.placed(self.given, residency, max(0.0, room)).swapped_bytes
 
-    def _shifted(self, best: _Tried, num_bytes: float) -> Iterator[tuple[Residency, float]]:
-        """``num_bytes`` of one class go, and another one comes in their place, or nothing does; or one comes to memory
-        that nobody has.
+    def _shifted(self, best: _Tried, num_bytes: float, spare: bool) -> Iterator[tuple[Residency, float]]:
+        """``num_bytes`` of one class go, and another one comes in their place; with ``spare`` also: nothing does, or
+        one comes to memory that nobody has.
         """
         given, fixed = self.given, self.given.fixed_shares()
-        names = [_NOBODY, *(name for name in classes_of(given) if name not in fixed)]
+        names = [_NOBODY] * spare + [name for name in classes_of(given) if name not in fixed]
         if self._weighs_activations:
             names.append(_ACTIVATIONS)
         two = has_two_versions(given, best.residency)

@@ -23,7 +23,7 @@ import torch
 from deepspeed import comm as dist
 
 from ds_fuyou.activations.auto import Choice, SavedStep
-from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.errors import FuyouError
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.planner.cost import Placement
 from ds_fuyou.planner.decide import StepTime
@@ -77,14 +77,6 @@ class _Stage(enum.Enum):
     PLANS = "the plan is made when the step ends"
     WATCHES = "steps are compared with the plan"
     RUNS = "nothing was measured, and nothing is planned"
-
-
-class _Ask(enum.IntEnum):
-    """What a rank asks of all; the largest counts."""
-
-    NOTHING = 0
-    PLAN_ANEW = 1
-    LEAVE_MEMORY = 2
 
 
 class RunPlan:
@@ -189,21 +181,21 @@ class RunPlan:
         if self.auto is not None:
             self.auto.take_profile()
         self._num_steps += 1
-        stage, asks = self._stage, _Ask.NOTHING
+        stage, anew = self._stage, False
         times = self.clock.end_step(wait=stage is _Stage.MEASURES)
         if stage is _Stage.MEASURES:
             self._measure(times)
         elif self._num_steps == 1 and self.profile is not None:
             if (self.clock.shape, times.num_forwards) != (self.profile.shape, self.profile.accumulation):
-                self.profile, asks = _scaled(self.profile, times, self.clock.shape), _Ask.PLAN_ANEW
+                self.profile, anew = _scaled(self.profile, times, self.clock.shape), True
         elif stage is _Stage.WATCHES and self._watch is not None:
-            asks = self._compare(self._watch, times)
+            anew = self._compare(self._watch, times)
         self._let_auto_decide(times)
         if stage is _Stage.MEASURES and self._stage is not stage:
             self._move()
         if self._watch is not None and self.profile is not None and self.prediction is not None:
             self._follow_updates(self.profile, self._watch, self.prediction)
-        self._follow(max(asks, self._short_of_memory()))
+        self._follow(anew, self._is_short_of_memory())
         if self.profile is not None and self._state.core.mover.is_idle:
             if self._stage is _Stage.PLANS:
                 self._begin(self.profile)
@@ -229,32 +221,39 @@ class RunPlan:
         kept_at, self._kept = save_profile(profile), profile
         self._origin = "not kept" if kept_at is None else f"kept for the next run in {kept_at}"
 
-    def _follow(self, asks: _Ask) -> None:
-        """What one rank asks all do. A collective, on all ranks after the same steps."""
+    def _follow(self, anew: bool, scarce: bool) -> None:
+        """What one rank asks all do: plan anew, or leave memory. A collective, on all ranks after the same steps."""
         auto = self.auto
-        if not (self._moves or (auto is not None and self._facts.keeps)):
+        if not (self._moves or (auto is not None and self._facts.keeps)):  # nothing follows that all ranks do
+            if anew:
+                self._plan_anew()
             return
-        asked = _Ask(int(-least(-float(asks))[0]))
-        if asked is _Ask.LEAVE_MEMORY:
-            self._leave_memory()
-        elif asked is _Ask.PLAN_ANEW:
+        anew, scarce = (value < 0 for value in least(-float(anew), -float(scarce)))
+        if anew:
             profiles = [profile for profile in of_every_rank(self.profile) if profile is not None]
-            self.profile, self._origin = slowest(profiles), "made anew"
-            if self._watch is not None:
-                self._usual = self._watch.usual()
-            self._watch, self._stage = None, self._planning()
+            self.profile = slowest(profiles)
+            self._plan_anew()
             if auto is not None and auto.is_decided:
                 auto.decide_anew()
                 if current_rank() == 0:
                     get_logger().info("activations are decided anew within the next steps")
+        if scarce:
+            self._leave_memory()
+        elif anew:
             self._move()
 
-    def _short_of_memory(self) -> _Ask:
+    def _plan_anew(self) -> None:
+        """Predicts, tells and watches by what is true now."""
+        if self._watch is not None:
+            self._usual = self._watch.usual()
+        self._watch, self._stage, self._origin = None, self._planning(), "made anew"
+
+    def _is_short_of_memory(self) -> bool:
         """Whether this machine has so little left that the system may soon end a process."""
         idle = self._moves and self._state.core.mover.is_idle and self._num_steps > 1
         if not idle or not self._may_leave or self._state.plan.residency.optimizer <= 0:
-            return _Ask.NOTHING
-        return _Ask.LEAVE_MEMORY if available_host_bytes() < _FLOOR * total_host_bytes() else _Ask.NOTHING
+            return False
+        return available_host_bytes() < _FLOOR * total_host_bytes()
 
     def _leave_memory(self) -> None:
         """States leave host memory until there is twice the floor, on all ranks as many as the one needs that is worst
@@ -307,8 +306,10 @@ class RunPlan:
                 storage = self._storage_rates()
                 up, down = probe_link(state.device, _LINK_BYTES_ON_HOST if state.device.is_host else _LINK_BYTES)
                 found = self._profile_of(times, (num_updated - updated) / update_secs, storage, up, down)
-            except (FuyouStorageError, OSError) as error:
-                log_once(logging.WARNING, f"no plan: storage could not be measured ({error}); training goes on without")
+            except (FuyouError, OSError, RuntimeError, MemoryError) as error:  # the other ranks wait for an answer
+                log_once(
+                    logging.WARNING, f"no plan: the lanes could not be measured ({error}); training goes on without"
+                )
         self._leave_out(time.perf_counter() - began, LaneTimes.of(state).since(now))
         every = of_every_rank(found)
         if any(one is None for one in every):
@@ -484,7 +485,7 @@ class RunPlan:
             known.iteration_secs,
         )
 
-    def _compare(self, watch: LaneWatch, times: StepTimes) -> _Ask:
+    def _compare(self, watch: LaneWatch, times: StepTimes) -> bool:
         """This step against the plan: whether it must be made anew."""
         began, lanes, updated, _ = self._at
         now, current, num_updated, _ = self._look()
@@ -512,13 +513,13 @@ class RunPlan:
         self._drop_kept(found)
         replans = [finding for finding in found if finding.cause.replans]
         if not replans or self.profile is None:
-            return _Ask.NOTHING
+            return False
         self.profile = _scaled(self.profile, times, self.clock.shape)
         if any(finding.cause is Cause.WORKLOAD for finding in replans):
             self._patience *= 2  # batches that keep changing, grouped by length say, are waited out longer each time
         for finding in replans:
             self.profile = with_finding(self.profile, finding)
-        return _Ask.PLAN_ANEW
+        return True
 
     def _drop_kept(self, findings: Sequence[Finding]) -> None:
         """A profile of an earlier run that no longer tells how long a step takes is measured again by the next run."""

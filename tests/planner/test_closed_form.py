@@ -49,7 +49,7 @@ def test_a_step_by_hand() -> None:
     assert found.lane_secs[Lane.READ] == pytest.approx((16 * params + inputs) / on.storage_read)
     assert found.lane_secs[Lane.WRITE] == pytest.approx((14 * params + inputs) / on.storage_write)
     assert found.lane_secs[Lane.UP] == pytest.approx((4 * params + inputs) / on.link_up)
-    assert found.lane_secs[Lane.DOWN] == pytest.approx((2 * params + inputs) / on.link_down)
+    assert found.lane_secs[Lane.DOWN] == pytest.approx((4 * params + inputs) / on.link_down), "cast to fp32 before"
     assert found.lane_secs[Lane.CPU] == pytest.approx(params / on.update_rate)
     storage = (14 * params + inputs) / on.storage_read + 14 * params / on.storage_write
     assert found.backward_secs == pytest.approx(storage)

@@ -123,7 +123,7 @@ def test_states_stay_on_storage_where_their_updates_hide_behind_backward() -> No
     """In memory they would wait for the next forward, which is short; fast storage costs nothing here."""
     given = replace(GIVEN, dram_budget_bytes=20 * GIB)
     slow_adam = replace(USUAL, **BOUNDS["adam"], storage=StorageRates(FAST, FAST, FAST, 0.0, 0.0))
-    assert placed(given, {}, slow_adam)[0].plan.residency.optimizer < 0.3
+    assert placed(given, {}, slow_adam)[0].plan.residency.optimizer < 0.5, "as many as the next forward hides"
     assert placed(given, {})[0].plan.residency.optimizer == 1.0, "where nothing is known the fewest bytes move"
 
 
