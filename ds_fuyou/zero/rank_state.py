@@ -59,7 +59,7 @@ from ds_fuyou.telemetry.report import report_close, waited_secs
 from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
 from ds_fuyou.zero.blocks import block_of
-from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks
+from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks, planned_host_bytes
 from ds_fuyou.zero.compute_spans import computed
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.inference import InferenceReads, reads_of_inference
@@ -153,6 +153,7 @@ class RankState:
         self._ended: str | None = None
         self._pid = os.getpid()
         self._is_counted = False
+        planned_host_bytes[self] = self.planned_host_bytes
         self._lanes: PipelineLanes | None = None
         if self.trace is not None:
             states, p16 = 4 * (1 + len(kind.moments)), param_dtype.itemsize
@@ -171,6 +172,8 @@ class RankState:
         """What the run is told to do from now on, and the host memory it takes with that."""
         self.plan = plan
         self.planned_host_bytes = plan.host_bytes(self.plan_input) + self._sums_bytes
+        if self in planned_host_bytes:
+            planned_host_bytes[self] = self.planned_host_bytes
 
     # ---- construction -------------------------------------------------------------------------------------
 
@@ -219,7 +222,7 @@ class RankState:
         """
         budget = self.activation.config.dram_budget_bytes
         if budget != "auto":
-            return int(budget)
+            return int(budget) - sum(planned_host_bytes.get(reads, 0) for reads in self.beside())
         owned = (*self._params, *self._planned_frozen())
         in_place = sum(p.ds_tensor.nbytes for p in owned if partition_of(p) is None and _is_in_host_memory(p))
         tenths = 4 if self.device.is_unified else 8
@@ -598,6 +601,7 @@ class RankState:
         if self._ended is not None:
             return
         self._ended = f"this engine makes no steps any more: {why or 'it was not built'}"
+        planned_host_bytes.pop(self, None)
         if os.getpid() != self._pid:
             return  # a forked child: none of the threads is here, and the files are its parent's
         if self._is_counted and not why:

@@ -222,10 +222,14 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             params = iter_module_params(current_submodule)
             recorder = self.run_plan.recorder
             waits = any(param.ds_status != ZeroParamStatus.AVAILABLE for param in params)
-            with (
-                nullcontext() if recorder is None else recorder.paused(),
-                clock.within(Phase.PARAMETERS) if waits else nullcontext(),
-            ):
+            if waits or recorder is not None:
+                with (
+                    nullcontext() if recorder is None else recorder.paused(),
+                    clock.within(Phase.PARAMETERS) if waits else nullcontext(),
+                ):
+                    state.before_module(params)
+                    stock_fetch(current_submodule, forward)
+            else:
                 state.before_module(params)
                 stock_fetch(current_submodule, forward)
             if state.activations is not None:
