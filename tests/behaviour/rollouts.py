@@ -200,7 +200,7 @@ def one_budget(swap: str) -> dict[str, Any]:
             largest = max(partition.num_bytes for partition in store.partitions)
             found.append(store.capacity_bytes)
             left = budget - sum(taken) - sum(store.capacity_bytes for store in stores)
-            limits.append(max(left // 4, 4 * largest))  # two of the largest in each of two pools
+            limits.append(max(0, left) // 4 + 4 * largest)  # at least two of the largest in each of two pools
             stores.append(store)
         return engine
 
