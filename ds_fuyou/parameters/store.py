@@ -14,7 +14,8 @@ Released values stay in their pool as long as a later use of them is expected be
 somebody waits for takes the memory of those that are used last. So does a read ahead, but only of what is used later
 than it, and no more than a quarter of the pool: else memory would hold what comes next, whatever that is, and a model
 that is used from its begin to its end again and again would be read whole each time. So of ``M`` bytes that a token
-needs about ``M - 3/4 * pool`` are read for it, and none if the model fits.
+needs about ``M - 3/4 * pool`` are read for it, and none if the model fits. While all that is expected is shown to the
+borrower, a use moves the order on and nothing else.
 
 [Note: what may differ between ranks]
 Which reads have ended differs; a gather must be the same collective everywhere, and an offered parameter is gathered
