@@ -220,7 +220,7 @@ def _read_bytes(activation: Activation) -> int:
         budget = int(least(float(available_host_bytes() // local_ranks() * 8 // 10))[0])
     else:
         budget = max(0, int(budget) - sum(planned_host_bytes.values()))
-    return most_prefetch_bytes(budget)
+    return most_prefetch_bytes(int(budget))
 
 
 def watch(engine: Any, offload: Any, activation: Activation) -> None:

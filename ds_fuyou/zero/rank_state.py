@@ -222,7 +222,7 @@ class RankState:
         """
         budget = self.activation.config.dram_budget_bytes
         if budget != "auto":
-            return int(budget) - sum(planned_host_bytes.get(reads, 0) for reads in self.beside())
+            return int(budget)
         owned = (*self._params, *self._planned_frozen())
         in_place = sum(p.ds_tensor.nbytes for p in owned if partition_of(p) is None and _is_in_host_memory(p))
         tenths = 4 if self.device.is_unified else 8

@@ -192,8 +192,6 @@ def one_budget(swap: str) -> dict[str, Any]:
         given = {"model_parameters": model.parameters()} if trains else {}
         engine, *_ = deepspeed.initialize(model=model, config=config, **given)
         if trains:
-            found.append(engine.optimizer.rank_state.host_budget_bytes)
-            limits.append(budget - sum(store.capacity_bytes for store in stores))
             taken.append(engine.optimizer.rank_state.planned_host_bytes)
         else:
             (store,) = stores_of(engine)
