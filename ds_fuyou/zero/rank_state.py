@@ -153,7 +153,6 @@ class RankState:
         self._ended: str | None = None
         self._pid = os.getpid()
         self._is_counted = False
-        planned_host_bytes[self] = self.planned_host_bytes
         self._lanes: PipelineLanes | None = None
         if self.trace is not None:
             states, p16 = 4 * (1 + len(kind.moments)), param_dtype.itemsize
@@ -382,6 +381,7 @@ class RankState:
         if self.store is not None:
             _NUM_BUILT[tuple(self.activation.state_paths)] += 1
             self._is_counted = True
+        planned_host_bytes[self] = self.planned_host_bytes
         if dist.get_rank() == 0:
             logger.debug(
                 "states of %d parameters initialised in %.1f s", self.layout.numel, time.perf_counter() - begin
