@@ -14,7 +14,8 @@ Released values stay in their pool as long as a later use of them is expected be
 somebody waits for takes the memory of those that are used last. So does a read ahead, but only of what is used later
 than it, and no more than a quarter of the pool: else memory would hold what comes next, whatever that is, and a model
 that is used from its begin to its end again and again would be read whole each time. So of ``M`` bytes that a token
-needs about ``M - 3/4 * pool`` are read for it, and none if the model fits.
+needs about ``M - 3/4 * pool`` are read for it, and none if the model fits. While all that is expected is shown to the
+borrower, a use moves the order on and nothing else.
 
 [Note: what may differ between ranks]
 Which reads have ended differs; a gather must be the same collective everywhere, and an offered parameter is gathered
@@ -54,6 +55,7 @@ if that is less; one is always offered."""
 _MOST_OFFERED = 32
 _PLACES_A_CALL = 64  # that a walk ahead passes at once
 _NOT_SHOWN = (Presence.AWAY, Presence.READING, Presence.KEPT)
+_SHOWN = (Presence.HERE, Presence.GATHERED)
 _PENDING_COPIES = 3  # victims whose copies have not ended that are passed over: DeepSpeed has as many gathers in flight
 
 
@@ -104,6 +106,8 @@ class ParameterStore:
         self._announced: Announced | None = None
         self._num_hidden = 0  # of those that are in memory for good: at most so many are not shown
         self._turn = -1
+        self._is_settled = False  # all that is expected is shown, so there is nothing to read, to keep or to offer
+        self._look_at = 0  # the place from which on it is worth looking again whether that is so
 
     def take(self, partitions: Iterable[Partition]) -> None:
         """Serves these from here on. Once, because the pools are sized by them."""
@@ -171,6 +175,11 @@ class ParameterStore:
         """Somebody is about to need these: moves the order on, and makes them available if nobody gathered them yet.
         What must be read for that is read together.
         """
+        if self._is_settled and all(partition.presence in _SHOWN for partition in partitions):
+            for partition in partitions:
+                self.trace.use(partition)
+            return
+        self._is_settled = False
         needed = []
         for partition in partitions:
             self.trace.use(partition)
@@ -238,7 +247,7 @@ class ParameterStore:
             self._free(partition)
             partition.presence = Presence.GATHERED
         else:
-            partition.presence = Presence.KEPT
+            partition.presence, self._is_settled = Presence.KEPT, False
             self._size_class_of[partition].kept.add(partition)
         return True
 
@@ -288,7 +297,7 @@ class ParameterStore:
         if not self._may_stay(partition):
             self._leave(partition)
             return
-        partition.presence = Presence.KEPT
+        partition.presence, self._is_settled = Presence.KEPT, False
         self._size_class_of[partition].kept.add(partition)
         self._walk_again(partition)
 
@@ -297,7 +306,7 @@ class ParameterStore:
             self._dropped.append(partition.read)
         self._is_used(partition)
         self._free(partition)
-        partition.presence, partition.read = Presence.AWAY, None
+        partition.presence, partition.read, self._is_settled = Presence.AWAY, None, False
         self._walk_again(partition)
 
     def _free(self, partition: Partition) -> None:
@@ -432,6 +441,9 @@ class ParameterStore:
 
     def move_on(self) -> None:
         """After :meth:`use`: reads what comes next, offers what has come."""
+        if self._is_settled and self._turn == self.trace.turn and self._announced is None:
+            return
+        self._is_settled = False
         if self._dropped:
             self._dropped = [read for read in self._dropped if not read.done()]
         if self._announced is not None:
@@ -448,6 +460,12 @@ class ParameterStore:
             self._follow()
             self._offer()
             self.look_ahead()
+        if self.trace.now >= self._look_at:
+            self._look_at = self.trace.now + len(self.partitions)
+            self._is_settled = not self._offered and all(
+                partition.presence in _SHOWN or self.trace.next_place(partition) is None
+                for partition in self.partitions
+            )
 
     def _collect(self, size_class: SizeClass) -> None:
         """READING → KEPT, of reads that have ended, in their order."""
@@ -634,6 +652,7 @@ class ParameterStore:
 
     def step_applied(self) -> None:
         """A step changed what steps change: its next use waits for its update. What is published is read ahead."""
+        self._is_settled = False
         for partition in self.partitions:
             if partition.presence is not Presence.AWAY and partition.source.changes:
                 if partition.read is not None:

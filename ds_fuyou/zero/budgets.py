@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from weakref import WeakKeyDictionary
 
 from ds_fuyou.config import FuyouConfig
 from ds_fuyou.errors import FuyouConfigError
@@ -13,7 +14,10 @@ from ds_fuyou.log import log_once
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
 from ds_fuyou.zero.device import rank_device
 
-__all__ = ["check_budgets", "cores_of_rank", "local_ranks", "share_of_cores"]
+__all__ = ["check_budgets", "cores_of_rank", "local_ranks", "planned_host_bytes", "share_of_cores"]
+
+planned_host_bytes: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+"""Host memory that the engines of this process have planned, by whoever holds it."""
 
 _LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE",  # torchrun and accelerate

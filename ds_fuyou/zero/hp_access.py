@@ -71,6 +71,16 @@ class HpAccess:
         _take_own_part(values, value, dist.get_rank(group=param.ds_process_group))
         self.put_state()
 
+    def set_local_state(self, param: Parameter, value: torch.Tensor, key: str | None) -> None:
+        """From this rank's part of it. Stock compares its size with ``ds_tensor``'s, which has one element while the
+        parameter is on storage.
+        """
+        if not param.requires_grad:
+            return
+        values, _ = self.state(param, key, to_write=True)
+        values.copy_(_own_part(value, values, param))
+        self.put_state()
+
     def gradient(self, param: Parameter, *, to_write: bool) -> tuple[torch.Tensor, int]:
         """(a copy of this rank's gradient in fp32, zeros where none arrived; the sub-group)."""
         self._rank_state.bound_heap()
@@ -101,6 +111,26 @@ class HpAccess:
         values, _ = self.gradient(param, to_write=True)
         _take_own_part(values, value, dist.get_rank(group=param.ds_process_group))
         self.put_gradient()
+
+    def set_local_gradient(self, param: Parameter, value: torch.Tensor) -> None:
+        """From this rank's part of it, which is in the norm from now on; a full value never is, both as in stock."""
+        if not param.requires_grad:
+            return
+        values, _ = self.gradient(param, to_write=True)
+        part = _own_part(value, values, param)
+        values.copy_(part)
+        self.put_gradient()
+        state = self._rank_state
+        state.core.intake.norms.take(state.span(param).index, [part.to(state.device.torch_device, torch.float32)])
+
+
+def _own_part(value: torch.Tensor, own: torch.Tensor, param: Parameter) -> torch.Tensor:
+    if value.numel() != own.numel():
+        raise FuyouStateError(
+            f"a local value for a parameter of shape {tuple(param.ds_shape)} must have the {own.numel()} elements of "
+            f"this rank's partition (param.ds_tensor.ds_numel), not {value.numel()}"
+        )
+    return value.detach().flatten()
 
 
 def _require_size(value: torch.Tensor, param: Parameter) -> None:

@@ -30,7 +30,7 @@ from ds_fuyou.storage.parked import ParkedValues
 from ds_fuyou.telemetry.trace import Lane, LaneTrace
 from ds_fuyou.zero.agreement import least
 from ds_fuyou.zero.blocks import block_of
-from ds_fuyou.zero.budgets import local_ranks
+from ds_fuyou.zero.budgets import local_ranks, planned_host_bytes
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.gathering import in_use_order, release_gathered, watch_gathers
 from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, held_bytes, partition_of, stores_of
@@ -51,7 +51,8 @@ class InferenceReads:
         self._heap = HeapGuard()
         self._num_reads = 0
         self._span = ("", 0)
-        self._read_bytes = _read_bytes(activation)
+        self._activation = activation
+        self._read_bytes = 0
         self._engine = activation.config.io.engine
         self._io: IoLane | None = None
         self.parameters: ParameterStore | None = None
@@ -72,6 +73,7 @@ class InferenceReads:
         if not sources:
             return
         self._forget_closer = register_closer(_closing(self))
+        self._read_bytes = _read_bytes(self._activation)
         io = self._io = IoLane(IoSettings(engine=self._engine), sources[0].space.space.path_of)
         self.parameters = ParameterStore(
             PARTITION_TENSORS,
@@ -85,6 +87,7 @@ class InferenceReads:
             source.space.rest()
             source.read_by(io)
         self.parameters.take(free)
+        planned_host_bytes[self] = self.parameters.capacity_bytes
         self.bound(self.parameters)
         self.parameters.trace.expect(free)
         self.parameters.look_ahead()
@@ -159,6 +162,7 @@ class InferenceReads:
         """Others take the parameters, or the engine has ended. Idempotent."""
         self._forget_closer()
         _live.discard(self)
+        planned_host_bytes.pop(self, None)
         self._leave()
         module = self._module()
         if module is not None and self.parameters is not None:
@@ -207,13 +211,15 @@ def _is_free(partition: Partition) -> bool:
 
 
 def _read_bytes(activation: Activation) -> int:
-    """As the plan of an engine that trains has it: the same on all ranks."""
+    """As the plan of an engine that trains has it, of what other engines leave: the same on all ranks."""
     config = activation.config
     if config.plan is not None and config.plan.prefetch_bytes is not None:
         return int(config.plan.prefetch_bytes)
     budget = config.dram_budget_bytes
     if budget == "auto":
         budget = int(least(float(available_host_bytes() // local_ranks() * 8 // 10))[0])
+    else:
+        budget = max(0, int(budget) - sum(planned_host_bytes.values()))
     return most_prefetch_bytes(int(budget))
 
 

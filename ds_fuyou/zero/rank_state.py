@@ -59,7 +59,7 @@ from ds_fuyou.telemetry.report import report_close, waited_secs
 from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
 from ds_fuyou.zero.blocks import block_of
-from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks
+from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks, planned_host_bytes
 from ds_fuyou.zero.compute_spans import computed
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.inference import InferenceReads, reads_of_inference
@@ -171,6 +171,8 @@ class RankState:
         """What the run is told to do from now on, and the host memory it takes with that."""
         self.plan = plan
         self.planned_host_bytes = plan.host_bytes(self.plan_input) + self._sums_bytes
+        if self in planned_host_bytes:
+            planned_host_bytes[self] = self.planned_host_bytes
 
     # ---- construction -------------------------------------------------------------------------------------
 
@@ -379,6 +381,7 @@ class RankState:
         if self.store is not None:
             _NUM_BUILT[tuple(self.activation.state_paths)] += 1
             self._is_counted = True
+        planned_host_bytes[self] = self.planned_host_bytes
         if dist.get_rank() == 0:
             logger.debug(
                 "states of %d parameters initialised in %.1f s", self.layout.numel, time.perf_counter() - begin
@@ -598,6 +601,7 @@ class RankState:
         if self._ended is not None:
             return
         self._ended = f"this engine makes no steps any more: {why or 'it was not built'}"
+        planned_host_bytes.pop(self, None)
         if os.getpid() != self._pid:
             return  # a forked child: none of the threads is here, and the files are its parent's
         if self._is_counted and not why:

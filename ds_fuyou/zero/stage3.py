@@ -222,10 +222,14 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             params = iter_module_params(current_submodule)
             recorder = self.run_plan.recorder
             waits = any(param.ds_status is not ZeroParamStatus.AVAILABLE for param in params)
-            with (
-                nullcontext() if recorder is None else recorder.paused(),
-                clock.within(Phase.PARAMETERS) if waits else nullcontext(),
-            ):
+            if waits or recorder is not None:
+                with (
+                    nullcontext() if recorder is None else recorder.paused(),
+                    clock.within(Phase.PARAMETERS) if waits else nullcontext(),
+                ):
+                    state.before_module(params)
+                    stock_fetch(current_submodule, forward)
+            else:
                 state.before_module(params)
                 stock_fetch(current_submodule, forward)
             if params and state.activations is not None:
@@ -369,6 +373,9 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def set_full_hp_param(self, value: torch.Tensor, param: Parameter, optim_state_key: str | None = None) -> None:
         self.hp_access.set_state(param, value, optim_state_key)
 
+    def set_local_hp_param(self, value: torch.Tensor, param: Parameter, optim_state_key: str | None = None) -> None:
+        self.hp_access.set_local_state(param, value, optim_state_key)
+
     def _get_fp32_grad_state_partition(self, param: Parameter, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
         return self.hp_access.gradient(param, to_write=not release_swap_buffers)
 
@@ -377,6 +384,9 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Parameter) -> None:
         self.hp_access.set_gradient(param, value)
+
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Parameter) -> None:
+        self.hp_access.set_local_gradient(param, value)
 
     def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: list[Parameter]) -> None:
         """Applies ``update_func(full_gradient, param)`` to every trainable parameter's gradient."""

@@ -178,6 +178,39 @@ def inference(swap: str) -> dict[str, Any]:
     }
 
 
+def one_budget(swap: str) -> dict[str, Any]:
+    """Engines that infer look ahead with what the budget leaves after those before them."""
+    budget, limits, found = 60_000_000, [], []
+
+    def made(*, trains: bool) -> Any:
+        torch.manual_seed(1)
+        config = ds_config(gradient_clipping=0.5) if trains else ds_config(optimizer=None)
+        config["fuyou"] = block(swap, "all", "speculate") | {"dram_budget_bytes": budget}
+        del config["fuyou"]["plan"]
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = build_model(MODEL)
+        given = {"model_parameters": model.parameters()} if trains else {}
+        engine, *_ = deepspeed.initialize(model=model, config=config, **given)
+        if trains:
+            taken.append(engine.optimizer.rank_state.planned_host_bytes)
+        else:
+            (store,) = stores_of(engine)
+            largest = max(partition.num_bytes for partition in store.partitions)
+            found.append(store.capacity_bytes)
+            left = budget - sum(taken) - sum(store.capacity_bytes for store in stores)
+            limits.append(max(0, left) // 4 + 4 * largest)  # at least two of the largest in each of two pools
+            stores.append(store)
+        return engine
+
+    stores: list[Any] = []
+    taken: list[int] = []
+    engines = [made(trains=trains) for trains in (False, True, False)]
+    engines[1].destroy()
+    taken.clear()
+    engines.append(made(trains=False))
+    return {"same": [forwards(engines[0]) == forwards(engines[3])], "found": found, "limits": limits}
+
+
 def handed_on(swap: str) -> dict[str, Any]:
     """Engines that infer share a model with each other and with one that trains; each reads ahead in its turn."""
     found = []
@@ -354,6 +387,7 @@ SCENARIOS: dict[str, Any] = {
     "half": lambda swap: tokens(swap, 2_800_000),
     "gathered": gathered,
     "inference": inference,
+    "one-budget": one_budget,
     "handed-on": handed_on,
     "evaluation": evaluation,
     "between": between,

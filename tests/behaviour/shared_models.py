@@ -225,6 +225,27 @@ def failed(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
     return found
 
 
+# ---- models that scripts take apart ----------------------------------------------------------------------------------
+
+
+def built_on(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
+    """A part that is built after ``zero.Init``, a module of another model, and ``remote_device``."""
+    config = config_of(swap, tiers)
+    held: dict[str, torch.Tensor] = {}
+    for remote in (None, "cpu"):
+        init = {"config_dict_or_path": config, "remote_device": remote}
+        model, other = model_in(init), model_in(init, seed=2)
+        torch.manual_seed(7)
+        model.head = torch.nn.Linear(model.head.in_features, model.head.out_features, bias=False)
+        model.blocks[0] = other.blocks[0]
+        engine = engine_of(model, config)
+        train(engine, 0, 3)
+        held |= {f"{remote} {name}": value for name, value in (states(engine) | values(model)).items()}
+        held |= {f"{remote} left {name}": value for name, value in values(other).items()}
+        engine.destroy()
+    return held
+
+
 # ---- contexts that did not see the block ---------------------------------------------------------------------------
 
 
@@ -345,6 +366,7 @@ SCENARIOS: dict[str, Any] = {
     "inspected": lambda swap: as_stock(inspected, swap),
     "watched": lambda swap: as_stock(watched, swap),
     "failed": lambda swap: as_stock(failed, swap),
+    "built-on": lambda swap: as_stock(built_on, swap),
     "other-inits": other_inits,
     "unlike": unlike,
     "ahead": ahead,

@@ -56,6 +56,14 @@ def test_engines_without_an_optimizer_read_ahead_from_their_first_forward_on(tmp
     assert found["closed"] == [0, 0]
 
 
+def test_engines_that_infer_look_ahead_with_what_others_leave_of_the_budget(tmp_path: Path) -> None:
+    found = found_by("one-budget", tmp_path)
+    sizes, limits = found["found"], found["limits"]
+    assert all(size <= limit for size, limit in zip(sizes, limits, strict=True)), found
+    assert sizes[1] < sizes[0], "beside one that trains there is less"
+    assert sizes[2] > sizes[1], "an engine that has ended takes nothing"
+
+
 def test_engines_that_share_a_model_read_ahead_in_turn(tmp_path: Path) -> None:
     assert found_by("handed-on", tmp_path)["demand"] <= 1
 

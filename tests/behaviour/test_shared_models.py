@@ -21,6 +21,7 @@ SCENARIOS = (
     "inspected",
     "watched",
     "failed",
+    "built-on",
     "other-inits",
     "budget",
 )

@@ -5,7 +5,8 @@
 file ``FUYOU_SUITE_RECORD``, one line a configuration: "block" or "refused: reason".
 
 ``FUYOU_SUITE_OVERLAP`` is the block's ``optimizer.overlap``: tests that read parameters between steps without gathering
-them need "backward" (docs/combinations.md).
+them need "backward" (docs/combinations.md). ``FUYOU_SUITE_PARAMETERS``, its ``parameters.tier``: tests that look into
+``ds_tensor`` need "cpu", for what is on storage has one element there, in stock as here.
 
 In both modes fp16 counts as supported: eager fp16 works on the CPU, DeepSpeed asks for native kernels.
 What costs every engine seconds is done once, in the fork server: some imports, and asking for the kind of CPU.
@@ -32,6 +33,7 @@ MODE = os.environ.get("FUYOU_SUITE_MODE", "watch")
 WHICH = os.environ.get("FUYOU_SUITE_WHICH", "offload")
 SWAP_PATH = os.environ.get("FUYOU_SUITE_SWAP", "")
 OVERLAP = os.environ.get("FUYOU_SUITE_OVERLAP", "auto")
+PARAMETERS = os.environ.get("FUYOU_SUITE_PARAMETERS", "nvme")
 RECORD = os.environ.get("FUYOU_SUITE_RECORD", os.devnull)
 
 
@@ -53,7 +55,7 @@ def with_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     zero = config["zero_optimization"]
     only_optimizer = bool(zero.get("offload_optimizer")) and not zero.get("offload_param")
-    tiers = {"parameters": "cpu" if only_optimizer else "nvme", "optimizer": "nvme", "gradients": "nvme"}
+    tiers = {"parameters": "cpu" if only_optimizer else PARAMETERS, "optimizer": "nvme", "gradients": "nvme"}
     block: dict[str, Any] = {part: {"tier": tier} for part, tier in tiers.items()}
     block["optimizer"]["overlap"] = OVERLAP
     block["nvme_path"] = SWAP_PATH or "/tmp"

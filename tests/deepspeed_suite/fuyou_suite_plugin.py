@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,20 @@ def pytest_configure() -> None:
     multiprocessing.set_forkserver_preload(["fuyou_suite_inject"])
 
 
+def other_stage(item: pytest.Item) -> bool:
+    """Whether a parameter of the test says that it is for another stage."""
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return any(name in ("zero_stage", "stage") and value in (0, 1, 2) for name, value in params.items())
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # The checkout's conftest puts its root before the installed packages: processes of tests would take its DeepSpeed.
+    sys.path[:] = [entry for entry in sys.path if Path(entry) != config.rootpath.parent]
     done = {json.loads(line)["test"] for line in lines_of(RESULTS)}
     only = os.environ.get("FUYOU_SUITE_ONLY")
     wanted = set(lines_of(Path(only))) if only else None
-    kept = [item for item in items if item.nodeid not in done and (wanted is None or item.nodeid in wanted)]
+    items_here = [item for item in items if not other_stage(item)]
+    kept = [item for item in items_here if item.nodeid not in done and (wanted is None or item.nodeid in wanted)]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
     RESULTS.with_name(RESULTS.name + ".left").write_text(str(len(kept)), encoding="utf-8")

@@ -319,3 +319,34 @@ def test_asleep_nothing_is_on_the_device_and_nothing_is_pinned(
     engine.offload_states(pin_memory=False)
     engine.destroy()
     assert not pinned, "and an engine may end asleep"
+
+
+def test_an_engine_that_only_infers_sleeps_too(pinned: dict[int, int], tmp_path: Path) -> None:
+    swap, config = tmp_path / "swap", ds_config(optimizer=None)
+    swap.mkdir()
+    config["fuyou"] = fuyou_of(swap, "all", "auto", "backward_and_forward", 2, "none")
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = build_model({})
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    device, (batch,) = torch.standin, batches(1)
+    device.synchronize()
+    before, losses = device.memory_allocated(), []
+    for pin_memory in (True, False):
+        for _ in range(2):
+            with torch.no_grad():
+                losses.append(float(engine(**batch)))
+        registered = dict(pinned)
+        assert registered
+        engine.offload_states(pin_memory=pin_memory)
+        device.synchronize()
+        assert device.memory_allocated() - before < 4096, "only small things: norms' blocks of 512 bytes"
+        assert pinned == (registered if pin_memory else {})
+        engine.reload_states()
+        assert pinned == registered
+    with torch.no_grad():
+        losses.append(float(engine(**batch)))
+    assert len(set(losses)) == 1
+    engine.offload_states(pin_memory=False)
+    engine.destroy()
+    assert not pinned

@@ -27,9 +27,15 @@ from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
     set_z3_leaf_modules,
 )
 from models import TinyExperts, build_model, make_batch
@@ -138,7 +144,12 @@ def edit_parameters(engine, case: dict) -> None:
 
 
 def set_states(engine, case: dict) -> None:
+    """``local``: by this rank's parts, as gradients are then."""
     for param in chosen_parameters(engine, case).values():
+        if case.get("local"):
+            safe_set_local_fp32_param(param, safe_get_local_fp32_param(param) * 0.75)
+            safe_set_local_optimizer_state(param, safe_get_local_optimizer_state(param, "exp_avg") * 0.5, "exp_avg")
+            continue
         safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) * 0.75)
         for moment in ("exp_avg", "exp_avg_sq"):
             safe_set_full_optimizer_state(param, safe_get_full_optimizer_state(param, moment) * 0.5, moment)
@@ -146,7 +157,10 @@ def set_states(engine, case: dict) -> None:
 
 def set_gradients(engine, case: dict) -> None:
     for param in chosen_parameters(engine, case).values():
-        safe_set_full_grad(param, safe_get_full_grad(param) * 3.0)
+        if case.get("local"):
+            safe_set_local_grad(param, safe_get_local_grad(param) * 3.0)
+        else:
+            safe_set_full_grad(param, safe_get_full_grad(param) * 3.0)
 
 
 def look(engine, case: dict, result: dict, with_gradients: bool) -> None:

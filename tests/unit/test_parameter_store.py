@@ -17,6 +17,7 @@ from ds_fuyou.host.device import HostDevice
 from ds_fuyou.parameters.partition import Lost, Partition, Presence
 from ds_fuyou.parameters.size_class import SMALL_BYTES
 from ds_fuyou.parameters.store import ParameterStore
+from ds_fuyou.parameters.trace import Ahead
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.parked import ParkedSpace
 
@@ -566,6 +567,46 @@ def test_on_a_device_what_is_used_was_offered_before(
                 bench.tensors.away(partition)
         store.step_applied()
     assert offered >= expected
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_where_everything_stays_gathered_nothing_is_looked_for(
+    is_alone: bool, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = [bench.partition(i, trained=True) for i in range(6)]
+    store = bench.store(every, read_bytes=16 * LARGE_BYTES, is_alone=is_alone)
+
+    def token() -> None:
+        for partition in every:
+            store.use(partition)
+            store.move_on()
+            bench.tensors.in_use.add(partition)
+            assert torch.equal(bench.tensors.shown[partition], bench.expected[partition])
+
+    walks = []
+    peek = Ahead.peek
+    monkeypatch.setattr(Ahead, "peek", lambda self: (walks.append(1), peek(self))[1])
+    for _ in range(3):
+        token()
+    assert walks
+    walks.clear()
+    token()
+    assert not walks
+    assert store.trace.next_place(every[0]) == store.trace.cursor, "the order moves on"
+    bench.tensors.in_use.clear()  # one is released, and all change: it begins anew
+    store.release(every[2])
+    bench.tensors.away(every[2])
+    token()
+    assert walks
+    bench.tensors.in_use.clear()
+    before = store.num_demand_reads
+    for partition in every:
+        bench.expected[partition] = bench.expected[partition] + 1
+        partition.source.write(bench.expected[partition])
+    store.step_applied()
+    for _ in range(2):
+        token()
+    assert store.num_demand_reads - before <= 1, "the rest is read ahead"
 
 
 def test_what_is_kept_for_long_costs_no_more_memory(bench: Bench) -> None:
