@@ -66,11 +66,11 @@ def late_chunk(path: str, tiers: str) -> dict[str, Any]:
     chunk = core.layout.chunks_of_param[head.index][-1]
     add_fault(core, "READ", "DELAY", chunk, delay_secs=LATE_SECS, count=1000)
     train(engine, 3, 4)
-    found: dict[str, Any] = {"step": core.pipeline.is_published(chunk, core.generation)}
+    found: dict[str, Any] = {"step": core.pipeline.is_updated(chunk, core.generation)}
 
     def look(name: str) -> Any:
         def hook(*_: Any) -> None:
-            found.setdefault(name, core.pipeline.is_published(chunk, core.generation))
+            found.setdefault(name, core.pipeline.is_updated(chunk, core.generation))
 
         return hook
 
