@@ -10,6 +10,7 @@ forward, backward or another lane.
 from __future__ import annotations
 
 import atexit
+import logging
 import time
 import weakref
 from dataclasses import dataclass, fields
@@ -158,8 +159,9 @@ class StepReport:
             f"; {shown_bytes(sum(written.values()))} written a day" if daily else "",
         )
         if self._num_steps == _FIRST_REPORT:
-            for sentence in short_lives(written, {path: rating_at(path) for path in written}):
-                get_logger().warning("%s; more host memory, or fewer steps a day, would spare it", sentence)
+            for is_known, sentence in short_lives(written, {path: rating_at(path) for path in written}):
+                level = logging.WARNING if is_known else logging.INFO
+                get_logger().log(level, "%s; more host memory, or fewer steps a day, would spare it", sentence)
         self._logged_steps, self._logged_at, self._at_log = self._num_steps, now, lanes
 
     def leave_out(self, secs: float, work: LaneTimes) -> None:

@@ -27,16 +27,19 @@ def rating_at(path: str) -> Rating | None:
         return None
 
 
-def short_lives(written: Mapping[str, float], ratings: Mapping[str, Rating | None]) -> list[str]:
-    """A sentence for every path whose drives are worn out within a year if so many bytes are written there a day."""
+def short_lives(written: Mapping[str, float], ratings: Mapping[str, Rating | None]) -> list[tuple[bool, str]]:
+    """For every path whose drives are worn out within a year if so many bytes are written there a day: whether their
+    rating is known, and a sentence.
+    """
     found = []
     for path, num_bytes in written.items():
         rating = ratings.get(path)
         if rating is None or rating.written_bytes >= _SHORT_DAYS * num_bytes:
             continue
         source = "rated" if rating.is_known else "taken to be rated (no preset knows the model)"
-        found.append(
+        sentence = (
             f"{path} ({', '.join(dict.fromkeys(rating.models))}) is {source} for {shown_bytes(rating.written_bytes)} "
             f"written, and gets {shown_bytes(num_bytes)} a day: it lasts {rating.written_bytes / num_bytes:.0f} days"
         )
+        found.append((rating.is_known, sentence))
     return found

@@ -235,5 +235,6 @@ def test_writes_a_day_are_told_and_worn_drives_warned_of_once(lines, monkeypatch
 def test_what_lasts_a_year_is_not_told() -> None:
     rating = Rating(("Some SSD",), 365e9, is_known=False)
     assert not short_lives({"/a": 1e9}, {"/a": rating})
-    [sentence] = short_lives({"/a": 1.01e9}, {"/a": rating})
+    [(is_known, sentence)] = short_lives({"/a": 1.01e9}, {"/a": rating})
+    assert not is_known
     assert "is taken to be rated (no preset knows the model) for 365.0 GB written" in sentence
