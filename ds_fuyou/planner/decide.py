@@ -217,6 +217,9 @@ class _Search:
             elif more != _NOBODY:
                 size = bytes_each(given, more, two) * given.numel
                 residency = _changed(residency, {more: min(1.0, getattr(residency, more) + moved / size)})
+            taken = resident_bytes(given, residency) + in_dram + self._apart
+            if less == _NOBODY and taken + lane_bytes(given, self.chunk_bytes) > given.dram_budget_bytes:
+                continue  # it was the lanes', which seconds do not weigh
             yield residency, in_dram
 
     def _try(self, residency: Residency, in_dram: float) -> None:

@@ -64,7 +64,6 @@ __all__ = ["RunPlan"]
 _SMALLEST_PROBE, _LARGEST_PROBE = 4 << 20, 256 << 20
 _LINK_BYTES, _LINK_BYTES_ON_HOST = 64 << 20, 8 << 20  # the latter is host memory twice: little, for any model
 _TIMED_STEP = 2
-_EARLIER = "measured in an earlier run"
 _NEWS = 0.05  # of steps: worth writing the profile again
 _FLOOR = 0.02  # of the machine's memory: with less than that available states leave it, until twice as much is
 
@@ -77,6 +76,14 @@ class _Stage(enum.Enum):
     PLANS = "the plan is made when the step ends"
     WATCHES = "steps are compared with the plan"
     RUNS = "nothing was measured, and nothing is planned"
+
+
+class _Origin(enum.Enum):
+    """Where the profile that a plan is made by came from."""
+
+    EARLIER = "measured in an earlier run"
+    HERE = "measured in this run"
+    ANEW = "made anew"
 
 
 class RunPlan:
@@ -104,7 +111,7 @@ class RunPlan:
         self.clock = StepClock(model, rank_state.clock, rank_state.device)
         self.prediction: Prediction | None = None
         self.findings: list[Finding] = []
-        self._origin = _EARLIER
+        self._origin, self._kept_at = _Origin.EARLIER, ""
         self._usual: dict[Cause, float] = {}
         self._patience = LASTING
         self._watch: LaneWatch | None = None
@@ -216,10 +223,10 @@ class RunPlan:
     def _know(self, profile: RunProfile) -> None:
         """Keeps a profile, where this is the run that measures it."""
         self.profile = profile
-        if self._origin == _EARLIER or self._origin == "made anew" or current_rank() != 0:
+        if self._origin is not _Origin.HERE or current_rank() != 0:
             return
         kept_at, self._kept = save_profile(profile), profile
-        self._origin = "not kept" if kept_at is None else f"kept for the next run in {kept_at}"
+        self._kept_at = "not kept" if kept_at is None else f"kept for the next run in {kept_at}"
 
     def _follow(self, anew: bool, scarce: bool) -> None:
         """What one rank asks all do: plan anew, or leave memory. A collective, on all ranks after the same steps."""
@@ -246,7 +253,7 @@ class RunPlan:
         """Predicts, tells and watches by what is true now."""
         if self._watch is not None:
             self._usual = self._watch.usual()
-        self._watch, self._stage, self._origin = None, self._planning(), "made anew"
+        self._watch, self._stage, self._origin = None, self._planning(), _Origin.ANEW
 
     def _is_short_of_memory(self) -> bool:
         """Whether this machine has so little left that the system may soon end a process."""
@@ -315,7 +322,7 @@ class RunPlan:
         if any(one is None for one in every):
             self._stage = _Stage.RUNS
             return
-        self._stage, self._origin = self._planning(), ""
+        self._stage, self._origin = self._planning(), _Origin.HERE
         self._know(replace(slowest([one for one in every if one is not None]), blocks=of_rank_0(self._blocks)))
 
     def _profile_of(
@@ -388,7 +395,8 @@ class RunPlan:
         if current_rank() == 0:
             rows = class_rows(state.plan_input, time, place, state.plan.chunk_bytes)
             lines = [chosen.line(), *class_lines(rows, chosen.iteration_secs)]
-            get_logger().info("plan (%s): %s\n  %s", self._origin, profile_line(profile), "\n  ".join(lines))
+            origin = self._kept_at if self._origin is _Origin.HERE else self._origin.value
+            get_logger().info("plan (%s): %s\n  %s", origin, profile_line(profile), "\n  ".join(lines))
         self._adopt(profile, chosen)
 
     def _move(self) -> None:
@@ -523,7 +531,9 @@ class RunPlan:
 
     def _drop_kept(self, findings: Sequence[Finding]) -> None:
         """A profile of an earlier run that no longer tells how long a step takes is measured again by the next run."""
-        if self._origin != _EARLIER or not any(found.cause in (Cause.STEP, Cause.COMPUTE) for found in findings):
+        if self._origin is not _Origin.EARLIER or not any(
+            found.cause in (Cause.STEP, Cause.COMPUTE) for found in findings
+        ):
             return
         if current_rank() == 0 and forget_profile(self._facts.machine, self._facts.model):
             self._kept = None

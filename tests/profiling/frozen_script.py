@@ -21,7 +21,8 @@ PLAN = {"chunk_bytes": 32768, "staging_bytes": 512 << 10, "prefetch_bytes": 256 
 TIERS = {"optimizer": {"tier": "nvme"}, "gradients": {"tier": "cpu"}}
 
 
-def trained(**block: Any) -> dict[str, Any]:
+def trained(longer: int = 0, **block: Any) -> dict[str, Any]:
+    """``longer``: further steps with twice the batch, after which the plan must be that of the larger one."""
     config = ds_config(gradient_clipping=0.0, fuyou={"nvme_path": sys.argv[1], "plan": PLAN, **TIERS, **block})
     for section in ("offload_optimizer", "offload_param"):
         config["zero_optimization"].pop(section, None)
@@ -38,12 +39,18 @@ def trained(**block: Any) -> dict[str, Any]:
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
-    prediction = engine.optimizer.run_plan.prediction
+    plan = engine.optimizer.run_plan
+    prediction = plan.prediction
+    for step in range(longer):
+        engine.backward(engine(make_batch(MODEL, step, 0)["ids"].repeat(2, 1)))
+        engine.step()
     found = {
         "losses": losses,
         "planned": state.plan.residency.frozen,
         "frozen_bytes": state.plan_input.frozen_bytes,
         "held": state.frozen_bytes(),
+        "shape": None if plan.profile is None else plan.profile.shape,
+        "watches": plan._watch is not None,
         "read": None if prediction is None else prediction.read_bytes,
     }
     engine.destroy()
@@ -55,7 +62,7 @@ def main() -> None:
     found = {
         "storage": trained(parameters={"tier": "nvme"}, dram_budget_bytes=1 << 30),
         "some": trained(dram_budget_bytes=int(sys.argv[2])),
-        "all": trained(dram_budget_bytes=1 << 30),
+        "all": trained(8, dram_budget_bytes=1 << 30),
     }
     sys.stdout.write(f"RESULT {json.dumps(found)}\n")
 

@@ -25,6 +25,10 @@ def broken() -> None:
     raise ValueError("no decision today")
 
 
+def no_memory(*_: object) -> None:
+    raise MemoryError("none for a probe")
+
+
 def main() -> None:
     rank = int(os.environ["RANK"])
     deepspeed.init_distributed("gloo")
@@ -75,8 +79,19 @@ def main() -> None:
     except Exception as error:
         found["raised"] = type(error).__name__
     steps(1)
-    sys.stdout.write(f"RESULT {json.dumps(found)}\n")
     engine.destroy()
+    if rank == 1:
+        run_plan.probe_link = no_memory
+    os.environ["DS_FUYOU_PROFILES"] += "-of-a-rank-that-cannot-measure"
+    torch.manual_seed(0)
+    model = TinyGPT(**MODEL)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    for step in range(3):
+        engine.backward(engine(make_batch(MODEL, step, 0)["ids"]))
+        engine.step()
+    found["unmeasured"] = engine.optimizer.run_plan.profile is None
+    engine.destroy()
+    sys.stdout.write(f"RESULT {json.dumps(found)}\n")
 
 
 if __name__ == "__main__":

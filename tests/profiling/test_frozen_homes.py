@@ -28,11 +28,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert process.exitcode == 0, log[-5000:]
     (line,) = [line for line in log.splitlines() if line.startswith("RESULT ")]
     results: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
-    return results
+    return {**results, "log": log}
 
 
 def test_as_much_is_in_host_memory_as_planned(found: dict[str, Any]) -> None:
-    for run in found.values():
+    for run in (found["storage"], found["some"], found["all"]):
         held = run["held"]
         assert sum(held.values()) >= run["frozen_bytes"], "whole pages on storage"
         largest = 2 * 500 * 72  # one parameter that does not fit any more
@@ -54,3 +54,10 @@ def test_a_prediction_counts_their_reads(found: dict[str, Any]) -> None:
     saved = stored["read"] - found["some"]["read"]
     assert saved == pytest.approx(2 * found["some"]["held"]["cpu"], rel=0.5), "by whole pages"
     assert stored["read"] - found["all"]["read"] >= 2 * stored["frozen_bytes"]
+
+
+def test_another_batch_is_planned_anew_where_nothing_may_move(found: dict[str, Any]) -> None:
+    """The tier of states is told: no state moves, and nothing follows that ranks must agree on."""
+    assert found["all"]["shape"][0] == 2 * found["some"]["shape"][0]
+    assert found["all"]["watches"], "what comes next is noticed, too"
+    assert found["log"].count("plan (made anew)") == 1

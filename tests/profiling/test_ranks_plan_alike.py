@@ -61,3 +61,7 @@ def test_who_cannot_decide_says_so_to_all(ranks: tuple[list[dict[str, Any]], lis
     first, second = ranks[0]
     assert (first["raised"], second["raised"]) == ("ValueError", "FuyouStateError")
     assert len(first["losses"]) == len(second["losses"]) == 30, "training goes on"
+
+
+def test_a_rank_that_cannot_measure_leaves_all_without_a_plan(ranks: tuple[list[dict[str, Any]], list[str]]) -> None:
+    assert [found["unmeasured"] for found in ranks[0]] == [True, True]
