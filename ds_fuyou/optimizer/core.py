@@ -23,6 +23,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,47 +80,59 @@ class OutOfCoreOptimizer:
         self._types = {torch.float32: types.FLOAT32, torch.float16: types.FLOAT16, torch.bfloat16: types.BFLOAT16}
         self.io = IoLane(options.io, self.path_of)
         self._locks = PageLocks(options.device)
-        self.place = ChunkPlacement(layout, options, len(kind.moments), store, self._locks)
-        # Sums of gradients may lie in it for a while, to which the device copies.
-        copied_to = None if all(options.residency.grads) else options.device
-        self.staging = HostPool(self.place.staging_bytes(), copied_to)
-        self.io.pin(self.staging)
-        slots = {} if resumed is None else resumed.slots
-        self._first_slot = [slots.get(state_region(chunk.index), 0) for chunk in layout.chunks]
-        self._two_jobs_bytes: int | None = None
-        self.pipeline = self._make_pipeline()
-        self._worker = Worker(self.pipeline, self.path_of)
-        self.io.on_failure = self._worker.transfer_failed
-        self.policy = ClipPolicy(options.clip_policy, options.can_speculate(options.residency))
-        self.published = Published(self.place.num_param_versions)
-        self.window = Window(layout)
-        self.mover = ChunkMover(self, self._worker)
-        self.missed = MissedSteps(layout, self.clock)
-        self._updates = WindowUpdates(
-            layout, options, self.place, self._worker, self.published, self.window, self.missed, self._types, self.mover
-        )
-        self.gradients = self._make_gradients()
-        self.intake = GradientIntake(
-            layout,
-            self.gradients,
-            self.window,
-            options.device,
-            options.grad_dtype,
-            self._locks,
-            reopen=self._updates.reopen,
-            complete=self._complete,
-        )
-        self.gradients.relieve = self.intake.settle_oldest
-        self._chunk_generation = [0] * len(layout.chunks)
-        self.states = StateAccess(self)
-        self.params = ParamAccess(self)
-        self._values = ChunkValues(layout, self.place, self.io, self.slot, self._replaced_p32, options.param_dtype)
-        self._taken_over = TakenOver(self)
-        self._norm_of_overrides = False
-        self._snapshot: Snapshot | None = None
-        self.finish_first: Callable[[], None] | None = None
-        """What works behind training and must have ended before anything here does."""
-        self.commits = StepCommits(self, self._worker, resumed)
+        with ExitStack() as undo:  # what fails leaves no memory registered with the device
+            undo.callback(self._locks.release)
+            self.place = ChunkPlacement(layout, options, len(kind.moments), store, self._locks)
+            # Sums of gradients may lie in it for a while, to which the device copies.
+            copied_to = None if all(options.residency.grads) else options.device
+            self.staging = HostPool(self.place.staging_bytes(), copied_to)
+            undo.callback(self.staging.unpin)
+            self.io.pin(self.staging)
+            slots = {} if resumed is None else resumed.slots
+            self._first_slot = [slots.get(state_region(chunk.index), 0) for chunk in layout.chunks]
+            self._two_jobs_bytes: int | None = None
+            self.pipeline = self._make_pipeline()
+            self._worker = Worker(self.pipeline, self.path_of)
+            self.io.on_failure = self._worker.transfer_failed
+            self.policy = ClipPolicy(options.clip_policy, options.can_speculate(options.residency))
+            self.published = Published(self.place.num_param_versions)
+            self.window = Window(layout)
+            self.mover = ChunkMover(self, self._worker)
+            self.missed = MissedSteps(layout, self.clock)
+            self._updates = WindowUpdates(
+                layout,
+                options,
+                self.place,
+                self._worker,
+                self.published,
+                self.window,
+                self.missed,
+                self._types,
+                self.mover,
+            )
+            self.gradients = self._make_gradients()
+            self.intake = GradientIntake(
+                layout,
+                self.gradients,
+                self.window,
+                options.device,
+                options.grad_dtype,
+                self._locks,
+                reopen=self._updates.reopen,
+                complete=self._complete,
+            )
+            self.gradients.relieve = self.intake.settle_oldest
+            self._chunk_generation = [0] * len(layout.chunks)
+            self.states = StateAccess(self)
+            self.params = ParamAccess(self)
+            self._values = ChunkValues(layout, self.place, self.io, self.slot, self._replaced_p32, options.param_dtype)
+            self._taken_over = TakenOver(self)
+            self._norm_of_overrides = False
+            self._snapshot: Snapshot | None = None
+            self.finish_first: Callable[[], None] | None = None
+            """What works behind training and must have ended before anything here does."""
+            self.commits = StepCommits(self, self._worker, resumed)
+            undo.pop_all()
 
     @property
     def keeps_steps(self) -> bool:

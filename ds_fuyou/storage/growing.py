@@ -57,30 +57,31 @@ def grown(files: StoreFiles, regions: Sequence[RegionSpec], vacant: Vacant, budg
         message = f"{needed} more bytes are needed, {sum(capacities.values())} can be used; free space"
         raise FuyouStorageError(errno.ENOSPC, message, str(files.files[0].path))
     at_end, placed = [], []
-    taken: list[tuple[RegionSpec, tuple[tuple[Piece, ...], ...]]] = []
-    for region in regions:
-        places = vacant.get((region.num_bytes, region.num_slots))
-        if places:
-            taken.append((region, places.pop()))
-        else:
-            at_end.append(region)
-    # Shares as they were when the store was made.
-    shares = [PathShare(fact.device, max(1, size)) for fact, size in zip(facts, layout.file_bytes, strict=True)]
-    added = stripe(at_end, shares, capacities)
+    inside: list[RegionLayout] = []
     begins = layout.file_bytes
-    for one in added.regions:
-        moved = (tuple(replace(p, offset=p.offset + begins[p.path]) for p in pieces) for pieces in one.slots)
-        placed.append(RegionLayout(one.spec, tuple(moved)))
-    inside = [RegionLayout(region, slots) for region, slots in taken]
-    sizes = tuple(begin + more for begin, more in zip(begins, added.file_bytes, strict=True))
     try:
-        for path, begin, num_bytes in _runs([*inside, *placed]):
+        for region in regions:
+            places = vacant.get((region.num_bytes, region.num_slots))
+            if places:
+                inside.append(RegionLayout(region, places.pop()))
+            else:
+                at_end.append(region)
+        # Shares as they were when the store was made.
+        shares = [PathShare(fact.device, max(1, size)) for fact, size in zip(facts, layout.file_bytes, strict=True)]
+        added = stripe(at_end, shares, capacities)
+        for one in added.regions:
+            moved = (tuple(replace(p, offset=p.offset + begins[p.path]) for p in pieces) for pieces in one.slots)
+            placed.append(RegionLayout(one.spec, tuple(moved)))
+        sizes = tuple(begin + more for begin, more in zip(begins, added.file_bytes, strict=True))
+        runs = _runs([*inside, *placed])
+        for file in [files.files[path] for path in sorted({path for path, _, _ in runs})]:
             try:
-                preallocate(files.files[path].fd, num_bytes, begin)
-                os.fdatasync(files.files[path].fd)  # how long the file is
+                for begin, num_bytes in [run[1:] for run in runs if files.files[run[0]] is file]:
+                    preallocate(file.fd, num_bytes, begin)
+                os.fdatasync(file.fd)  # how long it is
             except OSError as error:
                 message = f"{needed} more bytes cannot be allocated; free space"
-                raise FuyouStorageError(error.errno or errno.EIO, message, str(files.files[path].path)) from error
+                raise FuyouStorageError(error.errno or errno.EIO, message, str(file.path)) from error
         return _with_layout(files, StoreLayout((*layout.regions, *placed, *inside), sizes))
     except ManifestUnknownError:
         raise
@@ -89,8 +90,8 @@ def grown(files: StoreFiles, regions: Sequence[RegionSpec], vacant: Vacant, budg
         for file, size in zip(files.files, begins, strict=True):
             with contextlib.suppress(OSError):
                 os.ftruncate(file.fd, size)
-        for region, slots in taken:
-            vacant.setdefault((region.num_bytes, region.num_slots), []).append(slots)
+        for one in inside:
+            vacant.setdefault((one.spec.num_bytes, one.spec.num_slots), []).append(one.slots)
         raise
 
 

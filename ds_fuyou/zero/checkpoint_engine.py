@@ -321,8 +321,9 @@ def _frozen_fragment(
 
 
 def _is_what_scripts_write_to(param: Parameter) -> bool:
-    """Where one rank computes on the host, a gathered parameter is its partition: nobody is told of writes to it."""
-    return (dist.get_world_size() == 1 and rank_device().is_host) or param.ds_tensor.device.type != "cpu"
+    """Where one rank has it, on the host, a gathered parameter is its partition: nobody is told of writes to it."""
+    is_alone = dist.get_world_size(group=param.ds_process_group) == 1
+    return (is_alone and rank_device().is_host) or param.ds_tensor.device.type != "cpu"
 
 
 def _pieces_of(values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device that refuses to lock pages: an error that says what to do, a smaller arena, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+from ds_fuyou.activations import arena
+from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.zero.device import rank_device
+from tests.device.accelerator import StandinAccelerator
+from tests.device.test_training import batches, make_engine, train
+from tests.harness.ports import free_port
+
+pytestmark = pytest.mark.standin
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    """This process is the only rank."""
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (rank | {"MASTER_PORT": str(free_port())}).items():
+            patch.setenv(name, value)
+        deepspeed.init_distributed("gloo")
+        yield
+        torch.distributed.destroy_process_group()
+
+
+class Locks:
+    """What is locked, by address; the ``refused``-th that is asked for is not."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.held: dict[int, int] = {}
+        self.num_asked = 0
+        self.refused = -1
+        register, unregister = StandinAccelerator.register_host_memory, StandinAccelerator.unregister_host_memory
+
+        def asked(accelerator: Any, address: int, num_bytes: int) -> bool:
+            number, self.num_asked = self.num_asked, self.num_asked + 1
+            if number == self.refused:
+                raise RuntimeError("out of memory")
+            register(accelerator, address, num_bytes)
+            self.held[address] = num_bytes
+            return True
+
+        def given_back(accelerator: Any, address: int) -> None:
+            unregister(accelerator, address)
+            del self.held[address]
+
+        patch.setattr(StandinAccelerator, "register_host_memory", asked)
+        patch.setattr(StandinAccelerator, "unregister_host_memory", given_back)
+
+
+@pytest.fixture
+def locks(monkeypatch: pytest.MonkeyPatch) -> Locks:
+    return Locks(monkeypatch)
+
+
+@pytest.mark.parametrize("tiers", ["all", "none"])
+def test_a_refused_lock_is_told_with_what_to_do_and_leaves_nothing(tiers: str, locks: Locks, tmp_path: Path) -> None:
+    told = []
+    for number in (0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144):
+        locks.num_asked, locks.refused = 0, number
+        swap, engine = tmp_path / str(number), None
+        try:
+            engine = make_engine(swap, tiers, "swap-nvme")
+            for batch in batches(2):
+                train(engine, batch)
+        except FuyouStateError as error:
+            told.append(str(error))
+        if engine is not None:
+            engine.destroy()
+        assert locks.held == {}
+        if locks.num_asked <= number:
+            break
+    assert len(told) >= 3
+    assert all("registering" in said and "ulimit -l" in said for said in told)
+    assert locks.num_asked <= number, "a run asks for fewer"
+
+
+def test_the_arena_stays_as_small_as_it_is(
+    locks: Locks, monkeypatch: pytest.MonkeyPatch, told: Callable[[], str]
+) -> None:
+    """Where its second part is refused; the first is used on."""
+    monkeypatch.setattr(arena, "_SEGMENT_BYTES", 1 << 14)
+    device = rank_device()
+    assert device.pins
+    found = arena.Arena(1 << 17, device, lambda segment: None)
+    memory = found.try_allocate(1 << 14)
+    assert memory is not None
+    locks.refused = locks.num_asked
+    assert found.try_allocate(1 << 14) is None
+    assert found.capacity_bytes == sum(locks.held.values()) == 1 << 14
+    assert "stays at 16384 bytes, of 131072 that were planned" in told()
+    del memory
+    assert found.try_allocate(1 << 14) is not None
+    assert found.try_allocate(1 << 14) is not None, "what was let go is there again"
+    found.give_back()
+    assert locks.held == {}
