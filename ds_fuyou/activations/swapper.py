@@ -101,10 +101,13 @@ PACKED = (KeptTensor, MovedTensor, SavedParameter)
 @dataclass(frozen=True)
 class _Moved:
     """Entry of the table of storages. The weak reference to the storage pins its identity: no other storage can get
-    the same address while the entry exists.
+    the same address while the entry exists. A version is that of a tensor and its views. There are tensors in one
+    storage that are no views of another and have versions of their own (``unsafe_chunk``, in the cells of recurrent
+    networks): ``part`` is such a tensor, None what has the storage for itself.
     """
 
     storage: StorageWeakRef
+    part: ViewSpec | None
     span: ByteRange
     record: weakref.ref[Record]
     place: int
@@ -209,14 +212,21 @@ class Swapper:
         self, tensor: torch.Tensor, view: ViewSpec, span: ByteRange, storage: Any, fate_of: Callable[[int], Fate]
     ) -> Packed:
         key = (storage._cdata, tensor._version)
+        base = tensor._base
+        has_base = base is not None and base.layout == torch.strided and not base.is_nested
+        root = ViewSpec.of(base if has_base else tensor)
+        whole = root.bytes()
+        part = root if whole.num_bytes < storage.nbytes() else None
         entries = self._moved.get(key, [])
         for entry in entries:
             record = entry.record()
-            if record is not None and entry.span.covers(span):
+            if record is not None and entry.part == part and entry.span.covers(span):
                 return MovedTensor(record, view, entry.span.begin, entry.tape, entry.place)
-        whole = ByteRange(0, storage.nbytes())
-        if span.num_bytes * 2 < whole.num_bytes:  # a small part of something large: take no more than that
-            whole = ByteRange(span.begin // ALIGN_BYTES * ALIGN_BYTES, span.end)
+        if span.num_bytes * 2 < whole.num_bytes or not whole.covers(
+            span
+        ):  # a small part of something large: take no more than that
+            whole = span
+        whole = ByteRange(whole.begin // ALIGN_BYTES * ALIGN_BYTES, whole.end)
         if self.tier is None or (fate_of(span.num_bytes) is Fate.KEEP and self._has_room(key, whole.num_bytes)):
             return self._keep(key, tensor, whole.num_bytes)
         if self.keeps_what_storage_refuses and not self.tier.has_storage_for(whole.num_bytes):
@@ -240,7 +250,8 @@ class Swapper:
         self.saved_bytes[self.block] += whole.num_bytes
         tape, place = self._tape, len(self._tape.records)
         tape.records.append(weakref.ref(record))
-        self._moved.setdefault(key, []).append(_Moved(StorageWeakRef(storage), whole, weakref.ref(record), place, tape))
+        moved = _Moved(StorageWeakRef(storage), part, whole, weakref.ref(record), place, tape)
+        self._moved.setdefault(key, []).append(moved)
         return MovedTensor(record, view, whole.begin, tape, place)
 
     def _is_kept(self, key: tuple[int, int]) -> bool:

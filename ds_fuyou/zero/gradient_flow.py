@@ -24,6 +24,7 @@ import torch
 from deepspeed import comm as dist
 from torch.nn import Parameter
 
+from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.log import log_once
 from ds_fuyou.optimizer.rules import GroupHyper
 from ds_fuyou.zero.blocks import block_of
@@ -37,6 +38,10 @@ _CUT_SHORT = (
     "a backward of this step ended with an exception: the gradients that it left are part of the step's, as in PyTorch "
     "without zero_grad(). Where the script goes on after such an exception it should call zero_grad() of the engine's "
     "optimizer (engine.zero_grad() drops nothing that ZeRO has taken) and make all backwards of the step again"
+)
+_DROPPED = (
+    "a gradient that waits to be reduced with others was dropped by the script. After a backward that raised, call "
+    "zero_grad() of the engine's optimizer: engine.zero_grad() drops a part of what that backward left"
 )
 
 
@@ -133,9 +138,10 @@ class GradientFlow:
     @torch.no_grad()
     def _reduce(self, params: list[Parameter]) -> None:
         """One message. May put ``params`` in order."""
-        params = [param for param in params if param.grad is not None]  # else the script has dropped it
         if not params:
             return
+        if any(param.grad is None for param in params):  # to leave it out would be another message than other ranks'
+            raise FuyouStateError(_DROPPED)
         self._open_window_if_last()  # before the collective: see [Note: one generation of all ranks]
         for param in params:
             if param.grad.numel() != param.ds_numel:

@@ -65,6 +65,27 @@ def test_several_micro_batches_in_flight(tmp_path: Path) -> None:
     must_agree(Plain(dropout=0.1), step, tmp_path, arena_bytes=SMALL)
 
 
+class Cells(nn.Module):
+    """Their gates lie in one memory, are no views of one another, and are changed in place one after another."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTMCell(width, width), nn.GRUCell(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = cell = other = x
+        for _ in range(3):
+            hidden, cell = self.lstm(x, (hidden, cell))
+            other = self.gru(hidden, other)
+        return (hidden + other).square().mean()
+
+
+@pytest.mark.parametrize("arena_bytes", [SMALL, 16 * MIB])
+def test_gates_of_recurrent_cells(arena_bytes: int, tmp_path: Path) -> None:
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    must_agree(Cells(), lambda model: model(x).backward(), tmp_path, arena_bytes=arena_bytes)
+
+
 def test_evaluation_and_no_grad_in_between(tmp_path: Path) -> None:
     def step(model: nn.Module) -> None:
         loss = model(ids(0))
