@@ -236,7 +236,10 @@ void ChunkPipeline::on_read(const std::shared_ptr<Job>& job, const IoOutcome& ou
         finish_locked(job);
     } else if (outcome.error != 0) {
         const Chunk& chunk = chunks_[job->update.chunk];
-        const char* part = lies_in(chunk.spec.grad_slot, outcome) ? "gradient" : "state";
+        const auto& params = chunk.spec.param_slots[static_cast<std::size_t>(chunk.slot)];
+        const char* part = lies_in(chunk.spec.grad_slot, outcome) ? "gradient"
+                           : lies_in(params, outcome)             ? "P16"
+                                                                  : "state";
         fail_locked(
             std::string("reading the ") + part + " of chunk " + std::to_string(job->update.chunk),
             outcome.error, outcome.fd, outcome.offset);
