@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from ds_fuyou.checkpoint.state_files import RankFiles
-from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.errors import FuyouChecksumError, FuyouConfigError
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.optimizer.snapshot import Snapshot
 from ds_fuyou.state_layout import SPLIT, WHOLE, layout_of, masters_of
 from ds_fuyou.storage.store import RunIdentity, SlotStore
-from tests.harness.small_core import ADAMW, backward, hypers, options_of, small_core, step, values
+from tests.harness.small_core import ADAMW, Disk, backward, hypers, options_of, small_core, step, values
 
 pytestmark = pytest.mark.timeout(120)
 LAYOUT = build_layout(
@@ -224,6 +224,26 @@ def test_what_is_left_on_storage_is_the_whole_state(
         for seed in (1, 2, 3):
             step(undisturbed, seed)
         assert all(map(torch.equal, after, everything(undisturbed)))
+
+
+@pytest.mark.parametrize("field", ["joints", "low", "moment0", "moment1", "P16"])
+@pytest.mark.parametrize("residency", [IN_MEMORY, STORED])
+def test_what_the_disk_changed_ends_the_update_that_reads_it(
+    residency: tuple[float, float, float], field: str, tmp_path: Path
+) -> None:
+    with small_core(tmp_path, LAYOUT, residency=residency, masters=SPLIT) as core:
+        step(core, 1)
+        at = core.place.stored.offsets(LAYOUT.chunks[0].numel)
+        if field == "P16" and residency is STORED:
+            Disk(core, "param16/0", core.slot(0)).flip(10)
+        else:
+            Disk(core, "state/0", core.slot(0)).flip(at["high" if field == "P16" else field] + 1)
+        if residency is IN_MEMORY and field in ("joints", "P16"):  # upper halves make it good, or are not read
+            step(core, 2)
+            return
+        failed = "reading the P16 of chunk 0" if field == "P16" else "verifying the state of chunk 0"
+        with pytest.raises(FuyouChecksumError, match=failed):
+            step(core, 2)
 
 
 def test_what_cannot_be_split_stays_whole_or_is_refused() -> None:
