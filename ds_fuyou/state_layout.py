@@ -39,7 +39,7 @@ class StateLayout:
 
     @property
     def version(self) -> int:
-        """As state files name it."""
+        """As state files name it; those that name none are of version 1."""
         return 1 if self.masters == WHOLE else 2
 
     @property
@@ -71,6 +71,10 @@ class StateLayout:
 
     def num_moment_bytes(self, numel: int) -> int:
         return self.num_bytes(numel) - self.num_master_bytes(numel)
+
+    def as_json(self) -> dict[str, int | str]:
+        """How state files name it."""
+        return {"version": self.version, "masters": self.masters, "moments": self.num_moments}
 
     def native(self, numel: int) -> dict[str, object]:
         """As ``BlockLayout`` of the C++ core takes it."""

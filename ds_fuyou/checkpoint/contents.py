@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_fuyou.errors import shown
 from ds_fuyou.optimizer.placement import state_region
-from ds_fuyou.state_layout import SPLIT, WHOLE, StateLayout
+from ds_fuyou.state_layout import WHOLE, StateLayout, layout_of
 from ds_fuyou.storage.records import typed
 from ds_fuyou.storage.types import CommitRecord, RegionSpec
 
@@ -33,7 +33,7 @@ class Contents:
         found = cls(
             [_param(entry) for entry in typed(contents["params"], list)],
             (chunks := [_chunk(entry) for entry in typed(contents["chunks"], list)]),
-            _layout(_masters(contents.get("masters", WHOLE)), chunks, regions),
+            _layout(contents.get("states"), chunks, regions),
         )
         if not found.params or not found.chunks:
             raise ValueError("no parameter, or no chunk")
@@ -46,22 +46,21 @@ class Contents:
         return found
 
 
-def _masters(found: Any) -> str:
-    if found not in (WHOLE, SPLIT):
-        raise ValueError(f"no layout of states has {shown(found, 60)} masters")
-    return typed(found, str)
-
-
-def _layout(masters: str, chunks: list[tuple[int, int, int]], regions: Mapping[str, RegionSpec]) -> StateLayout:
-    """That these regions hold; of states that are all in memory it does not matter."""
+def _layout(said: Any, chunks: list[tuple[int, int, int]], regions: Mapping[str, RegionSpec]) -> StateLayout:
+    """As the contents name it. Those of version 1 do not: then by the sizes of the regions, if there are any."""
     found = (regions.get(state_region(index)) for index in range(len(chunks)))
     sizes = {index: region.num_bytes for index, region in enumerate(found) if region is not None}
+    numels = {index: chunks[index][2] - chunks[index][1] for index in sizes}
+    if said is not None:
+        layout = layout_of(typed(said["masters"], str), typed(said["moments"], int))
+        if said != layout.as_json() or any(sizes[i] != layout.num_bytes(numels[i]) for i in sizes):
+            raise ValueError(f"states of layout {shown(said, 60)}, which their regions have not")
+        return layout
     for num_moments in (2, 1, 0):
-        layout = StateLayout(masters, num_moments)
-        numels = {index: chunks[index][2] - chunks[index][1] for index in sizes}
+        layout = StateLayout(WHOLE, num_moments)
         if all(layout.num_bytes(numels[index]) <= num_bytes for index, num_bytes in sizes.items()):
             return layout
-    raise ValueError(f"regions of states are smaller than {masters} masters of their chunks")
+    raise ValueError("regions of states are smaller than P32 of their chunks")
 
 
 def _param(entry: Any) -> tuple[str, list[int], int, int, int]:

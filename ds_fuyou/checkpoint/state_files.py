@@ -24,7 +24,7 @@ from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.layout import FlatLayout
 from ds_fuyou.optimizer.master_halves import join_halves
 from ds_fuyou.optimizer.placement import param_region, state_region
-from ds_fuyou.state_layout import WHOLE
+from ds_fuyou.state_layout import StateLayout
 from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, typed, well_formed
 from ds_fuyou.storage.store import CommitRecord, Extent, JsonValue, RunIdentity, SlotStore
 from ds_fuyou.storage.store_files import read_directory_manifest
@@ -35,15 +35,18 @@ _SECOND_MOMENT_WEIGHT = 0x9E3779B97F4A7C15  # as csrc/pipeline/state_block.cpp w
 _MODULUS = 1 << 64
 
 
-def contents_of(layout: FlatLayout, shapes: Sequence[Sequence[int]], masters: str = WHOLE) -> dict[str, JsonValue]:
-    """What a rank's files hold: ``shapes`` are those of the whole parameters, by index; ``masters`` as a
-    :class:`StateLayout` has them, in blocks of states."""
+def contents_of(
+    layout: FlatLayout, shapes: Sequence[Sequence[int]], states: StateLayout | None = None
+) -> dict[str, JsonValue]:
+    """What a rank's files hold: ``shapes`` are those of the whole parameters, by index; ``states``: how blocks of
+    states are laid out, fp32 without. That is said where it is not version 1, which older files have.
+    """
     params: list[JsonValue] = [
         [span.name, list(shapes[span.index]), span.sub_group, span.begin, span.end] for span in layout.params
     ]
     chunks: list[JsonValue] = [[chunk.sub_group, chunk.begin, chunk.end] for chunk in layout.chunks]
     found: dict[str, JsonValue] = {"params": params, "chunks": chunks}
-    return found if masters == WHOLE else {**found, "masters": masters}
+    return found if states is None or states.version == 1 else {**found, "states": states.as_json()}
 
 
 class RankFiles:

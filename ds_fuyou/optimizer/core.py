@@ -482,6 +482,7 @@ class OutOfCoreOptimizer:
 
     def _replaced_p32(self, chunk: int, address: int) -> None:
         self.pipeline.replace_state(chunk, address, has_moments=False)
+        self.pipeline.set_has_high(chunk)
 
     def slots_on_storage(self) -> dict[str, int]:
         """The slot of every region that the last applied step is in, or will be."""

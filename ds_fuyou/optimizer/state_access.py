@@ -280,6 +280,7 @@ class StateAccess:
                 writing.append(core.io.write(extents, coming.state, what))
         self._has_moments[index] = True
         core.pipeline.replace_state(index, coming.state.data_ptr(), has_moments=True)
+        core.pipeline.set_has_high(index)
         params = coming.new.params
         if params is ROUNDED:
             params = self.parts(core.layout.chunks[index], coming.state)[0].to(core.options.param_dtype)
@@ -313,7 +314,7 @@ class StateAccess:
             core.wait_copied()
             read = self._start_reading(index, with_moments=False)
             self._finish_reading(read)
-            written.append((index, make_halves(read.chunk.numel, read.state)))
+            written.append((index, make_halves(read.chunk.numel, read.state, read.halves)))
         at = {index: core.place.stored.offsets(core.layout.chunks[index].numel)["joints"] for index, _ in written}
         self._write_parts([(index, 0, halves[: at[index]]) for index, halves in written])
         self._write_parts([(index, at[index], halves[at[index] :][:PAGE_BYTES]) for index, halves in written])

@@ -286,7 +286,7 @@ class RankState:
         identity = RunIdentity(self._fingerprint(), dist.get_rank(), dist.get_world_size(), run_id)
         shapes = [tuple(param.ds_shape) for param in self._params]
         contents = {
-            **contents_of(self.layout, shapes, self._masters(param_dtype)),
+            **contents_of(self.layout, shapes, layout_of(self._masters(param_dtype), len(kind.moments))),
             "dtype": str(param_dtype),
             "optimizer": kind.name,
             "engine": _NUM_BUILT[tuple(self.activation.state_paths)],

@@ -97,7 +97,8 @@ def end_of(path: Path, case: dict, name: str) -> tuple[int | None, str]:
 def stored_states(store: SlotStore) -> tuple[StateLayout, list[int]]:
     """Their layout, and the elements of every chunk."""
     contents = store.contents()
-    return layout_of(contents.get("masters", WHOLE), 2), [end - begin for _, begin, end in contents["chunks"]]
+    masters = contents.get("states", {}).get("masters", WHOLE)
+    return layout_of(masters, 2), [end - begin for _, begin, end in contents["chunks"]]
 
 
 def flip_a_bit(directory: Path, part: int = 0) -> None:

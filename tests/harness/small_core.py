@@ -19,7 +19,7 @@ from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.placement import regions_for
 from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind
-from ds_fuyou.state_layout import WHOLE
+from ds_fuyou.state_layout import WHOLE, layout_of
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.store import RunIdentity, SlotStore
 
@@ -87,7 +87,7 @@ def small_core(
     )
     regions = regions_for(layout, options, len(kind.moments), num_slots)
     store = SlotStore.create([path], regions, RunIdentity("test", 0, 1, "run"), keep=keep)
-    store.describe(contents_of(layout, [[span.numel] for span in layout.params], masters))
+    store.describe(contents_of(layout, [[span.numel] for span in layout.params], layout_of(masters, len(kind.moments))))
     core = OutOfCoreOptimizer(layout, options, kind, hypers(layout), store)
     try:
         core.initialize(lambda span: values(span, 0), lambda count: None)

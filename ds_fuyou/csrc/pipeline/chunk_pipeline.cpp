@@ -94,7 +94,7 @@ void ChunkPipeline::replace_state(std::size_t index, char* memory, bool has_mome
     chunk.has_sums = {false, false};
     chunk.sums[slot] = sums;
     chunk.has_sums[slot] = checked;
-    chunk.forms[slot] = {true, false};
+    chunk.forms[slot] = {};
 }
 
 void ChunkPipeline::params_edited(std::size_t index)

@@ -150,9 +150,8 @@ class ChunkPipeline {
 
     std::size_t add_chunk(const ChunkSpec& spec);
     void set_position(std::size_t chunk, std::int64_t position);
-    // The published state was replaced from outside by `block` (a whole StateBlock's memory); a
-    // split one has its upper halves. Without moments only P32 stands there and is given: moments
-    // are zeros that no update has written yet.
+    // The published state is, whoever wrote it, `block` (a whole StateBlock's memory). Without
+    // moments only P32 stands there and is given: moments are zeros that no update has written yet.
     void replace_state(std::size_t chunk, char* block, bool has_moments);
     // Somebody else than an update wrote the chunk's P16 in memory: P32 does not follow from it.
     void params_edited(std::size_t chunk);

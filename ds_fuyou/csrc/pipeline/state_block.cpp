@@ -336,7 +336,6 @@ void encode_block(const StateBlock& from, const StateBlock& to, bool with_moment
         to.low()[i] = static_cast<std::uint16_t>(bits);
         to.high()[i] = static_cast<std::uint16_t>(bits >> 16);
     }
-    std::memset(to.joints(), 0, sizeof(Joints));
     to.joints()->num = Joints::kTooMany;
     to.joints()->has_high = 1;
     if (with_moments) copy_moments(from, tile_of(to, nullptr, 0, numel));

@@ -126,7 +126,9 @@ BlockSums update_block(const BlockUpdate& how, const std::vector<UpdateSegment>&
 // if `from` contradicts itself, or needs P16 that is null.
 bool decode_block(const StateBlock& from, const char* param16, const StateBlock& to,
                   bool with_moments);
-// `to`, split and with its upper halves := `from`, whole.
+// `to`, split and with its upper halves := `from`, whole. Of the joints the first two words change
+// alone, so that a page that is written over another is one of both, wherever a cut of the power
+// leaves it.
 void encode_block(const StateBlock& from, const StateBlock& to, bool with_moments);
 
 }  // namespace fuyou
