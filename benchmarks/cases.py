@@ -64,10 +64,10 @@ CASES = (
         1,
         32,
         0.0,
-        ("fuyou_optimizer_nvme", "fuyou_optimizer_nvme_whole", "fuyou_all_nvme", "fuyou_all_nvme_whole"),
+        ("fuyou_optimizer_nvme", "fuyou_optimizer_nvme_split", "fuyou_all_nvme", "fuyou_all_nvme_split"),
         (
-            ("fuyou_optimizer_nvme", "fuyou_optimizer_nvme_whole", 0.88),
-            ("fuyou_all_nvme", "fuyou_all_nvme_whole", 0.92),
+            ("fuyou_optimizer_nvme_split", "fuyou_optimizer_nvme", 0.88),
+            ("fuyou_all_nvme_split", "fuyou_all_nvme", 0.92),
         ),
     ),
     Case(
@@ -284,9 +284,9 @@ _CONFIGS = {
     "zero_infinity_params": _zero_infinity_params,
     "fuyou_dram": _fuyou("cpu", "cpu", "cpu"),
     "fuyou_optimizer_nvme": _fuyou("cpu", "nvme", "cpu"),
-    "fuyou_optimizer_nvme_whole": _fuyou("cpu", "nvme", "cpu", masters="whole"),
+    "fuyou_optimizer_nvme_split": _fuyou("cpu", "nvme", "cpu", masters="split"),
     "fuyou_all_nvme": _fuyou("nvme", "nvme", "nvme"),
-    "fuyou_all_nvme_whole": _fuyou("nvme", "nvme", "nvme", masters="whole"),
+    "fuyou_all_nvme_split": _fuyou("nvme", "nvme", "nvme", masters="split"),
     "fuyou_swap": _SWAP,
     "fuyou_swap_traced": _traced(_SWAP),
     "fuyou_auto": _fuyou("cpu", "nvme", "cpu", gpu_budget_bytes=4_400_000_000),  # what stock takes with checkpointing

@@ -124,7 +124,7 @@ def layout_of(masters: str, num_moments: int) -> StateLayout:
 
 
 def masters_of(wanted: str, *, is_bfloat16: bool, checksum: bool) -> str:
-    """How a run keeps P32 on storage; ``wanted`` may be "auto", ``is_bfloat16`` is said of P16.
+    """How a run keeps P32 on storage; ``is_bfloat16`` is said of P16.
 
     Raises:
         FuyouConfigError: it cannot be as wanted.
@@ -132,6 +132,6 @@ def masters_of(wanted: str, *, is_bfloat16: bool, checksum: bool) -> str:
     if wanted == SPLIT and not (is_bfloat16 and checksum):
         why = "fuyou.checksum is false" if is_bfloat16 else "parameters are of another type"
         raise FuyouConfigError(
-            f'fuyou.optimizer.masters: "split" needs bfloat16 parameters and checksums, but {why}; leave it "auto"'
+            f'fuyou.optimizer.masters: "split" needs bfloat16 parameters and checksums, but {why}; leave it "whole"'
         )
-    return SPLIT if is_bfloat16 and checksum and wanted != WHOLE else WHOLE
+    return wanted

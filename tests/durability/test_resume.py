@@ -25,6 +25,7 @@ pytestmark = pytest.mark.timeout(400)
 STEPS = 7
 RESUME = {"resume": "auto"}
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 4e-3, "warmup_num_steps": 5}}}
+SPLIT = {"optimizer": {"tier": "nvme", "masters": "split"}}
 ALL_STORED = {"parameters": {"tier": "nvme"}, "gradients": {"tier": "nvme"}}
 FP16 = {
     "bf16": None,
@@ -52,6 +53,8 @@ CASES = {
         {"config": {"gradient_accumulation_steps": 2}, "block": ALL_STORED, "frozen": "blocks.1"},
         1,
     ),
+    "split": ({"config": {"gradient_clipping": 0.5, **WARMUP}, "block": SPLIT}, 1),
+    "split, stored, two ranks": ({"config": WARMUP, "block": {**SPLIT, **ALL_STORED}, "slow": {"1": 4e6}}, 2),
     "fp16, skipped steps": ({"config": {**FP16, **WARMUP}}, 1),
     "all generators": ({"generators": "all", "block": {"random_states": "all"}}, 1),
     "drawn before the forward": ({"draws_first": True}, 1),
