@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # One command a job; each prepares what it needs. Python 3.10+, a C++ compiler and a network suffice.
 #   make setup | demo | demo-crash | test | test-oldest | test-deepspeed | test-clients | soak-device | lint | format
-#   make faults | crash | fuzz | soak | docs | bench | bench-planner | bench-device | clean
+#   make faults | crash | fuzz | soak | values | docs | bench | bench-planner | bench-device | clean
 # Overridable: PYTHON, VENV, DS_VERSION, TORCH, TORCH_FLAGS (for instance a package index), EXTRAS, TEST_FLAGS.
 
 PYTHON ?= python3
@@ -28,7 +28,7 @@ OLDEST := PATH="$(abspath .venv-ds0189/bin):$$PATH" TORCH_EXTENSIONS_DIR="$(absp
 BUILD_TOOLS := "setuptools>=77" wheel packaging ninja psutil py-cpuinfo numpy tqdm hjson "pydantic>=2" \
 	einops msgpack
 
-.PHONY: setup demo demo-crash test test-oldest test-deepspeed test-clients soak-device faults crash fuzz soak lint \
+.PHONY: setup demo demo-crash test test-oldest test-deepspeed test-clients soak-device faults crash fuzz soak values lint \
 	format docs bench bench-planner bench-device clean
 
 setup: $(STAMP)
@@ -93,6 +93,14 @@ fuzz: setup
 soak: setup
 	$(RUN) python tests/harness/prebuild.py
 	$(RUN) python -m tests.durability.soak --table $(RESULTS)-soak.md $(SOAK_FLAGS)
+
+# Every one of the 2^32 values of P32, split and put together again: a minute.
+values:
+	mkdir -p .work
+	$${CXX:-g++} -std=c++17 -O3 -march=native -fopenmp -I ds_fuyou/csrc tests/csrc/values/all_values.cpp \
+		ds_fuyou/csrc/pipeline/state_block.cpp ds_fuyou/csrc/kernels/elementwise.cpp ds_fuyou/csrc/kernels/place_sum.cpp \
+		-o .work/all_values
+	.work/all_values
 
 # Programs that others wrote, against stock ZeRO-3, and the table of docs/clients.md: about 40 minutes the first time, on two cores.
 # CLIENTS_FLAGS="--only trl" runs a part, and leaves the rest of the table as it was.

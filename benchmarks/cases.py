@@ -60,6 +60,17 @@ CASES = (
         (("fuyou_optimizer_nvme", "zero_infinity", 0.85),),
     ),
     Case(
+        "masters",
+        1,
+        32,
+        0.0,
+        ("fuyou_optimizer_nvme", "fuyou_optimizer_nvme_split", "fuyou_all_nvme", "fuyou_all_nvme_split"),
+        (
+            ("fuyou_optimizer_nvme_split", "fuyou_optimizer_nvme", 0.88),
+            ("fuyou_all_nvme_split", "fuyou_all_nvme", 0.92),
+        ),
+    ),
+    Case(
         "compute_bound",
         8,
         256,
@@ -239,12 +250,12 @@ def _zero_infinity_params(directory: str, tuning: StockTuning) -> dict[str, Any]
     return config
 
 
-def _fuyou(parameters: str, optimizer: str, gradients: str, **more: Any) -> Any:
+def _fuyou(parameters: str, optimizer: str, gradients: str, masters: str | None = None, **more: Any) -> Any:
     def config(directory: str, tuning: StockTuning) -> dict[str, Any]:
         block = {
             "nvme_path": directory,
             "parameters": {"tier": parameters},
-            "optimizer": {"tier": optimizer},
+            "optimizer": {"tier": optimizer} | ({} if masters is None else {"masters": masters}),
             "gradients": {"tier": gradients},
             **more,
         }
@@ -273,7 +284,9 @@ _CONFIGS = {
     "zero_infinity_params": _zero_infinity_params,
     "fuyou_dram": _fuyou("cpu", "cpu", "cpu"),
     "fuyou_optimizer_nvme": _fuyou("cpu", "nvme", "cpu"),
+    "fuyou_optimizer_nvme_split": _fuyou("cpu", "nvme", "cpu", masters="split"),
     "fuyou_all_nvme": _fuyou("nvme", "nvme", "nvme"),
+    "fuyou_all_nvme_split": _fuyou("nvme", "nvme", "nvme", masters="split"),
     "fuyou_swap": _SWAP,
     "fuyou_swap_traced": _traced(_SWAP),
     "fuyou_auto": _fuyou("cpu", "nvme", "cpu", gpu_budget_bytes=4_400_000_000),  # what stock takes with checkpointing

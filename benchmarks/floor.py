@@ -12,10 +12,12 @@ __all__ = ["BYTES_A_PARAMETER", "Floor", "floor_of"]
 BYTES_A_PARAMETER = {
     "fuyou_dram": (0, 0),
     "fuyou_optimizer_nvme": (12, 12),
+    "fuyou_optimizer_nvme_split": (10, 12),
     "fuyou_all_nvme": (16, 16),
+    "fuyou_all_nvme_split": (16, 14),
 }
-"""(read, written) bytes of storage a parameter and step that the placement requires. All on NVMe: P16 twice,
-P32, M and V are read; P16, P32, M, V and the spilled G16 are written (G16 is read back only for a redo)."""
+"""(read, written) bytes of storage a parameter and step that the placement requires (docs/states.md). All on NVMe: P16
+twice, P32, M and V are read; P16, P32, M, V and the spilled G16 are written (G16 is read back only for a redo)."""
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,11 @@ class OptimizerSettings(_Settings):
         description="How a clip factor or an overflow that is known only after backward is honoured exactly: "
         "`defer` starts updates then, `speculate` starts them in backward and redoes those it must.",
     )
+    masters: Literal["whole", "split"] = Field(
+        "whole",
+        description="How P32 on storage is kept. `whole`: fp32. `split`: as 16 lower bits, which P16 completes, so "
+        "fewer bytes move, and every value is the same to the bit; it needs bfloat16 parameters and `checksum`.",
+    )
 
 
 class GradientSettings(_Settings):

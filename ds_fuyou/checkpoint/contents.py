@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ds_fuyou.errors import shown
 from ds_fuyou.optimizer.placement import state_region
+from ds_fuyou.state_layout import WHOLE, StateLayout, layout_of
 from ds_fuyou.storage.records import typed
 from ds_fuyou.storage.types import CommitRecord, RegionSpec
 
@@ -19,31 +21,46 @@ __all__ = ["Contents", "optimizer_step_of", "state_sums_of"]
 @dataclass(frozen=True)
 class Contents:
     """``params``: (name, shape of the whole, sub-group, begin, end) of this rank's part; ``chunks``: (sub-group, begin,
-    end)."""
+    end); ``layout``: of the blocks of states."""
 
     params: list[tuple[str, list[int], int, int, int]]
     chunks: list[tuple[int, int, int]]
+    layout: StateLayout
 
     @classmethod
     def parse(cls, contents: Mapping[str, Any], regions: Mapping[str, RegionSpec]) -> Contents:
         """Raises what :func:`ds_fuyou.storage.records.well_formed` turns into an error of the file."""
         found = cls(
             [_param(entry) for entry in typed(contents["params"], list)],
-            [_chunk(entry) for entry in typed(contents["chunks"], list)],
+            (chunks := [_chunk(entry) for entry in typed(contents["chunks"], list)]),
+            _layout(contents.get("states"), chunks, regions),
         )
         if not found.params or not found.chunks:
             raise ValueError("no parameter, or no chunk")
         if len({name for name, *_ in found.params}) != len(found.params):
             raise ValueError("two parameters have one name")
-        for index, (_, begin, end) in enumerate(found.chunks):
-            region = regions.get(state_region(index))
-            if region is not None and region.num_bytes < 4 * (end - begin):
-                raise ValueError(f"chunk {index} has {end - begin} elements, and {region.num_bytes} bytes for them")
         for name, _, sub_group, begin, end in found.params:
             held = sum(max(0, min(end, e) - max(begin, b)) for group, b, e in found.chunks if group == sub_group)
             if held != end - begin:
                 raise ValueError(f"{held} elements of {name[:60]} lie in chunks, not {end - begin}")
         return found
+
+
+def _layout(said: Any, chunks: list[tuple[int, int, int]], regions: Mapping[str, RegionSpec]) -> StateLayout:
+    """As the contents name it. Those of version 1 do not: then by the sizes of the regions, if there are any."""
+    found = (regions.get(state_region(index)) for index in range(len(chunks)))
+    sizes = {index: region.num_bytes for index, region in enumerate(found) if region is not None}
+    numels = {index: chunks[index][2] - chunks[index][1] for index in sizes}
+    if said is not None:
+        layout = layout_of(typed(said["masters"], str), typed(said["moments"], int))
+        if said != layout.as_json() or any(sizes[i] != layout.num_bytes(numels[i]) for i in sizes):
+            raise ValueError(f"states of layout {shown(said, 60)}, which their regions have not")
+        return layout
+    for num_moments in (2, 1, 0):
+        layout = StateLayout(WHOLE, num_moments)
+        if all(layout.num_bytes(numels[index]) <= num_bytes for index, num_bytes in sizes.items()):
+            return layout
+    raise ValueError("regions of states are smaller than P32 of their chunks")
 
 
 def _param(entry: Any) -> tuple[str, list[int], int, int, int]:

@@ -22,7 +22,9 @@ from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageErr
 from ds_fuyou.host.memory import aligned_tensor, round_up_to_page
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.layout import FlatLayout
-from ds_fuyou.optimizer.placement import state_region
+from ds_fuyou.optimizer.master_halves import join_halves
+from ds_fuyou.optimizer.placement import param_region, state_region
+from ds_fuyou.state_layout import StateLayout
 from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, typed, well_formed
 from ds_fuyou.storage.store import CommitRecord, Extent, JsonValue, RunIdentity, SlotStore
 from ds_fuyou.storage.store_files import read_directory_manifest
@@ -33,13 +35,18 @@ _SECOND_MOMENT_WEIGHT = 0x9E3779B97F4A7C15  # as csrc/pipeline/state_block.cpp w
 _MODULUS = 1 << 64
 
 
-def contents_of(layout: FlatLayout, shapes: Sequence[Sequence[int]]) -> dict[str, JsonValue]:
-    """What a rank's files hold: ``shapes`` are those of the whole parameters, by index."""
+def contents_of(
+    layout: FlatLayout, shapes: Sequence[Sequence[int]], states: StateLayout | None = None
+) -> dict[str, JsonValue]:
+    """What a rank's files hold: ``shapes`` are those of the whole parameters, by index; ``states``: how blocks of
+    states are laid out, fp32 without. That is said where it is not version 1, which older files have.
+    """
     params: list[JsonValue] = [
         [span.name, list(shapes[span.index]), span.sub_group, span.begin, span.end] for span in layout.params
     ]
     chunks: list[JsonValue] = [[chunk.sub_group, chunk.begin, chunk.end] for chunk in layout.chunks]
-    return {"params": params, "chunks": chunks}
+    found: dict[str, JsonValue] = {"params": params, "chunks": chunks}
+    return found if states is None or states.version == 1 else {**found, "states": states.as_json()}
 
 
 class RankFiles:
@@ -58,7 +65,7 @@ class RankFiles:
         contents = store.contents()
         with well_formed(store.directories[0] / CONTENTS_NAME):
             parsed = Contents.parse(contents, store.regions)
-        self.params, self.chunks = parsed.params, parsed.chunks
+        self.params, self.chunks, self.layout = parsed.params, parsed.chunks, parsed.layout
         self.commits = {commit.key: commit for commit in self._checked_commits()}
         self.take(next(iter(self.commits)))
         self._last_read: tuple[int, torch.Tensor] | None = None
@@ -79,9 +86,7 @@ class RankFiles:
 
     @property
     def num_moments(self) -> int:
-        _, begin, end = self.chunks[0]
-        num_parts = self.store.regions[state_region(0)].num_bytes // round_up_to_page((end - begin) * 4)
-        return num_parts - 1
+        return self.layout.num_moments
 
     @property
     def sub_group_numels(self) -> list[int]:
@@ -134,21 +139,38 @@ class RankFiles:
         is_untouched = num_parts > 1 and chunk in self.meta["without_moments"]
         num_read = 1 if is_untouched else num_parts
         memory = aligned_tensor(num_parts * part_bytes)
-        name = state_region(chunk)
-        extents = self.store.range_extents(name, self.commit.slots[name], 0, num_read * part_bytes)
         what = "P32" if num_parts == 1 else "the state"
-        self._fill(memoryview(memory.numpy()), extents, f"reading {what} of chunk {chunk}")
+        is_right = self._read_block(chunk, memory[: num_read * part_bytes], f"reading {what} of chunk {chunk}")
         memory[num_read * part_bytes :].zero_()
         values = [memory[i * part_bytes :].view(torch.float32)[: end - begin] for i in range(num_parts)]
-        if self._sums is not None and self._sums[chunk][: min(num_parts, 2)] != _sums_of(values):
+        if not is_right or (self._sums is not None and self._sums[chunk][: min(num_parts, 2)] != _sums_of(values)):
             message = f"{what} of chunk {chunk} is not what the run wrote; the disk or its path is faulty"
-            where = extents[0]
+            where = self.store.extents(state_region(chunk), self.commit.slots[state_region(chunk)])[0]
             path = str(self.store.paths_of_fd(where.fd))
             raise FuyouChecksumError(errno.EBADMSG, f"{message}; use the last checkpoint", path, where.offset)
         return values
 
-    def _fill(self, view: memoryview, extents: Sequence[Extent], what: str) -> None:
-        at = 0
+    def _read_block(self, chunk: int, state: torch.Tensor, what: str) -> bool:
+        """The begin of a whole block. False if P32 cannot be put together from what is there."""
+        _, begin, end = self.chunks[chunk]
+        name, numel = state_region(chunk), end - begin
+        slot = self.commit.slots[name]
+        if not self.layout.is_split:
+            self._fill(state, self.store.range_extents(name, slot, 0, len(state)), what)
+            return True
+        at, first = self.layout.num_master_bytes(numel), round_up_to_page(numel * 4)
+        extents = self.store.range_extents(name, slot, 0, at)
+        params = param_region(chunk)
+        if params in self.store.regions:
+            extents += self.store.extents(params, slot)
+        halves = aligned_tensor(sum(extent.num_bytes for extent in extents))
+        self._fill(halves, extents, what)
+        if len(state) > first:
+            self._fill(state[first:], self.store.range_extents(name, slot, at, at + len(state) - first), what)
+        return join_halves(numel, halves, state)
+
+    def _fill(self, memory: torch.Tensor, extents: Sequence[Extent], what: str) -> None:
+        view, at = memoryview(memory.numpy()), 0
         for extent in extents:
             path, done = str(self.store.paths_of_fd(extent.fd)), 0
             while done < extent.num_bytes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ds_fuyou.config import BLOCK_KEY
+from ds_fuyou.config import BLOCK_KEY, FuyouConfig
 from ds_fuyou.ds_json import Activation, load_activation
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import Residency
@@ -20,6 +20,7 @@ from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import Plan, PlanInput, under_block
 from ds_fuyou.planner.profiled import placed
 from ds_fuyou.simulator.fit import shown_bytes
+from ds_fuyou.state_layout import StateLayout, layout_of, masters_of
 from ds_fuyou.storage.disks import DIRECTORY_NAME, Disk, find_disks
 from ds_fuyou.storage.layout import choose_num_slots, device_capacities
 from ds_fuyou.storage.probe import PathFacts, probe_path
@@ -132,7 +133,7 @@ def _plan_input(asked: Question, activation: Activation, ranks: int) -> PlanInpu
         numel=-(-model.params // ranks),
         param_bytes_each=width,
         grad_bytes_each=width,
-        num_moments=_MOMENTS.get(_optimizer(asked.config), 2),
+        layout=_layout(asked.config, activation.config),
         largest_param_numel=-(-model.largest_param // ranks),
         dram_budget_bytes=available_host_bytes() // ranks * 8 // 10,
         num_cpus=max(1, cores_of_rank() // ranks),
@@ -144,8 +145,19 @@ def _plan_input(asked: Question, activation: Activation, ranks: int) -> PlanInpu
 
 def _is_16_bit(config: Mapping[str, Any]) -> bool:
     """What is not said, as in a file without a precision that Accelerate is to set, is 16 bits."""
-    said = [config[name] for name in ("bf16", "bfloat16", "fp16") if isinstance(config.get(name), Mapping)]
-    return not said or any(section.get("enabled", False) in (True, "auto") for section in said)
+    names = ("bf16", "bfloat16", "fp16")
+    return not any(isinstance(config.get(name), Mapping) for name in names) or _has(config, *names)
+
+
+def _has(config: Mapping[str, Any], *names: str) -> bool:
+    sections = [config[name] for name in names if isinstance(config.get(name), Mapping)]
+    return any(section.get("enabled", False) in (True, "auto") for section in sections)
+
+
+def _layout(config: Mapping[str, Any], block: FuyouConfig) -> StateLayout:
+    is_bfloat16 = _has(config, "bf16", "bfloat16")
+    masters = masters_of(block.optimizer.masters, is_bfloat16=is_bfloat16, checksum=block.checksum)
+    return layout_of(masters, _MOMENTS.get(_optimizer(config), 2))
 
 
 def _optimizer(config: Mapping[str, Any]) -> str:
@@ -199,7 +211,7 @@ def _slots(given: PlanInput, plan: Plan, ranks: int, paths: Sequence[Path]) -> s
         FuyouConfigError: there is too little.
     """
     place, num = plan.residency, given.numel * ranks
-    slot = given.param_bytes_each * (1 - place.parameters) + 4 * (1 + given.num_moments) * (1 - place.optimizer)
+    slot = given.param_bytes_each * (1 - place.parameters) + given.layout.bytes_each * (1 - place.optimizer)
     spilled = given.grad_bytes_each * (1 - place.gradients)
     one, two = (int(num * (n * slot + spilled)) for n in (1, 2))
     facts: list[PathFacts] = [probe_path(path) for path in paths]

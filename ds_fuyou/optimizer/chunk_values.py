@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from ds_fuyou.host.memory import aligned_tensor, round_up_to_page
+from ds_fuyou.host.memory import aligned_tensor
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan, overlap
+from ds_fuyou.optimizer.master_halves import make_halves
 from ds_fuyou.optimizer.placement import ChunkPlacement
 from ds_fuyou.optimizer.state_access import prefix
 from ds_fuyou.storage.io import IoLane, Transfer
@@ -66,7 +67,7 @@ class ChunkValues:
             transfer.wait()
 
     def _put_p32(self, chunk: Chunk, values: torch.Tensor) -> list[Transfer]:
-        part = round_up_to_page(chunk.numel * 4)
+        part = self._place.whole.num_master_bytes(chunk.numel)
         state = self._place.state(chunk.index)
         if state is not None:
             state[part:].zero_()
@@ -74,9 +75,10 @@ class ChunkValues:
             return []
         memory = aligned_tensor(part)
         memory.view(torch.float32)[: chunk.numel].copy_(values)
-        extents = prefix(self._place.state_extents(chunk.index, self._slot_of(chunk.index)), part)
         self._replaced(chunk.index, memory.data_ptr())
-        return [self._io.write(extents, memory, f"writing P32 of chunk {chunk.index}")]
+        stored = make_halves(chunk.numel, memory) if self._place.stored.is_split else memory
+        extents = prefix(self._place.state_extents(chunk.index, self._slot_of(chunk.index)), len(stored))
+        return [self._io.write(extents, stored, f"writing P32 of chunk {chunk.index}")]
 
     def put_params(self, chunk: Chunk, values: torch.Tensor) -> list[Transfer]:
         """P16 of a chunk := ``values``, in every version in DRAM or in its place on storage; the writes in flight."""

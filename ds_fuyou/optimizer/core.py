@@ -182,8 +182,6 @@ class OutOfCoreOptimizer:
     def places_of(self, chunk: Chunk, state: torch.Tensor | None) -> dict[str, Any]:
         """A chunk and where it is, its state in this memory or on storage, as the pipeline takes it."""
         return {
-            "numel": chunk.numel,
-            "num_moments": len(self.kind.moments),
             "param_type": self._types[self.options.param_dtype],
             "grad_type": self._types[self.options.grad_dtype],
             **self.place.of_chunk(chunk, state, first_slot=self._first_slot[chunk.index]),
@@ -497,6 +495,7 @@ class OutOfCoreOptimizer:
 
     def _replaced_p32(self, chunk: int, address: int) -> None:
         self.pipeline.replace_state(chunk, address, has_moments=False)
+        self.pipeline.set_has_high(chunk)
 
     def slots_on_storage(self) -> dict[str, int]:
         """The slot of every region that the last applied step is in, or will be."""
@@ -506,9 +505,10 @@ class OutOfCoreOptimizer:
         """Where the committed or last applied state of a chunk on storage lies."""
         return self.place.state_extents(index, self.slot(index))
 
-    def before_params_change(self, chunks: Iterable[int]) -> None:
+    def before_params_change(self, chunks: Sequence[int]) -> None:
         """P16 on storage is about to be edited in place."""
         self._taken_over.compare_before_edit(chunks)
+        self.states.keep_masters(chunks)
         self.commits.forget_params()
 
     # ---- chunks that move ---------------------------------------------------------------------------------
@@ -561,6 +561,12 @@ class OutOfCoreOptimizer:
             self._snapshot.hurry()
             self._worker.wait(self._snapshot.wait, lambda: "states to be copied to a checkpoint")
             self._snapshot = None
+
+    def wait_idle(self, index: int) -> None:
+        """Until nothing works on a chunk. Dropped or published updates alone may."""
+        self._worker.wait(
+            lambda t: self.pipeline.wait_idle(index, t), lambda: f"the update of chunk {index} to have been written"
+        )
 
     def drop_prepared(self, index: int) -> None:
         """Drops what backward prepared for a chunk, and waits until nothing works on it."""

@@ -10,6 +10,7 @@ import torch
 from ds_fuyou.host.device import Device, HostDevice
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.residency import ChunkResidency
+from ds_fuyou.state_layout import WHOLE
 from ds_fuyou.storage.io import IoSettings
 
 __all__ = ["CoreOptions"]
@@ -35,6 +36,7 @@ class CoreOptions:
     device: Device = field(default_factory=HostDevice)
     checksum: bool = True
     has_peers: bool = False
+    masters: str = WHOLE  # of states on storage; split needs bfloat16 P16
 
     def can_speculate(self, residency: ChunkResidency) -> bool:
         """Speculation needs chunks with a spare slot, and backward to hide behind."""

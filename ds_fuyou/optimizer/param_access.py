@@ -167,6 +167,7 @@ class ParamAccess:
     def edited(self, span: ParamSpan) -> None:
         """The script wrote P16 of a parameter."""
         self._edited.add(span.index)
+        self._core.states.params_edited(self._core.layout.chunks_of_param[span.index])
 
     def left_behind(self, span: ParamSpan) -> None:
         """The script wrote P32: the next step narrows it into P16, whether the parameter has a gradient or not."""
@@ -193,7 +194,9 @@ class ParamAccess:
     def after_step(self, kept: list[tuple[ParamSpan, torch.Tensor]]) -> None:
         for span, values in kept:  # no commit names the slots of this step yet
             self._core.wait_param(span)
+            self._core.states.params_edited(self._core.layout.chunks_of_param[span.index])
             if self._core.place.is_in_memory(span):
                 self._core.param_view(span).copy_(values)
             else:
+                self._core.states.keep_masters(self._core.layout.chunks_of_param[span.index])
                 self.location(span).write(self._core.io, values)

@@ -12,11 +12,13 @@ import torch
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.memory import PAGE_BYTES, PageLocks, aligned_tensor, own_storage, round_up_to_page
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan
+from ds_fuyou.optimizer.master_halves import native
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.residency import ChunkResidency
+from ds_fuyou.state_layout import WHOLE, layout_of
 from ds_fuyou.storage.store import Extent, RegionSpec, SlotStore
 
-__all__ = ["ChunkPlacement", "regions_for", "state_region"]
+__all__ = ["ChunkPlacement", "param_region", "regions_for", "state_region"]
 
 
 def state_region(chunk: int) -> str:
@@ -33,10 +35,11 @@ def grad_region(chunk: int) -> str:
 
 def regions_for(layout: FlatLayout, options: CoreOptions, num_moments: int, num_slots: int) -> list[RegionSpec]:
     """Everything that lives on storage, with its size; empty when all chunks of all classes are in DRAM."""
-    regions = []
+    regions, stored = [], layout_of(options.masters, num_moments)
     for chunk in layout.chunks:
         if not options.residency.states[chunk.index]:
-            regions.append(RegionSpec(state_region(chunk.index), state_bytes(chunk, num_moments), num_slots))
+            num_bytes = stored.num_bytes(chunk.numel)
+            regions.append(RegionSpec(state_region(chunk.index), num_bytes, num_slots))
         if not options.residency.params[chunk.index]:
             num_bytes = round_up_to_page(chunk.numel * options.param_dtype.itemsize)
             regions.append(RegionSpec(param_region(chunk.index), num_bytes, num_slots))
@@ -44,11 +47,6 @@ def regions_for(layout: FlatLayout, options: CoreOptions, num_moments: int, num_
             num_bytes = round_up_to_page(chunk.numel * options.grad_dtype.itemsize)
             regions.append(RegionSpec(grad_region(chunk.index), num_bytes, 1))
     return regions
-
-
-def state_bytes(chunk: Chunk, num_moments: int) -> int:
-    """Of the block [P32 | moments], each part padded to pages."""
-    return (1 + num_moments) * round_up_to_page(chunk.numel * 4)
 
 
 class _Params:
@@ -90,7 +88,9 @@ class ChunkPlacement:
         self, layout: FlatLayout, options: CoreOptions, num_moments: int, store: SlotStore | None, locks: PageLocks
     ) -> None:
         """``locks`` registers P16 in memory with the device; the fp32 state stays with the host."""
-        self._layout, self._options, self._num_moments, self._store = layout, options, num_moments, store
+        self._layout, self._options, self._store = layout, options, store
+        self.whole, self.stored = layout_of(WHOLE, num_moments), layout_of(options.masters, num_moments)
+        """Of a state in memory, and in a slot."""
         self._locks = locks
         self.residency = options.residency
         """As it is now: chunks move."""
@@ -98,7 +98,7 @@ class ChunkPlacement:
         self.num_param_versions = len(self._params) if any(self.residency.params) else 0
         """Of P16 in DRAM; 0 where all of it is on storage."""
         self._states = {
-            chunk.index: aligned_tensor(state_bytes(chunk, num_moments))
+            chunk.index: aligned_tensor(self.whole.num_bytes(chunk.numel))
             for chunk in layout.chunks
             if self.residency.states[chunk.index]
         }
@@ -160,8 +160,7 @@ class ChunkPlacement:
 
     def state_spec(self, chunk: Chunk) -> RegionSpec:
         """The region of a chunk's state, where it is on storage."""
-        num_bytes = state_bytes(chunk, self._num_moments)
-        return RegionSpec(state_region(chunk.index), num_bytes, self._options.num_slots)
+        return RegionSpec(state_region(chunk.index), self.stored.num_bytes(chunk.numel), self._options.num_slots)
 
     def state_extents(self, index: int, slot: int) -> tuple[Extent, ...]:
         return self._need_store().extents(state_region(index), slot)
@@ -206,7 +205,7 @@ class ChunkPlacement:
     def job_bytes(self, chunk: Chunk, residency: ChunkResidency | None = None) -> int:
         """Staging memory of one update: what it reads from storage or writes there."""
         residency, options = residency or self.residency, self._options
-        num_bytes = 0 if residency.states[chunk.index] else state_bytes(chunk, self._num_moments)
+        num_bytes = 0 if residency.states[chunk.index] else self.stored.num_bytes(chunk.numel)
         if not residency.params[chunk.index]:
             num_bytes += round_up_to_page(chunk.numel * options.param_dtype.itemsize)
         if not residency.grads[chunk.index]:
@@ -230,6 +229,8 @@ class ChunkPlacement:
         num_slots = 1 if in_memory and state is not None else self._options.num_slots
         slots = [slot ^ first_slot for slot in range(num_slots)]
         return {
+            "whole": native(self.whole, chunk.numel),
+            "stored": native(self.stored, chunk.numel),
             "state_slots": [] if state is not None else [_ranges(self.state_extents(index, s)) for s in slots],
             "resident_state": 0 if state is None else state.data_ptr(),
             "param_slots": [] if in_memory else [_ranges(self.param_extents(index, s)) for s in slots],

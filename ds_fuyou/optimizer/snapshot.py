@@ -28,8 +28,9 @@ from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.memory import aligned_tensor
 from ds_fuyou.host.waiting import SLICE_SECS
 from ds_fuyou.optimizer.layout import Chunk
+from ds_fuyou.optimizer.master_halves import join_halves
 from ds_fuyou.optimizer.state_access import part_of
-from ds_fuyou.planner.plan import SAVE_BLOCKS
+from ds_fuyou.planner.plan import SAVE_BLOCKS, SAVE_BLOCKS_READ
 from ds_fuyou.storage.io import Transfer, storage_error
 from ds_fuyou.storage.types import PAGE_BYTES, Extent
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Snapshot"]
 
-_NUM_READING = 2
+_NUM_READING = SAVE_BLOCKS_READ
 _NUM_LENT = SAVE_BLOCKS - _NUM_READING
 Clone = Callable[[Chunk, Sequence[Sequence[Extent]]], list[Extent] | None]
 
@@ -56,13 +57,15 @@ class _Taken:
     state: torch.Tensor
     """The chunk's part of the block."""
     slot: int
-    transfer: Transfer | None = None
+    transfers: Sequence[Transfer] = ()
+    halves: torch.Tensor | None = None
+    """What of P32 was read, where it is split."""
     is_lent: bool = False
     clone: Sequence[Extent] = ()
     """Where it is read from instead of its slot."""
 
     def is_there(self) -> bool:
-        return self.transfer is None or self.transfer.done()
+        return all(transfer.done() for transfer in self.transfers)
 
 
 class Snapshot:
@@ -83,6 +86,10 @@ class Snapshot:
         size = max(core.states.num_bytes(chunk) for chunk in chunks)
         self._lent = {memory.data_ptr(): memory for memory in (aligned_tensor(size) for _ in range(_NUM_LENT))}
         self._spare = [aligned_tensor(size) for _ in range(_NUM_READING)]
+        most = max(chunk.numel for chunk in chunks)
+        made = {memory.data_ptr(): core.states.memory_for_halves(most) for memory in self._spare}
+        self._halves = {address: memory for address, memory in made.items() if memory is not None}
+        """Beside spare blocks."""
         self._io = core.io.sharing(_path_of)  # a read that fails costs the checkpoint, not the run
         self._pipeline.keep_states([chunk.index for chunk in order])  # last: from here on updates wait
         try:
@@ -142,7 +149,7 @@ class Snapshot:
             state = block[: self._core.states.num_bytes(chunk)]
             state[sum(extent.num_bytes for extent in extents) :].zero_()
             what = f"reading the state of chunk {chunk.index} for a checkpoint"
-            taken = _Taken(chunk, block, state, slot, self._io.read(extents, state, what, _FIRST), clone=extents)
+            taken = _Taken(chunk, block, state, slot, [self._io.read(extents, state, what, _FIRST)], clone=extents)
             self._settle(taken)
             yield chunk, self._core.states.parts(chunk, state)
             self._hurries.wait(_REST * (time.perf_counter() - begin))
@@ -173,15 +180,17 @@ class Snapshot:
             self._pipeline.release_kept(index)
             return _Taken(chunk, block, state, slot)
         has_moments, priority = index not in self._without_moments, _FIRST if is_wanted else _BEHIND
-        extents = core.states.stored_extents(chunk, slot, has_moments=has_moments)
-        state[sum(extent.num_bytes for extent in extents) :].zero_()
+        halves = self._halves.get(block.data_ptr())
+        where = core.states.stored(chunk, slot, state, halves, has_moments=has_moments)
+        if not has_moments:
+            state[core.place.whole.num_master_bytes(chunk.numel) :].zero_()
         what = f"reading the state of chunk {index} for a checkpoint"
-        return _Taken(chunk, block, state, slot, self._io.read(extents, state, what, priority))
+        return _Taken(chunk, block, state, slot, [self._io.read(*each, what, priority) for each in where], halves)
 
     def _clones(self, chunk: Chunk, slot: int) -> bool:
         """Whether the file has the state now, and its place may be overwritten."""
         part_bytes, num_moments = 4 * chunk.numel, len(self._core.kind.moments)
-        if self._clone is None or part_bytes % PAGE_BYTES:
+        if self._clone is None or part_bytes % PAGE_BYTES or self._core.place.stored.is_split:
             return False
         num_parts = 1 if chunk.index in self._without_moments else 1 + num_moments
         extents = self._core.place.state_extents(chunk.index, slot)
@@ -196,13 +205,17 @@ class Snapshot:
     def _settle(self, taken: _Taken) -> None:
         """Until it is there and compared; then the place that it lies in may be overwritten."""
         index = taken.chunk.index
-        if taken.transfer is not None:
-            taken.transfer.wait()
-        if not self._pipeline.kept_holds(index, taken.state.data_ptr()):
+        for transfer in taken.transfers:
+            transfer.wait()
+        holds = True
+        if taken.halves is not None:
+            halves = self._core.states.halves_of(taken.chunk, taken.halves)
+            holds = join_halves(taken.chunk.numel, halves, taken.state)
+        if not holds or not self._pipeline.kept_holds(index, taken.state.data_ptr()):
             begin = (taken.clone or self._core.place.state_extents(index, taken.slot))[0]
             what = f"reading the state of chunk {index}"
             raise storage_error(what, errno.EBADMSG, begin.fd, begin.offset, _path_of)
-        if taken.transfer is not None and not taken.clone:
+        if taken.transfers and not taken.clone:
             self._pipeline.release_kept(index)
 
     def hurry(self) -> None:
@@ -224,6 +237,7 @@ class Snapshot:
             self._pipeline.drop_kept()
             self._lent.clear()
             self._spare.clear()
+            self._halves.clear()
             self._ended.set()
 
 

@@ -14,6 +14,8 @@ import torch
 
 from ds_fuyou.host.memory import aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.layout import Chunk, ParamSpan, overlap
+from ds_fuyou.optimizer.master_halves import halves_bytes, join_halves, make_halves
+from ds_fuyou.state_layout import PAGE_BYTES
 from ds_fuyou.storage.io import IoLane, Transfer, storage_error
 from ds_fuyou.storage.store import Extent
 
@@ -92,12 +94,13 @@ class _Blocks:
 
 
 class _Read(NamedTuple):
-    """A read in flight: the transfer, None from memory, and the parts that it brings."""
+    """A read in flight: the transfers, none from memory, and the parts that they bring."""
 
     chunk: Chunk
     num_parts: int
     state: torch.Tensor
-    transfer: Transfer | None
+    halves: torch.Tensor | None
+    transfers: list[Transfer]
 
 
 class StateAccess:
@@ -145,32 +148,64 @@ class StateAccess:
         num_parts = self._num_parts if with_moments else 1
         resident = core.place.state(index)
         if resident is not None:
-            return _Read(chunk, num_parts, resident[: num_parts * _part_bytes(chunk)].clone(), None)
+            return _Read(chunk, num_parts, resident[: num_parts * _part_bytes(chunk)].clone(), None, [])
         state = aligned_tensor(num_parts * _part_bytes(chunk))
+        halves = self.memory_for_halves(chunk.numel)
         has_moments = with_moments and self._has_moments[index]
-        extents = self.stored_extents(chunk, core.slot(index), has_moments=has_moments)
-        transfer = core.io.read(extents, state, f"reading the state of chunk {index}")
-        return _Read(chunk, num_parts, state, transfer)
+        where = self.stored(chunk, core.slot(index), state, halves, has_moments=has_moments)
+        what = f"reading the state of chunk {index}"
+        return _Read(chunk, num_parts, state, halves, [core.io.read(*each, what) for each in where])
 
     def _finish_reading(self, read: _Read) -> list[torch.Tensor]:
         chunk, state = read.chunk, read.state
-        if read.transfer is not None:
-            read.transfer.wait()
+        if read.transfers:
+            for transfer in read.transfers:
+                transfer.wait()
+            holds = read.halves is None or join_halves(chunk.numel, self.halves_of(chunk, read.halves), state)
             is_whole = read.num_parts == self._num_parts
-            if not self._core.pipeline.state_holds(chunk.index, state.data_ptr(), with_moments=is_whole):
+            if not holds or not self._core.pipeline.state_holds(chunk.index, state.data_ptr(), with_moments=is_whole):
                 begin = self._core.state_extents(chunk.index)[0]
                 what = f"reading the state of chunk {chunk.index}"
                 raise storage_error(what, errno.EBADMSG, begin.fd, begin.offset, self._core.path_of)
         return self.parts(chunk, state)
 
     def num_bytes(self, chunk: Chunk) -> int:
-        """Of a chunk's state block."""
-        return self._num_parts * _part_bytes(chunk)
+        """Of a chunk's state, whole."""
+        return self._core.place.whole.num_bytes(chunk.numel)
 
-    def stored_extents(self, chunk: Chunk, slot: int, *, has_moments: bool) -> list[Extent]:
-        """Where the parts of a state lie that were ever written to a slot. What is read into zeros gives zeros."""
-        num_parts = self._num_parts if has_moments else 1
-        return prefix(self._core.place.state_extents(chunk.index, slot), num_parts * _part_bytes(chunk))
+    def memory_for_halves(self, numel: int) -> torch.Tensor | None:
+        """What :meth:`stored` takes for so many elements; None where P32 is whole in a slot."""
+        if not self._core.place.stored.is_split:
+            return None
+        return aligned_tensor(halves_bytes(numel) + round_up_to_page(numel * 2))
+
+    def halves_of(self, chunk: Chunk, halves: torch.Tensor) -> torch.Tensor:
+        """The part of such memory that a chunk's read fills."""
+        has_params = not self._core.place.residency.params[chunk.index]
+        at = halves_bytes(chunk.numel)
+        return halves[: at + round_up_to_page(chunk.numel * 2)] if has_params else halves[:at]
+
+    def stored(
+        self, chunk: Chunk, slot: int, state: torch.Tensor, halves: torch.Tensor | None, *, has_moments: bool
+    ) -> list[tuple[Sequence[Extent], torch.Tensor]]:
+        """What of a slot is to be read where: into ``state``, a whole block, or where P32 is split its moments, and the
+        rest into ``halves``, for :func:`join_halves`. Parts that were never written stay as they are: zeros.
+        """
+        place, numel = self._core.place, chunk.numel
+        extents = place.state_extents(chunk.index, slot)
+        masters, moments = place.stored.num_master_bytes(numel), place.stored.num_moment_bytes(numel)
+        if halves is None:
+            num_bytes = masters + moments if has_moments else masters
+            return [(prefix(extents, num_bytes), state[:num_bytes])]
+        mine = self.halves_of(chunk, halves)
+        first = prefix(extents, masters)
+        if len(mine) > masters:
+            first += place.param_extents(chunk.index, slot)
+        found: list[tuple[Sequence[Extent], torch.Tensor]] = [(first, mine)]
+        if has_moments:
+            at = place.whole.num_master_bytes(numel)
+            found.append((part_of(extents, masters, moments), state[at : at + moments]))
+        return found
 
     def parts(self, chunk: Chunk, state: torch.Tensor) -> list[torch.Tensor]:
         """Views of a state block, ``state``, or of its first parts: no byte more."""
@@ -234,16 +269,71 @@ class StateAccess:
         is_resident = core.place.state(index) is not None
         if not is_resident:
             core.commits.withdraw()
-            what = f"writing the state of chunk {index}"
-            writing.append(core.io.write(core.state_extents(index), coming.state, what))
+            what, extents = f"writing the state of chunk {index}", core.state_extents(index)
+            if core.place.stored.is_split:
+                numel = core.layout.chunks[index].numel
+                masters, moments = make_halves(numel, coming.state), core.place.stored.num_moment_bytes(numel)
+                writing.append(core.io.write(prefix(extents, len(masters)), masters, what))
+                extents = part_of(extents, len(masters), moments)
+                writing.append(core.io.write(extents, coming.state[-moments:], what))
+            else:
+                writing.append(core.io.write(extents, coming.state, what))
         self._has_moments[index] = True
         core.pipeline.replace_state(index, coming.state.data_ptr(), has_moments=True)
+        core.pipeline.set_has_high(index)
         params = coming.new.params
         if params is ROUNDED:
             params = self.parts(core.layout.chunks[index], coming.state)[0].to(core.options.param_dtype)
         if isinstance(params, torch.Tensor):
             writing += core.replace_params(core.layout.chunks[index], params)
         blocks.give_back(None if is_resident else coming.block, writing)
+
+    # ---- P16 that is written by others than updates --------------------------------------------------------
+
+    def params_edited(self, chunks: Iterable[int]) -> None:
+        """P16 of these chunks in memory was edited: split masters do not follow from it any more."""
+        for index in chunks:
+            self._core.pipeline.params_edited(index)
+
+    def keep_masters(self, chunks: Sequence[int]) -> None:
+        """Before P16 of these chunks is edited on storage, where split masters are put together with it: their upper
+        halves are written beside. At no instant is a committed state without what completes it.
+        """
+        core = self._core
+        mine = [index for index in chunks if not core.place.residency.params[index]]
+        if not core.place.stored.is_split or core.store is None or not mine:
+            return
+        for index in mine:
+            core.drop_prepared(index)
+            core.wait_idle(index)
+        core.mover.settle()
+        written: list[tuple[int, torch.Tensor]] = []
+        for index in mine:
+            if core.place.state(index) is not None or core.pipeline.has_high(index):
+                continue
+            core.wait_copied()
+            read = self._start_reading(index, with_moments=False)
+            self._finish_reading(read)
+            written.append((index, make_halves(read.chunk.numel, read.state, read.halves)))
+        at = {index: core.place.stored.offsets(core.layout.chunks[index].numel)["joints"] for index, _ in written}
+        self._write_parts([(index, 0, halves[: at[index]]) for index, halves in written])
+        self._write_parts([(index, at[index], halves[at[index] :][:PAGE_BYTES]) for index, halves in written])
+        for index, _ in written:
+            core.pipeline.set_has_high(index)
+
+    def _write_parts(self, parts: Sequence[tuple[int, int, torch.Tensor]]) -> None:
+        """(chunk, first byte in its block, bytes); durable when it returns."""
+        core = self._core
+        writes = [
+            core.io.write(
+                part_of(core.state_extents(index), begin, len(values)), values, f"writing P32 of chunk {index}"
+            )
+            for index, begin, values in parts
+        ]
+        for write in writes:
+            write.wait()
+        if writes and core.store is not None:
+            core.store.sync_data()
 
     def read_param(self, span: ParamSpan, part: int) -> torch.Tensor:
         """One parameter's fp32 value (part 0) or moment, a copy."""

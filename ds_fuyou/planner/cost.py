@@ -19,7 +19,6 @@ from ds_fuyou.planner.policies import Policy, Tiers, Updates
 
 __all__ = [
     "P16_BYTES",
-    "STATE_BYTES",
     "ClosedForm",
     "Placement",
     "Workload",
@@ -32,7 +31,7 @@ __all__ = [
     "stored_sums",
 ]
 
-P16_BYTES, STATE_BYTES = 2, 12
+P16_BYTES = 2
 _SHARES = 8  # parts of what staging memory holds, each tried
 _MOST = {"batch": 10**9, "seq": 10**9, "accumulation": 4096}  # every micro-batch is simulated
 _NOT_STORAGE = (Lane.GPU, Lane.DOWN, Lane.UP, Lane.CPU)
@@ -199,7 +198,7 @@ def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) 
     grad = policy.gradient_bytes * num_params
     stored = place.storage_activation_bytes * machine.num_gpus
     p_bytes = policy.param_bytes * num_params * (1 - place.params)
-    states = policy.state_bytes * num_params * (1 - place.states)
+    states_read, states_written = _states_moved(policy, num_params, place)
     spilled = grad * (1 - place.grads) if policy.keeps_gradients else 0.0
     # Classes are filled in one order: of gradients on storage, these belong to resident states, which wait for them.
     waiting = grad * max(0.0, place.states - place.grads) if policy.keeps_gradients else 0.0
@@ -228,8 +227,8 @@ def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) 
         spill=_lanes(write=storage_secs(spilled, machine.storage_write)),
         optimizer=(
             *(0.0, 0.0, 0.0),
-            storage_secs(states + read_back + sums, machine.storage_read),
-            storage_secs(states + p_bytes, machine.storage_write),
+            storage_secs(states_read + read_back + sums, machine.storage_read),
+            storage_secs(states_written + p_bytes, machine.storage_write),
             num_params / machine.update_rate + num_params * policy.extra_pass_bytes / machine.pass_rate,
         ),
         resident=(
@@ -239,6 +238,12 @@ def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) 
             num_params * place.states / machine.update_rate,
         ),
     )
+
+
+def _states_moved(policy: Policy, num_params: float, place: Placement) -> tuple[float, float]:
+    """Bytes of P32 and moments that updates of so many parameters read from storage and write."""
+    read, written = policy.layout.moved_bytes(place.params, place.states)
+    return read * num_params, written * num_params
 
 
 def _together(*parts: _Lanes) -> _Lanes:
@@ -256,7 +261,7 @@ def _deferred(work: Workload, machine: Machine, policy: Policy, place: Placement
     what staging memory holds of the states is read ahead in backward, and is still to be written when forward ends; P16
     on storage is written with its state, before forward reads it.
     """
-    states = policy.state_bytes * float(work.model.trainable_params) * (1 - place.states)
+    states, _ = _states_moved(policy, float(work.model.trainable_params), place)
     most = min(place.staging_bytes, states)
 
     def split(num_bytes: float) -> tuple[_Lanes, _Lanes]:
@@ -327,8 +332,8 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
 
 def _chunk_secs(num_params: float, machine: Machine, policy: Policy, place: Placement) -> dict[str, float]:
     """Gradient out, state in, update, state and P16 out of ``num_params`` parameters."""
-    states = policy.state_bytes * num_params * (1 - place.states)
-    written = states + policy.param_bytes * num_params * (1 - place.params)
+    states, written = _states_moved(policy, num_params, place)
+    written += policy.param_bytes * num_params * (1 - place.params)
     return {
         "down": policy.gradient_bytes * num_params / machine.link_down,
         "read": storage_secs(states, machine.storage_read),

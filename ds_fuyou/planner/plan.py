@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ds_fuyou.planner.document import Residency
+from ds_fuyou.state_layout import StateLayout
 from ds_fuyou.storage.layout import queue_depth
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "GRADIENT_BUFFERS",
     "MIB",
     "SAVE_BLOCKS",
+    "SAVE_BLOCKS_READ",
     "Plan",
     "PlanInput",
     "activations_stay",
@@ -48,6 +50,7 @@ GRADIENT_BUFFERS = 4
 """Chunks of G16 on storage that are in host memory by each of their ways: twice as many and one are filled at once
 (more if one parameter has more), as many are being written, and as many are read ahead or kept for the next."""
 SAVE_BLOCKS = 6
+SAVE_BLOCKS_READ = 2  # of them
 """State blocks on their way to a checkpoint: lent to updates, being read or being written."""
 CHUNK_BYTES = (16 * MIB, 8 * MIB, 4 * MIB, 2 * MIB)
 """Of these the largest with which a placement fits the budget."""
@@ -71,7 +74,7 @@ class PlanInput:
     numel: int
     param_bytes_each: int
     grad_bytes_each: int
-    num_moments: int
+    layout: StateLayout
     largest_param_numel: int
     dram_budget_bytes: int
     params_tier: str = "auto"
@@ -185,7 +188,7 @@ def bytes_each(given: PlanInput, name: str, two_versions: bool) -> float:
     sizes: dict[str, float] = {
         "frozen": given.frozen_bytes / given.numel,
         "parameters": given.param_bytes_each * (2 if two_versions else 1),
-        "optimizer": 4 * (1 + given.num_moments),
+        "optimizer": given.layout.bytes_each,
         "gradients": given.grad_bytes_each,
     }
     return sizes[name]
@@ -201,7 +204,7 @@ def stored_bytes(given: PlanInput, residency: Residency) -> float:
     """Of storage, with one slot a chunk, or two where every step is to be durable."""
     slots = 2 if given.durable else 1
     each = slots * given.param_bytes_each * (1 - residency.parameters)
-    each += slots * 4 * (1 + given.num_moments) * (1 - residency.optimizer)
+    each += slots * given.layout.bytes_each * (1 - residency.optimizer)
     each += given.grad_bytes_each * (1 - residency.gradients)
     return each * given.numel + given.frozen_bytes * (1 - residency.frozen)
 
@@ -266,14 +269,17 @@ def _gradient_buffer_bytes(given: PlanInput, residency: Residency, chunk_bytes: 
 def save_bytes(given: PlanInput, chunk_bytes: int) -> int:
     """Host bytes of states on their way to a checkpoint, wherever they are otherwise."""
     chunk = min(chunk_bytes, 4 * given.numel)
-    return SAVE_BLOCKS * (1 + given.num_moments) * chunk if given.saves_behind else 0
+    if not given.saves_behind:
+        return 0
+    halves = SAVE_BLOCKS_READ * 6 if given.layout.is_split else 0  # with which P32 is put together
+    return (SAVE_BLOCKS * given.layout.bytes_each + halves) * chunk // 4
 
 
 def minimum_lane_bytes(given: PlanInput, residency: Residency, chunk_bytes: int) -> int:
     """Two chunks in flight, gradient buffers, and two of the largest parameter where some are on storage."""
     if not _is_stored(residency):
         return 0
-    chunk = chunk_bytes * (1 + given.num_moments) + chunk_bytes
+    chunk = chunk_bytes // 4 * given.layout.bytes_each + chunk_bytes
     in_use = 2 * given.largest_param_numel * given.param_bytes_each if residency.parameters < 1 else 0
     return 2 * chunk + in_use + _gradient_buffer_bytes(given, residency, chunk_bytes)
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from ds_fuyou.state_layout import WHOLE, StateLayout, layout_of
+
 __all__ = ["Fates", "Fixed", "Policy", "Tiers", "Updates"]
 
 
@@ -53,6 +55,9 @@ class Fixed:
         return found
 
 
+_FP32 = layout_of(WHOLE, 2)
+
+
 @dataclass(frozen=True)
 class Policy:
     """Facts about one system.
@@ -60,8 +65,8 @@ class Policy:
     Attributes:
         in_a_row: transfers, compute and updates wait for each other; nothing overlaps.
         fused: attention and element-wise operators are fused (no s x s matrix in memory).
-        gradient_bytes: a parameter, on the link and where gradients wait; ``param_bytes`` of P16, ``state_bytes`` of
-            P32 and the moments.
+        gradient_bytes: a parameter, on the link and where gradients wait; ``param_bytes`` of P16.
+        layout: of P32 and the moments.
         keeps_gradients: they exist as a class until ``step()``; else a window of them. ``reads_spilled``: those on
             storage are read back for the update.
         gradients_on_storage: that class lies on storage with the states.
@@ -80,7 +85,7 @@ class Policy:
     fused: bool = True
     gradient_bytes: int = 2
     param_bytes: int = 2
-    state_bytes: int = 12
+    layout: StateLayout = _FP32
     keeps_gradients: bool = False
     reads_spilled: bool = True
     gradients_on_storage: bool = False

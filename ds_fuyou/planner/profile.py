@@ -22,6 +22,7 @@ from typing import Any
 from ds_fuyou.files import replacing
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.plan import PlanInput
+from ds_fuyou.state_layout import layout_of
 
 __all__ = [
     "SCHEMA",
@@ -38,7 +39,7 @@ __all__ = [
     "slowest",
 ]
 
-SCHEMA = "ds_fuyou.profile/2"
+SCHEMA = "ds_fuyou.profile/3"
 MOST_KEPT = 100  # profiles, a few kB each
 OFF = "off"
 
@@ -152,7 +153,7 @@ class RunProfile:
             for block in data["blocks"]
         )
         values["storage"] = None if data["storage"] is None else StorageRates(**data["storage"])
-        values["given"] = PlanInput(**data["given"])
+        values["given"] = PlanInput(**{**data["given"], "layout": layout_of(**data["given"]["layout"])})
         profile = cls(**values)
         measured = [
             profile.forward_secs,

@@ -202,7 +202,7 @@ def run_time(
         Fates.OPERATORS,
         gradient_bytes=given.grad_bytes_each,
         param_bytes=given.param_bytes_each,
-        state_bytes=4 * (1 + given.num_moments),
+        layout=given.layout,
         keeps_gradients=True,
         reads_spilled=updates is not Updates.DEADLINE,
         redo_share=redone,

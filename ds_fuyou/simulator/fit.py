@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_fuyou.planner.cost import P16_BYTES, STATE_BYTES, Placement, Workload
+from ds_fuyou.planner.cost import P16_BYTES, Placement, Workload
 from ds_fuyou.planner.document import Residency
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.plan import (
@@ -69,8 +69,8 @@ def needs_of(work: Workload, machine: Machine, policy: Policy, place: Placement)
     have = {"gpu": float(machine.gpu_bytes), "cpu": machine.dram_usable_bytes, "nvme": machine.storage_bytes}
     if policy.on_device:
         model = work.model
-        each = (P16_BYTES + policy.gradient_bytes + STATE_BYTES) * float(model.trainable_params) + model.frozen_bytes
-        each /= machine.num_gpus
+        bytes_each = P16_BYTES + policy.gradient_bytes + policy.layout.bytes_each
+        each = (bytes_each * float(model.trainable_params) + model.frozen_bytes) / machine.num_gpus
         inputs = Item("activations", "gpu", place.swapped_bytes)
         shares = (Item("P16, gradients, P32, M, V", "gpu", each), inputs)
         return Needs((*_gpu_items(work, policy, place), *shares), have)
@@ -89,7 +89,7 @@ def rank_facts(work: Workload, machine: Machine, policy: Policy) -> PlanInput:
         numel=max(1, -(-model.trainable_params // ranks)),
         param_bytes_each=policy.param_bytes,
         grad_bytes_each=policy.gradient_bytes,
-        num_moments=policy.state_bytes // 4 - 1,
+        layout=policy.layout,
         largest_param_numel=-(-model.largest_param // ranks),
         dram_budget_bytes=int(machine.dram_usable_bytes / ranks),
         params_tier=fixed.params,
@@ -148,7 +148,7 @@ def _host_items(work: Workload, machine: Machine, policy: Policy, place: Placeme
     if policy.tiers is Tiers.DRAM:
         items = [
             Item("P16", "cpu", P16_BYTES * num_params + model.frozen_bytes),
-            Item("P32, M, V", "cpu", STATE_BYTES * num_params),
+            Item("P32, M, V", "cpu", policy.layout.bytes_each * num_params),
             Item("flat gradient buffer", "cpu", policy.gradient_bytes * num_params),
         ]
     elif policy.in_a_row:
@@ -193,7 +193,7 @@ def _storage_items(work: Workload, machine: Machine, policy: Policy, place: Plac
     grads = (1 - place.grads) * policy.gradient_bytes * num_params if policy.keeps_gradients else 0.0
     return [
         Item("P16", "nvme", slots * P16_BYTES * num_params * (1 - place.params)),
-        Item("P32, M, V", "nvme", slots * STATE_BYTES * num_params * (1 - place.states)),
+        Item("P32, M, V", "nvme", slots * policy.layout.bytes_each * num_params * (1 - place.states)),
         Item("G16", "nvme", grads),
         Item("frozen P16", "nvme", work.model.frozen_bytes * (1 - place.frozen)),
         Item("activations", "nvme", place.storage_activation_bytes * machine.num_gpus),

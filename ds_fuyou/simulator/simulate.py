@@ -14,7 +14,6 @@ from typing import Any
 
 from ds_fuyou.planner.cost import (
     P16_BYTES,
-    STATE_BYTES,
     Placement,
     Workload,
     eager_bytes,
@@ -178,7 +177,12 @@ class _Pieces:
         grad = policy.gradient_bytes * params
         stored = self._stored("states", params)
         spilled = policy.gradient_bytes * self._stored("grads", params) if policy.keeps_gradients else 0.0
-        p16, states = P16_BYTES * self._stored("params", params), STATE_BYTES * stored
+        stored_params = self._stored("params", params)
+        p16, beside = P16_BYTES * stored_params, max(0.0, stored - stored_params)
+        moved = [
+            how(params_in_memory=True) * beside + how(params_in_memory=False) * (stored - beside)
+            for how in (policy.layout.read_bytes, policy.layout.written_bytes)
+        ]
         acc = grad * self._summed
         return {
             "resident": 1 - stored / params if params > 0 else 0.0,
@@ -188,9 +192,9 @@ class _Pieces:
             "g_write": storage_secs(spilled, machine.storage_write),
             "acc_read": storage_secs(acc, machine.storage_read),
             "acc_write": storage_secs(acc, machine.storage_write),
-            "s_read": storage_secs(states + spilled, machine.storage_read),
+            "s_read": storage_secs(moved[0] + spilled, machine.storage_read),
             "update": params / machine.update_rate + params * policy.extra_pass_bytes / machine.pass_rate,
-            "s_write": storage_secs(states + p16, machine.storage_write),
+            "s_write": storage_secs(moved[1] + p16, machine.storage_write),
         }
 
 

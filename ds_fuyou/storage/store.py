@@ -336,7 +336,7 @@ class SlotStore:
         self._check_slots(step, slots)
         with self._lock:
             self._check_open()
-            self._sync_data()
+            self.sync_data()
             self._look_after_files()
             new = CommitRecord(step, dict(slots), dict(meta), _is_intact(slots, self._regions))
             older = [old for old in self._commits[:1] if old.step < step]
@@ -490,7 +490,8 @@ class SlotStore:
         for run in self._files.runs:
             run.abandon()
 
-    def _sync_data(self) -> None:
+    def sync_data(self) -> None:
+        """All that was written to the files is durable. Raises FuyouStorageError: then nothing more is committed."""
         if self._failure:
             raise FuyouStateError(f"nothing more can be committed after a failure: {self._failure}")
         for file in self._files.files:

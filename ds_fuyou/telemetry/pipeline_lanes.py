@@ -18,7 +18,6 @@ class PipelineLanes:
     """Moves what the core recorded into the trace. The core's clock is that of ``time.perf_counter``.
 
     Args:
-        state_bytes: of one element's P32 and moments, read and written where they live on storage.
         param_bytes: of one element's P16; written with the state where it lives on storage.
     """
 
@@ -28,11 +27,10 @@ class PipelineLanes:
         pipeline: Any,
         layout: FlatLayout,
         place: ChunkPlacement,
-        state_bytes: int,
         param_bytes: int,
     ) -> None:
         self._trace, self._pipeline, self._layout, self._place = trace, pipeline, layout, place
-        self._state_bytes, self._param_bytes = state_bytes, param_bytes
+        self._param_bytes = param_bytes
         pipeline.set_tracing(True)
 
     def collect(self) -> None:
@@ -53,6 +51,11 @@ class PipelineLanes:
     def _moved_bytes_each(self, lane: Lane, chunk: int) -> int:
         if lane is Lane.UPDATE:
             return 0
-        residency = self._place.residency
-        moved = 0 if residency.states[chunk] else self._state_bytes
-        return moved + (self._param_bytes if lane is Lane.STORAGE_WRITE and not residency.params[chunk] else 0)
+        in_memory, stored = self._place.residency.params[chunk], self._place.stored
+        if lane is Lane.STORAGE_WRITE:
+            moved = stored.written_bytes(params_in_memory=in_memory)
+        else:
+            moved = stored.read_bytes(params_in_memory=in_memory)
+        if self._place.residency.states[chunk]:
+            moved = 0
+        return moved + (self._param_bytes if lane is Lane.STORAGE_WRITE and not in_memory else 0)

@@ -49,6 +49,7 @@ from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.plan import Plan, PlanInput, handles_activations, under_block
 from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.planner.profiled import placed_under
+from ds_fuyou.state_layout import layout_of, masters_of
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.parked import ParkedValues
@@ -155,8 +156,9 @@ class RankState:
         self._is_counted = False
         self._lanes: PipelineLanes | None = None
         if self.trace is not None:
-            states, p16 = 4 * (1 + len(kind.moments)), param_dtype.itemsize
-            self._lanes = PipelineLanes(self.trace, self.core.pipeline, self.layout, self.core.place, states, p16)
+            self._lanes = PipelineLanes(
+                self.trace, self.core.pipeline, self.layout, self.core.place, param_dtype.itemsize
+            )
         self.activations: ActivationSession | None = None
         self.clock = compute_clock(
             self.device, lambda: waited_secs(self), None if self.trace is None else computed(self.trace)
@@ -191,7 +193,7 @@ class RankState:
             numel=sum(entry[2] for entry in ordered),
             param_bytes_each=param_dtype.itemsize,
             grad_bytes_each=grad_dtype.itemsize,
-            num_moments=len(kind.moments),
+            layout=layout_of(self._masters(param_dtype), len(kind.moments)),
             largest_param_numel=max(entry[2] for entry in ordered),
             dram_budget_bytes=self._dram_budget(),
             num_cpus=cores_of_rank(),
@@ -214,6 +216,11 @@ class RankState:
         ours = [p for p in frozen if isinstance(getattr(p, "nvme_swapper", None), FuyouParameterSwapper)]
         held = ((param, partition_of(param)) for param in ours)
         return [p for p, has in held if has is None or (has.store is None and isinstance(has.source, ParkedValues))]
+
+    def _masters(self, param_dtype: torch.dtype) -> str:
+        config = self.activation.config
+        is_bfloat16 = param_dtype is torch.bfloat16
+        return masters_of(config.optimizer.masters, is_bfloat16=is_bfloat16, checksum=config.checksum)
 
     def _dram_budget(self) -> int:
         """Bytes of host memory, the same on every rank: where parameters are decides which gathers may run ahead, and
@@ -256,6 +263,7 @@ class RankState:
             checksum=config.checksum,
             device=self.device,
             has_peers=dist.get_world_size() > 1,
+            masters=self._masters(param_dtype),
         )
 
     def _create_store(
@@ -278,7 +286,7 @@ class RankState:
         identity = RunIdentity(self._fingerprint(), dist.get_rank(), dist.get_world_size(), run_id)
         shapes = [tuple(param.ds_shape) for param in self._params]
         contents = {
-            **contents_of(self.layout, shapes),
+            **contents_of(self.layout, shapes, layout_of(self._masters(param_dtype), len(kind.moments))),
             "dtype": str(param_dtype),
             "optimizer": kind.name,
             "engine": _NUM_BUILT[tuple(self.activation.state_paths)],

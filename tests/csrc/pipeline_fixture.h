@@ -17,6 +17,24 @@ namespace fixture {
 
 constexpr double kPatienceSecs = 60.0;  // far longer than any wait lasts; a broken one fails
 
+inline std::uint64_t part_bytes(std::uint64_t numel)
+{
+    return round_up_to_page(numel * sizeof(float));
+}
+
+// As ds_fuyou/state_layout.py describes them; two moments.
+inline BlockLayout whole_layout(std::uint64_t numel)
+{
+    const std::uint64_t part = part_bytes(numel);
+    return {numel, 2, false, 0, 0, 0, {part, 2 * part}, 3 * part};
+}
+inline BlockLayout split_layout(std::uint64_t numel)
+{
+    const std::uint64_t part = part_bytes(numel), half = round_up_to_page(numel * 2);
+    const std::uint64_t low = half + kPageBytes, moments = low + half;
+    return {numel, 2, true, 0, half, low, {moments, moments + part}, moments + 2 * part};
+}
+
 // param -= grad; every moment += 1. In small whole numbers, hence exact in every type.
 class CountingRule final : public UpdateRule {
   public:
@@ -49,6 +67,8 @@ struct WorldOptions {
     std::size_t num_chunks = 5;
     std::uint64_t numel = 3000;  // no multiple of anything
     std::size_t staging_chunks = 2;
+    bool bfloat16_params = false;
+    bool splits = false;
 };
 
 // Chunks [state | P16 | G16] one after the other in one file, two slots each.
@@ -56,13 +76,14 @@ class World {
   public:
     explicit World(const WorldOptions& wanted)
         : given(wanted),
-          part(StateBlock::part_bytes(wanted.numel)),
+          part(part_bytes(wanted.numel)),
           short_part(round_up_to_page(wanted.numel * 2)),
-          chunk_bytes(2 * (3 * part + short_part) + short_part),
+          stored(wanted.splits ? split_layout(wanted.numel) : whole_layout(wanted.numel)),
+          chunk_bytes(2 * (stored.num_bytes + short_part) + short_part),
           file(Access::kBuffered, chunk_bytes * wanted.num_chunks),
           engine(std::make_unique<IoEngine>(options(wanted.backend))),
-          staging(
-              std::make_unique<AlignedPool>(wanted.staging_chunks * (3 * part + 2 * short_part))),
+          staging(std::make_unique<AlignedPool>(wanted.staging_chunks *
+                                                (stored.num_bytes + 2 * short_part))),
           gradients(wanted.num_chunks, std::vector<float>(wanted.numel, 1.0F)),
           params(2 * wanted.num_chunks, std::vector<float>(wanted.numel, -1.0F)),
           resident(wanted.num_chunks, std::vector<char>(3 * part))
@@ -82,9 +103,10 @@ class World {
     ChunkSpec spec(std::size_t chunk)
     {
         ChunkSpec made;
-        made.numel = given.numel;
+        made.whole = whole_layout(given.numel);
+        made.stored = stored;
         made.position = static_cast<std::int64_t>(chunk);
-        made.param_type = type_of(given.params);
+        made.param_type = given.bfloat16_params ? ElementType::kBFloat16 : type_of(given.params);
         made.grad_type = type_of(given.gradients);
         made.num_slots = given.num_slots;
         for (int slot = 0; slot < given.num_slots; ++slot) {
@@ -103,17 +125,18 @@ class World {
 
     FileRange state_range(std::size_t chunk, int slot) const
     {
-        return {file.fd(), chunk * chunk_bytes + static_cast<std::uint64_t>(slot) * 3 * part,
-                3 * part};
+        const auto at = static_cast<std::uint64_t>(slot) * stored.num_bytes;
+        return {file.fd(), chunk * chunk_bytes + at, stored.num_bytes};
     }
     FileRange param_range(std::size_t chunk, int slot) const
     {
-        const std::uint64_t begin = chunk * chunk_bytes + 6 * part;
+        const std::uint64_t begin = chunk * chunk_bytes + 2 * stored.num_bytes;
         return {file.fd(), begin + static_cast<std::uint64_t>(slot) * short_part, short_part};
     }
     FileRange gradient_range(std::size_t chunk) const
     {
-        return {file.fd(), chunk * chunk_bytes + 6 * part + 2 * short_part, short_part};
+        const std::uint64_t begin = chunk * chunk_bytes + 2 * stored.num_bytes;
+        return {file.fd(), begin + 2 * short_part, short_part};
     }
 
     // All of these types hold the small whole numbers of the tests exactly; parameters and
@@ -207,6 +230,7 @@ class World {
     const WorldOptions given;
     const std::uint64_t part;
     const std::uint64_t short_part;
+    const BlockLayout stored;
     const std::uint64_t chunk_bytes;
     TempFile file;
     std::unique_ptr<IoEngine> engine;
@@ -220,8 +244,9 @@ class World {
     // P32 is zero; the moments hold rubbish that must never be read before they were written.
     void write_initial(std::size_t chunk)
     {
-        std::vector<char> state(3 * part, 0x55);
-        std::memset(state.data(), 0, part);
+        std::vector<char> state(stored.num_bytes, 0x55);
+        std::memset(state.data(), 0, stored.moments[0]);
+        if (given.splits) StateBlock{state.data(), stored}.joints()->has_high = 1;
         write_file(state_range(chunk, 0), state.data());
     }
 };

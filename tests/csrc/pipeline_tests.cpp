@@ -75,7 +75,7 @@ TEST(pipeline_refuses_a_chunk_that_staging_cannot_hold)
 {
     World world({});
     ChunkSpec large;
-    large.numel = 1 << 20;
+    large.whole = large.stored = whole_layout(1 << 20);
     large.state_slots[0] = {world.state_range(0, 0)};
     CHECK_THROWS(std::invalid_argument, world.pipeline->add_chunk(large));
 }

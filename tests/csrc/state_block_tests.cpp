@@ -32,8 +32,8 @@ class TailRule final : public UpdateRule {
 
 struct Values {
     explicit Values(std::uint64_t numel)
-        : block{nullptr, numel, 2},
-          memory(3 * StateBlock::part_bytes(numel)),
+        : block{nullptr, whole_layout(numel)},
+          memory(block.layout.num_bytes),
           gradient(numel),
           param16(numel)
     {
@@ -41,25 +41,27 @@ struct Values {
         for (std::uint64_t i = 0; i < numel; ++i) {
             gradient[i] = static_cast<float>(i % 7);
             for (int part = 0; part < 3; ++part)
-                block.part(part)[i] = static_cast<float>((i + static_cast<unsigned>(part)) % 5);
+                field(part)[i] = static_cast<float>((i + static_cast<unsigned>(part)) % 5);
         }
     }
     BlockSums update(const std::vector<UpdateSegment>& segments)
     {
         BlockUpdate how;
+        how.from = how.to = block;
         how.gradient = reinterpret_cast<const char*>(gradient.data());
         how.gradient_type = ElementType::kFloat32;
         how.param16 = reinterpret_cast<char*>(param16.data());
         how.param_type = ElementType::kFloat32;
         how.checked = true;
-        return update_block(block, segments, how, 2);
+        return update_block(how, segments, 2);
     }
     bool element_is(std::uint64_t i, const Values& other) const
     {
         for (int part = 0; part < 3; ++part)
-            if (block.part(part)[i] != other.block.part(part)[i]) return false;
-        return param16[i] == block.part(0)[i];
+            if (field(part)[i] != other.field(part)[i]) return false;
+        return param16[i] == block.master()[i];
     }
+    float* field(int which) const { return which == 0 ? block.master() : block.moment(which - 1); }
 
     StateBlock block;
     std::vector<char> memory;
@@ -120,13 +122,13 @@ TEST(sums_of_a_block_tell_its_parts_and_places_apart)
     StateSums added = values.block.sums(0, 1024);
     added += values.block.sums(1024, 3000);
     CHECK(added == whole);
-    std::swap_ranges(values.block.part(1), values.block.part(1) + 3000, values.block.part(2));
+    std::swap_ranges(values.field(1), values.field(1) + 3000, values.field(2));
     CHECK(!(values.block.sums(0, 3000) == whole));
-    std::swap_ranges(values.block.part(1), values.block.part(1) + 3000, values.block.part(2));
+    std::swap_ranges(values.field(1), values.field(1) + 3000, values.field(2));
     CHECK(values.block.sums(0, 3000) == whole);
-    std::swap_ranges(values.block.part(0), values.block.part(0) + 1024,
-                     values.block.part(0) + 1024);
+    std::swap_ranges(values.field(0), values.field(0) + 1024, values.field(0) + 1024);
     CHECK(!(values.block.sums(0, 3000) == whole));
-    values.block.clear_moments();
+    std::fill_n(values.field(1), 3000, 0.0F);
+    std::fill_n(values.field(2), 3000, 0.0F);
     CHECK(values.block.sums(0, 3000).moments == 0);
 }

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ds_fuyou.checkpoint.recovery import recover_weights
+from ds_fuyou.state_layout import WHOLE, StateLayout, layout_of
 from ds_fuyou.storage.store import SlotStore
 from tests.durability.runs import kill_some, launch, run_to_end, steps_in, wait_for_step
 from tests.harness.forked import finish
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.timeout(400)
 STEPS = 7
 RESUME = {"resume": "auto"}
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 4e-3, "warmup_num_steps": 5}}}
+SPLIT = {"optimizer": {"tier": "nvme", "masters": "split"}}
 ALL_STORED = {"parameters": {"tier": "nvme"}, "gradients": {"tier": "nvme"}}
 FP16 = {
     "bf16": None,
@@ -51,6 +53,8 @@ CASES = {
         {"config": {"gradient_accumulation_steps": 2}, "block": ALL_STORED, "frozen": "blocks.1"},
         1,
     ),
+    "split": ({"config": {"gradient_clipping": 0.5, **WARMUP}, "block": SPLIT}, 1),
+    "split, stored, two ranks": ({"config": WARMUP, "block": {**SPLIT, **ALL_STORED}, "slow": {"1": 4e6}}, 2),
     "fp16, skipped steps": ({"config": {**FP16, **WARMUP}}, 1),
     "all generators": ({"generators": "all", "block": {"random_states": "all"}}, 1),
     "drawn before the forward": ({"draws_first": True}, 1),
@@ -93,13 +97,21 @@ def end_of(path: Path, case: dict, name: str) -> tuple[int | None, str]:
     return process.exitcode, log.read_text(errors="replace")
 
 
+def stored_states(store: SlotStore) -> tuple[StateLayout, list[int]]:
+    """Their layout, and the elements of every chunk."""
+    contents = store.contents()
+    masters = contents.get("states", {}).get("masters", WHOLE)
+    return layout_of(masters, 2), [end - begin for _, begin, end in contents["chunks"]]
+
+
 def flip_a_bit(directory: Path, part: int = 0) -> None:
     """Of the last commit's first chunk: of P32, or of a moment."""
     store = SlotStore.open([directory], None)
     commit = store.last_commit()
     assert commit is not None
-    begin = store.extents("state/0", commit.slots["state/0"])[0].offset
-    begin += part * store.regions["state/0"].num_bytes // 3
+    layout, (first, *_) = stored_states(store)
+    names = ("low" if layout.is_split else "master", "moment0", "moment1")
+    begin = store.extents("state/0", commit.slots["state/0"])[0].offset + layout.offsets(first)[names[part]]
     store.close()
     with open(directory / "data", "r+b") as data:
         data.seek(begin + 100)
@@ -205,10 +217,10 @@ def test_what_taking_over_reads_and_writes_does_not_grow_with_the_model(tmp_path
             moved[num_layers, parameters] = read
             (directory,) = path.glob("ds_fuyou/*")
             store = SlotStore.open([directory], None)
-            states = sum(region.num_bytes for name, region in store.regions.items() if name.startswith("state/"))
+            layout, numels = stored_states(store)
             store.close()
             if parameters == "cpu":
-                assert read == states // 3
+                assert read == sum(map(layout.num_master_bytes, numels))
             else:
                 assert read == 0
     assert moved[9, "cpu"] > 1.5 * moved[3, "cpu"], "the models differ"

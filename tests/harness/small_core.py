@@ -19,6 +19,7 @@ from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.placement import regions_for
 from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind
+from ds_fuyou.state_layout import WHOLE, layout_of
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.store import RunIdentity, SlotStore
 
@@ -42,6 +43,7 @@ def options_of(
     checksum: bool = True,
     device: Device | None = None,
     num_slots: int = 2,
+    masters: str = WHOLE,
 ) -> CoreOptions:
     return CoreOptions(
         residency=ChunkResidency.by_deadline(layout, *residency),
@@ -55,6 +57,7 @@ def options_of(
         io=IoSettings(engine="threads"),
         checksum=checksum,
         device=device or HostDevice(),
+        masters=masters,
     )
 
 
@@ -70,6 +73,7 @@ def small_core(
     keep: bool = False,
     device: Device | None = None,
     num_slots: int = 2,
+    masters: str = WHOLE,
 ) -> Iterator[OutOfCoreOptimizer]:
     """Initialised. ``residency``: the shares of P16, states and G16 in memory. ``device``: the host, without one."""
     options = options_of(
@@ -79,10 +83,11 @@ def small_core(
         checksum=checksum,
         device=device,
         num_slots=num_slots,
+        masters=masters,
     )
     regions = regions_for(layout, options, len(kind.moments), num_slots)
     store = SlotStore.create([path], regions, RunIdentity("test", 0, 1, "run"), keep=keep)
-    store.describe(contents_of(layout, [[span.numel] for span in layout.params]))
+    store.describe(contents_of(layout, [[span.numel] for span in layout.params], layout_of(masters, len(kind.moments))))
     core = OutOfCoreOptimizer(layout, options, kind, hypers(layout), store)
     try:
         core.initialize(lambda span: values(span, 0), lambda count: None)

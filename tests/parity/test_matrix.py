@@ -44,6 +44,18 @@ def test_equals_stock(name: str, tiers: str, policy: str, overlap: str, slots: i
         assert ours[0]["redone_chunks"] > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "tiers", "policy", "overlap", "slots"),
+    [row for row in MATRIX if row[0][:4] == "bf16" and row[1] != "none"],
+)
+def test_split_masters_equal_stock(
+    name: str, tiers: str, policy: str, overlap: str, slots: int, must_equal, tmp_path: Path
+) -> None:
+    fuyou = block(str(tmp_path / "swap"), tiers, policy, overlap, slots)
+    fuyou["optimizer"]["masters"] = "split"
+    must_equal(STOCK[name], fuyou)
+
+
 def test_the_matrix_covers_every_pair_of_values() -> None:
     """Each value of a setting meets each of dtype, clip, accumulation and tiers at least once."""
     rows = [(*name.split("-")[:3], *rest) for name, *rest in MATRIX]

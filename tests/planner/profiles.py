@@ -8,6 +8,7 @@ from ds_fuyou.planner.plan import PlanInput
 from ds_fuyou.planner.policies import Updates
 from ds_fuyou.planner.profile import BlockCost, OperatorCost, RunProfile, StorageRates
 from ds_fuyou.planner.profiled import Prediction, predict, run_time
+from ds_fuyou.state_layout import WHOLE, layout_of
 
 __all__ = ["GIVEN", "PLACE", "PROFILE", "predicted"]
 
@@ -15,7 +16,7 @@ GIVEN = PlanInput(
     numel=100_000_000,
     param_bytes_each=2,
     grad_bytes_each=2,
-    num_moments=2,
+    layout=layout_of(WHOLE, 2),
     largest_param_numel=1_000_000,
     dram_budget_bytes=4 << 30,
 )

@@ -11,6 +11,7 @@ from ds_fuyou.planner.explain import class_lines, class_rows
 from ds_fuyou.planner.plan import CHUNK_BYTES
 from ds_fuyou.planner.policies import Updates
 from ds_fuyou.planner.profiled import profile_line, run_time
+from ds_fuyou.state_layout import WHOLE, layout_of
 from tests.planner.profiles import GIVEN, PLACE, PROFILE, predicted
 
 
@@ -64,7 +65,7 @@ def test_when_updates_start_decides_what_they_hide_behind() -> None:
 
 def test_shares_and_widths_are_counted() -> None:
     place = replace(PLACE, params=0.5, states=0.25, grads=0.0)
-    wide = replace(GIVEN, param_bytes_each=4, num_moments=1, grad_bytes_each=4)
+    wide = replace(GIVEN, param_bytes_each=4, layout=layout_of(WHOLE, 1), grad_bytes_each=4)
     found = predicted(PROFILE, place, Updates.FORWARD, wide)
     assert found.read_bytes == pytest.approx(1e8 * (2 * 2 + 0.75 * 8 + 4))
     assert found.write_bytes == pytest.approx(1e8 * (2 + 0.75 * 8 + 4))

@@ -13,13 +13,14 @@ from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import Residency
 from ds_fuyou.planner.plan import MIB, Plan, PlanInput
 from ds_fuyou.planner.profiled import placed
+from ds_fuyou.state_layout import StateLayout
 
 GIB = 1024 * MIB
 GIVEN = PlanInput(
     numel=1_000_000_000,
     param_bytes_each=2,
     grad_bytes_each=2,
-    num_moments=2,
+    layout=StateLayout("whole", 2),
     largest_param_numel=50_000_000,
     dram_budget_bytes=64 * GIB,
     num_cpus=8,
@@ -32,7 +33,7 @@ def moved_bytes(plan: Plan, given: PlanInput) -> float:
     """
     held = plan.residency
     moved = 3 * given.param_bytes_each * (1 - held.parameters)
-    moved += 2 * 4 * (1 + given.num_moments) * (1 - held.optimizer)
+    moved += sum(given.layout.moved_bytes(held.parameters, held.optimizer))
     return (moved + 2 * given.grad_bytes_each * (1 - held.gradients)) * given.numel
 
 
@@ -229,7 +230,7 @@ def test_states_on_their_way_to_a_checkpoint_are_counted(gib: int) -> None:
     if gib < 16:
         assert plan.host_bytes(behind) <= gib * GIB
         assert moved_bytes(plan, behind) > moved_bytes(without, given) or gib == 1
-    tiny = replace(behind, numel=100, largest_param_numel=50, num_moments=1)
+    tiny = replace(behind, numel=100, largest_param_numel=50, layout=StateLayout("whole", 1))
     assert make_plan(tiny, {}).save_bytes == 6 * 2 * 400
 
 

@@ -275,7 +275,7 @@ std::vector<UpdateSegment> to_segments(const std::vector<SegmentTuple>& tuples)
     return segments;
 }
 
-ChunkSpec make_chunk(std::uint64_t numel, std::int64_t position, int num_moments,
+ChunkSpec make_chunk(const BlockLayout& whole, const BlockLayout& stored, std::int64_t position,
                      ElementType param_type, ElementType grad_type,
                      const std::vector<std::vector<RangeTuple>>& state_slots,
                      const std::vector<std::vector<RangeTuple>>& param_slots,
@@ -283,9 +283,9 @@ ChunkSpec make_chunk(std::uint64_t numel, std::int64_t position, int num_moments
                      std::uintptr_t resident_state, const std::vector<std::uintptr_t>& param_memory)
 {
     ChunkSpec spec;
-    spec.numel = numel;
     spec.position = position;
-    spec.num_moments = num_moments;
+    spec.whole = whole;
+    spec.stored = stored;
     spec.param_type = param_type;
     spec.grad_type = grad_type;
     for (std::size_t i = 0; i < state_slots.size(); ++i)
@@ -298,6 +298,39 @@ ChunkSpec make_chunk(std::uint64_t numel, std::int64_t position, int num_moments
     for (std::size_t i = 0; i < param_memory.size(); ++i)
         spec.param_memory.at(i) = address(param_memory[i]);
     return spec;
+}
+
+void bind_blocks(py::module_& m)
+{
+    py::class_<BlockLayout>(m, "BlockLayout")
+        .def(py::init([](std::uint64_t numel, int num_moments, bool is_split, std::uint64_t high,
+                         std::uint64_t joints, std::uint64_t master,
+                         const std::vector<std::uint64_t>& moments, std::uint64_t num_bytes) {
+                 BlockLayout layout{numel,  num_moments, is_split, high,
+                                    joints, master,      {0, 0},   num_bytes};
+                 for (std::size_t i = 0; i < moments.size(); ++i) layout.moments.at(i) = moments[i];
+                 return layout;
+             }),
+             py::kw_only(), py::arg("numel"), py::arg("num_moments"), py::arg("is_split"),
+             py::arg("high"), py::arg("joints"), py::arg("master"), py::arg("moments"),
+             py::arg("num_bytes"));
+    m.def(
+        "decode_block",
+        [](const BlockLayout& from_layout, std::uintptr_t from, std::uintptr_t param16,
+           const BlockLayout& to_layout, std::uintptr_t to, bool with_moments) {
+            return decode_block({address(from), from_layout}, address(param16),
+                                {address(to), to_layout}, with_moments);
+        },
+        py::arg("from_layout"), py::arg("from"), py::arg("param16"), py::arg("to_layout"),
+        py::arg("to"), py::kw_only(), py::arg("with_moments"), NoGil());
+    m.def(
+        "encode_block",
+        [](const BlockLayout& from_layout, std::uintptr_t from, const BlockLayout& to_layout,
+           std::uintptr_t to, bool with_moments) {
+            encode_block({address(from), from_layout}, {address(to), to_layout}, with_moments);
+        },
+        py::arg("from_layout"), py::arg("from"), py::arg("to_layout"), py::arg("to"), py::kw_only(),
+        py::arg("with_moments"), NoGil());
 }
 
 void bind_pipeline(py::module_& m)
@@ -325,34 +358,34 @@ void bind_pipeline(py::module_& m)
              py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
         .def(
             "add_chunk",
-            [](ChunkPipeline& pipeline, std::uint64_t numel, std::int64_t position, int num_moments,
-               ElementType param_type, ElementType grad_type,
+            [](ChunkPipeline& pipeline, const BlockLayout& whole, const BlockLayout& stored,
+               std::int64_t position, ElementType param_type, ElementType grad_type,
                const std::vector<std::vector<RangeTuple>>& state_slots,
                const std::vector<std::vector<RangeTuple>>& param_slots,
                const std::vector<RangeTuple>& grad_slot, int num_slots,
                std::uintptr_t resident_state, const std::vector<std::uintptr_t>& param_memory) {
-                return pipeline.add_chunk(make_chunk(numel, position, num_moments, param_type,
-                                                     grad_type, state_slots, param_slots, grad_slot,
-                                                     num_slots, resident_state, param_memory));
+                return pipeline.add_chunk(make_chunk(whole, stored, position, param_type, grad_type,
+                                                     state_slots, param_slots, grad_slot, num_slots,
+                                                     resident_state, param_memory));
             },
-            py::kw_only(), py::arg("numel"), py::arg("position"), py::arg("num_moments"),
+            py::kw_only(), py::arg("whole"), py::arg("stored"), py::arg("position"),
             py::arg("param_type"), py::arg("grad_type"), py::arg("state_slots"),
             py::arg("param_slots"), py::arg("grad_slot"), py::arg("num_slots"),
             py::arg("resident_state"), py::arg("param_memory"))
         .def(
             "set_destination",
-            [](ChunkPipeline& pipeline, std::size_t chunk, std::uint64_t numel, int num_moments,
-               ElementType param_type, ElementType grad_type,
+            [](ChunkPipeline& pipeline, std::size_t chunk, const BlockLayout& whole,
+               const BlockLayout& stored, ElementType param_type, ElementType grad_type,
                const std::vector<std::vector<RangeTuple>>& state_slots,
                const std::vector<std::vector<RangeTuple>>& param_slots,
                const std::vector<RangeTuple>& grad_slot, int num_slots,
                std::uintptr_t resident_state, const std::vector<std::uintptr_t>& param_memory) {
                 pipeline.set_destination(
                     chunk,
-                    make_chunk(numel, 0, num_moments, param_type, grad_type, state_slots,
-                               param_slots, grad_slot, num_slots, resident_state, param_memory));
+                    make_chunk(whole, stored, 0, param_type, grad_type, state_slots, param_slots,
+                               grad_slot, num_slots, resident_state, param_memory));
             },
-            py::kw_only(), py::arg("chunk"), py::arg("numel"), py::arg("num_moments"),
+            py::kw_only(), py::arg("chunk"), py::arg("whole"), py::arg("stored"),
             py::arg("param_type"), py::arg("grad_type"), py::arg("state_slots"),
             py::arg("param_slots"), py::arg("grad_slot"), py::arg("num_slots"),
             py::arg("resident_state"), py::arg("param_memory"))
@@ -383,6 +416,9 @@ void bind_pipeline(py::module_& m)
             py::arg("chunk"), py::kw_only(), py::arg("has_moments"), py::arg("sums"),
             py::arg("param_digest"))
         .def("slot", &ChunkPipeline::slot)
+        .def("params_edited", &ChunkPipeline::params_edited)
+        .def("has_high", &ChunkPipeline::has_high)
+        .def("set_has_high", &ChunkPipeline::set_has_high)
         .def(
             "enqueue",
             [](ChunkPipeline& pipeline, std::size_t chunk, std::int64_t generation,
@@ -507,5 +543,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         "Out-of-core core of ds_fuyou: I/O engine, aligned pool, optimizer pipeline, kernels.";
     bind_kernels(m);
     bind_io(m);
+    bind_blocks(m);
     bind_pipeline(m);
 }

@@ -15,8 +15,8 @@
 namespace fuyou {
 
 // Where an update stands, and which memory it holds. "Staging" is a block of the pool with room for
-// what of the chunk lives on storage: [state | P16 | G16]. A state that comes to memory, or leaves
-// it, is in its own block instead.
+// what of the chunk lives on storage: [state | P16 | G16]. A whole state that comes to memory, or
+// leaves it, is in its own block instead.
 enum class ChunkPipeline::JobState {
     kQueued,    // none; it may name a gradient of the caller's
     kReading,   // staging, which a transfer fills
@@ -60,9 +60,15 @@ struct ChunkPipeline::Job {
     std::shared_ptr<const ChunkSpec> destination;  // where the chunk is after it; null: as before
     char* staging = nullptr;
     char* grad_staging = nullptr;  // a part of it; null: no room, G16 is in memory
-    char* state_block = nullptr;   // state block in use: staging or resident memory
+    StateBlock from;               // the state that is updated, in staging or its own memory
+    StateBlock to;                 // where it goes; in place but for a split one that moves
     char* param16 = nullptr;       // where the new P16 goes; null: the chunk's param_memory
     const char* gradient = nullptr;
+    char* copy = nullptr;         // lent by the copier: receives the state as it was
+    bool reads_high = false;      // split: the upper halves of P32
+    bool reads_param = false;     // split: P16, from storage
+    bool distrusts = false;       // P16 in memory, and what is known of the block, were wrong
+    std::uint64_t num_edits = 0;  // the chunk's, when it was admitted
     double begin_secs = 0.0;
     BlockSums sums;
 
@@ -73,6 +79,9 @@ struct ChunkPipeline::Chunk {
     ChunkSpec spec;
     int slot = 0;
     bool zero_moments = true;
+    std::array<BlockForm, 2> forms;     // of a split block in each slot
+    std::uint64_t num_edits = 0;        // of P16 in memory, by others than updates
+    std::uint64_t num_edits_taken = 0;  // those that an update has replaced
     // Of the state block in each slot, once somebody said or made what stands there.
     std::array<StateSums, 2> sums;
     std::array<bool, 2> has_sums = {false, false};
@@ -101,24 +110,21 @@ struct ChunkPipeline::Chunk {
                    return one->destination != nullptr;
                });
     }
-    std::uint64_t part_bytes() const { return StateBlock::part_bytes(spec.numel); }
-    std::uint64_t state_bytes() const
-    {
-        return part_bytes() * static_cast<std::uint64_t>(1 + spec.num_moments);
-    }
     std::uint64_t param_bytes() const
     {
-        return round_up_to_page(spec.numel * element_bytes(spec.param_type));
+        return round_up_to_page(spec.numel() * element_bytes(spec.param_type));
     }
     std::uint64_t grad_bytes() const
     {
-        return round_up_to_page(spec.numel * element_bytes(spec.grad_type));
+        return round_up_to_page(spec.numel() * element_bytes(spec.grad_type));
     }
     // Of a job that leaves the chunk at `to`: where the parts of its staging block begin. What
     // lives in memory is absent.
     std::uint64_t param_offset(const ChunkSpec& to) const
     {
-        return resident() || to.resident() ? 0 : state_bytes();
+        const bool in_memory = resident() && to.resident();
+        const bool in_own_block = !spec.stored.is_split && (resident() || to.resident());
+        return in_memory || in_own_block ? 0 : spec.stored.num_bytes;
     }
     std::uint64_t grad_offset(const ChunkSpec& to) const
     {

@@ -77,16 +77,16 @@ void ChunkPipeline::set_position(std::size_t chunk, std::int64_t position)
 
 void ChunkPipeline::replace_state(std::size_t index, char* memory, bool has_moments)
 {
-    StateBlock block{memory, 0, 0};
+    StateBlock block;
     bool checked = false;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         const Chunk& chunk = chunks_.at(index);
-        block.numel = chunk.spec.numel;
-        block.num_moments = has_moments ? chunk.spec.num_moments : 0;
+        block = {memory, chunk.spec.whole};
+        if (!has_moments) block.layout.num_moments = 0;
         checked = checksum_ && !chunk.resident();
     }
-    const StateSums sums = checked ? block.sums(0, block.numel) : StateSums{};
+    const StateSums sums = checked ? block.sums(0, block.layout.numel) : StateSums{};
     std::lock_guard<std::mutex> lock(mutex_);
     Chunk& chunk = chunks_[index];
     const std::size_t slot = static_cast<std::size_t>(chunk.slot);
@@ -94,6 +94,27 @@ void ChunkPipeline::replace_state(std::size_t index, char* memory, bool has_mome
     chunk.has_sums = {false, false};
     chunk.sums[slot] = sums;
     chunk.has_sums[slot] = checked;
+    chunk.forms[slot] = {};
+}
+
+void ChunkPipeline::params_edited(std::size_t index)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++chunks_.at(index).num_edits;
+}
+
+bool ChunkPipeline::has_high(std::size_t index) const
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    const Chunk& chunk = chunks_.at(index);
+    return chunk.forms[static_cast<std::size_t>(chunk.slot)].has_high;
+}
+
+void ChunkPipeline::set_has_high(std::size_t index)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    Chunk& chunk = chunks_.at(index);
+    chunk.forms[static_cast<std::size_t>(chunk.slot)] = {true, false};
 }
 
 void ChunkPipeline::take_over(std::size_t index, const TakenOver& state)
@@ -102,6 +123,7 @@ void ChunkPipeline::take_over(std::size_t index, const TakenOver& state)
     Chunk& chunk = chunks_.at(index);
     const std::size_t slot = static_cast<std::size_t>(chunk.slot);
     chunk.zero_moments = !state.has_moments;
+    chunk.forms[slot] = {};
     if (!checksum_) return;
     chunk.has_sums = {false, false};
     chunk.sums[slot] = state.sums;
@@ -457,17 +479,17 @@ void ChunkPipeline::set_checksum(bool on)
 bool ChunkPipeline::state_holds(std::size_t index, char* memory, bool with_moments) const
 {
     StateSums written;
-    StateBlock block{memory, 0, 0};
+    StateBlock block;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         const Chunk& chunk = chunks_.at(index);
         const std::size_t slot = static_cast<std::size_t>(chunk.slot);
         if (!checksum_ || chunk.resident() || !chunk.has_sums[slot]) return true;
         written = chunk.sums[slot];
-        block.numel = chunk.spec.numel;
-        block.num_moments = with_moments ? chunk.spec.num_moments : 0;
+        block = {memory, chunk.spec.whole};
+        if (!with_moments) block.layout.num_moments = 0;
     }
-    const StateSums found = block.sums(0, block.numel);
+    const StateSums found = block.sums(0, block.layout.numel);
     return found.param == written.param && (!with_moments || found == written);
 }
 

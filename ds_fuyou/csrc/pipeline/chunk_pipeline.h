@@ -24,16 +24,27 @@
 // Updates may also wait for a copier of states, which waits for none of them: see the note in
 // kept_states.cpp.
 //
+// [Note: halves that are not read]
+// A split block (state_block.h) needs P16 of its own step to be put together. With P16 on storage
+// it is the one in the same slot. With P16 in memory it is the published version, which no update
+// writes while there are two, and which it writes behind itself, tile by tile, while there is one;
+// the upper halves stand in the slot all the same, so that the slot is a state by itself. What is
+// in memory may be edited, by a script that says so (params_edited) or does not. So where the sums
+// of what was put together are not those that were written, the block is read again, with its upper
+// halves, and updated again; only then is it a fault of the disk. Without sums they are always
+// read.
+//
 // [Note: chunks that move]
 // A chunk moves by way of an update, which reads what it needs where it is and leaves what it makes
-// at a destination. A state that comes to memory is read into the block that will hold it, and not
-// written; one that leaves is updated in its block and written from there. Otherwise such a job is
-// like any other: it waits for the same things, and its end is not before the commit of the
-// generation before, so that no record names a place that the chunk had not reached, or had left.
-// The memory at both ends is the caller's, until the chunk is idle.
-// Who signals: whoever makes a job ready, frees staging memory, ends a job or opens writes wakes
-// the worker; an ended update, publication, drop or job wakes those who wait for its chunk, if
-// there are any; the last job of a generation wakes those who wait for it to be durable.
+// at a destination. A whole state that comes to memory is read into the block that will hold it,
+// and not written; one that leaves is updated in its block and written from there. A split one
+// passes through staging both ways. Otherwise such a job is like any other: it waits for the same
+// things, and its end is not before the commit of the generation before, so that no record names a
+// place that the chunk had not reached, or had left. The memory at both ends is the caller's, until
+// the chunk is idle. Who signals: whoever makes a job ready, frees staging memory, ends a job or
+// opens writes wakes the worker; an ended update, publication, drop or job wakes those who wait for
+// its chunk, if there are any; the last job of a generation wakes those who wait for it to be
+// durable.
 //
 // [Note: work a chunk]
 // Models have tens of thousands of chunks, so nothing that happens once a chunk may walk a list of
@@ -62,9 +73,9 @@ namespace fuyou {
 
 // A run of one stock sub-group whose fp32 parameter and moments move together, as one StateBlock.
 struct ChunkSpec {
-    std::uint64_t numel = 0;
     std::int64_t position = 0;  // place in the forward pass: the deadline, smaller is sooner
-    int num_moments = 2;
+    BlockLayout whole;          // of the state in memory
+    BlockLayout stored;         // of the state in a slot
     ElementType param_type = ElementType::kBFloat16;
     ElementType grad_type = ElementType::kBFloat16;
     std::array<FileRanges, 2> state_slots;  // empty when resident
@@ -74,6 +85,7 @@ struct ChunkSpec {
     char* resident_state = nullptr;  // state block in DRAM instead of on storage
     std::array<char*, 2> param_memory = {nullptr, nullptr};  // P16 in DRAM, by version
 
+    std::uint64_t numel() const { return whole.numel; }
     bool resident() const { return resident_state != nullptr; }
     bool param_on_storage() const { return param_memory[0] == nullptr; }
 };
@@ -138,9 +150,15 @@ class ChunkPipeline {
 
     std::size_t add_chunk(const ChunkSpec& spec);
     void set_position(std::size_t chunk, std::int64_t position);
-    // The published state was replaced from outside by `block` (a StateBlock's memory). Without
+    // The published state is, whoever wrote it, `block` (a whole StateBlock's memory). Without
     // moments only P32 stands there and is given: moments are zeros that no update has written yet.
     void replace_state(std::size_t chunk, char* block, bool has_moments);
+    // Somebody else than an update wrote the chunk's P16 in memory: P32 does not follow from it.
+    void params_edited(std::size_t chunk);
+    // Of a split block in the published slot, whether its upper halves are there for certain; and
+    // that they are, from now on. Nothing may work on the chunk.
+    bool has_high(std::size_t chunk) const;
+    void set_has_high(std::size_t chunk);
     // What an earlier run left in the published slot is this run's state: nothing is read, and
     // whoever reads it first compares it. See TakenOver.
     void take_over(std::size_t chunk, const TakenOver& state);
@@ -248,9 +266,15 @@ class ChunkPipeline {
     bool admit_locked(const std::shared_ptr<Job>& job);
     void read_gradient_locked(const std::shared_ptr<Job>& job);
     void make_ready_locked(const std::shared_ptr<Job>& job);
-    void update(Job& job, char* copy);
+    void update(Job& job);
     void end_update_locked(const std::shared_ptr<Job>& job, const std::string& error);
-    bool checksum_holds_locked(const Job& job);
+    bool read_holds_locked(const Job& job) const;
+    void note_sums_locked(const Job& job);
+    void place_blocks_locked(const Chunk& chunk, Job& job) const;
+    void choose_halves_locked(const Chunk& chunk, Job& job) const;
+    void place_state_locked(const Chunk& chunk, const Job& job,
+                            std::vector<IoExtent>& extents) const;
+    bool reads_again_locked(const std::shared_ptr<Job>& job);
     bool may_write_locked(const Job& job) const;
     void write_locked(const std::shared_ptr<Job>& job);
     void finish_locked(const std::shared_ptr<Job>& job);
@@ -263,7 +287,8 @@ class ChunkPipeline {
     std::shared_ptr<Job> next_ready_locked(char** copy);
     bool may_update_locked(const std::shared_ptr<Job>& job, char** copy);
     bool awaits_buffer_locked(const Job& job) const;
-    void copied_locked(const Job& job, char* copy);
+    void copied_locked(Job& job);
+    void forget_copy_locked(Job& job);
     void claim_locked(Chunk& chunk);
     bool is_kept_in_place_locked() const;
     bool next_kept_locked();

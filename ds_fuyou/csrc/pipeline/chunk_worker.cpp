@@ -22,18 +22,22 @@ double now_secs()
         .count();
 }
 
-// The file ranges of the first `num_bytes` of `ranges`, placed in memory from `memory` on.
+// The file ranges of bytes [begin, end) of `ranges`, which are those of `memory`.
 void place(std::vector<IoExtent>& extents, const FileRanges& ranges, char* memory,
-           std::uint64_t num_bytes)
+           std::uint64_t begin, std::uint64_t end)
 {
+    std::uint64_t at = 0;
     for (const FileRange& range : ranges) {
-        if (num_bytes == 0) break;
-        const std::uint64_t part = std::min(range.num_bytes, num_bytes);
-        extents.push_back({range.fd, range.offset, memory, part});
-        memory += part;
-        num_bytes -= part;
+        const std::uint64_t skipped = begin > at ? std::min(begin - at, range.num_bytes) : 0;
+        const std::uint64_t stop = std::min(at + range.num_bytes, end);
+        if (stop > at + skipped) {
+            extents.push_back(
+                {range.fd, range.offset + skipped, memory + at + skipped, stop - at - skipped});
+        }
+        at += range.num_bytes;
+        if (at >= end) return;
     }
-    if (num_bytes != 0) throw std::logic_error("file ranges are shorter than the bytes to move");
+    throw std::logic_error("file ranges are shorter than the bytes to move");
 }
 
 bool lies_in(const FileRanges& ranges, const IoOutcome& outcome)
@@ -83,7 +87,8 @@ bool ChunkPipeline::advance(std::unique_lock<std::mutex>& lock)
     lock.unlock();
     std::string error;
     try {
-        update(*job, copy);
+        job->copy = copy;
+        update(*job);
     } catch (const std::exception& exception) {
         error = exception.what();
     }
@@ -91,9 +96,8 @@ bool ChunkPipeline::advance(std::unique_lock<std::mutex>& lock)
     const double end = now_secs();
     stats_.update_busy_secs += end - begin;
     stats_.num_updates += 1;
-    stats_.num_updated_elements += chunks_[job->update.chunk].spec.numel;
+    stats_.num_updated_elements += chunks_[job->update.chunk].spec.numel();
     trace_locked(1, *job, begin, end);
-    if (copy != nullptr) copied_locked(*job, copy);
     end_update_locked(job, error);
     return true;
 }
@@ -123,9 +127,7 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
         if (job->staging == nullptr) return false;
     }
     job->begin_secs = now_secs();
-    job->state_block = chunk.resident() ? chunk.spec.resident_state
-                       : to.resident()  ? to.resident_state
-                                        : job->staging;
+    place_blocks_locked(chunk, *job);
     job->param16 = to.param_on_storage() ? job->staging + chunk.param_offset(to) : nullptr;
     job->grad_staging =
         chunk.spec.grad_slot.empty() ? nullptr : job->staging + chunk.grad_offset(to);
@@ -136,14 +138,13 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
     chunk.job = job;
     leave_locked(unadmitted_, job->generation());
 
+    job->num_edits = chunk.num_edits;
+    choose_halves_locked(chunk, *job);
     std::vector<IoExtent> extents;
-    if (!chunk.resident()) {
-        place(extents, chunk.spec.state_slots[static_cast<std::size_t>(chunk.slot)],
-              job->state_block, chunk.zero_moments ? chunk.part_bytes() : chunk.state_bytes());
-    }
+    place_state_locked(chunk, *job, extents);
     if (job->gradient_place == GradientPlace::kStorage) {
         job->gradient = job->grad_staging;
-        place(extents, chunk.spec.grad_slot, job->grad_staging, chunk.grad_bytes());
+        place(extents, chunk.spec.grad_slot, job->grad_staging, 0, chunk.grad_bytes());
         job->gradient_place = GradientPlace::kStaging;
     }
     if (extents.empty()) {
@@ -161,12 +162,59 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
     return true;
 }
 
+// Where the job finds the state, and where it leaves it.
+void ChunkPipeline::place_blocks_locked(const Chunk& chunk, Job& job) const
+{
+    const ChunkSpec &is = chunk.spec, &to = chunk.after(job);
+    const bool passes = is.stored.is_split;  // through staging, where it moves
+    job.from = {job.staging, is.stored};
+    if (chunk.resident()) {
+        job.from = {is.resident_state, is.whole};
+    } else if (to.resident() && !passes) {
+        job.from = {to.resident_state, is.stored};
+    }
+    job.to = job.from;
+    if (to.resident()) {
+        job.to = {to.resident_state, is.whole};
+    } else if (chunk.resident() && passes) {
+        job.to = {job.staging, is.stored};
+    }
+}
+
+// Which halves of a split block's P32 are read, see [Note: halves that are not read].
+void ChunkPipeline::choose_halves_locked(const Chunk& chunk, Job& job) const
+{
+    if (chunk.resident() || !chunk.spec.stored.is_split) return;
+    const BlockForm form = chunk.forms[static_cast<std::size_t>(chunk.slot)];
+    const bool is_known = (form.has_high || form.is_joinable) && !job.distrusts;
+    if (chunk.param_on_storage()) {
+        job.reads_high = form.has_high || !is_known;
+        job.reads_param = !form.has_high || !is_known;
+    } else {
+        const bool is_edited = chunk.num_edits != chunk.num_edits_taken;
+        job.reads_high = !is_known || !form.is_joinable || is_edited || !checksum_;
+    }
+}
+
+void ChunkPipeline::place_state_locked(const Chunk& chunk, const Job& job,
+                                       std::vector<IoExtent>& extents) const
+{
+    if (chunk.resident()) return;
+    const BlockLayout& layout = chunk.spec.stored;
+    const std::size_t slot = static_cast<std::size_t>(chunk.slot);
+    const std::uint64_t begin = layout.is_split && !job.reads_high ? layout.joints : 0;
+    place(extents, chunk.spec.state_slots[slot], job.from.memory, begin,
+          chunk.zero_moments ? layout.master_end() : layout.num_bytes);
+    if (job.reads_param)
+        place(extents, chunk.spec.param_slots[slot], job.param16, 0, chunk.param_bytes());
+}
+
 // Reads the gradient of a job that was admitted before its gradient was on storage.
 void ChunkPipeline::read_gradient_locked(const std::shared_ptr<Job>& job)
 {
     const Chunk& chunk = chunks_[job->update.chunk];
     std::vector<IoExtent> extents;
-    place(extents, chunk.spec.grad_slot, job->grad_staging, chunk.grad_bytes());
+    place(extents, chunk.spec.grad_slot, job->grad_staging, 0, chunk.grad_bytes());
     job->begin_secs = now_secs();
     job->gradient = job->grad_staging;
     io_->submit(IoKind::kRead, std::move(extents), io_priority(*job),
@@ -188,7 +236,10 @@ void ChunkPipeline::on_read(const std::shared_ptr<Job>& job, const IoOutcome& ou
         finish_locked(job);
     } else if (outcome.error != 0) {
         const Chunk& chunk = chunks_[job->update.chunk];
-        const char* part = lies_in(chunk.spec.grad_slot, outcome) ? "gradient" : "state";
+        const auto& params = chunk.spec.param_slots[static_cast<std::size_t>(chunk.slot)];
+        const char* part = lies_in(chunk.spec.grad_slot, outcome) ? "gradient"
+                           : lies_in(params, outcome)             ? "P16"
+                                                                  : "state";
         fail_locked(
             std::string("reading the ") + part + " of chunk " + std::to_string(job->update.chunk),
             outcome.error, outcome.fd, outcome.offset);
@@ -211,13 +262,15 @@ void ChunkPipeline::make_ready_locked(const std::shared_ptr<Job>& job)
     work_.notify_one();
 }
 
-void ChunkPipeline::update(Job& job, char* copy)
+void ChunkPipeline::update(Job& job)
 {
     const Chunk& chunk = chunks_[job.update.chunk];
-    StateBlock block{job.state_block, chunk.spec.numel, chunk.spec.num_moments};
-    if (!chunk.resident() && chunk.zero_moments) block.clear_moments();
-    if (copy != nullptr) std::memcpy(copy, block.memory, chunk.state_bytes());
     BlockUpdate how;
+    how.from = job.from;
+    how.to = job.to;
+    how.zero_moments = !chunk.resident() && chunk.zero_moments;
+    how.high_was_read = job.reads_high;
+    how.kept = {job.copy, chunk.spec.whole};
     how.gradient = job.gradient;
     how.gradient_type = job.update.gradient_type;
     how.multiplier = job.update.multiplier;
@@ -226,10 +279,18 @@ void ChunkPipeline::update(Job& job, char* copy)
                       ? job.param16
                       : to.param_memory[static_cast<std::size_t>(job.update.param_version)];
     how.param_type = chunk.spec.param_type;
+    if (job.reads_param) how.old_param16 = job.param16;
+    if (!chunk.param_on_storage() && !job.reads_high) {
+        const bool has_two = chunk.spec.param_memory[1] != nullptr;
+        how.old_param16 =
+            chunk.spec
+                .param_memory[static_cast<std::size_t>(has_two ? 1 - job.update.param_version : 0)];
+    }
+    how.keeps_high = !to.param_on_storage();
     how.checked = checksum_ && !(chunk.resident() && to.resident());
-    job.sums = update_block(block, job.update.segments, how, num_update_threads_);
+    job.sums = update_block(how, job.update.segments, num_update_threads_);
     if (job.param16 != nullptr) {  // what fills the last page is somebody's old memory
-        const std::uint64_t used = chunk.spec.numel * element_bytes(chunk.spec.param_type);
+        const std::uint64_t used = chunk.spec.numel() * element_bytes(chunk.spec.param_type);
         std::memset(job.param16 + used, 0, chunk.param_bytes() - used);
     }
 }
@@ -237,6 +298,11 @@ void ChunkPipeline::update(Job& job, char* copy)
 void ChunkPipeline::end_update_locked(const std::shared_ptr<Job>& job, const std::string& error)
 {
     Chunk& chunk = chunks_[job->update.chunk];
+    if (!error.empty() || !read_holds_locked(*job)) {
+        forget_copy_locked(*job);
+        if (error.empty() && reads_again_locked(job)) return;
+    }
+    copied_locked(*job);
     job->state = JobState::kParked;
     job->gradient_place = GradientPlace::kSpent;
     if (!error.empty()) {
@@ -245,12 +311,13 @@ void ChunkPipeline::end_update_locked(const std::shared_ptr<Job>& job, const std
             0);
     } else if (job->dropped) {  // before admission: the chunk's next job may wait for this end
         finish_locked(job);
-    } else if (!checksum_holds_locked(*job)) {
+    } else if (!read_holds_locked(*job)) {
         const FileRange& range =
             chunk.spec.state_slots[static_cast<std::size_t>(chunk.slot)].front();
         fail_locked("verifying the state of chunk " + std::to_string(job->update.chunk), EBADMSG,
                     range.fd, range.offset);
     } else {
+        note_sums_locked(*job);
         if (is_published_locked(*job)) show_params_locked(chunk, *job);
         if (may_write_locked(*job)) {
             write_locked(job);
@@ -261,20 +328,46 @@ void ChunkPipeline::end_update_locked(const std::shared_ptr<Job>& job, const std
     wake_chunk_locked(chunk);
 }
 
-// Compares what was read with what this run wrote last; remembers what will be written.
-bool ChunkPipeline::checksum_holds_locked(const Job& job)
+// Whether the job has to read the state once more, all of it, and does: it had only a part, and
+// that is not what was written.
+bool ChunkPipeline::reads_again_locked(const std::shared_ptr<Job>& job)
+{
+    const Chunk& chunk = chunks_[job->update.chunk];
+    if (chunk.resident() || !chunk.spec.stored.is_split || job->distrusts || job->dropped ||
+        failed_ || stopping_)
+        return false;
+    job->distrusts = true;
+    choose_halves_locked(chunk, *job);
+    std::vector<IoExtent> extents;
+    place_state_locked(chunk, *job, extents);
+    job->begin_secs = now_secs();
+    io_->submit(IoKind::kRead, std::move(extents), io_priority(*job),
+                [this, job](const IoOutcome& outcome) { on_read(job, outcome); });
+    job->state = JobState::kReading;
+    ++num_transfers_;
+    wake_chunk_locked(chunk);
+    return true;
+}
+
+// Whether what was read is what this run wrote last.
+bool ChunkPipeline::read_holds_locked(const Job& job) const
+{
+    const Chunk& chunk = chunks_[job.update.chunk];
+    const std::size_t source = static_cast<std::size_t>(chunk.slot);
+    if (!job.sums.is_readable) return false;
+    const bool is_known = checksum_ && !chunk.resident() && chunk.has_sums[source];
+    return !is_known || chunk.sums[source] == job.sums.read;
+}
+
+// Remembers what will be written.
+void ChunkPipeline::note_sums_locked(const Job& job)
 {
     Chunk& chunk = chunks_[job.update.chunk];
-    if (!checksum_) return true;
-    const std::size_t source = static_cast<std::size_t>(chunk.slot);
-    const bool holds =
-        chunk.resident() || !chunk.has_sums[source] || chunk.sums[source] == job.sums.read;
-    if (!chunk.after(job).resident()) {
+    if (checksum_ && !chunk.after(job).resident()) {
         const std::size_t target = static_cast<std::size_t>(job.target_slot);
         chunk.sums[target] = job.sums.updated;
         chunk.has_sums[target] = true;
     }
-    return holds;
 }
 
 // Until then the slot to be overwritten holds the last committed state, or the chunk is to be where
@@ -293,11 +386,14 @@ void ChunkPipeline::write_locked(const std::shared_ptr<Job>& job)
     const ChunkSpec& to = chunk.after(*job);
     const std::size_t target = static_cast<std::size_t>(job->target_slot);
     if (!to.resident()) {
-        place(extents, to.state_slots[target], job->state_block, chunk.state_bytes());
-        stats_.state_bytes_written += chunk.state_bytes();
+        const BlockLayout& layout = job->to.layout;
+        const bool leaves_high = layout.is_split && !job->sums.form.has_high;
+        const std::uint64_t begin = leaves_high ? layout.joints : 0;
+        place(extents, to.state_slots[target], job->to.memory, begin, layout.num_bytes);
+        stats_.state_bytes_written += layout.num_bytes - begin;
     }
     if (to.param_on_storage())
-        place(extents, to.param_slots[target], job->param16, chunk.param_bytes());
+        place(extents, to.param_slots[target], job->param16, 0, chunk.param_bytes());
     job->begin_secs = now_secs();
     if (!extents.empty()) {
         io_->submit(IoKind::kWrite, std::move(extents), io_priority(*job),
@@ -334,6 +430,9 @@ void ChunkPipeline::finish_locked(const std::shared_ptr<Job>& job)
     Chunk& chunk = chunks_[job->update.chunk];
     release_staging_locked(*job);
     if (!job->dropped) {
+        if (!chunk.after(*job).resident())
+            chunk.forms[static_cast<std::size_t>(job->target_slot)] = job->sums.form;
+        chunk.num_edits_taken = std::max(chunk.num_edits_taken, job->num_edits);
         if (job->destination && !job->stays) arrive_locked(chunk, *job);
         if (!chunk.resident() || chunk.param_on_storage()) chunk.slot = job->target_slot;
         chunk.zero_moments = false;

@@ -110,7 +110,7 @@ bool ChunkPipeline::may_update_locked(const std::shared_ptr<Job>& job, char** co
     if (has_kept && chunk.keep == Keep::kKept && !lent_.empty()) {
         *copy = lent_.back();
         lent_.pop_back();
-        lent_away_[*copy] = {Clock::now(), chunk.state_bytes()};
+        lent_away_[*copy] = {Clock::now(), chunk.spec.whole.num_bytes};
         ++num_capturing_;
         claim_locked(chunk);
         chunk.keep = Keep::kNot;
@@ -128,11 +128,27 @@ bool ChunkPipeline::awaits_buffer_locked(const Job& job) const
            !copier_is_slow_ && !lent_away_.empty();
 }
 
-void ChunkPipeline::copied_locked(const Job& job, char* copy)
+void ChunkPipeline::copied_locked(Job& job)
 {
+    if (job.copy == nullptr) return;
+    char* const copy = std::exchange(job.copy, nullptr);
     --num_capturing_;
     captured_.push_back({job.update.chunk, chunks_[job.update.chunk].kept_slot, copy, false});
     kept_changed_.notify_all();
+}
+
+// What the update read was not the state. That stands in its place still.
+void ChunkPipeline::forget_copy_locked(Job& job)
+{
+    if (job.copy == nullptr) return;
+    char* const copy = std::exchange(job.copy, nullptr);
+    --num_capturing_;
+    kept_changed_.notify_all();
+    if (kept_order_.empty()) return;  // by drop_kept(), which waits for it
+    chunks_[job.update.chunk].keep = Keep::kKept;
+    next_kept_ = 0;
+    lent_away_.erase(copy);
+    lent_.push_back(copy);
 }
 
 // Updates do not change what is known of the kept slot while they wait for it, but later.
@@ -188,16 +204,15 @@ bool ChunkPipeline::take_kept(double timeout_secs, bool may_read, KeptState* tak
 bool ChunkPipeline::kept_holds(std::size_t index, char* memory) const
 {
     StateSums kept;
-    StateBlock block{memory, 0, 0};
+    StateBlock block;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         const Chunk& chunk = chunks_.at(index);
         if (!chunk.has_kept_sums) return true;
         kept = chunk.kept_sums;
-        block.numel = chunk.spec.numel;
-        block.num_moments = chunk.spec.num_moments;
+        block = {memory, chunk.spec.whole};
     }
-    return block.sums(0, block.numel) == kept;
+    return block.sums(0, block.layout.numel) == kept;
 }
 
 void ChunkPipeline::release_kept(std::size_t index)

@@ -12,8 +12,9 @@
 namespace fuyou {
 namespace {
 
-// An update runs over tiles that stay in the cache between the passes (sum, scale, update, narrow,
-// sum). A multiple of kKernelBlockElements, so that results equal those of one call.
+// An update runs over tiles that stay in the cache between the passes (put together, sum, scale,
+// update, sum, narrow or split). A multiple of kKernelBlockElements, so that results equal those of
+// one call.
 constexpr std::uint64_t kTileElements = 16 * 1024;
 static_assert(kTileElements % kKernelBlockElements == 0);
 
@@ -21,13 +22,52 @@ constexpr std::uint64_t kSecondMomentWeight = 0x9E3779B97F4A7C15;  // any odd nu
 
 using Segment = std::vector<UpdateSegment>::const_iterator;
 
-// Elements [begin, end) of the block under one rule, in place.
-void apply_rule(const StateBlock& block, const UpdateRule& rule, float* gradient,
-                std::uint64_t begin, std::uint64_t end)
+// Elements [begin, end) as an update works on them: P32 and moments, the first element's address.
+struct Tile {
+    std::uint64_t begin;
+    std::uint64_t end;
+    int num_parts;
+    float* parts[3];
+
+    std::size_t numel() const { return static_cast<std::size_t>(end - begin); }
+};
+
+Tile tile_of(const StateBlock& block, float* master, std::uint64_t begin, std::uint64_t end)
 {
-    float* moments[2] = {block.part(1) + begin,
-                         block.num_moments == 2 ? block.part(2) + begin : nullptr};
-    rule.apply(block.part(0) + begin, gradient, moments, end - begin);
+    const int num_moments = block.layout.num_moments;
+    Tile tile{begin, end, 1 + num_moments, {master, nullptr, nullptr}};
+    for (int i = 0; i < num_moments; ++i) tile.parts[1 + i] = block.moment(i) + begin;
+    return tile;
+}
+
+StateSums sums_of(const Tile& tile)
+{
+    const std::size_t num_words = tile.numel();
+    StateSums sums{place_sum(tile.parts[0], num_words, tile.begin), 0};
+    if (tile.num_parts > 1) sums.moments = place_sum(tile.parts[1], num_words, tile.begin);
+    if (tile.num_parts > 2)
+        sums.moments += place_sum(tile.parts[2], num_words, tile.begin) * kSecondMomentWeight;
+    return sums;
+}
+
+void copy_moments(const StateBlock& from, const Tile& to)
+{
+    for (int i = 1; i < to.num_parts; ++i)
+        std::copy_n(from.moment(i - 1) + to.begin, to.numel(), to.parts[i]);
+}
+
+void clear_moments(const Tile& tile)
+{
+    for (int i = 1; i < tile.num_parts; ++i) std::fill_n(tile.parts[i], tile.numel(), 0.0F);
+}
+
+// Elements [begin, end) of the tile under one rule, in place.
+void apply_rule(const Tile& tile, const UpdateRule& rule, float* gradient, std::uint64_t begin,
+                std::uint64_t end)
+{
+    const std::uint64_t at = begin - tile.begin;
+    float* moments[2] = {tile.parts[1] + at, tile.num_parts == 3 ? tile.parts[2] + at : nullptr};
+    rule.apply(tile.parts[0] + at, gradient, moments, end - begin);
 }
 
 // [Note: where segments meet]
@@ -35,32 +75,34 @@ void apply_rule(const StateBlock& block, const UpdateRule& rule, float* gradient
 // multiples of kKernelBlockElements, or with the chunk. A kernel block that holds several segments
 // is computed once under the rule of each, from its old values, and every element is taken from
 // its own segment's. `first` is the segment that holds `begin`.
-void apply_mixed(const StateBlock& block, Segment first, Segment last, const float* gradient,
+void apply_mixed(const Tile& tile, Segment first, Segment last, const float* gradient,
                  std::uint64_t begin, std::uint64_t end)
 {
     const std::size_t numel = static_cast<std::size_t>(end - begin);
     float old[3][kKernelBlockElements], tried[3][kKernelBlockElements];
     float scratch[kKernelBlockElements];
-    for (int part = 0; part <= block.num_moments; ++part)
-        std::copy_n(block.part(part) + begin, numel, old[part]);
+    const int num_parts = std::min(tile.num_parts, 3);  // it is; compilers do not know
+    for (int part = 0; part < num_parts; ++part)
+        std::copy_n(tile.parts[part] + (begin - tile.begin), numel, old[part]);
     for (Segment segment = first; segment != last && segment->begin < end; ++segment) {
         if (segment->rule == nullptr) continue;
         std::memcpy(tried, old, sizeof tried);
         std::copy_n(gradient, numel, scratch);
-        float* moments[2] = {tried[1], block.num_moments == 2 ? tried[2] : nullptr};
+        float* moments[2] = {tried[1], tile.num_parts == 3 ? tried[2] : nullptr};
         segment->rule->apply(tried[0], scratch, moments, numel);
         const std::uint64_t own_begin = std::max(begin, segment->begin);
         const std::uint64_t own_end = std::min(end, segment->end);
         if (own_begin >= own_end) continue;
-        for (int part = 0; part <= block.num_moments; ++part)
+        for (int part = 0; part < num_parts; ++part)
             std::copy(tried[part] + (own_begin - begin), tried[part] + (own_end - begin),
-                      block.part(part) + own_begin);
+                      tile.parts[part] + (own_begin - tile.begin));
     }
 }
 
-void apply_segments(const StateBlock& block, const std::vector<UpdateSegment>& segments,
-                    const BlockUpdate& how, std::uint64_t begin, std::uint64_t end)
+void apply_segments(const Tile& tile, const std::vector<UpdateSegment>& segments,
+                    const BlockUpdate& how)
 {
+    const std::uint64_t begin = tile.begin, end = tile.end, numel = how.from.layout.numel;
     Segment segment = std::upper_bound(
         segments.begin(), segments.end(), begin,
         [](std::uint64_t at, const UpdateSegment& candidate) { return at < candidate.end; });
@@ -70,16 +112,16 @@ void apply_segments(const StateBlock& block, const std::vector<UpdateSegment>& s
                    gradient.data(), end - begin, how.multiplier);
     for (std::uint64_t at = begin; at < end;) {
         while (segment->end <= at) ++segment;
-        const bool is_last = segment->end == block.numel;
+        const bool is_last = segment->end == numel;
         const std::uint64_t whole =
             is_last ? segment->end : segment->end / kKernelBlockElements * kKernelBlockElements;
         std::uint64_t stop = std::min(end, whole);
         float* scaled = gradient.data() + (at - begin);
         if (stop > at) {
-            if (segment->rule != nullptr) apply_rule(block, *segment->rule, scaled, at, stop);
+            if (segment->rule != nullptr) apply_rule(tile, *segment->rule, scaled, at, stop);
         } else {
             stop = std::min(end, at + kKernelBlockElements);
-            apply_mixed(block, segment, segments.end(), scaled, at, stop);
+            apply_mixed(tile, segment, segments.end(), scaled, at, stop);
         }
         at = stop;
     }
@@ -98,57 +140,205 @@ void check_segments(const std::vector<UpdateSegment>& segments, std::uint64_t nu
                                     std::to_string(at));
 }
 
-}  // namespace
+// P32 of a split block, from what of it is at hand.
+class SplitSource {
+  public:
+    // `param16` may be null, and the upper halves missing.
+    SplitSource(const StateBlock& block, const char* param16, bool high_is_there)
+        : block_(block), param16_(reinterpret_cast<const std::uint16_t*>(param16))
+    {
+        const Joints* joints = block.joints();
+        has_high_ = high_is_there && joints->has_high != 0;
+        if (has_high_ || joints->num > Joints::kMost) return;
+        joints_.assign(joints->of, joints->of + joints->num);
+    }
+    bool is_readable() const
+    {
+        return has_high_ || (param16_ != nullptr && block_.joints()->num <= Joints::kMost);
+    }
+    void read(std::uint64_t begin, std::uint64_t end, float* to) const
+    {
+        const std::size_t numel = static_cast<std::size_t>(end - begin);
+        if (has_high_) {
+            put_halves_together(block_.high() + begin, block_.low() + begin, to, numel);
+            return;
+        }
+        join_master(param16_ + begin, block_.low() + begin, to, numel);
+        for (const Joint& joint : joints_)
+            if (joint.element >= begin && joint.element < end)
+                std::memcpy(to + (joint.element - begin), &joint.bits, sizeof joint.bits);
+    }
 
-void StateBlock::clear_moments() const
+  private:
+    const StateBlock& block_;
+    const std::uint16_t* param16_;
+    bool has_high_ = false;
+    std::vector<Joint> joints_;  // a copy: an update in place writes new ones
+};
+
+// Writes a tile into a split block, and notes its joints.
+void split_tile(const Tile& tile, const BlockUpdate& how, std::vector<Joint>& joints)
 {
-    std::memset(part(1), 0, part_bytes(numel) * static_cast<std::uint64_t>(num_moments));
+    const StateBlock& to = how.to;
+    auto* param16 = reinterpret_cast<std::uint16_t*>(how.param16) + tile.begin;
+    std::uint16_t* low = to.low() + tile.begin;
+    std::uint16_t* high = how.keeps_high ? to.high() + tile.begin : nullptr;
+    if (!split_master(tile.parts[0], param16, low, high, tile.numel())) {
+        for (std::size_t i = 0; i < tile.numel(); ++i) {
+            float found;
+            join_master(param16 + i, low + i, &found, 1);
+            if (std::memcmp(&found, tile.parts[0] + i, sizeof found) == 0) continue;
+            Joint joint{static_cast<std::uint32_t>(tile.begin + i), 0};
+            std::memcpy(&joint.bits, tile.parts[0] + i, sizeof joint.bits);
+            joints.push_back(joint);
+        }
+    }
+    for (int i = 1; i < tile.num_parts; ++i) {
+        float* moment = to.moment(i - 1) + tile.begin;
+        if (moment != tile.parts[i]) std::copy_n(tile.parts[i], tile.numel(), moment);
+    }
 }
+
+// Lists the joints of a block that was split; where there are too many, its upper halves are kept.
+BlockForm list_joints(const BlockUpdate& how, const std::vector<Joint>& joints)
+{
+    const StateBlock& to = how.to;
+    const bool fits = joints.size() <= Joints::kMost;
+    if (!fits && !how.keeps_high) {
+        const auto* param16 = reinterpret_cast<const std::uint16_t*>(how.param16);
+        std::uint16_t* high = to.high();
+        for (std::uint64_t i = 0; i < to.layout.numel; ++i)
+            high[i] = static_cast<std::uint16_t>(param16[i] - (to.low()[i] > 0x8000U ? 1U : 0U));
+        for (const Joint& joint : joints)
+            high[joint.element] = static_cast<std::uint16_t>(joint.bits >> 16);
+    }
+    const BlockForm form{how.keeps_high || !fits, fits};
+    Joints* page = to.joints();
+    std::memset(page, 0, sizeof *page);
+    page->num = fits ? static_cast<std::uint32_t>(joints.size()) : Joints::kTooMany;
+    page->has_high = form.has_high ? 1 : 0;
+    if (fits) std::copy(joints.begin(), joints.end(), page->of);
+    return form;
+}
+
+// The elements [begin, end) of the old state, where an update works on them.
+Tile open_tile(const BlockUpdate& how, const SplitSource* split, std::uint64_t begin,
+               std::uint64_t end)
+{
+    if (split == nullptr) {
+        const Tile tile = tile_of(how.from, how.from.master() + begin, begin, end);
+        if (how.zero_moments) clear_moments(tile);
+        return tile;
+    }
+    thread_local std::vector<float> scratch(kTileElements);
+    float* master = how.to.layout.is_split ? scratch.data() : how.to.master() + begin;
+    const Tile tile = tile_of(how.to, master, begin, end);
+    split->read(begin, end, master);
+    if (how.zero_moments) {
+        clear_moments(tile);
+    } else if (how.from.memory != how.to.memory) {
+        copy_moments(how.from, tile);
+    }
+    return tile;
+}
+
+struct TileResult {
+    BlockSums sums;
+    std::vector<Joint> joints;
+};
+
+void update_tile(const Tile& tile, const BlockUpdate& how,
+                 const std::vector<UpdateSegment>& segments, TileResult& result)
+{
+    if (how.checked) result.sums.read += sums_of(tile);
+    if (how.kept.memory != nullptr) {
+        std::copy_n(tile.parts[0], tile.numel(), how.kept.master() + tile.begin);
+        for (int i = 1; i < tile.num_parts; ++i)
+            std::copy_n(tile.parts[i], tile.numel(), how.kept.moment(i - 1) + tile.begin);
+    }
+    apply_segments(tile, segments, how);
+    if (how.checked) result.sums.updated += sums_of(tile);
+    if (how.to.layout.is_split) {
+        split_tile(tile, how, result.joints);
+    } else {
+        narrow_parameter(how.param_type, tile.parts[0],
+                         how.param16 + tile.begin * element_bytes(how.param_type), tile.numel());
+    }
+}
+
+}  // namespace
 
 StateSums StateBlock::sums(std::uint64_t begin, std::uint64_t end) const
 {
-    const std::size_t num_words = static_cast<std::size_t>(end - begin);
-    StateSums sums{place_sum(part(0) + begin, num_words, begin), 0};
-    if (num_moments > 0) sums.moments = place_sum(part(1) + begin, num_words, begin);
-    if (num_moments > 1)
-        sums.moments += place_sum(part(2) + begin, num_words, begin) * kSecondMomentWeight;
-    return sums;
+    return sums_of(tile_of(*this, master() + begin, begin, end));
 }
 
-BlockSums update_block(const StateBlock& block, const std::vector<UpdateSegment>& segments,
-                       const BlockUpdate& how, int num_threads)
+BlockSums update_block(const BlockUpdate& how, const std::vector<UpdateSegment>& segments,
+                       int num_threads)
 {
-    check_segments(segments, block.numel);
-    const auto num_tiles =
-        static_cast<std::ptrdiff_t>((block.numel + kTileElements - 1) / kTileElements);
-    BlockSums sums;
+    const std::uint64_t numel = how.from.layout.numel;
+    check_segments(segments, numel);
+    const auto num_tiles = static_cast<std::ptrdiff_t>((numel + kTileElements - 1) / kTileElements);
+    std::unique_ptr<const SplitSource> split;
+    if (how.from.layout.is_split) {
+        split = std::make_unique<SplitSource>(how.from, how.old_param16, how.high_was_read);
+        if (!split->is_readable()) return {false, {}, {}, {}};
+    }
+    TileResult whole;
     std::exception_ptr failure;  // none may leave a parallel region
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && num_tiles > 1)
     {
-        BlockSums own;
+        TileResult own;
 #pragma omp for schedule(dynamic, 4) nowait
         for (std::ptrdiff_t i = 0; i < num_tiles; ++i) {
             const std::uint64_t begin = static_cast<std::uint64_t>(i) * kTileElements;
-            const std::uint64_t end = std::min(begin + kTileElements, block.numel);
-            if (how.checked) own.read += block.sums(begin, end);
+            const std::uint64_t end = std::min(begin + kTileElements, numel);
             try {
-                apply_segments(block, segments, how, begin, end);
+                update_tile(open_tile(how, split.get(), begin, end), how, segments, own);
             } catch (...) {
 #pragma omp critical(fuyou_update)
                 failure = std::current_exception();
             }
-            narrow_parameter(how.param_type, block.part(0) + begin,
-                             how.param16 + begin * element_bytes(how.param_type), end - begin);
-            if (how.checked) own.updated += block.sums(begin, end);
         }
 #pragma omp critical(fuyou_update)
         {
-            sums.read += own.read;
-            sums.updated += own.updated;
+            whole.sums.read += own.sums.read;
+            whole.sums.updated += own.sums.updated;
+            whole.joints.insert(whole.joints.end(), own.joints.begin(), own.joints.end());
         }
     }
     if (failure) std::rethrow_exception(failure);
-    return sums;
+    if (how.to.layout.is_split) whole.sums.form = list_joints(how, whole.joints);
+    return whole.sums;
+}
+
+bool decode_block(const StateBlock& from, const char* param16, const StateBlock& to,
+                  bool with_moments)
+{
+    const std::uint64_t numel = from.layout.numel;
+    if (from.layout.is_split) {
+        const SplitSource split(from, param16, true);
+        if (!split.is_readable()) return false;
+        split.read(0, numel, to.master());
+    } else {
+        std::copy_n(from.master(), numel, to.master());
+    }
+    if (with_moments) copy_moments(from, tile_of(to, to.master(), 0, numel));
+    return true;
+}
+
+void encode_block(const StateBlock& from, const StateBlock& to, bool with_moments)
+{
+    const std::uint64_t numel = from.layout.numel;
+    for (std::uint64_t i = 0; i < numel; ++i) {
+        std::uint32_t bits;
+        std::memcpy(&bits, from.master() + i, sizeof bits);
+        to.low()[i] = static_cast<std::uint16_t>(bits);
+        to.high()[i] = static_cast<std::uint16_t>(bits >> 16);
+    }
+    to.joints()->num = Joints::kTooMany;
+    to.joints()->has_high = 1;
+    if (with_moments) copy_moments(from, tile_of(to, nullptr, 0, numel));
 }
 
 }  // namespace fuyou
