@@ -452,7 +452,8 @@ TEST(watching_anew_forgets_what_was_known_of_any_page_of_it)
     std::vector<char> written(kPages * kPage), found(kPages * kPage);
     fill(written.data(), written.size(), 4);
     IoEngine engine(options(IoBackend::kThreads, 4, 8192));
-    const auto pages = [&](IoKind kind, const TempFile& of, std::uint64_t begin, std::uint64_t end) {
+    const auto pages = [&](IoKind kind, const TempFile& of, std::uint64_t begin,
+                           std::uint64_t end) {
         char* memory = kind == IoKind::kWrite ? written.data() : found.data();
         return run(engine, kind, {{of.fd(), begin * kPage, memory, (end - begin) * kPage}}).error;
     };
@@ -472,7 +473,8 @@ TEST(watching_anew_forgets_what_was_known_of_any_page_of_it)
     engine.watch_pages(file.fd(), 8 * kPage, kPage);
     CHECK(pages(IoKind::kRead, file, 8, kPages) == 0);
     engine.watch_pages(file.fd(), 0, kPages * kPage);
-    CHECK(pages(IoKind::kWrite, file, 0, kPages) == 0 && pages(IoKind::kRead, file, 0, kPages) == 0);
+    CHECK(pages(IoKind::kWrite, file, 0, kPages) == 0 &&
+          pages(IoKind::kRead, file, 0, kPages) == 0);
     CHECK(engine.page_digest({{file.fd(), 3 * kPage, 2 * kPage}}) == IoEngine::kNoDigest);
     CHECK(engine.page_digest({{file.fd(), 0, kPages * kPage}}) != IoEngine::kNoDigest);
 }
