@@ -236,7 +236,9 @@ class ChunkMover:
 
     def step_ended(self) -> None:
         """The step was applied: when all has moved, staging memory is made as large as it has to be now."""
-        if not self._ends or self._core.staging.used_bytes:  # read ahead in vain, say: a later step will do
+        if not self._ends or self._target is not None or self._moving:  # what leaves needs the memory that it passes
+            return
+        if self._core.staging.used_bytes:  # read ahead in vain, say: a later step will do
             return
         self._ends = False
         try:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,19 @@ from tests.activations.late import LateCopies
 from tests.activations.support import MIB, Plain, attached
 
 
+class Moment:
+    """An event of a device that computes when it is told to."""
+
+    def __init__(self) -> None:
+        self.secs = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """It is over."""
+
+    def elapsed_time(self, later: Moment) -> float:
+        return 1000 * (later.secs - self.secs)
+
+
 class CountedDevice(HostDevice):
     """Memory of its own, which a test fills."""
 
@@ -23,6 +37,9 @@ class CountedDevice(HostDevice):
 
     def __init__(self) -> None:
         self.now = self.peak = 0
+
+    def record_event(self, *, timed: bool = False) -> Moment:
+        return Moment()
 
     def total_bytes(self) -> int:
         return 1000 * MIB

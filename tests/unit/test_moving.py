@@ -435,3 +435,29 @@ def test_another_target_takes_the_place_of_the_one_before(tmp_path: Path, caplog
         assert in_memory(core) == NUM_CHUNKS
         assert core.store.total_bytes == before, "what was reserved and not used is given back"
     assert not caplog.records
+
+
+def test_staging_is_not_made_smaller_for_a_target_that_was_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What leaves memory has left it in the core before Python takes note: staging must still hold a chunk."""
+    with small_core(tmp_path, LAYOUT, residency=(1.0, 0.5, 1.0), clip_policy="speculate") as core:
+        used = core.staging.try_allocate(4096)
+        assert used is not None, "staging memory is in use: it stays as large as it is"
+        move(core, 1.0, NUM_CHUNKS * STATE_BYTES)
+        for seed in range(8):
+            step(core, seed)
+        assert in_memory(core) == NUM_CHUNKS
+        del used
+        move(core, 0.0)
+        ended = core.mover.step_ended
+
+        def late() -> None:
+            core.pipeline.wait_durable(core.generation, 60.0)
+            ended()
+
+        monkeypatch.setattr(core.mover, "step_ended", late)
+        for seed in range(8):
+            apply(core, seed)
+        core.wait_all()
+        assert in_memory(core) == 0
