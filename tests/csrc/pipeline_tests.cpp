@@ -411,7 +411,8 @@ TEST(pipeline_a_queued_update_behind_another_keeps_younger_generations_waiting)
     world.finish(3);
     std::vector<std::int64_t> order;
     for (const LaneEvent& event : world.pipeline->take_events())
-        if (event.lane == 1) order.push_back(event.generation);
+        if (event.lane == 1 && event.chunk != 2)  // which may run before it is dropped
+            order.push_back(event.generation);
     CHECK((order == std::vector<std::int64_t>{1, 2, 3, 3}));
     CHECK(world.state_is(0, -3.0F, 3.0F) && world.state_is(1, -1.0F, 1.0F));
     CHECK(world.state_is(2, 0.0F, 0.0F) || world.pipeline->slot(2) == 0);
