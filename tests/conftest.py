@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.ports import remove_shared_buffers
+from tests.harness.ports import free_port, remove_shared_buffers
 
 # DeepSpeed looks at this when it is first imported.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -41,6 +41,22 @@ if "STANDIN" in os.environ:
     from tests.device.accelerator import install_from
 
     install_from(os.environ)
+
+
+@pytest.fixture(scope="module")
+def only_rank() -> Iterator[None]:
+    """This process is the only rank of a group."""
+    import deepspeed
+    import torch
+
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (rank | {"MASTER_PORT": str(free_port())}).items():
+            patch.setenv(name, value)
+        deepspeed.init_distributed("gloo")
+        yield
+        torch.distributed.destroy_process_group()
+
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -222,9 +222,8 @@ class Swapper:
             record = entry.record()
             if record is not None and entry.part == part and entry.span.covers(span):
                 return MovedTensor(record, view, entry.span.begin, entry.tape, entry.place)
-        if span.num_bytes * 2 < whole.num_bytes or not whole.covers(
-            span
-        ):  # a small part of something large: take no more than that
+        is_small_part = span.num_bytes * 2 < whole.num_bytes
+        if is_small_part or not whole.covers(span):  # take no more than that
             whole = span
         whole = ByteRange(whole.begin // ALIGN_BYTES * ALIGN_BYTES, whole.end)
         if self.tier is None or (fate_of(span.num_bytes) is Fate.KEEP and self._has_room(key, whole.num_bytes)):

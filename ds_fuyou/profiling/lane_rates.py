@@ -50,12 +50,14 @@ def path_rates(io: IoLane, path: Path) -> tuple[float, float]:
     Raises:
         FuyouStorageError: the path is not writable, or a transfer fails.
     """
-    write, read, _ = _probe_path(io, path, _COMPARED_BYTES, _COMPARED_TRANSFER)
+    write, read = _probe_path(io, path, _COMPARED_BYTES, _COMPARED_TRANSFER, is_mixed_wanted=False)
     return write, read
 
 
-def _probe_path(io: IoLane, path: Path, num_bytes: int, transfer_bytes: int) -> tuple[float, float, float]:
-    """(write, read, mixed) bytes a second."""
+def _probe_path(
+    io: IoLane, path: Path, num_bytes: int, transfer_bytes: int, *, is_mixed_wanted: bool = True
+) -> tuple[float, ...]:
+    """(write, read, mixed) bytes a second, or the first two."""
     fd = open_anonymous(path, "measure storage")
     lane = io.sharing(lambda _: path)
     blocks = [aligned_tensor(transfer_bytes) for _ in range(_NUM_IN_FLIGHT)]
@@ -70,7 +72,8 @@ def _probe_path(io: IoLane, path: Path, num_bytes: int, transfer_bytes: int) -> 
         _moved(blocks, extents, (lane.write,))  # allocates
         write = rate(lane.write)
         _moved(blocks, extents, (lane.read,))  # waits for what a disk has said to be written and is still writing
-        return write, rate(lane.read), rate(lane.read, lane.write)
+        read = rate(lane.read)
+        return (write, read, rate(lane.read, lane.write)) if is_mixed_wanted else (write, read)
     finally:
         os.close(fd)
 

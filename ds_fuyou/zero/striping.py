@@ -13,7 +13,6 @@ from ds_fuyou.errors import FuyouError
 from ds_fuyou.log import get_logger, log_once
 from ds_fuyou.profiling.lane_rates import path_rates
 from ds_fuyou.storage.io import IoLane, IoSettings
-from ds_fuyou.storage.layout import queue_depth
 from ds_fuyou.storage.parked import ParkedSpace
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.storage.store import SlotStore
@@ -46,7 +45,7 @@ def measured_weights(paths: tuple[str, ...], engine: str) -> tuple[float, ...] |
     try:
         if len({probe_path(directory).device for directory in directories}) < 2:
             return None
-        io = IoLane(IoSettings(engine, queue_depth(1)), lambda _: None)
+        io = IoLane(IoSettings(engine), lambda _: None)
         try:
             rates = [path_rates(io, directory) for directory in directories]
         finally:

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 
-import deepspeed
 import pytest
 import torch
 
@@ -18,19 +16,8 @@ from ds_fuyou.planner.cost import Placement
 from ds_fuyou.zero.auto_activations import AutoActivations
 from tests.activations.support import MIB, Attached, Plain, attached, gradients
 from tests.activations.test_measured_peak import CountedDevice
-from tests.harness.ports import free_port
 
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    """This process is the only rank."""
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (rank | {"MASTER_PORT": str(free_port())}).items():
-            patch.setenv(name, value)
-        deepspeed.init_distributed("gloo")
-        yield
-        torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("only_rank")
 
 
 def auto_of(swapped: Attached, budget_bytes: int, device: Device | None = None) -> AutoActivations:

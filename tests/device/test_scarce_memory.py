@@ -3,34 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
-import torch
 
 from ds_fuyou.activations import arena
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.zero.device import rank_device
 from tests.device.accelerator import StandinAccelerator
 from tests.device.test_training import batches, make_engine, train
-from tests.harness.ports import free_port
 
-pytestmark = pytest.mark.standin
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    """This process is the only rank."""
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (rank | {"MASTER_PORT": str(free_port())}).items():
-            patch.setenv(name, value)
-        deepspeed.init_distributed("gloo")
-        yield
-        torch.distributed.destroy_process_group()
+pytestmark = [pytest.mark.standin, pytest.mark.usefixtures("only_rank")]
 
 
 class Locks:

@@ -26,25 +26,12 @@ from tests.device import faults
 from tests.device.accelerator import StandinAccelerator
 from tests.device.parity import fuyou_of
 from tests.harness.models import build_model, make_batch
-from tests.harness.ports import free_port
 from tests.harness.runner import ds_config
 from tests.harness.small_core import hypers, small_core, values
 
-pytestmark = pytest.mark.standin
+pytestmark = [pytest.mark.standin, pytest.mark.usefixtures("only_rank")]
 
 PACKAGE = re.escape(str(Path(ds_fuyou.__file__).parent))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    """This process is the only rank."""
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (rank | {"MASTER_PORT": str(free_port())}).items():
-            patch.setenv(name, value)
-        deepspeed.init_distributed("gloo")
-        yield
-        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
