@@ -250,10 +250,10 @@ def _together(*parts: _Lanes) -> _Lanes:
     return tuple(map(sum, zip(*parts, strict=True)))
 
 
-def _phase_secs(lanes: _Lanes, machine: Machine) -> float:
-    """Of work that overlaps: what the busiest lane takes, or storage, or the cores."""
-    storage = shared_secs(lanes[Lane.READ], lanes[Lane.WRITE], machine.storage_duplex)
-    return max(*lanes, storage, cores_secs(lanes, machine))
+def _phase_secs(lanes: _Lanes, machine: Machine, *, storage: bool = True) -> float:
+    """Of work that overlaps: what the busiest lane takes, or storage, or the cores; or all but storage."""
+    others = max(*(lanes[lane] for lane in _NOT_STORAGE), cores_secs(lanes, machine))
+    return max(others, shared_secs(lanes[Lane.READ], lanes[Lane.WRITE], machine.storage_duplex)) if storage else others
 
 
 def _deferred(work: Workload, machine: Machine, policy: Policy, place: Placement, p: _Phases) -> tuple[_Lanes, _Lanes]:
@@ -304,12 +304,17 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
         if apart > turn:
             by_lane[:] = phased
         tail = _turn_secs(work, machine, policy, place)
-        usual = max(turn, apart)
+        once = _together(p.forward, p.backward, p.spill, p.optimizer)
+        usual = max(
+            max(apart, _phase_secs(once, machine, storage=False)) + tail,
+            _phase_secs(once, machine),  # storage goes on meanwhile
+            _between_gradients_secs(work, machine, policy, place, p),
+        )
         again = 0.0
         if policy.redo_share > 0:  # all that backward did beside its own work, and then once more beside forward
             again = _phase_secs(_together(p.backward, p.spill), machine)
-            again += _phase_secs(_together(p.forward, p.optimizer), machine)
-        step = forward + backward + (1 - policy.redo_share) * usual + policy.redo_share * max(usual, again) + tail
+            again += _phase_secs(_together(p.forward, p.optimizer), machine) + tail
+        step = forward + backward + (1 - policy.redo_share) * usual + policy.redo_share * max(usual, again)
     elif policy.updates is Updates.FORWARD:
         beside_forward, beside_backward = _deferred(work, machine, policy, place, p)
         forward = secs(k - 1, p.forward)
@@ -330,15 +335,25 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
     return ClosedForm(forward, backward, step, dict(zip(Lane, total, strict=True)), bound_lane(by_lane, 1.0))
 
 
+def _between_gradients_secs(work: Workload, machine: Machine, policy: Policy, place: Placement, p: _Phases) -> float:
+    """From a step's first gradients to the next step's: states have passed storage when forward comes to the last
+    block, and those of its gradients are not there before its backward; meanwhile staging memory is filled at most.
+    With few blocks that is a large part of a step.
+    """
+    read, write = p.optimizer[Lane.READ], p.optimizer[Lane.WRITE]
+    states, _ = _states_moved(policy, float(work.model.trainable_params), place)
+    ahead = storage_secs(min(place.staging_bytes, states), machine.storage_read)
+    last_block = (p.forward[Lane.GPU] + p.backward[Lane.GPU]) / work.model.layers
+    return shared_secs(read, write, machine.storage_duplex) + max(0.0, last_block - ahead)
+
+
 def _chunk_secs(num_params: float, machine: Machine, policy: Policy, place: Placement) -> dict[str, float]:
-    """Gradient out, state in, update, state and P16 out of ``num_params`` parameters."""
-    states, written = _states_moved(policy, num_params, place)
-    written += policy.param_bytes * num_params * (1 - place.params)
+    """Gradient out, state in, update and P16 up of ``num_params`` parameters."""
+    states, _ = _states_moved(policy, num_params, place)
     return {
         "down": policy.gradient_bytes * num_params / machine.link_down,
         "read": storage_secs(states, machine.storage_read),
         "update": num_params / machine.update_rate,
-        "write": storage_secs(written, machine.storage_write),
         "up": policy.param_bytes * num_params / machine.link_up,
     }
 
@@ -352,7 +367,8 @@ def _drain_secs(work: Workload, machine: Machine, policy: Policy, place: Placeme
 
 
 def _turn_secs(work: Workload, machine: Machine, policy: Policy, place: Placement) -> float:
-    """From the last gradient to the first forward of the next step: the embedding's chain, nothing hides it."""
+    """From the last gradient to the first forward of the next step: the embedding's chain. Forward takes P16 out of
+    the update, so its write is not waited for; lanes that bound the step go on meanwhile, if it is storage.
+    """
     parts = _chunk_secs(float(work.model.first_trained_params), machine, policy, place)
-    chain = parts["down"] + parts["read"] + parts["update"] + parts["up"]
-    return chain + (parts["write"] if place.params < 1 else 0.0)
+    return parts["down"] + parts["read"] + parts["update"] + parts["up"]

@@ -211,7 +211,8 @@ class _Graph:
         self.schedule = Schedule(machine.storage_duplex, pools)
         self.last_compute: list[int] = []
         self._units, self._policy, self._k = units, policy, work.accumulation
-        self._params_stored = place.params < 1
+        # P16 that is not in memory is read after its write, but by our own runs.
+        self._taken_from_updates = place.params >= 1 or policy.updates in (Updates.DEADLINE, Updates.FORWARD)
         self._previous: int | None = None  # the task before, where everything is in a row
         self._computes: list[int] = []
         self._ups: list[int | None] = []
@@ -316,7 +317,7 @@ class _Graph:
             update = self._chunk("update", unit, Lane.CPU, unit.update / cut, due, read, *waits)
             write = self._chunk("write state of", unit, Lane.WRITE, share * unit.s_write, due, update)
             self._stage(read, update, write)
-            ready = write if self._params_stored and write is not None else update
+            ready = update if self._taken_from_updates or write is None else write
             if ready is not None:
                 self._published[index].append(ready)
 

@@ -31,6 +31,20 @@ def test_both_agree_within_10_percent(system: str, accumulation: int) -> None:
     assert compared >= 2
 
 
+@pytest.mark.parametrize("layers", [2, 4, 12])
+def test_states_pass_storage_between_gradients(layers: int) -> None:
+    """What no lane shows by itself: with few blocks storage waits long for the first gradient."""
+    whole = model("13B")
+    work = Workload(replace(whole, blocks=whole.blocks[:layers]), 16)
+    place = Placement(params=1.0, two_versions=True)
+    ours, on = find_policy("ds_fuyou"), machine()
+    simulated = simulate(work, on, ours, place)
+    found = closed_form(work, on, ours, place)
+    assert found.iteration_secs == pytest.approx(simulated.iteration_secs, rel=0.04)
+    longest = shared_secs(found.lane_secs[Lane.READ], found.lane_secs[Lane.WRITE], on.storage_duplex)
+    assert longest < 0.96 * simulated.iteration_secs or layers > 4
+
+
 def test_busy_seconds_of_the_lanes_are_the_same() -> None:
     for system in STREAMED:
         found = chosen("13B", 16, system)

@@ -40,7 +40,9 @@ def test_when_updates_start_decides_what_they_hide_behind() -> None:
         updates: predicted(slow, updates=updates).iteration_secs
         for updates in (Updates.DEADLINE, Updates.FORWARD, Updates.STEP)
     }
-    assert secs[Updates.DEADLINE] == pytest.approx(1.8)
+    assert secs[Updates.DEADLINE] == pytest.approx(1.8 + (0.1 + 0.2) / 2), "no gradient beside the last of two blocks"
+    read_ahead = replace(PLACE, staging_bytes=0.15 * 1.2e9 / 0.6)
+    assert predicted(slow, read_ahead).iteration_secs == pytest.approx(1.8), "beside it staging memory is filled"
     assert secs[Updates.FORWARD] == pytest.approx(0.2 + 1.8)
     assert secs[Updates.STEP] == pytest.approx(0.1 + 0.2 + 1.8)
     waits = Updates.FORWARD
