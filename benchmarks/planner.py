@@ -38,7 +38,7 @@ from tests.device.build import build
 
 WORKER = Path(__file__).with_name("planner_worker.py")
 RESULTS = Path(__file__).with_name("results")
-MODELS = {"full": (6, 512), "lora": (6, 512), "moe": (4, 352)}
+MODELS = {"full": (4, 1024), "lora": (4, 1024), "moe": (3, 640)}  # large enough for bytes to outweigh the interpreter
 LEVELS = (0.35, 0.6, 0.85, 1.3)  # host memory, as a share of what everything in it would take
 SCENARIO_SECS = 300
 
@@ -66,7 +66,7 @@ class Scenario:
         adapters = layers * 18 * 8 * width
         # P16 in two versions, states, G16; adapters and their base.
         everything = 16 * adapters + 2 * base if self.kind == "lora" else 18 * base
-        lanes = 24 << 20
+        lanes = 48 << 20
         level = LEVELS[self.level] if self.kind != "lora" else (0.2, 0.4, 0.6, 0.8)[self.level]
         flops, link, storage = {
             "compute": (0.12e12, 2e9, 1.0e9),
@@ -90,7 +90,7 @@ class Scenario:
             "storage": storage,
             "threads": 1,
             "dram_bytes": int(lanes + level * everything),
-            "gpu_bytes": 120 << 20,
+            "gpu_bytes": 240 << 20,
             "num_best": num_best,
             "timed": 2 if self.accumulation > 1 else 4,
             "device": {
