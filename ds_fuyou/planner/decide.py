@@ -147,16 +147,15 @@ class _Search:
         """The best placement; None if none fits."""
         for shares in self._orders():
             self._try(*shares)
-        best = self._best()
         for spare, part in itertools.product((False, True), _PARTS):
-            helps = best is not None
+            best, helps = self._fastest(), True
             while best is not None and helps:
                 before = best.secs
                 for residency, in_dram in self._shifted(best, self.given.dram_budget_bytes / part, spare):
                     self._try(residency, in_dram)
-                best = self._best()
+                best = self._fastest()
                 helps = best is not None and best.secs < before * (1 - 1e-6)
-        return best
+        return self._best()
 
     def _orders(self) -> Iterator[tuple[Residency, float]]:
         given, fixed = self.given, self.given.fixed_shares()
@@ -239,11 +238,15 @@ class _Search:
         found = self.time.predicted(place)
         self.found[key] = _Tried(residency, in_dram, place, found.iteration_secs, self.time.moved_bytes(found))
 
+    def _fastest(self) -> _Tried | None:
+        return min(self.found.values(), key=lambda tried: (tried.secs, tried.moved), default=None)
+
     def _best(self) -> _Tried | None:
-        if not self.found:
+        """That moves least of those which are about as fast."""
+        fastest = self._fastest()
+        if fastest is None:
             return None
-        fastest = min(tried.secs for tried in self.found.values())
-        near = [tried for tried in self.found.values() if tried.secs <= fastest * _NEAR]
+        near = [tried for tried in self.found.values() if tried.secs <= fastest.secs * _NEAR]
         return min(near, key=lambda tried: (tried.moved, tried.secs))
 
 
