@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 
@@ -21,6 +21,7 @@ __all__ = [
     "HostPool",
     "PageLocks",
     "aligned_tensor",
+    "normal_tensors",
     "own_storage",
     "resident_bytes",
     "round_up_to_page",
@@ -31,6 +32,13 @@ _HUGE_BYTES = 8 * 1024 * 1024  # larger mappings ask for huge pages: fewer, larg
 
 def round_up_to_page(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def normal_tensors() -> AbstractContextManager[object]:
+    """Inside, autograd may save the tensors that are made, also where the script is under ``torch.inference_mode()``:
+    memory that an evaluation reads parameters to, and what it gathers of them, may still be used when training goes on.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def aligned_tensor(num_bytes: int) -> torch.Tensor:
@@ -48,7 +56,8 @@ def aligned_tensor(num_bytes: int) -> torch.Tensor:
         raise FuyouMemoryError(num_bytes) from error
     if num_bytes >= _HUGE_BYTES:
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes)
+    with normal_tensors():
+        return torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes)
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -178,7 +187,8 @@ class HostPool:
 
     def try_allocate(self, num_bytes: int) -> torch.Tensor | None:
         """A byte tensor of exactly ``num_bytes``, or None when no free run is large enough now."""
-        block: torch.Tensor | None = self.pool.allocate_tensor(num_bytes)
+        with normal_tensors():
+            block: torch.Tensor | None = self.pool.allocate_tensor(num_bytes)
         return block
 
     @property

@@ -14,10 +14,11 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero
 from torch.nn import Parameter
 
 from ds_fuyou.ds_json import activation_of
+from ds_fuyou.host.memory import normal_tensors
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, in_order, only_reading, partition_of, stores_of
 
-__all__ = ["consolidated", "in_portions", "in_use_order", "release_gathered", "settle", "watch_gathers"]
+__all__ = ["consolidated", "for_training", "in_portions", "in_use_order", "release_gathered", "settle", "watch_gathers"]
 
 _GATHERING: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models of engines: DeepSpeed keeps the handles of gathers in flight with each."""
@@ -80,6 +81,20 @@ def _let_go(params: Sequence[Parameter]) -> None:
 def watch_gathers(module: torch.nn.Module) -> None:
     """An engine of ours gathers this model's parameters from now on."""
     _GATHERING.add(module)
+
+
+def for_training(fetch: Callable[..., None]) -> Callable[..., None]:
+    """``fetch_sub_module``: what an evaluation under ``torch.inference_mode()`` gathers may still be gathered when
+    training goes on (small parameters stay so), and autograd saves no tensor that was made in that mode."""
+
+    @functools.wraps(fetch)
+    def fetch_sub_module(current_submodule: torch.nn.Module, forward: bool) -> None:
+        if not torch.is_inference_mode_enabled():
+            return fetch(current_submodule, forward)
+        with normal_tensors(), torch.no_grad():
+            return fetch(current_submodule, forward)
+
+    return fetch_sub_module
 
 
 def settle(params: Sequence[Parameter]) -> None:

@@ -32,7 +32,7 @@ from ds_fuyou.zero.agreement import least
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import local_ranks, planned_host_bytes
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.gathering import in_use_order, release_gathered, watch_gathers
+from ds_fuyou.zero.gathering import for_training, in_use_order, release_gathered, watch_gathers
 from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, held_bytes, partition_of, stores_of
 from ds_fuyou.zero.stock import bound_gathered, iter_module_params
 
@@ -246,7 +246,8 @@ def watch(engine: Any, offload: Any, activation: Activation) -> None:
         reads.end()
         stock_destroy()
 
-    coordinator.fetch_sub_module, coordinator.reset_step, offload.destroy = fetch_sub_module, reset_step, destroy
+    coordinator.fetch_sub_module = for_training(fetch_sub_module)
+    coordinator.reset_step, offload.destroy = reset_step, destroy
     if rank_device().is_host:
 
         def bound(parameters: ParameterStore) -> None:

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from ds_fuyou.ds_json import Activation, activation_of
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.host.memory import HeapGuard, aligned_tensor, round_up_to_page
+from ds_fuyou.host.memory import HeapGuard, aligned_tensor, normal_tensors, round_up_to_page
 from ds_fuyou.parameters.partition import Partition, Presence, Source
 from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.planner.host_memory import available_host_bytes
@@ -125,7 +125,8 @@ class _PartitionTensors:
     def stand_in(self, tensor: torch.Tensor) -> None:
         dtype = tensor.dtype
         if dtype not in self._stand_ins:
-            self._stand_ins[dtype] = torch.empty(1, dtype=dtype)
+            with normal_tensors():
+                self._stand_ins[dtype] = torch.empty(1, dtype=dtype)
         tensor.data = self._stand_ins[dtype].data
 
     def is_idle(self, partition: Partition) -> bool:

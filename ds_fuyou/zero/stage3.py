@@ -36,7 +36,7 @@ from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_act
 from ds_fuyou.zero.checkpoint_outline import outline_of
 from ds_fuyou.zero.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
 from ds_fuyou.zero.compute_spans import ComputeSpans
-from ds_fuyou.zero.gathering import release_gathered, watch_gathers
+from ds_fuyou.zero.gathering import for_training, release_gathered, watch_gathers
 from ds_fuyou.zero.gradient_flow import GradientFlow
 from ds_fuyou.zero.handover import owners
 from ds_fuyou.zero.hp_access import HpAccess
@@ -235,7 +235,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             if params and state.activations is not None:
                 index.note(params)
 
-        coordinator.fetch_sub_module = fetch_sub_module
+        coordinator.fetch_sub_module = for_training(fetch_sub_module)
         if state.reads_parameters and state.device.is_host:
             bound_gathered(coordinator, state.parameters, self.dtype.itemsize)
 

@@ -4,14 +4,14 @@
 Run as a script by harness.runner with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set. The
 saved dictionary holds losses, gradient norms, and P16, P32 and moments of every parameter by name.
 
-What a case may ask for in certain steps (lists of step numbers): ``eval_before``, ``edit_before`` (new values under
-GatheredParameters), ``look_at`` (fp32 states and gradients between backward and step, and after the step),
-``read_ungathered_after`` (which parameters are there), ``set_states_before`` and ``set_gradient_in``
-(safe_set_full_*). ``load``, ``save`` (at the end) and ``export`` name folders; ``save_after`` steps, to ``save_to``,
-training goes on. What scripts do inside a step is in script_actions.py. ``compile`` names a backend of torch.compile;
-``plain`` trains without DeepSpeed; ``move_after``: steps, and which share of states is to be in host memory from then
-on. ``leaf``: expert modules are leaves for ZeRO-3. ``model_parallel``: an ``mpu`` object that says this many ranks
-share a model.
+What a case may ask for in certain steps (lists of step numbers): ``eval_before`` (under ``inference_mode`` if the case
+says so), ``edit_before`` (new values under GatheredParameters), ``look_at`` (fp32 states and gradients between backward
+and step, and after the step), ``read_ungathered_after`` (which parameters are there), ``set_states_before`` and
+``set_gradient_in`` (safe_set_full_*). ``load``, ``save`` (at the end) and ``export`` name folders; ``save_after``
+steps, to ``save_to``, training goes on. What scripts do inside a step is in script_actions.py. ``compile`` names a
+backend of torch.compile; ``plain`` trains without DeepSpeed; ``move_after``: steps, and which share of states is to be
+in host memory from then on. ``leaf``: expert modules are leaves for ZeRO-3. ``model_parallel``: an ``mpu`` object that
+says this many ranks share a model.
 """
 
 import json
@@ -187,7 +187,7 @@ def prepare_step(engine, case: dict, step: int, result: dict) -> None:
     if step in case.get("eval_before", ()):
         batch = make_batch(case["model"], 10_000 + step, torch.distributed.get_rank())
         engine.eval()
-        with torch.no_grad():
+        with torch.inference_mode() if case.get("inference_mode") else torch.no_grad():
             result["evals"].append(float(engine(**batch)))
         engine.train()
 

@@ -16,6 +16,8 @@ UNMANAGED = {"managed_gradient_accumulation": False, "gradient_clipping": 0.5}
 
 CASES: dict[str, dict] = {
     "edited-parameters": {"edit_before": [2, 4], "look_at": [3]},
+    "inference-mode": {"eval_before": [0, 2, 3], "inference_mode": True, "model": {"frozen": ["blocks.1"]}},
+    "inference-mode-2ranks": {"eval_before": [0, 2, 3], "inference_mode": True, "world_size": 2},
     "states-set": {"set_states_before": [3], "look_at": [0, 3, 5]},
     "gradients-set": {"set_gradient_in": [1, 4], "look_at": [2]},
     "gradients-set-locally": {"set_gradient_in": [1, 4], "set_states_before": [3], "local": True, "look_at": [2]},
@@ -37,6 +39,9 @@ def case_of(name: str) -> dict:
     [
         ("edited-parameters", "states"),
         ("edited-parameters", "half"),
+        ("inference-mode", "all"),
+        ("inference-mode-2ranks", "states"),
+        ("inference-mode-2ranks", "all"),
         ("states-set", "half"),
         ("states-set", "none"),
         ("gradients-set", "states"),
