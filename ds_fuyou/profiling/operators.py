@@ -10,6 +10,7 @@ instead, and counts as many as the others reach in that time; what else torch ha
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -237,6 +238,19 @@ class _Timings:
         return float(begin.elapsed_time(end)) / 1000
 
 
+@dataclass(eq=False, slots=True)
+class _Asked:
+    """What a block saved, and the backward that asked for it last."""
+
+    block: str
+    packed: Any
+    by: int = -1
+
+
+def _counts_changes(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+
+
 class OperatorRecorder(TorchDispatchMode):
     """Records what a model does while this is entered: around one forward.
 
@@ -271,6 +285,9 @@ class OperatorRecorder(TorchDispatchMode):
         self._timings = _Timings(device)
         self._paused = 0
         self.is_open = False
+        self.once: dict[str, str] = {}
+        """Blocks that cannot be computed again, and why: they change what they were given, or ask twice for what they
+        saved, in the backward that follows. (``torch.utils.checkpoint`` refuses both.)"""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -347,27 +364,37 @@ class OperatorRecorder(TorchDispatchMode):
                 self._contents.made(place, fresh)
         return place
 
-    def _saved(self, tensor: torch.Tensor) -> Any:
+    def _saved(self, block: str, tensor: torch.Tensor) -> _Asked:
         with self.paused():
             made = self._made.get(tensor.untyped_storage()._cdata)
             if made is not None:
                 _, calls, place = made
                 calls.outputs[place] = replace(calls.outputs[place], saved=True)
                 self._current.saves_own |= calls is self._current
-            return self._pack(tensor)
+            return _Asked(block, self._pack(tensor))
+
+    def _asked(self, saved: _Asked) -> torch.Tensor:
+        backward = torch._C._current_graph_task_id()
+        if backward >= 0 and saved.by == backward:
+            self.once.setdefault(saved.block, "an autograd function in it asks twice for what it saved")
+        saved.by = backward
+        return self._unpack(saved.packed)
 
     def _watch_block(self, block: Block) -> None:
         hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
+        given: list[tuple[torch.Tensor, int]] = []
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if block.name in self._calls:
                 return
             self._current = self._calls[block.name] = _Calls(block.name)
             self._current.took((args, kwargs))
+            given.extend((leaf, leaf._version) for leaf in tree_leaves((args, kwargs)) if _counts_changes(leaf))
             if len(self._calls) == 1:
                 self._contents = _Contents(self._current)
             if self._sees_saves and torch.is_grad_enabled():
-                hooks.append(torch.autograd.graph.saved_tensors_hooks(self._saved, self._unpack))
+                pack = functools.partial(self._saved, block.name)
+                hooks.append(torch.autograd.graph.saved_tensors_hooks(pack, self._asked))
                 hooks[-1].__enter__()
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -375,6 +402,9 @@ class OperatorRecorder(TorchDispatchMode):
                 with self.paused(), torch.no_grad():
                     self._contents.end()
             self._current = self._outside
+            if any(tensor._version != version for tensor, version in given):
+                self.once.setdefault(block.name, "it changes in place what it was given")
+            given.clear()
             if hooks:
                 hooks.pop().__exit__()
 

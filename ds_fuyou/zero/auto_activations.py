@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 from ds_fuyou.activations.auto import WORKING_BLOCKS, Choice, OutputCost, SavedStep
 from ds_fuyou.activations.named_outputs import planned_choice, require_blocks
-from ds_fuyou.activations.policy import KeepEverything
+from ds_fuyou.activations.policy import BlockFate, KeepEverything
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import current_rank, get_logger, log_once
@@ -68,6 +68,7 @@ class AutoActivations:
         self.recorder: OperatorRecorder | None = OperatorRecorder(self._session.blocks, hooks, device=self._device)
         self.profiles: tuple[BlockProfile, ...] = ()
         self._profile: BlockProfile | None = None
+        self._once: dict[str, str] = {}
         self._session.observe(self._watched(self.recorder))
         if swapper is not None:
             swapper.policy, swapper.keeps_what_storage_refuses = KeepEverything(), True
@@ -136,10 +137,24 @@ class AutoActivations:
         if choice is None:
             return
         self.is_decided = True
-        self._session.decide(choice.fates([block.name for block in self._session.blocks]))
+        fates = choice.fates([block.name for block in self._session.blocks])
+        self._session.decide(fates | self._saved_whole(fates))
         if current_rank() == 0:
             get_logger().info("activations, decided after step %d: %s", self._num_steps, choice.line())
             get_logger().debug("in how many of %d blocks:\n%s", len(self._session.blocks), choice.table())
+
+    def _saved_whole(self, fates: Mapping[str, BlockFate]) -> dict[str, BlockFate]:
+        """Of blocks that were to be computed again, in part or whole, and cannot be. A collective."""
+        once = of_rank_0(self._once)
+        found = {name: BlockFate(fates[name].saved) for name in once if fates[name].outputs is not None}
+        if found:
+            name = next(iter(found))
+            log_once(
+                logging.WARNING,
+                f"{len(found)} of {len(self._session.blocks)} blocks are saved where computing them again would have "
+                f"been faster, {name} for one: {once[name]}",
+            )
+        return found
 
     def step_skipped(self) -> None:
         """Gradients overflowed: what was done belongs to no step that could be measured."""
@@ -152,6 +167,7 @@ class AutoActivations:
             self.profiles = self.recorder.profiles()
             blocks = [profile for profile in self.profiles if profile.name]
             self._profile = blocks[0] if blocks else None
+            self._once = self.recorder.once
             self.recorder = None
 
     def _outputs(self) -> tuple[OutputCost, ...]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from ds_fuyou.activations.auto import Choice, SavedStep
+from ds_fuyou.activations.auto import Choice, Counts, SavedStep
 from ds_fuyou.activations.policy import SwapEverything
 from ds_fuyou.host.device import Device, HostDevice
 from ds_fuyou.planner.cost import Placement
@@ -78,6 +80,58 @@ def test_what_fits_is_never_written_and_the_rest_is(share: float, model: Plain, 
         assert step.block_bytes * 4 + step.outside_bytes == total
         assert step.device_bytes == budget
         assert swapped.session.fates["blocks.3"].saved.name == ("KEEP" if share > 1 else "SWAP")
+
+
+class _AsksTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient * ctx.saved_tensors[1], (gradient * ctx.saved_tensors[0]).sum(0)
+
+
+class Awkward(nn.Module):
+    """``torch.utils.checkpoint`` refuses what asks twice for what it saved, and what changes its input."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear, self.weight = how, nn.Linear(64, 64), nn.Parameter(torch.linspace(0.5, 2.0, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "asks twice":
+            return x + _AsksTwice.apply(self.linear(x), self.weight)
+        hidden = torch.relu(self.linear(x.clone()) * self.weight)
+        return x.add_(hidden) if self.how == "changes its input" else x + hidden
+
+
+class AwkwardModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(Awkward(how) for how in ("asks twice", "changes its input", "", "asks twice"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+def test_blocks_that_cannot_be_computed_again_are_saved(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = AwkwardModel().train(), torch.randn(32, 64)
+    expected = gradients(copy.deepcopy(model), lambda model: model(x).backward())
+    with attached(model, tmp_path) as swapped:
+        auto = auto_of(swapped, 64 * MIB)
+        for _ in range(4):
+            found = gradients(model, lambda model: model(x).backward())
+            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+            auto.step_applied(lambda saved: Choice(saved.num_blocks, Counts(0, saved.num_blocks, 0), {}, False))
+        assert auto.is_decided
+        assert [swapped.session.fates[f"blocks.{n}"].outputs for n in range(4)] == [None, None, {}, None]
 
 
 def test_a_disk_for_the_states_alone_fails_no_forward(model: Plain, tmp_path: Path) -> None:
