@@ -6,10 +6,11 @@ Which of them together: ``gradient_cuts.py``.
 [Note: the stream of gradients]
 As in stock, gradients are reduced and copied on a stream of their own if ``overlap_comm`` is set, which it is for stage
 3 unless the JSON says otherwise, and on the default stream if not. That stream waits for the computing one at every
-hook. Memory of a gradient belongs to the computing stream: it is let go when the event that follows its reduction has
-passed, or, when as much as two of the largest block (or one bucket) is kept, when the computing stream has waited for
-that event, on the device. So the host waits for nothing, and gradients of no more than three blocks (or two buckets)
-are on the device. ``step()`` waits for both streams.
+hook. Memory of a gradient belongs to the stream that was the computing one when it came (a model may have branches on
+streams of its own): it is let go when the event that follows its reduction has passed, or, when as much as two of the
+largest block (or one bucket) is kept, when that stream has waited for that event, on the device. So the host waits for
+nothing, and gradients of no more than three blocks (or two buckets) are on the device. ``step()`` waits for both
+streams.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -45,6 +47,22 @@ _DROPPED = (
 )
 
 
+@dataclass
+class _Reducing:
+    """Gradients on the stream of gradients until ``event``, and the streams whose memory they are."""
+
+    event: Any
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    streams: list[Any] = field(default_factory=list)
+    numel: int = 0
+
+    def add(self, gradient: torch.Tensor, stream: Any) -> None:
+        self.gradients.append(gradient)
+        self.numel += gradient.numel()
+        if stream is not None and stream not in self.streams:
+            self.streams.append(stream)
+
+
 class GradientFlow:
     """Stage 3's reduce and partition path. All of it runs in the thread of the autograd hooks."""
 
@@ -67,7 +85,8 @@ class GradientFlow:
         self._cut = make_cut(stock, state.activation.config.gradients.reduce_by, blocks)
         self._stream = None if state.device.is_host else stock.reduce_and_partition_stream
         self._backwards: set[int] = set()  # autograd's numbers of those that have brought gradients and not ended
-        self._reducing: deque[tuple[Any, list[torch.Tensor], int]] = deque()
+        self._streams: dict[int, Any] = {}  # by ds_id: whose memory a gradient that waits, or is reduced, is
+        self._reducing: deque[_Reducing] = deque()
         self._reducing_numel = 0
         self._most_reducing = 2 * max(_block_numels(stock, blocks))
         if self.reduce_by == "bucket":
@@ -99,8 +118,8 @@ class GradientFlow:
             if hasattr(self._stock, "_apply_autoep_folding_tp_correction"):
                 self._stock._apply_autoep_folding_tp_correction(param)
             if self._stream is not None:
-                computing = self._state.device.current_stream()
-                self._sweep(computing)
+                self._sweep()
+                computing = self._streams[param.ds_id] = self._state.device.current_stream()
                 self._stream.wait_stream(computing)
         if param in self._cut:
             return  # another phase of this backward: autograd added to the gradient that waits here
@@ -215,26 +234,26 @@ class GradientFlow:
             for param in params:
                 param.grad = None
             return
-        reducing = []
+        reducing = _Reducing(device.record_event())
         for param in params:
+            stream = self._streams.pop(param.ds_id, None)
             if param.grad is not None:
-                reducing.append(param.grad)
+                reducing.add(param.grad, stream)
                 param.grad = None
-        numel = sum(gradient.numel() for gradient in reducing)
-        self._reducing.append((device.record_event(), reducing, numel))
-        self._reducing_numel += numel
+        self._reducing.append(reducing)
+        self._reducing_numel += reducing.numel
 
-    def _sweep(self, computing: Any) -> None:
+    def _sweep(self) -> None:
         """Lets go of gradients whose reduction has ended, or comes before what is issued from now on."""
         while self._reducing:
-            event, gradients, numel = self._reducing[0]
-            if not event.query():
+            oldest = self._reducing[0]
+            if not oldest.event.query():
                 if self._reducing_numel <= self._most_reducing:
                     return
-                computing.wait_event(event)
-            gradients.clear()
+                for stream in oldest.streams:
+                    stream.wait_event(oldest.event)
             self._reducing.popleft()
-            self._reducing_numel -= numel
+            self._reducing_numel -= oldest.numel
 
     # ---- norms --------------------------------------------------------------------------------------------
 
