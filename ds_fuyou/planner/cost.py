@@ -178,7 +178,7 @@ def _lanes(gpu: float = 0.0, down: float = 0.0, up: float = 0.0, read: float = 0
 class _Phases:
     """Work of the lanes, in seconds: of one micro-batch's forward and backward, of moving sums of gradients, of
     spilling gradients, and of the optimizer; ``resident`` is the part of it that waits for ``step()``, because its
-    state is in host memory in one version.
+    state is in host memory in one version. ``states_read``: bytes of states that updates read.
     """
 
     forward: _Lanes
@@ -187,6 +187,7 @@ class _Phases:
     spill: _Lanes
     optimizer: _Lanes
     resident: _Lanes
+    states_read: float
 
 
 def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) -> _Phases:
@@ -237,6 +238,7 @@ def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) 
             storage_secs(min(p_bytes, policy.param_bytes * num_params * place.states), machine.storage_write),
             num_params * place.states / machine.update_rate,
         ),
+        states_read=states_read,
     )
 
 
@@ -252,17 +254,17 @@ def _together(*parts: _Lanes) -> _Lanes:
 
 def _phase_secs(lanes: _Lanes, machine: Machine, *, storage: bool = True) -> float:
     """Of work that overlaps: what the busiest lane takes, or storage, or the cores; or all but storage."""
-    others = max(*(lanes[lane] for lane in _NOT_STORAGE), cores_secs(lanes, machine))
-    return max(others, shared_secs(lanes[Lane.READ], lanes[Lane.WRITE], machine.storage_duplex)) if storage else others
+    gpu, down, up, read, write, cpu = lanes
+    others = max(gpu, down, up, cpu, cores_secs(lanes, machine))
+    return max(others, shared_secs(read, write, machine.storage_duplex)) if storage else others
 
 
-def _deferred(work: Workload, machine: Machine, policy: Policy, place: Placement, p: _Phases) -> tuple[_Lanes, _Lanes]:
+def _deferred(machine: Machine, place: Placement, p: _Phases) -> tuple[_Lanes, _Lanes]:
     """The optimizer's work where updates wait for ``step()``: beside the next forward, and beside backward. At most
     what staging memory holds of the states is read ahead in backward, and is still to be written when forward ends; P16
     on storage is written with its state, before forward reads it.
     """
-    states, _ = _states_moved(policy, float(work.model.trainable_params), place)
-    most = min(place.staging_bytes, states)
+    most = min(place.staging_bytes, p.states_read)
 
     def split(num_bytes: float) -> tuple[_Lanes, _Lanes]:
         moved = _lanes(
@@ -308,7 +310,7 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
         usual = max(
             max(apart, _phase_secs(once, machine, storage=False)) + tail,
             _phase_secs(once, machine),  # storage goes on meanwhile
-            _between_gradients_secs(work, machine, policy, place, p),
+            _between_gradients_secs(work, machine, place, p),
         )
         again = 0.0
         if policy.redo_share > 0:  # all that backward did beside its own work, and then once more beside forward
@@ -316,7 +318,7 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
             again += _phase_secs(_together(p.forward, p.optimizer), machine) + tail
         step = forward + backward + (1 - policy.redo_share) * usual + policy.redo_share * max(usual, again)
     elif policy.updates is Updates.FORWARD:
-        beside_forward, beside_backward = _deferred(work, machine, policy, place, p)
+        beside_forward, beside_backward = _deferred(machine, place, p)
         forward = secs(k - 1, p.forward)
         backward = secs(k - 1, p.backward, p.accumulate) + secs(1, p.backward, p.spill, beside_backward)
         turn = secs(1, p.forward, beside_forward)
@@ -335,14 +337,13 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
     return ClosedForm(forward, backward, step, dict(zip(Lane, total, strict=True)), bound_lane(by_lane, 1.0))
 
 
-def _between_gradients_secs(work: Workload, machine: Machine, policy: Policy, place: Placement, p: _Phases) -> float:
+def _between_gradients_secs(work: Workload, machine: Machine, place: Placement, p: _Phases) -> float:
     """From a step's first gradients to the next step's: states have passed storage when forward comes to the last
     block, and those of its gradients are not there before its backward; meanwhile staging memory is filled at most.
     With few blocks that is a large part of a step.
     """
     read, write = p.optimizer[Lane.READ], p.optimizer[Lane.WRITE]
-    states, _ = _states_moved(policy, float(work.model.trainable_params), place)
-    ahead = storage_secs(min(place.staging_bytes, states), machine.storage_read)
+    ahead = storage_secs(min(place.staging_bytes, p.states_read), machine.storage_read)
     last_block = (p.forward[Lane.GPU] + p.backward[Lane.GPU]) / work.model.layers
     return shared_secs(read, write, machine.storage_duplex) + max(0.0, last_block - ahead)
 
