@@ -87,6 +87,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             raise
 
     def _build(self, activation: Activation) -> None:
+        release_gathered(self.module)  # DeepSpeed gathers some on the way here, if a forward before was interrupted
         if activation.config.activations.block_classes:
             model_blocks(self.module, activation.config)  # a name that is none is told before anything is built
         kind = optimizer_kind(self.optimizer)

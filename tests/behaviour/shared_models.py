@@ -228,6 +228,28 @@ def failed(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
 # ---- models that scripts take apart ----------------------------------------------------------------------------------
 
 
+def interrupted(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
+    """A forward ends with an exception, and the notebook builds its engine again."""
+    config = config_of(swap, tiers)
+    model = model_in({"config_dict_or_path": config})
+    first = engine_of(model, config)
+    train(first, 0, 2)
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.blocks[1].register_forward_hook(fail)
+    with contextlib.suppress(KeyboardInterrupt):
+        first(**make_batch({}, 9, 0))
+    hook.remove()
+    second = engine_of(model, config)
+    train(second, 2, 4)
+    found = states(second)
+    for engine in (second, first):
+        engine.destroy()
+    return found
+
+
 def built_on(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
     """A part that is built after ``zero.Init``, a module of another model, and ``remote_device``."""
     config = config_of(swap, tiers)
@@ -366,6 +388,7 @@ SCENARIOS: dict[str, Any] = {
     "inspected": lambda swap: as_stock(inspected, swap),
     "watched": lambda swap: as_stock(watched, swap),
     "failed": lambda swap: as_stock(failed, swap),
+    "interrupted": lambda swap: as_stock(interrupted, swap),
     "built-on": lambda swap: as_stock(built_on, swap),
     "other-inits": other_inits,
     "unlike": unlike,

@@ -21,6 +21,7 @@ SCENARIOS = (
     "inspected",
     "watched",
     "failed",
+    "interrupted",
     "built-on",
     "other-inits",
     "budget",
