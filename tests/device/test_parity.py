@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.device.parity import CELLS, case_of, fuyou_of, must_equal_stock
-from tests.harness.runner import differences, ds_config, run_case
+from tests.harness.runner import differences, run_case
 
 DELAYS = (0.0005, 0.003)  # seconds, the longest
 IDS = ["-".join([name, tiers, activations]) for name, tiers, _, _, _, activations, _ in CELLS]
@@ -50,14 +50,3 @@ def test_ours_equals_stock(number: int, stock_run, tmp_path: Path) -> None:
             assert [ours[0]["frozen_bytes"][tier] > 0 for tier in ("cpu", "nvme")] == [tiers != "all", tiers == "all"]
         if device != "cuda":
             assert sum(count for what, count in ours[0]["device"].items() if what.startswith("copies down late")) > 0
-
-
-@pytest.mark.parametrize(("world_size", "tiers"), [(1, "all"), (2, "states")])
-def test_a_model_with_branches_on_streams_of_their_own(world_size: int, tiers: str, stock_run, tmp_path: Path) -> None:
-    """Gradients come on one stream and are let go while another computes."""
-    model = {"num_layers": 6, "branches": True}
-    case = {"steps": 4, "model": model, "groups": "two", "config": ds_config(), "world_size": world_size}
-    for turn, seed in enumerate((1, 2)):
-        directory = tmp_path / str(turn)
-        fuyou = fuyou_of(directory / "swap", tiers, "speculate", "backward_and_forward", 2, "none")
-        must_equal_stock(case, fuyou, {"seed": seed, "delay_secs": 0.003}, stock_run, directory)

@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -337,3 +338,26 @@ def test_an_engine_that_only_infers_sleeps_too(pinned: dict[int, int], tmp_path:
     engine.offload_states(pin_memory=False)
     engine.destroy()
     assert not pinned
+
+
+def test_memory_of_a_gradient_goes_behind_the_stream_that_it_belongs_to(tmp_path: Path) -> None:
+    """Which need not be the one that computes when it goes: a model may have branches on streams of their own."""
+    device, numel = torch.standin, 1 << 16
+    flow = make_engine(tmp_path / "swap", "all", "none").optimizer.gradient_flow
+    own, other = device.current_stream(), device.Stream()
+    came = SimpleNamespace(ds_id=-1, grad=torch.full((numel,), 3.0, device="standin"))
+    flow._streams[came.ds_id] = own
+    flow._most_reducing = 0
+    copied = torch.zeros(numel).pin_memory()
+    flow._stream.wait_stream(own)
+    with device.held(flow._stream):
+        with device.stream(flow._stream):
+            copied.copy_(came.grad, non_blocking=True)
+            flow._let_go([came])
+        with device.stream(other):
+            flow._sweep()
+        assert not flow._reducing
+        again = torch.full((numel,), 7.0, device="standin")
+    device.synchronize()
+    assert bool((again.cpu() == 7.0).all())
+    assert bool((copied == 3.0).all())

@@ -48,21 +48,6 @@ class TinyGate(nn.Module):
         return x + self.scale * self.gate(torch.tanh(self.wide(x)))
 
 
-def in_branches(x: torch.Tensor, one: nn.Module, other: nn.Module) -> torch.Tensor:
-    if x.device.type == "cpu":
-        return one(x) + other(x)
-    accelerator = get_accelerator()
-    current, side = accelerator.current_stream(), accelerator.Stream()
-    side.wait_stream(current)
-    with accelerator.stream(side):
-        x.record_stream(side)
-        second = other(x)
-    first = one(x)
-    current.wait_stream(side)
-    second.record_stream(current)
-    return first + second
-
-
 class TinyGPT(nn.Module):
     def __init__(
         self,
@@ -74,11 +59,8 @@ class TinyGPT(nn.Module):
         experts: bool = False,
         tied_blocks: bool = False,
         gates: bool = False,
-        branches: bool = False,
     ) -> None:
-        """``branches``: the second and the third block side by side, the third on a stream of its own, if there are."""
         super().__init__()
-        self.branches = branches
         self.tokens = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(TinyBlock(width) for _ in range(num_layers))
         if experts:
@@ -95,10 +77,7 @@ class TinyGPT(nn.Module):
 
     def forward(self, ids: torch.Tensor, skip: bool = False) -> torch.Tensor:
         x = self.tokens(ids[:, :-1])
-        blocks = list(self.blocks)
-        if self.branches:
-            blocks[1:3] = [lambda x: in_branches(x, self.blocks[1], self.blocks[2])]
-        for index, block in enumerate(blocks):
+        for index, block in enumerate(self.blocks):
             if not (skip and index == self.skip):
                 x = block(x)
         logits = self.head(self.norm(x))
