@@ -41,6 +41,7 @@ __all__ = [
     "save_bytes",
     "stored_bytes",
     "under_block",
+    "whole_bytes",
 ]
 
 MIB = 1024 * 1024
@@ -96,6 +97,7 @@ class PlanInput:
     frozen_bytes: float = 0.0
     first_numel: int = 0
     saves_behind: bool = False  # checkpoints are written while training goes on
+    keeps_read: bool = False  # of the budget, what nothing else takes holds parameters that were read
 
     def fixed_shares(self) -> dict[str, float]:
         """Resident shares that are not the rule's to choose: 1 and 0 for tiers "cpu" and "nvme", else the plan's."""
@@ -133,6 +135,7 @@ def under_block(given: PlanInput, config: Any, has_storage: bool) -> PlanInput:
         durable=config.durable,
         shares=config.plan.resident_shares() if config.plan is not None else {},
         saves_behind=config.checkpoint.save == "background",
+        keeps_read=budget != "auto",
     )
 
 
@@ -233,6 +236,11 @@ def built_plan(
     left = given.dram_budget_bytes - resident_bytes(given, residency) - arena - buffers - saves
     staging_bytes = overrides.get("staging_bytes", max(minimum // 2, min(_STAGING_BYTES, left // 2)))
     prefetch_bytes = overrides.get("prefetch_bytes", most_prefetch_bytes(left))
+    passing = _activation_bytes(given, arena, left - staging_bytes - prefetch_bytes)
+    activation_bytes = overrides.get("activation_bytes", passing)
+    if given.keeps_read and "prefetch_bytes" not in overrides:
+        spare = left - staging_bytes - (activation_bytes - arena)
+        prefetch_bytes = max(prefetch_bytes, min(spare, _read_whole_bytes(given, residency)))
     return Plan(
         residency=residency,
         chunk_bytes=chunk_bytes,
@@ -242,9 +250,7 @@ def built_plan(
         queue_depth=overrides.get("queue_depth", queue_depth(given.num_paths)),
         block_bytes=overrides.get("block_bytes", MIB),
         slots=overrides.get("slots", 2),
-        activation_bytes=overrides.get(
-            "activation_bytes", _activation_bytes(given, arena, left - staging_bytes - prefetch_bytes)
-        ),
+        activation_bytes=activation_bytes,
         kept_activation_bytes=kept,
         smallest_swapped_bytes=overrides.get("smallest_swapped_bytes", _SMALLEST_SWAPPED_BYTES),
         gradient_buffer_bytes=buffers,
@@ -256,6 +262,16 @@ def built_plan(
 def most_prefetch_bytes(left_bytes: int) -> int:
     """Host memory of parameters read ahead or kept, of what is left for the lanes."""
     return min(_PREFETCH_BYTES, left_bytes // 4)
+
+
+def whole_bytes(stored_bytes: float) -> int:
+    """Host memory in which so many bytes of parameters find room in whatever pieces, rounded to pages."""
+    return int(1.25 * stored_bytes)
+
+
+def _read_whole_bytes(given: PlanInput, residency: Residency) -> int:
+    params = given.param_bytes_each * given.numel * (1 - residency.parameters)
+    return whole_bytes(params + given.frozen_bytes * (1 - residency.frozen))
 
 
 def _gradient_buffer_bytes(given: PlanInput, residency: Residency, chunk_bytes: int) -> int:

@@ -23,7 +23,7 @@ from ds_fuyou.host.memory import HeapGuard
 from ds_fuyou.parameters.partition import Partition
 from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.planner.host_memory import available_host_bytes
-from ds_fuyou.planner.plan import most_prefetch_bytes
+from ds_fuyou.planner.plan import most_prefetch_bytes, whole_bytes
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.parked import ParkedValues
@@ -73,7 +73,7 @@ class InferenceReads:
         if not sources:
             return
         self._forget_closer = register_closer(_closing(self))
-        self._read_bytes = _read_bytes(self._activation)
+        self._read_bytes = _read_bytes(self._activation, sum(partition.num_bytes for partition in free))
         io = self._io = IoLane(IoSettings(engine=self._engine), sources[0].space.space.path_of)
         self.parameters = ParameterStore(
             PARTITION_TENSORS,
@@ -210,17 +210,17 @@ def _is_free(partition: Partition) -> bool:
     return partition.store is None and isinstance(partition.source, ParkedValues)
 
 
-def _read_bytes(activation: Activation) -> int:
-    """As the plan of an engine that trains has it, of what other engines leave: the same on all ranks."""
+def _read_bytes(activation: Activation, stored_bytes: int) -> int:
+    """As the plan of an engine that trains has it, of what other engines leave: the same on all ranks. Of a budget that
+    the block names, half of that if the parameters need it: others may follow.
+    """
     config = activation.config
     if config.plan is not None and config.plan.prefetch_bytes is not None:
         return int(config.plan.prefetch_bytes)
-    budget = config.dram_budget_bytes
-    if budget == "auto":
-        budget = int(least(float(available_host_bytes() // local_ranks() * 8 // 10))[0])
-    else:
-        budget = max(0, int(budget) - sum(planned_host_bytes.values()))
-    return most_prefetch_bytes(int(budget))
+    if config.dram_budget_bytes == "auto":
+        return most_prefetch_bytes(int(least(float(available_host_bytes() // local_ranks() * 8 // 10))[0]))
+    left = int(least(float(max(0, int(config.dram_budget_bytes) - sum(planned_host_bytes.values()))))[0])
+    return max(most_prefetch_bytes(left), min(left // 2, whole_bytes(stored_bytes)))
 
 
 def watch(engine: Any, offload: Any, activation: Activation) -> None:

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,14 @@ class RankState:
             first_numel=sum(entry[2] for entry in first),
             frozen_bytes=float(sum(map(_partition_bytes, self._planned_frozen()))),
         )
-        return under_block(sizes, config, bool(self.activation.state_paths))
+        given = under_block(sizes, config, bool(self.activation.state_paths))
+        if config.dram_budget_bytes == "auto":
+            return given
+        ahead = sum(size for holder, size in planned_host_bytes.items() if not isinstance(holder, RankState))
+        taken = int(-least(-float(ahead))[0])
+        if taken:
+            log_once(logging.INFO, f"of dram_budget_bytes {taken} are the look-ahead of engines without an optimizer")
+        return replace(given, dram_budget_bytes=given.dram_budget_bytes - taken)
 
     def _planned_frozen(self) -> list[Parameter]:
         """Frozen parameters whose place is the plan's to say, in the order of use: not where all are in host memory

@@ -179,10 +179,12 @@ def inference(swap: str) -> dict[str, Any]:
 
 
 def one_budget(swap: str) -> dict[str, Any]:
-    """Engines that infer look ahead with what the budget leaves after those before them."""
+    """Engines that infer look ahead with half of what the budget leaves after those before them, if they need it; one
+    that trains plans with what they leave.
+    """
     budget, limits, found = 60_000_000, [], []
 
-    def made(*, trains: bool) -> Any:
+    def made(*, trains: bool, budget: int = budget) -> Any:
         torch.manual_seed(1)
         config = ds_config(gradient_clipping=0.5) if trains else ds_config(optimizer=None)
         config["fuyou"] = block(swap, "all", "speculate") | {"dram_budget_bytes": budget}
@@ -192,23 +194,39 @@ def one_budget(swap: str) -> dict[str, Any]:
         given = {"model_parameters": model.parameters()} if trains else {}
         engine, *_ = deepspeed.initialize(model=model, config=config, **given)
         if trains:
-            taken.append(engine.optimizer.rank_state.planned_host_bytes)
+            state = engine.optimizer.rank_state
+            taken.append(state.planned_host_bytes)
+            trains_with.append([state.plan_input.dram_budget_bytes, state.planned_host_bytes])
         else:
             (store,) = stores_of(engine)
             largest = max(partition.num_bytes for partition in store.partitions)
+            if budget < 60_000_000:
+                holds.append(store.holds_all)
+                return engine
             found.append(store.capacity_bytes)
             left = budget - sum(taken) - sum(store.capacity_bytes for store in stores)
-            limits.append(max(0, left) // 4 + 4 * largest)  # at least two of the largest in each of two pools
+            limits.append(max(0, left) // 2 + 4 * largest)  # at least two of the largest in each of two pools
             stores.append(store)
         return engine
 
     stores: list[Any] = []
     taken: list[int] = []
+    trains_with: list[list[int]] = []
+    holds: list[bool] = []
+    for size in (8_000_000, 26_000_000):
+        made(trains=False, budget=size).destroy()
     engines = [made(trains=trains) for trains in (False, True, False)]
     engines[1].destroy()
     taken.clear()
     engines.append(made(trains=False))
-    return {"same": [forwards(engines[0]) == forwards(engines[3])], "found": found, "limits": limits}
+    ((room, planned),) = trains_with
+    return {
+        "same": [forwards(engines[0]) == forwards(engines[3])],
+        "found": found,
+        "limits": limits,
+        "holds": holds,
+        "trains": [room == budget - found[0], planned <= room],
+    }
 
 
 def handed_on(swap: str) -> dict[str, Any]:

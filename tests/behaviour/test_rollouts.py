@@ -62,6 +62,8 @@ def test_engines_that_infer_look_ahead_with_what_others_leave_of_the_budget(tmp_
     assert all(size <= limit for size, limit in zip(sizes, limits, strict=True)), found
     assert sizes[1] < sizes[0], "beside one that trains there is less"
     assert sizes[2] > sizes[1], "an engine that has ended takes nothing"
+    assert found["holds"] == [False, True], "half of a budget that holds the model holds it"
+    assert found["trains"] == [True, True], "one that trains plans with what they leave"
 
 
 def test_engines_that_share_a_model_read_ahead_in_turn(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import Residency
-from ds_fuyou.planner.plan import MIB, Plan, PlanInput
+from ds_fuyou.planner.plan import MIB, Plan, PlanInput, whole_bytes
 from ds_fuyou.planner.profiled import placed
 from ds_fuyou.state_layout import StateLayout
 
@@ -240,3 +240,18 @@ def test_a_budget_too_small_for_a_checkpoint_behind_training_gets_smaller_chunks
     )
     assert make_plan(given, {}).chunk_bytes == 16 * MIB
     assert make_plan(replace(given, saves_behind=True), {}).chunk_bytes < 16 * MIB
+
+
+@pytest.mark.parametrize(("gib", "whole"), [(2, False), (4, True), (64, True)])
+def test_what_a_given_budget_leaves_keeps_parameters_that_were_read(gib: int, whole: bool) -> None:
+    given = replace(GIVEN, dram_budget_bytes=gib * GIB, frozen_bytes=2e8)
+    given = replace(given, optimizer_tier="nvme", params_tier="nvme", gradients_tier="nvme")
+    before, after = make_plan(given, {}), make_plan(replace(given, keeps_read=True), {})
+    assert before.prefetch_bytes == 256 * MIB
+    assert (after.prefetch_bytes == whole_bytes(2e9 + 2e8)) == whole
+    assert before.host_bytes(given) <= after.host_bytes(given) <= gib * GIB
+    assert after.prefetch_bytes > before.prefetch_bytes
+    assert replace(after, prefetch_bytes=before.prefetch_bytes) == before
+    assert make_plan(replace(given, keeps_read=True), {"prefetch_bytes": MIB}).prefetch_bytes == MIB
+    in_memory = replace(given, keeps_read=True, params_tier="cpu", dram_budget_bytes=64 * GIB)
+    assert make_plan(in_memory, {}).prefetch_bytes == 256 * MIB
