@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # One command a job; each prepares what it needs. Python 3.10+, a C++ compiler and a network suffice.
 #   make setup | demo | demo-crash | test | test-oldest | test-deepspeed | test-clients | soak-device | lint | format
-#   make faults | crash | fuzz | soak | values | docs | bench | bench-planner | bench-device | clean
+#   make faults | crash | fuzz | scripts | soak | values | docs | bench | bench-planner | bench-device | clean
 # Overridable: PYTHON, VENV, DS_VERSION, TORCH, TORCH_FLAGS (for instance a package index), EXTRAS, TEST_FLAGS.
 
 PYTHON ?= python3
@@ -28,8 +28,8 @@ OLDEST := PATH="$(abspath .venv-ds0189/bin):$$PATH" TORCH_EXTENSIONS_DIR="$(absp
 BUILD_TOOLS := "setuptools>=77" wheel packaging ninja psutil py-cpuinfo numpy tqdm hjson "pydantic>=2" \
 	einops msgpack
 
-.PHONY: setup demo demo-crash test test-oldest test-deepspeed test-clients soak-device faults crash fuzz soak values lint \
-	format docs bench bench-planner bench-device clean
+.PHONY: setup demo demo-crash test test-oldest test-deepspeed test-clients soak-device faults crash fuzz scripts soak values \
+	lint format docs bench bench-planner bench-device clean
 
 setup: $(STAMP)
 
@@ -88,6 +88,11 @@ crash: setup
 fuzz: setup
 	$(RUN) python tests/harness/prebuild.py
 	$(RUN) python -m tests.faults.fuzz --table $(RESULTS)-fuzz.md $(FUZZ_FLAGS)
+
+# 200 training scripts drawn at random, with the block and without: about an hour. SCRIPTS_FLAGS="--number 20 --first 1000"
+scripts: setup
+	$(RUN) python tests/harness/prebuild.py
+	$(RUN) python -m tests.scripts.soak $(SCRIPTS_FLAGS)
 
 # 20,000 steps of a small model: some 15 minutes.
 soak: setup

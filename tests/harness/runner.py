@@ -42,11 +42,11 @@ def environment(
     return env
 
 
-def run_case(case: dict, directory: Path, name: str) -> list[dict]:
-    """Trains one case; returns the result of every rank. A failing rank raises with its output.
+def run_case(case: dict, directory: Path, name: str, worker: Path = HERE / "train_worker.py") -> list[dict]:
+    """Trains one case by ``worker``; returns the result of every rank. A failing rank raises with its output.
 
     ``case["device"]``: what to train on, as in :func:`environment`; on the CPU without.
-    ``case["ranks_per_node"]``: ranks are told of several nodes.
+    ``case["ranks_per_node"]``: ranks are told of several nodes. ``case["limit_secs"]``: after which ranks are killed.
     """
     directory.mkdir(parents=True, exist_ok=True)
     device = case.get("device", "cpu")
@@ -58,7 +58,7 @@ def run_case(case: dict, directory: Path, name: str) -> list[dict]:
     logs = [directory / f"{name}.{rank}.log" for rank in range(world_size)]
     processes = [
         start(
-            HERE / "train_worker.py",
+            worker,
             [str(file), str(directory / name)],
             environment(rank, world_size, port, device, case.get("ranks_per_node")),
             log,
@@ -66,7 +66,7 @@ def run_case(case: dict, directory: Path, name: str) -> list[dict]:
         )
         for rank, log in enumerate(logs)
     ]
-    finish(processes, TIMEOUT_SECS)
+    finish(processes, case.get("limit_secs", TIMEOUT_SECS))
     outputs = [log.read_text(errors="replace") for log in logs]
     statuses = [process.exitcode for process in processes]
     if any(statuses):
