@@ -7,7 +7,6 @@ Called before stock's constructor runs, in the same way on all ranks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -59,6 +58,10 @@ def take_over(engine: Any, optimizer: Any) -> None:
     if optimizer is None:
         return  # whatever computes with them only asks whoever has them
     swapper: FuyouParameterSwapper | None = None
+    held = _zero_params(module)
+    plain = [param for param in module.parameters() if not is_zero_param(param)]
+    if held and plain:  # stock's constructor does it in this way, but later: with the zero.Init of the first
+        held[0].convert_to_zero_parameters(param_list=plain)
     for param in _zero_params(module):
         if isinstance(param.nvme_swapper, FuyouParameterSwapper):
             continue
@@ -108,5 +111,5 @@ def _values(param: Parameter) -> torch.Tensor:
     return copy
 
 
-def _zero_params(module: torch.nn.Module) -> Iterable[Parameter]:
+def _zero_params(module: torch.nn.Module) -> list[Parameter]:
     return [param for param in module.parameters() if is_zero_param(param)]

@@ -282,11 +282,13 @@ def other_inits(swap: str) -> dict[str, Any]:
         "another block": {"config_dict_or_path": config_of(swap, "params_only", trains=False)},
     }
 
-    def run(swap: str, tiers: str | None, init: dict[str, Any], frozen: bool, mixed: bool) -> dict[str, torch.Tensor]:
+    def run(
+        swap: str, tiers: str | None, init: dict[str, Any], frozen: bool, head: str = ""
+    ) -> dict[str, torch.Tensor]:
         model = model_in(init)
-        if mixed:  # a part from a context that saw the block
+        if head:  # a part from a context that saw the block, or from none
             torch.manual_seed(5)
-            with deepspeed.zero.Init(config_dict_or_path=config_of(swap, tiers)):
+            with deepspeed.zero.Init(config_dict_or_path=config_of(swap, tiers), enabled=head == "in another"):
                 model.head = torch.nn.Linear(model.head.in_features, model.head.out_features, bias=False)
         if frozen:
             model.blocks[0].requires_grad_(False)
@@ -304,11 +306,13 @@ def other_inits(swap: str) -> dict[str, Any]:
     for name, init in kinds.items():
         for frozen in (False, True):
             given = ds_config() if name == "another block" else None
-            wanted = run(swap, None, {"config_dict_or_path": given} if given else init, frozen, mixed=False)
-            same = [equal(run(swap, tiers, init, frozen, mixed=False), wanted) for tiers in OURS]
+            wanted = run(swap, None, {"config_dict_or_path": given} if given else init, frozen)
+            same = [equal(run(swap, tiers, init, frozen), wanted) for tiers in OURS]
             found[f"{name}{', frozen parts' if frozen else ''}"] = all(same) or same
-    wanted = run(swap, None, kinds["without a block"], False, mixed=True)
-    found["a part of each"] = equal(run(swap, "all", kinds["without a block"], False, mixed=True), wanted)
+    for head in ("in another", "in none"):
+        wanted = run(swap, None, kinds["without a block"], False, head)
+        same = [equal(run(swap, tiers, kinds["without a block"], False, head), wanted) for tiers in OURS]
+        found[f"a part {head}"] = all(same) or same
     return found
 
 
