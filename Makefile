@@ -107,29 +107,38 @@ values:
 		-o .work/all_values
 	.work/all_values
 
-# Programs that others wrote, against stock ZeRO-3, and the table of docs/clients.md: about 40 minutes the first time, on two cores.
-# CLIENTS_FLAGS="--only trl" runs a part, and leaves the rest of the table as it was.
+# Programs that others wrote, against stock ZeRO-3, and the table of docs/clients.md: about an hour the first time, on two cores.
+# CLIENTS_FLAGS="--only trl" runs a part, and leaves the rest of the table as it was. DeepSpeedExamples' scripts run if
+# DEEPSPEED_EXAMPLES names a checkout of them.
 CLIENTS := .venv-clients
-OLDER := $(CLIENTS)/older
-# $(1): an environment. Its operators are its own, too: the flags that compile them name its folder.
-clients_run = PATH="$(abspath $(1))/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(abspath $(1))/torch_extensions" DS_ACCELERATOR=cpu
+# Environments of programs that need other versions: each sees the first one's packages behind its own.
+OTHER_CLIENTS := older axolotl examples
+# $(1): an environment. Its operators are its own, too: the flags that compile them name its folder. Its ninja is the first one's.
+clients_run = PATH="$(abspath $(1))/bin:$(abspath $(CLIENTS))/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(abspath $(1))/torch_extensions" DS_ACCELERATOR=cpu
+purelib = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 test-clients: $(CLIENTS)/.installed-clients
 	$(call clients_run,$(CLIENTS)) python -c 'from ds_fuyou.cli import main; main(["build"])'
 	$(call clients_run,$(CLIENTS)) python -m tests.clients.run $(CLIENTS_FLAGS)
-	$(call clients_run,$(OLDER)) python -c 'from ds_fuyou.cli import main; main(["build"])'
-	$(call clients_run,$(OLDER)) python -m tests.clients.run --older $(CLIENTS_FLAGS)
+	$(MAKE) clients-older clients-axolotl $(if $(DEEPSPEED_EXAMPLES),clients-examples)
 	$(call clients_run,$(CLIENTS)) python -m tests.clients.table
 
-# The second environment sees the first one's packages behind its own.
-$(CLIENTS)/.installed-clients: tests/clients/requirements.txt tests/clients/requirements-older.txt
+clients-%:
+	$(call clients_run,$(CLIENTS)/$*) python -c 'from ds_fuyou.cli import main; main(["build"])'
+	$(call clients_run,$(CLIENTS)/$*) DEEPSPEED_EXAMPLES="$(abspath $(DEEPSPEED_EXAMPLES))" \
+		python -m tests.clients.run --environment $* $(CLIENTS_FLAGS)
+
+# programs-NAME.txt is installed without what it asks for.
+$(CLIENTS)/.installed-clients: $(wildcard tests/clients/*.txt)
 	$(MAKE) setup VENV=$(CLIENTS) EXTRAS=huggingface
 	$(CLIENTS)/bin/python -m pip install --quiet -r tests/clients/requirements.txt
-	test -x $(OLDER)/bin/python || $(PYTHON) -m venv $(OLDER)
-	echo "import site; site.addsitedir('$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
-		> "$$($(OLDER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/clients.pth"
-	$(OLDER)/bin/python -m pip install --quiet -r tests/clients/requirements-older.txt
-	$(OLDER)/bin/python -m pip install --quiet --no-deps llamafactory==0.9.5 ms-swift==4.6.0
+	set -e; for each in $(OTHER_CLIENTS); do \
+		there=$(CLIENTS)/$$each; test -x $$there/bin/python || $(PYTHON) -m venv $$there; \
+		echo "import site; site.addsitedir('$(call purelib,$(CLIENTS))')" > "$(call purelib,$$there)/clients.pth"; \
+		$$there/bin/python -m pip install --quiet -r tests/clients/requirements-$$each.txt; \
+		programs=tests/clients/programs-$$each.txt; \
+		test ! -e $$programs || $$there/bin/python -m pip install --quiet --no-deps -r $$programs; \
+	done
 	touch $@
 
 # A smaller selection (marker "compat") with the oldest DeepSpeed that works.

@@ -13,8 +13,8 @@ __all__ = ["CASES", "PROGRAMS", "Case"]
 class Case:
     """``options``: what the script is told. ``checkpoint``: what a second run goes on from, below the first one's
     directory. ``plain``: the JSON has no "auto" outside of the block, for programs that do not fill them in.
-    ``older``: runs in the environment of older libraries. ``zero``: more keys of ``zero_optimization``. ``remark``:
-    what the table says beside the outcome.
+    ``environment``: where it runs, a folder of ``.venv-clients``. ``zero``: more keys of ``zero_optimization``.
+    ``remark``: what the table says beside the outcome.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Case:
     ranks: tuple[int, ...] = (1,)
     checkpoint: str | None = None
     plain: bool = False
-    older: bool = False
+    environment: str = ""
     zero: dict[str, Any] = field(default_factory=dict)
     remark: str = ""
 
@@ -37,7 +37,9 @@ PROGRAMS = {
     "LLaMA-Factory": "llamafactory",
     "Trainer": "transformers",
     "ms-swift": "ms-swift",
+    "axolotl": "axolotl",
     "DeepSpeed-Chat": "deepspeed",
+    "DeepSpeedExamples": "deepspeed",
 }
 
 
@@ -59,6 +61,27 @@ def _rollout(name: str, shows: str, trainer: str, ranks: tuple[int, ...] = (1,),
     given = {"num_generations": 2, "max_completion_length": 8, "learning_rate": 1e-3, "beta": 0.04}
     return _trl(name, shows, trainer, ranks, **{**given, **arguments})
 
+
+def _example(
+    name: str, shows: str, script: str, arguments: str, ranks: tuple[int, ...] = (1,), remark: str = "", **more: Any
+) -> Case:
+    options = {"script": script, "arguments": arguments.split(), **more}
+    program = "DeepSpeed-Chat" if "DeepSpeed-Chat" in script else "DeepSpeedExamples"
+    return Case(
+        name, program, shows, "examples_script.py", options, ranks, plain=True, environment="examples", remark=remark
+    )
+
+
+_CHAT = "applications/DeepSpeed-Chat/training"
+_CHAT_DATA = "--data_path {data} --data_output_path {out}/data --seed 7 --offload --dtype bf16"
+_CHAT_STEP = f"{_CHAT_DATA} --model_name_or_path {{model}} --zero_stage 3 --output_dir {{out}}/written"
+_CHAT_STEP += " --per_device_train_batch_size 2 --per_device_eval_batch_size 2 --max_seq_len 48 --learning_rate 1e-3"
+_CHAT_PPO = f"{_CHAT_DATA} --actor_model_name_or_path {{model}} --critic_model_name_or_path {{out}}/critic"
+_CHAT_PPO += " --actor_zero_stage 3 --critic_zero_stage 3 --enable_ema --num_padding_at_beginning 1"
+_CHAT_PPO += " --per_device_generation_batch_size 2 --per_device_training_batch_size 2 --output_dir {out}/written"
+_CHAT_PPO += " --max_prompt_seq_len 32 --max_answer_seq_len 8 --actor_learning_rate 1e-3 --critic_learning_rate 1e-3"
+_FINETUNE = "--model_name {models}/policy --lr 1e-3 --batch_size 2 --num_train_epochs 1 --output_dir {out}/checkpoint"
+_FINETUNE += " --deepspeed --deepspeed_config {config}"
 
 _CUDA_CHECK = "Lightning's check for CUDA is left out"
 _OVERLAY = "without torchaudio, which it imports; with a newer `datasets` than it asks for"
@@ -140,7 +163,7 @@ CASES = (
         {},
         (1, 2),
         "checkpoint-2",
-        older=True,
+        environment="older",
         remark=_OVERLAY,
     ),
     Case(
@@ -151,7 +174,7 @@ CASES = (
         {"arguments": {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "all"}},
         (1,),
         "checkpoint-2",
-        older=True,
+        environment="older",
         remark=_OVERLAY,
     ),
     Case(
@@ -193,14 +216,34 @@ CASES = (
         (1,),
         "checkpoint-2",
     ),
-    Case("swift-full", "ms-swift", "full SFT", "swift_script.py", {}, (1, 2), "checkpoint-2", older=True),
+    Case("swift-full", "ms-swift", "full SFT", "swift_script.py", {}, (1, 2), "checkpoint-2", environment="older"),
     Case(
         "swift-lora",
         "ms-swift",
         "LoRA SFT",
         "swift_script.py",
         {"arguments": {"tuner_type": "lora", "lora_rank": 4, "target_modules": "all-linear"}},
-        older=True,
+        environment="older",
+    ),
+    Case(
+        "axolotl-full",
+        "axolotl",
+        "full SFT",
+        "axolotl_script.py",
+        {},
+        (1, 2),
+        "trained/checkpoint-2",
+        environment="axolotl",
+    ),
+    Case(
+        "axolotl-lora",
+        "axolotl",
+        "LoRA SFT",
+        "axolotl_script.py",
+        {"arguments": {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}},
+        (1,),
+        "trained/checkpoint-2",
+        environment="axolotl",
     ),
     Case(
         "chat-step3",
@@ -211,5 +254,55 @@ CASES = (
         (1, 2),
         plain=True,
         remark="a script of its shape; the critic is built under a configuration without the block",
+    ),
+    _example(
+        "chat-own-step1",
+        "its step 1: fine-tuning",
+        f"{_CHAT}/step1_supervised_finetuning/main.py",
+        f"{_CHAT_STEP} --data_split 10,0,0 --print_loss",
+        (1, 2),
+    ),
+    _example(
+        "chat-own-step1-lora",
+        "its step 1 with LoRA",
+        f"{_CHAT}/step1_supervised_finetuning/main.py",
+        f"{_CHAT_STEP} --data_split 10,0,0 --print_loss --lora_dim 4 --only_optimize_lora",
+    ),
+    _example(
+        "chat-own-step2",
+        "its step 2: the reward model",
+        f"{_CHAT}/step2_reward_model_finetuning/main.py",
+        f"{_CHAT_STEP} --data_split 0,10,0 --num_padding_at_beginning 1",
+        (1, 2),
+    ),
+    _example(
+        "chat-own-step2-dpo",
+        "its step 2 as DPO, with a reference engine",
+        f"{_CHAT}/step2_dpo_finetuning/main.py",
+        f"{_CHAT_STEP} --data_split 0,10,0 --print_loss",
+    ),
+    _example(
+        "chat-own-step3",
+        "its step 3: PPO",
+        f"{_CHAT}/step3_rlhf_finetuning/main.py",
+        f"{_CHAT_PPO} --data_split 0,0,10",
+        (1, 2),
+        "the value head made bf16: with its own fp32 stock fails; `optimizer.overlap` `backward`: its moving average "
+        "is edited under `GatheredParameters` without `modifier_rank`, and what stock keeps of that depends on which "
+        "parameters are gathered between steps",
+        overlap="backward",
+    ),
+    _example(
+        "examples-zenflow",
+        "`finetune_llama.py` of ZenFlow",
+        "training/DeepSpeed-ZenFlow/finetuning/finetune_llama.py",
+        _FINETUNE,
+    ),
+    _example(
+        "examples-superoffload",
+        "`finetune_zero3.py` of SuperOffload, gradient checkpointing",
+        "training/DeepSpeed-SuperOffload/finetune_zero3.py",
+        f"{_FINETUNE} --attn_implementation sdpa --activation_checkpointing --max_length 64",
+        (1, 2),
     ),
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the matrix: every case stock (CPU tier), with all tiers NVMe and with all "auto", and compares.
 
-    python -m tests.clients.run [--older] [--only TEXT]
+    python -m tests.clients.run [--environment NAME] [--only TEXT]
 
 Logs digit for digit, final weights bit for bit; a run that goes on from a checkpoint against the undisturbed one. The
 processes have the variables that torchrun would have given them.
@@ -15,6 +15,7 @@ import importlib.metadata
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,16 @@ HERE = Path(__file__).parent
 WORK = ROOT / ".work" / "clients"
 RESULTS = WORK / "results"
 TIERS = {"nvme": "all", "auto": "auto"}
-NOISE = ("_runtime", "_per_second", "total_flos", "_time", "memory(GiB)", "speed(iter/s)", "speed(s/it)")
+NOISE = (
+    "_runtime",
+    "_per_second",
+    "_per_sec_per_gpu",
+    "total_flos",
+    "_time",
+    "memory(GiB)",
+    "speed(iter/s)",
+    "speed(s/it)",
+)
 COUNTED_ANEW = ("num_tokens",)  # by a resumed process, in stock too
 
 
@@ -44,7 +54,9 @@ def config_of(case: Case) -> dict[str, Any]:
             "zero_allow_untested_optimizer": True,  # its engines for evaluation ask for the key
             "zero_optimization": kept,
         }
+    optimizer = {"type": "AdamW", "params": {"lr": 2e-3}}  # one of these scripts brings none
     return {
+        **({"optimizer": optimizer} if case.program == "DeepSpeedExamples" else {}),
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.5,
         "bf16": {"enabled": True},
@@ -174,19 +186,26 @@ def make_models(directory: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--older", action="store_true", help="the cases of the environment of older libraries")
+    environments = sorted({case.environment for case in CASES})
+    parser.add_argument("--environment", default="", choices=environments, help="the cases of this one")
     parser.add_argument("--only", default="", help="cases whose name has this text in it")
+    parser.add_argument("--ranks", type=int, nargs="*", default=(1, 2), help="cells of so many ranks")
+    parser.add_argument("--kinds", nargs="*", default=tuple(TIERS), help="cells of these tiers; the others stay")
     args = parser.parse_args()
-    models = make_models(WORK / ("models-older" if args.older else "models"))
+    models = make_models(WORK / "-".join(filter(None, ("models", args.environment))))
     RESULTS.mkdir(parents=True, exist_ok=True)
     for case in CASES:
-        if case.older != args.older or args.only not in case.name:
+        if case.environment != args.environment or args.only not in case.name:
             continue
-        cells = run_case(case, WORK / "runs", models)
+        ranks = tuple(number for number in case.ranks if number in args.ranks)
+        cells = run_case(replace(case, ranks=ranks), WORK / "runs", models, tuple(args.kinds))
+        file = RESULTS / f"{case.name}.json"
+        if file.exists():
+            cells = json.loads(file.read_text())["cells"] | cells
         names = {PROGRAMS[case.program], "transformers", "accelerate", "peft", "deepspeed", "torch"}
         versions = {name: importlib.metadata.version(name) for name in sorted(names)}
         told = {"cells": cells, "versions": versions, "date": f"{datetime.date.today()}"}
-        (RESULTS / f"{case.name}.json").write_text(json.dumps(told, indent=1))
+        file.write_text(json.dumps(told, indent=1))
         sys.stdout.write(f"{case.name}: {json.dumps(cells)}\n")
         sys.stdout.flush()
 

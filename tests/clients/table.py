@@ -38,10 +38,13 @@ Python manual; 4 steps.
 TAIL = """\
 ## What was left out
 
-- axolotl 0.21 asks for Python 3.12, xformers and triton; it was not tried.
 - TRL 1.16 has no PPO.
-- DeepSpeedExamples needs data sets and weights from the network; `tests/clients/chat_script.py` has the five engines
-  and `zero.Init` contexts of its step 3.
+- axolotl is installed without what it does not import on a CPU (xformers, flash attention), and beside a newer
+  DeepSpeed than its extra allows. It has no key for the Trainer's `use_cpu`, which is set for it.
+- DeepSpeedExamples' scripts run as they are, with data sets of their columns and models made here instead of those
+  that they would download (`tests/clients/examples_script.py`); the block is added to the dictionary that
+  DeepSpeed-Chat makes. They need a checkout: `DEEPSPEED_EXAMPLES=path make test-clients`.
+  `tests/clients/chat_script.py` has the five engines of step 3 without it.
 """
 
 
