@@ -66,10 +66,8 @@ def _example(
     name: str, shows: str, script: str, arguments: str, ranks: tuple[int, ...] = (1,), remark: str = "", **more: Any
 ) -> Case:
     options = {"script": script, "arguments": arguments.split(), **more}
-    program = "DeepSpeed-Chat" if "DeepSpeed-Chat" in script else "DeepSpeedExamples"
-    return Case(
-        name, program, shows, "examples_script.py", options, ranks, plain=True, environment="examples", remark=remark
-    )
+    given = {"plain": True, "environment": "examples", "remark": remark}
+    return Case(name, "DeepSpeedExamples", shows, "examples_script.py", options, ranks, **given)
 
 
 _CHAT = "applications/DeepSpeed-Chat/training"
@@ -257,33 +255,33 @@ CASES = (
     ),
     _example(
         "chat-own-step1",
-        "its step 1: fine-tuning",
+        "DeepSpeed-Chat step 1: fine-tuning",
         f"{_CHAT}/step1_supervised_finetuning/main.py",
         f"{_CHAT_STEP} --data_split 10,0,0 --print_loss",
         (1, 2),
     ),
     _example(
         "chat-own-step1-lora",
-        "its step 1 with LoRA",
+        "DeepSpeed-Chat step 1 with LoRA",
         f"{_CHAT}/step1_supervised_finetuning/main.py",
         f"{_CHAT_STEP} --data_split 10,0,0 --print_loss --lora_dim 4 --only_optimize_lora",
     ),
     _example(
         "chat-own-step2",
-        "its step 2: the reward model",
+        "DeepSpeed-Chat step 2: the reward model",
         f"{_CHAT}/step2_reward_model_finetuning/main.py",
         f"{_CHAT_STEP} --data_split 0,10,0 --num_padding_at_beginning 1",
         (1, 2),
     ),
     _example(
         "chat-own-step2-dpo",
-        "its step 2 as DPO, with a reference engine",
+        "DeepSpeed-Chat step 2 as DPO, with a reference engine",
         f"{_CHAT}/step2_dpo_finetuning/main.py",
         f"{_CHAT_STEP} --data_split 0,10,0 --print_loss",
     ),
     _example(
         "chat-own-step3",
-        "its step 3: PPO",
+        "DeepSpeed-Chat step 3: PPO with a moving average, five engines",
         f"{_CHAT}/step3_rlhf_finetuning/main.py",
         f"{_CHAT_PPO} --data_split 0,0,10",
         (1, 2),

@@ -43,7 +43,7 @@ TAIL = """\
   DeepSpeed than its extra allows. It has no key for the Trainer's `use_cpu`, which is set for it.
 - DeepSpeedExamples' scripts run as they are, with data sets of their columns and models made here instead of those
   that they would download (`tests/clients/examples_script.py`); the block is added to the dictionary that
-  DeepSpeed-Chat makes. They need a checkout: `DEEPSPEED_EXAMPLES=path make test-clients`.
+  DeepSpeed-Chat makes. They need a checkout, which the variable `DEEPSPEED_EXAMPLES` names.
   `tests/clients/chat_script.py` has the five engines of step 3 without it.
 """
 
