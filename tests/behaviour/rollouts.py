@@ -213,7 +213,7 @@ def one_budget(swap: str) -> dict[str, Any]:
     taken: list[int] = []
     trains_with: list[list[int]] = []
     holds: list[bool] = []
-    for size in (8_000_000, 26_000_000):
+    for size in (8_000_000, 16_000_000):
         made(trains=False, budget=size).destroy()
     engines = [made(trains=trains) for trains in (False, True, False)]
     engines[1].destroy()
