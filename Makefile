@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # One command a job; each prepares what it needs. Python 3.10+, a C++ compiler and a network suffice.
 #   make setup | demo | demo-crash | test | test-oldest | test-deepspeed | test-clients | soak-device | lint | format
-#   make faults | crash | fuzz | scripts | soak | values | docs | bench | bench-planner | bench-device | clean
+#   make faults | crash | fuzz | scripts | soak | values | quality | docs | bench | bench-planner | bench-device | clean
 # Overridable: PYTHON, VENV, DS_VERSION, TORCH, TORCH_FLAGS (for instance a package index), EXTRAS, TEST_FLAGS.
 
 PYTHON ?= python3
@@ -29,7 +29,7 @@ BUILD_TOOLS := "setuptools>=77" wheel packaging ninja psutil py-cpuinfo numpy tq
 	einops msgpack
 
 .PHONY: setup demo demo-crash test test-oldest test-deepspeed test-clients soak-device faults crash fuzz scripts soak values \
-	lint format docs bench bench-planner bench-device clean
+	quality lint format docs bench bench-planner bench-device clean
 
 setup: $(STAMP)
 
@@ -103,9 +103,16 @@ soak: setup
 values:
 	mkdir -p .work
 	$${CXX:-g++} -std=c++17 -O3 -march=native -fopenmp -I ds_fuyou/csrc tests/csrc/values/all_values.cpp \
-		ds_fuyou/csrc/pipeline/state_block.cpp ds_fuyou/csrc/kernels/elementwise.cpp ds_fuyou/csrc/kernels/place_sum.cpp \
+		ds_fuyou/csrc/pipeline/state_block.cpp ds_fuyou/csrc/kernels/elementwise.cpp \
+		ds_fuyou/csrc/kernels/moments.cpp ds_fuyou/csrc/kernels/place_sum.cpp \
 		-o .work/all_values
 	.work/all_values
+
+# What moments of fewer bits do to training, three seeds: hours. Interrupted, it goes on. QUALITY_FLAGS="--steps 300 --seeds 1"
+# is minutes.
+quality: setup
+	$(RUN) python tests/harness/prebuild.py
+	$(RUN) python -m benchmarks.quality --steps 3000 --seeds 3 --layers 8 --width 512 --out .work/quality.json $(QUALITY_FLAGS)
 
 # Programs that others wrote, against stock ZeRO-3, and the table of docs/clients.md: about an hour the first time, on two cores.
 # CLIENTS_FLAGS="--only trl" runs a part, and leaves the rest of the table as it was. DeepSpeedExamples' scripts run if

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,26 @@ CASES = (
         (
             ("fuyou_optimizer_nvme_split", "fuyou_optimizer_nvme", 0.88),
             ("fuyou_all_nvme_split", "fuyou_all_nvme", 0.92),
+        ),
+    ),
+    Case(
+        "moments",
+        1,
+        32,
+        0.0,
+        (
+            "fuyou_optimizer_nvme",
+            "fuyou_optimizer_nvme_bf16",
+            "fuyou_optimizer_nvme_int8",
+            "fuyou_all_nvme",
+            "fuyou_all_nvme_int8",
+            "fuyou_dram",
+            "fuyou_dram_int8",
+        ),
+        (
+            ("fuyou_optimizer_nvme_int8", "fuyou_optimizer_nvme", 0.45),
+            ("fuyou_all_nvme_int8", "fuyou_all_nvme", 0.58),
+            ("fuyou_dram_int8", "fuyou_dram", 1.03),
         ),
     ),
     Case(
@@ -250,12 +271,12 @@ def _zero_infinity_params(directory: str, tuning: StockTuning) -> dict[str, Any]
     return config
 
 
-def _fuyou(parameters: str, optimizer: str, gradients: str, masters: str | None = None, **more: Any) -> Any:
+def _fuyou(parameters: str, optimizer: str, gradients: str, states: Mapping[str, str] = {}, **more: Any) -> Any:
     def config(directory: str, tuning: StockTuning) -> dict[str, Any]:
         block = {
             "nvme_path": directory,
             "parameters": {"tier": parameters},
-            "optimizer": {"tier": optimizer} | ({} if masters is None else {"masters": masters}),
+            "optimizer": {"tier": optimizer, **states},
             "gradients": {"tier": gradients},
             **more,
         }
@@ -284,9 +305,13 @@ _CONFIGS = {
     "zero_infinity_params": _zero_infinity_params,
     "fuyou_dram": _fuyou("cpu", "cpu", "cpu"),
     "fuyou_optimizer_nvme": _fuyou("cpu", "nvme", "cpu"),
-    "fuyou_optimizer_nvme_split": _fuyou("cpu", "nvme", "cpu", masters="split"),
+    "fuyou_optimizer_nvme_split": _fuyou("cpu", "nvme", "cpu", {"masters": "split"}),
+    "fuyou_optimizer_nvme_bf16": _fuyou("cpu", "nvme", "cpu", {"masters": "split", "moments": "bf16"}),
+    "fuyou_optimizer_nvme_int8": _fuyou("cpu", "nvme", "cpu", {"masters": "split", "moments": "int8"}),
+    "fuyou_dram_int8": _fuyou("cpu", "cpu", "cpu", {"moments": "int8"}),
     "fuyou_all_nvme": _fuyou("nvme", "nvme", "nvme"),
-    "fuyou_all_nvme_split": _fuyou("nvme", "nvme", "nvme", masters="split"),
+    "fuyou_all_nvme_split": _fuyou("nvme", "nvme", "nvme", {"masters": "split"}),
+    "fuyou_all_nvme_int8": _fuyou("nvme", "nvme", "nvme", {"masters": "split", "moments": "int8"}),
     "fuyou_swap": _SWAP,
     "fuyou_swap_traced": _traced(_SWAP),
     "fuyou_auto": _fuyou("cpu", "nvme", "cpu", gpu_budget_bytes=4_400_000_000),  # what stock takes with checkpointing

@@ -188,6 +188,12 @@ class OptimizerSettings(_Settings):
         description="How P32 on storage is kept. `whole`: fp32. `split`: as 16 lower bits, which P16 completes, so "
         "fewer bytes move, and every value is the same to the bit; it needs bfloat16 parameters and `checksum`.",
     )
+    moments: Literal["fp32", "bf16", "int8"] = Field(
+        "fp32",
+        description="How moments are kept between steps, wherever they are. `fp32`: as stock has them. `bf16`, `int8` "
+        "(codes with a scale for each 256): rounded after every update, so fewer bytes move and lie in memory; results "
+        "are near stock's, not equal. For Adam and Lion.",
+    )
 
 
 class GradientSettings(_Settings):

@@ -1,24 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layouts of a state block: the one description of what lies where in it. Standard library only.
 
-A block holds the fp32 master (P32) and the moments of one chunk. Every field begins at a page. Everybody outside of a
-slot sees *whole* blocks: states in host memory, states kept for a checkpoint, whoever reads or replaces a state between
-steps. What lies in a slot on storage has the layout of the run, which its contents name; the C++ pipeline gets offsets
-from here, slots, checkpoints and recovery sizes, the planner bytes a parameter. See [Note: split masters] in
-``csrc/pipeline/state_block.h`` for how P32 is put together from halves.
+A block holds the master (P32) and the moments of one chunk. Every field begins at a page. States kept for a checkpoint,
+and whoever reads or replaces a state between steps, see *whole* blocks, fp32 throughout. What lies in a slot on storage
+has the layout of the run, which its contents name; in host memory masters are whole, and moments as in a slot. The C++
+pipeline gets offsets from here, slots, checkpoints and recovery sizes, the planner bytes a parameter. See
+[Note: split masters] in ``csrc/pipeline/state_block.h`` for how P32 is put together from halves, and [Note: codes] in
+``csrc/kernels/moments.h`` for 8-bit moments.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_fuyou.errors import FuyouConfigError
 
-__all__ = ["PAGE_BYTES", "SPLIT", "WHOLE", "StateLayout", "layout_of", "masters_of"]
+__all__ = [
+    "BF16",
+    "CODE_BLOCK",
+    "FP32",
+    "INT8",
+    "PAGE_BYTES",
+    "SPLIT",
+    "WHOLE",
+    "StateLayout",
+    "layout_of",
+    "masters_of",
+    "moments_of",
+]
 
 PAGE_BYTES = 4096
 WHOLE, SPLIT = "whole", "split"
+FP32, BF16, INT8 = "fp32", "bf16", "int8"
+CODE_BLOCK = 256
+"""Elements that share a scale where moments are 8-bit codes, counted from the begin of a chunk."""
+_MOMENT_BYTES = {FP32: 4, BF16: 2, INT8: 1}
 
 
 def _pages(num_bytes: int) -> int:
@@ -28,38 +45,62 @@ def _pages(num_bytes: int) -> int:
 @dataclass(frozen=True)
 class StateLayout:
     """``masters``: ``whole`` is fp32; ``split`` is 16 lower halves, which P16 of the same step completes, and upper
-    halves where P16 does not, or does not last.
+    halves where P16 does not, or does not last. ``moments``: ``fp32``, ``bf16``, or ``int8``: codes, and a scale for
+    each :data:`CODE_BLOCK` of them.
 
-    A block is ``[master, moment, ...]``, or split ``[high, joints, low, moment, ...]``: what is left out is at its
-    ends, high halves where P16 makes them needless, moments before the first update.
+    A block is ``[master, moment, ...]``, or split ``[high, joints, low, moment, ...]``, codes before their scales:
+    what is left out is at its ends, high halves where P16 makes them needless, moments before the first update.
     """
 
     masters: str
     num_moments: int
+    moments: str = FP32
 
     @property
     def version(self) -> int:
         """As state files name it; those that name none are of version 1."""
-        return 1 if self.masters == WHOLE else 2
+        return 3 if self.moments != FP32 else 1 if self.masters == WHOLE else 2
 
     @property
     def is_split(self) -> bool:
         return self.masters == SPLIT
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is what readers see."""
+        return self.masters == WHOLE and self.moments == FP32
+
+    @property
+    def whole(self) -> StateLayout:
+        """As readers see it."""
+        return StateLayout(WHOLE, self.num_moments)
+
+    @property
+    def resident(self) -> StateLayout:
+        """As it is in host memory."""
+        return replace(self, masters=WHOLE)
+
+    @property
+    def master_alone(self) -> StateLayout:
+        """Its first fields."""
+        return replace(self, num_moments=0)
+
     @functools.cached_property
-    def fields(self) -> tuple[tuple[str, int], ...]:
-        """(name, bytes of one element), in order; ``joints`` is one page."""
-        moments = tuple((f"moment{i}", 4) for i in range(self.num_moments))
-        if not self.is_split:
-            return (("master", 4), *moments)
-        return (("high", 2), ("joints", 0), ("low", 2), *moments)
+    def fields(self) -> tuple[tuple[str, int, int], ...]:
+        """(name, bytes, of so many elements), in order; ``joints`` is one page."""
+        found = [("high", 2, 1), ("joints", PAGE_BYTES, 0), ("low", 2, 1)] if self.is_split else [("master", 4, 1)]
+        for number in range(self.num_moments):
+            found.append((f"moment{number}", _MOMENT_BYTES[self.moments], 1))
+            if self.moments == INT8:
+                found.append((f"scales{number}", 4, CODE_BLOCK))
+        return tuple(found)
 
     def offsets(self, numel: int) -> dict[str, int]:
         """The first byte of every field; ``end`` is the size of the block."""
         found, at = {}, 0
-        for name, itemsize in self.fields:
+        for name, num_bytes, each in self.fields:
             found[name] = at
-            at += _pages(numel * itemsize) if itemsize else PAGE_BYTES
+            at += _pages(num_bytes * (-(-numel // each) if each else 1))
         return {**found, "end": at}
 
     def num_bytes(self, numel: int) -> int:
@@ -73,8 +114,9 @@ class StateLayout:
         return self.num_bytes(numel) - self.num_master_bytes(numel)
 
     def as_json(self) -> dict[str, int | str]:
-        """How state files name it."""
-        return {"version": self.version, "masters": self.masters, "moments": self.num_moments}
+        """How state files name it; moments of fp32 are not named, as ever."""
+        named: dict[str, int | str] = {"version": self.version, "masters": self.masters, "moments": self.num_moments}
+        return named if self.moments == FP32 else {**named, "moment_type": self.moments}
 
     def native(self, numel: int) -> dict[str, object]:
         """As ``BlockLayout`` of the C++ core takes it."""
@@ -86,22 +128,34 @@ class StateLayout:
             "high": at.get("high", 0),
             "joints": at.get("joints", 0),
             "master": at["low" if self.is_split else "master"],
+            "moment_type": self.moments,
             "moments": [at[f"moment{i}"] for i in range(self.num_moments)],
+            "scales": [at.get(f"scales{i}", 0) for i in range(self.num_moments)],
             "num_bytes": at["end"],
         }
 
     # ---- bytes a parameter ---------------------------------------------------------------------------------
 
     @property
-    def bytes_each(self) -> int:
-        """In memory, or in a slot."""
-        return 4 + 4 * self.num_moments
+    def bytes_each(self) -> float:
+        """In a slot."""
+        return sum(num_bytes / each for _, num_bytes, each in self.fields if each)
 
-    def read_bytes(self, *, params_in_memory: bool) -> int:
+    @property
+    def resident_bytes_each(self) -> float:
+        """In host memory."""
+        return self.resident.bytes_each
+
+    @property
+    def moment_bytes_each(self) -> float:
+        """Of one moment, with its scales."""
+        return (self.bytes_each - self.master_alone.bytes_each) / max(1, self.num_moments)
+
+    def read_bytes(self, *, params_in_memory: bool) -> float:
         """Of an update whose state is on storage: P16 that completes lower halves included, if it is read for them."""
         return self.bytes_each - (2 if self.is_split and params_in_memory else 0)
 
-    def written_bytes(self, *, params_in_memory: bool) -> int:
+    def written_bytes(self, *, params_in_memory: bool) -> float:
         """Beside P16 on storage, which is written all the same. With P16 in memory a slot has upper halves: it is
         durable by itself."""
         return self.bytes_each - (2 if self.is_split and not params_in_memory else 0)
@@ -116,11 +170,11 @@ class StateLayout:
         )
 
 
-def layout_of(masters: str, num_moments: int) -> StateLayout:
+def layout_of(masters: str, num_moments: int, moments: str = FP32) -> StateLayout:
     """Raises ValueError for what no version has."""
-    if masters not in (WHOLE, SPLIT) or not 1 <= num_moments <= 2:
-        raise ValueError(f"no state layout has {masters} masters and {num_moments} moments")
-    return StateLayout(masters, num_moments)
+    if masters not in (WHOLE, SPLIT) or not 1 <= num_moments <= 2 or moments not in _MOMENT_BYTES:
+        raise ValueError(f"no state layout has {masters} masters and {num_moments} {moments} moments")
+    return StateLayout(masters, num_moments, moments)
 
 
 def masters_of(wanted: str, *, is_bfloat16: bool, checksum: bool) -> str:
@@ -133,5 +187,19 @@ def masters_of(wanted: str, *, is_bfloat16: bool, checksum: bool) -> str:
         why = "fuyou.checksum is false" if is_bfloat16 else "parameters are of another type"
         raise FuyouConfigError(
             f'fuyou.optimizer.masters: "split" needs bfloat16 parameters and checksums, but {why}; leave it "whole"'
+        )
+    return wanted
+
+
+def moments_of(wanted: str, kind: str) -> str:
+    """How a run keeps the moments of a ``kind`` of optimizer.
+
+    Raises:
+        FuyouConfigError: it cannot be as wanted.
+    """
+    if wanted != FP32 and kind == "adagrad":
+        raise FuyouConfigError(
+            f'fuyou.optimizer.moments: "{wanted}" is for Adam and Lion: the sums of Adagrad only grow, and what is '
+            f'added to a rounded one is lost; leave it "fp32"'
         )
     return wanted

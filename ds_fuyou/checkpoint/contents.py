@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_fuyou.errors import shown
 from ds_fuyou.optimizer.placement import state_region
-from ds_fuyou.state_layout import WHOLE, StateLayout, layout_of
+from ds_fuyou.state_layout import FP32, WHOLE, StateLayout, layout_of
 from ds_fuyou.storage.records import typed
 from ds_fuyou.storage.types import CommitRecord, RegionSpec
 
@@ -52,7 +52,8 @@ def _layout(said: Any, chunks: list[tuple[int, int, int]], regions: Mapping[str,
     sizes = {index: region.num_bytes for index, region in enumerate(found) if region is not None}
     numels = {index: chunks[index][2] - chunks[index][1] for index in sizes}
     if said is not None:
-        layout = layout_of(typed(said["masters"], str), typed(said["moments"], int))
+        moments = typed(said.get("moment_type", FP32), str)
+        layout = layout_of(typed(said["masters"], str), typed(said["moments"], int), moments)
         if said != layout.as_json() or any(sizes[i] != layout.num_bytes(numels[i]) for i in sizes):
             raise ValueError(f"states of layout {shown(said, 60)}, which their regions have not")
         return layout

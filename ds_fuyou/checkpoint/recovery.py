@@ -237,6 +237,7 @@ class _RankParts:
             step=files.optimizer_step,
             history=meta["clock"],
             missed_steps=meta["missed_steps"],
+            kept_as=files.layout.moments,
         )
         num_parts = entries.num_parts
 

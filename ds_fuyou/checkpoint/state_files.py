@@ -21,8 +21,8 @@ from ds_fuyou.checkpoint.contents import Contents, optimizer_step_of, state_sums
 from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
 from ds_fuyou.host.memory import aligned_tensor, round_up_to_page
 from ds_fuyou.ops.core import load_core
+from ds_fuyou.optimizer.coded_states import decode
 from ds_fuyou.optimizer.layout import FlatLayout
-from ds_fuyou.optimizer.master_halves import join_halves
 from ds_fuyou.optimizer.placement import param_region, state_region
 from ds_fuyou.state_layout import StateLayout
 from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, typed, well_formed
@@ -155,19 +155,18 @@ class RankFiles:
         _, begin, end = self.chunks[chunk]
         name, numel = state_region(chunk), end - begin
         slot = self.commit.slots[name]
-        if not self.layout.is_split:
+        if self.layout.is_whole:
             self._fill(state, self.store.range_extents(name, slot, 0, len(state)), what)
             return True
-        at, first = self.layout.num_master_bytes(numel), round_up_to_page(numel * 4)
-        extents = self.store.range_extents(name, slot, 0, at)
+        has_moments = len(state) > round_up_to_page(numel * 4)
+        layout = self.layout if has_moments else self.layout.master_alone
+        extents = self.store.range_extents(name, slot, 0, layout.num_bytes(numel))
         params = param_region(chunk)
-        if params in self.store.regions:
+        if layout.is_split and params in self.store.regions:
             extents += self.store.extents(params, slot)
-        halves = aligned_tensor(sum(extent.num_bytes for extent in extents))
-        self._fill(halves, extents, what)
-        if len(state) > first:
-            self._fill(state[first:], self.store.range_extents(name, slot, at, at + len(state) - first), what)
-        return join_halves(numel, halves, state)
+        block = aligned_tensor(sum(extent.num_bytes for extent in extents))
+        self._fill(block, extents, what)
+        return decode(layout, numel, block, state)
 
     def _fill(self, memory: torch.Tensor, extents: Sequence[Extent], what: str) -> None:
         view, at = memoryview(memory.numpy()), 0

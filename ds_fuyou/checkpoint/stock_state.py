@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ds_fuyou.state_layout import FP32
+
 __all__ = ["CLOCK_KEY", "FLAT_GROUPS", "OPTIMIZER_STATE", "StateEntries"]
 
 OPTIMIZER_STATE, FLAT_GROUPS = "optimizer_state_dict", "fp32_flat_groups"  # stock's keys
@@ -29,6 +31,7 @@ class StateEntries:
         step: optimizer steps applied; before the first there are no moments.
         history: ``[[steps, betas by sub-group], ...]``, see RuleClock.
         missed_steps: by parameter.
+        kept_as: how the run kept its moments; they are fp32 here.
     """
 
     groups: Sequence[Mapping[str, Any]]
@@ -37,6 +40,7 @@ class StateEntries:
     step: int
     history: Sequence[Any]
     missed_steps: Mapping[str, Any]
+    kept_as: str = FP32
 
     @property
     def num_parts(self) -> int:
@@ -51,6 +55,7 @@ class StateEntries:
             CLOCK_KEY: {
                 "history": [(n, [list(b) for b in betas]) for n, betas in self.history],
                 "missed_steps": dict(self.missed_steps),
+                **({} if self.kept_as == FP32 else {"moments": self.kept_as}),
             },
         }
 

@@ -20,7 +20,7 @@ from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import Plan, PlanInput, under_block
 from ds_fuyou.planner.profiled import placed
 from ds_fuyou.simulator.fit import shown_bytes
-from ds_fuyou.state_layout import StateLayout, layout_of, masters_of
+from ds_fuyou.state_layout import StateLayout, layout_of, masters_of, moments_of
 from ds_fuyou.storage.disks import DIRECTORY_NAME, Disk, find_disks
 from ds_fuyou.storage.layout import choose_num_slots, device_capacities
 from ds_fuyou.storage.probe import PathFacts, probe_path
@@ -157,7 +157,9 @@ def _has(config: Mapping[str, Any], *names: str) -> bool:
 def _layout(config: Mapping[str, Any], block: FuyouConfig) -> StateLayout:
     is_bfloat16 = _has(config, "bf16", "bfloat16")
     masters = masters_of(block.optimizer.masters, is_bfloat16=is_bfloat16, checksum=block.checksum)
-    return layout_of(masters, _MOMENTS.get(_optimizer(config), 2))
+    optimizer = _optimizer(config)
+    moments = moments_of(block.optimizer.moments, optimizer)
+    return layout_of(masters, _MOMENTS.get(optimizer, 2), moments)
 
 
 def _optimizer(config: Mapping[str, Any]) -> str:

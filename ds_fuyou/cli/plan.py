@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from ds_fuyou.cli.machine_options import add_machine_options, machine_from
@@ -25,6 +26,7 @@ from ds_fuyou.simulator.models import load_model, with_adapters
 from ds_fuyou.simulator.report import document_of, largest_batch, plan_text, upgrades
 from ds_fuyou.simulator.simulate import chrome_trace
 from ds_fuyou.simulator.systems import find_policy
+from ds_fuyou.state_layout import BF16, FP32, INT8, SPLIT, WHOLE, StateLayout
 
 __all__ = ["add_arguments", "run"]
 
@@ -58,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora-attention", action="store_true", help="adapters beside attention's matrices alone")
     parser.add_argument("--base-bits", type=int, default=16, help="of the frozen base: 16, or 4 (%(default)s)")
     parser.add_argument("--system", default="ds_fuyou", help="policy to plan for (%(default)s)")
+    parser.add_argument("--masters", choices=(WHOLE, SPLIT), help="how P32 is kept on storage; default: --config's")
+    parser.add_argument("--moments", choices=(FP32, BF16, INT8), help="how moments are kept; default: --config's")
     parser.add_argument("--compare", action="store_true", help="beside ZeRO-3, ZeRO-Offload and ZeRO-Infinity")
     parser.add_argument("--tokens", type=float, default=1e9, help="of the training that is compared (%(default)g)")
     parser.add_argument("--price", type=float, default=0.0, help="of the machine an hour, in any currency")
@@ -86,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         accumulation = given.accumulation if accumulation is None else accumulation
         if given.block is not None:
             machine, policy = limited(machine, given.block), under_block(policy, given.block)
+    policy = replace(policy, layout=_layout(policy.layout, arguments))
     work = Workload(
         with_adapters(load_model(arguments.model), arguments.lora, arguments.base_bits, arguments.lora_attention),
         1 if batch is None else batch,
@@ -120,6 +125,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _layout(layout: StateLayout, arguments: argparse.Namespace) -> StateLayout:
+    """With what the command line says of states."""
+    return replace(layout, masters=arguments.masters or layout.masters, moments=arguments.moments or layout.moments)
+
+
 def _of_profile(arguments: argparse.Namespace) -> int:
     """The same decision as that of a run which finds the profile."""
     from ds_fuyou.cli.ds_config import read_ds_config
@@ -131,7 +141,8 @@ def _of_profile(arguments: argparse.Namespace) -> int:
         profile = RunProfile.from_json(json.loads(arguments.profile.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise FuyouConfigError(f"--profile {arguments.profile}: must be what a run kept, found {error!r}") from error
-    given = under_block_of_rank(profile.given, block.block, block.has_storage)
+    facts = replace(profile.given, layout=_layout(profile.given.layout, arguments))
+    given = under_block_of_rank(facts, block.block, block.has_storage)
     decision, time = placed_under(block.block, given, profile)
     document = run_document(profile, given, decision, time)
     if arguments.out is not None:

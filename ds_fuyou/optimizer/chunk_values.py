@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from ds_fuyou.host.memory import aligned_tensor
+from ds_fuyou.optimizer.coded_states import encode
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan, overlap
-from ds_fuyou.optimizer.master_halves import make_halves
 from ds_fuyou.optimizer.placement import ChunkPlacement
 from ds_fuyou.optimizer.state_access import prefix
 from ds_fuyou.storage.io import IoLane, Transfer
@@ -67,7 +67,7 @@ class ChunkValues:
             transfer.wait()
 
     def _put_p32(self, chunk: Chunk, values: torch.Tensor) -> list[Transfer]:
-        part = self._place.whole.num_master_bytes(chunk.numel)
+        part = self._place.resident.num_master_bytes(chunk.numel)
         state = self._place.state(chunk.index)
         if state is not None:
             state[part:].zero_()
@@ -76,7 +76,8 @@ class ChunkValues:
         memory = aligned_tensor(part)
         memory.view(torch.float32)[: chunk.numel].copy_(values)
         self._replaced(chunk.index, memory.data_ptr())
-        stored = make_halves(chunk.numel, memory) if self._place.stored.is_split else memory
+        layout = self._place.stored.master_alone
+        stored = encode(layout, chunk.numel, memory) if layout.is_split else memory
         extents = prefix(self._place.state_extents(chunk.index, self._slot_of(chunk.index)), len(stored))
         return [self._io.write(extents, stored, f"writing P32 of chunk {chunk.index}")]
 

@@ -10,7 +10,7 @@ import torch
 from ds_fuyou.host.device import Device, HostDevice
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.residency import ChunkResidency
-from ds_fuyou.state_layout import WHOLE
+from ds_fuyou.state_layout import FP32, WHOLE, StateLayout, layout_of
 from ds_fuyou.storage.io import IoSettings
 
 __all__ = ["CoreOptions"]
@@ -37,6 +37,11 @@ class CoreOptions:
     checksum: bool = True
     has_peers: bool = False
     masters: str = WHOLE  # of states on storage; split needs bfloat16 P16
+    moments: str = FP32
+
+    def state_layout(self, num_moments: int) -> StateLayout:
+        """Of a state in a slot."""
+        return layout_of(self.masters, num_moments, self.moments)
 
     def can_speculate(self, residency: ChunkResidency) -> bool:
         """Speculation needs chunks with a spare slot, and backward to hide behind."""

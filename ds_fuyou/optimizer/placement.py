@@ -11,11 +11,10 @@ import torch
 
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.memory import PAGE_BYTES, PageLocks, aligned_tensor, own_storage, round_up_to_page
+from ds_fuyou.optimizer.coded_states import native
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan
-from ds_fuyou.optimizer.master_halves import native
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.residency import ChunkResidency
-from ds_fuyou.state_layout import WHOLE, layout_of
 from ds_fuyou.storage.store import Extent, RegionSpec, SlotStore
 
 __all__ = ["ChunkPlacement", "param_region", "regions_for", "state_region"]
@@ -35,7 +34,7 @@ def grad_region(chunk: int) -> str:
 
 def regions_for(layout: FlatLayout, options: CoreOptions, num_moments: int, num_slots: int) -> list[RegionSpec]:
     """Everything that lives on storage, with its size; empty when all chunks of all classes are in DRAM."""
-    regions, stored = [], layout_of(options.masters, num_moments)
+    regions, stored = [], options.state_layout(num_moments)
     for chunk in layout.chunks:
         if not options.residency.states[chunk.index]:
             num_bytes = stored.num_bytes(chunk.numel)
@@ -89,8 +88,10 @@ class ChunkPlacement:
     ) -> None:
         """``locks`` registers P16 in memory with the device; the fp32 state stays with the host."""
         self._layout, self._options, self._store = layout, options, store
-        self.whole, self.stored = layout_of(WHOLE, num_moments), layout_of(options.masters, num_moments)
-        """Of a state in memory, and in a slot."""
+        self.stored = options.state_layout(num_moments)
+        """Of a state in a slot."""
+        self.resident, self.whole = self.stored.resident, self.stored.whole
+        """Of one in memory, and as readers see it."""
         self._locks = locks
         self.residency = options.residency
         """As it is now: chunks move."""
@@ -98,7 +99,7 @@ class ChunkPlacement:
         self.num_param_versions = len(self._params) if any(self.residency.params) else 0
         """Of P16 in DRAM; 0 where all of it is on storage."""
         self._states = {
-            chunk.index: aligned_tensor(self.whole.num_bytes(chunk.numel))
+            chunk.index: aligned_tensor(self.resident.num_bytes(chunk.numel))
             for chunk in layout.chunks
             if self.residency.states[chunk.index]
         }
@@ -230,6 +231,7 @@ class ChunkPlacement:
         slots = [slot ^ first_slot for slot in range(num_slots)]
         return {
             "whole": native(self.whole, chunk.numel),
+            "resident": native(self.resident, chunk.numel),
             "stored": native(self.stored, chunk.numel),
             "state_slots": [] if state is not None else [_ranges(self.state_extents(index, s)) for s in slots],
             "resident_state": 0 if state is None else state.data_ptr(),

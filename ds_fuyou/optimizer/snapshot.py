@@ -28,7 +28,6 @@ from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.memory import aligned_tensor
 from ds_fuyou.host.waiting import SLICE_SECS
 from ds_fuyou.optimizer.layout import Chunk
-from ds_fuyou.optimizer.master_halves import join_halves
 from ds_fuyou.optimizer.state_access import part_of
 from ds_fuyou.planner.plan import SAVE_BLOCKS, SAVE_BLOCKS_READ
 from ds_fuyou.storage.io import Transfer, storage_error
@@ -58,8 +57,9 @@ class _Taken:
     """The chunk's part of the block."""
     slot: int
     transfers: Sequence[Transfer] = ()
-    halves: torch.Tensor | None = None
-    """What of P32 was read, where it is split."""
+    has_moments: bool = True
+    coded: torch.Tensor | None = None
+    """What was read, where a slot has another layout."""
     is_lent: bool = False
     clone: Sequence[Extent] = ()
     """Where it is read from instead of its slot."""
@@ -87,8 +87,8 @@ class Snapshot:
         self._lent = {memory.data_ptr(): memory for memory in (aligned_tensor(size) for _ in range(_NUM_LENT))}
         self._spare = [aligned_tensor(size) for _ in range(_NUM_READING)]
         most = max(chunk.numel for chunk in chunks)
-        made = {memory.data_ptr(): core.states.memory_for_halves(most) for memory in self._spare}
-        self._halves = {address: memory for address, memory in made.items() if memory is not None}
+        made = {memory.data_ptr(): core.states.memory_for_block(most) for memory in self._spare}
+        self._coded = {address: memory for address, memory in made.items() if memory is not None}
         """Beside spare blocks."""
         self._io = core.io.sharing(_path_of)  # a read that fails costs the checkpoint, not the run
         self._pipeline.keep_states([chunk.index for chunk in order])  # last: from here on updates wait
@@ -176,21 +176,21 @@ class Snapshot:
         state = block[:num_bytes]
         resident = core.place.state(index)
         if resident is not None:
-            state.copy_(resident)
+            core.states.copy_resident(chunk, state, with_moments=True)
             self._pipeline.release_kept(index)
             return _Taken(chunk, block, state, slot)
         has_moments, priority = index not in self._without_moments, _FIRST if is_wanted else _BEHIND
-        halves = self._halves.get(block.data_ptr())
-        where = core.states.stored(chunk, slot, state, halves, has_moments=has_moments)
+        coded = self._coded.get(block.data_ptr())
+        where = core.states.stored(chunk, slot, state, coded, has_moments=has_moments)
         if not has_moments:
             state[core.place.whole.num_master_bytes(chunk.numel) :].zero_()
         what = f"reading the state of chunk {index} for a checkpoint"
-        return _Taken(chunk, block, state, slot, [self._io.read(*each, what, priority) for each in where], halves)
+        return _Taken(chunk, block, state, slot, [self._io.read(*where, what, priority)], has_moments, coded)
 
     def _clones(self, chunk: Chunk, slot: int) -> bool:
         """Whether the file has the state now, and its place may be overwritten."""
         part_bytes, num_moments = 4 * chunk.numel, len(self._core.kind.moments)
-        if self._clone is None or part_bytes % PAGE_BYTES or self._core.place.stored.is_split:
+        if self._clone is None or part_bytes % PAGE_BYTES or not self._core.place.stored.is_whole:
             return False
         num_parts = 1 if chunk.index in self._without_moments else 1 + num_moments
         extents = self._core.place.state_extents(chunk.index, slot)
@@ -207,10 +207,8 @@ class Snapshot:
         index = taken.chunk.index
         for transfer in taken.transfers:
             transfer.wait()
-        holds = True
-        if taken.halves is not None:
-            halves = self._core.states.halves_of(taken.chunk, taken.halves)
-            holds = join_halves(taken.chunk.numel, halves, taken.state)
+        states, chunk = self._core.states, taken.chunk
+        holds = states.decoded(chunk, taken.coded, taken.state, has_moments=taken.has_moments)
         if not holds or not self._pipeline.kept_holds(index, taken.state.data_ptr()):
             begin = (taken.clone or self._core.place.state_extents(index, taken.slot))[0]
             what = f"reading the state of chunk {index}"
@@ -237,7 +235,7 @@ class Snapshot:
             self._pipeline.drop_kept()
             self._lent.clear()
             self._spare.clear()
-            self._halves.clear()
+            self._coded.clear()
             self._ended.set()
 
 

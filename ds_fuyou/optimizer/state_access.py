@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.memory import aligned_tensor, round_up_to_page
+from ds_fuyou.optimizer.coded_states import decode, encode
 from ds_fuyou.optimizer.layout import Chunk, ParamSpan, overlap
-from ds_fuyou.optimizer.master_halves import halves_bytes, join_halves, make_halves
-from ds_fuyou.state_layout import PAGE_BYTES
+from ds_fuyou.state_layout import FP32, PAGE_BYTES
 from ds_fuyou.storage.io import IoLane, Transfer, storage_error
 from ds_fuyou.storage.store import Extent
 
@@ -94,13 +95,16 @@ class _Blocks:
 
 
 class _Read(NamedTuple):
-    """A read in flight: the transfers, none from memory, and the parts that they bring."""
+    """A read in flight, none from memory, and the parts that it brings: into ``block`` where the slot has another
+    layout than ``state``.
+    """
 
     chunk: Chunk
     num_parts: int
+    has_moments: bool
     state: torch.Tensor
-    halves: torch.Tensor | None
-    transfers: list[Transfer]
+    block: torch.Tensor | None = None
+    transfer: Transfer | None = None
 
 
 class StateAccess:
@@ -146,22 +150,21 @@ class StateAccess:
         core = self._core
         chunk = core.layout.chunks[index]
         num_parts = self._num_parts if with_moments else 1
-        resident = core.place.state(index)
-        if resident is not None:
-            return _Read(chunk, num_parts, resident[: num_parts * _part_bytes(chunk)].clone(), None, [])
         state = aligned_tensor(num_parts * _part_bytes(chunk))
-        halves = self.memory_for_halves(chunk.numel)
+        if core.place.state(index) is not None:
+            self.copy_resident(chunk, state, with_moments=with_moments)
+            return _Read(chunk, num_parts, with_moments, state)
+        block = self.memory_for_block(chunk.numel)
         has_moments = with_moments and self._has_moments[index]
-        where = self.stored(chunk, core.slot(index), state, halves, has_moments=has_moments)
-        what = f"reading the state of chunk {index}"
-        return _Read(chunk, num_parts, state, halves, [core.io.read(*each, what) for each in where])
+        where = self.stored(chunk, core.slot(index), state, block, has_moments=has_moments)
+        transfer = core.io.read(*where, f"reading the state of chunk {index}")
+        return _Read(chunk, num_parts, has_moments, state, block, transfer)
 
     def _finish_reading(self, read: _Read) -> list[torch.Tensor]:
         chunk, state = read.chunk, read.state
-        if read.transfers:
-            for transfer in read.transfers:
-                transfer.wait()
-            holds = read.halves is None or join_halves(chunk.numel, self.halves_of(chunk, read.halves), state)
+        if read.transfer is not None:
+            read.transfer.wait()
+            holds = self.decoded(chunk, read.block, state, has_moments=read.has_moments)
             is_whole = read.num_parts == self._num_parts
             if not holds or not self._core.pipeline.state_holds(chunk.index, state.data_ptr(), with_moments=is_whole):
                 begin = self._core.state_extents(chunk.index)[0]
@@ -170,42 +173,47 @@ class StateAccess:
         return self.parts(chunk, state)
 
     def num_bytes(self, chunk: Chunk) -> int:
-        """Of a chunk's state, whole."""
+        """Of a chunk's state as readers see it."""
         return self._core.place.whole.num_bytes(chunk.numel)
 
-    def memory_for_halves(self, numel: int) -> torch.Tensor | None:
-        """What :meth:`stored` takes for so many elements; None where P32 is whole in a slot."""
-        if not self._core.place.stored.is_split:
-            return None
-        return aligned_tensor(halves_bytes(numel) + round_up_to_page(numel * 2))
+    def copy_resident(self, chunk: Chunk, state: torch.Tensor, *, with_moments: bool) -> None:
+        """A state in memory, whole; or P32 alone."""
+        place, resident = self._core.place, self._core.place.state(chunk.index)
+        if resident is None:
+            raise FuyouStateError(f"the state of chunk {chunk.index} is not in memory")
+        decode(place.resident if with_moments else place.resident.master_alone, chunk.numel, resident, state)
 
-    def halves_of(self, chunk: Chunk, halves: torch.Tensor) -> torch.Tensor:
-        """The part of such memory that a chunk's read fills."""
-        has_params = not self._core.place.residency.params[chunk.index]
-        at = halves_bytes(chunk.numel)
-        return halves[: at + round_up_to_page(chunk.numel * 2)] if has_params else halves[:at]
+    def memory_for_block(self, numel: int) -> torch.Tensor | None:
+        """What :meth:`stored` takes for so many elements: a block as it is in a slot, and P16; None where that is whole
+        as it is."""
+        stored = self._core.place.stored
+        return None if stored.is_whole else aligned_tensor(stored.num_bytes(numel) + round_up_to_page(numel * 2))
 
     def stored(
-        self, chunk: Chunk, slot: int, state: torch.Tensor, halves: torch.Tensor | None, *, has_moments: bool
-    ) -> list[tuple[Sequence[Extent], torch.Tensor]]:
-        """What of a slot is to be read where: into ``state``, a whole block, or where P32 is split its moments, and the
-        rest into ``halves``, for :func:`join_halves`. Parts that were never written stay as they are: zeros.
+        self, chunk: Chunk, slot: int, state: torch.Tensor, block: torch.Tensor | None, *, has_moments: bool
+    ) -> tuple[Sequence[Extent], torch.Tensor]:
+        """What of a slot is to be read where: into ``state``, a whole block, or for :meth:`decoded` into ``block``.
+        Moments that were never written stay as they are: zeros.
         """
         place, numel = self._core.place, chunk.numel
-        extents = place.state_extents(chunk.index, slot)
-        masters, moments = place.stored.num_master_bytes(numel), place.stored.num_moment_bytes(numel)
-        if halves is None:
-            num_bytes = masters + moments if has_moments else masters
-            return [(prefix(extents, num_bytes), state[:num_bytes])]
-        mine = self.halves_of(chunk, halves)
-        first = prefix(extents, masters)
-        if len(mine) > masters:
-            first += place.param_extents(chunk.index, slot)
-        found: list[tuple[Sequence[Extent], torch.Tensor]] = [(first, mine)]
-        if has_moments:
-            at = place.whole.num_master_bytes(numel)
-            found.append((part_of(extents, masters, moments), state[at : at + moments]))
-        return found
+        layout = place.stored if has_moments else place.stored.master_alone
+        num_bytes = layout.num_bytes(numel)
+        extents = prefix(place.state_extents(chunk.index, slot), num_bytes)
+        if block is None:
+            return extents, state[:num_bytes]
+        if layout.is_split and not place.residency.params[chunk.index]:
+            extents += place.param_extents(chunk.index, slot)
+        return extents, block[: sum(extent.num_bytes for extent in extents)]
+
+    def decoded(self, chunk: Chunk, block: torch.Tensor | None, state: torch.Tensor, *, has_moments: bool) -> bool:
+        """``state`` := what was read. False if that says nothing: it was not written so."""
+        place = self._core.place
+        if block is None:
+            return True
+        layout = place.stored if has_moments else place.stored.master_alone
+        has_params = layout.is_split and not place.residency.params[chunk.index]
+        num_bytes = layout.num_bytes(chunk.numel)
+        return decode(layout, chunk.numel, block if has_params else block[:num_bytes], state)
 
     def parts(self, chunk: Chunk, state: torch.Tensor) -> list[torch.Tensor]:
         """Views of a state block, ``state``, or of its first parts: no byte more."""
@@ -244,20 +252,21 @@ class StateAccess:
                     transfer.wait_ended()
 
     def _start_filling(self, new: NewState, blocks: _Blocks, lane: IoLane) -> _Coming:
-        """Brings a new state into memory: its own, if it lives there."""
-        chunk, resident = self._core.layout.chunks[new.chunk], self._core.place.state(new.chunk)
-        block = blocks.take() if resident is None else resident
+        """Brings a new state into memory: its own, if it lives there and is whole."""
+        place = self._core.place
+        chunk, resident = self._core.layout.chunks[new.chunk], place.state(new.chunk)
+        block = resident if resident is not None and place.resident.is_whole else blocks.take()
         state, transfers = block[: self.num_bytes(chunk)], []
-        for place, source in zip(state.split(_part_bytes(chunk)), new.parts, strict=True):
+        for part, source in zip(state.split(_part_bytes(chunk)), new.parts, strict=True):
             num_bytes = chunk.numel * 4
             if source is None:
-                place.zero_()
+                part.zero_()
             elif isinstance(source, torch.Tensor):
-                place.view(torch.float32)[: chunk.numel].copy_(source)
-                place[num_bytes:].zero_()
+                part.view(torch.float32)[: chunk.numel].copy_(source)
+                part[num_bytes:].zero_()
             else:
-                place[num_bytes:].zero_()
-                transfers.append(lane.read(source, place, f"reading chunk {new.chunk} of a checkpoint"))
+                part[num_bytes:].zero_()
+                transfers.append(lane.read(source, part, f"reading chunk {new.chunk} of a checkpoint"))
         return _Coming(new, block, state, transfers)
 
     def _replace(self, coming: _Coming, blocks: _Blocks) -> None:
@@ -266,18 +275,14 @@ class StateAccess:
         for transfer in coming.transfers:
             transfer.wait()
         writing: list[Transfer] = []
-        is_resident = core.place.state(index) is not None
-        if not is_resident:
+        place, chunk, resident = core.place, core.layout.chunks[index], core.place.state(index)
+        layout = place.stored if resident is None else place.resident
+        stored = coming.state if layout.is_whole else encode(layout, chunk.numel, coming.state, resident)
+        if layout.moments != FP32:  # what was rounded is the state from now on
+            decode(layout, chunk.numel, stored, coming.state)
+        if resident is None:
             core.commits.withdraw()
-            what, extents = f"writing the state of chunk {index}", core.state_extents(index)
-            if core.place.stored.is_split:
-                numel = core.layout.chunks[index].numel
-                masters, moments = make_halves(numel, coming.state), core.place.stored.num_moment_bytes(numel)
-                writing.append(core.io.write(prefix(extents, len(masters)), masters, what))
-                extents = part_of(extents, len(masters), moments)
-                writing.append(core.io.write(extents, coming.state[-moments:], what))
-            else:
-                writing.append(core.io.write(extents, coming.state, what))
+            writing.append(core.io.write(core.state_extents(index), stored, f"writing the state of chunk {index}"))
         self._has_moments[index] = True
         core.pipeline.replace_state(index, coming.state.data_ptr(), has_moments=True)
         core.pipeline.set_has_high(index)
@@ -286,7 +291,7 @@ class StateAccess:
             params = self.parts(core.layout.chunks[index], coming.state)[0].to(core.options.param_dtype)
         if isinstance(params, torch.Tensor):
             writing += core.replace_params(core.layout.chunks[index], params)
-        blocks.give_back(None if is_resident else coming.block, writing)
+        blocks.give_back(None if coming.block is resident else coming.block, writing)
 
     # ---- P16 that is written by others than updates --------------------------------------------------------
 
@@ -314,7 +319,8 @@ class StateAccess:
             core.wait_copied()
             read = self._start_reading(index, with_moments=False)
             self._finish_reading(read)
-            written.append((index, make_halves(read.chunk.numel, read.state, read.halves)))
+            halves = encode(core.place.stored.master_alone, read.chunk.numel, read.state, read.block)
+            written.append((index, halves))
         at = {index: core.place.stored.offsets(core.layout.chunks[index].numel)["joints"] for index, _ in written}
         self._write_parts([(index, 0, halves[: at[index]]) for index, halves in written])
         self._write_parts([(index, at[index], halves[at[index] :][:PAGE_BYTES]) for index, halves in written])

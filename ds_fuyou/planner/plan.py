@@ -191,7 +191,7 @@ def bytes_each(given: PlanInput, name: str, two_versions: bool) -> float:
     sizes: dict[str, float] = {
         "frozen": given.frozen_bytes / given.numel,
         "parameters": given.param_bytes_each * (2 if two_versions else 1),
-        "optimizer": given.layout.bytes_each,
+        "optimizer": given.layout.resident_bytes_each,
         "gradients": given.grad_bytes_each,
     }
     return sizes[name]
@@ -287,15 +287,17 @@ def save_bytes(given: PlanInput, chunk_bytes: int) -> int:
     chunk = min(chunk_bytes, 4 * given.numel)
     if not given.saves_behind:
         return 0
-    halves = SAVE_BLOCKS_READ * 6 if given.layout.is_split else 0  # with which P32 is put together
-    return (SAVE_BLOCKS * given.layout.bytes_each + halves) * chunk // 4
+    each = SAVE_BLOCKS * given.layout.whole.bytes_each
+    if not given.layout.is_whole:  # read as it is in a slot, with P16
+        each += SAVE_BLOCKS_READ * (given.layout.bytes_each + 2)
+    return int(each * chunk) // 4
 
 
 def minimum_lane_bytes(given: PlanInput, residency: Residency, chunk_bytes: int) -> int:
     """Two chunks in flight, gradient buffers, and two of the largest parameter where some are on storage."""
     if not _is_stored(residency):
         return 0
-    chunk = chunk_bytes // 4 * given.layout.bytes_each + chunk_bytes
+    chunk = int(chunk_bytes // 4 * given.layout.bytes_each) + chunk_bytes
     in_use = 2 * given.largest_param_numel * given.param_bytes_each if residency.parameters < 1 else 0
     return 2 * chunk + in_use + _gradient_buffer_bytes(given, residency, chunk_bytes)
 

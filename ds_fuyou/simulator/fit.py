@@ -148,7 +148,7 @@ def _host_items(work: Workload, machine: Machine, policy: Policy, place: Placeme
     if policy.tiers is Tiers.DRAM:
         items = [
             Item("P16", "cpu", P16_BYTES * num_params + model.frozen_bytes),
-            Item("P32, M, V", "cpu", policy.layout.bytes_each * num_params),
+            Item("P32, M, V", "cpu", policy.layout.resident_bytes_each * num_params),
             Item("flat gradient buffer", "cpu", policy.gradient_bytes * num_params),
         ]
     elif policy.in_a_row:

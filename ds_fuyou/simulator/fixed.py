@@ -26,7 +26,8 @@ def under_block(policy: Policy, config: Any) -> Policy:
         mode=config.activations.mode,
         durable=config.durable,
     )
-    return replace(policy, fixed=fixed, updates=_UPDATES[config.optimizer.overlap])
+    layout = replace(policy.layout, masters=config.optimizer.masters, moments=config.optimizer.moments)
+    return replace(policy, fixed=fixed, updates=_UPDATES[config.optimizer.overlap], layout=layout)
 
 
 def limited(machine: Machine, config: Any) -> Machine:

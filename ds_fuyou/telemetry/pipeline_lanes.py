@@ -40,7 +40,7 @@ class PipelineLanes:
             name = (
                 f"step {generation}, {self._layout.params[chunk.params[0]].name}" if chunk.params else f"chunk {index}"
             )
-            moved = self._moved_bytes_each(_LANES[lane], index) * chunk.numel
+            moved = int(self._moved_bytes_each(_LANES[lane], index) * chunk.numel)
             self._trace.add(_LANES[lane], name, int(begin * 1e9), int(end * 1e9), moved)
 
     def close(self) -> None:
@@ -48,7 +48,7 @@ class PipelineLanes:
         self.collect()
         self._pipeline = None
 
-    def _moved_bytes_each(self, lane: Lane, chunk: int) -> int:
+    def _moved_bytes_each(self, lane: Lane, chunk: int) -> float:
         if lane is Lane.UPDATE:
             return 0
         in_memory, stored = self._place.residency.params[chunk], self._place.stored

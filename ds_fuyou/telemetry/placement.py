@@ -43,9 +43,9 @@ class _Split:
         return [row for row in rows if row.num_bytes]
 
 
-def _split(name: str, layout: FlatLayout, resident: Sequence[bool], itemsize: int) -> _Split:
+def _split(name: str, layout: FlatLayout, resident: Sequence[bool], itemsize: float) -> _Split:
     numel = sum(chunk.numel for chunk in layout.chunks if resident[chunk.index])
-    return _Split(name, itemsize * numel, itemsize * (layout.numel - numel))
+    return _Split(name, int(itemsize * numel), int(itemsize * (layout.numel - numel)))
 
 
 def placement_of(rank_state: Any) -> list[Placed]:
@@ -64,8 +64,10 @@ def placement_of(rank_state: Any) -> list[Placed]:
     for tier, num_bytes in rank_state.frozen_bytes().items():
         if num_bytes:
             rows.append(Placed("frozen parameters", tier, num_bytes, "no gradient, no state"))
-    for name in ("P32 (master parameters)", *core.kind.moments):
-        rows += _split(name, core.layout, residency.states, 4).rows(1, slots, "", on_storage)
+    states, kind = core.place.stored, core.kind
+    for name in ("P32 (master parameters)", *kind.moments):
+        itemsize = states.moment_bytes_each if name in kind.moments else 4
+        rows += _split(name, core.layout, residency.states, itemsize).rows(1, slots, "", on_storage)
     rows.append(Placed("staging pool", "cpu", core.staging.capacity_bytes, "chunks in flight"))
     if rank_state.parameters.reads:
         pool_bytes = rank_state.parameters.capacity_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from ds_fuyou.checkpoint.mapped import MappedFiles, check_readable
 from ds_fuyou.checkpoint.stock_state import CLOCK_KEY, FLAT_GROUPS, OPTIMIZER_STATE, StateEntries
 from ds_fuyou.checkpoint.streamed_file import Clone, StandIns
 from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.log import log_once
 from ds_fuyou.optimizer.chunk_values import gather
 from ds_fuyou.optimizer.layout import Chunk, ParamSpan
 from ds_fuyou.optimizer.rules import GroupHyper
 from ds_fuyou.optimizer.snapshot import Snapshot
 from ds_fuyou.optimizer.state_access import ROUNDED, NewState
+from ds_fuyou.state_layout import FP32
 from ds_fuyou.storage.store import Extent
 from ds_fuyou.zero.background_save import Save
 from ds_fuyou.zero.rank_state import RankState
@@ -75,6 +78,7 @@ class CheckpointState:
             step=core.clock.step,
             history=core.clock.history,
             missed_steps=core.missed.by_name(),
+            kept_as=core.place.stored.moments,
         )
         return entries.named(self._flat_states(entries.num_parts))
 
@@ -200,6 +204,10 @@ class CheckpointState:
     def _restore_clock(self, state_dict: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         core = self._core
         ours = state_dict.get(CLOCK_KEY)
+        kept_as, own = (ours or {}).get("moments", FP32), core.place.stored.moments
+        if kept_as != own:
+            what = "they are rounded" if own != FP32 else "they go on in fp32 from what was rounded"
+            log_once(logging.INFO, f"the checkpoint's run kept moments as {kept_as}, this one as {own}: {what}")
         if ours is not None:
             core.clock.replay(ours["history"])
             core.missed.restore(ours["missed_steps"])

@@ -50,7 +50,7 @@ from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.plan import Plan, PlanInput, handles_activations, under_block
 from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.planner.profiled import placed_under
-from ds_fuyou.state_layout import layout_of, masters_of
+from ds_fuyou.state_layout import StateLayout, layout_of, masters_of, moments_of
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.parked import ParkedValues
@@ -194,7 +194,7 @@ class RankState:
             numel=sum(entry[2] for entry in ordered),
             param_bytes_each=param_dtype.itemsize,
             grad_bytes_each=grad_dtype.itemsize,
-            layout=layout_of(self._masters(param_dtype), len(kind.moments)),
+            layout=self._state_layout(kind, param_dtype),
             largest_param_numel=max(entry[2] for entry in ordered),
             dram_budget_bytes=self._dram_budget(),
             num_cpus=cores_of_rank(),
@@ -225,10 +225,12 @@ class RankState:
         held = ((param, partition_of(param)) for param in ours)
         return [p for p, has in held if has is None or (has.store is None and isinstance(has.source, ParkedValues))]
 
-    def _masters(self, param_dtype: torch.dtype) -> str:
+    def _state_layout(self, kind: OptimizerKind, param_dtype: torch.dtype) -> StateLayout:
+        """Of states in slots."""
         config = self.activation.config
         is_bfloat16 = param_dtype is torch.bfloat16
-        return masters_of(config.optimizer.masters, is_bfloat16=is_bfloat16, checksum=config.checksum)
+        masters = masters_of(config.optimizer.masters, is_bfloat16=is_bfloat16, checksum=config.checksum)
+        return layout_of(masters, len(kind.moments), moments_of(config.optimizer.moments, kind.name))
 
     def _dram_budget(self) -> int:
         """Bytes of host memory, the same on every rank: where parameters are decides which gathers may run ahead, and
@@ -271,7 +273,8 @@ class RankState:
             checksum=config.checksum,
             device=self.device,
             has_peers=dist.get_world_size() > 1,
-            masters=self._masters(param_dtype),
+            masters=self.plan_input.layout.masters,
+            moments=self.plan_input.layout.moments,
         )
 
     def _create_store(
@@ -294,7 +297,7 @@ class RankState:
         identity = RunIdentity(self._fingerprint(), dist.get_rank(), dist.get_world_size(), run_id)
         shapes = [tuple(param.ds_shape) for param in self._params]
         contents = {
-            **contents_of(self.layout, shapes, layout_of(self._masters(param_dtype), len(kind.moments))),
+            **contents_of(self.layout, shapes, self.plan_input.layout),
             "dtype": str(param_dtype),
             "optimizer": kind.name,
             "engine": _NUM_BUILT[tuple(self.activation.state_paths)],

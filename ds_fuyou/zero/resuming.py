@@ -128,7 +128,7 @@ def _mismatch(store: SlotStore, regions: Sequence[RegionSpec], contents: Mapping
     if found != contents and {**found, "engine": contents["engine"]} == contents:
         return _OTHER_ENGINE
     if found.get("states") != contents.get("states"):
-        return "its states have another layout (fuyou.optimizer.masters)"
+        return "its states have another layout (fuyou.optimizer.masters, fuyou.optimizer.moments)"
     if found != contents:
         return "its dtype, optimizer or groups are others, or its parameters are cut into other chunks (chunk_bytes)"
     wanted = {region.name: region for region in regions}

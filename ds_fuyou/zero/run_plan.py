@@ -269,7 +269,7 @@ class RunPlan:
         state = self._state
         lacking = max(0.0, 2 * _FLOOR * total_host_bytes() - available_host_bytes()) / self._facts.local_ranks
         lacking = -least(-lacking)[0]
-        size = float(state.plan_input.layout.bytes_each * state.plan_input.numel)
+        size = float(state.plan_input.layout.resident_bytes_each * state.plan_input.numel)
         share = max(0.0, state.plan.residency.optimizer - lacking / size)
         self._most_states = share
         log_once(

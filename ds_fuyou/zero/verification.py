@@ -25,6 +25,7 @@ from ds_fuyou.zero.stock import is_ours
 __all__ = ["ENVIRONMENT", "Verification", "record_backward", "record_step", "rewrite_to_stock"]
 
 ENVIRONMENT = "DS_FUYOU_VERIFY"
+_SAMPLED = 64  # values of a tensor, about
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,11 @@ def _finish(engine: Any, verification: Verification) -> None:
     """Writes this rank's file and leaves the script; every rank comes here in the same step."""
     from deepspeed import comm as dist
 
-    result = {**_record_of(engine), "parameters": _digests(engine), "world_size": dist.get_world_size()}
+    result: dict[str, Any] = {**_record_of(engine), "world_size": dist.get_world_size()}
+    result["parameters"], result["samples"] = _digests(engine)
     if hasattr(engine.optimizer, "gradient_flow"):
         result["reduce_by"] = engine.optimizer.gradient_flow.reduce_by
+        result["moments"] = engine.optimizer.rank_state.plan_input.layout.moments
     file = Path(verification.folder, f"{verification.mode}.{dist.get_rank()}.json")
     file.write_text(json.dumps(result), encoding="utf-8")
     for _ in range(4):  # gloo's threads keep the tensors of their last collective, and abort an ending interpreter
@@ -109,23 +112,33 @@ def _finish(engine: Any, verification: Verification) -> None:
     sys.exit(0)
 
 
-def _digests(engine: Any) -> dict[str, dict[str, str]]:
-    """By name: digests of the 16-bit parameter and, if trained, of its fp32 value and its moments."""
+def _digests(engine: Any) -> tuple[dict[str, dict[str, str]], dict[str, list[float]]]:
+    """By name: digests of the 16-bit parameter and, if trained, of its fp32 value and its moments; and by kind of
+    tensor, some of the values of all, in order.
+    """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     trained = {param.ds_id for group in engine.optimizer.fp16_groups for param in group}
     moments = _moments(engine.optimizer)
     digests: dict[str, dict[str, str]] = {}
+    samples: dict[str, list[float]] = {}
+
+    def take(found: dict[str, str], kind: str, values: torch.Tensor) -> None:
+        found[kind] = _digest(values)
+        some = values.detach().reshape(-1)
+        samples.setdefault(kind, []).extend(some[:: max(1, len(some) // _SAMPLED)].float().cpu().tolist())
+
     for name, param in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([param]):
-            found = {"parameter": _digest(param.data)}
+            found: dict[str, str] = {}
+            take(found, "parameter", param.data)
         if param.ds_id in trained:
-            found["fp32 value"] = _digest(safe_get_full_fp32_param(param))
+            take(found, "fp32 value", safe_get_full_fp32_param(param))
             for moment, key in moments.items():
-                found[moment] = _digest(safe_get_full_optimizer_state(param, key))
+                take(found, moment, safe_get_full_optimizer_state(param, key))
         digests[name] = found
-    return digests
+    return digests, samples
 
 
 def _moments(optimizer: Any) -> dict[str, str]:

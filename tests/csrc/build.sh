@@ -24,7 +24,7 @@ esac
 
 sources=""
 for source in "$here"/*.cpp "$core"/io/*.cpp "$core"/memory/*.cpp "$core"/pipeline/*.cpp \
-    "$core"/kernels/elementwise.cpp "$core"/kernels/place_sum.cpp; do
+    "$core"/kernels/elementwise.cpp "$core"/kernels/moments.cpp "$core"/kernels/place_sum.cpp; do
     [ -e "$source" ] && sources="$sources $source"
 done
 

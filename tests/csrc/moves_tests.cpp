@@ -37,24 +37,45 @@ void step(World* world, std::int64_t generation, std::vector<bool>* in_memory)
 
 bool holds(World* world, std::size_t chunk, bool in_memory, float param, float moment)
 {
-    std::vector<char> bytes(3 * world->part);
+    std::vector<char> bytes(3 * world->part), block(world->stored.num_bytes);
+    StateBlock source{block.data(), world->stored};
     if (in_memory) {
-        bytes = world->resident[chunk];
+        source = {world->resident[chunk].data(), world->spec(chunk).in_memory};
     } else {
-        world->read_file(world->state_range(chunk, world->pipeline->slot(chunk)), bytes.data());
+        world->read_file(world->state_range(chunk, world->pipeline->slot(chunk)), block.data());
     }
+    if (!decode_block(source, nullptr, {bytes.data(), world->spec(chunk).whole})) return false;
     return world->all_equal(bytes.data(), param) &&
            world->all_equal(bytes.data() + world->part, moment) &&
            world->all_equal(bytes.data() + 2 * world->part, moment);
+}
+
+// P16 in memory, and states in any layout; P16 on storage, and masters whole.
+std::vector<WorldOptions> layouts(std::size_t num_chunks)
+{
+    std::vector<WorldOptions> found;
+    for (const auto moments : {MomentType::kFloat32, MomentType::kBFloat16, MomentType::kInt8}) {
+        for (const Place params : {Place::kDram, Place::kStorage}) {
+            WorldOptions made;
+            made.params = params;
+            made.num_chunks = num_chunks;
+            made.moments = moments;
+            found.push_back(made);
+        }
+        found.push_back(found[found.size() - 2]);
+        found.back().splits = found.back().bfloat16_params = true;
+    }
+    return found;
 }
 
 }  // namespace
 
 TEST(moves_lose_no_update)
 {
-    for (const Place params : {Place::kDram, Place::kStorage}) {
+    for (WorldOptions options : layouts(7)) {
         for (const int num_slots : {1, 2}) {
-            World world({.params = params, .num_slots = num_slots, .num_chunks = 7});
+            options.num_slots = num_slots;
+            World world(options);
             world.pipeline->set_checksum(true);
             std::vector<bool> in_memory(7, false);
             for (std::int64_t generation = 1; generation <= 12; ++generation) {
@@ -96,8 +117,8 @@ TEST(moves_end_behind_the_commit_of_the_step_before)
 
 TEST(moves_that_cannot_be_written_leave_the_state_in_memory)
 {
-    for (const Place params : {Place::kDram, Place::kStorage}) {
-        World world({.params = params, .num_chunks = 2});
+    for (const WorldOptions& options : layouts(2)) {
+        World world(options);
         std::vector<bool> in_memory(2, false);
         step(&world, 1, &in_memory);
         world.finish(1);
@@ -115,7 +136,7 @@ TEST(moves_that_cannot_be_written_leave_the_state_in_memory)
         }
         step(&world, 5, &in_memory);
         world.pipeline->set_committed(4);
-        if (params == Place::kStorage) {  // nobody knows what of P16 was written
+        if (options.params == Place::kStorage) {  // nobody knows what of P16 was written
             CHECK_THROWS(std::runtime_error, world.pipeline->wait_durable(5, kPatienceSecs));
             continue;
         }

@@ -35,6 +35,23 @@ inline BlockLayout split_layout(std::uint64_t numel)
     return {numel, 2, true, 0, half, low, {moments, moments + part}, moments + 2 * part};
 }
 
+// The same with other moments: fields behind the master begin anew.
+inline BlockLayout with_moments(BlockLayout layout, MomentType type)
+{
+    if (type == MomentType::kFloat32) return layout;
+    const bool is_coded = type == MomentType::kInt8;
+    std::uint64_t at = layout.moments[0];
+    for (std::size_t i = 0; i < 2; ++i) {
+        layout.moments[i] = at;
+        at += round_up_to_page(layout.numel * (is_coded ? 1 : 2));
+        layout.scales[i] = is_coded ? at : 0;
+        if (is_coded) at += round_up_to_page((layout.numel + kCodeBlock - 1) / kCodeBlock * 4);
+    }
+    layout.num_bytes = at;
+    layout.moment_type = type;
+    return layout;
+}
+
 // param -= grad; every moment += 1. In small whole numbers, hence exact in every type.
 class CountingRule final : public UpdateRule {
   public:
@@ -69,6 +86,7 @@ struct WorldOptions {
     std::size_t staging_chunks = 2;
     bool bfloat16_params = false;
     bool splits = false;
+    MomentType moments = MomentType::kFloat32;
 };
 
 // Chunks [state | P16 | G16] one after the other in one file, two slots each.
@@ -78,7 +96,9 @@ class World {
         : given(wanted),
           part(part_bytes(wanted.numel)),
           short_part(round_up_to_page(wanted.numel * 2)),
-          stored(wanted.splits ? split_layout(wanted.numel) : whole_layout(wanted.numel)),
+          stored(
+              with_moments(wanted.splits ? split_layout(wanted.numel) : whole_layout(wanted.numel),
+                           wanted.moments)),
           chunk_bytes(2 * (stored.num_bytes + short_part) + short_part),
           file(Access::kBuffered, chunk_bytes * wanted.num_chunks),
           engine(std::make_unique<IoEngine>(options(wanted.backend))),
@@ -104,6 +124,7 @@ class World {
     {
         ChunkSpec made;
         made.whole = whole_layout(given.numel);
+        made.in_memory = with_moments(made.whole, given.moments);
         made.stored = stored;
         made.position = static_cast<std::int64_t>(chunk);
         made.param_type = given.bfloat16_params ? ElementType::kBFloat16 : type_of(given.params);
@@ -175,17 +196,20 @@ class World {
         pipeline->set_committed(generation);
     }
 
-    // [P32, moment, moment]: whether every element of the chunk holds these values.
+    // [P32, moment, moment]: whether every element of the chunk holds these values. Of split ones,
+    // with P16 in memory.
     bool state_is(std::size_t chunk, float param, float moment)
     {
-        std::vector<char> bytes(3 * part);
+        std::vector<char> bytes(3 * part), block(stored.num_bytes);
         const char* from = bytes.data();
+        const ChunkSpec spec_of = spec(chunk);
+        StateBlock source{resident[chunk].data(), spec_of.in_memory};
         if (given.state == Place::kStorage) {
             const FileRange range = state_range(chunk, pipeline->slot(chunk));
-            read_file(range, bytes.data());
-        } else {
-            from = resident[chunk].data();
+            read_file(range, block.data());
+            source = {block.data(), stored};
         }
+        if (!decode_block(source, nullptr, {bytes.data(), spec_of.whole})) return false;
         return all_equal(from, param) && all_equal(from + part, moment) &&
                all_equal(from + 2 * part, moment);
     }

@@ -39,7 +39,7 @@ class Crowd {
           pipeline(&engine, &staging, 1)
     {
         ChunkSpec spec;
-        spec.whole = spec.stored = whole_layout(kNumel);
+        spec.whole = spec.in_memory = spec.stored = whole_layout(kNumel);
         spec.param_type = spec.grad_type = ElementType::kFloat32;
         spec.num_slots = 2;
         if (state == Place::kStorage) {

@@ -45,8 +45,9 @@ void run_generations(World& world, std::int64_t count)
 TEST(pipeline_generations_in_every_placement)
 {
     for (const IoBackend backend : backends()) {
-        for (int placement = 0; placement < 8; ++placement) {
+        for (int placement = 0; placement < 24; ++placement) {
             WorldOptions wanted;
+            wanted.moments = static_cast<MomentType>(placement / 8);
             wanted.backend = backend;
             wanted.state = (placement & 1) != 0 ? Place::kStorage : Place::kDram;
             wanted.params = (placement & 2) != 0 ? Place::kStorage : Place::kDram;
@@ -75,7 +76,7 @@ TEST(pipeline_refuses_a_chunk_that_staging_cannot_hold)
 {
     World world({});
     ChunkSpec large;
-    large.whole = large.stored = whole_layout(1 << 20);
+    large.whole = large.in_memory = large.stored = whole_layout(1 << 20);
     large.state_slots[0] = {world.state_range(0, 0)};
     CHECK_THROWS(std::invalid_argument, world.pipeline->add_chunk(large));
 }

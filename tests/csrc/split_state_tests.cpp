@@ -75,7 +75,7 @@ class Coded {
         std::vector<char> back(whole_layout(numel).num_bytes);
         const StateBlock whole{back.data(), whole_layout(numel)};
         const char* params = with_param16 ? reinterpret_cast<char*>(param16.data()) : nullptr;
-        if (!decode_block(block(), params, whole, true)) return numel;
+        if (!decode_block(block(), params, whole)) return numel;
         std::size_t num = 0;
         for (std::size_t i = 0; i < numel; ++i) num += bits_of(whole.master()[i]) != values[i];
         return num;
@@ -240,7 +240,7 @@ class Pair {
                                  ? reinterpret_cast<const char*>(params16.data())
                                  : nullptr;
         return decode_block({block.data(), split->stored}, params,
-                            {to, whole_layout(options_.numel)}, true);
+                            {to, whole_layout(options_.numel)});
     }
     std::vector<std::uint16_t> params_of(World* world, std::size_t chunk, std::int64_t generation)
     {
@@ -263,8 +263,9 @@ class Pair {
         world->pipeline->set_checksum(true);
         std::vector<char> stored(world->stored.num_bytes, 0x55);
         if (world->given.splits) {
-            encode_block({block, whole_layout(options_.numel)}, {stored.data(), world->stored},
-                         false);
+            BlockLayout alone = world->stored;
+            alone.num_moments = 0;
+            encode_block({block, whole_layout(options_.numel)}, {stored.data(), alone});
         } else {
             std::memcpy(stored.data(), block, world->part);
         }

@@ -26,6 +26,7 @@ STEPS = 7
 RESUME = {"resume": "auto"}
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 4e-3, "warmup_num_steps": 5}}}
 SPLIT = {"optimizer": {"tier": "nvme", "masters": "split"}}
+INT8 = {"optimizer": {"tier": "nvme", "masters": "split", "moments": "int8"}}
 ALL_STORED = {"parameters": {"tier": "nvme"}, "gradients": {"tier": "nvme"}}
 FP16 = {
     "bf16": None,
@@ -55,6 +56,7 @@ CASES = {
     ),
     "split": ({"config": {"gradient_clipping": 0.5, **WARMUP}, "block": SPLIT}, 1),
     "split, stored, two ranks": ({"config": WARMUP, "block": {**SPLIT, **ALL_STORED}, "slow": {"1": 4e6}}, 2),
+    "8-bit moments": ({"config": {"gradient_clipping": 0.5, **WARMUP}, "block": INT8}, 1),
     "fp16, skipped steps": ({"config": {**FP16, **WARMUP}}, 1),
     "all generators": ({"generators": "all", "block": {"random_states": "all"}}, 1),
     "drawn before the forward": ({"draws_first": True}, 1),

@@ -19,7 +19,7 @@ from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.placement import regions_for
 from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind
-from ds_fuyou.state_layout import WHOLE, layout_of
+from ds_fuyou.state_layout import FP32, WHOLE
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.store import RunIdentity, SlotStore
 
@@ -44,6 +44,8 @@ def options_of(
     device: Device | None = None,
     num_slots: int = 2,
     masters: str = WHOLE,
+    moments: str = FP32,
+    num_update_threads: int = 1,
 ) -> CoreOptions:
     return CoreOptions(
         residency=ChunkResidency.by_deadline(layout, *residency),
@@ -53,11 +55,12 @@ def options_of(
         param_dtype=torch.bfloat16,
         grad_dtype=torch.bfloat16,
         staging_bytes=1 << 24,
-        num_update_threads=1,
+        num_update_threads=num_update_threads,
         io=IoSettings(engine="threads"),
         checksum=checksum,
         device=device or HostDevice(),
         masters=masters,
+        moments=moments,
     )
 
 
@@ -74,6 +77,8 @@ def small_core(
     device: Device | None = None,
     num_slots: int = 2,
     masters: str = WHOLE,
+    moments: str = FP32,
+    num_update_threads: int = 1,
 ) -> Iterator[OutOfCoreOptimizer]:
     """Initialised. ``residency``: the shares of P16, states and G16 in memory. ``device``: the host, without one."""
     options = options_of(
@@ -84,10 +89,13 @@ def small_core(
         device=device,
         num_slots=num_slots,
         masters=masters,
+        moments=moments,
+        num_update_threads=num_update_threads,
     )
     regions = regions_for(layout, options, len(kind.moments), num_slots)
     store = SlotStore.create([path], regions, RunIdentity("test", 0, 1, "run"), keep=keep)
-    store.describe(contents_of(layout, [[span.numel] for span in layout.params], layout_of(masters, len(kind.moments))))
+    states = options.state_layout(len(kind.moments))
+    store.describe(contents_of(layout, [[span.numel] for span in layout.params], states))
     core = OutOfCoreOptimizer(layout, options, kind, hypers(layout), store)
     try:
         core.initialize(lambda span: values(span, 0), lambda count: None)

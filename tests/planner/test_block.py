@@ -53,6 +53,29 @@ def test_a_chosen_tier_is_kept(
     assert _shown(capsys)["residency"][key] == (1.0 if tier == "cpu" else 0.0)
 
 
+def test_the_layout_of_states_is_that_of_the_block_or_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes on storage and in memory, a parameter; and fewer written a step."""
+    stored = {"optimizer": {"tier": "nvme"}, "parameters": {"tier": "cpu"}, "gradients": {"tier": "cpu"}}
+
+    def of(tier: str, block: dict[str, Any], *more: str) -> tuple[float, float]:
+        block = {**stored, "optimizer": {"tier": tier, **block}}
+        assert _plan(tmp_path, block, *more) == 0
+        predicted = _shown(capsys)["predicted"]
+        sizes = [size for sizes in predicted["bytes"].values() for name, size in sizes.items() if "P32" in name]
+        return sum(sizes), predicted["storage_bytes_written_a_step"]
+
+    whole, by_block = of("nvme", {}), of("nvme", {"moments": "int8", "masters": "split"})
+    assert of("nvme", {}, "--moments", "int8", "--masters", "split") == by_block
+    assert of("nvme", {"moments": "int8", "masters": "split"}, "--moments", "fp32", "--masters", "whole") == whole
+    assert by_block[0] / whole[0] == pytest.approx((4 + 2 * (1 + 4 / 256)) / 12, rel=1e-6)
+    assert by_block[1] / whole[1] == pytest.approx((4 + 2 * (1 + 4 / 256)) / 12, rel=0.02)
+    bf16 = of("nvme", {"moments": "bf16"})
+    assert bf16[0] / whole[0] == pytest.approx(8 / 12, rel=1e-6)
+    assert of("cpu", {"moments": "bf16"})[0] / of("cpu", {})[0] == pytest.approx(8 / 12, rel=1e-6)
+
+
 @pytest.mark.parametrize(("mode", "fate"), [("swap", "swap"), ("none", "keep")])
 def test_a_chosen_mode_is_kept(mode: str, fate: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _plan(tmp_path, {"activations": {"mode": mode}}, "--batch", "1") == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ds_fuyou.cli.main import main
-from ds_fuyou.cli.verify import compare, explanation
+from ds_fuyou.cli.verify import compare, explanation, nearness
 from tests.harness.ports import free_port
 from tests.harness.runner import HERE, ds_config, environment
 
@@ -45,6 +45,18 @@ def test_a_script_that_trains_the_same_states_on_two_ranks(config: str, capfd, m
     said = capfd.readouterr().out
     assert "equal on 2 ranks: 2 losses, 2 gradient norms and 4 parameters" in said
     assert "(parameter, fp32 value, exp_avg, exp_avg_sq)" in said
+
+
+def test_a_run_whose_moments_are_rounded_is_near(config: str, capfd: pytest.CaptureFixture) -> None:
+    file = Path(config)
+    written = json.loads(file.read_text())
+    written["fuyou"]["optimizer"] = {"moments": "int8"}
+    file.write_text(json.dumps(written))
+    assert main(["verify", "--steps", "3", "--", sys.executable, SCRIPT, config]) == 0
+    said = capfd.readouterr().out
+    assert 'near, not equal, as "moments": "int8" is' in said
+    assert "exp_avg_sq by 0 %" not in said
+    assert float(said.split("fp32 value by ")[1].split()[0]) < 1.0
 
 
 def test_a_script_without_seeds_is_not_comparable(config: str, capfd: pytest.CaptureFixture) -> None:
@@ -98,6 +110,22 @@ def _altered(name: str, kind: str) -> list[dict]:
 )
 def test_every_difference_is_named(ours: list[dict], line: str) -> None:
     assert line in compare([RECORD], ours)
+
+
+def _sampled(**changes: object) -> list[dict]:
+    return _changed(samples={"parameter": [3.0, 4.0], "exp_avg": [0.0, 0.0]}, **changes)
+
+
+def test_how_far_rounded_moments_lead_is_told() -> None:
+    ours = _sampled(moments="bf16", losses=[1.5, 1.0])
+    ours[0]["samples"]["parameter"][1] = 4.5
+    assert "losses by 13 %, norms by 0 %, parameter by 10 %, exp_avg by 0 %" in nearness(_sampled(), ours)
+    for other in (
+        _sampled(losses=[1.5, 1.0]),
+        _sampled(moments="bf16", losses=[1.4, 1.25]),
+        _sampled(moments="bf16") * 2,
+    ):
+        assert nearness(_sampled(), other) == ""
 
 
 def test_equal_runs_have_no_differences() -> None:

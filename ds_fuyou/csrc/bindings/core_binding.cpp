@@ -275,9 +275,9 @@ std::vector<UpdateSegment> to_segments(const std::vector<SegmentTuple>& tuples)
     return segments;
 }
 
-ChunkSpec make_chunk(const BlockLayout& whole, const BlockLayout& stored, std::int64_t position,
-                     ElementType param_type, ElementType grad_type,
-                     const std::vector<std::vector<RangeTuple>>& state_slots,
+ChunkSpec make_chunk(const BlockLayout& whole, const BlockLayout& resident,
+                     const BlockLayout& stored, std::int64_t position, ElementType param_type,
+                     ElementType grad_type, const std::vector<std::vector<RangeTuple>>& state_slots,
                      const std::vector<std::vector<RangeTuple>>& param_slots,
                      const std::vector<RangeTuple>& grad_slot, int num_slots,
                      std::uintptr_t resident_state, const std::vector<std::uintptr_t>& param_memory)
@@ -285,6 +285,7 @@ ChunkSpec make_chunk(const BlockLayout& whole, const BlockLayout& stored, std::i
     ChunkSpec spec;
     spec.position = position;
     spec.whole = whole;
+    spec.in_memory = resident;
     spec.stored = stored;
     spec.param_type = param_type;
     spec.grad_type = grad_type;
@@ -302,35 +303,52 @@ ChunkSpec make_chunk(const BlockLayout& whole, const BlockLayout& stored, std::i
 
 void bind_blocks(py::module_& m)
 {
+    py::enum_<MomentType>(m, "MomentType")
+        .value("fp32", MomentType::kFloat32)
+        .value("bf16", MomentType::kBFloat16)
+        .value("int8", MomentType::kInt8);
+    m.def(
+        "store_codes",
+        [](std::uintptr_t values, std::uintptr_t codes, std::uintptr_t scales, std::size_t numel,
+           bool is_signed) {
+            store_moment(
+                reinterpret_cast<float*>(values),
+                {MomentType::kInt8, is_signed, address(codes), reinterpret_cast<float*>(scales)},
+                numel);
+        },
+        NoGil());
     py::class_<BlockLayout>(m, "BlockLayout")
         .def(py::init([](std::uint64_t numel, int num_moments, bool is_split, std::uint64_t high,
-                         std::uint64_t joints, std::uint64_t master,
-                         const std::vector<std::uint64_t>& moments, std::uint64_t num_bytes) {
-                 BlockLayout layout{numel,  num_moments, is_split, high,
-                                    joints, master,      {0, 0},   num_bytes};
-                 for (std::size_t i = 0; i < moments.size(); ++i) layout.moments.at(i) = moments[i];
+                         std::uint64_t joints, std::uint64_t master, MomentType moment_type,
+                         const std::vector<std::uint64_t>& moments,
+                         const std::vector<std::uint64_t>& scales, std::uint64_t num_bytes) {
+                 BlockLayout layout{numel,  num_moments, is_split,  high,        joints,
+                                    master, {0, 0},      num_bytes, moment_type, {0, 0}};
+                 for (std::size_t i = 0; i < moments.size(); ++i) {
+                     layout.moments.at(i) = moments[i];
+                     layout.scales.at(i) = scales.at(i);
+                 }
                  return layout;
              }),
              py::kw_only(), py::arg("numel"), py::arg("num_moments"), py::arg("is_split"),
-             py::arg("high"), py::arg("joints"), py::arg("master"), py::arg("moments"),
-             py::arg("num_bytes"));
+             py::arg("high"), py::arg("joints"), py::arg("master"), py::arg("moment_type"),
+             py::arg("moments"), py::arg("scales"), py::arg("num_bytes"));
     m.def(
         "decode_block",
         [](const BlockLayout& from_layout, std::uintptr_t from, std::uintptr_t param16,
-           const BlockLayout& to_layout, std::uintptr_t to, bool with_moments) {
+           const BlockLayout& to_layout, std::uintptr_t to) {
             return decode_block({address(from), from_layout}, address(param16),
-                                {address(to), to_layout}, with_moments);
+                                {address(to), to_layout});
         },
         py::arg("from_layout"), py::arg("from"), py::arg("param16"), py::arg("to_layout"),
-        py::arg("to"), py::kw_only(), py::arg("with_moments"), NoGil());
+        py::arg("to"), NoGil());
     m.def(
         "encode_block",
         [](const BlockLayout& from_layout, std::uintptr_t from, const BlockLayout& to_layout,
-           std::uintptr_t to, bool with_moments) {
-            encode_block({address(from), from_layout}, {address(to), to_layout}, with_moments);
+           std::uintptr_t to) {
+            encode_block({address(from), from_layout}, {address(to), to_layout});
         },
-        py::arg("from_layout"), py::arg("from"), py::arg("to_layout"), py::arg("to"), py::kw_only(),
-        py::arg("with_moments"), NoGil());
+        py::arg("from_layout"), py::arg("from"), py::arg("to_layout"), py::arg("to"), NoGil());
 }
 
 void bind_pipeline(py::module_& m)
@@ -358,35 +376,35 @@ void bind_pipeline(py::module_& m)
              py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
         .def(
             "add_chunk",
-            [](ChunkPipeline& pipeline, const BlockLayout& whole, const BlockLayout& stored,
-               std::int64_t position, ElementType param_type, ElementType grad_type,
-               const std::vector<std::vector<RangeTuple>>& state_slots,
+            [](ChunkPipeline& pipeline, const BlockLayout& whole, const BlockLayout& resident,
+               const BlockLayout& stored, std::int64_t position, ElementType param_type,
+               ElementType grad_type, const std::vector<std::vector<RangeTuple>>& state_slots,
                const std::vector<std::vector<RangeTuple>>& param_slots,
                const std::vector<RangeTuple>& grad_slot, int num_slots,
                std::uintptr_t resident_state, const std::vector<std::uintptr_t>& param_memory) {
-                return pipeline.add_chunk(make_chunk(whole, stored, position, param_type, grad_type,
-                                                     state_slots, param_slots, grad_slot, num_slots,
-                                                     resident_state, param_memory));
+                return pipeline.add_chunk(make_chunk(whole, resident, stored, position, param_type,
+                                                     grad_type, state_slots, param_slots, grad_slot,
+                                                     num_slots, resident_state, param_memory));
             },
-            py::kw_only(), py::arg("whole"), py::arg("stored"), py::arg("position"),
-            py::arg("param_type"), py::arg("grad_type"), py::arg("state_slots"),
-            py::arg("param_slots"), py::arg("grad_slot"), py::arg("num_slots"),
-            py::arg("resident_state"), py::arg("param_memory"))
+            py::kw_only(), py::arg("whole"), py::arg("resident"), py::arg("stored"),
+            py::arg("position"), py::arg("param_type"), py::arg("grad_type"),
+            py::arg("state_slots"), py::arg("param_slots"), py::arg("grad_slot"),
+            py::arg("num_slots"), py::arg("resident_state"), py::arg("param_memory"))
         .def(
             "set_destination",
             [](ChunkPipeline& pipeline, std::size_t chunk, const BlockLayout& whole,
-               const BlockLayout& stored, ElementType param_type, ElementType grad_type,
-               const std::vector<std::vector<RangeTuple>>& state_slots,
+               const BlockLayout& resident, const BlockLayout& stored, ElementType param_type,
+               ElementType grad_type, const std::vector<std::vector<RangeTuple>>& state_slots,
                const std::vector<std::vector<RangeTuple>>& param_slots,
                const std::vector<RangeTuple>& grad_slot, int num_slots,
                std::uintptr_t resident_state, const std::vector<std::uintptr_t>& param_memory) {
                 pipeline.set_destination(
                     chunk,
-                    make_chunk(whole, stored, 0, param_type, grad_type, state_slots, param_slots,
-                               grad_slot, num_slots, resident_state, param_memory));
+                    make_chunk(whole, resident, stored, 0, param_type, grad_type, state_slots,
+                               param_slots, grad_slot, num_slots, resident_state, param_memory));
             },
-            py::kw_only(), py::arg("chunk"), py::arg("whole"), py::arg("stored"),
-            py::arg("param_type"), py::arg("grad_type"), py::arg("state_slots"),
+            py::kw_only(), py::arg("chunk"), py::arg("whole"), py::arg("resident"),
+            py::arg("stored"), py::arg("param_type"), py::arg("grad_type"), py::arg("state_slots"),
             py::arg("param_slots"), py::arg("grad_slot"), py::arg("num_slots"),
             py::arg("resident_state"), py::arg("param_memory"))
         .def("wait_moved", &ChunkPipeline::wait_moved, NoGil())

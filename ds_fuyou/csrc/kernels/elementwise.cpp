@@ -191,6 +191,11 @@ void scale_gradient(ElementType type, const void* src, float* dst, std::size_t n
     }
 }
 
+void widen_bfloat16(const std::uint16_t* src, float* dst, std::size_t numel)
+{
+    for (std::size_t i = 0; i < numel; ++i) dst[i] = BFloat16::load(src[i]);
+}
+
 void narrow_parameter(ElementType type, const float* src, void* dst, std::size_t numel)
 {
     switch (type) {

@@ -7,6 +7,8 @@
 #include <array>
 #include <cstdint>
 
+#include "kernels/moments.h"
+
 namespace fuyou {
 
 // Bytes from the block's begin; every field begins at a page.
@@ -19,6 +21,8 @@ struct BlockLayout {
     std::uint64_t master = 0;  // P32, or split: its lower halves
     std::array<std::uint64_t, 2> moments = {0, 0};
     std::uint64_t num_bytes = 0;
+    MomentType moment_type = MomentType::kFloat32;
+    std::array<std::uint64_t, 2> scales = {0, 0};  // of 8-bit moments
 
     // The end of what stands there before the first update.
     std::uint64_t master_end() const { return num_moments > 0 ? moments[0] : num_bytes; }

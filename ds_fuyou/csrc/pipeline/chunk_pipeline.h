@@ -74,7 +74,8 @@ namespace fuyou {
 // A run of one stock sub-group whose fp32 parameter and moments move together, as one StateBlock.
 struct ChunkSpec {
     std::int64_t position = 0;  // place in the forward pass: the deadline, smaller is sooner
-    BlockLayout whole;          // of the state in memory
+    BlockLayout whole;          // of a state outside of its places
+    BlockLayout in_memory;      // of the state in memory
     BlockLayout stored;         // of the state in a slot
     ElementType param_type = ElementType::kBFloat16;
     ElementType grad_type = ElementType::kBFloat16;

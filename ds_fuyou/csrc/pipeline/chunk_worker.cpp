@@ -169,13 +169,13 @@ void ChunkPipeline::place_blocks_locked(const Chunk& chunk, Job& job) const
     const bool passes = is.stored.is_split;  // through staging, where it moves
     job.from = {job.staging, is.stored};
     if (chunk.resident()) {
-        job.from = {is.resident_state, is.whole};
+        job.from = {is.resident_state, is.in_memory};
     } else if (to.resident() && !passes) {
         job.from = {to.resident_state, is.stored};
     }
     job.to = job.from;
     if (to.resident()) {
-        job.to = {to.resident_state, is.whole};
+        job.to = {to.resident_state, is.in_memory};
     } else if (chunk.resident() && passes) {
         job.to = {job.staging, is.stored};
     }

@@ -17,6 +17,7 @@ namespace {
 // one call.
 constexpr std::uint64_t kTileElements = 16 * 1024;
 static_assert(kTileElements % kKernelBlockElements == 0);
+static_assert(kTileElements % kCodeBlock == 0);
 
 constexpr std::uint64_t kSecondMomentWeight = 0x9E3779B97F4A7C15;  // any odd number
 
@@ -32,6 +33,7 @@ struct Tile {
     std::size_t numel() const { return static_cast<std::size_t>(end - begin); }
 };
 
+// Of a block with fp32 moments.
 Tile tile_of(const StateBlock& block, float* master, std::uint64_t begin, std::uint64_t end)
 {
     const int num_moments = block.layout.num_moments;
@@ -50,10 +52,10 @@ StateSums sums_of(const Tile& tile)
     return sums;
 }
 
-void copy_moments(const StateBlock& from, const Tile& to)
+void load_moments(const StateBlock& from, const Tile& to)
 {
     for (int i = 1; i < to.num_parts; ++i)
-        std::copy_n(from.moment(i - 1) + to.begin, to.numel(), to.parts[i]);
+        load_moment(from.moment_from(i - 1, to.begin), to.parts[i], to.numel());
 }
 
 void clear_moments(const Tile& tile)
@@ -193,9 +195,49 @@ void split_tile(const Tile& tile, const BlockUpdate& how, std::vector<Joint>& jo
             joints.push_back(joint);
         }
     }
+}
+
+// The moments of a tile in its block: those of elements [begin, end), whole blocks of codes, as the
+// tile has them, or as the block had them.
+void put_moments(const Tile& tile, const BlockUpdate& how, std::uint64_t begin, std::uint64_t end,
+                 bool is_touched)
+{
+    if (begin >= end) return;
+    const std::size_t numel = static_cast<std::size_t>(end - begin);
+    const StateBlock& own = how.from.layout.is_split ? how.to : how.from;
     for (int i = 1; i < tile.num_parts; ++i) {
-        float* moment = to.moment(i - 1) + tile.begin;
-        if (moment != tile.parts[i]) std::copy_n(tile.parts[i], tile.numel(), moment);
+        const StoredMoment place = own.moment_from(i - 1, begin);
+        float* values = tile.parts[i] + (begin - tile.begin);
+        if (is_touched) {
+            if (place.values != reinterpret_cast<char*>(values)) store_moment(values, place, numel);
+        } else if (own.memory != how.from.memory) {
+            copy_moment(how.from.moment_from(i - 1, begin), place, numel);
+        }
+        if (own.memory != how.to.memory)
+            copy_moment(place, how.to.moment_from(i - 1, begin), numel);
+    }
+}
+
+// Puts the moments of an updated tile where they go; the tile has what can be read there then.
+void close_tile(const Tile& tile, const BlockUpdate& how,
+                const std::vector<UpdateSegment>& segments)
+{
+    std::uint64_t done = tile.begin;
+    if (how.to.layout.moment_type == MomentType::kInt8 && !how.zero_moments) {
+        // See [Note: codes]: what no rule has touched stays as it is.
+        for (const UpdateSegment& segment : segments) {
+            if (segment.rule == nullptr || segment.end <= done || segment.begin >= tile.end)
+                continue;
+            const std::uint64_t begin = std::max(done, segment.begin / kCodeBlock * kCodeBlock);
+            const std::uint64_t past = (segment.end + kCodeBlock - 1) / kCodeBlock * kCodeBlock;
+            const std::uint64_t end = std::min(tile.end, past);
+            put_moments(tile, how, done, begin, false);
+            put_moments(tile, how, begin, end, true);
+            done = std::max(done, end);
+        }
+        put_moments(tile, how, done, tile.end, false);
+    } else {
+        put_moments(tile, how, done, tile.end, true);
     }
 }
 
@@ -225,19 +267,20 @@ BlockForm list_joints(const BlockUpdate& how, const std::vector<Joint>& joints)
 Tile open_tile(const BlockUpdate& how, const SplitSource* split, std::uint64_t begin,
                std::uint64_t end)
 {
-    if (split == nullptr) {
-        const Tile tile = tile_of(how.from, how.from.master() + begin, begin, end);
-        if (how.zero_moments) clear_moments(tile);
-        return tile;
-    }
-    thread_local std::vector<float> scratch(kTileElements);
-    float* master = how.to.layout.is_split ? scratch.data() : how.to.master() + begin;
-    const Tile tile = tile_of(how.to, master, begin, end);
-    split->read(begin, end, master);
+    thread_local std::vector<float> scratch(3 * kTileElements);
+    const StateBlock& own = split == nullptr ? how.from : how.to;  // whose memory it may be
+    const bool is_split = own.layout.is_split;
+    Tile tile{begin, end, 1 + own.layout.num_moments, {}};
+    tile.parts[0] = is_split ? scratch.data() : own.master() + begin;
+    if (split != nullptr) split->read(begin, end, tile.parts[0]);
+    const bool is_float = own.layout.moment_type == MomentType::kFloat32;
+    for (int i = 1; i < tile.num_parts; ++i)
+        tile.parts[i] = is_float ? own.moment(i - 1) + begin
+                                 : scratch.data() + static_cast<std::size_t>(i) * kTileElements;
     if (how.zero_moments) {
         clear_moments(tile);
-    } else if (how.from.memory != how.to.memory) {
-        copy_moments(how.from, tile);
+    } else if (!is_float || how.from.memory != own.memory) {
+        load_moments(how.from, tile);
     }
     return tile;
 }
@@ -257,6 +300,7 @@ void update_tile(const Tile& tile, const BlockUpdate& how,
             std::copy_n(tile.parts[i], tile.numel(), how.kept.moment(i - 1) + tile.begin);
     }
     apply_segments(tile, segments, how);
+    close_tile(tile, how, segments);
     if (how.checked) result.sums.updated += sums_of(tile);
     if (how.to.layout.is_split) {
         split_tile(tile, how, result.joints);
@@ -267,6 +311,21 @@ void update_tile(const Tile& tile, const BlockUpdate& how,
 }
 
 }  // namespace
+
+StoredMoment StateBlock::moment_from(int which, std::uint64_t element) const
+{
+    const std::size_t number = static_cast<std::size_t>(which);
+    char* const begin = memory + layout.moments[number];
+    switch (layout.moment_type) {
+        case MomentType::kBFloat16:
+            return {layout.moment_type, false, begin + element * 2, nullptr};
+        case MomentType::kInt8:
+            return {layout.moment_type, which == 0, begin + element,
+                    at<float>(layout.scales[number]) + element / kCodeBlock};
+        default:
+            return {layout.moment_type, false, begin + element * 4, nullptr};
+    }
+}
 
 StateSums StateBlock::sums(std::uint64_t begin, std::uint64_t end) const
 {
@@ -312,8 +371,7 @@ BlockSums update_block(const BlockUpdate& how, const std::vector<UpdateSegment>&
     return whole.sums;
 }
 
-bool decode_block(const StateBlock& from, const char* param16, const StateBlock& to,
-                  bool with_moments)
+bool decode_block(const StateBlock& from, const char* param16, const StateBlock& to)
 {
     const std::uint64_t numel = from.layout.numel;
     if (from.layout.is_split) {
@@ -323,13 +381,19 @@ bool decode_block(const StateBlock& from, const char* param16, const StateBlock&
     } else {
         std::copy_n(from.master(), numel, to.master());
     }
-    if (with_moments) copy_moments(from, tile_of(to, to.master(), 0, numel));
+    load_moments(from, tile_of(to, to.master(), 0, numel));
     return true;
 }
 
-void encode_block(const StateBlock& from, const StateBlock& to, bool with_moments)
+void encode_block(const StateBlock& from, const StateBlock& to)
 {
     const std::uint64_t numel = from.layout.numel;
+    for (int i = 0; i < to.layout.num_moments; ++i)
+        store_moment_exactly(from.moment(i), to.moment_from(i, 0), static_cast<std::size_t>(numel));
+    if (!to.layout.is_split) {
+        std::copy_n(from.master(), numel, to.master());
+        return;
+    }
     for (std::uint64_t i = 0; i < numel; ++i) {
         std::uint32_t bits;
         std::memcpy(&bits, from.master() + i, sizeof bits);
@@ -338,7 +402,6 @@ void encode_block(const StateBlock& from, const StateBlock& to, bool with_moment
     }
     to.joints()->num = Joints::kTooMany;
     to.joints()->has_high = 1;
-    if (with_moments) copy_moments(from, tile_of(to, nullptr, 0, numel));
 }
 
 }  // namespace fuyou

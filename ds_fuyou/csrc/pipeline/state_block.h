@@ -68,10 +68,13 @@ struct StateBlock {
     BlockLayout layout;
 
     float* master() const { return at<float>(layout.master); }  // of a whole block
-    float* moment(int which) const
+    float* moment(int which) const                              // of fp32
     {
         return at<float>(layout.moments[static_cast<std::size_t>(which)]);
     }
+    // From an element on, where codes begin at one of their blocks. The second moment is a sum of
+    // squares.
+    StoredMoment moment_from(int which, std::uint64_t element) const;
     std::uint16_t* low() const { return at<std::uint16_t>(layout.master); }  // of a split one
     std::uint16_t* high() const { return at<std::uint16_t>(layout.high); }
     Joints* joints() const { return at<Joints>(layout.joints); }
@@ -94,7 +97,10 @@ struct UpdateSegment {
 };
 
 struct BlockUpdate {
-    StateBlock from;  // of another memory and layout than `to`, or the same: updated in place
+    // Of another memory than `to`, with masters split in the one and whole in the other; or the
+    // same: updated in place. Moments are of one type in both. Whole masters that go to a split
+    // block are updated in their own, too.
+    StateBlock from;
     StateBlock to;
     bool zero_moments = false;          // those of `from` are, whatever stands there
     const char* old_param16 = nullptr;  // split `from`: of the same step; null: not at hand
@@ -122,13 +128,12 @@ struct BlockSums {
 BlockSums update_block(const BlockUpdate& how, const std::vector<UpdateSegment>& segments,
                        int num_threads);
 
-// `to`, whole := what `from` holds, in any layout. Without moments these are not looked at. False
-// if `from` contradicts itself, or needs P16 that is null.
-bool decode_block(const StateBlock& from, const char* param16, const StateBlock& to,
-                  bool with_moments);
-// `to`, split and with its upper halves := `from`, whole. Of the joints the first two words change
-// alone, so that a page that is written over another is one of both, wherever a cut of the power
-// leaves it.
-void encode_block(const StateBlock& from, const StateBlock& to, bool with_moments);
+// `to`, whole := what `from` holds, in any layout and of as many moments, or none. False if `from`
+// contradicts itself, or needs P16 that is null.
+bool decode_block(const StateBlock& from, const char* param16, const StateBlock& to);
+// `to`, in any layout, with its upper halves where it is split := `from`, whole. What
+// decode_block() gave stays the same to the bit. Of the joints the first two words change alone, so
+// that a page that is written over another is one of both, wherever a cut of the power leaves it.
+void encode_block(const StateBlock& from, const StateBlock& to);
 
 }  // namespace fuyou

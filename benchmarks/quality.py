@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What moments of fewer bits do to training: the example's GPT on real text, with warm-up, decay, clipping and weight
+decay, several seeds; the loss on text that was held out, and how far the curve departs from that of fp32.
+
+python -m benchmarks.quality --steps 300 --seeds 2 --layers 4 --width 256 --out quality.json
+
+Every run is a process of its own; with --out, runs that the file has already are not made again. States are in host
+memory: where they are changes no bit (tests/unit/test_rounded_moments.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+MOMENTS = ("fp32", "bf16", "int8")
+_SMOOTH = 20  # steps that a point of the curve is the mean of
+_HELD_OUT = 0.1  # of the text, its end
+_BATCHES = 16  # of it
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=list(MOMENTS))
+    parser.add_argument("--out", type=Path, help="keeps every curve")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.run is not None:
+        json.dump(trained(json.loads(arguments.run)), sys.stdout)
+        return
+    shape = {name: getattr(arguments, name) for name in ("steps", "layers", "width", "length", "batch", "lr")}
+    runs = _known(arguments.out, shape)
+    for seed in range(arguments.seeds):
+        for moments in arguments.moments:
+            if f"{moments}-{seed}" in runs:
+                continue
+            runs[f"{moments}-{seed}"] = _of_process({**shape, "moments": moments, "seed": seed})
+            if arguments.out is not None:
+                arguments.out.write_text(json.dumps({"shape": shape, "runs": runs}), encoding="utf-8")
+    sys.stdout.write(table(runs))
+
+
+def _known(out: Path | None, shape: dict[str, Any]) -> dict[str, Any]:
+    """Runs of the same shape that a file has."""
+    if out is None or not out.exists():
+        return {}
+    kept = json.loads(out.read_text(encoding="utf-8"))
+    return dict(kept["runs"]) if kept["shape"] == shape else {}
+
+
+def _of_process(spec: dict[str, Any]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.quality", "--run", json.dumps(spec)]
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **names}, stdout=subprocess.PIPE, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def trained(spec: dict[str, Any]) -> dict[str, Any]:
+    """Losses of every step, and at the end on text that was held out. Prints nothing to stdout."""
+    sys.path[:0] = [str(ROOT / "examples")]
+    stdout = os.dup(1)
+    os.dup2(2, 1)  # DeepSpeed prints
+    import deepspeed
+    import torch
+    from finetune import GPT
+    from text import manual
+
+    torch.manual_seed(spec["seed"])
+    steps, length, batch = spec["steps"], spec["length"], spec["batch"]
+    config = {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": spec["lr"], "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"total_num_steps": steps, "warmup_num_steps": max(1, steps // 10), "warmup_max_lr": spec["lr"]},
+        },
+        "zero_optimization": {"stage": 3},
+        "fuyou": {"enabled": True, "optimizer": {"moments": spec["moments"]}},
+    }
+    deepspeed.init_distributed("gloo")
+    model = GPT(spec["layers"], spec["width"], max(1, spec["width"] // 64), length, 256)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    data = manual()
+    end = int(len(data) * (1 - _HELD_OUT))
+    generator = torch.Generator().manual_seed(spec["seed"])
+
+    def rows(first: int, last: int, source: torch.Generator) -> torch.Tensor:
+        starts = torch.randint(first, last - length - 1, (batch,), generator=source)
+        return torch.stack([data[start : start + length + 1] for start in starts])
+
+    losses = []
+    for _ in range(steps):
+        loss = engine(rows(0, end, generator))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    held_out, same = [], torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(_BATCHES):
+            held_out.append(engine(rows(end, len(data), same)).item())
+    engine.destroy()
+    os.dup2(stdout, 1)
+    return {"losses": losses, "held_out": statistics.fmean(held_out)}
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    return [statistics.fmean(losses[max(0, i + 1 - _SMOOTH) : i + 1]) for i in range(len(losses))]
+
+
+def table(runs: dict[str, Any]) -> str:
+    """Of each kind of moments: the mean of all seeds, their spread, and how far they are from fp32 of the same seed."""
+    by_kind: dict[str, dict[int, dict[str, Any]]] = {}
+    for name, run in runs.items():
+        kind, seed = name.split("-")
+        by_kind.setdefault(kind, {})[int(seed)] = run
+    lines = [
+        "| moments | held-out loss, mean of seeds | spread of seeds | from fp32 | largest departure of the curve |",
+        "|---|---|---|---|---|",
+    ]
+    exact = by_kind.get("fp32", {})
+    for kind, seeds in by_kind.items():
+        ends = [run["held_out"] for run in seeds.values()]
+        both = [(exact[seed], run) for seed, run in seeds.items() if seed in exact]
+        apart = [abs(a - b) / a for one, other in both for a, b in zip(*_curves(one, other), strict=True)]
+        far = statistics.fmean(b["held_out"] / a["held_out"] - 1 for a, b in both) if both else float("nan")
+        lines.append(
+            f"| {kind} | {statistics.fmean(ends):.4f} | {max(ends) - min(ends):.4f} | {100 * far:+.2f} % | "
+            f"{100 * max(apart, default=float('nan')):.2f} % |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _curves(one: dict[str, Any], other: dict[str, Any]) -> tuple[list[float], list[float]]:
+    return smoothed(one["losses"]), smoothed(other["losses"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How moments are rounded, written anew from what was published, with torch's operators alone."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+BLOCK = 256
+
+
+@functools.cache
+def numbers(is_signed: bool) -> torch.Tensor:
+    """The dynamic map of arXiv 2110.02861: of every decade the middles of a linear grid, zero and one."""
+    found = [0.0, 1.0]
+    for decade in range(7):
+        grid = torch.linspace(0.1, 1, (1 if is_signed else 2) * 2**decade + 1)
+        middles = (10 ** (decade - 6) * (grid[:-1] + grid[1:]) / 2.0).tolist()
+        found += middles + ([-middle for middle in middles] if is_signed else [])
+    return torch.tensor(sorted(found))
+
+
+def codes(values: torch.Tensor, is_signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of whole blocks, ``(blocks, 256)``, and their scales."""
+    table = numbers(is_signed)
+    scales = values.abs().amax(-1).clip(1e-12)
+    quotients = values / scales.unsqueeze(-1)
+    below = torch.zeros_like(quotients, dtype=torch.long)
+    for half in (128, 64, 32, 16, 8, 4, 2, 1):
+        below = torch.where(quotients >= table[below + half], below + half, below)
+    above = (below + 1).clip(max=255)
+    is_nearer = quotients - table[below] >= (table[above] - table[below]) * 0.5
+    return torch.where(is_nearer, above, below), scales
+
+
+def rounded(values: torch.Tensor, moments: str, is_signed: bool) -> torch.Tensor:
+    """A moment of a chunk, fp32, 1-D, as a step leaves it."""
+    if moments == "fp32":
+        return values
+    if moments == "bf16":
+        return values.bfloat16().float()
+    short = -len(values) % BLOCK
+    blocks = torch.nn.functional.pad(values, (0, short)).view(-1, BLOCK)
+    found, scales = codes(blocks, is_signed)
+    return (numbers(is_signed)[found] * scales.unsqueeze(-1)).view(-1)[: len(values)]
