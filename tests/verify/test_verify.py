@@ -117,15 +117,26 @@ def _sampled(**changes: object) -> list[dict]:
 
 
 def test_how_far_rounded_moments_lead_is_told() -> None:
-    ours = _sampled(moments="bf16", losses=[1.5, 1.0])
-    ours[0]["samples"]["parameter"][1] = 4.5
-    assert "losses by 13 %, norms by 0 %, parameter by 10 %, exp_avg by 0 %" in nearness(_sampled(), ours)
-    for other in (
-        _sampled(losses=[1.5, 1.0]),
-        _sampled(moments="bf16", losses=[1.4, 1.25]),
-        _sampled(moments="bf16") * 2,
-    ):
-        assert nearness(_sampled(), other) == ""
+    ours = _sampled(moments="bf16", losses=[1.5, 1.25 * 1.01])
+    ours[0]["samples"]["parameter"][1] = 4.05
+    is_near, said = nearness(_sampled(), ours) or (None, "")
+    assert is_near
+    assert "losses by 0.64 %, norms by 0 %, parameter by 1 %, exp_avg by 0 %" in said
+    started_apart, two_ranks = _sampled(moments="bf16", losses=[1.4, 1.25]), _sampled(moments="bf16") * 2
+    for other in (_sampled(losses=[1.5, 1.0]), started_apart, two_ranks):
+        assert nearness(_sampled(), other) is None
+
+
+@pytest.mark.parametrize("value", [4.5, float("nan"), float("inf")])
+def test_what_rounded_moments_do_not_explain_is_different(value: float) -> None:
+    ours = _sampled(moments="int8")
+    ours[0]["samples"]["parameter"][1] = value
+    is_near, said = nearness(_sampled(), ours) or (None, "")
+    assert is_near is False
+    assert "DIFFERENT, by more than" in said
+    later = _sampled(moments="int8", losses=[1.5, 9.0], norms=[0.5], applied=[True])
+    stock = _sampled(norms=[0.5], applied=[True])
+    assert nearness(stock, later) is None  # two micro-batches of one step
 
 
 def test_equal_runs_have_no_differences() -> None:

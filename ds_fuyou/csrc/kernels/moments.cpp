@@ -11,6 +11,7 @@
 #include <immintrin.h>
 #endif
 
+#include "kernels/code_numbers.h"
 #include "kernels/elementwise.h"
 
 namespace fuyou {
@@ -36,9 +37,10 @@ std::uint32_t to_bits(float value)
 // The numbers, and codes by the upper half of a quotient.
 class CodeMap {
   public:
-    explicit CodeMap(bool is_signed) : is_signed_(is_signed)
+    explicit CodeMap(bool is_signed)
     {
-        make_numbers();
+        const std::uint32_t* bits = is_signed ? kSignedNumbers : kUnsignedNumbers;
+        for (std::size_t i = 0; i < numbers.size(); ++i) numbers[i] = from_bits(bits[i]);
         make_buckets();
     }
 
@@ -155,30 +157,6 @@ class CodeMap {
     static constexpr int kPlaceBits = 17;  // of the lower half where the next code begins
     static constexpr std::uint32_t kPlaceMask = (1U << kPlaceBits) - 1, kNoPlace = 0x10000U;
 
-    // Of the decade [0.1, 1) * 10^-k a linear grid's middles, half as many with every k; zero; one.
-    void make_numbers()
-    {
-        std::size_t at = 0;
-        for (int i = 0; i < 7; ++i) {
-            const int num = is_signed_ ? 1 << i : 2 << i;
-            const float step = (1.0F - 0.1F) / static_cast<float>(num);
-            const auto bound = [&](int which) {  // from both ends, as numeric libraries do
-                return which < (num + 1) / 2 ? 0.1F + step * static_cast<float>(which)
-                                             : 1.0F - step * static_cast<float>(num - which);
-            };
-            const float decade = static_cast<float>(std::pow(10.0, i - 6));
-            for (int which = 0; which < num; ++which) {
-                const float middle = (bound(which) + bound(which + 1)) / 2.0F * decade;
-                numbers[at++] = middle;
-                if (is_signed_) numbers[at++] = -middle;
-            }
-        }
-        numbers[at++] = 0.0F;
-        numbers[at++] = 1.0F;
-        if (at != numbers.size()) throw std::logic_error("codes have 256 numbers");
-        std::sort(numbers.begin(), numbers.end());
-    }
-
     void make_buckets()
     {
         for (std::uint32_t sign = 0; sign < 2; ++sign) {
@@ -209,7 +187,6 @@ class CodeMap {
         }
     }
 
-    const bool is_signed_;
     alignas(64) std::array<std::uint32_t, 2 * kBuckets> buckets_;
 };
 
