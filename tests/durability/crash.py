@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills for hours (``make crash``): ``python -m tests.durability.crash [--minutes M] [--seed S] [--store N] ...``.
+"""Kills for hours (``make crash``): ``python -m tests.durability.crash [--kills N] [--store N] [--seed S] ...``.
 
 Engine runs of 1, 2 and 4 ranks are killed, all ranks, some, or the launcher, once to three times: while they begin,
 train, save, load, go on in place, or end; and so is what takes weights out. Then a run goes on to the last step, and
@@ -34,11 +34,13 @@ from tests.durability.runs import kill_some, launch, run_to_end, steps_in, wait_
 from tests.durability.store_crashes import sweep as store_sweep
 from tests.durability.test_resume import ALL_STORED, differences
 from tests.harness.forked import finish, start
+from tests.harness.outcomes import Outcomes, add_arguments
 from tests.harness.ports import remove_shared_buffers
 from tests.harness.runner import HERE, environment
 
 STEPS = 6
 BEGINS_SECS = 2.5
+BATCH = 5_000  # crashes of the store
 NUM_RANKS = {1: 6, 2: 3, 4: 1}  # with these weights
 KINDS: dict[str, dict[str, Any]] = {
     "states": {"config": {"gradient_clipping": 0.5}},
@@ -273,87 +275,111 @@ class References:
         return path
 
 
-def table(
-    made: dict[str, int],
-    kills: Counter[tuple[str, int]],
-    lost: Counter[int | None],
-    runs: int,
-    args: Any,
-    wrong: list[str],
-) -> str:
+def table(lines: list[dict[str, Any]], args: argparse.Namespace) -> str:
+    """Of all that was done so far."""
     sizes = sorted(NUM_RANKS)
-    lines = [
+    alone, lives = [each for each in lines if "made" in each], [each for each in lines if "phases" in each]
+    made = Counter[str]()
+    for each in alone:
+        made.update(each["made"])
+    kills = Counter((phase, life["ranks"]) for life in lives for phase in life["phases"])
+    kinds = Counter(kind for life in lives for kind in [life["kind"]] * len(life["phases"]))
+    lost = Counter(life["lost"] for life in lives)
+    wrong = [what for each in lines for what in each["wrong"]]
+    secs_alone, secs = (sum(each["secs"] for each in those) or 1.0 for those in (alone, lives))
+    done = [
         "# Kills and power cuts",
         "",
-        f"`make crash`, seed {args.seed}: {args.minutes:g} minutes of engine runs, Linux {platform.release()}, "
-        f"{os.cpu_count()} cores, torch {torch.__version__}.",
-        "Each run was killed once to three times, then ended in peace; what it left after every step was "
-        "compared, to the",
-        "bit, with what an undisturbed run left.",
+        f"`make crash`, seed {args.seed}; Linux {platform.release()}, {os.cpu_count()} cores, torch "
+        f"{torch.__version__}.",
+        f"Of the store alone {sum(made.values()) / secs_alone:.0f} crashes a second, {secs_alone / 60:.0f} minutes; "
+        f"{kills.total() / secs:.2f} kills of runs a second, {secs / 60:.0f} minutes.",
+        "Each run was killed a few times, then ended in peace; what it left after every step was compared, to the bit,",
+        "with what an undisturbed run left.",
         "",
         "| the store alone | cases |",
         "|---|---:|",
         *(f"| {what} | {number:,} |" for what, number in made.items()),
         "",
-        f"| {runs} engine runs: killed while | "
+        f"| {len(lives)} engine runs: killed while | "
         + " | ".join(f"{size} rank{'s' * (size > 1)}" for size in sizes)
         + " |",
         "|---" + "|---:" * len(sizes) + "|",
         *(f"| {phase} | " + " | ".join(f"{kills[phase, size]:,}" for size in sizes) + " |" for phase in PHASES),
         "| all | " + " | ".join(f"{sum(n for (_, s), n in kills.items() if s == size):,}" for size in sizes) + " |",
         "",
+        "Of these " + ", ".join(f"{kind}: {number:,}" for kind, number in sorted(kinds.items())) + ".",
+        "",
         "Steps that had returned and were made again, where a step's return was seen last before a kill: "
-        + ", ".join(f"{steps}: {number}" for steps, number in sorted(lost.items()) if steps is not None)
+        + ", ".join(f"{steps}: {number}" for steps, number in sorted(lost.items()))
         + ". (-1: the record was written before the return was seen. More than 1: a checkpoint was being loaded, or "
         "the run had ended.)",
         "",
         f"Not as promised: {len(wrong)}.",
         *(f"* {what}" for what in wrong[:20]),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(done) + "\n"
+
+
+def crash_stores(args: argparse.Namespace, outcomes: Outcomes) -> None:
+    """Kills and power cuts of the store alone, in batches."""
+    batches = [each for each in outcomes.lines if "made" in each]
+    done, number = sum(sum(each["made"].values()) for each in batches), len(batches)
+    while done < args.store and not outcomes.is_over():
+        begin = time.monotonic()
+        made, wrong = store_sweep(BATCH * (args.seed + number), BATCH // 50, BATCH - BATCH // 50)
+        outcomes.add({"made": made, "wrong": wrong, "secs": round(time.monotonic() - begin, 2)})
+        done, number = done + sum(made.values()), number + 1
+
+
+def crash_runs(args: argparse.Namespace, outcomes: Outcomes, root: Path) -> None:
+    """Lives of engine runs, one after the other."""
+    lives = [each for each in outcomes.lines if "phases" in each]
+    done, number = sum(len(each["phases"]) for each in lives), len(lives)
+    references = References(root)
+    while done < args.kills and not outcomes.is_over():
+        chance, begin = random.Random(args.seed + number), time.monotonic()
+        world_size = args.ranks or chance.choices(list(NUM_RANKS), list(NUM_RANKS.values()))[0]
+        kind = chance.choice(list(KINDS))
+        life = Life(root / f"run{number}", world_size, kind, chance)
+        wrong = live(life, references.of(kind, world_size), args.phases)
+        phases = [phase for phase, _ in life.kills]
+        said = f"{life.root.name}, {world_size} ranks, {kind}, {phases}: {wrong or 'equal'}"
+        sys.stdout.write(said + "\n")
+        sys.stdout.flush()
+        if not wrong:
+            shutil.rmtree(life.root)
+        line = {"phases": phases, "ranks": world_size, "kind": kind, "lost": life.kills[-1][1]}
+        secs = round(time.monotonic() - begin, 2)
+        outcomes.add({**line, "wrong": [said] if wrong else [], "secs": secs})
+        done, number = done + len(phases), number + 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60.0, help="for engine runs")
-    parser.add_argument("--store", type=int, default=100_000, help="cases of the store alone, a fiftieth of them kills")
+    parser.add_argument("--kills", type=int, default=2_000, help="of engine runs")
+    parser.add_argument("--store", type=int, default=100_000, help="crashes of the store alone, 1 of 50 a kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=[], help="every run is killed in these, in turn")
     parser.add_argument("--ranks", type=int, choices=NUM_RANKS, help="of every run; default: at random")
     parser.add_argument("--path", type=Path, help="where; default: the temporary directory")
     parser.add_argument("--table", type=Path)
+    add_arguments(parser, "crash.jsonl", 600.0)
     args = parser.parse_args()
-    made, wrong = store_sweep(args.seed, args.store // 50, args.store - args.store // 50)
-    sys.stdout.write(f"the store alone: {made}, wrong: {wrong}\n")
-    kills: Counter[tuple[str, int]] = Counter()
-    lost: Counter[int | None] = Counter()
-    end, runs = time.monotonic() + 60 * args.minutes, 0
+    outcomes = Outcomes(args.outcomes, args.minutes)
+    crash_stores(args, outcomes)
     root = Path(tempfile.mkdtemp(prefix="fuyou-crash-", dir=args.path))
-    references = References(root)
-    while time.monotonic() < end:
-        chance = random.Random(args.seed + runs)
-        world_size = args.ranks or chance.choices(list(NUM_RANKS), list(NUM_RANKS.values()))[0]
-        kind = chance.choice(list(KINDS))
-        reference = references.of(kind, world_size)
-        life = Life(root / f"run{runs}", world_size, kind, chance)
-        found = live(life, reference, args.phases)
-        runs += 1
-        kills.update((phase, world_size) for phase, _ in life.kills)
-        lost[life.kills[-1][1]] += 1
-        sys.stdout.write(f"{life.root.name}: {world_size} ranks, {kind}, {life.kills}: {found or 'equal'}\n")
-        sys.stdout.flush()
-        if found:
-            wrong.append(
-                f"{life.root.name} ({world_size} ranks, {kind}, {[phase for phase, _ in life.kills]}): {found}"
-            )
-        else:
-            shutil.rmtree(life.root)
-        if args.table is not None:
-            args.table.write_text(table(made, kills, lost, runs, args, wrong), encoding="utf-8")
-    sys.stdout.write(table(made, kills, lost, runs, args, wrong))
-    if not wrong:
+    crash_runs(args, outcomes, root)
+    text = table(outcomes.lines, args)
+    sys.stdout.write(text)
+    if args.table is not None:
+        args.table.write_text(text, encoding="utf-8")
+    is_wrong = any(each["wrong"] for each in outcomes.lines)
+    if is_wrong:
+        sys.stdout.write(f"files of what was wrong: {root}\n")
+    else:
         shutil.rmtree(root)
-    return int(bool(wrong))
+    return int(is_wrong)
 
 
 if __name__ == "__main__":

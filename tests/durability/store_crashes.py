@@ -6,8 +6,9 @@ closes and takes it over again, goes back to the commit before, grows and shrink
 
 * :func:`kill_one`: a forked process makes it, in files that are there, and is killed at a random instant.
 * :class:`PowerCuts`: it is made once, and every system call that changes files is noted. Then the files are built as a
-  power cut after the n-th of these calls may leave them. Lost or torn are: of writes, any pages of 512 bytes since that
-  file was synced; of names made, renamed and removed, any that came after a certain one since the directory was synced.
+  power cut after each of these calls may leave them, with none, some or all of what was not synced. Lost or torn are:
+  of writes, any pages of 512 bytes since that file was synced; of names made, renamed and removed, any that came after
+  a certain one since the directory was synced.
 
 Nothing here needs torch, so a case takes milliseconds.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import mmap
 import os
@@ -421,7 +423,8 @@ class _Disk:
     names: dict[int, dict[str, tuple[int, bool]]] = field(default_factory=lambda: {0: {}})
     modes: dict[int, int] = field(default_factory=dict)
 
-    def apply(self, call: _Call, keeps: Callable[[], bool]) -> None:
+    def apply(self, call: _Call, share: float, chance: random.Random) -> None:
+        """``share``: of a write's sectors, those that reached the disk."""
         if call.kind in ("create", "mkdir"):
             self.names.setdefault(call.target, {})[call.name] = (call.other, call.kind == "mkdir")
             self.modes[call.other] = call.mode
@@ -436,20 +439,24 @@ class _Disk:
             if call.name in names and other in names:
                 names[call.name], names[other] = names[other], names[call.name]
         elif call.kind == "write":
-            data = self.files.setdefault(call.target, bytearray())
-            at = 0
-            while at < len(call.data):
-                size = min(SECTOR - (call.offset + at) % SECTOR, len(call.data) - at)
-                if keeps():
-                    end = call.offset + at + size
-                    data.extend(bytes(max(0, end - len(data))))
-                    data[end - size : end] = call.data[at : at + size]
-                at += size
-        elif call.kind in ("truncate", "extend") and keeps():
+            self._write(call, share, chance)
+        elif call.kind in ("truncate", "extend") and (share == 1.0 or chance.random() < share):
             data = self.files.setdefault(call.target, bytearray())
             data.extend(bytes(max(0, call.offset - len(data))))
             if call.kind == "truncate":
                 del data[call.offset :]
+
+    def _write(self, call: _Call, share: float, chance: random.Random) -> None:
+        data, begin, end = self.files.setdefault(call.target, bytearray()), call.offset, call.offset + len(call.data)
+        if share == 1.0:
+            data.extend(bytes(max(0, end - len(data))))
+            data[begin:end] = call.data
+            return
+        for sector in range(begin // SECTOR, -(-end // SECTOR)) if share else ():
+            if chance.random() < share:
+                first, last = max(begin, sector * SECTOR), min(end, (sector + 1) * SECTOR)
+                data.extend(bytes(max(0, last - len(data))))
+                data[first:last] = call.data[first - begin : last - begin]
 
     def build(self, root: Path, number: int = 0) -> None:
         for name, (other, is_directory) in self.names.get(number, {}).items():
@@ -464,11 +471,12 @@ class _Disk:
                     os.close(fd)
 
 
+SHARES = (0.0, 0.1, 0.5, 0.9, 1.0)  # the last is what a kill leaves
 _OF_NAMES = ("create", "mkdir", "unlink", "rename", "exchange")
 
 
 class PowerCuts:
-    """One history; :meth:`cut` as often as wanted."""
+    """One history, and every :meth:`cuts` of it."""
 
     def __init__(self, root: Path, seed: int, num_actions: int = 12) -> None:
         chance = random.Random(seed)
@@ -485,23 +493,23 @@ class PowerCuts:
         self.calls = self._recorder.calls
         _remove(root)
 
-    def cut(self, root: Path, chance: random.Random) -> str:
-        """After a random call; "" or what is wrong. ``root`` is empty before and after."""
-        at = chance.randrange(len(self.calls)) + 1
-        told = self.calls[at].told if at < len(self.calls) else self._recorder.told
-        disk = self._left(at, chance)
-        disk.build(root)
-        paths = [root / name for name in self.names]
-        for path in paths:
-            path.mkdir(exist_ok=True)
-        wrong = check(paths, told)
-        if not wrong:
-            _remove(root)
-        return f"cut after {at} of {len(self.calls)}: {wrong}" if wrong else ""
+    def cuts(self, root: Path, chance: random.Random) -> Iterator[str]:
+        """After every call, each with every share of unsynced writes kept; "" or what is wrong. ``root`` is empty
+        before and after, unless something is wrong.
+        """
+        for at in range(1, len(self.calls) + 1):
+            told = self.calls[at].told if at < len(self.calls) else self._recorder.told
+            for share in SHARES:
+                self._left(at, share, chance).build(root)
+                paths = [root / name for name in self.names]
+                for path in paths:
+                    path.mkdir(exist_ok=True)
+                wrong = check(paths, told)
+                if not wrong:
+                    _remove(root)
+                yield f"cut after {at} of {len(self.calls)}, {share} kept: {wrong}" if wrong else ""
 
-    def _left(self, at: int, chance: random.Random) -> _Disk:
-        """``kept``: the share of unsynced writes that reached the disk; all of them is what a kill leaves."""
-        kept = chance.choice([0.0, 0.1, 0.5, 0.9, 1.0])
+    def _left(self, at: int, kept: float, chance: random.Random) -> _Disk:
         synced: dict[int, int] = {}
         for index, call in enumerate(self.calls[:at]):
             if call.kind == "sync":
@@ -510,11 +518,10 @@ class PowerCuts:
         disk = _Disk()
         for index, call in enumerate(self.calls[:at]):
             is_durable = index < synced.get(call.target, -1)
-            if call.kind in _OF_NAMES:
-                if is_durable or kept == 1.0 or index <= names_until[call.target]:
-                    disk.apply(call, lambda: True)
-            else:
-                disk.apply(call, lambda d=is_durable: d or chance.random() < kept)  # type: ignore[misc]
+            if call.kind not in _OF_NAMES:
+                disk.apply(call, 1.0 if is_durable else kept, chance)
+            elif is_durable or kept == 1.0 or index <= names_until[call.target]:
+                disk.apply(call, 1.0, chance)
         return disk
 
 
@@ -535,8 +542,9 @@ def scratch() -> tempfile.TemporaryDirectory[str]:
     )
 
 
-def sweep(seed: int, num_kills: int, num_cuts: int, cuts_a_history: int = 200) -> tuple[dict[str, int], list[str]]:
-    """Counts and what was wrong, at most ten of them."""
+def sweep(seed: int, num_kills: int, num_cuts: int) -> tuple[dict[str, int], list[str]]:
+    """Counts and what was wrong, at most ten of them. Cuts of one history after the other, each to its end if
+    ``num_cuts`` reaches."""
     wrong: list[str] = []
     made = {"kills": 0, "power cuts": 0}
     logging.disable(logging.CRITICAL)
@@ -550,19 +558,18 @@ def sweep(seed: int, num_kills: int, num_cuts: int, cuts_a_history: int = 200) -
                 if found:
                     wrong.append(f"kill {number}: {found}")
                     root.rename(Path(directory) / f"kill{number}")
-            for number in range(seed, seed + (num_cuts + cuts_a_history - 1) // cuts_a_history):
+            number = seed
+            while made["power cuts"] < num_cuts and len(wrong) < 10:
                 root = Path(directory) / "cut"
                 root.mkdir(exist_ok=True)
                 history, chance = PowerCuts(root, number), random.Random(number)
-                for _ in range(min(cuts_a_history, num_cuts - made["power cuts"])):
-                    found = history.cut(root, chance)
+                for found in itertools.islice(history.cuts(root, chance), num_cuts - made["power cuts"]):
                     made["power cuts"] += 1
                     if found:
                         wrong.append(f"power cut {number}: {found}")
                         root.rename(Path(directory) / f"cut{made['power cuts']}")
                         root.mkdir()
-                if len(wrong) >= 10:
-                    break
+                number += 1
     finally:
         logging.disable(logging.NOTSET)
     return made, wrong

@@ -7,6 +7,6 @@ from tests.durability.store_crashes import sweep
 
 
 def test_kills_and_power_cuts_leave_a_whole_committed_state() -> None:
-    made, wrong = sweep(seed=0, num_kills=60, num_cuts=1200, cuts_a_history=60)
+    made, wrong = sweep(seed=0, num_kills=60, num_cuts=4000)
     assert wrong == []
-    assert made == {"kills": 60, "power cuts": 1200}
+    assert made == {"kills": 60, "power cuts": 4000}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hostile documents (``make fuzz``): ``python -m tests.faults.fuzz [--cases N] [--seed S] [--table FILE]``.
+"""Hostile documents (``make fuzz``): ``python -m tests.faults.fuzz [--cases N] [--seed S] [--table FILE] ...``.
 
 Manifests, commit records, contents, plans, configurations, model configurations, traces, profiles and tables of points:
 a good one is changed at random, mostly so that it is still JSON with a right checksum, and given to all that read it.
@@ -24,7 +24,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -44,11 +44,13 @@ from ds_fuyou.storage import cleanup, records
 from ds_fuyou.storage.store import RegionSpec, RunIdentity, SlotStore
 from ds_fuyou.storage.store_files import read_directory_manifest
 from ds_fuyou.telemetry.lane_times import read_trace
+from tests.harness.outcomes import Outcomes, add_arguments
 from tests.harness.runner import ds_config
 
 LIMIT_SECS = 20
 LONGEST_MESSAGE = 2000
 DEEP = 100_000
+BATCH = 1_000
 
 Reader = Callable[[Path], Any]
 
@@ -425,14 +427,19 @@ def _make(target: Target, state: StateFiles, chance: random.Random) -> str:
     return text
 
 
-def table(counts: Counter[tuple[str, str]], wrong: list[Wrong], args: argparse.Namespace, secs: float) -> str:
+def table(lines: list[dict[str, Any]], args: argparse.Namespace) -> str:
+    """Of all batches."""
+    counts = Counter[tuple[str, str]]()
+    for line in lines:
+        counts.update({(name, column): number for name, column, number in line["counts"]})
     names = list(dict.fromkeys(name for name, _ in counts))
     columns = ("documents", "read", "refused", "wrong")
-    lines = [
+    secs = sum(line["secs"] for line in lines) or 1.0
+    done = [
         "# Hostile documents",
         "",
-        f"`make fuzz`, seed {args.seed}, {secs / 60:.0f} minutes; Linux {platform.release()}, torch "
-        f"{torch.__version__}.",
+        f"`make fuzz`, seed {args.seed}: {len(lines) * BATCH / secs:.0f} documents a second, {secs / 60:.0f} minutes; "
+        f"Linux {platform.release()}, torch {torch.__version__}.",
         "Every document is given to all that read it. Refused: with one line, of an exception of the package, "
         "of at most",
         f"{LONGEST_MESSAGE} characters. Wrong: another exception, or more than {LIMIT_SECS} s.",
@@ -442,9 +449,9 @@ def table(counts: Counter[tuple[str, str]], wrong: list[Wrong], args: argparse.N
         *(f"| {name} | " + " | ".join(f"{counts[name, column]:,}" for column in columns) + " |" for name in names),
         "| all | " + " | ".join(f"{sum(counts[name, column] for name in names):,}" for column in columns) + " |",
         "",
-        *(f"* {each.target}: {each.what}" for each in wrong),
+        *dict.fromkeys(f"* {each['target']}: {each['what']}" for line in lines for each in line["wrong"]),
     ]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join(done).rstrip() + "\n"
 
 
 def main() -> int:
@@ -452,16 +459,22 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=120_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--table", type=Path)
+    add_arguments(parser, "fuzz.jsonl", 600.0)
     args = parser.parse_args()
-    begin = time.monotonic()
-    counts, wrong = sweep(args.cases, args.seed)
-    text = table(counts, wrong, args, time.monotonic() - begin)
+    outcomes = Outcomes(args.outcomes, args.minutes)
+    while len(outcomes.lines) * BATCH < args.cases and not outcomes.is_over():
+        begin = time.monotonic()
+        counts, wrong = sweep(BATCH, args.seed + len(outcomes.lines))
+        named = [(name, column, number) for (name, column), number in counts.items()]
+        secs = round(time.monotonic() - begin, 3)
+        outcomes.add({"counts": named, "wrong": [asdict(each) for each in wrong], "secs": secs})
+        for each in wrong:
+            sys.stdout.write(f"-- {each.target}: {each.what}\n{each.text[:600]}\n")
+    text = table(outcomes.lines, args)
     sys.stdout.write(text)
-    for each in wrong:
-        sys.stdout.write(f"-- {each.target}: {each.what}\n{each.text[:600]}\n")
     if args.table is not None:
         args.table.write_text(text, encoding="utf-8")
-    return int(bool(wrong))
+    return int(any(line["wrong"] for line in outcomes.lines))
 
 
 if __name__ == "__main__":
