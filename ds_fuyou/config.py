@@ -263,7 +263,11 @@ class PlanOverrides(_Settings):
     num_threads: Threads | None = Field(None, description="Threads of the CPU optimizer.")
     queue_depth: QueueDepth | None = Field(None, description="I/O requests in flight at once.")
     block_bytes: BlockBytes | None = Field(None, description="Largest single I/O request, in bytes.")
-    slots: Literal[1, 2] | None = Field(None, description="Slots of a chunk on storage.")
+    slots: Literal[1, 2, 3] | None = Field(
+        None,
+        description="Slots of a chunk on storage. Three, the choice under `checkpoint.save: background` where disks "
+        "have room, spread such a checkpoint over many steps.",
+    )
     small_param_bytes: ByteCount | None = Field(
         None,
         description="P16 partitions on storage of fewer bytes stay in host memory once a step has read them, until "
@@ -297,7 +301,7 @@ class CheckpointSettings(_Settings):
     save: Literal["blocking", "background"] = Field(
         "blocking",
         description="`background`: `save_checkpoint` returns as soon as it is fixed what is saved; the folder appears, "
-        "and `latest` with it, when it is whole, a step or two later. `engine.fuyou_wait_checkpoint()`, called by "
+        "and `latest` with it, when it is whole, some steps later. `engine.fuyou_wait_checkpoint()`, called by "
         "every rank, waits for that. Scripts that touch the folder right after the call, or delete older checkpoints "
         "then, need `blocking`.",
     )
@@ -366,6 +370,11 @@ class FuyouConfig(_Settings):
         None,
         description="Expert values, or a plan that `fuyou plan --out` saved: an object, or the path of its JSON file.",
     )
+
+    @property
+    def relies_on_slots(self) -> bool:
+        """Somebody will go on from what is in slots: nothing may keep a commit from being written."""
+        return self.durable or self.resume == "auto" or self.keep_state
 
 
 def load_block(ds_config: Mapping[str, Any]) -> FuyouConfig | None:

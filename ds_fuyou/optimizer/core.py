@@ -137,7 +137,7 @@ class OutOfCoreOptimizer:
     @property
     def keeps_steps(self) -> bool:
         """Whether a run that is killed can be gone on with from its state files: none of the state is in memory."""
-        return self.options.num_slots == 2 and not any(self.place.residency.states)
+        return self.options.num_slots >= 2 and not any(self.place.residency.states)
 
     @property
     def generation(self) -> int:
@@ -491,7 +491,7 @@ class OutOfCoreOptimizer:
 
     def slot_on_storage(self, chunk: int, slot: int) -> int:
         """What the pipeline calls ``slot`` of a chunk."""
-        return slot ^ self._first_slot[chunk]
+        return (slot + self._first_slot[chunk]) % self.options.num_slots
 
     def _replaced_p32(self, chunk: int, address: int) -> None:
         self.pipeline.replace_state(chunk, address, has_moments=False)

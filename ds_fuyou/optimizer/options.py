@@ -45,7 +45,7 @@ class CoreOptions:
 
     def can_speculate(self, residency: ChunkResidency) -> bool:
         """Speculation needs chunks with a spare slot, and backward to hide behind."""
-        return not all(residency.states) and self.num_slots == 2 and self.overlap is not Overlap.NONE
+        return not all(residency.states) and self.num_slots >= 2 and self.overlap is not Overlap.NONE
 
     @property
     def num_param_versions(self) -> int:

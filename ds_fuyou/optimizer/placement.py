@@ -228,7 +228,7 @@ class ChunkPlacement:
         residency, index = self.residency, chunk.index
         in_memory = residency.params[index]
         num_slots = 1 if in_memory and state is not None else self._options.num_slots
-        slots = [slot ^ first_slot for slot in range(num_slots)]
+        slots = [(slot + first_slot) % self._options.num_slots for slot in range(num_slots)]
         return {
             "whole": native(self.whole, chunk.numel),
             "resident": native(self.resident, chunk.numel),

@@ -6,13 +6,15 @@ Which updates wait for it, and which hand over what they replace, is the pipelin
 if an update waits for them, and compared with their checksums. Where storage bounds a step it is never idle, and nearly
 all states are handed over.
 
-Where the file system shares blocks with the checkpoint's file, nothing is handed over, and no update waits: states are
-cloned at once, and read from there for their checksums, a fifth of the time.
+Where chunks have three slots nothing on storage is handed over, and no update waits for it: states are read and written
+a fifth of the time, and whenever storage is idle. So they are where the file system shares blocks with the checkpoint's
+file, for their checksums: there they are cloned at once.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 import time
@@ -36,13 +38,13 @@ from ds_fuyou.storage.types import PAGE_BYTES, Extent
 if TYPE_CHECKING:
     from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 
-__all__ = ["Snapshot"]
+__all__ = ["Pace", "Snapshot"]
 
 _NUM_READING = SAVE_BLOCKS_READ
 _NUM_LENT = SAVE_BLOCKS - _NUM_READING
 Clone = Callable[[Chunk, Sequence[Sequence[Extent]]], list[Extent] | None]
 
-_REST = 4.0  # times that a clone took to be read
+_REST = 4.0  # times that a state took
 _LOOK_SECS = 0.02  # after which storage may have become idle
 _BEHIND, _FIRST = 1 << 62, 0  # priorities of reads; those of updates lie between
 
@@ -68,6 +70,23 @@ class _Taken:
         return all(transfer.done() for transfer in self.transfers)
 
 
+class Pace:
+    """Of what is moved behind training, one piece after the other: a fifth of the time."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._begin, self._rests_until = 0.0, -math.inf
+
+    def is_due(self) -> bool:
+        return self._now() >= self._rests_until
+
+    def begin(self) -> None:
+        self._begin, self._rests_until = self._now(), math.inf
+
+    def end(self) -> None:
+        self._rests_until = self._now() + _REST * (self._now() - self._begin)
+
+
 class Snapshot:
     """Made by the training thread, between two steps; then used by one thread. One at a time."""
 
@@ -78,6 +97,7 @@ class Snapshot:
         self._ended = threading.Event()
         self._is_given_up = False
         self._hurries = threading.Event()
+        self._pace = Pace() if core.options.num_slots > 2 else None
         self._clone: Clone | None = None
         self._cloned: list[tuple[Chunk, int, list[Extent]]] = []
         chunks = core.layout.chunks
@@ -128,6 +148,8 @@ class Snapshot:
                 taken = reading.popleft()
                 self._settle(taken)
                 yield taken.chunk, self._core.states.parts(taken.chunk, taken.state)
+                if taken.transfers and self._pace is not None:
+                    self._pace.end()
                 if taken.is_lent:
                     self._pipeline.lend_buffer(taken.block.data_ptr())
                 else:
@@ -161,7 +183,8 @@ class Snapshot:
         # What is read here has come, or is what is in flight.
         is_idle = core.io.engine.num_in_flight <= sum(not taken.is_there() for taken in reading)
         timeout_secs = 0.0 if reading else SLICE_SECS if is_idle else _LOOK_SECS
-        kept = self._pipeline.take_kept(timeout_secs, is_idle or self._clone is not None)
+        is_due = self._hurries.is_set() or (self._pace is not None and self._pace.is_due())
+        kept = self._pipeline.take_kept(timeout_secs, is_idle or is_due or self._clone is not None)
         if kept is None:
             return None
         index, slot, address, is_wanted = kept
@@ -179,7 +202,9 @@ class Snapshot:
             core.states.copy_resident(chunk, state, with_moments=True)
             self._pipeline.release_kept(index)
             return _Taken(chunk, block, state, slot)
-        has_moments, priority = index not in self._without_moments, _FIRST if is_wanted else _BEHIND
+        has_moments, priority = index not in self._without_moments, _FIRST if is_wanted or is_due else _BEHIND
+        if self._pace is not None:
+            self._pace.begin()
         coded = self._coded.get(block.data_ptr())
         where = core.states.stored(chunk, slot, state, coded, has_moments=has_moments)
         if not has_moments:

@@ -249,7 +249,7 @@ def built_plan(
         num_threads=overrides.get("num_threads", _num_threads(given)),
         queue_depth=overrides.get("queue_depth", queue_depth(given.num_paths)),
         block_bytes=overrides.get("block_bytes", MIB),
-        slots=overrides.get("slots", 2),
+        slots=overrides.get("slots", 3 if given.saves_behind else 2),
         activation_bytes=activation_bytes,
         kept_activation_bytes=kept,
         smallest_swapped_bytes=overrides.get("smallest_swapped_bytes", _SMALLEST_SWAPPED_BYTES),

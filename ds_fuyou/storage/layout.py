@@ -105,36 +105,38 @@ def device_capacities(facts: Sequence[PathFacts], reserve_share: float = 0.0) ->
 def choose_num_slots(
     paths: Sequence[Path],
     bytes_one_slot: int,
-    bytes_two_slots: int,
+    bytes_wanted: int,
     budget: int | None = None,
     *,
+    wanted: int = 2,
     bytes_of_others: int = 0,
     swaps_activations: bool = False,
     bytes_stale: int = 0,
     probe: Probe = probe_path,
 ) -> SlotChoice:
-    """Two slots where budget and free space hold them, else one with the text of the warning that is due.
+    """As many slots as are ``wanted`` (``bytes_wanted`` of them) where budget and free space hold them, else one with
+    the text of the warning that is due.
 
-    Two slots leave a share of every device to others, and of devices and budget to activations that come later. It
+    They leave a share of every device to others, and of devices and budget to activations that come later. It
     does not check that one slot fits; creating the store does.
 
     Args:
-        bytes_of_others: two slots of the other ranks that use one of these devices; none has created its store yet.
+        bytes_of_others: as many slots of the other ranks that use one of these devices; none has created its store yet.
         bytes_stale: what dead runs left on the paths.
         budget: this rank's.
     """
     for_activations = _ACTIVATION_SHARE if swaps_activations else 0.0
     capacity = sum(device_capacities([probe(path) for path in paths], RESERVE_SHARE + for_activations).values())
     beside = " beside activations that are swapped" if swaps_activations else ""
-    if budget is not None and bytes_two_slots > (1 - for_activations) * budget:
+    if budget is not None and bytes_wanted > (1 - for_activations) * budget:
         limit = f"nvme_budget_bytes is {budget}{beside}"
-    elif bytes_two_slots + bytes_of_others > capacity:
+    elif bytes_wanted + bytes_of_others > capacity:
         limit = f"{capacity} bytes can be used on {', '.join(str(path) for path in paths)}{beside}"
         limit += f"; other ranks need {bytes_of_others} of them" if bytes_of_others else ""
         limit += f"; dead runs left {bytes_stale} bytes there, which `fuyou clean` frees" if bytes_stale else ""
     else:
-        return SlotChoice(2, "")
-    limit = f"two need {bytes_two_slots} bytes and {limit}"
+        return SlotChoice(wanted, "")
+    limit = f"two need {bytes_wanted} bytes and {limit}"
     reason = (
         f"one slot a chunk: {limit}. With one ({bytes_one_slot} bytes) "
         f"crash consistency and speculate are lost: updates wait for the end of backward, and a "

@@ -17,9 +17,19 @@ from typing import TypeAlias
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage.types import PAGE_BYTES
 
-__all__ = ["NETWORK_FILESYSTEMS", "PathFacts", "Probe", "enable_direct", "filesystem_type", "open_path", "probe_path"]
+__all__ = [
+    "NETWORK_FILESYSTEMS",
+    "SHARING_FILESYSTEMS",
+    "PathFacts",
+    "Probe",
+    "enable_direct",
+    "filesystem_type",
+    "open_path",
+    "probe_path",
+]
 
 NETWORK_FILESYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "fuse.sshfs", "fuse.glusterfs", "9p", "lustre"})
+SHARING_FILESYSTEMS = frozenset({"xfs", "btrfs"})  # files can share blocks
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 

@@ -545,9 +545,8 @@ class SlotStore:
 
     def _check_slots(self, step: int, slots: Mapping[str, int]) -> None:
         for name, slot in slots.items():
-            known = self._regions.get(name)
-            if not 0 <= slot < (known.num_slots if known else 2):
-                raise ValueError(f"the slot of {name} must be 0 or 1 and exist, found {slot}")
+            if not 0 <= slot < _num_slots(name, self._regions):
+                raise ValueError(f"the slot of {name} must exist, found {slot}")
         if step < 0:
             raise ValueError(f"the step of a commit must not be negative, found {step}")
 
@@ -571,7 +570,7 @@ def _read_commits(files: StoreFiles) -> list[CommitRecord]:
 def _commit_of(entry: Mapping[str, Any], regions: Mapping[str, RegionSpec]) -> CommitRecord:
     step, slots, meta = typed(entry["step"], int), typed(entry["slots"], dict), typed(entry["meta"], dict)
     for name, slot in slots.items():
-        if not 0 <= typed(slot, int) < (regions[name].num_slots if name in regions else 2):
+        if not 0 <= typed(slot, int) < _num_slots(name, regions):
             raise ValueError(f"{name[:60]} has no slot {slot}")
     if step < 0:
         raise ValueError(f"step {step}")
@@ -579,6 +578,10 @@ def _commit_of(entry: Mapping[str, Any], regions: Mapping[str, RegionSpec]) -> C
 
 
 def _is_intact(slots: Mapping[str, int], regions: Mapping[str, RegionSpec]) -> bool:
-    """Whether every name has two slots; names that are no region have as many as the region with most."""
-    most = max((region.num_slots for region in regions.values()), default=2)
-    return all((regions[name].num_slots if name in regions else most) == 2 for name in slots)
+    """Whether no later step that is not committed writes over them."""
+    return all(_num_slots(name, regions) >= 2 for name in slots)
+
+
+def _num_slots(name: str, regions: Mapping[str, RegionSpec]) -> int:
+    """Names that are no region have as many as the region with most."""
+    return regions[name].num_slots if name in regions else max((r.num_slots for r in regions.values()), default=2)

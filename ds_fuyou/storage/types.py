@@ -21,9 +21,9 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class RegionSpec:
-    """A named run of bytes of which the store holds one or two slots.
+    """A named run of bytes of which the store holds one to three slots.
 
-    Raises :class:`FuyouConfigError` unless ``num_bytes`` is a positive multiple of 4096 and there are 1 or 2
+    Raises :class:`FuyouConfigError` unless ``num_bytes`` is a positive multiple of 4096 and there are 1 to 3
     slots.
     """
 
@@ -37,8 +37,8 @@ class RegionSpec:
                 f"region {self.name}: num_bytes must be a positive multiple of {PAGE_BYTES}, found "
                 f"{self.num_bytes}; round it up"
             )
-        if self.num_slots not in (1, 2):
-            raise FuyouConfigError(f"region {self.name}: num_slots must be 1 or 2, found {self.num_slots}")
+        if self.num_slots not in (1, 2, 3):
+            raise FuyouConfigError(f"region {self.name}: num_slots must be 1, 2 or 3, found {self.num_slots}")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class CommitRecord:
         step: number the caller gave.
         slots: which slot holds that step, by name.
         meta: what the caller wanted to find again.
-        intact: True when later, uncommitted writes cannot have touched these slots (two slots). False with
+        intact: True when later, uncommitted writes cannot have touched these slots (two or three slots). False with
             one slot: a crash between this commit and the next may have left a mixture.
     """
 

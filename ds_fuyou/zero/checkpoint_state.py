@@ -125,8 +125,7 @@ class CheckpointState:
                     return [each for each in found if each is not None] if None not in found else None
 
                 # Slots whose blocks are shared need new ones when they are written, which may not be there.
-                config = self._rank_state.activation.config
-                is_relied_on = config.durable or config.resume == "auto" or config.keep_state
+                is_relied_on = self._rank_state.activation.config.relies_on_slots
                 return pieces(snapshot.states(None if is_relied_on else cloned))
 
             flats = self.stand_ins.add_together(shapes, kept, later=True, clones=True)

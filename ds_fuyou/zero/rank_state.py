@@ -54,7 +54,7 @@ from ds_fuyou.state_layout import StateLayout, layout_of, masters_of, moments_of
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.parked import ParkedValues
-from ds_fuyou.storage.probe import probe_path
+from ds_fuyou.storage.probe import SHARING_FILESYSTEMS, probe_path
 from ds_fuyou.storage.store import CommitRecord, RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
 from ds_fuyou.telemetry.report import report_close, waited_secs
@@ -291,7 +291,7 @@ class RankState:
         budget_bytes = None if budget == "auto" else int(budget)
         by_slots = {
             n: regions_for(self.layout, self._core_options(n, grad_dtype, param_dtype), len(kind.moments), n)
-            for n in (1, 2)
+            for n in (1, 2, 3)
         }
         sizes = {n: sum(r.num_bytes * r.num_slots for r in regions) for n, regions in by_slots.items()}
         identity = RunIdentity(self._fingerprint(), dist.get_rank(), dist.get_world_size(), run_id)
@@ -303,31 +303,34 @@ class RankState:
             "engine": _NUM_BUILT[tuple(self.activation.state_paths)],
         }
         found: Resumable | None = None
-        if config.resume == "auto" and self.plan.slots == 2 and not any(residency.states):
-            found = find_resumable(paths, identity, by_slots[2], contents)
+        if config.resume == "auto" and self.plan.slots >= 2 and not any(residency.states):
+            found = find_resumable(paths, identity, [by_slots[2], by_slots[3]], contents)
             if found is not None:
                 self.resumed = found.commit
         # Where a run may go on nothing is removed: it may be another engine's, or what another start would go on from.
         cleans = config.on_stale == "clean" and config.resume == "off"
         bytes_stale = settle_stale_state(paths, identity.model_fingerprint if cleans else "")
         if found is not None:
-            return found.store, 2
+            return found.store, max(region.num_slots for region in found.store.regions.values())
         num_slots = 1
-        if self.plan.slots == 2:
+        for wanted in range(self._most_slots(paths), 1, -1):
             choice = choose_num_slots(
                 paths,
                 sizes[1],
-                sizes[2],
+                sizes[wanted],
                 budget_bytes,
-                bytes_of_others=_bytes_of_others(paths, sizes[2]),
+                wanted=wanted,
+                bytes_of_others=_bytes_of_others(paths, sizes[wanted]),
                 bytes_stale=bytes_stale,
                 swaps_activations=self.activation.config.activations.tier != "cpu"
                 and self.activation.config.activations.mode != "recompute"
                 and handles_activations(self.activation.config, self.device.is_host),
             )
-            if choice.num_slots == 1 and not config.durable:
+            if wanted == 2 and choice.num_slots == 1 and not config.durable:
                 logger.warning("%s", choice.reason)
             num_slots = int(least(choice.num_slots)[0])  # also: no rank allocates before all have looked
+            if num_slots > 1:
+                break
         if config.durable and num_slots == 1:
             limit = choice.limit or "the disks of another rank, which says it, have no room for them"
             message = f"fuyou.durable needs two slots a chunk: {limit}. Free space, raise the budget or add a path"
@@ -350,6 +353,15 @@ class RankState:
             store.close()
             raise
         return store, num_slots
+
+    def _most_slots(self, paths: Sequence[Path]) -> int:
+        """Slots to be tried for: those of the plan, but no third for checkpoints that will share the states' blocks.
+        The same on all ranks.
+        """
+        config = self.activation.config
+        shares = not config.relies_on_slots and config.optimizer.masters == "whole"
+        shares = shares and all(probe_path(path).filesystem in SHARING_FILESYSTEMS for path in paths)
+        return int(least(min(self.plan.slots, 2) if shares else self.plan.slots)[0])
 
     def _fingerprint(self) -> str:
         text = ";".join(f"{s.name}:{s.numel}" for s in self.layout.params)

@@ -44,17 +44,17 @@ class _Offer:
 def find_resumable(
     paths: Sequence[Path],
     identity: RunIdentity,
-    regions: Sequence[RegionSpec],
+    choices: Sequence[Sequence[RegionSpec]],
     contents: Mapping[str, JsonValue],
 ) -> Resumable | None:
     """The latest of them, None if there is none; says why what is there does not serve. A collective.
 
-    ``regions`` and ``contents`` are what this run would create.
+    ``choices`` are the regions that this run may create, and ``contents`` what it would.
 
     Raises:
         FuyouStorageError: the device failed while it was looked for.
     """
-    opened = dict(_opened(paths, identity, regions, contents))
+    opened = dict(_opened(paths, identity, choices, contents))
     every = of_every_rank({run_id: _offer_of(store) for run_id, store in opened.items()})
     chosen = _choose(every)
     _tell_incomplete(every, opened)
@@ -71,7 +71,7 @@ def find_resumable(
 def _opened(
     paths: Sequence[Path],
     identity: RunIdentity,
-    regions: Sequence[RegionSpec],
+    choices: Sequence[Sequence[RegionSpec]],
     contents: Mapping[str, JsonValue],
 ) -> Iterator[tuple[str, SlotStore]]:
     """State files of this rank that fit, by run."""
@@ -94,7 +94,7 @@ def _opened(
             _tell(state.path, str(error))
             continue
         try:
-            why = _mismatch(store, regions, contents)
+            why = _mismatch(store, choices, contents)
         except BaseException:
             store.close(remove=False)
             raise
@@ -113,7 +113,7 @@ def _open(state: StateDirectory, paths: Sequence[Path], identity: RunIdentity) -
     return SlotStore.open(directories, identity)
 
 
-def _mismatch(store: SlotStore, regions: Sequence[RegionSpec], contents: Mapping[str, JsonValue]) -> str:
+def _mismatch(store: SlotStore, choices: Sequence[Sequence[RegionSpec]], contents: Mapping[str, JsonValue]) -> str:
     """Why the files do not serve this run; empty if they do."""
     if not store.commits():
         return "no commit stands in it"
@@ -131,10 +131,10 @@ def _mismatch(store: SlotStore, regions: Sequence[RegionSpec], contents: Mapping
         return "its states have another layout (fuyou.optimizer.masters, fuyou.optimizer.moments)"
     if found != contents:
         return "its dtype, optimizer or groups are others, or its parameters are cut into other chunks (chunk_bytes)"
-    wanted = {region.name: region for region in regions}
-    if store.regions != wanted:
+    wanted = [{region.name: region for region in regions} for regions in choices]
+    if store.regions not in wanted:
         # Also where it has more than this run needs: that would stay as it is, and be old for the next run.
-        name = min(name for name, _ in store.regions.items() ^ wanted.items())
+        name = min(name for name, _ in store.regions.items() ^ wanted[0].items())
         return f"it was made with other tiers, budgets or slots, and holds other bytes of {name}"
     return ""
 

@@ -434,8 +434,8 @@ class RunPlan:
         if self.profile is None:
             return None
         versions = options.num_param_versions == 2 or state.plan.residency.parameters == 0
-        may_speculate = state.plan_input.may_speculate and options.num_slots == 2 and versions
-        given = replace(state.plan_input, may_speculate=may_speculate, durable=options.num_slots == 2)
+        may_speculate = state.plan_input.may_speculate and options.num_slots >= 2 and versions
+        given = replace(state.plan_input, may_speculate=may_speculate, durable=options.num_slots >= 2)
         config = state.activation.config
         found = placed_again(given, expert_values(config), self.profile, state.plan, config.activations.mode)
         if found is None:

@@ -191,7 +191,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         """The engine is built: what a resumed run was is put back, and its files are this one's."""
         state = self.rank_state
         self.training_state.attach(engine)
-        if state.store is not None and state.core.options.num_slots == 2:  # states may leave memory later
+        if state.store is not None and state.core.options.num_slots >= 2:  # states may leave memory later
             state.store.describe_engine(outline_of(engine))
         resumed: Any = state.resumed
         if resumed is not None and state.store is not None:

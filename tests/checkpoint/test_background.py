@@ -63,6 +63,9 @@ def results(what: str, directory: Path, **more) -> list[dict]:  # type: ignore[n
         ("half", 2, 0, 1),
         ("none", 2, 0, 2),
         ("grads_cpu", 1, 0, 1),
+        ("all", 3, 4, 1),  # with three all of them
+        ("states", 3, 4, 2),
+        ("half", 3, 0, 2),
     ],
 )
 def test_what_is_saved_is_what_was_there(

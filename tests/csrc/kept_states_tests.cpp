@@ -83,7 +83,7 @@ void step(World& world, std::int64_t generation)
 TEST(kept_states_are_those_of_their_generation_in_every_placement)
 {
     for (const Place state : {Place::kStorage, Place::kDram}) {
-        for (const int num_slots : {1, 2}) {
+        for (const int num_slots : {1, 2, 3}) {
             for (const std::size_t num_lent : {0, 1, 3}) {
                 World world({.state = state, .num_slots = num_slots, .num_chunks = 9});
                 world.pipeline->set_checksum(num_lent != 1);
@@ -192,10 +192,49 @@ TEST(kept_states_have_nobody_wait_for_a_copier_that_is_slow)
     world.pipeline->drop_kept();
 }
 
+// The copier comes when six steps have passed; a second one when none was copied of the first.
+TEST(kept_states_in_three_slots_have_no_update_wait)
+{
+    for (const Place params : {Place::kDram, Place::kStorage}) {
+        World world({.params = params, .num_slots = 3, .num_chunks = 4});
+        std::vector<char> buffer(3 * world.part);
+        world.pipeline->set_checksum(true);
+        step(world, 1);
+        for (const std::int64_t first : {2, 9}) {
+            world.enqueue_all(first);
+            world.pipeline->publish(first);
+            world.pipeline->keep_states({0, 1, 2, 3});
+            world.pipeline->lend_buffer(buffer.data());
+            world.finish(first);
+            for (std::int64_t generation = first + 1; generation < first + 6; ++generation) {
+                world.enqueue_all(generation);  // as those of a step that is skipped, then again
+                if (generation % 2 == 0) world.drop_all();
+                if (generation % 2 == 0) world.enqueue_all(generation);
+                world.pipeline->publish(generation);
+                world.finish(generation);
+                const float last = static_cast<float>(generation);
+                CHECK(world.state_is(1, -last, last));
+            }
+            for (std::size_t i = 0; i < 4; ++i) {
+                KeptState kept;
+                CHECK(world.pipeline->take_kept(kPatienceSecs, true, &kept));
+                CHECK(kept.buffer == nullptr && kept.chunk == i);
+                std::vector<char> bytes(3 * world.part);
+                world.read_file(world.state_range(i, kept.slot), bytes.data());
+                CHECK(world.pipeline->kept_holds(i, bytes.data()));
+                CHECK(world.all_equal(bytes.data(), -static_cast<float>(first)));
+                world.pipeline->release_kept(i);
+            }
+            world.pipeline->drop_kept();
+            step(world, first + 6);
+        }
+    }
+}
+
 // As of a checkpoint that fails: whatever waits for it goes on.
 TEST(kept_states_are_dropped_at_any_time)
 {
-    for (const int num_slots : {1, 2}) {
+    for (const int num_slots : {1, 2, 3}) {
         World world({.num_slots = num_slots, .num_chunks = 7});
         std::vector<std::vector<char>> lent(2, std::vector<char>(3 * world.part));
         step(world, 1);

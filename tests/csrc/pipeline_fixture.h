@@ -89,7 +89,7 @@ struct WorldOptions {
     MomentType moments = MomentType::kFloat32;
 };
 
-// Chunks [state | P16 | G16] one after the other in one file, two slots each.
+// Chunks [states | P16s | G16] one after the other in one file.
 class World {
   public:
     explicit World(const WorldOptions& wanted)
@@ -99,7 +99,7 @@ class World {
           stored(
               with_moments(wanted.splits ? split_layout(wanted.numel) : whole_layout(wanted.numel),
                            wanted.moments)),
-          chunk_bytes(2 * (stored.num_bytes + short_part) + short_part),
+          chunk_bytes(kMostSlots * (stored.num_bytes + short_part) + short_part),
           file(Access::kBuffered, chunk_bytes * wanted.num_chunks),
           engine(std::make_unique<IoEngine>(options(wanted.backend))),
           staging(std::make_unique<AlignedPool>(wanted.staging_chunks *
@@ -151,13 +151,12 @@ class World {
     }
     FileRange param_range(std::size_t chunk, int slot) const
     {
-        const std::uint64_t begin = chunk * chunk_bytes + 2 * stored.num_bytes;
+        const std::uint64_t begin = chunk * chunk_bytes + kMostSlots * stored.num_bytes;
         return {file.fd(), begin + static_cast<std::uint64_t>(slot) * short_part, short_part};
     }
     FileRange gradient_range(std::size_t chunk) const
     {
-        const std::uint64_t begin = chunk * chunk_bytes + 2 * stored.num_bytes;
-        return {file.fd(), begin + 2 * short_part, short_part};
+        return {file.fd(), (chunk + 1) * chunk_bytes - short_part, short_part};
     }
 
     // All of these types hold the small whole numbers of the tests exactly; parameters and

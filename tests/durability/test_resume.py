@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import re
@@ -90,6 +91,28 @@ def test_a_run_that_is_killed_twice_equals_an_undisturbed_one(name: str, tmp_pat
     for step in steps:
         expected = torch.load(undisturbed / str(step), weights_only=False)
         assert differences(expected, torch.load(out / str(step), weights_only=False)) == [], step
+
+
+def test_three_slots_of_a_run_that_saves_behind_training_are_gone_on_from(tmp_path: Path) -> None:
+    """Killed in the second step after the call, whose updates write into the third."""
+    block = {**RESUME, "checkpoint": {"save": "background"}}
+    case = {"steps": STEPS, "config": {"gradient_clipping": 0.5, **WARMUP}, "block": block}
+    undisturbed, killed, out = tmp_path / "undisturbed", tmp_path / "killed", tmp_path / "out"
+    out.mkdir()
+    run_to_end(undisturbed, {**case, "out": str(undisturbed)}, 1)
+    for generation, when in ((4, "after"), (6, "before")):
+        dies = {**case, "die": {"0": [generation, when]}, "save": str(tmp_path / "saved")}
+        processes, logs = launch(killed, dies, 1, f"killed{generation}.")
+        finish(processes, 60)
+        assert processes[0].exitcode == -9, logs[0].read_text()[-3000:]
+        (directory,) = killed.glob("ds_fuyou/*")
+        with contextlib.closing(SlotStore.open([directory], None)) as store:
+            assert {region.num_slots for region in store.regions.values()} == {3}
+    said = run_to_end(killed, {**case, "out": str(out)}, 1, "resumed")
+    assert "going on from step 5, in place" in said
+    for file in out.iterdir():
+        expected = torch.load(undisturbed / file.name, weights_only=False)
+        assert differences(expected, torch.load(file, weights_only=False)) == [], file.name
 
 
 def end_of(path: Path, case: dict, name: str) -> tuple[int | None, str]:

@@ -69,7 +69,7 @@ def test_a_fate_planned_for_all_activations_is_the_mode(swap: int, recompute: in
     [
         ({"schema": "ds_fuyou.plan/0"}, "schema must be"),
         ({"settings": {"chunk_byts": 1}}, 'did you mean "fuyou.plan'),
-        ({"settings": {"slots": 3}}, "slots"),
+        ({"settings": {"slots": 4}}, "slots"),
         ({"world_size": "1"}, "world_size must be a whole number"),
     ],
 )

@@ -136,7 +136,7 @@ def test_paths_may_differ_between_nodes_and_ranks(monkeypatch: pytest.MonkeyPatc
         ({"optimizer": {"overlp": "none"}}, r'fuyou\.optimizer\.overlp: .*"fuyou\.optimizer\.overlap"'),
         ({"zzz": 1}, r"fuyou\.zzz: unknown key; valid keys are enabled, nvme_path"),
         ({"plan": {"chunk_byte": 1}}, r'fuyou\.plan\.chunk_byte: .*"fuyou\.plan\.chunk_bytes"'),
-        ({"plan": {"slots": 3}}, r"fuyou\.plan\.slots: must be 1 or 2; found 3 \(int\)"),
+        ({"plan": {"slots": 4}}, r"fuyou\.plan\.slots: must be 1, 2 or 3; found 4 \(int\)"),
         ({"plan": {"num_threads": 0}}, r"fuyou\.plan\.num_threads: must be greater .*found 0"),
         ({"plan": {"shares": [1, 0]}}, r"fuyou\.plan\.shares\[1\]: must be greater"),
         ({"plan": 3}, r"fuyou\.plan: must be an object or the path .*found 3 \(int\)"),

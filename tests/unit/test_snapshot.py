@@ -14,7 +14,7 @@ import torch
 from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, Chunk, LayoutLimits, build_layout
-from ds_fuyou.optimizer.snapshot import Snapshot
+from ds_fuyou.optimizer.snapshot import Pace, Snapshot
 from ds_fuyou.storage.types import Extent
 from tests.harness.small_core import Disk, backward, hypers, small_core, step
 
@@ -69,6 +69,8 @@ PLACES = [
     pytest.param((1.0, 0.0, 1.0), "defer", 1, id="one slot"),
     pytest.param((0.0, 1.0, 1.0), "defer", 2, id="host memory"),
     pytest.param((0.4, 0.5, 0.3), "speculate", 2, id="both"),
+    pytest.param((0.0, 0.0, 0.0), "speculate", 3, id="three slots"),
+    pytest.param((0.4, 0.5, 0.3), "defer", 3, id="both, three slots"),
 ]
 
 
@@ -113,6 +115,37 @@ def test_updates_that_would_write_over_what_was_not_taken_wait(tmp_path: Path) -
         assert not core.pipeline.wait_durable(core.generation, 0.3)
         core.pipeline.drop_kept()
         core.wait_all()
+
+
+def test_with_three_slots_no_update_waits_for_what_was_not_taken(tmp_path: Path) -> None:
+    with small_core(tmp_path, LAYOUT, residency=(0.0, 0.0, 0.0), num_slots=3) as core:
+        for first in (0, 10):
+            step(core, first)
+            expected = states_of(core)
+            snapshot = core.snapshot()
+            for seed in range(5):
+                step(core, first + 1 + seed)
+                core.wait_all()
+                core.commits.settle()
+            snapshot.hurry()
+            assert same(taken(snapshot), expected)
+
+
+def test_what_is_copied_behind_training_takes_a_fifth_of_the_time_and_never_two_at_once() -> None:
+    now = 100.0
+    pace = Pace(lambda: now)
+    assert pace.is_due()
+    pace.begin()
+    now = 103.0
+    assert not pace.is_due()
+    pace.end()
+    now = 114.9
+    assert not pace.is_due()
+    now = 115.1
+    assert pace.is_due()
+    pace.begin()
+    pace.end()
+    assert pace.is_due()
 
 
 def test_updates_hand_over_what_they_replace(tmp_path: Path) -> None:

@@ -154,9 +154,9 @@ def test_a_region_is_a_positive_multiple_of_a_page(num_bytes: int) -> None:
         RegionSpec("r", num_bytes, 1)
 
 
-def test_a_region_has_one_or_two_slots() -> None:
-    with pytest.raises(FuyouConfigError, match="must be 1 or 2, found 3"):
-        RegionSpec("r", PAGE, 3)
+def test_a_region_has_one_to_three_slots() -> None:
+    with pytest.raises(FuyouConfigError, match="must be 1, 2 or 3, found 4"):
+        RegionSpec("r", PAGE, 4)
 
 
 @pytest.mark.parametrize("run_id", ["", "../up", "a/b", ".hidden", "x" * 101])

@@ -77,14 +77,16 @@ struct ChunkPipeline::Job {
 
 struct ChunkPipeline::Chunk {
     ChunkSpec spec;
-    int slot = 0;
+    int slot = 0;        // the published one, if there are any
+    int next_slot = 1;   // where the next update goes, if there are two
+    int spare_slot = 2;  // the third, if there is one
     bool zero_moments = true;
-    std::array<BlockForm, 2> forms;     // of a split block in each slot
-    std::uint64_t num_edits = 0;        // of P16 in memory, by others than updates
-    std::uint64_t num_edits_taken = 0;  // those that an update has replaced
+    std::array<BlockForm, kMostSlots> forms;  // of a split block in each slot
+    std::uint64_t num_edits = 0;              // of P16 in memory, by others than updates
+    std::uint64_t num_edits_taken = 0;        // those that an update has replaced
     // Of the state block in each slot, once somebody said or made what stands there.
-    std::array<StateSums, 2> sums;
-    std::array<bool, 2> has_sums = {false, false};
+    std::array<StateSums, kMostSlots> sums;
+    std::array<bool, kMostSlots> has_sums = {};
     Keep keep = Keep::kNot;
     int kept_slot = 0;
     StateSums kept_sums;  // of the last kept state that was captured or claimed
@@ -96,6 +98,11 @@ struct ChunkPipeline::Chunk {
     std::vector<std::shared_ptr<Job>> waiting;  // queued behind it, the oldest generation first
     int num_waiters = 0;                        // threads that wait for something of this chunk
 
+    void publish_in(int target)
+    {
+        (target == spare_slot ? spare_slot : next_slot) = slot;
+        slot = target;
+    }
     bool resident() const { return spec.resident_state != nullptr; }
     bool param_on_storage() const { return spec.param_on_storage(); }
     // Where the chunk's places are once the job has ended.

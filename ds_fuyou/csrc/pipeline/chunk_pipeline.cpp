@@ -91,7 +91,7 @@ void ChunkPipeline::replace_state(std::size_t index, char* memory, bool has_mome
     Chunk& chunk = chunks_[index];
     const std::size_t slot = static_cast<std::size_t>(chunk.slot);
     chunk.zero_moments = !has_moments;
-    chunk.has_sums = {false, false};
+    chunk.has_sums = {};
     chunk.sums[slot] = sums;
     chunk.has_sums[slot] = checked;
     chunk.forms[slot] = {};
@@ -125,7 +125,7 @@ void ChunkPipeline::take_over(std::size_t index, const TakenOver& state)
     chunk.zero_moments = !state.has_moments;
     chunk.forms[slot] = {};
     if (!checksum_) return;
-    chunk.has_sums = {false, false};
+    chunk.has_sums = {};
     chunk.sums[slot] = state.sums;
     chunk.has_sums[slot] = state.has_sums;
     if (chunk.param_on_storage() && state.param_digest != IoEngine::kNoDigest)

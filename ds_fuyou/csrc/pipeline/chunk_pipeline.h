@@ -71,6 +71,8 @@
 
 namespace fuyou {
 
+constexpr std::size_t kMostSlots = 3;
+
 // A run of one stock sub-group whose fp32 parameter and moments move together, as one StateBlock.
 struct ChunkSpec {
     std::int64_t position = 0;  // place in the forward pass: the deadline, smaller is sooner
@@ -79,10 +81,10 @@ struct ChunkSpec {
     BlockLayout stored;         // of the state in a slot
     ElementType param_type = ElementType::kBFloat16;
     ElementType grad_type = ElementType::kBFloat16;
-    std::array<FileRanges, 2> state_slots;  // empty when resident
-    std::array<FileRanges, 2> param_slots;  // empty when P16 is in DRAM
-    FileRanges grad_slot;                   // empty when G16 is in DRAM
-    int num_slots = 1;
+    std::array<FileRanges, kMostSlots> state_slots;  // empty when resident
+    std::array<FileRanges, kMostSlots> param_slots;  // empty when P16 is in DRAM
+    FileRanges grad_slot;                            // empty when G16 is in DRAM
+    int num_slots = 1;  // of three one is left out by turns, but for a state that is kept
     char* resident_state = nullptr;  // state block in DRAM instead of on storage
     std::array<char*, 2> param_memory = {nullptr, nullptr};  // P16 in DRAM, by version
 
@@ -286,6 +288,7 @@ class ChunkPipeline {
     void trace_locked(int lane, const Job& job, double begin, double end);
 
     std::shared_ptr<Job> next_ready_locked(char** copy);
+    int target_slot_locked(Chunk& chunk, const Job& job) const;
     bool may_update_locked(const std::shared_ptr<Job>& job, char** copy);
     bool awaits_buffer_locked(const Job& job) const;
     void copied_locked(Job& job);

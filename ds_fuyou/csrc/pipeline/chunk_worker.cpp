@@ -132,7 +132,7 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
     job->grad_staging =
         chunk.spec.grad_slot.empty() ? nullptr : job->staging + chunk.grad_offset(to);
     job->gradient = job->update.gradient;
-    job->target_slot = to.num_slots == 2 ? 1 - chunk.slot : 0;
+    job->target_slot = target_slot_locked(chunk, *job);
     queue_.erase(job->key);
     chunk.waiting.erase(chunk.waiting.begin());
     chunk.job = job;
@@ -375,7 +375,7 @@ void ChunkPipeline::note_sums_locked(const Job& job)
 bool ChunkPipeline::may_write_locked(const Job& job) const
 {
     const Chunk& chunk = chunks_[job.update.chunk];
-    if (chunk.spec.num_slots != 2 && chunk.after(job).num_slots != 2) return true;
+    if (chunk.spec.num_slots < 2 && chunk.after(job).num_slots < 2) return true;
     return job.generation() <= committed_ + 1;
 }
 
@@ -434,7 +434,8 @@ void ChunkPipeline::finish_locked(const std::shared_ptr<Job>& job)
             chunk.forms[static_cast<std::size_t>(job->target_slot)] = job->sums.form;
         chunk.num_edits_taken = std::max(chunk.num_edits_taken, job->num_edits);
         if (job->destination && !job->stays) arrive_locked(chunk, *job);
-        if (!chunk.resident() || chunk.param_on_storage()) chunk.slot = job->target_slot;
+        const bool is_in_slots = !chunk.resident() || chunk.param_on_storage();
+        if (is_in_slots && job->target_slot != chunk.slot) chunk.publish_in(job->target_slot);
         chunk.zero_moments = false;
         chunk.updated_generation = chunk.published_generation = job->generation();
         leave_locked(open_, job->generation());

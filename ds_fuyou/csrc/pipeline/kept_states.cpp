@@ -8,6 +8,8 @@
 //   * With two slots the updates of g + 1 write into the other one and need not wait. Those of
 //     g + 2 would write over it.
 //   * With one slot, and in host memory, those of g + 1 would.
+//   * With three none does: those of g + 2 go into the third, which stands in for that of g from
+//     then on. No update waits, none hands its state over, and the copier takes its time.
 // An update of a generation after g that would overwrite a kept state waits, ready, until the state
 // was copied: it is *wanted*, and copied before all others. An update that has the kept state in
 // its memory anyway puts it into a buffer that the copier lent, so that nobody has to read it
@@ -60,8 +62,8 @@ void ChunkPipeline::keep_states(std::vector<std::size_t> order)
         };
         auto num_moves = std::count_if(chunk.waiting.begin(), chunk.waiting.end(), moves);
         if (moves(chunk.job)) ++num_moves;
-        const bool flips = chunk.spec.num_slots == 2 && num_moves % 2 == 1;
-        chunk.kept_slot = flips ? 1 - chunk.slot : chunk.slot;
+        const bool flips = chunk.spec.num_slots >= 2 && num_moves % 2 == 1;
+        chunk.kept_slot = flips ? chunk.next_slot : chunk.slot;
         chunk.keep = Keep::kKept;
     }
 }
@@ -102,11 +104,23 @@ std::shared_ptr<ChunkPipeline::Job> ChunkPipeline::next_ready_locked(char** copy
     return nullptr;
 }
 
+// Where an update leaves its chunk.
+int ChunkPipeline::target_slot_locked(Chunk& chunk, const Job& job) const
+{
+    const int num_slots = chunk.after(job).num_slots;
+    if (num_slots < 2) return 0;
+    if (num_slots == 3 && chunk.keep != Keep::kNot && job.generation() > kept_generation_ &&
+        chunk.next_slot == chunk.kept_slot)
+        std::swap(chunk.next_slot, chunk.spare_slot);
+    return chunk.next_slot;
+}
+
 bool ChunkPipeline::may_update_locked(const std::shared_ptr<Job>& job, char** copy)
 {
     Chunk& chunk = chunks_[job->update.chunk];
     if (chunk.keep == Keep::kNot || job->generation() <= kept_generation_) return true;
-    const bool has_kept = chunk.resident() || chunk.slot == chunk.kept_slot;
+    const bool has_kept =
+        chunk.resident() || (chunk.spec.num_slots < 3 && chunk.slot == chunk.kept_slot);
     if (has_kept && chunk.keep == Keep::kKept && !lent_.empty()) {
         *copy = lent_.back();
         lent_.pop_back();
@@ -124,8 +138,8 @@ bool ChunkPipeline::may_update_locked(const std::shared_ptr<Job>& job, char** co
 bool ChunkPipeline::awaits_buffer_locked(const Job& job) const
 {
     const Chunk& chunk = chunks_[job.update.chunk];
-    return chunk.keep == Keep::kKept && !chunk.resident() && chunk.slot == chunk.kept_slot &&
-           !copier_is_slow_ && !lent_away_.empty();
+    return chunk.keep == Keep::kKept && !chunk.resident() && chunk.spec.num_slots < 3 &&
+           chunk.slot == chunk.kept_slot && !copier_is_slow_ && !lent_away_.empty();
 }
 
 void ChunkPipeline::copied_locked(Job& job)
