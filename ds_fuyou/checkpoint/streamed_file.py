@@ -267,10 +267,8 @@ class StreamedFile:
         self._holes, self._sources, self._hole_of = holes, sources, hole_of
 
     def fill_now(self) -> None:
-        """Writes what only this thread can give."""
+        """Writes what only this thread can give. A flush may take long: :meth:`fill_rest` does it."""
         self._fill([source for source in self._sources if not source.later], lambda: None)
-        if all(not source.later for source in self._sources):
-            self._end()
 
     def fill_rest(self, check: Callable[[], None]) -> None:
         """Writes the rest, and flushes the file to storage; ``check`` is called often and may raise.
@@ -279,9 +277,8 @@ class StreamedFile:
             OSError: the disk is full or failed.
             FuyouStateError: a source did not give all elements of its stand-ins.
         """
-        if self._holes:
-            self._fill([source for source in self._sources if source.later], check)
-            self._end()
+        self._fill([source for source in self._sources if source.later], check)
+        self._end()
 
     def _fill(self, sources: Sequence[_Source], check: Callable[[], None]) -> None:
         if not sources:
