@@ -79,12 +79,13 @@ faults: setup
 	$(RUN) python tests/harness/prebuild.py
 	$(RUN) python -m tests.faults.sweep --table $(RESULTS)-faults.md $(FAULTS_FLAGS)
 
-# Kills of engine runs for an hour (CRASH_FLAGS="--minutes 600 --seed 7"), after 100,000 crashes of the store alone.
+# 100,000 crashes of the store alone, then 2,000 kills of engine runs: hours. Interrupted, or after CRASH_FLAGS="--minutes 60",
+# it goes on when it is started again.
 crash: setup
 	$(RUN) python tests/harness/prebuild.py
 	$(RUN) python -m tests.durability.crash --table $(RESULTS)-crash.md $(CRASH_FLAGS)
 
-# 120,000 hostile documents: some 10 minutes.
+# 120,000 hostile documents: some 10 minutes. Interrupted, it goes on.
 fuzz: setup
 	$(RUN) python tests/harness/prebuild.py
 	$(RUN) python -m tests.faults.fuzz --table $(RESULTS)-fuzz.md $(FUZZ_FLAGS)

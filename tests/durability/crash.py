@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills for hours (``make crash``): ``python -m tests.durability.crash [--kills N] [--store N] [--seed S] ...``.
 
-Engine runs of 1, 2 and 4 ranks are killed, all ranks, some, or the launcher, once to three times: while they begin,
-train, save, load, go on in place, or end; and so is what takes weights out. Then a run goes on to the last step, and
-what it leaves after every step must be, to the bit, what an undisturbed one leaves. Crashes of the store alone come
-first (store_crashes.py). Status 1 if anything is not as promised; its files stay.
+Engine runs of 1, 2 and 4 ranks are killed, all ranks, some, or the launcher, a few times: while they begin, train,
+save, load, go on in place, or end; and so is what takes weights out. Then a run goes on beyond the last step, and what
+it leaves after every step must be, to the bit, what an undisturbed one leaves. Crashes of the store alone come first
+(store_crashes.py). Status 1 if anything is not as promised; its files stay.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ from tests.harness.outcomes import Outcomes, add_arguments
 from tests.harness.ports import remove_shared_buffers
 from tests.harness.runner import HERE, environment
 
-STEPS = 6
-BEGINS_SECS = 2.5
+STEPS, STEPS_AFTER = 8, 2  # of runs that are killed, and then
+MOST_KILLS = 6  # of one life
 BATCH = 5_000  # crashes of the store
 NUM_RANKS = {1: 6, 2: 3, 4: 1}  # with these weights
 KINDS: dict[str, dict[str, Any]] = {
     "states": {"config": {"gradient_clipping": 0.5}},
     "everything": {"config": {"gradient_accumulation_steps": 2}, "block": ALL_STORED},
+    "saves behind": {"config": {"gradient_clipping": 0.5}, "block": {"checkpoint": {"save": "background"}}},
 }
 RECOVER = """
 import sys
@@ -56,21 +57,25 @@ recover_weights([Path(path) for path in sys.argv[2:]], Path(sys.argv[1]))
 
 @dataclass
 class Life:
-    """One run from its beginning to its end, over several processes. ``kills``: phase and how many steps were lost."""
+    """One run from its beginning to its end, over several processes. ``begins_secs``: until the first step of an
+    undisturbed one has returned. ``lost``: steps that had returned and were made again after the last kill."""
 
     root: Path
     world_size: int
     kind: str
     chance: random.Random
+    reference: Path
+    begins_secs: float
     launches: int = 0
     logs: list[Path] = field(default_factory=list)
-    kills: list[tuple[str, int | None]] = field(default_factory=list)
+    kills: list[str] = field(default_factory=list)
+    lost: int = 0
 
     @property
     def case(self) -> dict[str, Any]:
         given = KINDS[self.kind]
         block = {**given.get("block", {}), "resume": "auto"}
-        return {"steps": STEPS, "out": str(self.root / "out"), "generators": "none", **given, "block": block}
+        return {"steps": STEPS, "ends": True, "generators": "none", **given, "block": block}
 
     @property
     def returned(self) -> int:
@@ -86,7 +91,7 @@ class Life:
 
     def beginning(self) -> None:
         processes, _ = self.launch(self.case)
-        time.sleep(self.chance.random() * BEGINS_SECS)
+        time.sleep(self.chance.random() * 1.2 * self.begins_secs)
         self._kill(processes)
 
     def training(self) -> None:
@@ -94,8 +99,9 @@ class Life:
         kill_some(self.chance, processes, logs, min(self.returned + self.chance.randint(1, 2), STEPS))
 
     def saving(self) -> None:
-        processes, logs = self.launch({**self.case, "save": str(self.root / "checkpoint")})
-        wait_for_step(min(self.returned + 1, STEPS), processes, logs)
+        at = min(self.returned + 2, STEPS)
+        processes, logs = self.launch({**self.case, "save": str(self.root / "checkpoint"), "save_at": at})
+        wait_for_step(at - 1, processes, logs)
         time.sleep(self.chance.random() * 0.15)
         self._kill(processes)
 
@@ -107,10 +113,8 @@ class Life:
 
     def loading(self) -> None:
         """Needs a checkpoint; made by an undisturbed run. All ranks go: those that live on would be killed anyway."""
-        processes, _ = self.launch(
-            {**self.case, "load": str(self.root.parent / f"{self.kind}{self.world_size}" / "checkpoint")}
-        )
-        time.sleep(BEGINS_SECS * (0.3 + self.chance.random()))
+        processes, _ = self.launch({**self.case, "load": str(self.reference / "checkpoint")})
+        time.sleep(self.begins_secs * (0.3 + self.chance.random()))
         finish(processes, 0.0)
 
     def recovering(self) -> None:
@@ -191,7 +195,7 @@ PHASES: dict[str, Callable[[Life], None]] = {
     "recovering": Life.recovering,
     "launcher": Life.launcher,
 }
-WEIGHTS = {"beginning": 3, "training": 5, "saving": 3, "ending": 2, "loading": 1, "recovering": 2, "launcher": 1}
+WEIGHTS = {"beginning": 6, "training": 10, "saving": 8, "ending": 2, "loading": 2, "recovering": 3, "launcher": 1}
 
 
 def resumed_from(logs: Sequence[Path]) -> int:
@@ -201,33 +205,30 @@ def resumed_from(logs: Sequence[Path]) -> int:
     return int(found[1]) if found else 0 if "starts from its beginning" in said else -1
 
 
-def live(life: Life, reference: Path, phases: Sequence[str]) -> str:
+def live(life: Life, phases: Sequence[str]) -> str:
     """Some kills, then to the end: at random, or in these ``phases``. Returns what is not as promised."""
-    (life.root / "out").mkdir(parents=True)
+    out = life.root / "out"
+    out.mkdir(parents=True)
     may_begin_anew = False
-    drawn = life.chance.choices(list(WEIGHTS), list(WEIGHTS.values()), k=life.chance.randint(1, 3))
+    drawn = life.chance.choices(list(WEIGHTS), list(WEIGHTS.values()), k=life.chance.randint(2, MOST_KILLS))
     for phase in phases or drawn:
-        before = life.returned
         PHASES[phase](life)
-        life.kills.append((phase, None))
+        life.kills.append(phase)
         # Nothing is promised while a checkpoint is loaded, and a clean end takes the files with it.
         may_begin_anew |= phase == "loading" or life.returned == STEPS
         remove_shared_buffers()
-        if before > STEPS:
-            break
     returned = life.returned
-    shutil.rmtree(life.root / "out")
-    (life.root / "out").mkdir()
+    case = {**life.case, "steps": STEPS + STEPS_AFTER, "out": str(out)}
     try:
-        run_to_end(life.root / "state", life.case, life.world_size, "last.")
+        run_to_end(life.root / "state", case, life.world_size, "last.")
     except AssertionError as error:
         return f"the last run failed: {str(error)[-1500:]}"
     begun = resumed_from([life.root / "state" / "last.0"])
-    life.kills[-1] = (life.kills[-1][0], returned - begun)
+    life.lost = returned - begun
     if begun < returned - 1 and not may_begin_anew:
         return f"{returned} steps had returned, the last run began after {begun}"
-    for file in sorted((life.root / "out").iterdir(), key=lambda file: int(file.name)):
-        expected = torch.load(reference / file.name, weights_only=False)
+    for file in sorted(out.iterdir(), key=lambda file: int(file.name)):
+        expected = torch.load(life.reference / file.name, weights_only=False)
         found = torch.load(file, weights_only=False)
         for each in (expected, found):
             each.pop("losses")  # a run that begins anew has them all, as one that loads has none
@@ -238,7 +239,7 @@ def live(life: Life, reference: Path, phases: Sequence[str]) -> str:
     used = re.search(r"in place, in (\S+)", (life.root / "state" / "last.0").read_text(errors="replace"))
     if used and Path(used[1]).exists():
         return f"after the clean end {used[1]} stays"
-    return _of_checkpoint(life.root / "checkpoint", reference / "checkpoint")
+    return _of_checkpoint(life.root / "checkpoint", life.reference / "checkpoint")
 
 
 def _of_checkpoint(found: Path, expected: Path) -> str:
@@ -258,21 +259,26 @@ def _of_checkpoint(found: Path, expected: Path) -> str:
 
 
 class References:
+    """Undisturbed runs: what they leave, and the seconds until their first step has returned."""
+
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._secs: dict[Path, float] = {}
 
-    def of(self, kind: str, world_size: int) -> Path:
-        path = self._root / f"{kind}{world_size}"
-        if not path.exists():
-            case = {
-                "steps": STEPS,
-                "out": str(path),
-                "generators": "none",
-                **KINDS[kind],
-                "save": str(path / "checkpoint"),
-            }
-            run_to_end(path, case, world_size)
-        return path
+    def of(self, kind: str, world_size: int) -> tuple[Path, float]:
+        path = self._root / f"{kind}{world_size}".replace(" ", "")
+        if path not in self._secs:
+            case = {"steps": STEPS + STEPS_AFTER, "out": str(path), "generators": "none", **KINDS[kind]}
+            begin = time.monotonic()
+            processes, logs = launch(path, {**case, "save": str(path / "checkpoint")}, world_size)
+            wait_for_step(1, processes, logs)
+            self._secs[path] = time.monotonic() - begin
+            finish(processes, 200)
+            if any(each.exitcode for each in processes):
+                raise RuntimeError(f"an undisturbed run failed: {logs[0].read_text()[-3000:]}")
+            for file in [*path.glob("ds_fuyou"), *logs]:
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
+        return path, self._secs[path]
 
 
 def table(lines: list[dict[str, Any]], args: argparse.Namespace) -> str:
@@ -341,18 +347,18 @@ def crash_runs(args: argparse.Namespace, outcomes: Outcomes, root: Path) -> None
         chance, begin = random.Random(args.seed + number), time.monotonic()
         world_size = args.ranks or chance.choices(list(NUM_RANKS), list(NUM_RANKS.values()))[0]
         kind = chance.choice(list(KINDS))
-        life = Life(root / f"run{number}", world_size, kind, chance)
-        wrong = live(life, references.of(kind, world_size), args.phases)
-        phases = [phase for phase, _ in life.kills]
-        said = f"{life.root.name}, {world_size} ranks, {kind}, {phases}: {wrong or 'equal'}"
+        reference, begins_secs = references.of(kind, world_size)
+        life = Life(root / f"run{number}", world_size, kind, chance, reference, begins_secs)
+        wrong = live(life, args.phases)
+        said = f"{life.root.name}, {world_size} ranks, {kind}, {life.kills}: {wrong or 'equal'}"
         sys.stdout.write(said + "\n")
         sys.stdout.flush()
         if not wrong:
             shutil.rmtree(life.root)
-        line = {"phases": phases, "ranks": world_size, "kind": kind, "lost": life.kills[-1][1]}
+        line = {"phases": life.kills, "ranks": world_size, "kind": kind, "lost": life.lost}
         secs = round(time.monotonic() - begin, 2)
         outcomes.add({**line, "wrong": [said] if wrong else [], "secs": secs})
-        done, number = done + len(phases), number + 1
+        done, number = done + len(life.kills), number + 1
 
 
 def main() -> int:
@@ -366,6 +372,7 @@ def main() -> int:
     parser.add_argument("--table", type=Path)
     add_arguments(parser, "crash.jsonl", 600.0)
     args = parser.parse_args()
+    os.environ["FUYOU_TEST_LOADED"] = "1"  # half of a short run is looking up and loading
     outcomes = Outcomes(args.outcomes, args.minutes)
     crash_stores(args, outcomes)
     root = Path(tempfile.mkdtemp(prefix="fuyou-crash-", dir=args.path))

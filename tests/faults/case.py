@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs with one fault each, many in one process: ``case.py ORDERS``, a JSON object, with preload.c preloaded.
 
-A run trains a few steps with everything on storage, from its beginning or from what another one left, and ends. The
-fault strikes its operation number n. A run that ends with an exception is started again, without a fault; it goes on in
-place and must end as if nothing had happened.
+A run trains a few steps with everything on storage, from its beginning or from what another one left, and ends; or its
+states go to host memory meanwhile and come back, so that its files shrink and grow. The fault strikes its operation
+number n. A run that ends with an exception is started again, without a fault; it goes on in place and must end as if
+nothing had happened.
 
-``path``: where; emptied for every run. ``engines``, ``starts`` (fresh, resumed), ``effects``; ``late_secs``. ``first``:
-the first n; or ``numbers``: these alone; or ``sample`` and ``seed``: so many at random of each combination. Prints one
-JSON object a run, see :class:`Outcome`; before it, ``{"begin": n}``: a process that says no more then hangs, or has
-crashed.
+``path``: where; emptied for every run. ``engines``, ``starts`` (fresh, resumed, moving), ``effects``; ``late_secs``.
+``first``: the first n; or ``numbers``: these alone; or ``sample`` and ``seed``: so many at random of each combination.
+Prints one JSON object a run, see :class:`Outcome`; before it, ``{"begin": n}``: a process that says no more then hangs,
+or has crashed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import random
 import re
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,8 @@ from tests.harness.killed_ranks import MODEL, build
 from tests.harness.models import make_batch
 
 STEPS, STEPS_BEFORE = 3, 2
+MOVES = {1: 1.0, 2: 0.0}  # after a step: the share of states that is to be in host memory
+STEPS_MOVING = 4
 ERROR = 1
 EFFECTS = {
     "EIO": (ERROR, errno.EIO),
@@ -107,22 +111,23 @@ _mark_of_this_process = ProcessMark.of_this_process
 class Run:
     """One run in ``path`` until its end; ``last`` has what it left."""
 
-    def __init__(self, path: Path, io_engine: str, faults: Faults) -> None:
+    def __init__(self, path: Path, io_engine: str, faults: Faults, moves: Mapping[int, float]) -> None:
         block = {"io": {"engine": io_engine}, "parameters": NVME, "gradients": NVME, "resume": "auto"}
         config = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
         self.case = {"block": block, "config": config, "num_layers": 1}
-        self.path, self.faults = path, faults
+        self.path, self.faults, self.moves = path, faults, moves
+        self.steps = STEPS_MOVING if moves else STEPS
         self.step = self.begun_at = self.struck_in = 0
         self.engine: Any = None
         self.last: dict[str, Any] = {}
         rank_state._NUM_BUILT.clear()
 
-    def train(self, steps: int = STEPS, *, dies: bool = False) -> None:
+    def train(self, steps: int | None = None, *, dies: bool = False) -> None:
         self.engine = engine = build(str(self.path), self.case, 0)
         self.step = self.begun_at = engine.global_steps
         self._note_struck()
         client = engine.fuyou_client_state or {"losses": []}
-        for step in range(engine.global_steps, steps):
+        for step in range(engine.global_steps, steps or self.steps):
             for micro in range(2):
                 loss = engine(**make_batch(MODEL, 2 * step + micro, 0)) * (1.0 + float(torch.rand(())))
                 engine.backward(loss)
@@ -130,6 +135,8 @@ class Run:
                 engine.fuyou_client_state = client
                 engine.step()
             self.step = step + 1
+            if self.step in self.moves:
+                engine.optimizer.rank_state.move_to(self.moves[self.step])
             self._note_struck()
         self.last = left(engine, client["losses"])
         if dies:
@@ -190,18 +197,19 @@ class Sweep:
         self.path, self.io_engine, self.start, self.late_secs = path, io_engine, start, late_secs
         self.state, self.kept = path / "state", path / "kept"
         self.faults = Faults(self.state)
+        self.moves: Mapping[int, float] = MOVES if start == "moving" else {}
         self.said = io.StringIO()
         get_logger().addHandler(logging.StreamHandler(self.said))
         self.faults.arm(-1)
         shutil.rmtree(self.kept, ignore_errors=True)
         if start == "resumed":
             self._empty()
-            Run(self.state, io_engine, self.faults).train(STEPS_BEFORE, dies=True)
+            self.run().train(STEPS_BEFORE, dies=True)
             shutil.copytree(self.state, self.kept)
         for _ in range(2):  # the first one measures storage, and keeps what it found for all that follow
             self._empty()
             self.faults.arm(-1)
-            run = Run(self.state, self.io_engine, self.faults)
+            run = self.run()
             run.train()
         self.expected, self.begins_at = run.last, run.begun_at
         if self.begins_at != (STEPS_BEFORE if start == "resumed" else 0):
@@ -219,10 +227,13 @@ class Sweep:
         self.said.seek(0)
         self.said.truncate()
 
+    def run(self) -> Run:
+        return Run(self.state, self.io_engine, self.faults, self.moves)
+
     def strike(self, effect: str, number: int) -> Outcome:
         self._empty()
         self.faults.arm(number, effect, self.late_secs)
-        run = Run(self.state, self.io_engine, self.faults)
+        run = self.run()
         outcome = Outcome(self.io_engine, self.start, effect, number)
         try:
             run.train()
@@ -238,7 +249,7 @@ class Sweep:
         return outcome
 
     def _finished(self, run: Run, outcome: Outcome) -> None:
-        outcome.end, outcome.step = "equal", STEPS
+        outcome.end, outcome.step = "equal", run.steps
         outcome.wrong = same(self.expected, run.last)
         failures = [line for line in self.said.getvalue().splitlines() if "failed" in line or "cannot" in line]
         if failures:
@@ -273,7 +284,7 @@ class Sweep:
         self._resume(run, outcome)
 
     def _resume(self, run: Run, outcome: Outcome) -> None:
-        again = Run(run.path, self.io_engine, self.faults)
+        again = self.run()
         try:
             again.train()
         except Exception as error:
@@ -282,7 +293,7 @@ class Sweep:
             return
         outcome.resumed_from = again.begun_at
         wrong = same(self.expected, again.last)
-        least = max(run.step - 1, self.begins_at)
+        least = max(run.step - 1, self.begins_at) if not self.moves else 0  # states were in host memory
         if wrong:
             outcome.wrong = outcome.wrong or f"after the next run {wrong}"
         if again.begun_at < least:

@@ -2,8 +2,8 @@
 """Every operation of a run struck by every fault (``make faults``): ``python -m tests.faults.sweep [options]``.
 
 One process a combination of I/O engine, way to begin and fault (see case.py); one that hangs or crashes is counted, and
-another one goes on behind it. Writes ``--table``, and every outcome to ``--outcomes``: what is there
-is not run again. Status 1 if anything is not as promised.
+another one goes on behind it. Writes ``--table``, and every outcome to ``--outcomes``: what is there is not run again.
+Status 1 if anything is not as promised.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.harness.outcomes import Outcomes, add_arguments
 from tests.harness.ports import free_port, remove_shared_buffers
 from tests.harness.runner import environment
 
 HERE = Path(__file__).parent
 ENGINES, STARTS, EFFECTS = (
     ("io_uring", "threads"),
-    ("fresh", "resumed"),
+    ("fresh", "resumed", "moving"),
     ("EIO", "ENOSPC", "short", "zero", "late", "memory"),
 )
 HANGS_AFTER_SECS = 90.0
@@ -49,7 +50,7 @@ def can_answer() -> bool:
     return (int(major), int("".join(c for c in minor if c.isdigit()))) >= (6, 10)
 
 
-def outcomes(orders: dict[str, Any], library: Path, log: Path) -> Iterator[dict[str, Any]]:
+def outcomes_of(orders: dict[str, Any], library: Path, log: Path) -> Iterator[dict[str, Any]]:
     """Of one process; its last words go to ``log``. Where it hangs or crashes the last outcome says so."""
     env = environment(0, 1, free_port())
     env |= {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1", "DS_FUYOU_LOG_LEVEL": "warning"}
@@ -95,7 +96,7 @@ def sweep(orders: dict[str, Any], library: Path, log: Path, first: int) -> Itera
     """One combination, from its run ``first`` on."""
     while True:
         lost = None
-        for found in outcomes({**orders, "first": first}, library, log):
+        for found in outcomes_of({**orders, "first": first}, library, log):
             found |= {"engine": orders["engines"][0], "start": orders["starts"][0], "effect": orders["effects"][0]}
             yield found
             lost = found["number"] if found["end"] == "lost" else None
@@ -175,54 +176,56 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--effects", nargs="+", default=EFFECTS, choices=EFFECTS)
     parser.add_argument("--late", type=float, default=0.3, help="seconds that a late operation takes")
     parser.add_argument("--path", type=Path, help="scratch on the disk to be tested; default: the temporary directory")
-    parser.add_argument("--outcomes", type=Path, default=Path(".work/faults.jsonl"))
     parser.add_argument("--table", type=Path)
+    add_arguments(parser, "faults.jsonl", 600.0)
     return parser.parse_args(arguments)
-
-
-def done_before(file: Path) -> tuple[list[dict[str, Any]], set[tuple[str, str, str]]]:
-    """Outcomes so far, and the combinations that came to their end."""
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    done = {tuple(line["done"]) for line in lines if "done" in line}
-    return [line for line in lines if "done" not in line], done
 
 
 def _combination(found: dict[str, Any]) -> tuple[str, str, str]:
     return found["engine"], found["start"], found["effect"]
 
 
+def strike(args: argparse.Namespace, outcomes: Outcomes, scratch: Path) -> None:
+    """All combinations, from where they were left."""
+    library = preload_library(scratch)
+    done = {tuple(line["done"]) for line in outcomes.lines if "done" in line}
+    for engine, start, effect in itertools.product(args.engines, args.starts, args.effects):
+        if (engine, start, effect) in done:
+            continue
+        if engine == "io_uring" and effect != "late" and not can_answer():
+            sys.stdout.write(f"io_uring, {effect}: left out, needs Linux 6.10\n")
+            continue
+        before = [line["number"] for line in outcomes.lines if _combination(line) == (engine, start, effect)]
+        orders = {"path": str(scratch / "runs"), "engines": [engine], "starts": [start], "effects": [effect]}
+        orders["late_secs"] = args.late
+        log, begin = args.outcomes.with_suffix(".log"), time.monotonic()
+        for found in sweep(orders, library, log, 1 + max(before, default=-1)):
+            now = time.monotonic()
+            outcomes.add({**found, "secs": now - begin})
+            begin = now
+            if outcomes.is_over():
+                return
+        outcomes.add({"done": [engine, start, effect]})
+        of_it = [line for line in outcomes.lines if _combination(line) == (engine, start, effect)]
+        sys.stdout.write(f"{engine}, {start}, {effect}: {dict(Counter(map(kind_of, of_it)))}\n")
+        sys.stdout.flush()
+
+
+def _combination(found: dict[str, Any]) -> tuple[str, str, str]:
+    return found.get("engine", ""), found.get("start", ""), found.get("effect", "")
+
+
 def main() -> int:
     args = parse()
-    args.outcomes.parent.mkdir(parents=True, exist_ok=True)
-    all_found, done = done_before(args.outcomes)
-    with (
-        tempfile.TemporaryDirectory(prefix="fuyou-faults-", dir=args.path) as scratch,
-        open(args.outcomes, "a") as file,
-    ):
-        library = preload_library(Path(scratch))
-        for engine, start, effect in itertools.product(args.engines, args.starts, args.effects):
-            if (engine, start, effect) in done:
-                continue
-            if engine == "io_uring" and effect != "late" and not can_answer():
-                sys.stdout.write(f"io_uring, {effect}: left out, needs Linux 6.10\n")
-                continue
-            begin, found = time.monotonic(), []
-            first = 1 + max((f["number"] for f in all_found if _combination(f) == (engine, start, effect)), default=-1)
-            orders = {"path": f"{scratch}/runs", "engines": [engine], "starts": [start], "effects": [effect]}
-            for outcome in sweep({**orders, "late_secs": args.late}, library, args.outcomes.with_suffix(".log"), first):
-                outcome["secs"], begin = time.monotonic() - begin, time.monotonic()
-                found.append(outcome)
-                file.write(json.dumps(outcome) + "\n")
-                file.flush()
-            file.write(json.dumps({"done": [engine, start, effect]}) + "\n")
-            all_found += found
-            sys.stdout.write(f"{engine}, {start}, {effect}: {dict(Counter(map(kind_of, found)))}\n")
-            sys.stdout.flush()
-    text = table(all_found, args, sum(f["secs"] for f in all_found))
+    outcomes = Outcomes(args.outcomes, args.minutes)
+    with tempfile.TemporaryDirectory(prefix="fuyou-faults-", dir=args.path) as scratch:
+        strike(args, outcomes, Path(scratch))
+    found = [line for line in outcomes.lines if "done" not in line]
+    text = table(found, args, sum(line["secs"] for line in found))
     sys.stdout.write(text)
     if args.table is not None:
         args.table.write_text(text, encoding="utf-8")
-    return int(any(f["wrong"] for f in all_found))
+    return int(any(line["wrong"] for line in found))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import fuzz
-from tests.faults.sweep import EFFECTS, STARTS, can_answer, kind_of, outcomes, preload_library
+from tests.faults.sweep import EFFECTS, STARTS, can_answer, kind_of, outcomes_of, preload_library
 
 SEED = 0
 
@@ -21,7 +21,7 @@ def test_a_run_that_an_operation_fails_is_told_of_it_and_can_be_gone_on_from(eng
         pytest.skip("the results of empty io_uring requests can be chosen since Linux 6.10")
     log = tmp_path / "log"
     orders = {"path": str(tmp_path / "runs"), "engines": [engine], "starts": STARTS, "effects": EFFECTS}
-    found = list(outcomes({**orders, "late_secs": 0.3, "sample": 1, "seed": SEED}, preload_library(tmp_path), log))
+    found = list(outcomes_of({**orders, "late_secs": 0.3, "sample": 1, "seed": SEED}, preload_library(tmp_path), log))
     assert [f for f in found if kind_of(f) == "wrong"] == [], log.read_text(errors="replace")[-3000:]
     assert len(found) == len(STARTS) * len(EFFECTS)
     assert sum(bool(f["struck"]) for f in found) >= len(found) - 2, found

@@ -6,8 +6,9 @@ a folder in which rank 0 leaves what it has after every step. ``die``: by rank, 
 that generation's record is written, "after" it, or while it is late: "late" lets the other ranks go on for a second.
 Who is not killed by then waits after its last step, unless it has ``out``. ``slow``: by rank, bytes a second of its
 writes. ``generators``: what else than PyTorch's the loss depends on, "none": not on that either. ``hands_over_code``:
-what pickle refuses. ``save``: a folder, to which a checkpoint goes after two steps, or ``save_after`` of them and then
-the end, that step being committed; ``load``: one, and then the end.
+what pickle refuses. ``save``: a folder, to which a checkpoint goes after two steps, or after step ``save_at``, or
+``save_after`` of them and then the end, that step being committed; ``load``: one, and then the end. ``ends``: even
+without ``out``.
 ``draws_first``: random numbers are drawn before every forward, after the generators were put back. ``signalled``: the
 generation in whose ``engine.step()`` SIGTERM comes when it has been applied. ``by_optimizer``: ``optimizer.step()`` is
 called, not the engine's. ``two``: two engines of one shape, which print their states before and after ``steps``.
@@ -197,7 +198,7 @@ def main(path: str, case: dict) -> None:
                 engine.optimizer.zero_grad()
             else:
                 engine.step()
-        if step + 1 == case.get("save_after", 2) and "save" in case:
+        if "save" in case and step + 1 == case.get("save_after", case.get("save_at", 2)):
             engine.save_checkpoint(case["save"])
             if "save_after" in case:
                 engine.optimizer.rank_state.core.commits.settle()
@@ -212,7 +213,7 @@ def main(path: str, case: dict) -> None:
             left = left_by(engine, client["losses"], case)
             if rank == 0:
                 torch.save(left, f"{case['out']}/{step + 1}")
-    if "out" in case:
+    if "out" in case or "ends" in case:
         engine.destroy()
         leave_group()
     else:
