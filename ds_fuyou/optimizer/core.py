@@ -262,9 +262,11 @@ class OutOfCoreOptimizer:
 
     @property
     def _reserved_bytes(self) -> int:
-        """Staging memory of any two updates."""
+        """Staging memory of any two updates, of states that leave host memory as of those that have left it: what is
+        taken of it in this step may be there when the next one's updates need theirs."""
         if self._two_jobs_bytes is None:
-            self._two_jobs_bytes = 2 * max(self.place.job_bytes(chunk) for chunk in self.layout.chunks)
+            staying = replace(self.place.residency, states=self.mover.staying)
+            self._two_jobs_bytes = 2 * max(self.place.job_bytes(chunk, staying) for chunk in self.layout.chunks)
         return self._two_jobs_bytes
 
     def add_gradients(self, gradients: Sequence[tuple[ParamSpan, torch.Tensor]], *, last: bool = True) -> None:
@@ -518,6 +520,11 @@ class OutOfCoreOptimizer:
         self.policy.possible = self.options.can_speculate(self.place.residency)
         self._two_jobs_bytes = None
 
+    def return_lent(self) -> None:
+        """Staging memory that sums of gradients were lent, between steps. Waits for all updates."""
+        self.wait_all()
+        self.gradients.return_lent()
+
     def fit_staging(self, states: tuple[bool, ...]) -> None:
         """Makes staging memory as large as states in these places, and in those of now, need it: then it waits for all
         updates. Between steps.
@@ -530,8 +537,7 @@ class OutOfCoreOptimizer:
         num_bytes = max(self.place.staging_bytes(), self.place.staging_bytes(wanted))
         if num_bytes == self.staging.capacity_bytes:
             return
-        self.wait_all()
-        self.gradients.return_lent()
+        self.return_lent()
         if self.staging.used_bytes:  # by a read that nobody wants any more, say
             raise FuyouStorageError(errno.EBUSY, "staging memory is in use by a read that nobody waits for; ask again")
         old, copied_to = self.staging, None if all(self.options.residency.grads) else self.options.device

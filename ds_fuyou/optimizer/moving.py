@@ -111,6 +111,8 @@ class ChunkMover:
             self._end(None)
             raise
         self._target, self._step_bytes, self.failure = states, step_bytes, None
+        core.return_lent()  # what leaves will need more of it than was left when it was lent
+        core.placed_anew()
         self._vacated.update(self._unused())
         self._vacated.difference_update(spec.name for spec in specs)
 
@@ -124,6 +126,12 @@ class ChunkMover:
         """Nothing is to be moved, or moves, and all space is given back."""
         is_still = self._target is None and not self._moving and not self._vacated
         return is_still and all(release.ended.is_set() for release in self._releases)
+
+    @property
+    def staying(self) -> tuple[bool, ...]:
+        """By chunk: its state is in memory, and will not have left by the next step."""
+        now, target = self._place.residency.states, self._target or self._place.residency.states
+        return tuple(is_in and target[i] and self._moving.get(i, True) for i, is_in in enumerate(now))
 
     @property
     def left_bytes(self) -> int:
@@ -252,6 +260,7 @@ class ChunkMover:
         """The target is reached, or given up. What was reserved for what stays is given back."""
         self._target = None
         self._due.clear()
+        self._core.placed_anew()
         if failure is not None:
             self.failure = failure
             logger.warning("chunks are not moved any further, training goes on: %s", failure)

@@ -414,6 +414,24 @@ def test_what_is_read_ahead_or_prepared_already_moves_a_step_later(clip_policy: 
     assert all(map(torch.equal, *found))
 
 
+def test_what_is_lent_to_sums_leaves_staging_for_updates_of_states_that_leave(tmp_path: Path) -> None:
+    """Also when they have left, and nobody has taken note: it is lent before that. Two chunks, of which one needs more
+    than half of staging memory, and than the other leaves of it."""
+    limits = LayoutLimits(max_elements=5 * CUT_ELEMENTS, min_elements=CUT_ELEMENTS)
+    layout = build_layout([[("a", "a", 5 * CUT_ELEMENTS, 1)], [("e", "e", 2 * CUT_ELEMENTS, 0)]], limits)
+    with small_core(tmp_path, layout, residency=(0.0, 1.0, 0.0)) as core:
+        step(core, 0)
+        core.mover.move_to((False,) * len(layout.chunks), 1 << 30)
+        core.io.engine.set_throttle(0.0, 1e6)  # a step returns before its states have left
+        for number in range(1, 4):
+            held = [memory for _ in range(50) if (memory := core._lend(4096)) is not None]
+            del held[: len(held) // 2]
+            backward(core, number)
+            core.apply(hypers(layout), 1.0, expected_multiplier=1.0)
+            assert core.pipeline.wait_durable(core.generation, 30.0)
+            held.clear()
+
+
 def test_a_move_is_asked_for_between_steps(tmp_path: Path) -> None:
     with small_core(tmp_path, LAYOUT, residency=(1.0, 0.0, 1.0)) as core:
         backward(core, 0)
