@@ -32,6 +32,7 @@ from ds_fuyou.checkpoint.state_files import RankFiles, opened_ranks
 from ds_fuyou.checkpoint.stock_state import StateEntries
 from ds_fuyou.checkpoint.training_record import TrainingRecord, from_bytes, raw
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
+from ds_fuyou.storage.records import CONTENTS_NAME
 
 __all__ = ["Recovered", "RecoveredCheckpoint", "recover_checkpoint", "recover_weights"]
 
@@ -85,8 +86,12 @@ def recover_weights(directories: Sequence[Path], out: Path) -> Recovered:
         stand_ins = streamed_file.StandIns()
         state = {}
         for index, (name, shape, *_) in enumerate(ranks[0].params):
-            pieces = _Param(ranks, index, math.prod(shape))
-            state[name] = stand_ins.add(shape, torch.float32, pieces)
+            numel = math.prod(shape)
+            held = sum(end - begin for *_, begin, end in (rank.params[index] for rank in ranks))
+            if held < numel:  # before a file of that size is laid out
+                where = ranks[0].store.directories[0] / CONTENTS_NAME
+                raise FuyouStateError(f"{where} says that {name[:60]} has {numel} elements; its ranks hold {held}")
+            state[name] = stand_ins.add(shape, torch.float32, _Param(ranks, index, numel))
         part = out.with_name(f".{out.name}.part-{os.getpid()}")
         try:
             streamed_file.save(state, part, stand_ins)

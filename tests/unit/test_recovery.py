@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,15 @@ def killed_run(tmp_path: Path, share: float = 0.0, slots: int = 2, end: str = "l
     return [path / "ds_fuyou" / "run-rank0" for path in paths]
 
 
-def rank_of(tmp_path: Path, run: str, rank: int, *, generation: int = 3, step: int = 3) -> Path:
+def rank_of(
+    tmp_path: Path, run: str, rank: int, *, generation: int = 3, step: int = 3, shape: Sequence[int] = (2, 2)
+) -> Path:
     """The state directory of one of two ranks of a run of one chunk, with a record of this step."""
     path = tmp_path / f"{run}{rank}"
     path.mkdir()
     regions = [RegionSpec("state/0", 4096, 2)]
     store = SlotStore.create([path], regions, RunIdentity("m", rank, 2, run), keep=True)
-    store.describe({"params": [["a", [2, 2], 0, 0, 2]], "chunks": [[0, 0, 2]]})
+    store.describe({"params": [["a", list(shape), 0, 0, 2]], "chunks": [[0, 0, 2]]})
     store.commit(generation, {"state/0": 0}, {"optimizer_step": step, "state_sums": ""})
     store.close()
     return store.directories[0]
@@ -85,6 +88,13 @@ def test_ranks_of_two_runs_or_of_two_steps_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FuyouStateError, match=r"no commit in common \(rank 0: step 3, rank 1: step 2\)"):
         recover_weights([third, rank_of(tmp_path, "C", 1, generation=2, step=2)], out)
     assert not out.exists()
+
+
+def test_a_parameter_larger_than_what_its_ranks_hold_is_refused_before_it_is_laid_out(tmp_path: Path) -> None:
+    ranks = [rank_of(tmp_path, "A", rank, shape=(2**31, 2)) for rank in range(2)]
+    with pytest.raises(FuyouStateError, match="says that a has 4294967296 elements; its ranks hold 4"):
+        recover_weights(ranks, tmp_path / "weights.pt")
+    assert not list(tmp_path.glob("*weights*"))
 
 
 def test_a_directory_that_is_no_state_is_refused(tmp_path: Path) -> None:
