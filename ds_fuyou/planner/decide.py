@@ -276,8 +276,10 @@ def decide(given: PlanInput, overrides: Mapping[str, int | None], time: StepTime
             place = replace(best.place, staging_bytes=plan.staging_bytes)
             return Decision(plan, place, time.secs(place))
         least_needed = search.least_needed
+    found = f"dram_budget_bytes is {(given.dram_budget_bytes + given.lent_bytes) / MIB:.0f} MiB"
+    if given.lent_bytes:
+        found += f", {given.lent_bytes / MIB:.0f} of them held by engines without an optimizer that were built before"
     raise FuyouConfigError(
-        f"the smallest placement that the tiers allow needs {least_needed / MIB:.0f} MiB of host memory, "
-        f"dram_budget_bytes is {given.dram_budget_bytes / MIB:.0f} MiB; raise it, set more tiers to nvme, or plan "
-        f"smaller shares"
+        f"the smallest placement that the tiers allow needs {least_needed / MIB:.0f} MiB of host memory, {found}; "
+        f"raise it, set more tiers to nvme, or plan smaller shares"
     )

@@ -98,6 +98,7 @@ class PlanInput:
     first_numel: int = 0
     saves_behind: bool = False  # checkpoints are written while training goes on
     keeps_read: bool = False  # of the budget, what nothing else takes holds parameters that were read
+    lent_bytes: int = 0  # of the budget that the user named, to engines without an optimizer, and not in this one
 
     def fixed_shares(self) -> dict[str, float]:
         """Resident shares that are not the rule's to choose: 1 and 0 for tiers "cpu" and "nvme", else the plan's."""
@@ -238,7 +239,9 @@ def built_plan(
     prefetch_bytes = overrides.get("prefetch_bytes", most_prefetch_bytes(left))
     passing = _activation_bytes(given, arena, left - staging_bytes - prefetch_bytes)
     activation_bytes = overrides.get("activation_bytes", passing)
-    if given.keeps_read and "prefetch_bytes" not in overrides:
+    # States may move to memory, once a step is measured.
+    may_come = "optimizer" not in given.fixed_shares() and residency.optimizer < 1
+    if given.keeps_read and not may_come and "prefetch_bytes" not in overrides:
         spare = left - staging_bytes - (activation_bytes - arena)
         prefetch_bytes = max(prefetch_bytes, min(spare, _read_whole_bytes(given, residency)))
     return Plan(

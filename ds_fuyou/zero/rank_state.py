@@ -212,7 +212,7 @@ class RankState:
         taken = int(-least(-float(ahead))[0])
         if taken:
             log_once(logging.INFO, f"of dram_budget_bytes {taken} are the look-ahead of engines without an optimizer")
-        return replace(given, dram_budget_bytes=given.dram_budget_bytes - taken)
+        return replace(given, dram_budget_bytes=given.dram_budget_bytes - taken, lent_bytes=taken)
 
     def _planned_frozen(self) -> list[Parameter]:
         """Frozen parameters whose place is the plan's to say, in the order of use: not where all are in host memory

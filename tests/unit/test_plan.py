@@ -253,5 +253,13 @@ def test_what_a_given_budget_leaves_keeps_parameters_that_were_read(gib: int, wh
     assert after.prefetch_bytes > before.prefetch_bytes
     assert replace(after, prefetch_bytes=before.prefetch_bytes) == before
     assert make_plan(replace(given, keeps_read=True), {"prefetch_bytes": MIB}).prefetch_bytes == MIB
+    may_move = replace(given, optimizer_tier="auto", dram_budget_bytes=4 * GIB)
+    assert make_plan(may_move, {}).residency.optimizer < 1
+    assert make_plan(replace(may_move, keeps_read=True), {}) == make_plan(may_move, {}), "states may need that memory"
     in_memory = replace(given, keeps_read=True, params_tier="cpu", dram_budget_bytes=64 * GIB)
     assert make_plan(in_memory, {}).prefetch_bytes == 256 * MIB
+
+
+def test_a_budget_that_engines_without_an_optimizer_hold_is_told_with_what_they_hold() -> None:
+    with pytest.raises(FuyouConfigError, match="dram_budget_bytes is 1024 MiB, 1000 of them held by engines without"):
+        make_plan(replace(GIVEN, dram_budget_bytes=24 * MIB, lent_bytes=1000 * MIB), {})
