@@ -104,7 +104,9 @@ class Snapshot:
         # As gradients come, so that updates find most of what they would overwrite copied.
         order = sorted(chunks, key=lambda chunk: chunk.position, reverse=True)
         size = max(core.states.num_bytes(chunk) for chunk in chunks)
-        self._lent = {memory.data_ptr(): memory for memory in (aligned_tensor(size) for _ in range(_NUM_LENT))}
+        hands_over = core.options.num_slots < 3 or any(core.place.residency.states)
+        lent = [aligned_tensor(size) for _ in range(_NUM_LENT if hands_over else 0)]
+        self._lent = {memory.data_ptr(): memory for memory in lent}
         self._spare = [aligned_tensor(size) for _ in range(_NUM_READING)]
         most = max(chunk.numel for chunk in chunks)
         made = {memory.data_ptr(): core.states.memory_for_block(most) for memory in self._spare}

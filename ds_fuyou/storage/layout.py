@@ -109,6 +109,7 @@ def choose_num_slots(
     budget: int | None = None,
     *,
     wanted: int = 2,
+    bytes_beside: int = 0,
     bytes_of_others: int = 0,
     swaps_activations: bool = False,
     bytes_stale: int = 0,
@@ -121,6 +122,7 @@ def choose_num_slots(
     does not check that one slot fits; creating the store does.
 
     Args:
+        bytes_beside: of this rank, what else is to find room: checkpoints, say.
         bytes_of_others: as many slots of the other ranks that use one of these devices; none has created its store yet.
         bytes_stale: what dead runs left on the paths.
         budget: this rank's.
@@ -130,13 +132,13 @@ def choose_num_slots(
     beside = " beside activations that are swapped" if swaps_activations else ""
     if budget is not None and bytes_wanted > (1 - for_activations) * budget:
         limit = f"nvme_budget_bytes is {budget}{beside}"
-    elif bytes_wanted + bytes_of_others > capacity:
+    elif bytes_wanted + bytes_beside + bytes_of_others > capacity:
         limit = f"{capacity} bytes can be used on {', '.join(str(path) for path in paths)}{beside}"
         limit += f"; other ranks need {bytes_of_others} of them" if bytes_of_others else ""
         limit += f"; dead runs left {bytes_stale} bytes there, which `fuyou clean` frees" if bytes_stale else ""
     else:
         return SlotChoice(wanted, "")
-    limit = f"two need {bytes_wanted} bytes and {limit}"
+    limit = f"{'two' if wanted == 2 else 'three'} need {bytes_wanted} bytes and {limit}"
     reason = (
         f"one slot a chunk: {limit}. With one ({bytes_one_slot} bytes) "
         f"crash consistency and speculate are lost: updates wait for the end of backward, and a "

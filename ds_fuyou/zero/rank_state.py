@@ -313,14 +313,17 @@ class RankState:
         if found is not None:
             return found.store, max(region.num_slots for region in found.store.regions.values())
         num_slots = 1
-        for wanted in range(self._most_slots(paths), 1, -1):
+        for wanted in range(self._most_slots(paths, residency), 1, -1):
+            # A third slot is for checkpoints: the one that is there, and the next, which replaces it.
+            beside = 0 if wanted == 2 else 2 * 12 * self.layout.numel
             choice = choose_num_slots(
                 paths,
                 sizes[1],
                 sizes[wanted],
                 budget_bytes,
                 wanted=wanted,
-                bytes_of_others=_bytes_of_others(paths, sizes[wanted]),
+                bytes_beside=beside,
+                bytes_of_others=_bytes_of_others(paths, sizes[wanted] + beside),
                 bytes_stale=bytes_stale,
                 swaps_activations=self.activation.config.activations.tier != "cpu"
                 and self.activation.config.activations.mode != "recompute"
@@ -354,14 +357,13 @@ class RankState:
             raise
         return store, num_slots
 
-    def _most_slots(self, paths: Sequence[Path]) -> int:
-        """Slots to be tried for: those of the plan, but no third for checkpoints that will share the states' blocks.
-        The same on all ranks.
+    def _most_slots(self, paths: Sequence[Path], residency: ChunkResidency) -> int:
+        """Slots to be tried for: those of the plan, but no third where states in memory may need the room when they
+        leave it, nor for checkpoints that will share the states' blocks. The same on all ranks.
         """
-        config = self.activation.config
-        shares = not config.relies_on_slots and config.optimizer.masters == "whole"
+        shares = not self.activation.config.relies_on_slots and self.plan_input.layout.is_whole
         shares = shares and all(probe_path(path).filesystem in SHARING_FILESYSTEMS for path in paths)
-        return int(least(min(self.plan.slots, 2) if shares else self.plan.slots)[0])
+        return int(least(min(self.plan.slots, 2) if shares or any(residency.states) else self.plan.slots)[0])
 
     def _fingerprint(self) -> str:
         text = ";".join(f"{s.name}:{s.numel}" for s in self.layout.params)

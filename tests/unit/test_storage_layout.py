@@ -119,6 +119,9 @@ def test_ranks_of_one_machine_share_its_disks() -> None:
     assert choice.num_slots == 1
     assert f"{9 * PAGE} bytes can be used on /a; other ranks need {9 * PAGE} of them" in choice.reason
     assert "dead runs" not in choice.reason
+    assert choose_num_slots([Path("/a")], one, two, wanted=3, bytes_beside=2 * two, probe=probe).num_slots == 3
+    choice = choose_num_slots([Path("/a")], one, two, wanted=3, bytes_beside=3 * two, probe=probe)
+    assert (choice.num_slots, choice.limit.split()[0]) == (1, "three")
     choice = choose_num_slots([Path("/a")], one, 10 * PAGE, bytes_stale=77, probe=probe)
     assert "; dead runs left 77 bytes there, which `fuyou clean` frees. With one" in choice.reason
 
