@@ -2,9 +2,10 @@
 """DeepSpeed's own operators: which of them a run compiles at its first start, and what keeps one from starting.
 
 DeepSpeed has torch compile its operators on first use, without a word, and torch guards each build by a file named
-``lock`` that exists as long as somebody builds. A process that is killed meanwhile leaves the file, and every later
-start waits for it without end. While it builds, a process has the file open: that is how a lock that somebody holds is
-told from one that is left.
+``lock``. Up to some version (2.13 does, 2.15 does not) the file itself is the lock: a process that is killed while it
+builds leaves it, and every later start waits for it without end. While it builds, a process has the file open: that is
+how a lock that somebody holds is told from one that is left. Newer ones have the kernel lock the file, which stays, and
+a killed process holds nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ def build_directory() -> Path:
 
 
 def left_locks(directory: Path, proc: Path = Path("/proc")) -> list[Path]:
-    """Locks of builds in ``directory`` that no process of this user on this machine has open."""
+    """Locks of builds in ``directory`` that no process of this user on this machine has open; none where torch waits
+    for no file.
+    """
+    from torch.utils import cpp_extension
+
+    if not hasattr(cpp_extension, "FileBaton"):
+        return []
     locks = sorted(directory.glob("*/lock"))
     if not locks:
         return []
