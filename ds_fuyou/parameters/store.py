@@ -601,6 +601,9 @@ class ParameterStore:
             yield
             return
         shares = self._device.is_host and self._is_alone
+        for partition in partitions:
+            if partition.presence is Presence.HERE:
+                self._is_used(partition)  # whoever asks for those that are away takes it for granted
         if shares and is_saved:
             for partition in partitions:
                 if partition.presence in (Presence.KEPT, Presence.READING):

@@ -333,6 +333,23 @@ def test_announced_uses_are_read_ahead(is_late: bool, is_saved: bool, bench: Ben
     bench.run(store, every)
 
 
+def test_what_is_announced_stays_where_it_was_offered(bench: Bench) -> None:
+    """Who gathers many asks for those alone that are away; the others have to be there when all have come."""
+    every = [bench.partition(i, trained=i >= 6) for i in range(8)]
+    store = bench.store(every, read_bytes=4 * LARGE_BYTES)
+    for _ in range(2):
+        bench.run(store, every)
+    store.move_on()
+    offered = [partition for partition in every if partition in bench.tensors.shown]
+    assert offered and len(offered) < len(every)
+    for partition in every[6:]:
+        partition.source.is_published = False  # not read before somebody waits for it
+    with store.in_order(every):
+        for partition in [partition for partition in reversed(every) if partition not in bench.tensors.shown]:
+            store.fetch(partition)
+        assert all(torch.equal(bench.tensors.shown[p], bench.expected[p]) for p in every)
+
+
 def test_what_is_announced_and_not_fetched_is_forgotten(bench: Bench) -> None:
     every = [bench.partition(i) for i in range(6)]
     store = bench.store(every, read_bytes=1)
