@@ -33,8 +33,8 @@ def draw(seed: int) -> dict:
     engines = [_engine(chance) for _ in range(chance.choice([1, 1, 1, 2]))]
     device = {"seed": seed, "delay_secs": 0.002} if chance.random() < 0.25 else "cpu"
     for spec in engines:
-        if device != "cpu":  # torch wants kernels for cells that fuse, which the stand-in device has not
-            spec["kinds"] = ["mlp" if kind == "recurrent" else kind for kind in spec["kinds"]]
+        if device != "cpu":  # the stand-in has no kernels for cells that fuse and for copies of conjugates
+            spec["kinds"] = ["mlp" if kind in ("recurrent", "wide") else kind for kind in spec["kinds"]]
         if "gates" in spec["kinds"] and not _has_16_bits(spec["config"]):
             reference = "memory"  # of fp32 BLAS gives other bits for a matrix of one row where that lies otherwise
     drawer = _Drawer(chance, engines, reference, may_autocast=device == "cpu")
