@@ -14,6 +14,7 @@ from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.wear import Rating
+from ds_fuyou.state_layout import WHOLE, StateLayout
 from ds_fuyou.telemetry import report
 from ds_fuyou.telemetry.placement import placement_of, placement_table, shown_bytes
 from ds_fuyou.telemetry.report import LaneTimes, StepReport
@@ -50,7 +51,7 @@ class State:
         self.clock = HostClock(lambda: report.waited_secs(self))
         self.core = SimpleNamespace(
             options=options,
-            place=SimpleNamespace(residency=options.residency),
+            place=SimpleNamespace(residency=options.residency, stored=StateLayout(WHOLE, 2)),
             layout=LAYOUT,
             kind=SimpleNamespace(moments=("exp_avg", "exp_avg_sq")),
             staging=SimpleNamespace(capacity_bytes=4096),
