@@ -20,7 +20,6 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
 from save_worker import raised, train
 from train_worker import build_engine, edit_parameters, set_states
 
@@ -28,6 +27,7 @@ from ds_fuyou.checkpoint.unfinished import find_unfinished
 from ds_fuyou.errors import FuyouError, FuyouMemoryError
 from ds_fuyou.optimizer import snapshot
 from tests.harness.group import leave_group
+from tests.harness.models import masters_digest
 
 
 class Disk:
@@ -64,14 +64,6 @@ class Disk:
 disk = Disk()
 
 
-def digest(engine) -> str:
-    """Of P32 of all parameters."""
-    found = hashlib.sha256()
-    for _, param in sorted(engine.module.named_parameters()):
-        found.update(safe_get_full_fp32_param(param).numpy().tobytes())
-    return found.hexdigest()
-
-
 def files_of(folder: Path) -> dict[str, str]:
     """By name: of what."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
@@ -86,7 +78,7 @@ def exact(engine, case: dict, folder: Path) -> dict:
     if case.get("undisturbed"):
         train(engine, case, case["free_steps"])
         train(engine, case, 4 - case["free_steps"])
-        return {"digest": digest(engine)}
+        return {"digest": masters_digest(engine)}
     engine.save_checkpoint(str(folder), tag="waited", client_state={"seen": 2})
     engine.fuyou_wait_checkpoint()
     torch.distributed.barrier()
@@ -99,7 +91,7 @@ def exact(engine, case: dict, folder: Path) -> dict:
     engine.fuyou_wait_checkpoint()
     torch.distributed.barrier()
     return {
-        "digest": digest(engine),
+        "digest": masters_digest(engine),
         "before": before,
         "in_use": in_use,
         "after": (names(folder), (folder / "latest").read_text()),
@@ -148,20 +140,20 @@ def cloned(engine, case: dict, folder: Path) -> dict:
         "size": sum(path.stat().st_size for path in files),
         "whole": [zipfile.ZipFile(path).testzip() for path in files],
         "same": files_of(folder / "behind") == files_of(folder / "again"),
-        "digest": digest(engine),
+        "digest": masters_digest(engine),
     }
 
 
 def followed(engine, case: dict, folder: Path) -> dict:
     """By another save, a load, edits, states put to sleep: each waits for it, or leaves it as it is."""
-    expected = digest(engine)
+    expected = masters_digest(engine)
     for tag, then in {
         "saved": lambda: engine.save_checkpoint(str(folder), tag="again"),
         "loaded": lambda: engine.load_checkpoint(str(folder)),
         "edited": lambda: edit_parameters(engine, case),
         "set": lambda: set_states(engine, case),
         "asleep": lambda: (engine.offload_states(), train(engine, case, 1), engine.reload_states()),
-        "evaluated": lambda: digest(engine),
+        "evaluated": lambda: masters_digest(engine),
     }.items():
         engine.load_checkpoint(case["two_steps"])
         disk.may_write.clear()
@@ -172,7 +164,7 @@ def followed(engine, case: dict, folder: Path) -> dict:
     found = {}
     for tag in [*names(folder)]:
         engine.load_checkpoint(str(folder), tag=tag)
-        found[tag] = digest(engine) == expected
+        found[tag] = masters_digest(engine) == expected
     return found
 
 
@@ -272,7 +264,7 @@ def failing(engine, case: dict, folder: Path) -> dict:
     engine.save_checkpoint(str(folder), tag="third")
     said["joined"] = raised(engine.fuyou_wait_checkpoint)
     disk.error = 0
-    said["digest"] = digest(engine)
+    said["digest"] = masters_digest(engine)
     engine.load_checkpoint(str(folder))
     train(engine, case, 1)
     said["there"] = names(folder)
@@ -307,7 +299,7 @@ def refused(engine, case: dict, folder: Path) -> dict:
         setattr(place, name, original)
         train(engine, case, 3)
     save("third")
-    return {**said, "there": names(folder), "digest": digest(engine)}
+    return {**said, "there": names(folder), "digest": masters_digest(engine)}
 
 
 def flipped(engine, case: dict, folder: Path) -> dict:

@@ -9,7 +9,6 @@ build and at the end, and ``LEFT``, which tells of P32 after ``steps``.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -18,10 +17,9 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
 
 from tests.harness.group import leave_group
-from tests.harness.models import TinyGPT, make_batch
+from tests.harness.models import TinyGPT, make_batch, masters_digest
 from tests.harness.runner import ds_config
 
 MODEL = {"num_layers": 4, "width": 600, "vocabulary": 101}
@@ -55,10 +53,7 @@ def main(path: str, group: Path, case: dict) -> None:
             limit(group, case["lowered"])
         engine.backward(engine(**make_batch(MODEL, step, 0)))
         engine.step()
-    left = hashlib.sha256()
-    for param in engine.module.parameters():
-        left.update(safe_get_full_fp32_param(param).numpy().tobytes())
-    sys.stdout.write(f"\nSHARE {before} {share(engine)}\nLEFT {left.hexdigest()}\nHELD {len(held)}\n")
+    sys.stdout.write(f"\nSHARE {before} {share(engine)}\nLEFT {masters_digest(engine)}\nHELD {len(held)}\n")
     sys.stdout.flush()
     engine.destroy()
     leave_group()

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models with awkward shapes, and their batches: the same for every run of a case."""
 
+import hashlib
+from typing import Any
+
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 from torch.nn import functional as F
 
@@ -97,3 +101,11 @@ def make_batch(spec: dict, index: int, rank: int) -> dict:
     ids = torch.randint(spec.get("vocabulary", 500), (2, 17), generator=generator)
     ids = ids.to(get_accelerator().current_device_name())
     return {"ids": ids, "skip": index in spec.get("skip_at", ())}
+
+
+def masters_digest(engine: Any) -> str:
+    """Of P32 of all parameters, whole, as the engine holds it now."""
+    found = hashlib.sha256()
+    for _, param in sorted(engine.module.named_parameters()):
+        found.update(safe_get_full_fp32_param(param).numpy().tobytes())
+    return found.hexdigest()

@@ -8,7 +8,6 @@ this ended with, or "nothing". Then the limit goes, six steps are completed, and
 
 from __future__ import annotations
 
-import hashlib
 import json
 import resource
 import sys
@@ -17,11 +16,10 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
 
 from tests.harness.group import leave_group
 from tests.harness.killed_ranks import MODEL, build
-from tests.harness.models import make_batch
+from tests.harness.models import make_batch, masters_digest
 
 
 def mapped_bytes() -> int:
@@ -69,10 +67,7 @@ def main(path: str, case: dict) -> None:
         del error
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     train(engine, 6)
-    left = hashlib.sha256()
-    for param in engine.module.parameters():
-        left.update(safe_get_full_fp32_param(param).numpy().tobytes())
-    sys.stdout.write(f"\nMET {said}\nLEFT {left.hexdigest()}\n")
+    sys.stdout.write(f"\nMET {said}\nLEFT {masters_digest(engine)}\n")
     sys.stdout.flush()
     engine.destroy()
     leave_group()
