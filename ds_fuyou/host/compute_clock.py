@@ -10,11 +10,18 @@ between them is time in which the device idled, whether the copy it needs was la
 A computing stream that was ahead of its copies shows nothing there, however long the host itself waited.
 
 Events are read after they have passed, at the latest at the end of the next step: nobody waits for one.
+
+[Note: thread seconds]
+The threads that run the model (the training thread, and autograd's on a device) issue work, look for parameters and
+take decisions; a device that is fast beside them stands still meanwhile. What they do themselves in a phase is
+processor time, which waits take none of, unless a device's driver polls. On the host it is part of computing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -69,6 +76,11 @@ class ComputeClock(Protocol):
     def secs(self, phase: Phase) -> float:
         """Of all that was taken in since the start."""
 
+    def thread_secs(self, phase: Phase) -> float:
+        """Of the threads that run the model, [Note: thread seconds], what has passed of an open phase included; 0 in
+        waits, and where the device is the host.
+        """
+
     @property
     def exposed_secs(self) -> float:
         """Seconds in which the device idled for what the package does; on the host, in which threads waited for it."""
@@ -108,9 +120,33 @@ class HostClock:
     def secs(self, phase: Phase) -> float:
         return self._secs[phase]
 
+    def thread_secs(self, phase: Phase) -> float:
+        return 0.0
+
     @property
     def exposed_secs(self) -> float:
         return self._waited()
+
+
+class _ThreadClock:
+    """Processor seconds of every thread that has called :meth:`note`, since its first call."""
+
+    def __init__(self) -> None:
+        self._clocks: dict[int, tuple[int, float]] = {}
+        self.note()
+
+    def note(self) -> None:
+        ident = threading.get_ident()
+        if ident not in self._clocks:
+            clock = time.pthread_getcpuclockid(ident)
+            self._clocks[ident] = clock, time.clock_gettime(clock)
+
+    def secs(self) -> float:
+        total = 0.0
+        for clock, began in self._clocks.values():
+            with contextlib.suppress(OSError):  # the thread has ended
+                total += time.clock_gettime(clock) - began
+        return total
 
 
 class DeviceClock:
@@ -130,6 +166,8 @@ class DeviceClock:
         self._marks: deque[tuple[Any, Phase, str]] = deque()
         self._block = ""
         self._at_ns = 0
+        self._threads = _ThreadClock()
+        self._thread_secs, self._thread_phase, self._thread_at = dict.fromkeys(Phase, 0.0), Phase.OUTSIDE, 0.0
         self.phase = Phase.OUTSIDE
         if span is not None:
             self._mark()
@@ -142,19 +180,27 @@ class DeviceClock:
     def enter(self, phase: Phase) -> None:
         if phase is self.phase:
             return
-        self.phase = phase
-        self._mark()
+        before, then = self._thread_phase, self._thread_at
+        self._thread_phase, self._thread_at = phase, self._threads.secs()
+        if _counts(before, phase):
+            self._thread_secs[before] += max(0.0, self._thread_at - then)
+        self._switch(phase)
         if phase is Phase.FORWARD:
             self.settle()
 
+    def _switch(self, phase: Phase) -> None:
+        self.phase = phase
+        self._mark()
+
     @contextmanager
     def _waiting(self, phase: Phase) -> Iterator[None]:
+        self._threads.note()  # backward fetches parameters on autograd's thread
         before = self.phase
-        self.enter(phase)
+        self._switch(phase)
         try:
             yield
         finally:
-            self.enter(before)
+            self._switch(before)
 
     def within(self, phase: Phase) -> AbstractContextManager[None]:
         return self._waiting(phase) if self.phase in _COMPUTES else nullcontext()
@@ -179,6 +225,10 @@ class DeviceClock:
 
     def secs(self, phase: Phase) -> float:
         return self._secs[phase]
+
+    def thread_secs(self, phase: Phase) -> float:
+        passed = self._threads.secs() - self._thread_at if phase is self._thread_phase else 0.0
+        return self._thread_secs[phase] + passed
 
     @property
     def exposed_secs(self) -> float:

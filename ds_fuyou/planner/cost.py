@@ -34,7 +34,7 @@ __all__ = [
 P16_BYTES = 2
 _SHARES = 8  # parts of what staging memory holds, each tried
 _MOST = {"batch": 10**9, "seq": 10**9, "accumulation": 4096}  # every micro-batch is simulated
-_NOT_STORAGE = (Lane.GPU, Lane.DOWN, Lane.UP, Lane.CPU)
+_NOT_STORAGE = (Lane.GPU, Lane.DOWN, Lane.UP, Lane.CPU, Lane.THREAD)
 # Bytes that unfused operators move in GPU memory, forward: for every score of the s x s matrix (write, scale, mask,
 # softmax, dropout, read), and a token and width for everything element-wise.
 _EAGER_SCORE_BYTES, _EAGER_TOKEN_BYTES = 24, 60
@@ -170,8 +170,16 @@ def stored_sums(work: Workload, policy: Policy, place: Placement) -> float:
 _Lanes = tuple[float, ...]  # seconds, in the order of Lane
 
 
-def _lanes(gpu: float = 0.0, down: float = 0.0, up: float = 0.0, read: float = 0.0, write: float = 0.0) -> _Lanes:
-    return (gpu, down, up, read, write, 0.0)
+def _lanes(
+    gpu: float = 0.0,
+    down: float = 0.0,
+    up: float = 0.0,
+    read: float = 0.0,
+    write: float = 0.0,
+    cpu: float = 0.0,
+    thread: float = 0.0,
+) -> _Lanes:
+    return (gpu, down, up, read, write, cpu, thread)
 
 
 @dataclass(frozen=True)
@@ -215,28 +223,28 @@ def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) 
             down=place.swapped_bytes / machine.link_down,
             read=p_read,
             write=storage_secs(stored, machine.storage_write),
+            thread=machine.thread.forward,
         ),
         backward=_lanes(
             gpu=machine.backward_over_forward * model.backward_over_forward / 2 * (blocks + head) + recompute,
             up=up + act_up,
             down=grad / machine.link_down,
             read=p_read + storage_secs(stored, machine.storage_read),
+            thread=machine.thread.backward,
         ),
         accumulate=_lanes(
             read=storage_secs(sums, machine.storage_read), write=storage_secs(sums, machine.storage_write)
         ),
         spill=_lanes(write=storage_secs(spilled, machine.storage_write)),
-        optimizer=(
-            *(0.0, 0.0, 0.0),
-            storage_secs(states_read + read_back + sums, machine.storage_read),
-            storage_secs(states_written + p_bytes, machine.storage_write),
-            num_params / machine.update_rate + num_params * policy.extra_pass_bytes / machine.pass_rate,
+        optimizer=_lanes(
+            read=storage_secs(states_read + read_back + sums, machine.storage_read),
+            write=storage_secs(states_written + p_bytes, machine.storage_write),
+            cpu=num_params / machine.update_rate + num_params * policy.extra_pass_bytes / machine.pass_rate,
         ),
-        resident=(
-            *(0.0, 0.0, 0.0),
-            storage_secs(min(read_back, waiting), machine.storage_read),
-            storage_secs(min(p_bytes, policy.param_bytes * num_params * place.states), machine.storage_write),
-            num_params * place.states / machine.update_rate,
+        resident=_lanes(
+            read=storage_secs(min(read_back, waiting), machine.storage_read),
+            write=storage_secs(min(p_bytes, policy.param_bytes * num_params * place.states), machine.storage_write),
+            cpu=num_params * place.states / machine.update_rate,
         ),
         states_read=states_read,
     )
@@ -254,8 +262,8 @@ def _together(*parts: _Lanes) -> _Lanes:
 
 def _phase_secs(lanes: _Lanes, machine: Machine, *, storage: bool = True) -> float:
     """Of work that overlaps: what the busiest lane takes, or storage, or the cores; or all but storage."""
-    gpu, down, up, read, write, cpu = lanes
-    others = max(gpu, down, up, cpu, cores_secs(lanes, machine))
+    others = max(*(lanes[lane] for lane in _NOT_STORAGE), cores_secs(lanes, machine))
+    read, write = lanes[Lane.READ], lanes[Lane.WRITE]
     return max(others, shared_secs(read, write, machine.storage_duplex)) if storage else others
 
 
@@ -293,7 +301,8 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
         by_lane[bound_lane(lanes, machine.storage_duplex)] += took
         return took
 
-    total = _together(*[p.forward, p.backward] * k, *[p.accumulate] * (k - 1), p.spill, p.optimizer)
+    between = _lanes(thread=machine.thread.between)
+    total = _together(*[p.forward, p.backward] * k, *[p.accumulate] * (k - 1), p.spill, p.optimizer, between)
     if policy.updates is Updates.DEADLINE:
         # Updates run beside the last backward and the next step's first forward, wherever there is room, those of
         # resident states beside forward alone; activations leave in forward and return in backward.
@@ -309,7 +318,7 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
         once = _together(p.forward, p.backward, p.spill, p.optimizer)
         usual = max(
             max(apart, _phase_secs(once, machine, storage=False)) + tail,
-            _phase_secs(once, machine),  # storage goes on meanwhile
+            turn,  # storage goes on meanwhile
             _between_gradients_secs(work, machine, place, p),
         )
         again = 0.0
@@ -333,7 +342,7 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
         else:
             backward += secs(1, p.backward, p.spill)
             tail = secs(1, p.optimizer)
-        step = forward + backward + tail
+        step = forward + backward + tail + machine.thread.between
     return ClosedForm(forward, backward, step, dict(zip(Lane, total, strict=True)), bound_lane(by_lane, 1.0))
 
 
@@ -372,4 +381,4 @@ def _turn_secs(work: Workload, machine: Machine, policy: Policy, place: Placemen
     the update, so its write is not waited for; lanes that bound the step go on meanwhile, if it is storage.
     """
     parts = _chunk_secs(float(work.model.first_trained_params), machine, policy, place)
-    return parts["down"] + parts["read"] + parts["update"] + parts["up"]
+    return parts["down"] + parts["read"] + parts["update"] + parts["up"] + machine.thread.between

@@ -5,10 +5,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["GIB", "Machine"]
+__all__ = ["GIB", "NO_THREADS", "Machine", "ThreadSecs"]
 
 GIB = 1024**3
 _RESERVED = 0.05  # of DRAM, for the system and the page cache
+
+
+@dataclass(frozen=True)
+class ThreadSecs:
+    """What the threads that run the model do themselves, in seconds: of a micro-batch's forward and backward, and of a
+    step between its last backward and the next forward. Device work is issued by them, so it takes no less.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    between: float = 0.0
+
+
+NO_THREADS = ThreadSecs()
 
 
 @dataclass(frozen=True)
@@ -25,6 +39,7 @@ class Machine:
         storage_bytes, endurance_bytes: of all SSDs together; 0 without SSDs.
         backward_over_forward: compute time of backward, in forwards.
         is_unified: device and host share one memory, of which both sizes are parts.
+        thread: of one model, where it was measured; 0 where nobody knows.
         shares_cores: the device is the host: its compute, the updates and ``io_cpu_secs_per_byte`` take turns.
     """
 
@@ -48,6 +63,7 @@ class Machine:
     shares_cores: bool = False
     is_unified: bool = False
     io_cpu_secs_per_byte: float = 0.0
+    thread: ThreadSecs = NO_THREADS
 
     @property
     def dram_usable_bytes(self) -> float:

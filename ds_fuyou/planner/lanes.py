@@ -17,7 +17,14 @@ class Lane(IntEnum):
     READ = 3
     WRITE = 4
     CPU = 5
+    THREAD = 6
 
     @property
     def label(self) -> str:
-        return ("compute", "device to host", "host to device", "storage read", "storage write", "cpu optimizer")[self]
+        return _LABELS[self]
+
+
+_LABELS = (
+    *("compute", "device to host", "host to device", "storage read", "storage write", "cpu optimizer"),
+    "training thread",
+)

@@ -15,12 +15,13 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ds_fuyou.files import replacing
 from ds_fuyou.log import log_once
+from ds_fuyou.planner.hardware import NO_THREADS, ThreadSecs
 from ds_fuyou.planner.plan import PlanInput
 from ds_fuyou.state_layout import layout_of
 
@@ -39,7 +40,7 @@ __all__ = [
     "slowest",
 ]
 
-SCHEMA = "ds_fuyou.profile/3"
+SCHEMA = "ds_fuyou.profile/4"
 MOST_KEPT = 100  # profiles, a few kB each
 OFF = "off"
 
@@ -91,6 +92,7 @@ class RunProfile:
         blocks: FLOPs and bytes of every operator output; empty where they could not be recorded.
         forward_secs, backward_secs: of one micro-batch while nothing else ran, waits not counted.
         update_rate: parameters a second of the CPU optimizer.
+        thread: what the threads that run the model do themselves; nothing where the device is the host.
         storage: None where nothing of the run lives on storage.
         link_up, link_down: bytes a second to the device and from it; copies within host memory where that is one.
         device_is_host: compute, updates and the host's part of I/O share the cores.
@@ -122,6 +124,7 @@ class RunProfile:
     num_params: int
     room: float | None = None
     redo_share: float = 0.0
+    thread: ThreadSecs = NO_THREADS
 
     @property
     def forward_flops(self) -> float:
@@ -152,9 +155,12 @@ class RunProfile:
             BlockCost(**{**block, "operators": tuple(OperatorCost(**one) for one in block["operators"])})
             for block in data["blocks"]
         )
+        values["thread"] = ThreadSecs(**data["thread"])
         values["storage"] = None if data["storage"] is None else StorageRates(**data["storage"])
         values["given"] = PlanInput(**{**data["given"], "layout": layout_of(**data["given"]["layout"])})
         profile = cls(**values)
+        if not all(math.isfinite(value) and value >= 0 for value in astuple(profile.thread)):
+            raise ValueError(f"seconds of threads must not be negative, found {profile.thread}")
         measured = [
             profile.forward_secs,
             profile.backward_secs,
@@ -182,7 +188,8 @@ def slowest(profiles: Sequence[RunProfile]) -> RunProfile:
     if storages:
         rates = {name: min(getattr(one, name) for one in storages) for name in ("read", "write", "mixed")}
         storage = replace(storages[0], **rates)
-    return replace(profiles[0], storage=storage, **worst)
+    thread = ThreadSecs(*map(max, zip(*(astuple(profile.thread) for profile in profiles), strict=True)))
+    return replace(profiles[0], storage=storage, thread=thread, **worst)
 
 
 _SECS = ("forward_secs", "backward_secs")

@@ -175,6 +175,7 @@ def _machine(profile: RunProfile, model: ModelSpec) -> Machine:
         backward_over_forward=profile.backward_secs / profile.forward_secs,
         shares_cores=profile.device_is_host,
         io_cpu_secs_per_byte=storage.cpu_secs_per_byte / profile.num_cores if storage is not None else 0.0,
+        thread=profile.thread,
     )
 
 
@@ -288,12 +289,13 @@ def placed_again(
 def predict(time: StepTime, place: Placement) -> Prediction:
     """What a step of this placement takes by the closed form, with the measured rates."""
     machine, found = time.machine, time.predicted(place)
+    lanes = [found.lane_secs[lane] for lane in Lane]
     return Prediction(
         place,
         time.policy.updates,
         found.iteration_secs,
         {lane.label: found.lane_secs[lane] for lane in Lane},
-        max(found.lane_secs[Lane.GPU], cores_secs([found.lane_secs[lane] for lane in Lane], machine)),
+        max(lanes[Lane.GPU], lanes[Lane.THREAD], cores_secs(lanes, machine)),
         found.lane_secs[Lane.READ] * machine.storage_read,
         found.lane_secs[Lane.WRITE] * machine.storage_write,
         bound_by(found, machine),

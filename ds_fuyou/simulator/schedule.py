@@ -71,7 +71,7 @@ class Schedule:
                         left[lane] = self.tasks[chosen].secs
             shared = running[Lane.READ] is not None and running[Lane.WRITE] is not None
             speed = min(1.0, self._duplex / 2) if shared else 1.0
-            speeds = (1.0, 1.0, 1.0, speed, speed, 1.0)
+            speeds = [speed if lane in (Lane.READ, Lane.WRITE) else 1.0 for lane in Lane]
             active = [lane for lane in Lane if running[lane] is not None]
             if not active:
                 raise FuyouStateError(f"{len(self.tasks) - num_done} simulated tasks wait for each other")

@@ -349,6 +349,7 @@ class RunPlan:
             given=state.plan_input,
             world_size=dist.get_world_size(),
             num_params=state.num_params,
+            thread=times.thread,
         )
 
     def _storage_rates(self) -> StorageRates | None:

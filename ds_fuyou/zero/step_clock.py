@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_fuyou.activations.blocks import Block
 from ds_fuyou.host.compute_clock import ComputeClock, Phase
 from ds_fuyou.host.device import Device
+from ds_fuyou.planner.hardware import ThreadSecs
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder, SavedHooks
 
 __all__ = ["StepClock", "StepTimes"]
@@ -24,13 +25,15 @@ __all__ = ["StepClock", "StepTimes"]
 @dataclass(frozen=True)
 class StepTimes:
     """Seconds of all forwards and backwards of a step without the waits in them, by the rank's clock; ``num_elements``
-    of a micro-batch.
+    of a micro-batch; ``thread``: what threads did themselves of a micro-batch, and between its last backward and the
+    step's end.
     """
 
     num_forwards: int
     forward_secs: float
     backward_secs: float
     num_elements: float
+    thread: ThreadSecs
 
 
 class StepClock:
@@ -38,7 +41,7 @@ class StepClock:
 
     def __init__(self, model: nn.Module, clock: ComputeClock, device: Device | None = None) -> None:
         self._clock, self._device = clock, device
-        self._since = (0.0, 0.0)
+        self._since: tuple[tuple[float, float], ...] = ()
         self.recorder: OperatorRecorder | None = None
         self.shape: tuple[int, ...] = ()
         self._wanted: tuple[Sequence[Block], SavedHooks | None] | None = None
@@ -53,8 +56,11 @@ class StepClock:
         self._num_forwards, self._num_elements = 0, 0
         self._since = self._secs()
 
-    def _secs(self) -> tuple[float, float]:
-        return self._clock.secs(Phase.FORWARD), self._clock.secs(Phase.BACKWARD)
+    def _secs(self) -> tuple[tuple[float, float], ...]:
+        """Of forward, of backward, and of what is neither: the rank's clock's and the threads' own."""
+        clock = self._clock
+        phases = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
+        return tuple((clock.secs(phase), clock.thread_secs(phase)) for phase in phases)
 
     def record_next(self, blocks: Sequence[Block], hooks: SavedHooks | None) -> None:
         """The next forward tells what its operators make, unless it is compiled."""
@@ -70,6 +76,8 @@ class StepClock:
         if self._depth > 1 or not (torch.is_grad_enabled() and model.training):
             return
         self.shape = _shape_of((args, kwargs))
+        if not self._num_forwards:
+            self._since = self._secs()  # what the last step did after its end is not this one's
         self._num_forwards += 1
         self._num_elements += math.prod(self.shape)
         wanted, self._wanted = self._wanted, None
@@ -101,8 +109,11 @@ class StepClock:
         if self.recorder is not None and self.recorder.is_open:
             self.recorder.__exit__(None, None, None)
         count = max(1, self._num_forwards)
-        forward, backward = (now - then for now, then in zip(self._secs(), self._since, strict=True))
-        times = StepTimes(self._num_forwards, forward, backward, self._num_elements / count)
+        (forward, in_forward), (backward, in_backward), (_, in_step) = (
+            (now[0] - then[0], now[1] - then[1]) for now, then in zip(self._secs(), self._since, strict=True)
+        )
+        thread = ThreadSecs(in_forward / count, in_backward / count, in_step)
+        times = StepTimes(self._num_forwards, forward, backward, self._num_elements / count, thread)
         self._reset()
         return times
 

@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 
 from ds_fuyou.planner.explain import class_lines, class_rows
+from ds_fuyou.planner.hardware import ThreadSecs
 from ds_fuyou.planner.plan import CHUNK_BYTES
 from ds_fuyou.planner.policies import Updates
+from ds_fuyou.planner.profile import StorageRates
 from ds_fuyou.planner.profiled import profile_line, run_time
 from ds_fuyou.state_layout import WHOLE, layout_of
 from tests.planner.profiles import GIVEN, PLACE, PROFILE, predicted
@@ -32,6 +34,23 @@ def test_a_host_that_computes_itself_adds_up_what_its_cores_do() -> None:
     assert found.iteration_secs == pytest.approx(4.0 + 1.0 + 2.4e9 * 1e-9 / 2)
     assert found.thread_secs == pytest.approx(found.iteration_secs)
     assert found.bound == "cores"
+
+
+def test_a_device_faster_than_its_interpreter_stands_still_for_it() -> None:
+    """What threads do themselves is a lane beside the others, of every micro-batch, and of the turn of a step."""
+    fast = StorageRates(20e9, 20e9, 20e9, 0.0, 0.0)
+    thread = ThreadSecs(0.5, 1.0, 0.25)
+    small = replace(PROFILE, forward_secs=0.1, backward_secs=0.2, accumulation=4, storage=fast, thread=thread)
+    found = predicted(small)
+    assert found.iteration_secs == pytest.approx(4 * 1.5 + 0.25)
+    assert found.bound == "training thread"
+    assert found.lane_secs["training thread"] == pytest.approx(4 * 1.5 + 0.25)
+    assert found.thread_secs == pytest.approx(found.lane_secs["training thread"])
+    usual = predicted(replace(PROFILE, thread=thread))
+    assert usual.bound == "compute", "3 s of backward hide one"
+    assert usual.iteration_secs == pytest.approx(predicted().iteration_secs + 0.25)
+    waits = predicted(small, updates=Updates.STEP)
+    assert waits.iteration_secs >= found.lane_secs["training thread"]
 
 
 def test_when_updates_start_decides_what_they_hide_behind() -> None:

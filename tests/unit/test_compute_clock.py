@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,6 +181,46 @@ def test_the_host_keeps_its_own_seconds() -> None:
     assert clock.secs(Phase.FORWARD) == 0.0, "less what was waited"
     assert clock.exposed_secs == 1000.0
     assert lane_times(clock).compute_of(1500.0) == 500.0
+
+
+def worked(secs: float) -> None:
+    """This thread computes for so many seconds of its own."""
+    end = time.thread_time() + secs
+    while time.thread_time() < end:
+        pass
+
+
+def test_what_threads_do_themselves_is_told_without_their_waits() -> None:
+    clock = DeviceClock(TimedDevice())
+    clock.enter(Phase.FORWARD)
+    worked(0.02)
+    with clock.within(Phase.PARAMETERS):
+        time.sleep(0.2)
+        worked(0.02)
+    clock.enter(Phase.BACKWARD)
+
+    def backward() -> None:  # as autograd runs it, in a thread of its own that lives on
+        with clock.within(Phase.PARAMETERS):
+            worked(0.03)
+        computed.set()
+        ends.wait(60)
+
+    computed, ends = threading.Event(), threading.Event()
+    other = threading.Thread(target=backward)
+    other.start()
+    assert computed.wait(60)
+    clock.enter(Phase.OUTSIDE)
+    ends.set()
+    other.join()
+    worked(0.02)  # the script's own
+    clock.enter(Phase.STEP)
+    worked(0.02)
+    assert 0.04 <= clock.thread_secs(Phase.FORWARD) < 0.2
+    assert clock.thread_secs(Phase.BACKWARD) >= 0.03
+    assert clock.thread_secs(Phase.STEP) >= 0.02, "of an open phase what has passed"
+    assert clock.thread_secs(Phase.PARAMETERS) == 0.0
+    clock.enter(Phase.FORWARD)
+    assert clock.thread_secs(Phase.STEP) >= 0.02
 
 
 def test_a_trace_shows_blocks_and_gaps_by_the_device_s_own_clock(tmp_path: Path) -> None:
