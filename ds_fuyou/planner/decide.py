@@ -14,6 +14,10 @@ Host memory is filled by classes in every order, the last one in part: with a si
 a fixed number of seconds a byte, and one of the orders is best. With several lanes the best lies between: from the best
 order on, memory is taken from one class and given to another in ever smaller parts while that helps. Activations are
 planned anew for each placement, by the ladder of ``activations.py``, with what host memory it leaves them.
+
+What passes through host memory is set aside before: an arena for activations and the lanes' pools, of generous sizes,
+since the closed form knows nothing of what evens out. Where no activation is swapped the arena goes to the classes; and
+where a small budget's pools would do with clearly less, and a step becomes clearly shorter for it, so do they.
 """
 
 from __future__ import annotations
@@ -53,6 +57,7 @@ __all__ = ["Decision", "StepTime", "decide"]
 _ACTIVATIONS, _NOBODY = "activations", "nobody"
 _NEAR = 1.001  # of the fastest: then the one that moves least
 _PARTS = (4, 8, 16, 32, 64, 128)  # of the budget, moved from one class to another
+_CLEARLY = 0.03  # of a step, and of the budget
 
 
 @dataclass(frozen=True)
@@ -121,13 +126,17 @@ class _Tried:
 
 @dataclass
 class _Search:
-    """Of one size of chunks and one arena."""
+    """Of one size of chunks, one arena, and one size of what is left to the ``lanes`` where anything is on storage.
+    ``is_arena_given``: by the user, who then says how many activations stay in host memory, too.
+    """
 
     given: PlanInput
     time: StepTime
     chunk_bytes: int
     arena: int
-    is_arena_fixed: bool
+    lanes: int
+    is_arena_given: bool = False
+    may_swap: bool = True
     found: dict[tuple[float, ...], _Tried] = field(default_factory=dict)
     least_needed: float = float("inf")
 
@@ -141,7 +150,7 @@ class _Search:
         """Whether memory for activations is a class of its own: their bytes are known, and memory is their home."""
         given = self.given
         known = self.time.activations is not None and given.swaps_activations and not given.device_is_host
-        return known and not given.activations_leave_dram and not self.is_arena_fixed
+        return known and not given.activations_leave_dram and not self.is_arena_given
 
     def fill(self) -> _Tried | None:
         """The best placement; None if none fits."""
@@ -165,8 +174,7 @@ class _Search:
         classes = [*open_classes, _ACTIVATIONS] if self._weighs_activations else open_classes
         for two_versions in (False, True):
             for order in itertools.permutations(classes):
-                lanes = lane_bytes(given, self.chunk_bytes) + self._apart
-                left = float(given.dram_budget_bytes - resident_bytes(given, none) - lanes)
+                left = float(given.dram_budget_bytes - resident_bytes(given, none) - self.lanes - self._apart)
                 shares: dict[str, float] = {}
                 in_dram = 0.0
                 for name in order:
@@ -200,6 +208,7 @@ class _Search:
         if self._weighs_activations:
             names.append(_ACTIVATIONS)
         two = has_two_versions(given, best.residency)
+        before = resident_bytes(given, best.residency) + best.in_dram
         for less, more in itertools.permutations(names, 2):
             residency, in_dram, moved = best.residency, best.in_dram, num_bytes
             if less == _ACTIVATIONS:
@@ -216,8 +225,8 @@ class _Search:
             elif more != _NOBODY:
                 size = bytes_each(given, more, two) * given.numel
                 residency = _changed(residency, {more: min(1.0, getattr(residency, more) + moved / size)})
-            taken = resident_bytes(given, residency) + in_dram + self._apart
-            if less == _NOBODY and taken + lane_bytes(given, self.chunk_bytes) > given.dram_budget_bytes:
+            taken = resident_bytes(given, residency) + in_dram
+            if taken > before and taken + self._apart + self.lanes > given.dram_budget_bytes:
                 continue  # it was the lanes', which seconds do not weigh
             yield residency, in_dram
 
@@ -233,6 +242,8 @@ class _Search:
             return
         stays = self.arena if activations_stay(given) else 0
         place = self.time.placed(given, residency, in_dram + stays)
+        if place.swapped_bytes > 0 and not self.may_swap:
+            return
         if stored_bytes(given, residency) + place.storage_activation_bytes > given.storage_budget_bytes:
             return
         found = self.time.predicted(place)
@@ -269,10 +280,13 @@ def decide(given: PlanInput, overrides: Mapping[str, int | None], time: StepTime
     arenas = (over["activation_bytes"],) if "activation_bytes" in over else (arena_bytes(given), 0)
     least_needed = float("inf")
     for arena, chunk_bytes in itertools.product(arenas, sizes):
-        search = _Search(given, time, chunk_bytes, arena, "activation_bytes" in over)
+        lanes = lane_bytes(given, chunk_bytes)
+        search = _Search(given, time, chunk_bytes, arena, lanes, "activation_bytes" in over)
         best = search.fill()
         if best is not None:
-            plan = built_plan(given, best.residency, chunk_bytes, arena, over, int(best.in_dram))
+            if not over.keys() & {"staging_bytes", "prefetch_bytes"}:
+                search, best = _with_less_apart(search, best)
+            plan = built_plan(given, best.residency, chunk_bytes, search.arena, over, int(best.in_dram))
             place = replace(best.place, staging_bytes=plan.staging_bytes)
             return Decision(plan, place, time.secs(place))
         least_needed = search.least_needed
@@ -283,3 +297,22 @@ def decide(given: PlanInput, overrides: Mapping[str, int | None], time: StepTime
         f"the smallest placement that the tiers allow needs {least_needed / MIB:.0f} MiB of host memory, {found}; "
         f"raise it, set more tiers to nvme, or plan smaller shares"
     )
+
+
+def _with_less_apart(search: _Search, best: _Tried) -> tuple[_Search, _Tried]:
+    """Where memory that is set aside does more in a class: the search with less of it, and what that found."""
+    given, time = search.given, search.time
+    if time.activations is not None and search.arena and not search.is_arena_given and not best.place.swapped_bytes:
+        bare = replace(search, arena=0, may_swap=False, found={})
+        found = bare.fill()
+        if found is not None and found.secs < best.secs:
+            search, best = bare, found
+    least = minimum_lane_bytes(given, Residency(0.0, 0.0, 0.0), search.chunk_bytes)
+    if search.lanes - 2 * least > _CLEARLY * given.dram_budget_bytes and minimum_lane_bytes(
+        given, best.residency, search.chunk_bytes
+    ):
+        narrow = replace(search, lanes=2 * least, found={})
+        found = narrow.fill()
+        if found is not None and found.secs < (1 - _CLEARLY) * best.secs:
+            search, best = narrow, found
+    return search, best

@@ -218,6 +218,30 @@ def test_a_placement_that_the_disks_cannot_hold_is_none() -> None:
     assert stored > 0
 
 
+def test_memory_that_activations_do_not_pass_through_goes_to_the_classes() -> None:
+    given = replace(GIVEN, swaps_activations=True, device_room_bytes=20e9, dram_budget_bytes=8 * GIB)
+    storage_bound = replace(USUAL, **BOUNDS["storage"])
+    found, _ = decided(storage_bound, given, BLOCKS)
+    assert found.place.swapped_bytes == 0
+    assert found.plan.activation_bytes < arena_bytes(given)
+    swapping, _ = decided(storage_bound, replace(given, device_room_bytes=0.0), replace(BLOCKS, block_flops=1e15))
+    assert swapping.place.swapped_bytes > 0
+    assert swapping.plan.activation_bytes >= arena_bytes(given)
+    assert found.plan.resident_bytes(given) > swapping.plan.resident_bytes(given) + 0.9 * arena_bytes(given)
+
+
+def test_pools_of_a_small_budget_shrink_where_the_step_is_clearly_shorter_for_it() -> None:
+    given = replace(GIVEN, largest_param_numel=1_000_000, dram_budget_bytes=3 * GIB)
+
+    def left(bound: str) -> int:
+        plan = decide(given, {"chunk_bytes": 2 * MIB}, run_time(replace(USUAL, **BOUNDS[bound]), given)).plan
+        assert plan.host_bytes(given) <= given.dram_budget_bytes
+        return given.dram_budget_bytes - plan.resident_bytes(given)
+
+    assert left("compute") >= given.dram_budget_bytes // 4, "what passes through host memory has its room"
+    assert left("storage") < 0.5 * left("compute")
+
+
 def test_a_70b_model_is_decided_in_a_moment() -> None:
     """Counted in closed forms, of which one takes some 30 microseconds: seconds depend on the machine."""
     calls = 0
