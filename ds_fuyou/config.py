@@ -240,6 +240,9 @@ class ResidentShares(_Settings):
     optimizer: Share | None = Field(None, description="Of P32 and the moments.")
     gradients: Share | None = Field(None, description="Of G16.")
     frozen: Share | None = Field(None, description='Of frozen parameters, where `parameters.tier` is "auto".')
+    optimizer_twice: Share | None = Field(
+        None, description="Of P32 and the moments, of those in host memory: two versions, so updates begin in backward."
+    )
 
     def given(self) -> dict[str, float]:
         """The shares that are set, by class."""

@@ -92,6 +92,7 @@ class OutOfCoreOptimizer:
             self._first_slot = [slots.get(state_region(chunk.index), 0) for chunk in layout.chunks]
             self._two_jobs_bytes: int | None = None
             self.pipeline = self._make_pipeline()
+            self.place.follow(self.pipeline.resident_state)
             self._worker = Worker(self.pipeline, self.path_of)
             self.io.on_failure = self._worker.transfer_failed
             self.policy = ClipPolicy(options.clip_policy, options.can_speculate(options.residency))

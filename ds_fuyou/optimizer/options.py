@@ -44,8 +44,9 @@ class CoreOptions:
         return layout_of(self.masters, num_moments, self.moments)
 
     def can_speculate(self, residency: ChunkResidency) -> bool:
-        """Speculation needs chunks with a spare slot, and backward to hide behind."""
-        return not all(residency.states) and self.num_slots >= 2 and self.overlap is not Overlap.NONE
+        """Speculation needs chunks with a spare slot, or a spare block in memory, and backward to hide behind."""
+        may = any(residency.spares) or (not all(residency.states) and self.num_slots >= 2)
+        return may and self.overlap is not Overlap.NONE
 
     @property
     def num_param_versions(self) -> int:

@@ -103,6 +103,12 @@ class ChunkPlacement:
             for chunk in layout.chunks
             if self.residency.states[chunk.index]
         }
+        self._spares = {
+            index: aligned_tensor(self.resident.num_bytes(layout.chunks[index].numel))
+            for index, has_spare in enumerate(self.residency.spares)
+            if has_spare
+        }
+        self._published_at: Callable[[int], int] | None = None
         self._in_memory = [
             all(self.residency.params[index] for index in layout.chunks_of_param[span.index]) for span in layout.params
         ]
@@ -139,8 +145,26 @@ class ChunkPlacement:
         return self._params[version][sub_group].range(0, self._layout.sub_group_numels[sub_group])
 
     def state(self, index: int) -> torch.Tensor | None:
-        """The state block of a chunk in DRAM, bytes; None if it lives on storage."""
+        """The state block of a chunk in DRAM, bytes; None if it lives on storage. With a spare one it is the published
+        of the two, to be asked for while no published update of the chunk is under way.
+        """
+        spare = self._spares.get(index)
+        if spare is not None and self._published_at is not None and self._published_at(index) == spare.data_ptr():
+            self._states[index], self._spares[index] = spare, self._states[index]
         return self._states.get(index)
+
+    def follow(self, published_at: Callable[[int], int]) -> None:
+        """``published_at(chunk)``: the address of a chunk's published state in memory. Updates exchange it."""
+        self._published_at = published_at
+
+    def has_spare(self, index: int) -> bool:
+        """Whether the chunk's state is in memory with a spare block."""
+        return index in self._spares
+
+    @property
+    def spare_bytes(self) -> int:
+        """Of spare blocks of states in memory."""
+        return sum(block.numel() for block in self._spares.values())
 
     def put_state(self, index: int, memory: torch.Tensor) -> None:
         """The chunk's state is in ``memory`` from now on."""
@@ -150,6 +174,7 @@ class ChunkPlacement:
     def drop_state(self, index: int) -> None:
         """The chunk's state is on storage from now on; its memory goes back to the system."""
         del self._states[index]
+        self._spares.pop(index, None)
         self._move_state(index)
 
     def _move_state(self, index: int) -> None:
@@ -199,7 +224,8 @@ class ChunkPlacement:
     def may_prepare(self, index: int) -> bool:
         """Whether the chunk's update overwrites nothing that is in use before ``step()``."""
         residency = self.residency
-        return not residency.states[index] and (not residency.params[index] or self.num_param_versions == 2)
+        overwrites = not self.has_spare(index) if residency.states[index] else self._options.num_slots < 2
+        return not overwrites and (not residency.params[index] or self.num_param_versions == 2)
 
     # ---- the pipeline's view ------------------------------------------------------------------------------
 
@@ -235,6 +261,7 @@ class ChunkPlacement:
             "stored": native(self.stored, chunk.numel),
             "state_slots": [] if state is not None else [_ranges(self.state_extents(index, s)) for s in slots],
             "resident_state": 0 if state is None else state.data_ptr(),
+            "spare_state": self._spares[index].data_ptr() if state is not None and index in self._spares else 0,
             "param_slots": [] if in_memory else [_ranges(self.param_extents(index, s)) for s in slots],
             "param_memory": [self.chunk_params(chunk, v).data_ptr() for v in range(len(self._params))]
             if in_memory
@@ -246,6 +273,7 @@ class ChunkPlacement:
     def close(self) -> None:
         """Lets the memory go; nothing may work on it any more."""
         self._states.clear()
+        self._spares.clear()
         self._params.clear()
 
 

@@ -85,8 +85,8 @@ class WindowUpdates:
     def prepare(self, chunk: int, gradient: int) -> None:
         """All gradients of a chunk are in place. In a window that speculates it is updated into its spare slot.
 
-        A resident state has one version, which an update overwrites, and P16 in memory may have: nothing touches it
-        before ``step()``, nor a chunk that is about to move.
+        A resident state without a spare block has one version, which an update overwrites, and P16 in memory may have:
+        nothing touches it before ``step()``, nor a chunk that is about to move.
         """
         window, spec = self._window, self._layout.chunks[chunk]
         if window.start is not UpdateStart.SPECULATE or window.rules is None:

@@ -54,6 +54,8 @@ def planned_shares(block: Mapping[str, Any], plan: PlanDocument) -> dict[str, fl
             shares[name] = float(share)
     if plan.residency.frozen < 1 and _is_open(block, "parameters"):
         shares["frozen"] = float(plan.residency.frozen)
+    if plan.residency.optimizer_twice > 0 and _is_open(block, "optimizer"):
+        shares["optimizer_twice"] = float(plan.residency.optimizer_twice)
     return shares
 
 

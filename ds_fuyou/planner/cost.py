@@ -73,6 +73,7 @@ class Placement:
     Attributes:
         params, states, grads, frozen: share of the class in host memory; the rest is on storage.
         two_versions: resident P16 exists twice, so that updates may start in backward.
+        states_twice: share of P32 and moments, of those in host memory, that exists twice for the same reason.
         swapped_bytes: activations that leave one GPU, a micro-batch, all blocks; of these ``dram_activation_bytes``
             stay in host memory.
         kept_bytes: activations that stay on the GPU, beyond those of the block that is computed.
@@ -85,6 +86,7 @@ class Placement:
     states: float = 0.0
     grads: float = 1.0
     two_versions: bool = False
+    states_twice: float = 0.0
     frozen: float = 1.0
     swapped_bytes: float = 0.0
     dram_activation_bytes: float = 0.0
@@ -208,9 +210,10 @@ def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) 
     stored = place.storage_activation_bytes * machine.num_gpus
     p_bytes = policy.param_bytes * num_params * (1 - place.params)
     states_read, states_written = _states_moved(policy, num_params, place)
+    late = place.states - place.states_twice  # their updates wait for step()
     spilled = grad * (1 - place.grads) if policy.keeps_gradients else 0.0
     # Classes are filled in one order: of gradients on storage, these belong to resident states, which wait for them.
-    waiting = grad * max(0.0, place.states - place.grads) if policy.keeps_gradients else 0.0
+    waiting = grad * max(0.0, late - place.grads) if policy.keeps_gradients else 0.0
     read_back = spilled if policy.reads_spilled else waiting
     sums = grad * stored_sums(work, policy, place)
     up = (policy.param_bytes * num_params + model.frozen_bytes) / machine.link_up
@@ -243,8 +246,8 @@ def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) 
         ),
         resident=_lanes(
             read=storage_secs(min(read_back, waiting), machine.storage_read),
-            write=storage_secs(min(p_bytes, policy.param_bytes * num_params * place.states), machine.storage_write),
-            cpu=num_params * place.states / machine.update_rate,
+            write=storage_secs(min(p_bytes, policy.param_bytes * num_params * late), machine.storage_write),
+            cpu=num_params * late / machine.update_rate,
         ),
         states_read=states_read,
     )

@@ -36,6 +36,7 @@ from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.plan import (
     CHUNK_BYTES,
     MIB,
+    TWICE,
     Plan,
     PlanInput,
     activations_stay,
@@ -92,6 +93,7 @@ class StepTime:
             residency.gradients,
             frozen=residency.frozen,
             two_versions=has_two_versions(given, residency),
+            states_twice=residency.optimizer_twice,
         )
         if self.activations is None:
             return place
@@ -169,8 +171,10 @@ class _Search:
     def _orders(self) -> Iterator[tuple[Residency, float]]:
         given, fixed = self.given, self.given.fixed_shares()
         open_classes = [name for name in classes_of(given) if name not in fixed]
-        none = Residency(**{name: fixed.get(name, 0.0) for name in classes_of(given)})
+        none = Residency(**{name: fixed.get(name, 0.0) for name in (*classes_of(given), TWICE)})
         yield _changed(none, dict.fromkeys(open_classes, 1.0)), self._all_left(none, open_classes)
+        if self._weighs_second_states:
+            yield self._all_twice(_changed(none, dict.fromkeys(open_classes, 1.0))), 0.0
         classes = [*open_classes, _ACTIVATIONS] if self._weighs_activations else open_classes
         for two_versions in (False, True):
             for order in itertools.permutations(classes):
@@ -190,6 +194,17 @@ class _Search:
                     yield filled, in_dram
         yield none, 0.0
 
+    @property
+    def _weighs_second_states(self) -> bool:
+        return self.given.may_speculate and TWICE not in self.given.fixed_shares()
+
+    def _all_twice(self, residency: Residency) -> Residency:
+        """With second versions of as many states as host memory has room for beside all classes."""
+        given, twice = self.given, replace(residency, optimizer_twice=residency.optimizer)
+        each = bytes_each(given, TWICE, True) * given.numel
+        lacking = resident_bytes(given, twice) + self._apart - given.dram_budget_bytes
+        return _changed(twice, {TWICE: min(1.0, max(0.0, twice.optimizer_twice - max(0.0, lacking) / each))})
+
     def _all_left(self, none: Residency, open_classes: list[str]) -> float:
         """What activations may have where every open class is in memory, and nothing needs lanes."""
         whole = _changed(none, dict.fromkeys(open_classes, 1.0))
@@ -207,6 +222,8 @@ class _Search:
         names = [_NOBODY] * spare + [name for name in classes_of(given) if name not in fixed]
         if self._weighs_activations:
             names.append(_ACTIVATIONS)
+        if self._weighs_second_states:
+            names.append(TWICE)
         two = has_two_versions(given, best.residency)
         before = resident_bytes(given, best.residency) + best.in_dram
         for less, more in itertools.permutations(names, 2):
@@ -224,7 +241,8 @@ class _Search:
                 in_dram += moved
             elif more != _NOBODY:
                 size = bytes_each(given, more, two) * given.numel
-                residency = _changed(residency, {more: min(1.0, getattr(residency, more) + moved / size)})
+                most = residency.optimizer if more == TWICE else 1.0
+                residency = _changed(residency, {more: min(most, getattr(residency, more) + moved / size)})
             taken = resident_bytes(given, residency) + in_dram
             if taken > before and taken + self._apart + self.lanes > given.dram_budget_bytes:
                 continue  # it was the lanes', which seconds do not weigh
@@ -232,7 +250,7 @@ class _Search:
 
     def _try(self, residency: Residency, in_dram: float) -> None:
         given = self.given
-        key = (*(round(getattr(residency, name), 6) for name in classes_of(given)), round(in_dram))
+        key = (*(round(getattr(residency, name), 6) for name in (*classes_of(given), TWICE)), round(in_dram))
         if key in self.found:
             return
         needed = resident_bytes(given, residency) + minimum_lane_bytes(given, residency, self.chunk_bytes)
@@ -258,12 +276,13 @@ class _Search:
         if fastest is None:
             return None
         near = [tried for tried in self.found.values() if tried.secs <= fastest.secs * _NEAR]
-        return min(near, key=lambda tried: (tried.moved, tried.secs))
+        return min(near, key=lambda tried: (tried.moved, tried.residency.optimizer_twice, tried.secs))
 
 
 def _changed(residency: Residency, shares: Mapping[str, float]) -> Residency:
     changes: dict[str, Any] = dict(shares)
-    return replace(residency, **changes)
+    found = replace(residency, **changes)
+    return replace(found, optimizer_twice=min(found.optimizer_twice, found.optimizer))
 
 
 def decide(given: PlanInput, overrides: Mapping[str, int | None], time: StepTime) -> Decision:

@@ -36,12 +36,15 @@ class Subject:
 
 @dataclass(frozen=True)
 class Residency:
-    """Share of each class in host memory, 0 to 1; the rest is on storage."""
+    """Share of each class in host memory, 0 to 1; the rest is on storage. ``optimizer_twice``: of P32 and moments, the
+    share that is there in two versions, so that updates in backward overwrite nothing.
+    """
 
     parameters: float
     optimizer: float
     gradients: float
     frozen: float = 1.0
+    optimizer_twice: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ def parse(data: object) -> PlanDocument:
 def _check_keys(data: Mapping[str, Any], kind: type[Any], where: str) -> None:
     names = [item.name for item in fields(kind)]
     _refuse_unknown(data, names, where)
-    optional = ("frozen", "settings", "workload", "machine", "predicted")
+    optional = ("frozen", "optimizer_twice", "settings", "workload", "machine", "predicted")
     missing = [name for name in names if name not in data and name not in optional]
     if missing:
         raise FuyouConfigError(f"{where or 'the plan'} lacks {', '.join(missing)}")

@@ -71,8 +71,9 @@ def _of_class(given: PlanInput, time: StepTime, place: Placement, chunk_bytes: i
     for share in {0.0, 1.0} - {now}:
         changes: dict[str, Any] = {field: share}
         tried = replace(place, **changes)
-        residency = Residency(tried.params, tried.states, tried.grads, tried.frozen)
-        tried = replace(tried, two_versions=has_two_versions(given, residency))
+        twice = min(tried.states_twice, tried.states)
+        residency = Residency(tried.params, tried.states, tried.grads, tried.frozen, twice)
+        tried = replace(tried, two_versions=has_two_versions(given, residency), states_twice=twice)
         predicted = time.predicted(tried)
         if not predicted.iteration_secs < float("inf"):  # there is no storage
             continue

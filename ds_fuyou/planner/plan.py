@@ -25,6 +25,7 @@ __all__ = [
     "MIB",
     "SAVE_BLOCKS",
     "SAVE_BLOCKS_READ",
+    "TWICE",
     "Plan",
     "PlanInput",
     "activations_stay",
@@ -170,6 +171,8 @@ class Plan:
 
 
 CLASSES = ("parameters", "optimizer", "gradients")
+TWICE = "optimizer_twice"
+"""Second versions of P32 and moments in memory, by field of :class:`Residency`."""
 
 
 def _is_stored(residency: Residency) -> bool:
@@ -178,8 +181,11 @@ def _is_stored(residency: Residency) -> bool:
 
 
 def has_two_versions(given: PlanInput, residency: Residency) -> bool:
-    """P16 in memory has two versions where states on storage may be updated before ``step()`` publishes them."""
-    return residency.parameters > 0 and residency.optimizer < 1 and given.may_speculate
+    """P16 in memory has two versions where states may be updated before ``step()`` publishes them: on storage, or with
+    two versions of their own.
+    """
+    may_start = residency.optimizer < 1 or residency.optimizer_twice > 0
+    return residency.parameters > 0 and may_start and given.may_speculate
 
 
 def classes_of(given: PlanInput) -> tuple[str, ...]:
@@ -193,6 +199,7 @@ def bytes_each(given: PlanInput, name: str, two_versions: bool) -> float:
         "frozen": given.frozen_bytes / given.numel,
         "parameters": given.param_bytes_each * (2 if two_versions else 1),
         "optimizer": given.layout.resident_bytes_each,
+        TWICE: given.layout.resident_bytes_each,
         "gradients": given.grad_bytes_each,
     }
     return sizes[name]
@@ -200,7 +207,7 @@ def bytes_each(given: PlanInput, name: str, two_versions: bool) -> float:
 
 def resident_bytes(given: PlanInput, residency: Residency) -> int:
     two = has_two_versions(given, residency)
-    each = sum(getattr(residency, name) * bytes_each(given, name, two) for name in classes_of(given))
+    each = sum(getattr(residency, name) * bytes_each(given, name, two) for name in (*classes_of(given), TWICE))
     return int(each * given.numel)
 
 

@@ -18,7 +18,7 @@ from ds_fuyou.planner.explain import bound_by
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
-from ds_fuyou.planner.plan import Plan, PlanInput
+from ds_fuyou.planner.plan import TWICE, Plan, PlanInput
 from ds_fuyou.planner.policies import Fates, Policy, Tiers, Updates
 from ds_fuyou.planner.profile import RunProfile
 
@@ -268,7 +268,7 @@ def placed_again(
     memory of the lanes, stays. None unless a step becomes clearly shorter.
     """
     now = plan.residency
-    stay = {"parameters": now.parameters, "gradients": now.gradients, "frozen": now.frozen}
+    stay = {"parameters": now.parameters, "gradients": now.gradients, "frozen": now.frozen, TWICE: now.optimizer_twice}
     fixed = replace(given, params_tier="auto", gradients_tier="auto", shares={**given.shares, **stay})
     lanes: dict[str, int | None] = {
         "chunk_bytes": plan.chunk_bytes,
@@ -281,7 +281,7 @@ def placed_again(
         found = decide(fixed, {**overrides, **lanes}, time)
     except FuyouConfigError:
         return None
-    before = time.secs(replace(found.place, states=now.optimizer))
+    before = time.secs(replace(found.place, states=now.optimizer, states_twice=now.optimizer_twice))
     fits = found.plan.host_bytes(given) <= max(given.dram_budget_bytes, plan.host_bytes(given))
     return found if fits and found.secs < (1 - _WORTH_MOVING) * before else None
 

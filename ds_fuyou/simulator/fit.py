@@ -168,13 +168,19 @@ def _host_items(work: Workload, machine: Machine, policy: Policy, place: Placeme
 
 def _planned_items(given: PlanInput, place: Placement, ranks: int) -> Sequence[Item]:
     """Ours, as a run plans it."""
-    residency = Residency(place.params, place.states, place.grads, place.frozen)
+    residency = Residency(place.params, place.states, place.grads, place.frozen, place.states_twice)
     needed = resident_bytes(given, residency) + place.dram_activation_bytes
     fitting = [n for n in CHUNK_BYTES if needed + minimum_lane_bytes(given, residency, n) <= given.dram_budget_bytes]
     chunk_bytes = fitting[0] if fitting else CHUNK_BYTES[-1]
     plan = built_plan(given, residency, chunk_bytes, arena_bytes(given), {}, int(place.dram_activation_bytes))
     two = has_two_versions(given, residency)
-    shares = (("P16", "parameters"), ("P32, M, V", "optimizer"), ("G16", "gradients"), ("frozen P16", "frozen"))
+    shares: tuple[tuple[str, str], ...] = (
+        ("P16", "parameters"),
+        ("P32, M, V", "optimizer"),
+        ("G16", "gradients"),
+        ("frozen P16", "frozen"),
+    )
+    shares += (("P32, M, V once more", "optimizer_twice"),) if residency.optimizer_twice else ()
     items = [
         Item(name, "cpu", getattr(residency, kind) * bytes_each(given, kind, two) * given.numel * ranks)
         for name, kind in shares

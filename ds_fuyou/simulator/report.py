@@ -26,7 +26,7 @@ def document_of(chosen: Chosen) -> PlanDocument:
     return PlanDocument(
         model=Subject(model.name, model.params, model.layers, model.fingerprint),
         world_size=chosen.machine.num_gpus,
-        residency=Residency(place.params, place.states, place.grads, place.frozen),
+        residency=Residency(place.params, place.states, place.grads, place.frozen, place.states_twice),
         activations={
             name: {"keep": kept, "swap": swapped, "recompute": again} for name, kept, swapped, again in place.fates
         },

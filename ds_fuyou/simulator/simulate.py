@@ -75,12 +75,13 @@ def chrome_trace(simulated: Simulated, machine: Machine) -> dict[str, Any]:
 @dataclass(frozen=True)
 class _Unit:
     """Seconds of one unit's pieces. ``chunks`` equal parts of its optimizer work are scheduled one by one; of the
-    states the share ``resident`` is in host memory.
+    states the share ``resident`` is in host memory, ``late`` in one version.
     """
 
     name: str
     chunks: int = 1
     resident: float = 0.0
+    late: float = 0.0
     p_read: float = 0.0
     p_up: float = 0.0
     forward: float = 0.0
@@ -161,7 +162,8 @@ class _Pieces:
         self._trained = num_params / model.params  # of each unit; adapters lie evenly
         self._frozen = model.frozen_bytes / model.params
         self._frozen_stored = 1 - place.frozen
-        self._left = {"params": place.params, "states": place.states, "grads": place.grads}
+        late = place.states - place.states_twice
+        self._left = {"params": place.params, "states": place.states, "grads": place.grads, "late": late}
         self._left = {name: share * num_params for name, share in self._left.items()}
 
     def _stored(self, name: str, params: float) -> float:
@@ -186,6 +188,7 @@ class _Pieces:
         acc = grad * self._summed
         return {
             "resident": 1 - stored / params if params > 0 else 0.0,
+            "late": 1 - self._stored("late", params) / params if params > 0 else 0.0,
             "p_read": storage_secs(p16 + frozen * self._frozen_stored, machine.storage_read),
             "p_up": (P16_BYTES * params + frozen) / machine.link_up,
             "g_down": grad / machine.link_down,
@@ -307,10 +310,11 @@ class _Graph:
         deadline = float(base + num_units + index if policy.updates is Updates.DEADLINE else base + place + _WINDOW)
         cut = unit.chunks
         resident = round(unit.resident * cut) if policy.updates is Updates.DEADLINE else 0
+        late = round(unit.late * cut) if policy.updates is Updates.DEADLINE else 0
         moving = cut - resident if resident < cut else cut  # parts that read and write
         for part in range(cut):
             due = deadline + part / (2 * cut)
-            waits_for_step = part < resident or policy.updates is Updates.STEP  # one version: it waits for step()
+            waits_for_step = part < late or policy.updates is Updates.STEP  # one version: it waits for step()
             waits = tuple(after) if waits_for_step else (arrived,)
             share = 1.0 / moving if part >= cut - moving else 0.0
             read = self._chunk("read state of", unit, Lane.READ, share * (unit.s_read + unit.acc_read), due, *waits)

@@ -68,6 +68,8 @@ def placement_of(rank_state: Any) -> list[Placed]:
     for name in ("P32 (master parameters)", *kind.moments):
         itemsize = states.moment_bytes_each if name in kind.moments else 4
         rows += _split(name, core.layout, residency.states, itemsize).rows(1, slots, "", on_storage)
+    if core.place.spare_bytes:
+        rows.append(Placed("P32 and moments, once more", "cpu", core.place.spare_bytes, "updated in backward"))
     rows.append(Placed("staging pool", "cpu", core.staging.capacity_bytes, "chunks in flight"))
     if rank_state.parameters.reads:
         pool_bytes = rank_state.parameters.capacity_bytes

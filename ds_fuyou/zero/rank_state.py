@@ -261,7 +261,9 @@ class RankState:
         config, plan = self.activation.config, self.plan
         shares = plan.residency
         return CoreOptions(
-            residency=ChunkResidency.by_deadline(self.layout, shares.parameters, shares.optimizer, shares.gradients),
+            residency=ChunkResidency.by_deadline(
+                self.layout, shares.parameters, shares.optimizer, shares.gradients, shares.optimizer_twice
+            ),
             num_slots=num_slots,
             overlap=Overlap(config.optimizer.overlap),
             clip_policy=config.optimizer.clip_policy,

@@ -146,6 +146,7 @@ def placement_of_run(rank_state: RankState, profile: RunProfile, activations: Ac
     core = rank_state.core
     residency, frozen = core.place.residency, rank_state.frozen_bytes()
     params, states, grads = (_share(core.layout, r) for r in (residency.params, residency.states, residency.grads))
+    twice = [core.place.has_spare(index) for index in range(len(core.layout.chunks))]
     if (min(params, states, grads) < 1 or frozen["nvme"]) and profile.storage is None:
         return None
     return Placement(
@@ -153,6 +154,7 @@ def placement_of_run(rank_state: RankState, profile: RunProfile, activations: Ac
         states,
         grads,
         two_versions=core.options.num_param_versions == 2,
+        states_twice=_share(core.layout, twice),
         frozen=frozen["cpu"] / max(1, sum(frozen.values())) if frozen["nvme"] else 1.0,
         swapped_bytes=activations.written_bytes / max(1, activations.num_forwards),
         staging_bytes=core.staging.capacity_bytes,

@@ -38,7 +38,7 @@ def values(span: ParamSpan, seed: int) -> torch.Tensor:
 def options_of(
     layout: FlatLayout,
     *,
-    residency: tuple[float, float, float],
+    residency: tuple[float, ...],
     clip_policy: str = "defer",
     checksum: bool = True,
     device: Device | None = None,
@@ -70,7 +70,7 @@ def small_core(
     layout: FlatLayout,
     *,
     kind: OptimizerKind = ADAMW,
-    residency: tuple[float, float, float] = (1.0, 0.0, 1.0),
+    residency: tuple[float, ...] = (1.0, 0.0, 1.0),
     clip_policy: str = "defer",
     checksum: bool = True,
     keep: bool = False,

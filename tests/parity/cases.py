@@ -69,8 +69,8 @@ STOCK: dict[str, dict] = {
     "fp32-off-1-two_lrs-2ranks": _case("fp32", 0.0, 1, "two_lrs", 2),
 }
 
-TIERS: dict[str, tuple[str | float, str | float, str | float]] = {
-    # optimizer, parameters, gradients: a tier, or the share in host memory
+TIERS: dict[str, tuple[str | float, ...]] = {
+    # optimizer, parameters, gradients: a tier, or the share in host memory; what of the optimizer is there twice
     "states": ("nvme", "cpu", "cpu"),
     "all": ("nvme", "nvme", "nvme"),
     "none": (0.9999999, "cpu", "cpu"),  # less than an element lacks: all chunks are in host memory
@@ -79,6 +79,8 @@ TIERS: dict[str, tuple[str | float, str | float, str | float]] = {
     "quarter": (0.25, "cpu", 0.5),
     "half": (0.5, 0.5, 0.5),
     "most": (0.75, 0.25, "nvme"),
+    "twice": (0.9999999, "cpu", "cpu", 0.6),
+    "most_twice": (0.75, 0.5, "nvme", 0.4),
 }
 
 
@@ -91,7 +93,7 @@ def block(
     **plan: int,
 ) -> dict:
     """A fuyou block whose chunks are small enough that the little model has about ten."""
-    homes = dict(zip(("optimizer", "parameters", "gradients"), TIERS[tiers], strict=True))
+    homes = dict(zip(("optimizer", "parameters", "gradients", "optimizer_twice"), TIERS[tiers], strict=False))
     shares = {name: home for name, home in homes.items() if not isinstance(home, str)}
     sections: dict[str, dict] = {name: {"tier": home} for name, home in homes.items() if isinstance(home, str)}
     sections.setdefault("optimizer", {}).update(clip_policy=policy, overlap=overlap)
@@ -104,6 +106,8 @@ MATRIX: list[tuple[str, str, str, str, int]] = [
     ("bf16-off-1-one", "states", "speculate", "backward_and_forward", 2),
     ("bf16-off-1-one", "all", "auto", "backward", 2),
     ("bf16-off-1-one", "none", "auto", "backward_and_forward", 2),
+    ("bf16-off-1-one", "twice", "auto", "backward_and_forward", 2),
+    ("bf16-always-1-two", "most_twice", "speculate", "backward", 2),
     ("bf16-always-1-two", "states", "auto", "backward_and_forward", 2),
     ("bf16-always-1-two", "all", "speculate", "none", 2),
     ("bf16-always-1-two", "grads_cpu", "defer", "backward", 1),
@@ -116,6 +120,7 @@ MATRIX: list[tuple[str, str, str, str, int]] = [
     ("fp16-rarely-3-two", "quarter", "defer", "backward_and_forward", 1),
     ("fp16-rarely-3-two", "half", "auto", "backward_and_forward", 2),
     ("fp16-rarely-3-two", "most", "speculate", "backward_and_forward", 2),
+    ("fp16-rarely-3-two", "twice", "speculate", "backward_and_forward", 1),
     ("fp32-always-1-two_lrs", "grads_cpu", "speculate", "backward_and_forward", 2),
     ("fp32-always-1-two_lrs", "all", "auto", "backward_and_forward", 1),
     ("fp32-off-3-one", "states", "auto", "backward", 2),
@@ -123,5 +128,6 @@ MATRIX: list[tuple[str, str, str, str, int]] = [
     ("bf16-rarely-1-two-2ranks", "states", "speculate", "backward_and_forward", 2),
     ("bf16-rarely-1-two-2ranks", "half", "defer", "backward_and_forward", 1),
     ("fp16-always-3-one-2ranks", "all", "speculate", "backward", 2),
+    ("fp16-always-3-one-2ranks", "twice", "auto", "backward_and_forward", 2),
     ("fp32-off-1-two_lrs-2ranks", "grads_cpu", "auto", "backward_and_forward", 2),
 ]

@@ -242,6 +242,27 @@ def test_pools_of_a_small_budget_shrink_where_the_step_is_clearly_shorter_for_it
     assert left("storage") < 0.5 * left("compute")
 
 
+def test_second_versions_of_states_take_memory_that_does_nothing_else() -> None:
+    """Where updates bound a step and all else is in memory; they hide behind backward as well then."""
+    slow_adam = replace(USUAL, **BOUNDS["adam"])
+    slow_disk = replace(slow_adam, storage=StorageRates(SLOW, SLOW, SLOW, 0.0, 0.0))
+    given = replace(GIVEN, dram_budget_bytes=40 * GIB)
+    found, steps = decided(slow_disk, given)
+    residency = found.plan.residency
+    assert (residency.parameters, residency.optimizer, residency.gradients) == (1.0, 1.0, 1.0)
+    assert residency.optimizer_twice > 0.5
+    assert found.plan.host_bytes(given) <= given.dram_budget_bytes
+    once = steps.secs(replace(found.place, states_twice=0.0, two_versions=False))
+    assert found.secs < 0.9 * once
+    assert found.place.two_versions, "P16 too"
+    late = replace(given, may_speculate=False)
+    assert decided(slow_disk, late)[0].plan.residency.optimizer_twice == 0.0
+    hidden, _ = decided(replace(USUAL, **BOUNDS["compute"]), given)
+    assert hidden.plan.residency.optimizer_twice == 0.0, "nothing is gained"
+    tight, _ = decided(slow_disk, replace(given, dram_budget_bytes=14 * GIB))
+    assert tight.plan.resident_bytes(given) <= 14 * GIB
+
+
 def test_a_70b_model_is_decided_in_a_moment() -> None:
     """Counted in closed forms, of which one takes some 30 microseconds: seconds depend on the machine."""
     calls = 0

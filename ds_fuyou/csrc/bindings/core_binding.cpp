@@ -280,7 +280,8 @@ ChunkSpec make_chunk(const BlockLayout& whole, const BlockLayout& resident,
                      ElementType grad_type, const std::vector<std::vector<RangeTuple>>& state_slots,
                      const std::vector<std::vector<RangeTuple>>& param_slots,
                      const std::vector<RangeTuple>& grad_slot, int num_slots,
-                     std::uintptr_t resident_state, const std::vector<std::uintptr_t>& param_memory)
+                     std::uintptr_t resident_state, std::uintptr_t spare_state,
+                     const std::vector<std::uintptr_t>& param_memory)
 {
     ChunkSpec spec;
     spec.position = position;
@@ -296,6 +297,7 @@ ChunkSpec make_chunk(const BlockLayout& whole, const BlockLayout& resident,
     spec.grad_slot = to_ranges(grad_slot);
     spec.num_slots = num_slots;
     spec.resident_state = address(resident_state);
+    spec.spare_state = address(spare_state);
     for (std::size_t i = 0; i < param_memory.size(); ++i)
         spec.param_memory.at(i) = address(param_memory[i]);
     return spec;
@@ -381,15 +383,17 @@ void bind_pipeline(py::module_& m)
                ElementType grad_type, const std::vector<std::vector<RangeTuple>>& state_slots,
                const std::vector<std::vector<RangeTuple>>& param_slots,
                const std::vector<RangeTuple>& grad_slot, int num_slots,
-               std::uintptr_t resident_state, const std::vector<std::uintptr_t>& param_memory) {
-                return pipeline.add_chunk(make_chunk(whole, resident, stored, position, param_type,
-                                                     grad_type, state_slots, param_slots, grad_slot,
-                                                     num_slots, resident_state, param_memory));
+               std::uintptr_t resident_state, std::uintptr_t spare_state,
+               const std::vector<std::uintptr_t>& param_memory) {
+                return pipeline.add_chunk(make_chunk(
+                    whole, resident, stored, position, param_type, grad_type, state_slots,
+                    param_slots, grad_slot, num_slots, resident_state, spare_state, param_memory));
             },
             py::kw_only(), py::arg("whole"), py::arg("resident"), py::arg("stored"),
             py::arg("position"), py::arg("param_type"), py::arg("grad_type"),
             py::arg("state_slots"), py::arg("param_slots"), py::arg("grad_slot"),
-            py::arg("num_slots"), py::arg("resident_state"), py::arg("param_memory"))
+            py::arg("num_slots"), py::arg("resident_state"), py::arg("spare_state"),
+            py::arg("param_memory"))
         .def(
             "set_destination",
             [](ChunkPipeline& pipeline, std::size_t chunk, const BlockLayout& whole,
@@ -397,18 +401,23 @@ void bind_pipeline(py::module_& m)
                ElementType grad_type, const std::vector<std::vector<RangeTuple>>& state_slots,
                const std::vector<std::vector<RangeTuple>>& param_slots,
                const std::vector<RangeTuple>& grad_slot, int num_slots,
-               std::uintptr_t resident_state, const std::vector<std::uintptr_t>& param_memory) {
+               std::uintptr_t resident_state, std::uintptr_t spare_state,
+               const std::vector<std::uintptr_t>& param_memory) {
                 pipeline.set_destination(
-                    chunk,
-                    make_chunk(whole, resident, stored, 0, param_type, grad_type, state_slots,
-                               param_slots, grad_slot, num_slots, resident_state, param_memory));
+                    chunk, make_chunk(whole, resident, stored, 0, param_type, grad_type,
+                                      state_slots, param_slots, grad_slot, num_slots,
+                                      resident_state, spare_state, param_memory));
             },
             py::kw_only(), py::arg("chunk"), py::arg("whole"), py::arg("resident"),
             py::arg("stored"), py::arg("param_type"), py::arg("grad_type"), py::arg("state_slots"),
             py::arg("param_slots"), py::arg("grad_slot"), py::arg("num_slots"),
-            py::arg("resident_state"), py::arg("param_memory"))
+            py::arg("resident_state"), py::arg("spare_state"), py::arg("param_memory"))
         .def("wait_moved", &ChunkPipeline::wait_moved, NoGil())
         .def("is_resident", &ChunkPipeline::is_resident)
+        .def("resident_state",
+             [](const ChunkPipeline& pipeline, std::size_t chunk) {
+                 return reinterpret_cast<std::uintptr_t>(pipeline.resident_state(chunk));
+             })
         .def(
             "set_staging",
             [](ChunkPipeline& pipeline, const std::shared_ptr<AlignedPool>& staging) {

@@ -69,6 +69,12 @@ bool ChunkPipeline::is_resident(std::size_t chunk) const
     return chunks_.at(chunk).resident();
 }
 
+const char* ChunkPipeline::resident_state(std::size_t chunk) const
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    return chunks_.at(chunk).spec.resident_state;
+}
+
 void ChunkPipeline::set_position(std::size_t chunk, std::int64_t position)
 {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -86,6 +86,7 @@ struct ChunkSpec {
     FileRanges grad_slot;                            // empty when G16 is in DRAM
     int num_slots = 1;  // of three one is left out by turns, but for a state that is kept
     char* resident_state = nullptr;  // state block in DRAM instead of on storage
+    char* spare_state = nullptr;  // another one: the next update goes there, and they change places
     std::array<char*, 2> param_memory = {nullptr, nullptr};  // P16 in DRAM, by version
 
     std::uint64_t numel() const { return whole.numel; }
@@ -173,6 +174,9 @@ class ChunkPipeline {
     bool wait_moved(std::size_t chunk, double timeout_secs);  // it does not move any more
     // Whether the state is in memory.
     bool is_resident(std::size_t chunk) const;
+    // Where the published state is in memory, null on storage; to be asked while no published
+    // update of the chunk is under way.
+    const char* resident_state(std::size_t chunk) const;
     // Other staging memory from now on. None of the one before may be in use, and the new one has
     // to hold every chunk.
     void set_staging(AlignedPool* staging);

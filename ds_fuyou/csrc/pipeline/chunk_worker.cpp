@@ -175,7 +175,8 @@ void ChunkPipeline::place_blocks_locked(const Chunk& chunk, Job& job) const
     }
     job.to = job.from;
     if (to.resident()) {
-        job.to = {to.resident_state, is.in_memory};
+        job.to = {job.destination || !is.spare_state ? to.resident_state : is.spare_state,
+                  is.in_memory};
     } else if (chunk.resident() && passes) {
         job.to = {job.staging, is.stored};
     }
@@ -433,6 +434,8 @@ void ChunkPipeline::finish_locked(const std::shared_ptr<Job>& job)
         if (!chunk.after(*job).resident())
             chunk.forms[static_cast<std::size_t>(job->target_slot)] = job->sums.form;
         chunk.num_edits_taken = std::max(chunk.num_edits_taken, job->num_edits);
+        if (job->to.memory == chunk.spec.spare_state && chunk.spec.spare_state != nullptr)
+            std::swap(chunk.spec.resident_state, chunk.spec.spare_state);
         if (job->destination && !job->stays) arrive_locked(chunk, *job);
         const bool is_in_slots = !chunk.resident() || chunk.param_on_storage();
         if (is_in_slots && job->target_slot != chunk.slot) chunk.publish_in(job->target_slot);
@@ -454,6 +457,7 @@ void ChunkPipeline::arrive_locked(Chunk& chunk, const Job& job)
     chunk.spec.grad_slot = to.grad_slot;
     chunk.spec.num_slots = to.num_slots;
     chunk.spec.resident_state = to.resident_state;
+    chunk.spec.spare_state = to.spare_state;
     chunk.spec.param_memory = to.param_memory;
 }
 

@@ -197,6 +197,12 @@ void split_tile(const Tile& tile, const BlockUpdate& how, std::vector<Joint>& jo
     }
 }
 
+// Whose memory an update works in, as far as its types allow.
+const StateBlock& worked_on(const BlockUpdate& how)
+{
+    return how.to.layout.is_split && !how.from.layout.is_split ? how.from : how.to;
+}
+
 // The moments of a tile in its block: those of elements [begin, end), whole blocks of codes, as the
 // tile has them, or as the block had them.
 void put_moments(const Tile& tile, const BlockUpdate& how, std::uint64_t begin, std::uint64_t end,
@@ -204,7 +210,7 @@ void put_moments(const Tile& tile, const BlockUpdate& how, std::uint64_t begin, 
 {
     if (begin >= end) return;
     const std::size_t numel = static_cast<std::size_t>(end - begin);
-    const StateBlock& own = how.from.layout.is_split ? how.to : how.from;
+    const StateBlock& own = worked_on(how);
     for (int i = 1; i < tile.num_parts; ++i) {
         const StoredMoment place = own.moment_from(i - 1, begin);
         float* values = tile.parts[i] + (begin - tile.begin);
@@ -268,11 +274,15 @@ Tile open_tile(const BlockUpdate& how, const SplitSource* split, std::uint64_t b
                std::uint64_t end)
 {
     thread_local std::vector<float> scratch(3 * kTileElements);
-    const StateBlock& own = split == nullptr ? how.from : how.to;  // whose memory it may be
+    const StateBlock& own = worked_on(how);
     const bool is_split = own.layout.is_split;
     Tile tile{begin, end, 1 + own.layout.num_moments, {}};
     tile.parts[0] = is_split ? scratch.data() : own.master() + begin;
-    if (split != nullptr) split->read(begin, end, tile.parts[0]);
+    if (split != nullptr) {
+        split->read(begin, end, tile.parts[0]);
+    } else if (own.memory != how.from.memory) {
+        std::copy_n(how.from.master() + begin, tile.numel(), tile.parts[0]);
+    }
     const bool is_float = own.layout.moment_type == MomentType::kFloat32;
     for (int i = 1; i < tile.num_parts; ++i)
         tile.parts[i] = is_float ? own.moment(i - 1) + begin

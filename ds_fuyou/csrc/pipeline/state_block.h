@@ -97,9 +97,8 @@ struct UpdateSegment {
 };
 
 struct BlockUpdate {
-    // Of another memory than `to`, with masters split in the one and whole in the other; or the
-    // same: updated in place. Moments are of one type in both. Whole masters that go to a split
-    // block are updated in their own, too.
+    // Of another memory than `to`, or the same: updated in place. Moments are of one type in both.
+    // Whole masters that go to a split block are updated in their own, too; else `from` stays.
     StateBlock from;
     StateBlock to;
     bool zero_moments = false;          // those of `from` are, whatever stands there
