@@ -86,6 +86,7 @@ struct WorldOptions {
     std::size_t staging_chunks = 2;
     bool bfloat16_params = false;
     bool splits = false;
+    bool has_spares = false;  // of states in memory
     MomentType moments = MomentType::kFloat32;
 };
 
@@ -106,7 +107,7 @@ class World {
                                                 (stored.num_bytes + 2 * short_part))),
           gradients(wanted.num_chunks, std::vector<float>(wanted.numel, 1.0F)),
           params(2 * wanted.num_chunks, std::vector<float>(wanted.numel, -1.0F)),
-          resident(wanted.num_chunks, std::vector<char>(3 * part))
+          resident(2 * wanted.num_chunks, std::vector<char>(3 * part))
     {
         pipeline = std::make_unique<ChunkPipeline>(engine.get(), staging.get(), 1);
         for (std::size_t i = 0; i < given.num_chunks; ++i) pipeline->add_chunk(spec(i));
@@ -136,6 +137,7 @@ class World {
             if (given.params == Place::kStorage) made.param_slots[at] = {param_range(chunk, slot)};
         }
         if (given.state == Place::kDram) made.resident_state = resident[chunk].data();
+        if (given.has_spares) made.spare_state = resident[given.num_chunks + chunk].data();
         if (given.params == Place::kDram) {
             made.param_memory = {reinterpret_cast<char*>(params[chunk].data()),
                                  reinterpret_cast<char*>(params[given.num_chunks + chunk].data())};
@@ -203,6 +205,8 @@ class World {
         const char* from = bytes.data();
         const ChunkSpec spec_of = spec(chunk);
         StateBlock source{resident[chunk].data(), spec_of.in_memory};
+        if (given.has_spares && pipeline->resident_state(chunk) == spec_of.spare_state)
+            source.memory = spec_of.spare_state;
         if (given.state == Place::kStorage) {
             const FileRange range = state_range(chunk, pipeline->slot(chunk));
             read_file(range, block.data());
@@ -259,8 +263,8 @@ class World {
     std::unique_ptr<IoEngine> engine;
     std::unique_ptr<AlignedPool> staging;
     std::vector<std::vector<float>> gradients;
-    std::vector<std::vector<float>> params;  // version 0 of every chunk, then version 1
-    std::vector<std::vector<char>> resident;
+    std::vector<std::vector<float>> params;   // version 0 of every chunk, then version 1
+    std::vector<std::vector<char>> resident;  // of every chunk, then spare ones
     std::unique_ptr<ChunkPipeline> pipeline;
 
   private:

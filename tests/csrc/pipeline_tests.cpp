@@ -63,6 +63,42 @@ TEST(pipeline_generations_in_every_placement)
     }
 }
 
+TEST(pipeline_spare_block_of_a_state_in_memory)
+{
+    for (int placement = 0; placement < 12; ++placement) {
+        WorldOptions wanted;
+        wanted.state = Place::kDram;
+        wanted.has_spares = true;
+        wanted.moments = static_cast<MomentType>(placement / 4);
+        wanted.params = (placement & 1) != 0 ? Place::kStorage : Place::kDram;
+        wanted.gradients = (placement & 2) != 0 ? Place::kStorage : Place::kDram;
+        World world(wanted);
+        if (wanted.gradients == Place::kStorage) {
+            for (std::size_t i = 0; i < wanted.num_chunks; ++i) world.store_gradient(i, kHalfOne);
+        }
+        run_generations(world, 3);  // P32 is -6 then, and all have changed places three times
+        const char* const before = world.pipeline->resident_state(0);
+
+        world.enqueue_all(4, 4.0F);  // and nobody publishes it
+        for (std::size_t i = 0; i < wanted.num_chunks; ++i)
+            CHECK(world.pipeline->wait_gradient_read(i, 4, kPatienceSecs));
+        for (std::size_t i = 0; i < wanted.num_chunks; ++i)
+            CHECK(world.state_is(i, -6.0F, 3.0F) && world.pipeline->resident_state(0) == before);
+        world.drop_all();
+        for (std::size_t i = 0; i < wanted.num_chunks; ++i)
+            CHECK(world.pipeline->wait_idle(i, kPatienceSecs) && world.state_is(i, -6.0F, 3.0F));
+
+        world.enqueue_all(4, 2.0F);
+        world.pipeline->publish(4);
+        for (std::size_t i = 0; i < wanted.num_chunks; ++i) {
+            CHECK(world.pipeline->wait_published(i, 4, kPatienceSecs));
+            CHECK(world.pipeline->wait_idle(i, kPatienceSecs));
+            CHECK(world.state_is(i, -8.0F, 4.0F));
+        }
+        CHECK(world.pipeline->resident_state(0) != before);
+    }
+}
+
 TEST(pipeline_one_slot_and_one_chunk_of_staging)
 {
     WorldOptions wanted;
