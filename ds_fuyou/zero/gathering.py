@@ -126,7 +126,8 @@ def in_use_order(module: torch.nn.Module) -> list[Parameter]:
 
 def consolidated(original: Callable[..., Any]) -> Callable[..., Any]:
     """``_zero3_consolidated_16bit_state_dict``: gathers module by module, each as though it would be edited, which
-    writes it back. Nothing is: all is read ahead, and nothing written.
+    writes it back. Nothing is: all is read ahead, and nothing written. DeepSpeed's dictionary is part of a cycle (the
+    function that fills it calls itself), which holds the whole model until Python looks for cycles; this one is not.
     """
 
     @functools.wraps(original)
@@ -134,6 +135,11 @@ def consolidated(original: Callable[..., Any]) -> Callable[..., Any]:
         if activation_of(self._config) is None:
             return original(self, *args, **kwargs)
         with in_order(in_use_order(self.module), is_saved=True), only_reading():
-            return original(self, *args, **kwargs)
+            found = original(self, *args, **kwargs)
+        if found is None:  # not the first rank
+            return None
+        values = type(found)(found)
+        found.clear()
+        return values
 
     return _zero3_consolidated_16bit_state_dict

@@ -7,8 +7,10 @@ Generation, evaluation, saving, sleep. Prints one JSON line; stock, with everyth
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -312,6 +314,11 @@ def saved(swap: str) -> dict[str, Any]:
     held = reads.store.used_bytes
     for value in ours.values():
         value.mul_(2)  # the script's own: nothing of the model
+    first = weakref.ref(next(iter(ours.values())))
+    gc.disable()
+    del ours, value
+    is_held = first() is not None
+    gc.enable()
     reads.take()
     engine.save_16bit_model(swap, "saved.bin")
     found["save_16bit_model"] = reads.take()
@@ -327,7 +334,9 @@ def saved(swap: str) -> dict[str, Any]:
     train(stock, 2, 4)
     train(engine, 2, 4)
     same.append(equal(states(stock), states(engine)))
-    return {"same": same, "found": found, "model": reads.all_bytes, "held": held, "pool": reads.store.capacity_bytes}
+    capacity = reads.store.capacity_bytes
+    held_too = {"held": held, "is held": is_held, "pool": capacity}
+    return {"same": same, "found": found, "model": reads.all_bytes, **held_too}
 
 
 @contextlib.contextmanager

@@ -94,6 +94,7 @@ def test_what_is_saved_or_merged_is_read_once_ahead_and_not_written_back(tmp_pat
     assert merged["written"] == 0
     assert merged["bytes"] <= 1.5 * found["model"], "the pool reads on into the next forward"
     assert found["held"] == 0, "a state dictionary takes none of the look-ahead's memory"
+    assert not found["is held"], "what nobody refers to any more is gone, whenever Python collects cycles"
 
 
 def test_sleep_leaves_nothing_gathered_and_waking_reads_ahead(tmp_path: Path) -> None:
