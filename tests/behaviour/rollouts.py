@@ -272,6 +272,30 @@ def evaluation(swap: str) -> dict[str, Any]:
     return {"same": same, "each": each, "model": reads.all_bytes, "overflows": reads.store.num_overflows}
 
 
+def in_flight(swap: str) -> dict[str, Any]:
+    """A gather that is started in a forward, for a use that does not come in it."""
+    engine = engine_of(swap, prefetch_bytes=1_500_000)
+    train(engine, 0, 2)
+    *_, last = engine.module.modules()
+    first = next(param for param in engine.module.parameters() if param.numel() == 0)
+
+    def prefetch(*_: Any) -> None:
+        if first.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+            engine.module.ds_inflight_param_registry[first] = first.all_gather_coalesced([first])
+
+    last.register_forward_pre_hook(prefetch)
+    found = []
+    forwards(engine)
+    found.append(first.ds_status.name)
+    with deepspeed.zero.GatheredParameters([first]):
+        found.append(first.numel() == first.ds_numel)
+    loss = engine(**batch(0))
+    found.append(first.ds_status.name)
+    engine.backward(loss)
+    engine.step()
+    return {"same": [], "found": found}
+
+
 def between(swap: str) -> dict[str, Any]:
     """Parameters read and edited after an evaluation, with gathers in flight, as DeepSpeed's prefetch for a backward
     leaves them if none comes (whether it does depends on how far reads are).
@@ -417,6 +441,7 @@ SCENARIOS: dict[str, Any] = {
     "one-budget": one_budget,
     "handed-on": handed_on,
     "evaluation": evaluation,
+    "in_flight": in_flight,
     "between": between,
     "saved": saved,
     "sleep": sleep,
