@@ -12,13 +12,23 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from ds_fuyou.ds_json import activation_of
 from ds_fuyou.host.memory import normal_tensors
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, in_order, only_reading, partition_of, stores_of
 
-__all__ = ["consolidated", "for_training", "in_portions", "in_use_order", "release_gathered", "settle", "watch_gathers"]
+__all__ = [
+    "consolidated",
+    "ends_gathers",
+    "for_training",
+    "in_portions",
+    "in_use_order",
+    "release_gathered",
+    "settle",
+    "watch_gathers",
+]
 
 _GATHERING: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models of engines: DeepSpeed keeps the handles of gathers in flight with each."""
@@ -107,6 +117,22 @@ def settle(params: Sequence[Parameter]) -> None:
                 registry.pop(param).wait()
 
 
+def ends_gathers(module: torch.nn.Module) -> RemovableHandle:
+    """From now on a forward without gradients leaves no gather in flight. DeepSpeed prefetches for a backward that does
+    not come, and scripts gather what ``ds_status`` says is not available, as DeepSpeed-Chat's saving does: of a
+    parameter in flight they would see no values. (Stock seldom comes to it: it keeps 1e9 gathered elements.)
+    """
+
+    def after(module: torch.nn.Module, *_: Any) -> None:
+        if not torch.is_grad_enabled():
+            registry = module.ds_inflight_param_registry
+            for param in list(registry):
+                registry.pop(param).wait()
+                param.partition()
+
+    return module.register_forward_hook(torch.compiler.disable(after), always_call=True)
+
+
 def release_gathered(module: torch.nn.Module) -> None:
     """Partitions every gathered parameter of a model; its partition has the same values."""
     params = in_use_order(module)
@@ -126,7 +152,8 @@ def in_use_order(module: torch.nn.Module) -> list[Parameter]:
 
 def consolidated(original: Callable[..., Any]) -> Callable[..., Any]:
     """``_zero3_consolidated_16bit_state_dict``: gathers module by module, each as though it would be edited, which
-    writes it back. Nothing is: all is read ahead, and nothing written.
+    writes it back. Nothing is: all is read ahead, and nothing written. DeepSpeed's dictionary is part of a cycle (the
+    function that fills it calls itself), which holds the whole model until Python looks for cycles; this one is not.
     """
 
     @functools.wraps(original)
@@ -134,6 +161,11 @@ def consolidated(original: Callable[..., Any]) -> Callable[..., Any]:
         if activation_of(self._config) is None:
             return original(self, *args, **kwargs)
         with in_order(in_use_order(self.module), is_saved=True), only_reading():
-            return original(self, *args, **kwargs)
+            found = original(self, *args, **kwargs)
+        if found is None:  # not the first rank
+            return None
+        values = type(found)(found)
+        found.clear()
+        return values
 
     return _zero3_consolidated_16bit_state_dict

@@ -36,7 +36,7 @@ from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_act
 from ds_fuyou.zero.checkpoint_outline import outline_of
 from ds_fuyou.zero.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
 from ds_fuyou.zero.compute_spans import ComputeSpans
-from ds_fuyou.zero.gathering import for_training, release_gathered, watch_gathers
+from ds_fuyou.zero.gathering import ends_gathers, for_training, release_gathered, watch_gathers
 from ds_fuyou.zero.gradient_flow import GradientFlow
 from ds_fuyou.zero.handover import owners
 from ds_fuyou.zero.hp_access import HpAccess
@@ -209,6 +209,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         """Before DeepSpeed fetches a module's parameters, ours are made available and read-ahead moves on."""
         coordinator = self.parameter_offload.get_param_coordinator()
         watch_gathers(self.module)
+        self._gathers_end = ends_gathers(self.module)
         stock_fetch = coordinator.fetch_sub_module
         state = self.rank_state
         self._token_count = count_tokens(state, self.module)
@@ -507,5 +508,6 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         finally:
             self.run_plan.close()
             self._token_count.remove()
+            self._gathers_end.remove()
             self.rank_state.close(why)
             self.fp16_partitioned_groups_flat.clear()

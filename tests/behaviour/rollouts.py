@@ -7,8 +7,10 @@ Generation, evaluation, saving, sleep. Prints one JSON line; stock, with everyth
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -270,6 +272,30 @@ def evaluation(swap: str) -> dict[str, Any]:
     return {"same": same, "each": each, "model": reads.all_bytes, "overflows": reads.store.num_overflows}
 
 
+def in_flight(swap: str) -> dict[str, Any]:
+    """A gather that is started in a forward, for a use that does not come in it."""
+    engine = engine_of(swap, prefetch_bytes=1_500_000)
+    train(engine, 0, 2)
+    *_, last = engine.module.modules()
+    first = next(param for param in engine.module.parameters() if param.numel() == 0)
+
+    def prefetch(*_: Any) -> None:
+        if first.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+            engine.module.ds_inflight_param_registry[first] = first.all_gather_coalesced([first])
+
+    last.register_forward_pre_hook(prefetch)
+    found = []
+    forwards(engine)
+    found.append(first.ds_status.name)
+    with deepspeed.zero.GatheredParameters([first]):
+        found.append(first.numel() == first.ds_numel)
+    loss = engine(**batch(0))
+    found.append(first.ds_status.name)
+    engine.backward(loss)
+    engine.step()
+    return {"same": [], "found": found}
+
+
 def between(swap: str) -> dict[str, Any]:
     """Parameters read and edited after an evaluation, with gathers in flight, as DeepSpeed's prefetch for a backward
     leaves them if none comes (whether it does depends on how far reads are).
@@ -312,6 +338,11 @@ def saved(swap: str) -> dict[str, Any]:
     held = reads.store.used_bytes
     for value in ours.values():
         value.mul_(2)  # the script's own: nothing of the model
+    first = weakref.ref(next(iter(ours.values())))
+    gc.disable()
+    del ours, value
+    is_held = first() is not None
+    gc.enable()
     reads.take()
     engine.save_16bit_model(swap, "saved.bin")
     found["save_16bit_model"] = reads.take()
@@ -327,7 +358,9 @@ def saved(swap: str) -> dict[str, Any]:
     train(stock, 2, 4)
     train(engine, 2, 4)
     same.append(equal(states(stock), states(engine)))
-    return {"same": same, "found": found, "model": reads.all_bytes, "held": held, "pool": reads.store.capacity_bytes}
+    capacity = reads.store.capacity_bytes
+    held_too = {"held": held, "is held": is_held, "pool": capacity}
+    return {"same": same, "found": found, "model": reads.all_bytes, **held_too}
 
 
 @contextlib.contextmanager
@@ -408,6 +441,7 @@ SCENARIOS: dict[str, Any] = {
     "one-budget": one_budget,
     "handed-on": handed_on,
     "evaluation": evaluation,
+    "in_flight": in_flight,
     "between": between,
     "saved": saved,
     "sleep": sleep,

@@ -83,6 +83,12 @@ def test_what_is_prefetched_for_a_backward_that_does_not_come_can_be_gathered(tm
     assert found_by("between", tmp_path)["in flight"] > 0
 
 
+def test_a_forward_without_gradients_leaves_no_gather_in_flight(tmp_path: Path) -> None:
+    """Scripts gather what is "not available", and take the rest as it is."""
+    found = found_by("in_flight", tmp_path)["found"]
+    assert found == ["NOT_AVAILABLE", True, "INFLIGHT"], "a backward would use what is in flight"
+
+
 def test_what_is_saved_or_merged_is_read_once_ahead_and_not_written_back(tmp_path: Path) -> None:
     found = found_by("saved", tmp_path)
     for name in ("state_dict", "save_16bit_model"):
@@ -94,6 +100,7 @@ def test_what_is_saved_or_merged_is_read_once_ahead_and_not_written_back(tmp_pat
     assert merged["written"] == 0
     assert merged["bytes"] <= 1.5 * found["model"], "the pool reads on into the next forward"
     assert found["held"] == 0, "a state dictionary takes none of the look-ahead's memory"
+    assert not found["is held"], "what nobody refers to any more is gone, whenever Python collects cycles"
 
 
 def test_sleep_leaves_nothing_gathered_and_waking_reads_ahead(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ class Case:
     shows: str
     script: str
     options: dict[str, Any] = field(default_factory=dict)
-    ranks: tuple[int, ...] = (1,)
+    ranks: tuple[int, ...] = (1, 2)
     checkpoint: str | None = None
     plain: bool = False
     environment: str = ""
@@ -43,31 +43,29 @@ PROGRAMS = {
 }
 
 
-def _trl(name: str, shows: str, trainer: str, ranks: tuple[int, ...] = (1,), **arguments: Any) -> Case:
+def _trl(name: str, shows: str, trainer: str, **arguments: Any) -> Case:
     options: dict[str, Any] = {"trainer": trainer}
     if arguments.pop("judge", False):
         options["judge"] = True
-    checkpoint = "checkpoint-2" if arguments.pop("resumed", False) else None
     zero, remark = arguments.pop("zero", {}), arguments.pop("remark", "")
     told = {**options, "arguments": arguments}
-    return Case(f"trl-{name}", "TRL", shows, "trl_script.py", told, ranks, checkpoint, zero=zero, remark=remark)
+    given: dict[str, Any] = {"checkpoint": "checkpoint-2", "zero": zero, "remark": remark}
+    return Case(f"trl-{name}", "TRL", shows, "trl_script.py", told, **given)
 
 
-def _dpo(name: str, shows: str, ranks: tuple[int, ...] = (1,), **arguments: Any) -> Case:
-    return _trl(name, shows, "DPO", ranks, max_length=96, learning_rate=1e-3, **arguments)
+def _dpo(name: str, shows: str, **arguments: Any) -> Case:
+    return _trl(name, shows, "DPO", max_length=96, learning_rate=1e-3, **arguments)
 
 
-def _rollout(name: str, shows: str, trainer: str, ranks: tuple[int, ...] = (1,), **arguments: Any) -> Case:
+def _rollout(name: str, shows: str, trainer: str, **arguments: Any) -> Case:
     given = {"num_generations": 2, "max_completion_length": 8, "learning_rate": 1e-3, "beta": 0.04}
-    return _trl(name, shows, trainer, ranks, **{**given, **arguments})
+    return _trl(name, shows, trainer, **{**given, **arguments})
 
 
-def _example(
-    name: str, shows: str, script: str, arguments: str, ranks: tuple[int, ...] = (1,), remark: str = "", **more: Any
-) -> Case:
+def _example(name: str, shows: str, script: str, arguments: str, remark: str = "", **more: Any) -> Case:
     options = {"script": script, "arguments": arguments.split(), **more}
-    given = {"plain": True, "environment": "examples", "remark": remark}
-    return Case(name, "DeepSpeedExamples", shows, "examples_script.py", options, ranks, **given)
+    given: dict[str, Any] = {"plain": True, "environment": "examples", "remark": remark}
+    return Case(name, "DeepSpeedExamples", shows, "examples_script.py", options, **given)
 
 
 _CHAT = "applications/DeepSpeed-Chat/training"
@@ -89,20 +87,18 @@ CASES = (
         "sft-packing",
         "SFT: packing, gradient checkpointing, accumulation, evaluation",
         "SFT",
-        (1, 2),
         packing=True,
         packing_strategy="wrapped",
         max_length=96,
         gradient_accumulation_steps=2,
         eval_strategy="steps",
         eval_steps=2,
-        resumed=True,
     ),
-    _dpo("dpo", "DPO with a reference engine", resumed=True),
-    _dpo("dpo-sync", "DPO, `sync_ref_model`", (1, 2), sync_ref_model=True, ref_model_sync_steps=1),
+    _dpo("dpo", "DPO with a reference engine"),
+    _dpo("dpo-sync", "DPO, `sync_ref_model`", sync_ref_model=True, ref_model_sync_steps=1),
     _dpo("dpo-precompute", "DPO, `precompute_ref_log_probs`", precompute_ref_log_probs=True),
     _trl("kto", "KTO with a reference engine", "KTO", max_length=96),
-    _rollout("grpo", "GRPO with a reference engine, gathered for generation", "GRPO", (1, 2)),
+    _rollout("grpo", "GRPO with a reference engine, gathered for generation", "GRPO"),
     _rollout(
         "grpo-not-gathered",
         "GRPO, `ds3_gather_for_generation` false",
@@ -121,15 +117,14 @@ CASES = (
     ),
     _rollout("grpo-judge", "GRPO with a reward model (third engine)", "GRPO", judge=True),
     _rollout("rloo", "RLOO", "RLOO"),
-    _trl("reward", "Reward", "Reward", (1, 2), max_length=96, resumed=True),
+    _trl("reward", "Reward", "Reward", max_length=96),
     Case(
         "lightning-fit",
         "Lightning",
         "fit: validation, accumulation, clipping, schedule, ModelCheckpoint",
         "lightning_script.py",
         {"order": ["fit"]},
-        (1, 2),
-        "checkpoint-2.ckpt",
+        checkpoint="checkpoint-2.ckpt",
         plain=True,
         remark=_CUDA_CHECK,
     ),
@@ -148,8 +143,7 @@ CASES = (
         "Fabric: a loop of its own",
         "fabric_script.py",
         {},
-        (1, 2),
-        "checkpoint-2",
+        checkpoint="checkpoint-2",
         plain=True,
         remark=_CUDA_CHECK,
     ),
@@ -159,8 +153,7 @@ CASES = (
         "full SFT",
         "llamafactory_script.py",
         {},
-        (1, 2),
-        "checkpoint-2",
+        checkpoint="checkpoint-2",
         environment="older",
         remark=_OVERLAY,
     ),
@@ -170,8 +163,7 @@ CASES = (
         "LoRA SFT",
         "llamafactory_script.py",
         {"arguments": {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "all"}},
-        (1,),
-        "checkpoint-2",
+        checkpoint="checkpoint-2",
         environment="older",
         remark=_OVERLAY,
     ),
@@ -184,8 +176,7 @@ CASES = (
             "kind": "moe",
             "arguments": {"load_best_model_at_end": True, "save_total_limit": 2, "gradient_accumulation_steps": 2},
         },
-        (1, 2),
-        "checkpoint-2",
+        checkpoint="checkpoint-2",
     ),
     Case(
         "trainer-t5",
@@ -193,8 +184,7 @@ CASES = (
         "T5, evaluation by generation",
         "trainer_script.py",
         {"kind": "t5", "arguments": {"predict_with_generate": True, "generation_max_length": 8}},
-        (1, 2),
-        "checkpoint-2",
+        checkpoint="checkpoint-2",
     ),
     Case(
         "trainer-vit",
@@ -202,8 +192,7 @@ CASES = (
         "ViT in fp32",
         "trainer_script.py",
         {"kind": "vit", "arguments": {"bf16": False}},
-        (1,),
-        "checkpoint-2",
+        checkpoint="checkpoint-2",
     ),
     Case(
         "trainer-compile",
@@ -211,16 +200,16 @@ CASES = (
         "GPT-2, `torch_compile` (aot_eager)",
         "trainer_script.py",
         {"kind": "gpt", "arguments": {"torch_compile": True, "torch_compile_backend": "aot_eager"}},
-        (1,),
-        "checkpoint-2",
+        checkpoint="checkpoint-2",
     ),
-    Case("swift-full", "ms-swift", "full SFT", "swift_script.py", {}, (1, 2), "checkpoint-2", environment="older"),
+    Case("swift-full", "ms-swift", "full SFT", "swift_script.py", {}, checkpoint="checkpoint-2", environment="older"),
     Case(
         "swift-lora",
         "ms-swift",
         "LoRA SFT",
         "swift_script.py",
         {"arguments": {"tuner_type": "lora", "lora_rank": 4, "target_modules": "all-linear"}},
+        checkpoint="checkpoint-2",
         environment="older",
     ),
     Case(
@@ -229,8 +218,7 @@ CASES = (
         "full SFT",
         "axolotl_script.py",
         {},
-        (1, 2),
-        "trained/checkpoint-2",
+        checkpoint="trained/checkpoint-2",
         environment="axolotl",
     ),
     Case(
@@ -247,8 +235,7 @@ CASES = (
                 **{f"lora_{part}_kernel": False for part in ("mlp", "qkv", "o", "embedding")},
             }
         },
-        (1,),
-        "trained/checkpoint-2",
+        checkpoint="trained/checkpoint-2",
         environment="axolotl",
         remark="without its LoRA kernels, which need CUDA (`axolotl/kernels/swiglu.py` 119)",
     ),
@@ -258,7 +245,6 @@ CASES = (
         "what its step 3 does (PPO): actor, critic, reference, reward, moving average",
         "chat_script.py",
         {},
-        (1, 2),
         plain=True,
         remark="a script of its shape; the critic is built under a configuration without the block",
     ),
@@ -267,7 +253,6 @@ CASES = (
         "DeepSpeed-Chat step 1: fine-tuning",
         f"{_CHAT}/step1_supervised_finetuning/main.py",
         f"{_CHAT_STEP} --data_split 10,0,0 --print_loss",
-        (1, 2),
     ),
     _example(
         "chat-own-step1-lora",
@@ -280,7 +265,6 @@ CASES = (
         "DeepSpeed-Chat step 2: the reward model",
         f"{_CHAT}/step2_reward_model_finetuning/main.py",
         f"{_CHAT_STEP} --data_split 0,10,0 --num_padding_at_beginning 1",
-        (1, 2),
     ),
     _example(
         "chat-own-step2-dpo",
@@ -293,7 +277,6 @@ CASES = (
         "DeepSpeed-Chat step 3: PPO with a moving average, five engines",
         f"{_CHAT}/step3_rlhf_finetuning/main.py",
         f"{_CHAT_PPO} --data_split 0,0,10",
-        (1, 2),
         "the value head made bf16: with its own fp32 stock fails; `optimizer.overlap` `backward`: its moving average "
         "is edited under `GatheredParameters` without `modifier_rank`, and what stock keeps of that depends on which "
         "parameters are gathered between steps",
@@ -310,6 +293,5 @@ CASES = (
         "`finetune_zero3.py` of SuperOffload, gradient checkpointing",
         "training/DeepSpeed-SuperOffload/finetune_zero3.py",
         f"{_FINETUNE} --attn_implementation sdpa --activation_checkpointing --max_length 64",
-        (1, 2),
     ),
 )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/clients.md from the outcomes that tests.clients.run left: ``make test-clients``.
+"""Writes docs/clients.md from the outcomes that tests.clients.run left: ``make test-clients``. What has none keeps the
+row that the page has.
 
 Exits with 1 if something that runs in stock differs or fails with the block.
 """
@@ -32,7 +33,7 @@ Python manual; 4 steps.
   run, but for tokens, which TRL counts anew. "as stock": it does not, and stock's resumed run departs in the same way,
   to the bit. (By itself stock's resumed run departs in the last bits: [design.md](design.md), "Resume".)
 - **stock fails**: the program does not run with its own JSON either.
-- **–**: not tried. **not run**: no outcome yet.
+- **–**: the script saves nothing to go on from. **not run**: no outcome yet.
 """
 
 TAIL = """\
@@ -59,37 +60,57 @@ def _tried(case: Case, cell: str) -> bool:
     return case.checkpoint is not None if cell == "resumed" else int(cell[0]) in case.ranks
 
 
-def _row(case: Case, told: dict[str, Any]) -> str:
-    cells = told.get("cells", {})
+def _escaped(remark: str) -> str:
+    return remark.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _row(case: Case, cells: dict[str, str]) -> str:
     shown = [_cell(cells.get(cell), _tried(case, cell)) for cell in CELLS]
     remarks = [case.remark] if case.remark else []
     remarks += sorted({text.partition(": ")[2] for text in cells.values() if not text.startswith("equal")})
-    remark = "; ".join(remarks).replace("|", "\\|").replace("<", "&lt;")
-    return f"| {case.program} | {case.shows} | {' | '.join(shown)} | {remark} |"
+    return f"| {case.program} | {case.shows} | {' | '.join(shown)} | {_escaped('; '.join(remarks))} |"
 
 
-def _versions(results: dict[str, dict[str, Any]]) -> list[str]:
+def _versions(results: dict[str, dict[str, Any]], before: str) -> list[str]:
     lines = []
     for program in PROGRAMS:
-        for case in CASES:
-            found = results.get(case.name, {}).get("versions")
-            if case.program == program and found:
-                named = ", ".join(f"{name} {version}" for name, version in found.items())
-                lines.append(f"- {program}: {named} ({results[case.name]['date']})")
-                break
+        told = [results.get(case.name, {}) for case in CASES if case.program == program]
+        ran = [each for each in told if "versions" in each]
+        kept = [line for line in before.splitlines() if line.startswith(f"- {program}: ")]
+        if ran:
+            named = ", ".join(f"{name} {version}" for name, version in ran[0]["versions"].items())
+            kept = [f"- {program}: {named} ({ran[0]['date']})"]
+        lines += kept
     return lines
 
 
-def page(results: dict[str, dict[str, Any]]) -> str:
+def outcomes_of(page: str) -> dict[str, dict[str, str]]:
+    """By the name of a case, what its row on the page says happened."""
+    found: dict[str, dict[str, str]] = {}
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    for case in CASES:
+        for row in rows:
+            if row[:2] == [case.program, case.shows]:
+                why = row[-1].replace(_escaped(case.remark), "").strip("; ") if len(row) == len(CELLS) + 3 else ""
+                words = dict(zip(CELLS, (cell.strip("* ") for cell in row[2:]), strict=False))
+                happened = {cell: word for cell, word in words.items() if word not in ("not run", "–")}
+                why = why.replace("\\|", "|").replace("&lt;", "<")
+                found[case.name] = {c: word if word == "equal" else f"{word}: {why}" for c, word in happened.items()}
+    return found
+
+
+def page(results: dict[str, dict[str, Any]], before: str = "") -> str:
+    """``before``: the page whose outcomes stay where ``results`` has none."""
+    kept = outcomes_of(before)
     head = ["program", "what it does", "1 rank, NVMe", "1 rank, auto", "2 ranks, NVMe", "2 ranks, auto", "resumed"]
     lines = [HEAD, f"| {' | '.join([*head, 'remark'])} |", "|---" * (len(head) + 1) + "|"]
-    lines += [_row(case, results.get(case.name, {})) for case in CASES]
-    return "\n".join([*lines, "", "Versions:", "", *_versions(results), "", TAIL])
+    lines += [_row(case, kept.get(case.name, {}) | results.get(case.name, {}).get("cells", {})) for case in CASES]
+    return "\n".join([*lines, "", "Versions:", "", *_versions(results, before), "", TAIL])
 
 
 def main() -> None:
     results = {file.stem: json.loads(file.read_text()) for file in RESULTS.glob("*.json")}
-    TARGET.write_text(page(results))
+    TARGET.write_text(page(results, TARGET.read_text()))
     sys.stdout.write(TARGET.read_text())
     outcomes = [outcome for told in results.values() for outcome in told["cells"].values()]
     sys.exit(1 if any(outcome.startswith(("differs", "fails")) for outcome in outcomes) else 0)

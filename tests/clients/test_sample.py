@@ -57,3 +57,16 @@ def test_what_did_not_run_is_said() -> None:
     told = {"cells": {"1 nvme": "equal", "1 auto": "differs: entry 0", "2 nvme": "stock fails: x"}}
     row = next(line for line in page({case.name: told}).splitlines() if case.shows in line)
     assert row.split(" | ")[2:7] == ["equal", "**differs**", "stock fails", "not run", "not run"]
+
+
+def test_what_ran_before_stays_on_the_page() -> None:
+    case, other = CASES[0], next(case for case in CASES if case.remark)
+    told = {
+        case.name: {"cells": {"1 nvme": "equal", "1 auto": "fails: a | b"}, "versions": {"trl": "1"}, "date": "then"},
+        other.name: {"cells": {"2 auto": "stock fails: x"}, "versions": {"trl": "1"}, "date": "then"},
+    }
+    before = page(told)
+    assert page({}, before) == before
+    assert page({case.name: {**told[case.name], "cells": {"1 auto": "equal"}}}, before) == page(
+        {**told, case.name: {**told[case.name], "cells": {"1 nvme": "equal", "1 auto": "equal"}}}
+    )
