@@ -150,7 +150,7 @@ class ChunkPlacement:
         """
         spare = self._spares.get(index)
         if spare is not None and self._published_at is not None and self._published_at(index) == spare.data_ptr():
-            self._states[index], self._spares[index] = spare, self._states[index]
+            return spare
         return self._states.get(index)
 
     def follow(self, published_at: Callable[[int], int]) -> None:

@@ -421,9 +421,12 @@ class RunPlan:
                 )
 
     def _moved_to(self, share: float) -> None:
-        """The plan says so, and what steps take is predicted anew when everything has arrived."""
-        state = self._state
-        state.planned(replace(state.plan, residency=replace(state.plan.residency, optimizer=share)))
+        """The plan says so, and what steps take is predicted anew when everything has arrived. States with a second
+        version leave first, and come back without.
+        """
+        state, now = self._state, self._state.plan.residency
+        twice = max(0.0, now.optimizer_twice - max(0.0, now.optimizer - share))
+        state.planned(replace(state.plan, residency=replace(now, optimizer=share, optimizer_twice=twice)))
         if self._stage is _Stage.WATCHES:
             self._watch, self._stage = None, _Stage.PLANS
 

@@ -62,6 +62,8 @@ def results(what: str, directory: Path, **more) -> list[dict]:  # type: ignore[n
         ("states", 2, 1, 2),
         ("half", 2, 0, 1),
         ("none", 2, 0, 2),
+        ("twice", 2, 0, 2),
+        ("most_twice", 2, 0, 1),
         ("grads_cpu", 1, 0, 1),
         ("all", 3, 4, 1),  # with three all of them
         ("states", 3, 4, 2),
@@ -92,7 +94,7 @@ def test_frozen_parameters_are_written_behind_the_call(tiers: str, world_size: i
         assert found["same"]
 
 
-@pytest.mark.parametrize(("tiers", "world_size"), [("all", 1), ("half", 2)])
+@pytest.mark.parametrize(("tiers", "world_size"), [("all", 1), ("half", 2), ("most_twice", 1)])
 def test_whatever_follows_leaves_it_what_it_was(tiers: str, world_size: int, tmp_path: Path) -> None:
     found = results("followed", tmp_path, tiers=tiers, world_size=world_size, two_steps=str(tmp_path / "two_steps"))
     tags = ("again", "asleep", "edited", "evaluated", "loaded", "saved", "set")

@@ -36,7 +36,7 @@ def tail(results: list[dict]) -> list[dict]:
     ("dtype", "saved_at", "loaded_at", "world_size"),
     [
         ("fp16", "half", ("all", "none"), 1),
-        ("bf16", "params_only", ("quarter",), 1),
+        ("bf16", "params_only", ("quarter", "twice"), 1),
         ("bf16", "states", ("most",), 2),
         ("fp16", "all", ("all",), 2),
     ],
