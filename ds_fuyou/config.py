@@ -183,10 +183,12 @@ class OptimizerSettings(_Settings):
         description="How a clip factor or an overflow that is known only after backward is honoured exactly: "
         "`defer` starts updates then, `speculate` starts them in backward and redoes those it must.",
     )
-    masters: Literal["whole", "split"] = Field(
-        "whole",
+    masters: Literal["auto", "whole", "split"] = Field(
+        "auto",
         description="How P32 on storage is kept. `whole`: fp32. `split`: as 16 lower bits, which P16 completes, so "
-        "fewer bytes move, and every value is the same to the bit; it needs bfloat16 parameters and `checksum`.",
+        "fewer bytes move, and every value is the same to the bit; it needs bfloat16 parameters and `checksum`. "
+        "`auto`: `split` where that is so, except where checkpoints share blocks with the state files (XFS, Btrfs). A "
+        "run that goes on from state files keeps theirs.",
     )
     moments: Literal["fp32", "bf16", "int8"] = Field(
         "fp32",

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from ds_fuyou.errors import FuyouConfigError
 
 __all__ = [
+    "AUTO",
     "BF16",
     "CODE_BLOCK",
     "FP32",
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 PAGE_BYTES = 4096
-WHOLE, SPLIT = "whole", "split"
+AUTO, WHOLE, SPLIT = "auto", "whole", "split"
 FP32, BF16, INT8 = "fp32", "bf16", "int8"
 CODE_BLOCK = 256
 """Elements that share a scale where moments are 8-bit codes, counted from the begin of a chunk."""
@@ -177,12 +178,15 @@ def layout_of(masters: str, num_moments: int, moments: str = FP32) -> StateLayou
     return StateLayout(masters, num_moments, moments)
 
 
-def masters_of(wanted: str, *, is_bfloat16: bool, checksum: bool) -> str:
-    """How a run keeps P32 on storage; ``is_bfloat16`` is said of P16.
+def masters_of(wanted: str, *, is_bfloat16: bool, checksum: bool, are_cloned: bool = False) -> str:
+    """How a run keeps P32 on storage; ``is_bfloat16`` is said of P16. ``are_cloned``: states, into checkpoints, if
+    masters are whole.
 
     Raises:
         FuyouConfigError: it cannot be as wanted.
     """
+    if wanted == AUTO:
+        return SPLIT if is_bfloat16 and checksum and not are_cloned else WHOLE
     if wanted == SPLIT and not (is_bfloat16 and checksum):
         why = "fuyou.checksum is false" if is_bfloat16 else "parameters are of another type"
         raise FuyouConfigError(

@@ -15,7 +15,14 @@ from ds_fuyou.config import FuyouConfig
 from ds_fuyou.ds_json import load_activation
 from ds_fuyou.errors import FuyouConfigError
 
-__all__ = ["DeepSpeedFile", "DeepSpeedJson", "read_ds_config", "read_ds_file"]
+__all__ = [
+    "DeepSpeedFile",
+    "DeepSpeedJson",
+    "has_precision",
+    "read_ds_config",
+    "read_ds_file",
+    "says_precision",
+]
 
 
 @dataclass(frozen=True)
@@ -65,12 +72,15 @@ def _hjson(text: str, error: ValueError) -> object:
 
 @dataclass(frozen=True)
 class DeepSpeedJson:
-    """None: not said, or "auto". ``has_storage``: the block has directories for state."""
+    """None: not said, or "auto". ``has_storage``: the block has directories for state. ``is_bfloat16``: parameters are,
+    as where nothing is said.
+    """
 
     batch: int | None
     accumulation: int | None
     block: FuyouConfig | None
     has_storage: bool = False
+    is_bfloat16: bool = True
 
 
 def read_ds_config(path: Path) -> DeepSpeedJson:
@@ -89,7 +99,22 @@ def read_ds_config(path: Path) -> DeepSpeedJson:
         accumulation=_count(path, data, "gradient_accumulation_steps"),
         block=None if activation is None else activation.config,
         has_storage=activation is not None and bool(activation.state_paths),
+        is_bfloat16=has_precision(data, "bf16", "bfloat16") or not says_precision(data),
     )
+
+
+_PRECISIONS = ("bf16", "bfloat16", "fp16")
+
+
+def says_precision(config: Mapping[str, Any]) -> bool:
+    """Not so in a file that Accelerate completes."""
+    return any(isinstance(config.get(name), Mapping) for name in _PRECISIONS)
+
+
+def has_precision(config: Mapping[str, Any], *names: str) -> bool:
+    """Whether one of these sections is enabled, or "auto"."""
+    sections = [config[name] for name in names if isinstance(config.get(name), Mapping)]
+    return any(section.get("enabled", False) in (True, "auto") for section in sections)
 
 
 def _count(path: Path, data: Mapping[str, Any], key: str) -> int | None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ds_fuyou.config import BLOCK_KEY, FuyouConfig
+from ds_fuyou.cli.ds_config import has_precision, says_precision
+from ds_fuyou.config import BLOCK_KEY
 from ds_fuyou.ds_json import Activation, load_activation
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import Residency
@@ -20,10 +21,10 @@ from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import Plan, PlanInput, under_block
 from ds_fuyou.planner.profiled import placed
 from ds_fuyou.simulator.fit import shown_bytes
-from ds_fuyou.state_layout import StateLayout, layout_of, masters_of, moments_of
+from ds_fuyou.state_layout import FP32, StateLayout, layout_of, masters_of, moments_of
 from ds_fuyou.storage.disks import DIRECTORY_NAME, Disk, find_disks
 from ds_fuyou.storage.layout import choose_num_slots, device_capacities
-from ds_fuyou.storage.probe import PathFacts, probe_path
+from ds_fuyou.storage.probe import PathFacts, probe_path, shares_blocks
 from ds_fuyou.zero.budgets import cores_of_rank
 from ds_fuyou.zero.device import num_devices, rank_device
 
@@ -133,7 +134,7 @@ def _plan_input(asked: Question, activation: Activation, ranks: int) -> PlanInpu
         numel=-(-model.params // ranks),
         param_bytes_each=width,
         grad_bytes_each=width,
-        layout=_layout(asked.config, activation.config),
+        layout=_layout(asked.config, activation),
         largest_param_numel=-(-model.largest_param // ranks),
         dram_budget_bytes=available_host_bytes() // ranks * 8 // 10,
         num_cpus=max(1, cores_of_rank() // ranks),
@@ -145,20 +146,19 @@ def _plan_input(asked: Question, activation: Activation, ranks: int) -> PlanInpu
 
 def _is_16_bit(config: Mapping[str, Any]) -> bool:
     """What is not said, as in a file without a precision that Accelerate is to set, is 16 bits."""
-    names = ("bf16", "bfloat16", "fp16")
-    return not any(isinstance(config.get(name), Mapping) for name in names) or _has(config, *names)
+    return not says_precision(config) or has_precision(config, "bf16", "bfloat16", "fp16")
 
 
-def _has(config: Mapping[str, Any], *names: str) -> bool:
-    sections = [config[name] for name in names if isinstance(config.get(name), Mapping)]
-    return any(section.get("enabled", False) in (True, "auto") for section in sections)
-
-
-def _layout(config: Mapping[str, Any], block: FuyouConfig) -> StateLayout:
-    is_bfloat16 = _has(config, "bf16", "bfloat16")
-    masters = masters_of(block.optimizer.masters, is_bfloat16=is_bfloat16, checksum=block.checksum)
-    optimizer = _optimizer(config)
+def _layout(config: Mapping[str, Any], activation: Activation) -> StateLayout:
+    block, optimizer = activation.config, _optimizer(config)
     moments = moments_of(block.optimizer.moments, optimizer)
+    here = [path for path in map(Path, activation.state_paths) if path.is_dir()]
+    masters = masters_of(
+        block.optimizer.masters,
+        is_bfloat16=has_precision(config, "bf16", "bfloat16"),
+        checksum=block.checksum,
+        are_cloned=moments == FP32 and not block.relies_on_slots and shares_blocks(here),
+    )
     return layout_of(masters, _MOMENTS.get(optimizer, 2), moments)
 
 

@@ -89,7 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
         batch = given.batch if batch is None else batch
         accumulation = given.accumulation if accumulation is None else accumulation
         if given.block is not None:
-            machine, policy = limited(machine, given.block), under_block(policy, given.block)
+            policy = under_block(policy, given.block, is_bfloat16=given.is_bfloat16)
+            machine = limited(machine, given.block)
     policy = replace(policy, layout=_layout(policy.layout, arguments))
     work = Workload(
         with_adapters(load_model(arguments.model), arguments.lora, arguments.base_bits, arguments.lora_attention),

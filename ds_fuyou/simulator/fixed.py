@@ -10,14 +10,20 @@ from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.policies import Fixed, Policy, Updates
 from ds_fuyou.simulator.fit import shown_bytes
+from ds_fuyou.state_layout import masters_of
 
 __all__ = ["limited", "under_block"]
 
 _UPDATES = {"none": Updates.STEP, "backward": Updates.BACKWARD, "backward_and_forward": Updates.DEADLINE}
 
 
-def under_block(policy: Policy, config: Any) -> Policy:
-    """The policy with what a ``FuyouConfig`` decides: tiers, activations, and when updates may run."""
+def under_block(policy: Policy, config: Any, *, is_bfloat16: bool = True) -> Policy:
+    """The policy with what a ``FuyouConfig`` decides: tiers, activations, and when updates may run. ``is_bfloat16``:
+    parameters are. What shares blocks is not known here: masters are not cloned.
+
+    Raises:
+        FuyouConfigError: masters cannot be as the block says.
+    """
     fixed = Fixed(
         params=config.parameters.tier,
         states=config.optimizer.tier,
@@ -26,7 +32,8 @@ def under_block(policy: Policy, config: Any) -> Policy:
         mode=config.activations.mode,
         durable=config.durable,
     )
-    layout = replace(policy.layout, masters=config.optimizer.masters, moments=config.optimizer.moments)
+    masters = masters_of(config.optimizer.masters, is_bfloat16=is_bfloat16, checksum=config.checksum)
+    layout = replace(policy.layout, masters=masters, moments=config.optimizer.moments)
     return replace(policy, fixed=fixed, updates=_UPDATES[config.optimizer.overlap], layout=layout)
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.policies import Fates, Policy, Tiers, Updates
 from ds_fuyou.planner.presets import constants
+from ds_fuyou.state_layout import SPLIT, layout_of
 
 __all__ = ["POLICIES", "find_policy"]
 
@@ -45,7 +46,11 @@ POLICIES = {
         replace(_stock("zero_3", Tiers.DRAM), on_device=True, gradient_bytes=2, extra_pass_bytes=0),
         _stock("zero_infinity", Tiers.STORAGE),
         _stock("zero_offload", Tiers.DRAM),
-        replace(_streamed("ds_fuyou", Updates.DEADLINE, Tiers.PLANNED, Fates.OPERATORS), keeps_gradients=True),
+        replace(
+            _streamed("ds_fuyou", Updates.DEADLINE, Tiers.PLANNED, Fates.OPERATORS),
+            keeps_gradients=True,
+            layout=layout_of(SPLIT, 2),
+        ),
     )
 }
 

@@ -9,7 +9,7 @@ import mmap
 import os
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -26,6 +26,7 @@ __all__ = [
     "filesystem_type",
     "open_path",
     "probe_path",
+    "shares_blocks",
 ]
 
 NETWORK_FILESYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "fuse.sshfs", "fuse.glusterfs", "9p", "lustre"})
@@ -77,6 +78,12 @@ def probe_path(path: Path) -> PathFacts:
         )
     finally:
         os.close(path_fd)
+
+
+def shares_blocks(paths: Iterable[Path]) -> bool:
+    """Whether files in each of these directories can share blocks; not if there is none."""
+    found = {probe_path(path).filesystem for path in paths}
+    return bool(found) and found <= SHARING_FILESYSTEMS
 
 
 def open_path(path: Path) -> int:

@@ -36,6 +36,7 @@ from ds_fuyou.storage.records import (
     CONTENTS_NAME,
     ENGINE_NAME,
     MANIFEST_NAME,
+    NotDurableError,
     read_record,
     typed,
     well_formed,
@@ -352,6 +353,8 @@ class SlotStore:
             write_record(run.fd, run.path, COMMIT_NAME, payload, keeps_room=True)
         except FuyouStorageError as error:
             self._failure = str(error)
+            if isinstance(error, NotDurableError):
+                self._commits = commits  # what the next run finds, unless the power goes
             raise
         self._commits = commits
 

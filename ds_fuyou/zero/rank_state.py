@@ -16,10 +16,10 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import comm as dist
@@ -29,7 +29,7 @@ from tqdm import tqdm
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.checkpoint.state_files import contents_of
 from ds_fuyou.ds_json import Activation
-from ds_fuyou.errors import FuyouError, FuyouMemoryError, FuyouStateError, FuyouStorageError
+from ds_fuyou.errors import FuyouConfigError, FuyouError, FuyouMemoryError, FuyouStateError, FuyouStorageError
 from ds_fuyou.host.compute_clock import compute_clock
 from ds_fuyou.host.device import failure_of
 from ds_fuyou.host.memory import HeapGuard, PageLocks, aligned_tensor, round_up_to_page
@@ -46,16 +46,17 @@ from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind
 from ds_fuyou.parameters.partition import Lost, Partition
 from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.planner.applied import require_params
+from ds_fuyou.planner.decide import Decision, StepTime
 from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.plan import Plan, PlanInput, handles_activations, under_block
 from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.planner.profiled import placed_under
-from ds_fuyou.state_layout import StateLayout, layout_of, masters_of, moments_of
+from ds_fuyou.state_layout import FP32, SPLIT, WHOLE, StateLayout, layout_of, masters_of, moments_of
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.parked import ParkedValues
-from ds_fuyou.storage.probe import SHARING_FILESYSTEMS, probe_path
-from ds_fuyou.storage.store import CommitRecord, RunIdentity, SlotStore, choose_num_slots
+from ds_fuyou.storage.probe import probe_path, shares_blocks
+from ds_fuyou.storage.store import CommitRecord, JsonValue, RegionSpec, RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
 from ds_fuyou.telemetry.report import report_close, waited_secs
 from ds_fuyou.telemetry.trace import LaneTrace
@@ -66,7 +67,7 @@ from ds_fuyou.zero.compute_spans import computed
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.inference import InferenceReads, reads_of_inference
 from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, FuyouParameterSwapper, held_bytes, partition_of
-from ds_fuyou.zero.resuming import Resumable, find_resumable, tell_start
+from ds_fuyou.zero.resuming import Fitting, Resumable, find_resumable, tell_start
 from ds_fuyou.zero.skipped_steps import SkippedSteps
 from ds_fuyou.zero.stale_state import settle_stale_state
 from ds_fuyou.zero.striping import parked_space, path_weights, shares_of_machine
@@ -86,6 +87,15 @@ def _is_in_host_memory(param: Parameter) -> bool:
 
 def _partition_bytes(param: Parameter) -> int:
     return int(param.ds_tensor.ds_numel * param.ds_tensor.element_size())
+
+
+class _Design(NamedTuple):
+    """A run with one layout of states: how it is placed, by what, and its chunks."""
+
+    given: PlanInput
+    decision: Decision
+    decided_by: StepTime
+    layout: FlatLayout
 
 
 class RankState:
@@ -113,30 +123,25 @@ class RankState:
             [(names[p], block_of(names[p]), p.partition_numel(), order[p.ds_id]) for p in group] for group in sub_groups
         ]
         self._frozen_params = {p.ds_id: p for p in names if p.ds_id not in self._index}
-        given = self.plan_input = self._plan_input(entries, kind, grad_dtype, param_dtype)
+        self._kind, self._grad_dtype, self._param_dtype = kind, grad_dtype, param_dtype
+        given = self._plan_input(entries)
         expert = activation.config.plan
         self.num_params = sum(param.ds_numel for param in names)
         if expert is not None and expert.document is not None:
             require_params(expert.document, self.num_params)
-        self.decision, self.decided_by = placed_under(activation.config, given, profile, accumulation)
-        self.plan: Plan = self.decision.plan
         self.host_budget_bytes = given.dram_budget_bytes
         self._sums_bytes = STAGING_BYTES if accumulation > 1 and not self.device.is_host else 0
-        self.planned(self.plan)
-        limits = LayoutLimits(
-            max_elements=max(CUT_ELEMENTS, self.plan.chunk_bytes // 4),
-            min_elements=min(512 * 1024, max(CUT_ELEMENTS, self.plan.chunk_bytes // 8)),
-        )
-        self.layout: FlatLayout = build_layout(entries, limits)
+        designs = self._designs(given, entries, profile, accumulation)
+        self._adopt(designs[0])
         with ExitStack() as undo:  # what fails leaves no file and no thread
             self.trace = LaneTrace.at(activation.config.trace) if activation.config.trace is not None else None
             if self.trace is not None:
                 undo.callback(self.trace.close)
             self.resumed: CommitRecord | None = None
-            self.store, num_slots = self._create_store(kind, grad_dtype, param_dtype)
+            self.store, num_slots = self._create_store(designs)
             if self.store is not None:
                 undo.callback(self.store.close)
-            options = self._core_options(num_slots, grad_dtype, param_dtype)
+            options = self._core_options(num_slots)
             self.core = OutOfCoreOptimizer(self.layout, options, kind, hypers, self.store, self.resumed)
             undo.callback(self.core.close)
             self._forget_closer = register_closer(self.core.close)
@@ -179,22 +184,47 @@ class RankState:
 
     # ---- construction -------------------------------------------------------------------------------------
 
-    def _plan_input(
+    def _designs(
         self,
+        given: PlanInput,
         entries: Sequence[Sequence[LayoutEntry]],
-        kind: OptimizerKind,
-        grad_dtype: torch.dtype,
-        param_dtype: torch.dtype,
-    ) -> PlanInput:
+        profile: RunProfile | None,
+        accumulation: int,
+    ) -> list[_Design]:
+        """As this run begins, first; if it may go on from state files, with the masters that they may have, too."""
+        config = self.activation.config
+
+        def designed(given: PlanInput) -> _Design:
+            decision, decided_by = placed_under(config, given, profile, accumulation)
+            chunk_bytes = decision.plan.chunk_bytes
+            limits = LayoutLimits(
+                max_elements=max(CUT_ELEMENTS, chunk_bytes // 4),
+                min_elements=min(512 * 1024, max(CUT_ELEMENTS, chunk_bytes // 8)),
+            )
+            return _Design(given, decision, decided_by, build_layout(entries, limits))
+
+        found = [designed(given)]
+        other = WHOLE if given.layout.is_split else SPLIT
+        can_split = self._param_dtype is torch.bfloat16 and config.checksum
+        if config.resume == "auto" and (other == WHOLE or can_split):
+            with suppress(FuyouConfigError):  # what does not fit has left no files
+                found.append(designed(replace(given, layout=replace(given.layout, masters=other))))
+        return found
+
+    def _adopt(self, design: _Design) -> None:
+        self.plan_input, self.decision, self.decided_by, self.layout = design
+        self.planned(self.decision.plan)
+
+    def _plan_input(self, entries: Sequence[Sequence[LayoutEntry]]) -> PlanInput:
         config = self.activation.config
         check_budgets(config)
         ordered = sorted((entry for group in entries for entry in group), key=lambda entry: entry[3])
         first = itertools.takewhile(lambda entry: entry[1] == entry[0], ordered)  # in no numbered block
         sizes = PlanInput(
             numel=sum(entry[2] for entry in ordered),
-            param_bytes_each=param_dtype.itemsize,
-            grad_bytes_each=grad_dtype.itemsize,
-            layout=self._state_layout(kind, param_dtype),
+            param_bytes_each=self._param_dtype.itemsize,
+            grad_bytes_each=self._grad_dtype.itemsize,
+            layout=self._state_layout(),
             largest_param_numel=max(entry[2] for entry in ordered),
             dram_budget_bytes=self._dram_budget(),
             num_cpus=cores_of_rank(),
@@ -225,12 +255,22 @@ class RankState:
         held = ((param, partition_of(param)) for param in ours)
         return [p for p, has in held if has is None or (has.store is None and isinstance(has.source, ParkedValues))]
 
-    def _state_layout(self, kind: OptimizerKind, param_dtype: torch.dtype) -> StateLayout:
-        """Of states in slots."""
-        config = self.activation.config
-        is_bfloat16 = param_dtype is torch.bfloat16
-        masters = masters_of(config.optimizer.masters, is_bfloat16=is_bfloat16, checksum=config.checksum)
-        return layout_of(masters, len(kind.moments), moments_of(config.optimizer.moments, kind.name))
+    def _state_layout(self) -> StateLayout:
+        """Of states in slots, the same on all ranks."""
+        config, kind = self.activation.config, self._kind
+        moments = moments_of(config.optimizer.moments, kind.name)
+        masters = masters_of(
+            config.optimizer.masters,
+            is_bfloat16=self._param_dtype is torch.bfloat16,
+            checksum=config.checksum,
+            are_cloned=moments == FP32 and self._may_share_blocks(),
+        )
+        return layout_of(masters, len(kind.moments), moments)
+
+    def _may_share_blocks(self) -> bool:
+        """Whether checkpoints may share blocks with slots, as far as all ranks' file systems can. A collective."""
+        paths = map(Path, self.activation.state_paths)
+        return bool(least(float(not self.activation.config.relies_on_slots and shares_blocks(paths)))[0])
 
     def _dram_budget(self) -> int:
         """Bytes of host memory, the same on every rank: where parameters are decides which gathers may run ahead, and
@@ -257,7 +297,7 @@ class RankState:
         free = sum(facts.values()) / local_ranks()
         return least(free if budget == "auto" else min(free, float(budget)))[0]
 
-    def _core_options(self, num_slots: int, grad_dtype: torch.dtype, param_dtype: torch.dtype) -> CoreOptions:
+    def _core_options(self, num_slots: int) -> CoreOptions:
         config, plan = self.activation.config, self.plan
         shares = plan.residency
         return CoreOptions(
@@ -267,8 +307,8 @@ class RankState:
             num_slots=num_slots,
             overlap=Overlap(config.optimizer.overlap),
             clip_policy=config.optimizer.clip_policy,
-            param_dtype=param_dtype,
-            grad_dtype=grad_dtype,
+            param_dtype=self._param_dtype,
+            grad_dtype=self._grad_dtype,
             staging_bytes=plan.staging_bytes,
             num_update_threads=plan.num_threads,
             io=IoSettings(config.io.engine, plan.queue_depth, plan.block_bytes, 4 * self.plan_input.num_paths),
@@ -279,43 +319,59 @@ class RankState:
             moments=self.plan_input.layout.moments,
         )
 
-    def _create_store(
-        self, kind: OptimizerKind, grad_dtype: torch.dtype, param_dtype: torch.dtype
-    ) -> tuple[SlotStore | None, int]:
+    def _regions(self, num_slots: int) -> list[RegionSpec]:
+        return regions_for(self.layout, self._core_options(num_slots), len(self._kind.moments), num_slots)
+
+    def _contents(self) -> dict[str, JsonValue]:
+        shapes = [tuple(param.ds_shape) for param in self._params]
+        return {
+            **contents_of(self.layout, shapes, self.plan_input.layout),
+            "dtype": str(self._param_dtype),
+            "optimizer": self._kind.name,
+            "engine": _NUM_BUILT[tuple(self.activation.state_paths)],
+        }
+
+    def _find_resumable(self, designs: Sequence[_Design], identity: RunIdentity) -> Resumable | None:
+        """State files to go on from, in the layout that they have: this run then is as they say. A collective."""
+        fitting: list[tuple[_Design, Fitting]] = []
+        for design in designs:
+            self._adopt(design)
+            residency = self._core_options(1).residency
+            if self.plan.slots >= 2 and residency.needs_storage and not any(residency.states):
+                fitting.append((design, Fitting(self._contents(), [self._regions(2), self._regions(3)])))
+        self._adopt(designs[0])
+        if not fitting:
+            return None
+        paths = [Path(path) for path in self.activation.state_paths]
+        found = find_resumable(paths, identity, [each for _, each in fitting])
+        if found is not None:
+            design = fitting[found.which][0]
+            self._adopt(design)
+            if design is not designs[0] and dist.get_rank() == 0:
+                logger.info("masters stay %s, as in the files that this run goes on from", design.given.layout.masters)
+        return found
+
+    def _create_store(self, designs: Sequence[_Design]) -> tuple[SlotStore | None, int]:
         """The slot store, with as many slots as the disks hold; None when nothing lives on storage."""
         run_id = self._run_id()
-        residency = self._core_options(1, grad_dtype, param_dtype).residency
-        if not residency.needs_storage:
+        if not self._core_options(1).residency.needs_storage:
             return None, 1
         config = self.activation.config
         paths = [Path(path) for path in self.activation.state_paths]
         budget = config.nvme_budget_bytes
         budget_bytes = None if budget == "auto" else int(budget)
-        by_slots = {
-            n: regions_for(self.layout, self._core_options(n, grad_dtype, param_dtype), len(kind.moments), n)
-            for n in (1, 2, 3)
-        }
-        sizes = {n: sum(r.num_bytes * r.num_slots for r in regions) for n, regions in by_slots.items()}
         identity = RunIdentity(self._fingerprint(), dist.get_rank(), dist.get_world_size(), run_id)
-        shapes = [tuple(param.ds_shape) for param in self._params]
-        contents = {
-            **contents_of(self.layout, shapes, self.plan_input.layout),
-            "dtype": str(param_dtype),
-            "optimizer": kind.name,
-            "engine": _NUM_BUILT[tuple(self.activation.state_paths)],
-        }
-        found: Resumable | None = None
-        if config.resume == "auto" and self.plan.slots >= 2 and not any(residency.states):
-            found = find_resumable(paths, identity, [by_slots[2], by_slots[3]], contents)
-            if found is not None:
-                self.resumed = found.commit
+        found = self._find_resumable(designs, identity) if config.resume == "auto" else None
+        self.resumed = None if found is None else found.commit
         # Where a run may go on nothing is removed: it may be another engine's, or what another start would go on from.
         cleans = config.on_stale == "clean" and config.resume == "off"
         bytes_stale = settle_stale_state(paths, identity.model_fingerprint if cleans else "")
         if found is not None:
             return found.store, max(region.num_slots for region in found.store.regions.values())
-        num_slots = 1
-        for wanted in range(self._most_slots(paths, residency), 1, -1):
+        by_slots = {n: self._regions(n) for n in (1, 2, 3)}
+        sizes = {n: sum(r.num_bytes * r.num_slots for r in regions) for n, regions in by_slots.items()}
+        residency, num_slots = self._core_options(1).residency, 1
+        for wanted in range(self._most_slots(residency), 1, -1):
             # A third slot is for checkpoints: the one that is there, and the next, which replaces it.
             beside = 0 if wanted == 2 else 2 * 12 * self.layout.numel
             choice = choose_num_slots(
@@ -353,18 +409,17 @@ class RankState:
         if dist.get_rank() == 0:
             _tell_durability(sum(residency.states), len(residency.states), num_slots)
         try:
-            store.describe(contents)
+            store.describe(self._contents())
         except BaseException:
             store.close()
             raise
         return store, num_slots
 
-    def _most_slots(self, paths: Sequence[Path], residency: ChunkResidency) -> int:
+    def _most_slots(self, residency: ChunkResidency) -> int:
         """Slots to be tried for: those of the plan, but no third where states in memory may need the room when they
         leave it, nor for checkpoints that will share the states' blocks. The same on all ranks.
         """
-        shares = not self.activation.config.relies_on_slots and self.plan_input.layout.is_whole
-        shares = shares and all(probe_path(path).filesystem in SHARING_FILESYSTEMS for path in paths)
+        shares = self.plan_input.layout.is_whole and self._may_share_blocks()
         return int(least(min(self.plan.slots, 2) if shares or any(residency.states) else self.plan.slots)[0])
 
     def _fingerprint(self) -> str:

@@ -11,25 +11,36 @@ from typing import Any
 
 from deepspeed import comm as dist
 
-from ds_fuyou.errors import FuyouError
+from ds_fuyou.errors import FuyouError, shown
+from ds_fuyou.state_layout import FP32, WHOLE
 from ds_fuyou.storage.cleanup import StateDirectory, find_state, is_fault
 from ds_fuyou.storage.lifetime import open_stores
 from ds_fuyou.storage.store import CommitRecord, JsonValue, RegionSpec, RunIdentity, SlotStore
 from ds_fuyou.storage.store_files import read_directory_manifest
 from ds_fuyou.zero.agreement import of_every_rank
 
-__all__ = ["Resumable", "find_resumable", "tell_start"]
+__all__ = ["Fitting", "Resumable", "find_resumable", "tell_start"]
 
 logger = logging.getLogger("ds_fuyou")
 _OTHER_ENGINE = "the script built another number of engines with these paths before that one"
 
 
 @dataclass(frozen=True)
+class Fitting:
+    """What the state files of a run hold, with one layout of states: ``choices`` are the regions that it may create."""
+
+    contents: Mapping[str, JsonValue]
+    choices: Sequence[Sequence[RegionSpec]]
+
+
+@dataclass(frozen=True)
 class Resumable:
-    """One rank's part of what a run goes on from: its files, taken over, and the commit that all ranks have made."""
+    """One rank's part of what a run goes on from: its files, taken over, and the commit that all ranks have made.
+    ``which`` of what would fit they are, the same on all ranks."""
 
     store: SlotStore
     commit: CommitRecord
+    which: int
 
 
 @dataclass(frozen=True)
@@ -41,20 +52,15 @@ class _Offer:
     complete: tuple[tuple[int, ...], ...]
 
 
-def find_resumable(
-    paths: Sequence[Path],
-    identity: RunIdentity,
-    choices: Sequence[Sequence[RegionSpec]],
-    contents: Mapping[str, JsonValue],
-) -> Resumable | None:
+def find_resumable(paths: Sequence[Path], identity: RunIdentity, fitting: Sequence[Fitting]) -> Resumable | None:
     """The latest of them, None if there is none; says why what is there does not serve. A collective.
 
-    ``choices`` are the regions that this run may create, and ``contents`` what it would.
+    ``fitting``: what would do, by layout of states, this run's own first.
 
     Raises:
         FuyouStorageError: the device failed while it was looked for.
     """
-    opened = dict(_opened(paths, identity, choices, contents))
+    opened = dict(_opened(paths, identity, fitting))
     every = of_every_rank({run_id: _offer_of(store) for run_id, store in opened.items()})
     chosen = _choose(every)
     _tell_incomplete(every, opened)
@@ -65,14 +71,12 @@ def find_resumable(
         return None
     store = opened[chosen[0]]
     (commit,) = [commit for commit in store.commits() if commit.key == chosen[1]]
-    return Resumable(store, commit)
+    layouts = [each.contents.get("states") for each in fitting]
+    return Resumable(store, commit, layouts.index(store.contents().get("states")))
 
 
 def _opened(
-    paths: Sequence[Path],
-    identity: RunIdentity,
-    choices: Sequence[Sequence[RegionSpec]],
-    contents: Mapping[str, JsonValue],
+    paths: Sequence[Path], identity: RunIdentity, fitting: Sequence[Fitting]
 ) -> Iterator[tuple[str, SlotStore]]:
     """State files of this rank that fit, by run."""
     mine = {path for store in open_stores() if isinstance(store, SlotStore) for path in store.directories}
@@ -94,7 +98,7 @@ def _opened(
             _tell(state.path, str(error))
             continue
         try:
-            why = _mismatch(store, choices, contents)
+            why = _mismatch(store, fitting)
         except BaseException:
             store.close(remove=False)
             raise
@@ -113,7 +117,7 @@ def _open(state: StateDirectory, paths: Sequence[Path], identity: RunIdentity) -
     return SlotStore.open(directories, identity)
 
 
-def _mismatch(store: SlotStore, choices: Sequence[Sequence[RegionSpec]], contents: Mapping[str, JsonValue]) -> str:
+def _mismatch(store: SlotStore, fitting: Sequence[Fitting]) -> str:
     """Why the files do not serve this run; empty if they do."""
     if not store.commits():
         return "no commit stands in it"
@@ -125,18 +129,38 @@ def _mismatch(store: SlotStore, choices: Sequence[Sequence[RegionSpec]], content
         if is_fault(error):
             raise
         return str(error)
+    alike = [each for each in fitting if found.get("states") == each.contents.get("states")]
+    if not alike:
+        return _other_layout(found.get("states"), fitting[0].contents.get("states"))
+    contents = alike[0].contents
     if found != contents and {**found, "engine": contents["engine"]} == contents:
         return _OTHER_ENGINE
-    if found.get("states") != contents.get("states"):
-        return "its states have another layout (fuyou.optimizer.masters, fuyou.optimizer.moments)"
     if found != contents:
         return "its dtype, optimizer or groups are others, or its parameters are cut into other chunks (chunk_bytes)"
-    wanted = [{region.name: region for region in regions} for regions in choices]
+    wanted = [{region.name: region for region in regions} for regions in alike[0].choices]
     if store.regions not in wanted:
         # Also where it has more than this run needs: that would stay as it is, and be old for the next run.
         name = min(name for name, _ in store.regions.items() ^ wanted[0].items())
         return f"it was made with other tiers, budgets or slots, and holds other bytes of {name}"
     return ""
+
+
+def _other_layout(found: Any, wanted: Any) -> str:
+    """Moments of other bits are other moments: what a run rounds it goes on to round, and what it does not it must not
+    begin to, unless somebody says so.
+    """
+    theirs, ours = (_said(layout, "moment_type", FP32) for layout in (found, wanted))
+    if theirs != ours:
+        return (
+            f"its moments are {theirs}, and fuyou.optimizer.moments says {ours}: say {theirs} to go on from it, or "
+            f"make a checkpoint of it with fuyou recover, which is loaded under any"
+        )
+    masters = _said(found, "masters", WHOLE)
+    return f"its masters are {masters}: that needs bfloat16 parameters, fuyou.checksum, and the same kind of optimizer"
+
+
+def _said(layout: Any, name: str, otherwise: str) -> str:
+    return shown(layout.get(name, otherwise) if isinstance(layout, Mapping) else otherwise, 20)
 
 
 def _offer_of(store: SlotStore) -> _Offer:

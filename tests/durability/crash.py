@@ -265,26 +265,29 @@ def _of_checkpoint(found: Path, expected: Path) -> str:
 
 
 class References:
-    """Undisturbed runs: what they leave, and the seconds until their first step has returned."""
+    """Undisturbed runs: what they leave, and the seconds until their first step has returned. What is there is not run
+    again."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._secs: dict[Path, float] = {}
 
     def of(self, kind: str, world_size: int) -> tuple[Path, float]:
         path = self._root / f"{kind}{world_size}".replace(" ", "")
-        if path not in self._secs:
+        took = path.with_suffix(".secs")
+        if not took.exists():
+            shutil.rmtree(path, ignore_errors=True)
             case = {"steps": STEPS + STEPS_AFTER, "out": str(path), "generators": "none", **KINDS[kind]}
             begin = time.monotonic()
             processes, logs = launch(path, {**case, "save": str(path / "checkpoint")}, world_size)
             wait_for_step(1, processes, logs)
-            self._secs[path] = time.monotonic() - begin
+            secs = time.monotonic() - begin
             finish(processes, 200)
             if any(each.exitcode for each in processes):
                 raise RuntimeError(f"an undisturbed run failed: {logs[0].read_text()[-3000:]}")
             for file in [*path.glob("ds_fuyou"), *logs]:
                 shutil.rmtree(file) if file.is_dir() else file.unlink()
-        return path, self._secs[path]
+            took.write_text(str(secs))
+        return path, float(took.read_text())
 
 
 def table(lines: list[dict[str, Any]], args: argparse.Namespace) -> str:
@@ -348,7 +351,7 @@ def crash_runs(args: argparse.Namespace, outcomes: Outcomes, root: Path) -> None
     """Lives of engine runs, one after the other."""
     lives = [each for each in outcomes.lines if "phases" in each]
     done, number = sum(len(each["phases"]) for each in lives), len(lives)
-    references = References(root)
+    references = References(args.references or root)
     while done < args.kills and not outcomes.is_over():
         chance, begin = random.Random(args.seed + number), time.monotonic()
         world_size = args.ranks or chance.choices(list(NUM_RANKS), list(NUM_RANKS.values()))[0]
@@ -375,6 +378,7 @@ def main() -> int:
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=[], help="every run is killed in these, in turn")
     parser.add_argument("--ranks", type=int, choices=NUM_RANKS, help="of every run; default: at random")
     parser.add_argument("--path", type=Path, help="where; default: the temporary directory")
+    parser.add_argument("--references", type=Path, help="undisturbed runs are kept there for the next piece")
     parser.add_argument("--table", type=Path)
     add_arguments(parser, "crash.jsonl", 600.0)
     args = parser.parse_args()

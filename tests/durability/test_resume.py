@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(400)
 STEPS = 7
 RESUME = {"resume": "auto"}
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 4e-3, "warmup_num_steps": 5}}}
-SPLIT = {"optimizer": {"tier": "nvme", "masters": "split"}}
+WHOLE_MASTERS = {"optimizer": {"tier": "nvme", "masters": "whole"}}  # others are split
 INT8 = {"optimizer": {"tier": "nvme", "masters": "split", "moments": "int8"}}
 ALL_STORED = {"parameters": {"tier": "nvme"}, "gradients": {"tier": "nvme"}}
 FP16 = {
@@ -55,8 +55,8 @@ CASES = {
         {"config": {"gradient_accumulation_steps": 2}, "block": ALL_STORED, "frozen": "blocks.1"},
         1,
     ),
-    "split": ({"config": {"gradient_clipping": 0.5, **WARMUP}, "block": SPLIT}, 1),
-    "split, stored, two ranks": ({"config": WARMUP, "block": {**SPLIT, **ALL_STORED}, "slow": {"1": 4e6}}, 2),
+    "whole": ({"config": {"gradient_clipping": 0.5, **WARMUP}, "block": WHOLE_MASTERS}, 1),
+    "whole, stored, two ranks": ({"config": WARMUP, "block": {**WHOLE_MASTERS, **ALL_STORED}, "slow": {"1": 4e6}}, 2),
     "8-bit moments": ({"config": {"gradient_clipping": 0.5, **WARMUP}, "block": INT8}, 1),
     "fp16, skipped steps": ({"config": {**FP16, **WARMUP}}, 1),
     "all generators": ({"generators": "all", "block": {"random_states": "all"}}, 1),
@@ -91,6 +91,57 @@ def test_a_run_that_is_killed_twice_equals_an_undisturbed_one(name: str, tmp_pat
     for step in steps:
         expected = torch.load(undisturbed / str(step), weights_only=False)
         assert differences(expected, torch.load(out / str(step), weights_only=False)) == [], step
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "block", "world_size"),
+    [
+        ("whole", "auto", {}, 1),
+        ("whole", "split", ALL_STORED, 2),
+        ("auto", "whole", {}, 2),
+        ("split", "whole", ALL_STORED, 1),
+    ],
+)
+def test_a_run_goes_on_in_the_masters_of_the_files(
+    first: str, then: str, block: dict, world_size: int, tmp_path: Path
+) -> None:
+    """Killed twice under other masters than those that it began with; they stay, and so does every bit."""
+    case = {"steps": STEPS, "config": {"gradient_clipping": 0.5, **WARMUP}}
+    undisturbed, killed, out = tmp_path / "undisturbed", tmp_path / "killed", tmp_path / "out"
+    out.mkdir()
+    run_to_end(undisturbed, {**case, "block": block, "out": str(undisturbed)}, world_size)
+    for number, masters in enumerate((first, then, then)):
+        case["block"] = {**block, **RESUME, "optimizer": {"tier": "nvme", "masters": masters}}
+        if number == 2:
+            said = run_to_end(killed, {**case, "out": str(out)}, world_size, "resumed")
+            break
+        processes, logs = launch(killed, {**case, "die": {"0": [2 + number, "after"]}}, world_size, f"killed{number}.")
+        finish(processes, 60)
+        said = logs[0].read_text()
+        assert processes[0].exitcode == -9, said[-3000:]
+        theirs = "whole" if first == "whole" else "split"
+        assert (f"masters stay {theirs}, as in the files that this run goes on from" in said) == bool(number)
+        (directory,) = killed.glob("ds_fuyou/*-rank0")
+        with contextlib.closing(SlotStore.open([directory], None)) as store:
+            assert stored_states(store)[0].masters == theirs
+    assert "going on from step 3, in place" in said
+    for file in out.iterdir():
+        expected = torch.load(undisturbed / file.name, weights_only=False)
+        assert differences(expected, torch.load(file, weights_only=False)) == [], file.name
+
+
+def test_a_run_does_not_go_on_from_moments_of_another_kind(tmp_path: Path) -> None:
+    case = {"steps": STEPS, "die": {"0": [2, "after"]}}
+    of = {
+        moments: {**RESUME, "optimizer": {"tier": "nvme", "masters": "whole", "moments": moments}}
+        for moments in ("fp32", "int8")
+    }
+    assert end_of(tmp_path, {**case, "block": of["int8"]}, "first")[0] == -9
+    said = end_of(tmp_path, {**case, "block": of["fp32"]}, "second")[1]
+    assert "its moments are 'int8', and fuyou.optimizer.moments says 'fp32': say 'int8' to go on from it" in said
+    assert "this run starts from its beginning" in said
+    said = end_of(tmp_path, {**case, "block": of["int8"], "die": {"0": [3, "after"]}}, "third")[1]
+    assert "going on from step 2, in place" in said
 
 
 def test_three_slots_of_a_run_that_saves_behind_training_are_gone_on_from(tmp_path: Path) -> None:

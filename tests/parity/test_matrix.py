@@ -48,11 +48,12 @@ def test_equals_stock(name: str, tiers: str, policy: str, overlap: str, slots: i
     ("name", "tiers", "policy", "overlap", "slots"),
     [row for row in MATRIX if row[0][:4] == "bf16" and row[1] not in ("none", "twice")],
 )
-def test_split_masters_equal_stock(
+def test_whole_masters_equal_stock(
     name: str, tiers: str, policy: str, overlap: str, slots: int, must_equal, tmp_path: Path
 ) -> None:
+    """Those of the test above are split: that is the default in bfloat16."""
     fuyou = block(str(tmp_path / "swap"), tiers, policy, overlap, slots)
-    fuyou["optimizer"]["masters"] = "split"
+    fuyou["optimizer"]["masters"] = "whole"
     must_equal(STOCK[name], fuyou)
 
 

@@ -66,7 +66,8 @@ def test_the_layout_of_states_is_that_of_the_block_or_the_command_line(
         sizes = [size for sizes in predicted["bytes"].values() for name, size in sizes.items() if "P32" in name]
         return sum(sizes), predicted["storage_bytes_written_a_step"]
 
-    whole, by_block = of("nvme", {}), of("nvme", {"moments": "int8", "masters": "split"})
+    whole, by_block = of("nvme", {"masters": "whole"}), of("nvme", {"moments": "int8", "masters": "split"})
+    assert of("nvme", {}) == of("nvme", {"masters": "split"})
     assert of("nvme", {}, "--moments", "int8", "--masters", "split") == by_block
     assert of("nvme", {"moments": "int8", "masters": "split"}, "--moments", "fp32", "--masters", "whole") == whole
     assert by_block[0] / whole[0] == pytest.approx((4 + 2 * (1 + 4 / 256)) / 12, rel=1e-6)
@@ -74,6 +75,25 @@ def test_the_layout_of_states_is_that_of_the_block_or_the_command_line(
     bf16 = of("nvme", {"moments": "bf16"})
     assert bf16[0] / whole[0] == pytest.approx(8 / 12, rel=1e-6)
     assert of("cpu", {"moments": "bf16"})[0] / of("cpu", {})[0] == pytest.approx(8 / 12, rel=1e-6)
+
+
+def test_masters_are_split_where_parameters_are_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a run decides; nothing said is bfloat16, as in a file that Accelerate completes."""
+    stored = {"optimizer": {"tier": "nvme"}, "parameters": {"tier": "nvme"}, "gradients": {"tier": "cpu"}}
+
+    def written(block: dict[str, Any], **base: Any) -> float:
+        assert _plan(tmp_path, {**stored, **block}, base={**BASE, **base}) == 0
+        return float(_shown(capsys)["predicted"]["storage_bytes_written_a_step"])
+
+    split, whole = written({}), written({"optimizer": {"tier": "nvme", "masters": "whole"}})
+    assert split / whole == pytest.approx(12 / 14, rel=0.02)
+    assert written({}, bf16={"enabled": True}) == split
+    for other in ({"fp16": {"enabled": True}}, {"bf16": {"enabled": False}}):
+        assert written({}, **other) == whole
+    assert written({"checksum": False}) == whole
+    block = {**stored, "optimizer": {"tier": "nvme", "masters": "split"}}
+    assert _plan(tmp_path, block, base={**BASE, "fp16": {"enabled": True}}) == 2
+    assert "needs bfloat16 parameters" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("mode", "fate"), [("swap", "swap"), ("none", "keep")])

@@ -253,6 +253,10 @@ def test_what_cannot_be_split_stays_whole_or_is_refused() -> None:
         assert masters_of("whole", **facts) == WHOLE
         with pytest.raises(FuyouConfigError, match="needs bfloat16 parameters and checksums"):
             masters_of("split", **facts)
+        assert masters_of("auto", **facts) == WHOLE
+    assert masters_of("auto", is_bfloat16=True, checksum=True) == SPLIT
+    assert masters_of("auto", is_bfloat16=True, checksum=True, are_cloned=True) == WHOLE
+    assert masters_of("split", is_bfloat16=True, checksum=True, are_cloned=True) == SPLIT
 
 
 @pytest.mark.parametrize("numel", [1, 1024, 1025, 70_000])

@@ -448,6 +448,35 @@ def test_a_record_that_cannot_be_written_leaves_the_one_before(
     assert record.step == 1
 
 
+def test_after_a_record_that_may_not_be_durable_an_end_goes_by_what_it_says(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch, told: Callable[[], str]
+) -> None:
+    """The next run finds it, unless the power goes: state that it calls lacking is not said to be gone on from."""
+    fsync = os.fsync
+
+    def fail(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(fd)
+
+    for run_id, meta, stays in (("lacking", {"states_in_memory": 1}, False), ("whole", {}, True)):
+        store = SlotStore.create(paths, REGIONS, identity(run_id), recoverable=True)
+        store.commit(1, {"big": 0}, {})
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fail)
+            with pytest.raises(FuyouStorageError, match="after a power cut it may say what it said before"):
+                store.commit(2, {"big": 1}, meta)
+        store.keep_because("the run failed")
+        store.close()
+        assert store.directories[0].exists() == stays
+        assert ("the state of the last step stays" in told()) == stays
+    again = SlotStore.open(store.directories, None)
+    record = again.last_commit()
+    again.close(remove=True)
+    assert record is not None
+    assert record.step == 2
+
+
 def test_open_takes_over_kept_state(paths: list[Path]) -> None:
     first = SlotStore.create(paths, REGIONS, identity("first"), keep=True, weights=[2.0, 1.0])
     write_slot(first, "big", 1, 9)
