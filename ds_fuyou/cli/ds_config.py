@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_fuyou.config import FuyouConfig
-from ds_fuyou.ds_json import load_activation
+from ds_fuyou.ds_json import load_activation, stock_states
 from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.state_layout import FP32
 
 __all__ = ["DeepSpeedFile", "DeepSpeedJson", "read_ds_config", "read_ds_file"]
 
@@ -65,12 +66,15 @@ def _hjson(text: str, error: ValueError) -> object:
 
 @dataclass(frozen=True)
 class DeepSpeedJson:
-    """None: not said, or "auto". ``has_storage``: the block has directories for state."""
+    """None: not said, or "auto". ``has_storage``: the block has directories for state. ``states``: how stock would keep
+    masters and moments.
+    """
 
     batch: int | None
     accumulation: int | None
     block: FuyouConfig | None
     has_storage: bool = False
+    states: tuple[str, str] = (FP32, FP32)
 
 
 def read_ds_config(path: Path) -> DeepSpeedJson:
@@ -89,6 +93,7 @@ def read_ds_config(path: Path) -> DeepSpeedJson:
         accumulation=_count(path, data, "gradient_accumulation_steps"),
         block=None if activation is None else activation.config,
         has_storage=activation is not None and bool(activation.state_paths),
+        states=stock_states(data),
     )
 
 

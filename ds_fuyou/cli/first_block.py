@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_fuyou.config import BLOCK_KEY, FuyouConfig
-from ds_fuyou.ds_json import Activation, load_activation
+from ds_fuyou.ds_json import Activation, load_activation, stock_states
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import Residency
 from ds_fuyou.planner.host_memory import available_host_bytes
@@ -156,9 +156,9 @@ def _has(config: Mapping[str, Any], *names: str) -> bool:
 
 def _layout(config: Mapping[str, Any], block: FuyouConfig) -> StateLayout:
     is_bfloat16 = _has(config, "bf16", "bfloat16")
-    masters = masters_of(block.optimizer.masters, is_bfloat16=is_bfloat16, checksum=block.checksum)
-    optimizer = _optimizer(config)
-    moments = moments_of(block.optimizer.moments, optimizer)
+    optimizer, (of_masters, of_moments) = _optimizer(config), stock_states(config)
+    masters = masters_of(block.optimizer.masters, is_bfloat16=is_bfloat16, checksum=block.checksum, stock=of_masters)
+    moments = moments_of(block.optimizer.moments, optimizer, of_moments)
     return layout_of(masters, _MOMENTS.get(optimizer, 2), moments)
 
 

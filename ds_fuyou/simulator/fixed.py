@@ -10,14 +10,17 @@ from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.policies import Fixed, Policy, Updates
 from ds_fuyou.simulator.fit import shown_bytes
+from ds_fuyou.state_layout import FP32, masters_of, moments_of
 
 __all__ = ["limited", "under_block"]
 
 _UPDATES = {"none": Updates.STEP, "backward": Updates.BACKWARD, "backward_and_forward": Updates.DEADLINE}
 
 
-def under_block(policy: Policy, config: Any) -> Policy:
-    """The policy with what a ``FuyouConfig`` decides: tiers, activations, and when updates may run."""
+def under_block(policy: Policy, config: Any, stock: tuple[str, str] = (FP32, FP32)) -> Policy:
+    """The policy with what a ``FuyouConfig`` decides: tiers, activations, and when updates may run. ``stock``: how the
+    JSON around it has masters and moments kept.
+    """
     fixed = Fixed(
         params=config.parameters.tier,
         states=config.optimizer.tier,
@@ -26,7 +29,10 @@ def under_block(policy: Policy, config: Any) -> Policy:
         mode=config.activations.mode,
         durable=config.durable,
     )
-    layout = replace(policy.layout, masters=config.optimizer.masters, moments=config.optimizer.moments)
+    of_masters, of_moments = stock
+    masters = masters_of(config.optimizer.masters, is_bfloat16=True, checksum=config.checksum, stock=of_masters)
+    moments = moments_of(config.optimizer.moments, "adam", of_moments)
+    layout = replace(policy.layout, masters=masters, moments=moments)
     return replace(policy, fixed=fixed, updates=_UPDATES[config.optimizer.overlap], layout=layout)
 
 

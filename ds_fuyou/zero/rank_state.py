@@ -229,8 +229,11 @@ class RankState:
         """Of states in slots."""
         config = self.activation.config
         is_bfloat16 = param_dtype is torch.bfloat16
-        masters = masters_of(config.optimizer.masters, is_bfloat16=is_bfloat16, checksum=config.checksum)
-        return layout_of(masters, len(kind.moments), moments_of(config.optimizer.moments, kind.name))
+        of_masters, of_moments = kind.kept_as
+        masters = masters_of(
+            config.optimizer.masters, is_bfloat16=is_bfloat16, checksum=config.checksum, stock=of_masters
+        )
+        return layout_of(masters, len(kind.moments), moments_of(config.optimizer.moments, kind.name, of_moments))
 
     def _dram_budget(self) -> int:
         """Bytes of host memory, the same on every rank: where parameters are decides which gathers may run ahead, and

@@ -128,7 +128,10 @@ def _mismatch(store: SlotStore, choices: Sequence[Sequence[RegionSpec]], content
     if found != contents and {**found, "engine": contents["engine"]} == contents:
         return _OTHER_ENGINE
     if found.get("states") != contents.get("states"):
-        return "its states have another layout (fuyou.optimizer.masters, fuyou.optimizer.moments)"
+        return (
+            "its states have another layout (fuyou.optimizer.masters, fuyou.optimizer.moments, "
+            "bf16.bf16_master_weights_and_grads, bf16.bf16_optimizer_states)"
+        )
     if found != contents:
         return "its dtype, optimizer or groups are others, or its parameters are cut into other chunks (chunk_bytes)"
     wanted = [{region.name: region for region in regions} for regions in choices]

@@ -19,11 +19,11 @@ BASE = {
 }
 
 
-def _plan(tmp_path: Path, block: dict[str, Any] | None, *more: str, base: object = None) -> int:
+def _plan(tmp_path: Path, block: dict[str, Any] | None, *more: str, base: object = None, **around: object) -> int:
     config = tmp_path / "ds.json"
     data = dict(BASE) if base is None else base
     if block is not None and isinstance(data, dict):
-        data = {**data, "fuyou": {"nvme_path": "/nvme", **block}}
+        data = {**data, "fuyou": {"nvme_path": "/nvme", **block}, **around}
     config.write_text(json.dumps(data), encoding="utf-8")
     return main(["plan", "--model", "6B", "--num-ssds", "4", "--config", str(config), "--json", *more])
 
@@ -74,6 +74,21 @@ def test_the_layout_of_states_is_that_of_the_block_or_the_command_line(
     bf16 = of("nvme", {"moments": "bf16"})
     assert bf16[0] / whole[0] == pytest.approx(8 / 12, rel=1e-6)
     assert of("cpu", {"moments": "bf16"})[0] / of("cpu", {})[0] == pytest.approx(8 / 12, rel=1e-6)
+
+
+def test_the_layout_of_states_is_what_deepspeed_is_told_to_keep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def of(tier: str, **bf16: bool) -> float:
+        block = {"optimizer": {"tier": tier}, "parameters": {"tier": "cpu"}, "gradients": {"tier": "cpu"}}
+        assert _plan(tmp_path, block, bf16={"enabled": True, **bf16}) == 0
+        sizes = [size for sizes in _shown(capsys)["predicted"]["bytes"].values() for size in sizes.items()]
+        return sum(size for name, size in sizes if "P32" in name)
+
+    masters = {"bf16_master_weights_and_grads": True}
+    for tier in ("cpu", "nvme"):
+        found = [of(tier, **keys) / of(tier) for keys in (masters, {**masters, "bf16_optimizer_states": True})]
+        assert found == pytest.approx([10 / 12, 6 / 12], rel=1e-6)
 
 
 @pytest.mark.parametrize(("mode", "fate"), [("swap", "swap"), ("none", "keep")])
