@@ -16,6 +16,7 @@ from typing import Any
 
 from ds_fuyou.config import BLOCK_KEY, FuyouConfig, load_block
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError, shown
+from ds_fuyou.state_layout import BF16, FP32
 
 __all__ = [
     "SUPPORTED_OPTIMIZERS",
@@ -27,6 +28,7 @@ __all__ = [
     "current_activation",
     "load_activation",
     "refused_combinations",
+    "stock_states",
 ]
 
 SUPPORTED_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion")
@@ -237,10 +239,6 @@ _SWITCHES: tuple[tuple[str, str], ...] = (
     ),
     ("zero_optimization.elastic_checkpoint", "no longer supported by stage 3; use universal checkpoints"),
     ("zero_optimization.offload_optimizer.super_offload", "it replaces the same optimizer"),
-    ("bf16.bf16_master_weights_and_grads", "master parameters are kept in fp32"),
-    ("bf16.bf16_optimizer_states", "moments are kept in fp32"),
-    ("bfloat16.bf16_master_weights_and_grads", "master parameters are kept in fp32"),
-    ("bfloat16.bf16_optimizer_states", "moments are kept in fp32"),
     ("fp16.fp16_master_weights_and_grads", "master parameters are kept in fp32"),
     ("compile.deepcompile", "it compiles stock's own gathers and reductions into the graph"),
     ("expert_parallel.enabled", "experts would be partitioned over groups of their own"),
@@ -248,6 +246,8 @@ _SWITCHES: tuple[tuple[str, str], ...] = (
     ("optimizer.params.amsgrad", "the CPU Adam of DeepSpeed has no AMSGrad"),
 )
 
+
+_BF16_MASTERS = "bf16_master_weights_and_grads"
 
 _LIMITS: tuple[tuple[str, float, str], ...] = (
     ("zero_optimization.zero_hpz_partition_size", 1, "parameters are partitioned over all ranks"),
@@ -263,14 +263,16 @@ def refused_combinations() -> list[tuple[str, str]]:
         *((f"{key} > {most:g}", reason) for key, most, reason in _LIMITS),
         ("zero_optimization.zenflow", _ZENFLOW),
         ("zero_optimization.offload_optimizer.ratio < 1", _RATIO),
-        ("optimizer.params.fp32_optimizer_states = false", _FP32_STATES),
+        ("bf16.bf16_master_weights_and_grads = true, bf16.enabled = false", _NOT_BF16),
+        ("bf16.bf16_master_weights_and_grads = true, optimizer.type not Adam or AdamW", _NOT_ADAM),
         ('torch_autocast.dtype = "float16"', _FP16_AUTOCAST),
     ]
 
 
 _ZENFLOW = "it replaces the same optimizer"
 _RATIO = "no part is updated on the GPU"
-_FP32_STATES = "moments are kept in fp32"
+_NOT_BF16 = "parameters would not be bfloat16, as their masters would"
+_NOT_ADAM = "DeepSpeedCPUAdam alone has such masters"
 _FP16_AUTOCAST = "torch's gradient scaler would step the optimizer itself; use bfloat16"
 
 
@@ -286,8 +288,7 @@ def _clashes(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     ratio = _lookup(ds_config, "zero_optimization.offload_optimizer.ratio")
     if _number(ratio, 1.0) < 1.0:
         yield f"zero_optimization.offload_optimizer.ratio = {ratio}", _RATIO
-    if _lookup(ds_config, "optimizer.params.fp32_optimizer_states") is False:
-        yield "optimizer.params.fp32_optimizer_states = false", _FP32_STATES
+    yield from _master_clashes(ds_config)
     dtype = _lookup(ds_config, "torch_autocast.dtype")
     if _lookup(ds_config, "torch_autocast.enabled") is True and dtype in ("fp16", "float16", "half", "torch.float16"):
         yield f"torch_autocast.dtype = {shown(dtype)}", _FP16_AUTOCAST
@@ -295,6 +296,32 @@ def _clashes(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     names = [name.lower() for name in SUPPORTED_OPTIMIZERS]
     if isinstance(kind, str) and kind != "auto" and kind.lower() not in names:
         yield f"optimizer.type = {shown(kind)}", f"what works: {', '.join(SUPPORTED_OPTIMIZERS)}"
+
+
+def _master_clashes(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    name, section = _bf16_section(ds_config)
+    if section.get(_BF16_MASTERS) is not True:
+        return
+    if section.get("enabled", False) not in (True, "auto"):
+        yield f"{name}.{_BF16_MASTERS} = true without {name}.enabled", _NOT_BF16
+    kind = _lookup(ds_config, "optimizer.type")
+    if isinstance(kind, str) and kind.lower() not in ("adam", "adamw", "auto"):
+        yield f"{name}.{_BF16_MASTERS} = true with optimizer.type = {shown(kind)}", _NOT_ADAM
+
+
+def stock_states(ds_config: Mapping[str, Any]) -> tuple[str, str]:
+    """How stock's CPU tier would keep masters and moments under a configuration."""
+    _, section = _bf16_section(ds_config)
+    if section.get(_BF16_MASTERS) is not True:
+        return FP32, FP32
+    wants_fp32 = _lookup(ds_config, "optimizer.params.fp32_optimizer_states") is not False
+    return BF16, FP32 if wants_fp32 and section.get("bf16_optimizer_states") is not True else BF16
+
+
+def _bf16_section(ds_config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The one that DeepSpeed reads, and its name."""
+    name = "bf16" if ds_config.get("bf16") is not None else "bfloat16"
+    return name, _section(ds_config, name)
 
 
 def _lookup(data: object, dotted: str) -> object:

@@ -162,7 +162,7 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
             if optimizer is not None:  # others only compute with the parameters, and ask whoever has them
                 handover.bring_home(self)
             return original(self, optimizer)
-        _refuse_optimizer(optimizer)
+        _refuse_optimizer(optimizer, self._config.bfloat16_config.bf16_master_weights_and_grads)
         _refuse_model_parallelism(self)
         # SuperOffload derives from the stock class and is first imported in the original: it must not
         # be while the name below stands for ours.
@@ -557,7 +557,7 @@ _KNOWN_OPTIMIZERS = frozenset(
 )
 
 
-def _refuse_optimizer(optimizer: Any) -> None:
+def _refuse_optimizer(optimizer: Any, has_bf16_masters: bool = False) -> None:
     """Only exact types whose arithmetic the core reproduces pass; a subclass may change `step`.
 
     None stands for an engine without an optimizer (inference under zero.Init).
@@ -565,6 +565,12 @@ def _refuse_optimizer(optimizer: Any) -> None:
     if optimizer is None:
         return
     kind = type(optimizer)
+    if has_bf16_masters and kind.__name__ != "DeepSpeedCPUAdam":
+        raise FuyouConfigError(
+            f"bf16.bf16_master_weights_and_grads is for DeepSpeedCPUAdam alone, in stock as here, not for "
+            f"{kind.__module__}.{kind.__qualname__}; name Adam or AdamW in the DeepSpeed configuration, or leave the "
+            f"key out"
+        )
     for module, name in _KNOWN_OPTIMIZERS:
         if kind.__name__ == name and (kind.__module__ == module or kind.__module__.startswith(module + ".")):
             return

@@ -3,7 +3,7 @@
 
 A block holds the master (P32) and the moments of one chunk. Every field begins at a page. States kept for a checkpoint,
 and whoever reads or replaces a state between steps, see *whole* blocks, fp32 throughout. What lies in a slot on storage
-has the layout of the run, which its contents name; in host memory masters are whole, and moments as in a slot. The C++
+has the layout of the run, which its contents name; in host memory it is the same, but split masters are whole. The C++
 pipeline gets offsets from here, slots, checkpoints and recovery sizes, the planner bytes a parameter. See
 [Note: split masters] in ``csrc/pipeline/state_block.h`` for how P32 is put together from halves, and [Note: codes] in
 ``csrc/kernels/moments.h`` for 8-bit moments.
@@ -46,8 +46,8 @@ def _pages(num_bytes: int) -> int:
 @dataclass(frozen=True)
 class StateLayout:
     """``masters``: ``whole`` is fp32; ``split`` is 16 lower halves, which P16 of the same step completes, and upper
-    halves where P16 does not, or does not last. ``moments``: ``fp32``, ``bf16``, or ``int8``: codes, and a scale for
-    each :data:`CODE_BLOCK` of them.
+    halves where P16 does not, or does not last; ``bf16`` is that without lower halves, which are zeros. ``moments``:
+    ``fp32``, ``bf16``, or ``int8``: codes, and a scale for each :data:`CODE_BLOCK` of them.
 
     A block is ``[master, moment, ...]``, or split ``[high, joints, low, moment, ...]``, codes before their scales:
     what is left out is at its ends, high halves where P16 makes them needless, moments before the first update.
@@ -60,11 +60,19 @@ class StateLayout:
     @property
     def version(self) -> int:
         """As state files name it; those that name none are of version 1."""
+        if self.masters == BF16:
+            return 4
         return 3 if self.moments != FP32 else 1 if self.masters == WHOLE else 2
 
     @property
     def is_split(self) -> bool:
-        return self.masters == SPLIT
+        """Whether P16 completes masters, or is all of them."""
+        return self.masters != WHOLE
+
+    @property
+    def rounds(self) -> bool:
+        """Whether values from outside may not stay what they are."""
+        return self.masters == BF16 or self.moments != FP32
 
     @property
     def is_whole(self) -> bool:
@@ -79,7 +87,7 @@ class StateLayout:
     @property
     def resident(self) -> StateLayout:
         """As it is in host memory."""
-        return replace(self, masters=WHOLE)
+        return replace(self, masters=WHOLE) if self.masters == SPLIT else self
 
     @property
     def master_alone(self) -> StateLayout:
@@ -89,7 +97,9 @@ class StateLayout:
     @functools.cached_property
     def fields(self) -> tuple[tuple[str, int, int], ...]:
         """(name, bytes, of so many elements), in order; ``joints`` is one page."""
-        found = [("high", 2, 1), ("joints", PAGE_BYTES, 0), ("low", 2, 1)] if self.is_split else [("master", 4, 1)]
+        found = [("high", 2, 1), ("joints", PAGE_BYTES, 0)] if self.is_split else [("master", 4, 1)]
+        if self.masters == SPLIT:
+            found.append(("low", 2, 1))
         for number in range(self.num_moments):
             found.append((f"moment{number}", _MOMENT_BYTES[self.moments], 1))
             if self.moments == INT8:
@@ -128,12 +138,24 @@ class StateLayout:
             "is_split": self.is_split,
             "high": at.get("high", 0),
             "joints": at.get("joints", 0),
-            "master": at["low" if self.is_split else "master"],
+            "master": at.get("low", at.get("master", 0)),
+            "has_low": self.masters != BF16,
             "moment_type": self.moments,
             "moments": [at[f"moment{i}"] for i in range(self.num_moments)],
             "scales": [at.get(f"scales{i}", 0) for i in range(self.num_moments)],
             "num_bytes": at["end"],
         }
+
+    @property
+    def saved_as(self) -> tuple[str, ...]:
+        """Types of masters and moments in a checkpoint, which are stock's: moments that stock has in fp32 stay so."""
+        moments = self.moments if self.masters == self.moments == BF16 else FP32
+        return (BF16 if self.masters == BF16 else FP32, *[moments] * self.num_moments)
+
+    def saved_bytes_each(self, num_moments: int) -> int:
+        """In a checkpoint, with so many moments."""
+        masters, moments, *_ = self.saved_as
+        return _MOMENT_BYTES[masters] + num_moments * _MOMENT_BYTES[moments]
 
     # ---- bytes a parameter ---------------------------------------------------------------------------------
 
@@ -173,18 +195,20 @@ class StateLayout:
 
 def layout_of(masters: str, num_moments: int, moments: str = FP32) -> StateLayout:
     """Raises ValueError for what no version has."""
-    if masters not in (WHOLE, SPLIT) or not 1 <= num_moments <= 2 or moments not in _MOMENT_BYTES:
+    if masters not in (WHOLE, SPLIT, BF16) or not 1 <= num_moments <= 2 or moments not in _MOMENT_BYTES:
         raise ValueError(f"no state layout has {masters} masters and {num_moments} {moments} moments")
     return StateLayout(masters, num_moments, moments)
 
 
-def masters_of(wanted: str, *, is_bfloat16: bool, checksum: bool, are_cloned: bool = False) -> str:
+def masters_of(wanted: str, *, is_bfloat16: bool, checksum: bool, are_cloned: bool = False, stock: str = FP32) -> str:
     """How a run keeps P32 on storage; ``is_bfloat16`` is said of P16. ``are_cloned``: states, into checkpoints, if
-    masters are whole.
+    masters are whole. ``stock``: how DeepSpeed is told to keep it.
 
     Raises:
         FuyouConfigError: it cannot be as wanted.
     """
+    if stock == BF16:  # there is nothing to split
+        return BF16
     if wanted == AUTO:
         return SPLIT if is_bfloat16 and checksum and not are_cloned else WHOLE
     if wanted == SPLIT and not (is_bfloat16 and checksum):
@@ -195,12 +219,19 @@ def masters_of(wanted: str, *, is_bfloat16: bool, checksum: bool, are_cloned: bo
     return wanted
 
 
-def moments_of(wanted: str, kind: str) -> str:
-    """How a run keeps the moments of a ``kind`` of optimizer.
+def moments_of(wanted: str, kind: str, stock: str = FP32) -> str:
+    """How a run keeps the moments of a ``kind`` of optimizer, which DeepSpeed is told to keep as ``stock``.
 
     Raises:
         FuyouConfigError: it cannot be as wanted.
     """
+    if stock == BF16:
+        if wanted == INT8:
+            raise FuyouConfigError(
+                'fuyou.optimizer.moments: "int8" and bf16.bf16_optimizer_states (or fp32_optimizer_states: false) each '
+                "say how moments are kept; leave one of them out"
+            )
+        return BF16
     if wanted != FP32 and kind == "adagrad":
         raise FuyouConfigError(
             f'fuyou.optimizer.moments: "{wanted}" is for Adam and Lion: the sums of Adagrad only grow, and what is '

@@ -183,7 +183,8 @@ class _RankParts:
             self._client_failed = f"what the script handed over cannot be read without it ({error})"
 
     def num_bytes(self, like: Like | None) -> int:
-        states = 4 * (1 + len(self._outline["moments"])) * sum(self._files.sub_group_numels)
+        each = self._files.layout.saved_bytes_each(len(self._outline["moments"]))
+        states = each * sum(self._files.sub_group_numels)
         frozen = (like.frozen(self._files.rank, self._shapes) or {}) if like is not None and self._shapes else {}
         return _SMALL_ENTRIES + states + sum(part.nbytes for part in frozen.values())
 
@@ -242,9 +243,9 @@ class _RankParts:
             step=files.optimizer_step,
             history=meta["clock"],
             missed_steps=meta["missed_steps"],
-            kept_as=files.layout.moments,
+            layout=files.layout,
         )
-        num_parts = entries.num_parts
+        num_parts, dtypes = entries.num_parts, entries.dtypes
 
         def pieces() -> Iterator[tuple[int, int, torch.Tensor]]:
             num_read = 1 + (files.num_moments if num_parts > 1 else 0)
@@ -252,9 +253,9 @@ class _RankParts:
                 parts = files.parts(chunk, num_read)
                 parts += [torch.zeros_like(parts[0])] * (num_parts - num_read)  # a moment that nothing reads
                 for part, values in enumerate(parts):
-                    yield sub_group * num_parts + part, begin, values
+                    yield sub_group * num_parts + part, begin, values.to(dtypes[part])
 
-        shapes = [((numel,), torch.float32) for numel in files.sub_group_numels for _ in range(num_parts)]
+        shapes = [((numel,), dtype) for numel in files.sub_group_numels for dtype in dtypes]
         flats = stand_ins.add_together(shapes, pieces)
         scaler, is_dynamic = self.record.scaler
         return {

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from ds_fuyou.state_layout import FP32
+from ds_fuyou.state_layout import BF16, FP32, StateLayout
 
-__all__ = ["CLOCK_KEY", "FLAT_GROUPS", "OPTIMIZER_STATE", "StateEntries"]
+__all__ = ["CLOCK_KEY", "DTYPES", "FLAT_GROUPS", "OPTIMIZER_STATE", "StateEntries"]
 
 OPTIMIZER_STATE, FLAT_GROUPS = "optimizer_state_dict", "fp32_flat_groups"  # stock's keys
 CLOCK_KEY = "ds_fuyou_clock"
+DTYPES = {FP32: torch.float32, BF16: torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class StateEntries:
         step: optimizer steps applied; before the first there are no moments.
         history: ``[[steps, betas by sub-group], ...]``, see RuleClock.
         missed_steps: by parameter.
-        kept_as: how the run kept its moments; they are fp32 here.
+        layout: how the run kept its states.
     """
 
     groups: Sequence[Mapping[str, Any]]
@@ -40,22 +41,28 @@ class StateEntries:
     step: int
     history: Sequence[Any]
     missed_steps: Mapping[str, Any]
-    kept_as: str = FP32
+    layout: StateLayout
 
     @property
     def num_parts(self) -> int:
         """Flat tensors of a sub-group: P32, then the moments."""
         return 1 + (len(self.moments) if self.step else 0)
 
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of those parts; a moment that nothing reads has the type of the others."""
+        saved_as = self.layout.saved_as
+        return [DTYPES[saved_as[min(part, len(saved_as) - 1)]] for part in range(self.num_parts)]
+
     def named(self, flats: Sequence[Sequence[torch.Tensor]]) -> dict[str, Any]:
-        """``flats``: ``[sub-group][P32, moments...]``, fp32, 1-D."""
+        """``flats``: ``[sub-group][P32, moments...]``, 1-D."""
         return {
             OPTIMIZER_STATE: self._optimizer_state(flats),
             FLAT_GROUPS: [parts[0] for parts in flats],
             CLOCK_KEY: {
                 "history": [(n, [list(b) for b in betas]) for n, betas in self.history],
                 "missed_steps": dict(self.missed_steps),
-                **({} if self.kept_as == FP32 else {"moments": self.kept_as}),
+                **({} if self.layout.moments == FP32 else {"moments": self.layout.moments}),
             },
         }
 

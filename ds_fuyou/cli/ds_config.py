@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_fuyou.config import FuyouConfig
-from ds_fuyou.ds_json import load_activation
+from ds_fuyou.ds_json import load_activation, stock_states
 from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.state_layout import FP32
 
 __all__ = [
     "DeepSpeedFile",
@@ -73,7 +74,7 @@ def _hjson(text: str, error: ValueError) -> object:
 @dataclass(frozen=True)
 class DeepSpeedJson:
     """None: not said, or "auto". ``has_storage``: the block has directories for state. ``is_bfloat16``: parameters are,
-    as where nothing is said.
+    as where nothing is said. ``states``: how stock would keep masters and moments.
     """
 
     batch: int | None
@@ -81,6 +82,7 @@ class DeepSpeedJson:
     block: FuyouConfig | None
     has_storage: bool = False
     is_bfloat16: bool = True
+    states: tuple[str, str] = (FP32, FP32)
 
 
 def read_ds_config(path: Path) -> DeepSpeedJson:
@@ -100,6 +102,7 @@ def read_ds_config(path: Path) -> DeepSpeedJson:
         block=None if activation is None else activation.config,
         has_storage=activation is not None and bool(activation.state_paths),
         is_bfloat16=has_precision(data, "bf16", "bfloat16") or not says_precision(data),
+        states=stock_states(data),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ds_fuyou.cli.ds_config import has_precision, says_precision
 from ds_fuyou.config import BLOCK_KEY
-from ds_fuyou.ds_json import Activation, load_activation
+from ds_fuyou.ds_json import Activation, load_activation, stock_states
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import Residency
 from ds_fuyou.planner.host_memory import available_host_bytes
@@ -151,13 +151,15 @@ def _is_16_bit(config: Mapping[str, Any]) -> bool:
 
 def _layout(config: Mapping[str, Any], activation: Activation) -> StateLayout:
     block, optimizer = activation.config, _optimizer(config)
-    moments = moments_of(block.optimizer.moments, optimizer)
+    of_masters, of_moments = stock_states(config)
+    moments = moments_of(block.optimizer.moments, optimizer, of_moments)
     here = [path for path in map(Path, activation.state_paths) if path.is_dir()]
     masters = masters_of(
         block.optimizer.masters,
         is_bfloat16=has_precision(config, "bf16", "bfloat16"),
         checksum=block.checksum,
         are_cloned=moments == FP32 and not block.relies_on_slots and shares_blocks(here),
+        stock=of_masters,
     )
     return layout_of(masters, _MOMENTS.get(optimizer, 2), moments)
 

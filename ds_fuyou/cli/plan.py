@@ -60,7 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora-attention", action="store_true", help="adapters beside attention's matrices alone")
     parser.add_argument("--base-bits", type=int, default=16, help="of the frozen base: 16, or 4 (%(default)s)")
     parser.add_argument("--system", default="ds_fuyou", help="policy to plan for (%(default)s)")
-    parser.add_argument("--masters", choices=(WHOLE, SPLIT), help="how P32 is kept on storage; default: --config's")
+    parser.add_argument(
+        "--masters", choices=(WHOLE, SPLIT, BF16), help="how P32 is kept on storage; default: --config's"
+    )
     parser.add_argument("--moments", choices=(FP32, BF16, INT8), help="how moments are kept; default: --config's")
     parser.add_argument("--compare", action="store_true", help="beside ZeRO-3, ZeRO-Offload and ZeRO-Infinity")
     parser.add_argument("--tokens", type=float, default=1e9, help="of the training that is compared (%(default)g)")
@@ -89,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         batch = given.batch if batch is None else batch
         accumulation = given.accumulation if accumulation is None else accumulation
         if given.block is not None:
-            policy = under_block(policy, given.block, is_bfloat16=given.is_bfloat16)
+            policy = under_block(policy, given.block, is_bfloat16=given.is_bfloat16, stock=given.states)
             machine = limited(machine, given.block)
     policy = replace(policy, layout=_layout(policy.layout, arguments))
     work = Workload(

@@ -67,16 +67,20 @@ class ChunkValues:
             transfer.wait()
 
     def _put_p32(self, chunk: Chunk, values: torch.Tensor) -> list[Transfer]:
-        part = self._place.resident.num_master_bytes(chunk.numel)
-        state = self._place.state(chunk.index)
-        if state is not None:
+        place, state = self._place, self._place.state(chunk.index)
+        part = place.whole.num_master_bytes(chunk.numel)
+        if state is not None and not place.resident.is_split:
             state[part:].zero_()
             state[:part].view(torch.float32)[: chunk.numel].copy_(values)
             return []
         memory = aligned_tensor(part)
         memory.view(torch.float32)[: chunk.numel].copy_(values)
+        layout = place.stored.master_alone
+        if state is not None:
+            state.zero_()
+            encode(layout, chunk.numel, memory, state)
+            return []
         self._replaced(chunk.index, memory.data_ptr())
-        layout = self._place.stored.master_alone
         stored = encode(layout, chunk.numel, memory) if layout.is_split else memory
         extents = prefix(self._place.state_extents(chunk.index, self._slot_of(chunk.index)), len(stored))
         return [self._io.write(extents, stored, f"writing P32 of chunk {chunk.index}")]

@@ -15,6 +15,7 @@ from typing import Any
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.ops.core import load_core
+from ds_fuyou.state_layout import BF16, FP32
 
 __all__ = ["GroupHyper", "OptimizerKind", "RuleClock", "Segment", "StepRules", "optimizer_kind"]
 
@@ -28,11 +29,14 @@ _SUPPORTED = (
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """Which arithmetic: ``name`` is adam, lion or adagrad; ``moments`` are the state names stock saves."""
+    """Which arithmetic: ``name`` is adam, lion or adagrad; ``moments`` are the state names stock saves. ``kept_as``:
+    how stock keeps masters and moments, which is what its kernel takes and gives.
+    """
 
     name: str
     moments: tuple[str, ...]
     adamw_mode: bool = True
+    kept_as: tuple[str, str] = (FP32, FP32)
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,9 @@ class GroupHyper:
         )
 
 
-def optimizer_kind(optimizer: Any) -> OptimizerKind:
-    """Maps a client or configured optimizer object to the CPU arithmetic that updates it.
+def optimizer_kind(optimizer: Any, masters: str = FP32) -> OptimizerKind:
+    """Maps a client or configured optimizer object to the CPU arithmetic that updates it. ``masters``: as stock would
+    keep them, for its own Adam, which keeps moments in the same type if it is told to.
 
     Raises :class:`FuyouConfigError` for anything else, with the list of what works.
     """
@@ -68,10 +73,9 @@ def optimizer_kind(optimizer: Any) -> OptimizerKind:
         if any(group.get(flag) for group in groups):
             raise FuyouConfigError(f"{name} with {flag}=True has no out-of-core arithmetic; set it to False")
     if name in ("DeepSpeedCPUAdam", "ZenFlowCPUAdam", "FusedAdam"):
-        if not getattr(optimizer, "fp32_optimizer_states", True):
-            raise FuyouConfigError("fp32_optimizer_states=False is not supported: moments are kept in fp32")
         mode = getattr(optimizer, "adam_w_mode", 1)
-        return OptimizerKind("adam", ("exp_avg", "exp_avg_sq"), bool(mode))
+        moments = FP32 if getattr(optimizer, "fp32_optimizer_states", True) else masters
+        return OptimizerKind("adam", ("exp_avg", "exp_avg_sq"), bool(mode), (masters, moments))
     if name in ("AdamW", "Adam"):
         # torch.optim.Adam has the arithmetic of AdamW as an option of its groups.
         decoupled = {bool(group.get("decoupled_weight_decay", name == "AdamW")) for group in groups}
@@ -86,6 +90,9 @@ def optimizer_kind(optimizer: Any) -> OptimizerKind:
         return OptimizerKind("adagrad", ("exp_avg_sq",))
     raise FuyouConfigError(f"optimizer {name} cannot be updated out of core; these can: {_SUPPORTED}")
 
+
+_NARROW = {(FP32, FP32): "none", (BF16, FP32): "param", (BF16, BF16): "param_and_moments"}
+"""By :attr:`OptimizerKind.kept_as`, the core's name of it."""
 
 Segment = tuple[int, int, Any]
 """Elements [begin, end) of a chunk, and the C++ rule object that updates them; None: they stay as they are."""
@@ -121,7 +128,12 @@ class RuleClock:
         core, hyper = load_core(), self._first
         if self.kind.name == "adam":
             return core.make_adam_clock(
-                hyper.lr, hyper.betas[0], hyper.betas[1], hyper.eps, hyper.weight_decay, self.kind.adamw_mode
+                hyper.lr,
+                *hyper.betas,
+                hyper.eps,
+                hyper.weight_decay,
+                self.kind.adamw_mode,
+                getattr(core.NarrowStates, _NARROW[self.kind.kept_as]),
             )
         if self.kind.name == "lion":
             return core.make_lion_clock(hyper.lr, hyper.betas[0], hyper.betas[1], hyper.weight_decay)

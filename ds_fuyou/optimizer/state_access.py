@@ -16,7 +16,7 @@ from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.memory import aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.coded_states import decode, encode
 from ds_fuyou.optimizer.layout import Chunk, ParamSpan, overlap
-from ds_fuyou.state_layout import FP32, PAGE_BYTES
+from ds_fuyou.state_layout import PAGE_BYTES
 from ds_fuyou.storage.io import IoLane, Transfer, storage_error
 from ds_fuyou.storage.store import Extent
 
@@ -181,7 +181,8 @@ class StateAccess:
         place, resident = self._core.place, self._core.place.state(chunk.index)
         if resident is None:
             raise FuyouStateError(f"the state of chunk {chunk.index} is not in memory")
-        decode(place.resident if with_moments else place.resident.master_alone, chunk.numel, resident, state)
+        layout = place.resident if with_moments else place.resident.master_alone
+        decode(layout, chunk.numel, resident[: layout.num_bytes(chunk.numel)], state)
 
     def memory_for_block(self, numel: int) -> torch.Tensor | None:
         """What :meth:`stored` takes for so many elements: a block as it is in a slot, and P16; None where that is whole
@@ -278,7 +279,7 @@ class StateAccess:
         place, chunk, resident = core.place, core.layout.chunks[index], core.place.state(index)
         layout = place.stored if resident is None else place.resident
         stored = coming.state if layout.is_whole else encode(layout, chunk.numel, coming.state, resident)
-        if layout.moments != FP32:  # what was rounded is the state from now on
+        if layout.rounds:  # what was rounded is the state from now on
             decode(layout, chunk.numel, stored, coming.state)
         if resident is None:
             core.commits.withdraw()

@@ -10,16 +10,19 @@ from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.policies import Fixed, Policy, Updates
 from ds_fuyou.simulator.fit import shown_bytes
-from ds_fuyou.state_layout import masters_of
+from ds_fuyou.state_layout import FP32, masters_of, moments_of
 
 __all__ = ["limited", "under_block"]
 
 _UPDATES = {"none": Updates.STEP, "backward": Updates.BACKWARD, "backward_and_forward": Updates.DEADLINE}
 
 
-def under_block(policy: Policy, config: Any, *, is_bfloat16: bool = True) -> Policy:
+def under_block(
+    policy: Policy, config: Any, *, is_bfloat16: bool = True, stock: tuple[str, str] = (FP32, FP32)
+) -> Policy:
     """The policy with what a ``FuyouConfig`` decides: tiers, activations, and when updates may run. ``is_bfloat16``:
-    parameters are. What shares blocks is not known here: masters are not cloned.
+    parameters are. What shares blocks is not known here: masters are not cloned. ``stock``: how the JSON around it has
+    masters and moments kept.
 
     Raises:
         FuyouConfigError: masters cannot be as the block says.
@@ -32,8 +35,9 @@ def under_block(policy: Policy, config: Any, *, is_bfloat16: bool = True) -> Pol
         mode=config.activations.mode,
         durable=config.durable,
     )
-    masters = masters_of(config.optimizer.masters, is_bfloat16=is_bfloat16, checksum=config.checksum)
-    layout = replace(policy.layout, masters=masters, moments=config.optimizer.moments)
+    of_masters, of_moments = stock
+    masters = masters_of(config.optimizer.masters, is_bfloat16=is_bfloat16, checksum=config.checksum, stock=of_masters)
+    layout = replace(policy.layout, masters=masters, moments=moments_of(config.optimizer.moments, "adam", of_moments))
     return replace(policy, fixed=fixed, updates=_UPDATES[config.optimizer.overlap], layout=layout)
 
 

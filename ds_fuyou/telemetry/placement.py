@@ -66,7 +66,7 @@ def placement_of(rank_state: Any) -> list[Placed]:
             rows.append(Placed("frozen parameters", tier, num_bytes, "no gradient, no state"))
     states, kind = core.place.stored, core.kind
     for name in ("P32 (master parameters)", *kind.moments):
-        itemsize = states.moment_bytes_each if name in kind.moments else 4
+        itemsize = states.moment_bytes_each if name in kind.moments else states.master_alone.bytes_each
         rows += _split(name, core.layout, residency.states, itemsize).rows(1, slots, "", on_storage)
     if core.place.spare_bytes:
         rows.append(Placed("P32 and moments, once more", "cpu", core.place.spare_bytes, "updated in backward"))

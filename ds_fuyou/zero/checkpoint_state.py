@@ -78,9 +78,9 @@ class CheckpointState:
             step=core.clock.step,
             history=core.clock.history,
             missed_steps=core.missed.by_name(),
-            kept_as=core.place.stored.moments,
+            layout=core.place.stored,
         )
-        return entries.named(self._flat_states(entries.num_parts))
+        return entries.named(self._flat_states(entries.dtypes))
 
     def saved_names(self) -> list[str]:
         """Names of the moments as stock's optimizer of this kind saves them."""
@@ -99,10 +99,10 @@ class CheckpointState:
         """
         self.snapshot = self._core.snapshot()
 
-    def _flat_states(self, num_parts: int) -> list[list[torch.Tensor]]:
-        """``[sub-group][P32, moments...]``, fp32, flat; collected now, or streamed later through stand-ins."""
-        core = self._core
-        numels = [n for n in core.layout.sub_group_numels for _ in range(num_parts)]
+    def _flat_states(self, dtypes: Sequence[torch.dtype]) -> list[list[torch.Tensor]]:
+        """``[sub-group][P32, moments...]``, flat, of these types: collected now, or streamed through stand-ins."""
+        core, num_parts = self._core, len(dtypes)
+        shapes = [((n,), dtype) for n in core.layout.sub_group_numels for dtype in dtypes]
 
         def pieces(states: States) -> Iterator[tuple[int, int, torch.Tensor]]:
             with contextlib.closing(states):
@@ -110,13 +110,12 @@ class CheckpointState:
                     while len(parts) < num_parts:
                         parts.append(torch.zeros_like(parts[0]))
                     for part, values in enumerate(parts[:num_parts]):
-                        yield chunk.sub_group * num_parts + part, chunk.begin, values
+                        yield chunk.sub_group * num_parts + part, chunk.begin, values.to(dtypes[part])
 
         if self.stand_ins is not None:
             snapshot = self.snapshot
             if snapshot is None:
                 raise FuyouStateError("no step's states are kept for this checkpoint")
-            shapes = [((n,), torch.float32) for n in numels]
 
             def kept(clone: Clone) -> Iterator[tuple[int, int, torch.Tensor]]:
                 def cloned(chunk: Chunk, parts: Sequence[Sequence[Extent]]) -> list[Extent] | None:
@@ -130,7 +129,7 @@ class CheckpointState:
 
             flats = self.stand_ins.add_together(shapes, kept, later=True, clones=True)
         else:
-            flats = [torch.empty(n, dtype=torch.float32, device="cpu") for n in numels]
+            flats = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in shapes]
             for which, begin, values in pieces(core.states.read_all(range(len(core.layout.chunks)))):
                 flats[which][begin : begin + values.numel()].copy_(values)
         return [flats[i : i + num_parts] for i in range(0, len(flats), num_parts)]
@@ -138,7 +137,7 @@ class CheckpointState:
     @property
     def num_bytes(self) -> int:
         """Size of this rank's optimizer file, without its small entries."""
-        return 4 * (1 + len(self.saved_names())) * int(self._core.layout.numel)
+        return self._core.place.stored.saved_bytes_each(len(self.saved_names())) * int(self._core.layout.numel)
 
     # ---- loading ------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import torch
 from deepspeed import comm as dist
 from torch.nn import Parameter
 
+from ds_fuyou.checkpoint.stock_state import DTYPES
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.optimizer.layout import ParamSpan
 from ds_fuyou.zero.rank_state import RankState
@@ -24,11 +25,13 @@ class HpAccess:
     """Behind stage 3's access to fp32 states and gradients.
 
     Args:
+        dtype: of stock's masters and gradients at the end of a step: what is given has it, and what is set is rounded.
         is_boundary: whether this micro-batch is the last of the step.
     """
 
-    def __init__(self, rank_state: RankState, is_boundary: Callable[[], bool]) -> None:
+    def __init__(self, rank_state: RankState, dtype: torch.dtype, is_boundary: Callable[[], bool]) -> None:
         self._rank_state = rank_state
+        self._dtype = dtype
         self._is_boundary = is_boundary
         self._state: tuple[ParamSpan, int, torch.Tensor] | None = None
         self._gradient: tuple[ParamSpan, torch.Tensor] | None = None
@@ -42,7 +45,7 @@ class HpAccess:
         return 1 + moments.index(optim_state_key)
 
     def state(self, param: Parameter, key: str | None, *, to_write: bool) -> tuple[torch.Tensor, int]:
-        """(this rank's fp32 values of P32 (None) or a moment, the sub-group); ``to_write``: :meth:`put_state` follows.
+        """(this rank's values of P32 (None) or a moment, the sub-group); ``to_write``: :meth:`put_state` follows.
 
         Raises:
             KeyError: the optimizer keeps no such moment.
@@ -50,7 +53,8 @@ class HpAccess:
         self._rank_state.bound_heap()  # scripts read one parameter after another
         span = self._rank_state.span(param)
         part = self._part_of(key)
-        values = self._rank_state.core.states.read_param(span, part)
+        saved_as = self._rank_state.core.place.stored.saved_as
+        values = self._rank_state.core.states.read_param(span, part).to(DTYPES[saved_as[part]])
         if to_write:
             self._state = (span, part, values)
         return values, span.sub_group
@@ -82,13 +86,13 @@ class HpAccess:
         self.put_state()
 
     def gradient(self, param: Parameter, *, to_write: bool) -> tuple[torch.Tensor, int]:
-        """(a copy of this rank's gradient in fp32, zeros where none arrived; the sub-group)."""
+        """(a copy of this rank's gradient, zeros where none arrived; the sub-group)."""
         self._rank_state.bound_heap()
         span, core = self._rank_state.span(param), self._rank_state.core
         if core.has_arrived(span):
-            values = core.gradient(span).to(torch.float32, copy=True)
+            values = core.gradient(span).to(self._dtype, copy=True)
         else:
-            values = torch.zeros(span.numel, dtype=torch.float32)
+            values = torch.zeros(span.numel, dtype=self._dtype)
         if to_write:
             self._gradient = (span, values)
         return values, span.sub_group

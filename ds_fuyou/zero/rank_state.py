@@ -258,12 +258,14 @@ class RankState:
     def _state_layout(self) -> StateLayout:
         """Of states in slots, the same on all ranks."""
         config, kind = self.activation.config, self._kind
-        moments = moments_of(config.optimizer.moments, kind.name)
+        of_masters, of_moments = kind.kept_as
+        moments = moments_of(config.optimizer.moments, kind.name, of_moments)
         masters = masters_of(
             config.optimizer.masters,
             is_bfloat16=self._param_dtype is torch.bfloat16,
             checksum=config.checksum,
             are_cloned=moments == FP32 and self._may_share_blocks(),
+            stock=of_masters,
         )
         return layout_of(masters, len(kind.moments), moments)
 

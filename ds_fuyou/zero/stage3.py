@@ -29,6 +29,7 @@ from ds_fuyou.host.device import failure_of
 from ds_fuyou.log import get_logger
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.rules import GroupHyper, optimizer_kind
+from ds_fuyou.state_layout import BF16, FP32
 from ds_fuyou.telemetry.report import LaneTimes, report_leave_out, report_step
 from ds_fuyou.telemetry.tier_bytes import TierBytes
 from ds_fuyou.telemetry.trace import Lane
@@ -90,7 +91,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         release_gathered(self.module)  # DeepSpeed gathers some on the way here, if a forward before was interrupted
         if activation.config.activations.block_classes:
             model_blocks(self.module, activation.config)  # a name that is none is told before anything is built
-        kind = optimizer_kind(self.optimizer)
+        kind = optimizer_kind(self.optimizer, BF16 if self.master_weights_and_grads_dtype is torch.bfloat16 else FP32)
         names = {param: name for name, param in self.module.named_parameters()}
         numels = [(names[param], param.partition_numel()) for group in self.fp16_groups for param in group]
         sizes = RunSizes(numels, self.dtype, self.gradient_accumulation_dtype, kind)
@@ -140,7 +141,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.checkpoint_state = CheckpointState(self.rank_state, self.optimizer, self._group_of_sub_group, self._hypers)
         generators = activation.config.random_states
         self.training_state = TrainingState(self, self.module, all_generators=generators == "all")
-        self.hp_access = HpAccess(self.rank_state, lambda: is_boundary(self))
+        self.hp_access = HpAccess(self.rank_state, self.master_weights_and_grads_dtype, lambda: is_boundary(self))
         self._watch_modules(self._attach_activations(activation))
 
     def _attach_activations(self, activation: Activation) -> GatheredIndex:
@@ -397,7 +398,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
                 self.set_fp32_grad_for_param(update_func(self.get_fp32_grad_for_param(param), param), param)
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
-        """fp32 copies of all gradient partitions: ``[sub-group][index in it]``."""
+        """Copies of all gradient partitions, of the type of stock's masters: ``[sub-group][index in it]``."""
         return {
             group_index: {i: self.hp_access.gradient(param, to_write=False)[0] for i, param in enumerate(group)}
             for group_index, group in enumerate(self.fp16_groups)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ds_fuyou.optimizer.rules import optimizer_kind
+from ds_fuyou.state_layout import FP32
 from ds_fuyou.zero.stock import is_ours
 
 __all__ = ["ENVIRONMENT", "Verification", "record_backward", "record_step", "rewrite_to_stock"]
@@ -103,7 +104,9 @@ def _finish(engine: Any, verification: Verification) -> None:
     result["parameters"], result["samples"] = _digests(engine)
     if hasattr(engine.optimizer, "gradient_flow"):
         result["reduce_by"] = engine.optimizer.gradient_flow.reduce_by
-        result["moments"] = engine.optimizer.rank_state.plan_input.layout.moments
+        state = engine.optimizer.rank_state
+        kept, stock = state.plan_input.layout.moments, state.core.kind.kept_as[1]
+        result["moments"] = FP32 if kept == stock else kept  # where they are not rounded but by stock
     file = Path(verification.folder, f"{verification.mode}.{dist.get_rank()}.json")
     file.write_text(json.dumps(result), encoding="utf-8")
     for _ in range(4):  # gloo's threads keep the tensors of their last collective, and abort an ending interpreter

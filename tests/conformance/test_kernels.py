@@ -19,6 +19,14 @@ LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
 SIZES = [1, 7, 8, 15, 16, 17, 127, 128, 129, 2047, 2048, 2049, 100003]
 
 
+NARROW = {"adamw_bf16": "param", "adamw_bf16_states": "param_and_moments", "adam_bf16_states": "param_and_moments"}
+"""Kinds whose states stock keeps in bfloat16, and the core's name of that."""
+
+
+def dtype_of(kind: str) -> torch.dtype:
+    return torch.bfloat16 if kind in NARROW else torch.float32
+
+
 def gradient(numel: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + numel % 997)
     return torch.randn(numel, generator=generator) * 0.02
@@ -29,13 +37,20 @@ class Stock:
 
     def __init__(self, kind: str, numels: list[int], betas: list[tuple[float, float]] | None = None) -> None:
         self.kind = kind
-        self.params = [torch.nn.Parameter(gradient(n, 10**6)) for n in numels]
+        self.dtype = dtype_of(kind)
+        self.params = [torch.nn.Parameter(gradient(n, 10**6).to(self.dtype)) for n in numels]
         groups = [{"params": [p]} for p in self.params]
         for group, pair in zip(groups, betas or [], strict=False):
             group["betas"] = pair  # type: ignore[assignment]
-        if kind in ("adam", "adamw"):
+        if kind.startswith("adam"):
             self.optimizer: Any = DeepSpeedCPUAdam(
-                groups, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, adamw_mode=kind == "adamw"
+                groups,
+                lr=LR,
+                betas=BETAS,
+                eps=EPS,
+                weight_decay=DECAY,
+                adamw_mode=kind.startswith("adamw"),
+                fp32_optimizer_states=kind not in NARROW or NARROW[kind] == "param",
             )
         elif kind == "lion":
             self.optimizer = DeepSpeedCPULion(groups, lr=LR, betas=BETAS, weight_decay=DECAY)
@@ -45,7 +60,7 @@ class Stock:
     def step(self, step: int) -> None:
         for param in self.params:
             for other in self.params:
-                other.grad = gradient(param.numel(), step) if other is param else None
+                other.grad = gradient(param.numel(), step).to(self.dtype) if other is param else None
             self.optimizer.step()
 
     def moments(self, index: int) -> list[torch.Tensor]:
@@ -56,8 +71,9 @@ class Stock:
 
 def make_clock(kind: str) -> Any:
     core = load_core()
-    if kind in ("adam", "adamw"):
-        return core.make_adam_clock(LR, *BETAS, EPS, DECAY, kind == "adamw")
+    if kind.startswith("adam"):
+        narrow = getattr(core.NarrowStates, NARROW.get(kind, "none"))
+        return core.make_adam_clock(LR, *BETAS, EPS, DECAY, kind.startswith("adamw"), narrow)
     if kind == "lion":
         return core.make_lion_clock(LR, *BETAS, DECAY)
     return core.make_adagrad_clock(LR, EPS, DECAY)
@@ -69,8 +85,8 @@ class Ours:
     def __init__(self, kind: str, numels: list[int], betas: list[tuple[float, float]] | None = None) -> None:
         self.betas = betas or [BETAS] * len(numels)
         self.clock = make_clock(kind)
-        self.params = [gradient(n, 10**6) for n in numels]
-        num_moments = 2 if kind in ("adam", "adamw") else 1
+        self.params = [gradient(n, 10**6).to(dtype_of(kind)).float() for n in numels]
+        num_moments = 2 if kind.startswith("adam") else 1
         self.moments = [[torch.zeros(n) for _ in range(num_moments)] for n in numels]
 
     def step(self, step: int, cut: int = 1 << 60) -> None:
@@ -92,7 +108,7 @@ def unequal(stock: Stock, ours: Ours) -> int:
     return count
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adam", "lion", "adagrad"])
+@pytest.mark.parametrize("kind", ["adamw", "adam", "lion", "adagrad", *NARROW])
 def test_every_size_and_tail_equals_stock(kind: str) -> None:
     stock, ours = Stock(kind, SIZES), Ours(kind, SIZES)
     for step in range(1, 6):
@@ -101,7 +117,7 @@ def test_every_size_and_tail_equals_stock(kind: str) -> None:
     assert unequal(stock, ours) == 0
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adam", "lion", "adagrad"])
+@pytest.mark.parametrize("kind", ["adamw", "adam", "lion", "adagrad", *NARROW])
 @pytest.mark.parametrize("num_cuts", [1, 5])
 def test_cuts_at_chunk_bounds_are_invisible(kind: str, num_cuts: int) -> None:
     numels = [100003, 65536, CUT_ELEMENTS + 1]

@@ -62,8 +62,12 @@ std::vector<WorldOptions> layouts(std::size_t num_chunks)
             made.moments = moments;
             found.push_back(made);
         }
-        found.push_back(found[found.size() - 2]);
-        found.back().splits = found.back().bfloat16_params = true;
+        const WorldOptions in_memory = found[found.size() - 2];
+        for (const Masters masters : {Masters::kSplit, Masters::kBFloat16}) {
+            found.push_back(in_memory);
+            found.back().masters = masters;
+            found.back().bfloat16_params = true;
+        }
     }
     return found;
 }

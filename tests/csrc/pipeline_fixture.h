@@ -35,6 +35,22 @@ inline BlockLayout split_layout(std::uint64_t numel)
     return {numel, 2, true, 0, half, low, {moments, moments + part}, moments + 2 * part};
 }
 
+inline BlockLayout bfloat16_layout(std::uint64_t numel)
+{
+    const std::uint64_t part = part_bytes(numel), half = round_up_to_page(numel * 2);
+    const std::uint64_t moments = half + kPageBytes;
+    BlockLayout layout{numel, 2, true, 0, half, 0, {moments, moments + part}, moments + 2 * part};
+    layout.has_low = false;
+    return layout;
+}
+enum class Masters { kWhole, kSplit, kBFloat16 };
+inline BlockLayout layout_of(Masters masters, std::uint64_t numel)
+{
+    return masters == Masters::kWhole   ? whole_layout(numel)
+           : masters == Masters::kSplit ? split_layout(numel)
+                                        : bfloat16_layout(numel);
+}
+
 // The same with other moments: fields behind the master begin anew.
 inline BlockLayout with_moments(BlockLayout layout, MomentType type)
 {
@@ -85,7 +101,7 @@ struct WorldOptions {
     std::uint64_t numel = 3000;  // no multiple of anything
     std::size_t staging_chunks = 2;
     bool bfloat16_params = false;
-    bool splits = false;
+    Masters masters = Masters::kWhole;
     bool has_spares = false;  // of states in memory
     MomentType moments = MomentType::kFloat32;
 };
@@ -97,9 +113,7 @@ class World {
         : given(wanted),
           part(part_bytes(wanted.numel)),
           short_part(round_up_to_page(wanted.numel * 2)),
-          stored(
-              with_moments(wanted.splits ? split_layout(wanted.numel) : whole_layout(wanted.numel),
-                           wanted.moments)),
+          stored(with_moments(layout_of(wanted.masters, wanted.numel), wanted.moments)),
           chunk_bytes(kMostSlots * (stored.num_bytes + short_part) + short_part),
           file(Access::kBuffered, chunk_bytes * wanted.num_chunks),
           engine(std::make_unique<IoEngine>(options(wanted.backend))),
@@ -125,7 +139,8 @@ class World {
     {
         ChunkSpec made;
         made.whole = whole_layout(given.numel);
-        made.in_memory = with_moments(made.whole, given.moments);
+        const bool is_bfloat16 = given.masters == Masters::kBFloat16;
+        made.in_memory = is_bfloat16 ? stored : with_moments(made.whole, given.moments);
         made.stored = stored;
         made.position = static_cast<std::int64_t>(chunk);
         made.param_type = given.bfloat16_params ? ElementType::kBFloat16 : type_of(given.params);
@@ -273,7 +288,7 @@ class World {
     {
         std::vector<char> state(stored.num_bytes, 0x55);
         std::memset(state.data(), 0, stored.moments[0]);
-        if (given.splits) StateBlock{state.data(), stored}.joints()->has_high = 1;
+        if (stored.is_split) StateBlock{state.data(), stored}.joints()->has_high = 1;
         write_file(state_range(chunk, 0), state.data());
     }
 };

@@ -153,10 +153,23 @@ TEST(split_refuses_a_block_that_contradicts_itself)
 
 namespace {
 
+// The same in bfloat16, as such masters need it.
+class RoundedDrift final : public UpdateRule {
+  public:
+    void apply(float* param, float* grad, float* const* moments, std::size_t numel) const override
+    {
+        DriftRule().apply(param, grad, moments, numel);
+        for (std::size_t i = 0; i < numel; ++i)
+            param[i] = value_of(std::uint32_t{rounded(bits_of(param[i]))} << 16);
+    }
+};
+
+const Masters kForms[] = {Masters::kSplit, Masters::kBFloat16};
+
 // Two worlds that get the same updates, whole and split.
 class Pair {
   public:
-    Pair(Place params, int num_slots)
+    Pair(Place params, int num_slots, Masters masters = Masters::kSplit)
         : options_{.params = params,
                    .num_slots = num_slots,
                    .num_chunks = 3,
@@ -164,7 +177,12 @@ class Pair {
                    .bfloat16_params = true}
     {
         whole = std::make_unique<World>(options_);
-        options_.splits = true;
+        options_.masters = masters;
+        if (masters == Masters::kSplit) {
+            rule_ = std::make_shared<DriftRule>();
+        } else {
+            rule_ = std::make_shared<RoundedDrift>();
+        }
         split = std::make_unique<World>(options_);
         std::mt19937 random(3);
         std::normal_distribution<float> normal;
@@ -179,9 +197,7 @@ class Pair {
     ChunkUpdate update(World* world, std::size_t chunk, std::int64_t generation, float multiplier)
     {
         ChunkUpdate made = world->update(chunk, generation, multiplier);
-        made.segments = {{0, 9999, std::make_shared<DriftRule>()},
-                         {9999, 12345, nullptr},
-                         {12345, options_.numel, std::make_shared<DriftRule>()}};
+        made.segments = {{0, 9999, rule_}, {9999, 12345, nullptr}, {12345, options_.numel, rule_}};
         made.param_version = static_cast<int>(generation % 2);
         return made;
     }
@@ -191,7 +207,8 @@ class Pair {
         std::normal_distribution<float> normal;
         for (std::size_t chunk = 0; chunk < options_.num_chunks; ++chunk) {
             for (std::uint64_t i = 0; i < options_.numel; ++i)
-                whole->gradients[chunk][i] = split->gradients[chunk][i] = normal(random);
+                whole->gradients[chunk][i] = split->gradients[chunk][i] =
+                    value_of(bits_of(normal(random)) & 0xffff0000U);
             for (World* world : {whole.get(), split.get()})
                 world->pipeline->enqueue(update(world, chunk, generation, multiplier));
         }
@@ -262,7 +279,7 @@ class Pair {
     {
         world->pipeline->set_checksum(true);
         std::vector<char> stored(world->stored.num_bytes, 0x55);
-        if (world->given.splits) {
+        if (world->stored.is_split) {
             BlockLayout alone = world->stored;
             alone.num_moments = 0;
             encode_block({block, whole_layout(options_.numel)}, {stored.data(), alone});
@@ -274,23 +291,26 @@ class Pair {
     }
 
     WorldOptions options_;
+    std::shared_ptr<const UpdateRule> rule_;
 };
 
 }  // namespace
 
 TEST(split_states_are_those_of_whole_blocks_after_every_step)
 {
-    for (const Place params : {Place::kDram, Place::kStorage}) {
-        for (const int num_slots : {1, 2}) {
-            Pair pair(params, num_slots);
-            for (std::int64_t generation = 1; generation <= 5; ++generation) {
-                if (num_slots == 2) {  // prepared in vain, and done again with another factor
-                    pair.enqueue(generation, 0.5F);
-                    pair.whole->drop_all();
-                    pair.split->drop_all();
+    for (const Masters masters : kForms) {
+        for (const Place params : {Place::kDram, Place::kStorage}) {
+            for (const int num_slots : {1, 2}) {
+                Pair pair(params, num_slots, masters);
+                for (std::int64_t generation = 1; generation <= 5; ++generation) {
+                    if (num_slots == 2) {  // prepared in vain, and done again with another factor
+                        pair.enqueue(generation, 0.5F);
+                        pair.whole->drop_all();
+                        pair.split->drop_all();
+                    }
+                    pair.step(generation);
+                    CHECK(pair.num_different(generation) == 0);
                 }
-                pair.step(generation);
-                CHECK(pair.num_different(generation) == 0);
             }
         }
     }
@@ -326,17 +346,85 @@ TEST(split_reads_and_writes_fewer_bytes)
 
 TEST(split_masters_do_not_follow_edits_of_params)
 {
-    for (const bool is_told : {false, true}) {
-        Pair pair(Place::kDram, 2);
-        for (std::int64_t generation = 1; generation <= 4; ++generation) {
-            pair.step(generation);
-            CHECK(pair.num_different(generation) == 0);
-            for (World* world : {pair.whole.get(), pair.split.get()})
-                for (std::uint64_t i = 0; i < 5000; ++i)
-                    pair.params(world, 1, generation)[i] ^= 0x0101;
-            if (is_told) pair.split->pipeline->params_edited(1);
+    for (const Masters masters : kForms) {
+        for (const bool is_told : {false, true}) {
+            Pair pair(Place::kDram, 2, masters);
+            for (std::int64_t generation = 1; generation <= 4; ++generation) {
+                pair.step(generation);
+                CHECK(pair.num_different(generation) == 0);
+                for (World* world : {pair.whole.get(), pair.split.get()})
+                    for (std::uint64_t i = 0; i < 5000; ++i)
+                        pair.params(world, 1, generation)[i] ^= 0x0101;
+                if (is_told) pair.split->pipeline->params_edited(1);
+            }
         }
     }
+}
+
+TEST(bfloat16_masters_move_half_as_much_and_keep_every_bit)
+{
+    std::vector<std::uint32_t> values;  // every value there is, NaN of every kind among them
+    for (std::uint32_t high = 0; high < 1U << 16; ++high) values.push_back(high << 16);
+    const BlockLayout layout = bfloat16_layout(values.size());
+    std::vector<char> source(whole_layout(values.size()).num_bytes), back(source.size());
+    std::vector<char> stored(layout.num_bytes);
+    std::memcpy(source.data(), values.data(), values.size() * sizeof(float));
+    const StateBlock whole{source.data(), whole_layout(values.size())};
+    encode_block(whole, {stored.data(), layout});
+    CHECK(decode_block({stored.data(), layout}, nullptr, {back.data(), whole.layout}));
+    CHECK(source == back);
+    for (const bool keeps_high : {false, true}) {
+        std::vector<std::uint16_t> param16(values.size());
+        std::vector<float> gradient(values.size());
+        BlockUpdate how;
+        how.from = how.to = {stored.data(), layout};
+        how.high_was_read = true;
+        how.gradient = reinterpret_cast<const char*>(gradient.data());
+        how.gradient_type = ElementType::kFloat32;
+        how.narrows_gradient = true;
+        how.param16 = reinterpret_cast<char*>(param16.data());
+        how.keeps_high = keeps_high;
+        const BlockForm form =
+            update_block(how, {{0, values.size(), std::make_shared<NoRule>()}}, 2).form;
+        CHECK(form.is_joinable && form.has_high == keeps_high);
+        if (!keeps_high) std::fill_n(how.to.high(), values.size(), std::uint16_t{0x5555});
+        const char* params = reinterpret_cast<const char*>(param16.data());
+        CHECK(keeps_high || !decode_block(how.to, nullptr, {back.data(), whole.layout}));
+        CHECK(decode_block(how.to, params, {back.data(), whole.layout}));
+        CHECK(source == back);
+        if (!keeps_high) encode_block(whole, how.to);
+    }
+}
+
+TEST(a_gradient_is_rounded_before_it_is_scaled_where_masters_are_bfloat16)
+{
+    class KeepGradient final : public UpdateRule {
+      public:
+        void apply(float* param, float* grad, float* const*, std::size_t numel) const override
+        {
+            std::copy_n(grad, numel, param);
+        }
+    };
+    const float third = 1.0F / 3.0F;
+    std::vector<float> gradient(100, third);
+    std::vector<std::uint16_t> param16(100);
+    std::vector<char> memory(bfloat16_layout(100).num_bytes);
+    BlockUpdate how;
+    how.from = how.to = {memory.data(), bfloat16_layout(100)};
+    how.to.joints()->has_high = 1;
+    how.high_was_read = how.keeps_high = how.narrows_gradient = true;
+    how.gradient = reinterpret_cast<const char*>(gradient.data());
+    how.gradient_type = ElementType::kFloat32;
+    how.param16 = reinterpret_cast<char*>(param16.data());
+    how.multiplier = 0.7F;
+    update_block(how, {{0, 100, std::make_shared<KeepGradient>()}}, 1);
+    const float narrow = value_of(std::uint32_t{rounded(bits_of(third))} << 16);
+    CHECK(param16[99] == rounded(bits_of(narrow * 0.7F)));
+    how.narrows_gradient = false;
+    how.multiplier = 1.01F;
+    update_block(how, {{0, 100, std::make_shared<KeepGradient>()}}, 1);
+    CHECK(param16[99] == rounded(bits_of(third * 1.01F)));
+    CHECK(param16[99] != rounded(bits_of(narrow * 1.01F)));
 }
 
 TEST(split_states_of_a_slot_that_lost_its_joints_are_a_fault_of_the_disk)

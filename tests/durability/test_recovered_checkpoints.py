@@ -21,6 +21,8 @@ pytestmark = pytest.mark.timeout(400)
 SAVED = 5
 LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}}}
 SCALED = {"bf16": None, "fp16": {**FP16, "loss_scale_window": 2}}
+BF16_MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+BF16_STATES = {"bf16": {**BF16_MASTERS["bf16"], "bf16_optimizer_states": True}}
 STORED = {"parameters": {"tier": "nvme"}, "gradients": {"tier": "nvme"}}
 RECORDED_ALONE = {"fuyou_random_states", "losses"}
 """What a checkpoint of the engine's, without a client_state, does not hold."""
@@ -29,6 +31,8 @@ CASES = {
     "clipped": ({"config": {"gradient_clipping": 0.5, "scheduler": WARMUP}}, 1),
     "scaled, accumulated": ({"config": {**SCALED, "gradient_accumulation_steps": 2}}, 1),
     "stored, frozen, two ranks": ({"block": STORED, "frozen": "blocks.1", "config": {"scheduler": WARMUP}}, 2),
+    "stock's bf16 masters": ({"config": {"gradient_clipping": 0.5, **BF16_MASTERS}}, 1),
+    "stock's bf16 states, stored, two ranks": ({"block": STORED, "config": BF16_STATES}, 2),
     "Lion, random-LTD": ({"config": {**LION, **RANDOM_LTD}}, 1),
 }
 

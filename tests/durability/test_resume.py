@@ -29,6 +29,8 @@ WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 4e-3, "w
 WHOLE_MASTERS = {"optimizer": {"tier": "nvme", "masters": "whole"}}  # others are split
 INT8 = {"optimizer": {"tier": "nvme", "masters": "split", "moments": "int8"}}
 ALL_STORED = {"parameters": {"tier": "nvme"}, "gradients": {"tier": "nvme"}}
+BF16_MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+BF16_STATES = {"bf16": {**BF16_MASTERS["bf16"], "bf16_optimizer_states": True}}
 FP16 = {
     "bf16": None,
     "fp16": {"enabled": True, "initial_scale_power": 14, "loss_scale_window": 2, "hysteresis": 1},
@@ -58,6 +60,11 @@ CASES = {
     "whole": ({"config": {"gradient_clipping": 0.5, **WARMUP}, "block": WHOLE_MASTERS}, 1),
     "whole, stored, two ranks": ({"config": WARMUP, "block": {**WHOLE_MASTERS, **ALL_STORED}, "slow": {"1": 4e6}}, 2),
     "8-bit moments": ({"config": {"gradient_clipping": 0.5, **WARMUP}, "block": INT8}, 1),
+    "stock's bf16 masters": ({"config": {"gradient_clipping": 0.5, **WARMUP, **BF16_MASTERS}}, 1),
+    "stock's bf16 states, stored, two ranks": (
+        {"config": {**WARMUP, **BF16_STATES}, "block": ALL_STORED, "slow": {"1": 4e6}},
+        2,
+    ),
     "fp16, skipped steps": ({"config": {**FP16, **WARMUP}}, 1),
     "all generators": ({"generators": "all", "block": {"random_states": "all"}}, 1),
     "drawn before the forward": ({"draws_first": True}, 1),

@@ -19,11 +19,11 @@ BASE = {
 }
 
 
-def _plan(tmp_path: Path, block: dict[str, Any] | None, *more: str, base: object = None) -> int:
+def _plan(tmp_path: Path, block: dict[str, Any] | None, *more: str, base: object = None, **around: object) -> int:
     config = tmp_path / "ds.json"
     data = dict(BASE) if base is None else base
     if block is not None and isinstance(data, dict):
-        data = {**data, "fuyou": {"nvme_path": "/nvme", **block}}
+        data = {**data, "fuyou": {"nvme_path": "/nvme", **block}, **around}
     config.write_text(json.dumps(data), encoding="utf-8")
     return main(["plan", "--model", "6B", "--num-ssds", "4", "--config", str(config), "--json", *more])
 
@@ -94,6 +94,21 @@ def test_masters_are_split_where_parameters_are_bfloat16(tmp_path: Path, capsys:
     block = {**stored, "optimizer": {"tier": "nvme", "masters": "split"}}
     assert _plan(tmp_path, block, base={**BASE, "fp16": {"enabled": True}}) == 2
     assert "needs bfloat16 parameters" in capsys.readouterr().err
+
+
+def test_the_layout_of_states_is_what_deepspeed_is_told_to_keep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def of(tier: str, **bf16: bool) -> float:
+        block = {"optimizer": {"tier": tier}, "parameters": {"tier": "cpu"}, "gradients": {"tier": "cpu"}}
+        assert _plan(tmp_path, block, bf16={"enabled": True, **bf16}) == 0
+        sizes = [size for sizes in _shown(capsys)["predicted"]["bytes"].values() for size in sizes.items()]
+        return sum(size for name, size in sizes if "P32" in name)
+
+    masters = {"bf16_master_weights_and_grads": True}
+    for tier in ("cpu", "nvme"):
+        found = [of(tier, **keys) / of(tier) for keys in (masters, {**masters, "bf16_optimizer_states": True})]
+        assert found == pytest.approx([10 / 12, 6 / 12], rel=1e-6)
 
 
 @pytest.mark.parametrize(("mode", "fate"), [("swap", "swap"), ("none", "keep")])

@@ -11,6 +11,7 @@ from ds_fuyou.ds_json import (
     activation_scope,
     current_activation,
     load_activation,
+    stock_states,
 )
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError
 
@@ -106,10 +107,11 @@ def test_shares_match_the_paths() -> None:
         ({"zero_quantized_nontrainable_weights": True}, {}, "zero_quantized_nontrainable_weights"),
         ({"mics_shard_size": 2}, {}, "mics_shard_size"),
         ({"elastic_checkpoint": True}, {}, "elastic_checkpoint"),
+        ({}, {"bf16": {"bf16_master_weights_and_grads": True}}, "bf16.bf16_master_weights_and_grads = true without"),
         (
             {},
-            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-            "bf16_master_weights_and_grads",
+            {"bfloat16": {"enabled": True, "bf16_master_weights_and_grads": True}, "optimizer": {"type": "Lion"}},
+            'bfloat16.bf16_master_weights_and_grads = true with optimizer.type = "Lion"',
         ),
         (
             {},
@@ -122,11 +124,6 @@ def test_shares_match_the_paths() -> None:
         ({}, {"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled"),
         ({}, {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype"),
         ({}, {"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "amsgrad"),
-        (
-            {},
-            {"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}},
-            "fp32_optimizer_states",
-        ),
         ({}, {"optimizer": {"type": "Lamb"}}, "what works: Adam, AdamW, Adagrad, Lion"),
     ],
 )
@@ -135,6 +132,23 @@ def test_what_cannot_be_combined_is_refused_by_name(
 ) -> None:
     with pytest.raises(FuyouConfigError, match=f"cannot be combined with: .*{named}"):
         absorb(zero=zero, **top_level)
+
+
+@pytest.mark.parametrize(
+    ("bf16", "params", "kept"),
+    [
+        ({}, {}, ("fp32", "fp32")),
+        ({}, {"fp32_optimizer_states": False}, ("fp32", "fp32")),  # as the masters are
+        ({"bf16_master_weights_and_grads": True}, {}, ("bf16", "fp32")),
+        ({"bf16_master_weights_and_grads": True}, {"fp32_optimizer_states": False}, ("bf16", "bf16")),
+        ({"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, {}, ("bf16", "bf16")),
+    ],
+)
+def test_states_that_stock_reduces_pass(bf16: dict[str, Any], params: dict[str, Any], kept: tuple[str, str]) -> None:
+    config = {"bf16": {"enabled": True, **bf16}, "optimizer": {"type": "AdamW", "params": params}}
+    absorb(**config)
+    assert stock_states(config) == kept
+    assert stock_states({"bfloat16": config["bf16"], "optimizer": config["optimizer"]}) == kept
 
 
 def test_the_same_features_switched_off_pass() -> None:

@@ -235,6 +235,12 @@ def test_client_optimizers_that_map_pass(kind: type[torch.optim.Optimizer]) -> N
     plugin._refuse_optimizer(kind(torch.nn.Linear(2, 2).parameters()))
 
 
+def test_bfloat16_masters_are_for_the_optimizer_that_stock_has_them_for() -> None:
+    with pytest.raises(FuyouConfigError, match=r"bf16_master_weights_and_grads is for DeepSpeedCPUAdam .*AdamW;"):
+        plugin._refuse_optimizer(torch.optim.AdamW(torch.nn.Linear(2, 2).parameters()), True)
+    plugin._refuse_optimizer(None, True)
+
+
 def test_other_client_optimizers_are_refused_with_the_list() -> None:
     class MyAdam(torch.optim.Adam):
         """A subclass may compute anything in `step`."""

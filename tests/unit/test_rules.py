@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind, RuleClock, optimizer_kind
@@ -110,3 +111,14 @@ def test_late_parameters_continue_from_the_nearest_clock() -> None:
     assert len(stepped._late[HYPER.betas]) <= 64
     assert torch.equal(updated(fresh.rule_at(41, HYPER)), updated(stepped.rule_at(41, HYPER)))
     assert not torch.equal(updated(fresh.rule_at(41, HYPER)), updated(fresh.rule_at(40, HYPER)))
+
+
+@pytest.mark.parametrize(
+    ("masters", "fp32_states", "kept"),
+    [("fp32", False, ("fp32", "fp32")), ("bf16", True, ("bf16", "fp32")), ("bf16", False, ("bf16", "bf16"))],
+)
+def test_moments_follow_masters_where_the_optimizer_is_told_so(
+    masters: str, fp32_states: bool, kept: tuple[str, str]
+) -> None:
+    optimizer = DeepSpeedCPUAdam(parameters(), fp32_optimizer_states=fp32_states)
+    assert optimizer_kind(optimizer, masters).kept_as == kept

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A core whose masters are split does, to the bit, what one with whole masters does, whatever happens to P16."""
+"""A core whose masters are split, or bfloat16, does, to the bit, what one with whole masters does, whatever happens to
+P16.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from ds_fuyou.errors import FuyouChecksumError, FuyouConfigError
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.optimizer.snapshot import Snapshot
-from ds_fuyou.state_layout import SPLIT, WHOLE, layout_of, masters_of
+from ds_fuyou.state_layout import BF16, FP32, INT8, SPLIT, WHOLE, layout_of, masters_of, moments_of
 from ds_fuyou.storage.store import RunIdentity, SlotStore
 from tests.harness.small_core import ADAMW, Disk, backward, hypers, options_of, small_core, step, values
 
@@ -27,6 +30,7 @@ LAYOUT = build_layout(
 SPANS = LAYOUT.params
 IN_MEMORY, STORED, MIXED = (1.0, 0.0, 1.0), (0.0, 0.0, 1.0), (0.5, 0.4, 0.5)
 Do = Callable[[OutOfCoreOptimizer], None]
+KINDS = {SPLIT: ADAMW, BF16: replace(ADAMW, kept_as=(BF16, FP32))}
 
 
 def everything(core: OutOfCoreOptimizer) -> list[torch.Tensor]:
@@ -35,23 +39,29 @@ def everything(core: OutOfCoreOptimizer) -> list[torch.Tensor]:
     return states + [core.params.read(span).view(torch.int16) for span in SPANS]
 
 
-def assert_alike(path: Path, steps: list[Do], residency: tuple[float, float, float], **options: object) -> None:
-    """Compares after every step."""
-    with ExitStack() as stack:
-        cores = []
-        for masters in (WHOLE, SPLIT):
-            (path / masters).mkdir()
-            cores.append(
-                stack.enter_context(
-                    small_core(path / masters, LAYOUT, residency=residency, masters=masters, **options)  # type: ignore[arg-type]
-                )
-            )
-        assert [core.place.stored.masters for core in cores] == [WHOLE, SPLIT]
-        for number, do in enumerate(steps):
-            for core in cores:
-                do(core)
-            for one, other in zip(*map(everything, cores), strict=True):
-                assert torch.equal(one, other), f"after step {number}"
+def assert_alike(
+    path: Path,
+    steps: list[Do],
+    residency: tuple[float, float, float],
+    forms: Sequence[str] = tuple(KINDS),
+    **options: object,
+) -> None:
+    """Compares after every step: split masters with whole ones, and bfloat16 ones with whole ones of such values."""
+    for masters in forms:
+        kind = KINDS[masters]
+        with ExitStack() as stack:
+            cores = []
+            for kept in (WHOLE, masters):
+                folder = path / f"{masters}-{kept}"
+                folder.mkdir()
+                made = small_core(folder, LAYOUT, kind=kind, residency=residency, masters=kept, **options)  # type: ignore[arg-type]
+                cores.append(stack.enter_context(made))
+            assert [core.place.stored.masters for core in cores] == [WHOLE, masters]
+            for number, do in enumerate(steps):
+                for core in cores:
+                    do(core)
+                for one, other in zip(*map(everything, cores), strict=True):
+                    assert torch.equal(one, other), f"{masters}, after step {number}"
 
 
 def of_seed(seed: int, without: tuple[str, ...] = ()) -> Do:
@@ -150,7 +160,7 @@ def test_values_of_every_kind(residency: tuple[float, float, float], tmp_path: P
         step(core, 5, without=("a",))
 
     steps = [of_seed(1), put(0, odd), untouched, put(0, many_ties), untouched, untouched, of_seed(2), put(1, odd)]
-    assert_alike(tmp_path, [*steps, of_seed(3)], residency)
+    assert_alike(tmp_path, [*steps, of_seed(3)], residency, [SPLIT])
 
 
 @pytest.mark.parametrize("residency", [IN_MEMORY, STORED, MIXED])
@@ -163,7 +173,7 @@ def test_states_that_are_replaced(residency: tuple[float, float, float], tmp_pat
     def set_moment(core: OutOfCoreOptimizer) -> None:
         core.states.write_param(SPANS[1], 2, torch.full((SPANS[1].numel,), 0.5))
 
-    assert_alike(tmp_path, [load, of_seed(1), set_moment, of_seed(2), load, redone], residency)
+    assert_alike(tmp_path, [load, of_seed(1), set_moment, of_seed(2), load, redone], residency, [SPLIT])
 
 
 @pytest.mark.parametrize("residency", [IN_MEMORY, STORED])
@@ -184,13 +194,15 @@ def test_a_copy_for_a_checkpoint_while_training_goes_on(residency: tuple[float, 
         assert all(map(torch.equal, taken, expected))
 
 
+@pytest.mark.parametrize("masters", KINDS)
 @pytest.mark.parametrize("is_edited", [False, True])
 @pytest.mark.parametrize("residency", [IN_MEMORY, STORED])
 def test_what_is_left_on_storage_is_the_whole_state(
-    residency: tuple[float, float, float], is_edited: bool, tmp_path: Path
+    residency: tuple[float, float, float], is_edited: bool, masters: str, tmp_path: Path
 ) -> None:
     """Read without the run, and gone on from; also after P16 of the committed step was edited."""
-    with small_core(tmp_path, LAYOUT, residency=residency, masters=SPLIT, keep=True) as core:
+    kind = KINDS[masters]
+    with small_core(tmp_path, LAYOUT, kind=kind, residency=residency, masters=masters, keep=True) as core:
         step(core, 1)
         step(core, 2)
         core.commits.settle()
@@ -208,8 +220,8 @@ def test_what_is_left_on_storage_is_the_whole_state(
 
     store = SlotStore.open([directory], None)
     commit = store.last_commit()
-    options = options_of(LAYOUT, residency=residency, masters=SPLIT)
-    core = OutOfCoreOptimizer(LAYOUT, options, ADAMW, hypers(LAYOUT), store, commit)
+    options = options_of(LAYOUT, residency=residency, masters=masters)
+    core = OutOfCoreOptimizer(LAYOUT, options, kind, hypers(LAYOUT), store, commit)
     core.resume(lambda count: None)
     assert all(map(torch.equal, everything(core), expected))
     edited(0, 1.0)(core)  # nothing of it was read by an update yet
@@ -220,7 +232,7 @@ def test_what_is_left_on_storage_is_the_whole_state(
     store.close()
 
     (tmp_path / "other").mkdir()
-    with small_core(tmp_path / "other", LAYOUT, residency=residency) as undisturbed:
+    with small_core(tmp_path / "other", LAYOUT, kind=kind, residency=residency) as undisturbed:
         for seed in (1, 2, 3):
             step(undisturbed, seed)
         assert all(map(torch.equal, after, everything(undisturbed)))
@@ -261,7 +273,7 @@ def test_what_cannot_be_split_stays_whole_or_is_refused() -> None:
 
 @pytest.mark.parametrize("numel", [1, 1024, 1025, 70_000])
 def test_fields_lie_behind_each_other_at_pages(numel: int) -> None:
-    for masters in (WHOLE, SPLIT):
+    for masters in (WHOLE, SPLIT, BF16):
         for num_moments in (1, 2):
             layout = layout_of(masters, num_moments)
             at = list(layout.offsets(numel).values())
@@ -275,6 +287,41 @@ def test_fields_lie_behind_each_other_at_pages(numel: int) -> None:
     ("params", "states", "saved"), [(1.0, 0.0, (2.0, 0.0)), (0.0, 0.0, (0.0, 2.0)), (0.6, 0.2, (0.8, 0.8))]
 )
 def test_bytes_that_split_masters_save(params: float, states: float, saved: tuple[float, float]) -> None:
-    whole, split = (layout_of(masters, 2).moved_bytes(params, states) for masters in (WHOLE, SPLIT))
+    whole, split, narrow = (layout_of(masters, 2).moved_bytes(params, states) for masters in (WHOLE, SPLIT, BF16))
     assert whole == pytest.approx((12 * (1 - states), 12 * (1 - states)))
     assert (whole[0] - split[0], whole[1] - split[1]) == pytest.approx(saved)
+    low_halves = 2 * (1 - states)
+    assert (split[0] - narrow[0], split[1] - narrow[1]) == pytest.approx((low_halves, low_halves))
+
+
+def test_states_are_kept_as_stock_is_told_to_keep_them() -> None:
+    """Whatever the block says of masters; and in memory as on storage."""
+    for wanted, checksum in ((WHOLE, False), (SPLIT, True)):
+        assert masters_of(wanted, is_bfloat16=True, checksum=checksum, stock=BF16) == BF16
+    assert [moments_of(wanted, "adam", BF16) for wanted in (FP32, BF16)] == [BF16, BF16]
+    with pytest.raises(FuyouConfigError, match=r'moments: "int8" and bf16\.bf16_optimizer_states'):
+        moments_of(INT8, "adam", BF16)
+    masters, both = layout_of(BF16, 2), layout_of(BF16, 2, BF16)
+    assert (masters.resident_bytes_each, both.resident_bytes_each) == (10, 6)
+    assert (masters.saved_as, both.saved_as) == ((BF16, FP32, FP32), (BF16, BF16, BF16))
+    assert (masters.saved_bytes_each(2), both.saved_bytes_each(2), layout_of(WHOLE, 2, BF16).saved_bytes_each(2)) == (
+        10,
+        6,
+        12,
+    )
+
+
+@pytest.mark.parametrize("residency", [IN_MEMORY, STORED, MIXED, (1.0, 1.0, 1.0)])
+def test_what_a_script_sets_is_rounded_to_bfloat16(residency: tuple[float, float, float], tmp_path: Path) -> None:
+    kind = replace(ADAMW, kept_as=(BF16, BF16))
+    with small_core(tmp_path, LAYOUT, kind=kind, residency=residency, masters=BF16, moments=BF16) as core:
+        step(core, 1)
+        for chunk in LAYOUT.chunks:
+            parts = [part + 0.123 for part in core.states.read(chunk.index)]
+            core.states.write(chunk.index, parts)
+            wanted = [part.to(torch.bfloat16).float() for part in parts]
+            assert all(map(torch.equal, core.states.read(chunk.index), wanted))
+        step(core, 2)
+        for chunk in LAYOUT.chunks:
+            master, *_ = core.states.read(chunk.index)
+            assert torch.equal(master, master.to(torch.bfloat16).float())

@@ -47,6 +47,15 @@ def test_a_script_that_trains_the_same_states_on_two_ranks(config: str, capfd, m
     assert "(parameter, fp32 value, exp_avg, exp_avg_sq)" in said
 
 
+def test_states_that_stock_rounds_are_equal(config: str, capfd: pytest.CaptureFixture) -> None:
+    file = Path(config)
+    written = json.loads(file.read_text())
+    written["bf16"].update(bf16_master_weights_and_grads=True, bf16_optimizer_states=True)
+    file.write_text(json.dumps(written))
+    assert main(["verify", "--steps", "3", "--", sys.executable, SCRIPT, config]) == 0
+    assert "equal: 3 losses, 3 gradient norms" in capfd.readouterr().out
+
+
 def test_a_run_whose_moments_are_rounded_is_near(config: str, capfd: pytest.CaptureFixture) -> None:
     file = Path(config)
     written = json.loads(file.read_text())

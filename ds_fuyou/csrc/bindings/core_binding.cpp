@@ -132,7 +132,13 @@ void bind_kernels(py::module_& m)
                      clock.rule(lr, eps, weight_decay, bias_correction));
              })
         .def("clone", &OptimizerClock::clone);
-    m.def("make_adam_clock", &make_adam_clock);
+    py::enum_<NarrowStates>(m, "NarrowStates")
+        .value("none", NarrowStates::kNone)
+        .value("param", NarrowStates::kParam)
+        .value("param_and_moments", NarrowStates::kParamAndMoments);
+    m.def("make_adam_clock", &make_adam_clock, py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+          py::arg("eps"), py::arg("weight_decay"), py::arg("adamw_mode"),
+          py::arg("narrow") = NarrowStates::kNone);
     m.def("make_lion_clock", &make_lion_clock);
     m.def("make_adagrad_clock", &make_adagrad_clock);
     m.def(
@@ -323,9 +329,10 @@ void bind_blocks(py::module_& m)
         .def(py::init([](std::uint64_t numel, int num_moments, bool is_split, std::uint64_t high,
                          std::uint64_t joints, std::uint64_t master, MomentType moment_type,
                          const std::vector<std::uint64_t>& moments,
-                         const std::vector<std::uint64_t>& scales, std::uint64_t num_bytes) {
-                 BlockLayout layout{numel,  num_moments, is_split,  high,        joints,
-                                    master, {0, 0},      num_bytes, moment_type, {0, 0}};
+                         const std::vector<std::uint64_t>& scales, std::uint64_t num_bytes,
+                         bool has_low) {
+                 BlockLayout layout{numel,  num_moments, is_split,    high,   joints, master,
+                                    {0, 0}, num_bytes,   moment_type, {0, 0}, has_low};
                  for (std::size_t i = 0; i < moments.size(); ++i) {
                      layout.moments.at(i) = moments[i];
                      layout.scales.at(i) = scales.at(i);
@@ -334,7 +341,7 @@ void bind_blocks(py::module_& m)
              }),
              py::kw_only(), py::arg("numel"), py::arg("num_moments"), py::arg("is_split"),
              py::arg("high"), py::arg("joints"), py::arg("master"), py::arg("moment_type"),
-             py::arg("moments"), py::arg("scales"), py::arg("num_bytes"));
+             py::arg("moments"), py::arg("scales"), py::arg("num_bytes"), py::arg("has_low"));
     m.def(
         "decode_block",
         [](const BlockLayout& from_layout, std::uintptr_t from, std::uintptr_t param16,

@@ -196,6 +196,16 @@ void widen_bfloat16(const std::uint16_t* src, float* dst, std::size_t numel)
     for (std::size_t i = 0; i < numel; ++i) dst[i] = BFloat16::load(src[i]);
 }
 
+void upper_halves(const float* src, std::uint16_t* dst, std::size_t numel)
+{
+    for (std::size_t i = 0; i < numel; ++i) {
+        const std::uint32_t bits = to_bits(src[i]);
+        const std::uint32_t rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
+        const bool is_lost = ((bits & 0x7fffffffU) > 0x7f800000U) & ((bits & 0xffffU) != 0);
+        dst[i] = static_cast<std::uint16_t>(is_lost ? 0x7fc0U : rounded);
+    }
+}
+
 void narrow_parameter(ElementType type, const float* src, void* dst, std::size_t numel)
 {
     switch (type) {

@@ -25,6 +25,9 @@ void narrow_parameter(ElementType type, const float* src, void* dst, std::size_t
 // dst = src, which is bfloat16.
 void widen_bfloat16(const std::uint16_t* src, float* dst, std::size_t numel);
 
+// dst = src in bfloat16, rounded as above; of what is bfloat16 the very bits, NaN too.
+void upper_halves(const float* src, std::uint16_t* dst, std::size_t numel);
+
 // Bfloat16 P16 of fp32 `src`, its lower halves and, if `high` is not null, its upper ones. Whether
 // join_master() gives the same bits back of every one.
 bool split_master(const float* src, std::uint16_t* param16, std::uint16_t* low, std::uint16_t* high,

@@ -20,7 +20,8 @@ class UpdateRule {
   public:
     virtual ~UpdateRule() = default;
     // In-place update of `numel` elements; `grad` is fp32, already unscaled and clipped. Moments: 2
-    // for Adam, 1 for Lion and Adagrad.
+    // for Adam, 1 for Lion and Adagrad. A rule of bfloat16 states takes bfloat16 values, gives
+    // such, and rounds the gradient.
     virtual void apply(float* param, float* grad, float* const* moments,
                        std::size_t numel) const = 0;
 };
@@ -37,8 +38,12 @@ class OptimizerClock {
     virtual std::unique_ptr<OptimizerClock> clone() const = 0;
 };
 
+// What of a state stock's kernel is given in bfloat16; the gradient is of the parameter's type.
+enum class NarrowStates { kNone = 0, kParam = 1, kParamAndMoments = 2 };
+
 std::unique_ptr<OptimizerClock> make_adam_clock(float lr, float beta1, float beta2, float eps,
-                                                float weight_decay, bool adamw_mode);
+                                                float weight_decay, bool adamw_mode,
+                                                NarrowStates narrow);
 std::unique_ptr<OptimizerClock> make_lion_clock(float lr, float beta1, float beta2,
                                                 float weight_decay);
 std::unique_ptr<OptimizerClock> make_adagrad_clock(float lr, float eps, float weight_decay);

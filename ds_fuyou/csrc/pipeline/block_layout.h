@@ -23,6 +23,7 @@ struct BlockLayout {
     std::uint64_t num_bytes = 0;
     MomentType moment_type = MomentType::kFloat32;
     std::array<std::uint64_t, 2> scales = {0, 0};  // of 8-bit moments
+    bool has_low = true;  // split; else P32 is bfloat16, and its upper halves are all of it
 
     // The end of what stands there before the first update.
     std::uint64_t master_end() const { return num_moments > 0 ? moments[0] : num_bytes; }

@@ -61,7 +61,7 @@ struct ChunkPipeline::Job {
     char* staging = nullptr;
     char* grad_staging = nullptr;  // a part of it; null: no room, G16 is in memory
     StateBlock from;               // the state that is updated, in staging or its own memory
-    StateBlock to;                 // where it goes; in place but for a split one that moves
+    StateBlock to;                 // where it goes; in place but for one that changes its form
     char* param16 = nullptr;       // where the new P16 goes; null: the chunk's param_memory
     const char* gradient = nullptr;
     char* copy = nullptr;         // lent by the copier: receives the state as it was
@@ -130,7 +130,7 @@ struct ChunkPipeline::Chunk {
     std::uint64_t param_offset(const ChunkSpec& to) const
     {
         const bool in_memory = resident() && to.resident();
-        const bool in_own_block = !spec.stored.is_split && (resident() || to.resident());
+        const bool in_own_block = !spec.changes_form() && (resident() || to.resident());
         return in_memory || in_own_block ? 0 : spec.stored.num_bytes;
     }
     std::uint64_t grad_offset(const ChunkSpec& to) const

@@ -92,6 +92,8 @@ struct ChunkSpec {
     std::uint64_t numel() const { return whole.numel; }
     bool resident() const { return resident_state != nullptr; }
     bool param_on_storage() const { return param_memory[0] == nullptr; }
+    // Masters are split in a slot and whole in memory: a state that moves passes through staging.
+    bool changes_form() const { return stored.is_split && !in_memory.is_split; }
 };
 
 struct ChunkUpdate {

@@ -166,7 +166,7 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
 void ChunkPipeline::place_blocks_locked(const Chunk& chunk, Job& job) const
 {
     const ChunkSpec &is = chunk.spec, &to = chunk.after(job);
-    const bool passes = is.stored.is_split;  // through staging, where it moves
+    const bool passes = is.changes_form();
     job.from = {job.staging, is.stored};
     if (chunk.resident()) {
         job.from = {is.resident_state, is.in_memory};
@@ -270,7 +270,7 @@ void ChunkPipeline::update(Job& job)
     how.from = job.from;
     how.to = job.to;
     how.zero_moments = !chunk.resident() && chunk.zero_moments;
-    how.high_was_read = job.reads_high;
+    how.high_was_read = job.reads_high || chunk.resident();
     how.kept = {job.copy, chunk.spec.whole};
     how.gradient = job.gradient;
     how.gradient_type = job.update.gradient_type;
@@ -287,7 +287,9 @@ void ChunkPipeline::update(Job& job)
             chunk.spec
                 .param_memory[static_cast<std::size_t>(has_two ? 1 - job.update.param_version : 0)];
     }
-    how.keeps_high = !to.param_on_storage();
+    const bool is_in_place = !to.changes_form() && (chunk.resident() || to.resident());
+    how.keeps_high = !to.param_on_storage() || is_in_place;
+    how.narrows_gradient = !chunk.spec.stored.has_low;
     how.checked = checksum_ && !(chunk.resident() && to.resident());
     job.sums = update_block(how, job.update.segments, num_update_threads_);
     if (job.param16 != nullptr) {  // what fills the last page is somebody's old memory

@@ -110,8 +110,16 @@ void apply_segments(const Tile& tile, const std::vector<UpdateSegment>& segments
         [](std::uint64_t at, const UpdateSegment& candidate) { return at < candidate.end; });
     if (segment->rule == nullptr && segment->end >= end) return;
     thread_local std::vector<float> gradient(kTileElements);
-    scale_gradient(how.gradient_type, how.gradient + begin * element_bytes(how.gradient_type),
-                   gradient.data(), end - begin, how.multiplier);
+    const char* from = how.gradient + begin * element_bytes(how.gradient_type);
+    if (how.gradient_type == ElementType::kFloat32 && how.narrows_gradient) {
+        thread_local std::vector<std::uint16_t> narrow(kTileElements);
+        narrow_parameter(ElementType::kBFloat16, reinterpret_cast<const float*>(from),
+                         narrow.data(), end - begin);
+        scale_gradient(ElementType::kBFloat16, narrow.data(), gradient.data(), end - begin,
+                       how.multiplier);
+    } else {
+        scale_gradient(how.gradient_type, from, gradient.data(), end - begin, how.multiplier);
+    }
     for (std::uint64_t at = begin; at < end;) {
         while (segment->end <= at) ++segment;
         const bool is_last = segment->end == numel;
@@ -161,6 +169,10 @@ class SplitSource {
     void read(std::uint64_t begin, std::uint64_t end, float* to) const
     {
         const std::size_t numel = static_cast<std::size_t>(end - begin);
+        if (!block_.layout.has_low) {
+            widen_bfloat16((has_high_ ? block_.high() : param16_) + begin, to, numel);
+            return;
+        }
         if (has_high_) {
             put_halves_together(block_.high() + begin, block_.low() + begin, to, numel);
             return;
@@ -183,6 +195,11 @@ void split_tile(const Tile& tile, const BlockUpdate& how, std::vector<Joint>& jo
 {
     const StateBlock& to = how.to;
     auto* param16 = reinterpret_cast<std::uint16_t*>(how.param16) + tile.begin;
+    if (!to.layout.has_low) {
+        upper_halves(tile.parts[0], param16, tile.numel());
+        if (how.keeps_high) std::copy_n(param16, tile.numel(), to.high() + tile.begin);
+        return;
+    }
     std::uint16_t* low = to.low() + tile.begin;
     std::uint16_t* high = how.keeps_high ? to.high() + tile.begin : nullptr;
     if (!split_master(tile.parts[0], param16, low, high, tile.numel())) {
@@ -404,7 +421,8 @@ void encode_block(const StateBlock& from, const StateBlock& to)
         std::copy_n(from.master(), numel, to.master());
         return;
     }
-    for (std::uint64_t i = 0; i < numel; ++i) {
+    if (!to.layout.has_low) upper_halves(from.master(), to.high(), numel);
+    for (std::uint64_t i = 0; i < numel && to.layout.has_low; ++i) {
         std::uint32_t bits;
         std::memcpy(&bits, from.master() + i, sizeof bits);
         to.low()[i] = static_cast<std::uint16_t>(bits);

@@ -41,6 +41,9 @@ struct StateSums {
 // one; a page of the block lists them with their bits. A block that has more keeps its upper halves
 // too, and so does one whose P16 is not, or may not stay, what rounding P32 gives. Then P16 is not
 // looked at.
+//
+// Masters of bfloat16 are P32 whose lower halves are zeros: there are none in the block, and P16 of
+// the same step, or the upper halves, say everything. There are no joints, for rounding keeps all.
 struct Joint {
     std::uint32_t element;
     std::uint32_t bits;
@@ -75,7 +78,7 @@ struct StateBlock {
     // From an element on, where codes begin at one of their blocks. The second moment is a sum of
     // squares.
     StoredMoment moment_from(int which, std::uint64_t element) const;
-    std::uint16_t* low() const { return at<std::uint16_t>(layout.master); }  // of a split one
+    std::uint16_t* low() const { return at<std::uint16_t>(layout.master); }  // if it has_low
     std::uint16_t* high() const { return at<std::uint16_t>(layout.high); }
     Joints* joints() const { return at<Joints>(layout.joints); }
     // Of a whole block, over elements [begin, end) of all fields.
@@ -97,8 +100,9 @@ struct UpdateSegment {
 };
 
 struct BlockUpdate {
-    // Of another memory than `to`, or the same: updated in place. Moments are of one type in both.
-    // Whole masters that go to a split block are updated in their own, too; else `from` stays.
+    // Of another memory than `to`, or the same, in one layout: updated in place. Moments are of one
+    // type in both. Whole masters that go to a split block are updated in their own, too; else
+    // `from` stays.
     StateBlock from;
     StateBlock to;
     bool zero_moments = false;          // those of `from` are, whatever stands there
@@ -109,8 +113,9 @@ struct BlockUpdate {
 
     const char* gradient = nullptr;  // of the whole chunk
     ElementType gradient_type = ElementType::kBFloat16;
-    float multiplier = 1.0F;  // of every gradient, before the rule
-    char* param16 = nullptr;  // receives P16 of the whole chunk; may be old_param16
+    float multiplier = 1.0F;        // of every gradient, before the rule
+    bool narrows_gradient = false;  // to bfloat16 before that, as stock's bfloat16 masters have it
+    char* param16 = nullptr;        // receives P16 of the whole chunk; may be old_param16
     ElementType param_type = ElementType::kBFloat16;
     bool checked = false;  // make the sums
 };
@@ -131,8 +136,9 @@ BlockSums update_block(const BlockUpdate& how, const std::vector<UpdateSegment>&
 // contradicts itself, or needs P16 that is null.
 bool decode_block(const StateBlock& from, const char* param16, const StateBlock& to);
 // `to`, in any layout, with its upper halves where it is split := `from`, whole. What
-// decode_block() gave stays the same to the bit. Of the joints the first two words change alone, so
-// that a page that is written over another is one of both, wherever a cut of the power leaves it.
+// decode_block() gave stays the same to the bit; what a layout has no room for is rounded. Of the
+// joints the first two words change alone, so that a page that is written over another is one of
+// both, wherever a cut of the power leaves it.
 void encode_block(const StateBlock& from, const StateBlock& to);
 
 }  // namespace fuyou
