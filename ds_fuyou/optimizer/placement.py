@@ -274,6 +274,7 @@ class ChunkPlacement:
         """Lets the memory go; nothing may work on it any more."""
         self._states.clear()
         self._spares.clear()
+        self._published_at = None
         self._params.clear()
 
 

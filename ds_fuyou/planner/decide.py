@@ -57,6 +57,7 @@ __all__ = ["Decision", "StepTime", "decide"]
 
 _ACTIVATIONS, _NOBODY = "activations", "nobody"
 _NEAR = 1.001  # of the fastest: then the one that moves least
+_WORTH_TWICE = 1.01
 _PARTS = (4, 8, 16, 32, 64, 128)  # of the budget, moved from one class to another
 _CLEARLY = 0.03  # of a step, and of the budget
 
@@ -271,11 +272,15 @@ class _Search:
         return min(self.found.values(), key=lambda tried: (tried.secs, tried.moved), default=None)
 
     def _best(self) -> _Tried | None:
-        """That moves least of those which are about as fast."""
+        """That moves least of those which are about as fast. Second versions are worth a hundredth of a step."""
         fastest = self._fastest()
         if fastest is None:
             return None
-        near = [tried for tried in self.found.values() if tried.secs <= fastest.secs * _NEAR]
+        once = [tried for tried in self.found.values() if not tried.residency.optimizer_twice]
+        least = min((tried.secs for tried in once), default=float("inf"))
+        found = once if least <= fastest.secs * _WORTH_TWICE else list(self.found.values())
+        least = min(tried.secs for tried in found)
+        near = [tried for tried in found if tried.secs <= least * _NEAR]
         return min(near, key=lambda tried: (tried.moved, tried.residency.optimizer_twice, tried.secs))
 
 

@@ -204,9 +204,9 @@ class RankState:
             return _Design(given, decision, decided_by, build_layout(entries, limits))
 
         found = [designed(given)]
-        other = WHOLE if given.layout.is_split else SPLIT
         can_split = self._param_dtype is torch.bfloat16 and config.checksum
-        if config.resume == "auto" and (other == WHOLE or can_split):
+        other = {SPLIT: WHOLE, WHOLE: SPLIT if can_split else None}.get(given.layout.masters)
+        if config.resume == "auto" and other is not None:
             with suppress(FuyouConfigError):  # what does not fit has left no files
                 found.append(designed(replace(given, layout=replace(given.layout, masters=other))))
         return found

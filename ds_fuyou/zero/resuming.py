@@ -156,7 +156,10 @@ def _other_layout(found: Any, wanted: Any) -> str:
             f"make a checkpoint of it with fuyou recover, which is loaded under any"
         )
     masters = _said(found, "masters", WHOLE)
-    return f"its masters are {masters}: that needs bfloat16 parameters, fuyou.checksum, and the same kind of optimizer"
+    return (
+        f"its masters are {masters} (split ones need bfloat16 parameters and fuyou.checksum, bf16 ones "
+        f"bf16.bf16_master_weights_and_grads), or its optimizer is of another kind"
+    )
 
 
 def _said(layout: Any, name: str, otherwise: str) -> str:

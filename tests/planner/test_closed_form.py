@@ -12,6 +12,7 @@ from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.simulator.choose import Chosen, try_choose
 from ds_fuyou.simulator.simulate import simulate
 from ds_fuyou.simulator.systems import POLICIES, find_policy
+from ds_fuyou.state_layout import WHOLE, layout_of
 from tests.planner.support import chosen, machine, model
 
 STREAMED = [name for name, policy in POLICIES.items() if not policy.on_device]
@@ -37,7 +38,7 @@ def test_states_pass_storage_between_gradients(layers: int) -> None:
     whole = model("13B")
     work = Workload(replace(whole, blocks=whole.blocks[:layers]), 16)
     place = Placement(params=1.0, two_versions=True)
-    ours, on = find_policy("ds_fuyou"), machine()
+    ours, on = replace(find_policy("ds_fuyou"), layout=layout_of(WHOLE, 2)), machine()
     simulated = simulate(work, on, ours, place)
     found = closed_form(work, on, ours, place)
     assert found.iteration_secs == pytest.approx(simulated.iteration_secs, rel=0.04)
@@ -71,7 +72,7 @@ def test_a_step_by_hand() -> None:
 
 
 def test_recomputed_flops_and_resident_shares_move_the_right_lanes() -> None:
-    on, policy = machine(), find_policy("ds_fuyou")
+    on, policy = machine(), replace(find_policy("ds_fuyou"), layout=layout_of(WHOLE, 2))
     work = Workload(model("13B"), 16)
     base = Placement(swapped_bytes=1e9)
     plain = closed_form(work, on, policy, base)

@@ -111,7 +111,7 @@ def test_shares_match_the_paths() -> None:
         (
             {},
             {"bfloat16": {"enabled": True, "bf16_master_weights_and_grads": True}, "optimizer": {"type": "Lion"}},
-            'bfloat16.bf16_master_weights_and_grads = true with optimizer.type = "Lion"',
+            "bfloat16.bf16_master_weights_and_grads = true with optimizer.type = 'Lion'",
         ),
         (
             {},

@@ -51,7 +51,7 @@ class State:
         self.clock = HostClock(lambda: report.waited_secs(self))
         self.core = SimpleNamespace(
             options=options,
-            place=SimpleNamespace(residency=options.residency, stored=StateLayout(WHOLE, 2)),
+            place=SimpleNamespace(residency=options.residency, stored=StateLayout(WHOLE, 2), spare_bytes=0),
             layout=LAYOUT,
             kind=SimpleNamespace(moments=("exp_avg", "exp_avg_sq")),
             staging=SimpleNamespace(capacity_bytes=4096),
@@ -116,6 +116,13 @@ def test_parameters_on_storage_have_slots_and_a_look_ahead_pool() -> None:
     rows = {row.name: (row.tier, row.num_bytes) for row in placement_of(State(0.0, 0.0, 0.0))}
     assert rows["P16 (parameters)"] == ("nvme", 16 * K)
     assert rows["look-ahead pool"] == ("cpu", 500)
+
+
+def test_second_states_have_a_row() -> None:
+    state = State(states=1.0)
+    state.core.place.spare_bytes = 48 * K
+    rows = {row.name: (row.tier, row.num_bytes) for row in placement_of(state)}
+    assert rows["P32 and moments, once more"] == ("cpu", 48 * K)
 
 
 def test_frozen_parameters_have_a_row_and_a_pool_and_their_waits_count() -> None:
