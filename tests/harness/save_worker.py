@@ -128,10 +128,11 @@ def flipped(engine, case: dict, folder: Path) -> dict:
     core = engine.optimizer.rank_state.core
     core.wait_all()
     extent = core.state_extents(1)[0]
+    place = extent.offset + core.place.stored.native(core.layout.chunks[1].numel)["master"] + 18
     with open(f"/proc/self/fd/{extent.fd}", "r+b") as file:
-        file.seek(extent.offset + 18)
+        file.seek(place)
         byte = file.read(1)[0]
-        file.seek(extent.offset + 18)
+        file.seek(place)
         file.write(bytes([byte ^ 1]))
     said = {"save": raised(lambda: engine.save_checkpoint(str(folder), tag="bad"))}
     return {**said, "left": sorted(path.name for path in folder.iterdir() if path.name == "bad")}
