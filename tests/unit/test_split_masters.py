@@ -311,7 +311,7 @@ def test_states_are_kept_as_stock_is_told_to_keep_them() -> None:
     )
 
 
-@pytest.mark.parametrize("residency", [IN_MEMORY, STORED, MIXED, (1.0, 1.0, 0.5)])
+@pytest.mark.parametrize("residency", [IN_MEMORY, STORED, MIXED, (1.0, 1.0, 0.0)])
 def test_what_a_script_sets_is_rounded_to_bfloat16(residency: tuple[float, float, float], tmp_path: Path) -> None:
     kind = replace(ADAMW, kept_as=(BF16, BF16))
     with small_core(tmp_path, LAYOUT, kind=kind, residency=residency, masters=BF16, moments=BF16) as core:
