@@ -17,7 +17,6 @@ from ds_fuyou.storage.types import PAGE_BYTES
 
 __all__ = [
     "PAGE_BYTES",
-    "GivenMemory",
     "HeapGuard",
     "HostPool",
     "PageLocks",
@@ -29,8 +28,6 @@ __all__ = [
 ]
 
 _HUGE_BYTES = 8 * 1024 * 1024  # larger mappings ask for huge pages: fewer, larger disk requests
-_HUGE_PAGE_BYTES = 2 * 1024 * 1024
-_GIVEN_BYTES = 32 * 1024 * 1024  # a mapping of GivenMemory, which lives as long as one tensor in it
 
 
 def round_up_to_page(num_bytes: int) -> int:
@@ -53,45 +50,14 @@ def aligned_tensor(num_bytes: int) -> torch.Tensor:
     Raises:
         FuyouMemoryError: the system refuses.
     """
-    mapping = _mapping(num_bytes)
+    try:
+        mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, MemoryError) as error:
+        raise FuyouMemoryError(num_bytes) from error
     if num_bytes >= _HUGE_BYTES:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     with normal_tensors():
         return torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes)
-
-
-def _mapping(num_bytes: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, MemoryError) as error:
-        raise FuyouMemoryError(num_bytes) from error
-
-
-class GivenMemory:
-    """Memory for many tensors that are given away, cut from mappings of huge pages: one goes back to the system with
-    the last tensor in it. (With a mapping for each the pages are taken one by one: 0.08 s of CPU time for 0.2 GB.)
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        """``num_bytes`` will be asked for, in whole pages; mappings are made as they are needed."""
-        self._left_bytes = num_bytes
-        self._mapping: mmap.mmap | None = None
-        self._begin = self._end = 0
-
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """A byte tensor of ``num_bytes``, page-aligned. Raises FuyouMemoryError if the system refuses."""
-        if self._mapping is None or num_bytes > self._end - self._begin:
-            size = max(num_bytes, min(self._left_bytes, _GIVEN_BYTES))
-            self._mapping = _mapping(size + _HUGE_PAGE_BYTES)
-            self._mapping.madvise(mmap.MADV_HUGEPAGE)
-            with normal_tensors():
-                address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
-            self._begin = -address % _HUGE_PAGE_BYTES
-            self._end = self._begin + size
-        begin, self._begin = self._begin, self._begin + round_up_to_page(num_bytes)
-        self._left_bytes -= num_bytes
-        with normal_tensors():
-            return torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes, offset=begin)
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from ds_fuyou.host.memory import GivenMemory
 from ds_fuyou.parameters.partition import Partition
 
 __all__ = ["Announced"]
@@ -17,9 +16,7 @@ class Announced:
 
     def __init__(self, partitions: Iterable[Partition], limit_bytes: int, *, own: bool) -> None:
         self.order = deque(partition for partition in partitions if partition.num_bytes)
-        self.limit_bytes = limit_bytes
-        self.own = GivenMemory(sum(partition.num_bytes for partition in self.order)) if own else None
-        """What they are read to, if whoever uses them keeps them; else the pool's memory."""
+        self.limit_bytes, self.own = limit_bytes, own
         self.reading: dict[Partition, int] = {}
         self.num_bytes = 0
 

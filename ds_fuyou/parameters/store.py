@@ -37,7 +37,7 @@ from typing import Any, Protocol
 import torch
 
 from ds_fuyou.host.device import Device
-from ds_fuyou.host.memory import GivenMemory, aligned_tensor
+from ds_fuyou.host.memory import aligned_tensor
 from ds_fuyou.parameters.announced import Announced
 from ds_fuyou.parameters.kept import NEVER
 from ds_fuyou.parameters.partition import Partition, Presence
@@ -287,8 +287,8 @@ class ParameterStore:
 
     def _may_stay(self, partition: Partition) -> bool:
         size_class = self._size_class_of.get(partition)
-        is_kept = self._announced is not None and self._announced.own is not None
-        if size_class is None or not partition.is_pooled or partition.is_lent or is_kept:
+        takes_memory = self._announced is not None and self._announced.own
+        if size_class is None or not partition.is_pooled or partition.is_lent or takes_memory:
             return False
         return size_class.kept.place(partition) != NEVER
 
@@ -363,10 +363,8 @@ class ParameterStore:
         takes memory of its own.
         """
         size_class = self._size_class_of[partition]
-        own = self._announced.own if self._announced is not None else None
-        if own is not None:
-            return own.take(partition.num_bytes), False
-        while True:
+        own = self._announced is not None and self._announced.own
+        while not own:
             memory = size_class.memory.try_allocate(partition.num_bytes)
             if memory is not None:
                 return memory, True
@@ -632,7 +630,7 @@ class ParameterStore:
             if partition.presence is Presence.AWAY and self._borrower.is_idle(partition):
                 if not partition.source.is_ready():
                     return
-                memory, is_pooled = self._memory_announced(partition, announced.own)
+                memory, is_pooled = self._memory_announced(partition, own=announced.own)
                 if memory is None:
                     return
                 self._start(partition, memory, priority=0, is_pooled=is_pooled)
@@ -641,15 +639,15 @@ class ParameterStore:
                 self.num_ahead_reads += 1
             order.popleft()
 
-    def _memory_announced(self, partition: Partition, own: GivenMemory | None) -> tuple[torch.Tensor | None, bool]:
-        if own is not None:
-            return own.take(partition.num_bytes), False
+    def _memory_announced(self, partition: Partition, *, own: bool) -> tuple[torch.Tensor | None, bool]:
         size_class = self._size_class_of[partition]
-        memory = size_class.memory.try_allocate(partition.num_bytes)
-        while memory is None and self._evict(size_class, after=-1, waits=False):
+        memory = None if own else size_class.memory.try_allocate(partition.num_bytes)
+        if memory is not None:
+            return memory, True
+        while not own and memory is None and self._evict(size_class, after=-1, waits=False):
             memory = size_class.memory.try_allocate(partition.num_bytes)
         if memory is None and self._device.is_host and self._is_alone:
-            self.num_overflows += 1
+            self.num_overflows += not own
             return aligned_tensor(partition.num_bytes), False
         return memory, True
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free host memory under control groups of both versions, in trees made for the test; memory that is given away."""
+"""Free host memory under control groups of both versions, in trees made for the test."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from ds_fuyou.errors import FuyouMemoryError
-from ds_fuyou.host.memory import PAGE_BYTES, GivenMemory, HostPool, aligned_tensor, resident_bytes
+from ds_fuyou.host.memory import HostPool, aligned_tensor
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
 
 GIB = 1 << 30
@@ -62,48 +61,10 @@ def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
     assert available_host_bytes(tmp_path) == 0
 
 
-@pytest.mark.parametrize("make", [aligned_tensor, HostPool, lambda num_bytes: GivenMemory(num_bytes).take(num_bytes)])
+@pytest.mark.parametrize("make", [aligned_tensor, HostPool])
 def test_memory_that_the_system_refuses_is_named_in_bytes(make: Callable[[int], object]) -> None:
-    with pytest.raises(
-        FuyouMemoryError, match=rf"{str(1 << 60)[:10]}\d+ bytes of host memory .* fuyou.dram_budget_bytes"
-    ):
+    with pytest.raises(FuyouMemoryError, match=rf"{1 << 60} bytes of host memory .* fuyou.dram_budget_bytes"):
         make(1 << 60)
-
-
-def test_memory_that_is_given_away_is_cut_from_few_mappings() -> None:
-    sizes = [PAGE_BYTES, 3 * PAGE_BYTES, 40 << 20, 5 << 20, 5 << 20, 7 * PAGE_BYTES]
-    given = GivenMemory(sum(sizes))
-    tensors = [given.take(size) for size in [*sizes, 2 * PAGE_BYTES]]  # more than was said
-    assert all(tensor.data_ptr() % PAGE_BYTES == 0 for tensor in tensors)
-    assert all(tensor.untyped_storage().nbytes() == tensor.numel() for tensor in tensors), "storages of their own"
-    for number, tensor in enumerate(tensors):
-        tensor.fill_(number)
-    assert all(torch.equal(tensor, torch.full_like(tensor, number)) for number, tensor in enumerate(tensors))
-    assert _asked_for_huge_pages(tensors[3].data_ptr())
-
-
-def _asked_for_huge_pages(address: int) -> bool:
-    is_here = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in (first := line.split()[0]):
-            begin, end = (int(each, 16) for each in first.split("-"))
-            is_here = begin <= address < end
-        elif first == "VmFlags:" and is_here:
-            return "hg" in line.split()
-    return False
-
-
-def test_memory_that_was_given_away_goes_back_with_its_last_tensor() -> None:
-    before = resident_bytes()
-    given = GivenMemory(64 << 20)
-    tensors = [given.take(8 << 20) for _ in range(8)]
-    for tensor in tensors:
-        tensor.fill_(1)
-    assert resident_bytes() - before > 60 << 20
-    del given, tensors[1:], tensor
-    assert resident_bytes() - before < 40 << 20, "the other mapping is gone"
-    tensors.clear()
-    assert resident_bytes() - before < 8 << 20
 
 
 def test_this_machine() -> None:
