@@ -14,7 +14,8 @@ Events are read after they have passed, at the latest at the end of the next ste
 [Note: thread seconds]
 The threads that run the model (the training thread, and autograd's on a device) issue work, look for parameters and
 take decisions; a device that is fast beside them stands still meanwhile. What they do themselves in a phase is
-processor time, which waits take none of, unless a device's driver polls. On the host it is part of computing.
+processor time, which waits take none of. Where waits for the device poll (:attr:`Device.waits_block`) it is not known,
+and counts as none. On the host it is part of computing.
 """
 
 from __future__ import annotations
@@ -133,19 +134,21 @@ class _ThreadClock:
 
     def __init__(self) -> None:
         self._clocks: dict[int, tuple[int, float]] = {}
+        self._last: dict[int, float] = {}
         self.note()
 
     def note(self) -> None:
         ident = threading.get_ident()
         if ident not in self._clocks:
             clock = time.pthread_getcpuclockid(ident)
-            self._clocks[ident] = clock, time.clock_gettime(clock)
+            self._clocks[ident], self._last[ident] = (clock, time.clock_gettime(clock)), 0.0
 
     def secs(self) -> float:
         total = 0.0
-        for clock, began in self._clocks.values():
+        for ident, (clock, began) in self._clocks.items():
             with contextlib.suppress(OSError):  # the thread has ended
-                total += time.clock_gettime(clock) - began
+                self._last[ident] = time.clock_gettime(clock) - began
+            total += self._last[ident]
         return total
 
 
@@ -227,8 +230,10 @@ class DeviceClock:
         return self._secs[phase]
 
     def thread_secs(self, phase: Phase) -> float:
+        if not self._device.waits_block:
+            return 0.0
         passed = self._threads.secs() - self._thread_at if phase is self._thread_phase else 0.0
-        return self._thread_secs[phase] + passed
+        return self._thread_secs[phase] + max(0.0, passed)
 
     @property
     def exposed_secs(self) -> float:

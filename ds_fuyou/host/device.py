@@ -37,6 +37,10 @@ class Device(Protocol):
         """Host memory can be registered with it; copies from and to registered memory run beside computing."""
 
     @property
+    def waits_block(self) -> bool:
+        """Whether a thread that waits for it takes no processor time. CUDA's driver polls, unless told otherwise."""
+
+    @property
     def torch_device(self) -> torch.device: ...
 
     def register(self, address: int, num_bytes: int) -> None:
@@ -81,6 +85,7 @@ class HostDevice:
 
     name = "cpu"
     is_host = True
+    waits_block = True
     is_unified = False
     pins = False
     torch_device = torch.device("cpu")

@@ -556,9 +556,12 @@ class OutOfCoreOptimizer:
 
     def snapshot(self) -> Snapshot:
         """All states as the last applied step leaves them. Waits for nothing but states that move; between two
-        steps."""
+        steps. Within one, what was prepared in a spare block is made again: published, it would take the kept one's
+        place before that is copied."""
         self.check()
         self.mover.settle(wait=True)
+        for index in [index for index in self.window.prepared if self.place.has_spare(index)]:
+            self.drop_prepared(index)
         self._snapshot = Snapshot(self)
         return self._snapshot
 

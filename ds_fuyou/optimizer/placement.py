@@ -180,7 +180,8 @@ class ChunkPlacement:
     def _move_state(self, index: int) -> None:
         states = list(self.residency.states)
         states[index] = index in self._states
-        self.residency = replace(self.residency, states=tuple(states))
+        spares = tuple(chunk in self._spares for chunk in range(len(states)))
+        self.residency = replace(self.residency, states=tuple(states), spares=spares)
 
     # ---- storage ------------------------------------------------------------------------------------------
 
@@ -224,8 +225,11 @@ class ChunkPlacement:
     def may_prepare(self, index: int) -> bool:
         """Whether the chunk's update overwrites nothing that is in use before ``step()``."""
         residency = self.residency
-        overwrites = not self.has_spare(index) if residency.states[index] else self._options.num_slots < 2
-        return not overwrites and (not residency.params[index] or self.num_param_versions == 2)
+        if residency.states[index] and not self.has_spare(index):
+            return False
+        if residency.keeps_slots(index) and self._options.num_slots < 2:
+            return False
+        return not residency.params[index] or self.num_param_versions == 2
 
     # ---- the pipeline's view ------------------------------------------------------------------------------
 

@@ -172,8 +172,9 @@ class _Search:
     def _orders(self) -> Iterator[tuple[Residency, float]]:
         given, fixed = self.given, self.given.fixed_shares()
         open_classes = [name for name in classes_of(given) if name not in fixed]
-        none = Residency(**{name: fixed.get(name, 0.0) for name in (*classes_of(given), TWICE)})
-        yield _changed(none, dict.fromkeys(open_classes, 1.0)), self._all_left(none, open_classes)
+        twice = fixed.get(TWICE, 0.0)  # of states in memory, as far as there are so many
+        none = _changed(Residency(**{name: fixed.get(name, 0.0) for name in classes_of(given)}), {TWICE: twice})
+        yield _changed(none, {**dict.fromkeys(open_classes, 1.0), TWICE: twice}), self._all_left(none, open_classes)
         if self._weighs_second_states:
             yield self._all_twice(_changed(none, dict.fromkeys(open_classes, 1.0))), 0.0
         classes = [*open_classes, _ACTIVATIONS] if self._weighs_activations else open_classes
@@ -188,9 +189,12 @@ class _Search:
                         left -= in_dram
                         continue
                     size = bytes_each(given, name, two_versions) * given.numel
-                    shares[name] = min(1.0, max(0.0, left / size))
-                    left -= shares[name] * size
-                filled = _changed(none, shares)
+                    beside = twice if name == "optimizer" else 0.0
+                    share = left / size
+                    share = share / 2 if share < 2 * beside else share - beside
+                    shares[name] = min(1.0, max(0.0, share))
+                    left -= (shares[name] + min(beside, shares[name])) * size
+                filled = _changed(none, {**shares, TWICE: twice})
                 if has_two_versions(given, filled) == two_versions:
                     yield filled, in_dram
         yield none, 0.0
@@ -244,6 +248,7 @@ class _Search:
                 size = bytes_each(given, more, two) * given.numel
                 most = residency.optimizer if more == TWICE else 1.0
                 residency = _changed(residency, {more: min(most, getattr(residency, more) + moved / size)})
+            residency = _changed(residency, {TWICE: fixed.get(TWICE, residency.optimizer_twice)})
             taken = resident_bytes(given, residency) + in_dram
             if taken > before and taken + self._apart + self.lanes > given.dram_budget_bytes:
                 continue  # it was the lanes', which seconds do not weigh

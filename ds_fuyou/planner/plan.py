@@ -106,7 +106,8 @@ class PlanInput:
         tiers = {"parameters": self.params_tier, "optimizer": self.optimizer_tier, "gradients": self.gradients_tier}
         tiers["frozen"] = self.params_tier
         whole = {"cpu": 1.0, "nvme": 0.0}
-        return {**self.shares, **{name: whole[tier] for name, tier in tiers.items() if tier != "auto"}}
+        shares = {name: share for name, share in self.shares.items() if name != TWICE or self.may_speculate}
+        return {**shares, **{name: whole[tier] for name, tier in tiers.items() if tier != "auto"}}
 
 
 def handles_activations(config: Any, device_is_host: bool) -> bool:

@@ -103,6 +103,10 @@ class AcceleratorDevice:
             if not failure_of(self):
                 raise
 
+    @property
+    def waits_block(self) -> bool:
+        return bool(getattr(self._accelerator, "waits_block", False))
+
     def new_stream(self) -> Any:
         return self._accelerator.Stream()
 

@@ -130,7 +130,7 @@ def ends_gathers(module: torch.nn.Module) -> RemovableHandle:
                 registry.pop(param).wait()
                 param.partition()
 
-    return module.register_forward_hook(torch.compiler.disable(after), always_call=True)
+    return module.register_forward_hook(torch.compiler.disable(after))
 
 
 def release_gathered(module: torch.nn.Module) -> None:

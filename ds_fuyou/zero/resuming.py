@@ -12,7 +12,7 @@ from typing import Any
 from deepspeed import comm as dist
 
 from ds_fuyou.errors import FuyouError, shown
-from ds_fuyou.state_layout import FP32, WHOLE
+from ds_fuyou.state_layout import BF16, FP32, WHOLE
 from ds_fuyou.storage.cleanup import StateDirectory, find_state, is_fault
 from ds_fuyou.storage.lifetime import open_stores
 from ds_fuyou.storage.store import CommitRecord, JsonValue, RegionSpec, RunIdentity, SlotStore
@@ -150,6 +150,8 @@ def _other_layout(found: Any, wanted: Any) -> str:
     begin to, unless somebody says so.
     """
     theirs, ours = (_said(layout, "moment_type", FP32) for layout in (found, wanted))
+    if theirs != ours and _said(wanted, "masters", WHOLE) == shown(BF16, 20):
+        return f"its moments are {theirs}, and bf16.bf16_optimizer_states with fuyou.optimizer.moments says {ours}"
     if theirs != ours:
         return (
             f"its moments are {theirs}, and fuyou.optimizer.moments says {ours}: say {theirs} to go on from it, or "

@@ -23,6 +23,7 @@ class StandinAccelerator(CPU_Accelerator):
     """Operators that DeepSpeed compiles are the CPU's; all else is answered by ``torch.standin``."""
 
     _torch_pins_host_memory = True
+    waits_block = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -255,7 +255,11 @@ def test_second_versions_of_states_take_memory_that_does_nothing_else() -> None:
     once = steps.secs(replace(found.place, states_twice=0.0, two_versions=False))
     assert found.secs < 0.9 * once
     assert found.place.two_versions, "P16 too"
-    late = replace(given, may_speculate=False)
+    asked = replace(given, dram_budget_bytes=10 * GIB, shares={"optimizer_twice": 0.5})
+    held, _ = decided(slow_disk, asked)
+    assert held.plan.residency.optimizer_twice == pytest.approx(min(0.5, held.plan.residency.optimizer))
+    assert 0.9 * 10 * GIB < held.plan.host_bytes(asked) <= 10 * GIB, "no memory lies idle for what is not there"
+    late = replace(given, may_speculate=False, shares={"optimizer_twice": 1.0})
     assert decided(slow_disk, late)[0].plan.residency.optimizer_twice == 0.0
     hidden, _ = decided(replace(USUAL, **BOUNDS["compute"]), given)
     assert hidden.plan.residency.optimizer_twice == 0.0, "nothing is gained"

@@ -221,6 +221,17 @@ def test_what_threads_do_themselves_is_told_without_their_waits() -> None:
     assert clock.thread_secs(Phase.PARAMETERS) == 0.0
     clock.enter(Phase.FORWARD)
     assert clock.thread_secs(Phase.STEP) >= 0.02
+    assert clock.thread_secs(Phase.BACKWARD) >= 0.03, "though its thread has ended"
+
+
+def test_where_waits_poll_nothing_is_known_of_threads() -> None:
+    device = TimedDevice()
+    device.waits_block = False
+    clock = DeviceClock(device)
+    clock.enter(Phase.FORWARD)
+    worked(0.02)
+    clock.enter(Phase.OUTSIDE)
+    assert clock.thread_secs(Phase.FORWARD) == 0.0
 
 
 def test_a_trace_shows_blocks_and_gaps_by_the_device_s_own_clock(tmp_path: Path) -> None:

@@ -109,3 +109,38 @@ def test_the_last_of_those_in_memory_have_spare_blocks() -> None:
     assert all(found.states[chunk.index] for chunk in LAYOUT.chunks if found.spares[chunk.index])
     numel = sum(chunk.numel for chunk in LAYOUT.chunks if found.spares[chunk.index])
     assert 0.3 * LAYOUT.numel - CUT_ELEMENTS <= numel <= 0.3 * LAYOUT.numel
+
+
+@pytest.mark.parametrize("shares", [(1.0, 1.0, 0.0, 1.0), (1.0, 1.0, 0.0), (1.0, 0.0, 0.0)])
+def test_a_checkpoint_within_a_step_holds_what_was_published(shares: tuple[float, ...], tmp_path: Path) -> None:
+    """It is copied while the step, and the next one, are made."""
+    with small_core(tmp_path, LAYOUT, residency=shares, clip_policy="speculate") as core:
+        apply(core, 0)
+        core.wait_all()
+        before = {
+            chunk.index: [part.clone() for part in parts] for chunk, parts in core.states.read_all(range(NUM_CHUNKS))
+        }
+        backward(core, 1)
+        copied = core.snapshot()
+        core.apply(hypers(LAYOUT), 1.0, expected_multiplier=1.0)
+        found = {chunk.index: [part.clone() for part in parts] for chunk, parts in copied.states()}
+        core.wait_all()
+        assert found.keys() == before.keys()
+        assert all(all(map(torch.equal, found[index], before[index])) for index in before)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_skipped_step_changes_no_parameter_on_storage(num_slots: int, tmp_path: Path) -> None:
+    """With one slot the write of P16 would replace what is in use."""
+    shares = (0.0, 1.0, 1.0, 1.0)
+    with small_core(tmp_path, LAYOUT, residency=shares, clip_policy="speculate", num_slots=num_slots) as core:
+        apply(core, 0)
+        core.wait_all()
+        before = [core.params.read(span).clone() for span in LAYOUT.params]
+        backward(core, 1)
+        assert bool(core.window.prepared) == (num_slots == 2)
+        core.skip()
+        core.wait_all()
+        assert all(
+            torch.equal(core.params.read(span), values) for span, values in zip(LAYOUT.params, before, strict=True)
+        )
