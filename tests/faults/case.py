@@ -299,8 +299,7 @@ class Sweep:
         if again.begun_at < least:
             outcome.wrong = outcome.wrong or f"{run.step} steps returned, the next run began after {again.begun_at}"
         stays = [str(file) for file in run.path.glob("ds_fuyou/*")]
-        # A record of states in memory is no step to go on from, and what nobody goes on from is left alone.
-        if stays and not (self.moves and again.begun_at == 0):
+        if stays:
             outcome.wrong = outcome.wrong or f"after the next run {stays} stay"
 
 
