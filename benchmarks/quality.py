@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What moments of fewer bits do to training: the example's GPT on real text, with warm-up, decay, clipping and weight
-decay, several seeds; the loss on text that was held out, and how far the curve departs from that of fp32.
+"""What moments of fewer bits do to training: the example's GPT, or a model of Llama's shape, on real text, with
+warm-up, decay, clipping and weight decay, several seeds; the loss on text that was held out, and how far the curve
+departs from that of fp32. ``torchao`` trains the same by torch alone: bf16 parameters, fp32 masters, torchao's
+AdamW8bit.
 
 python -m benchmarks.quality --steps 300 --seeds 2 --layers 4 --width 256 --out quality.json
+PYTHONPATH=FOLDER python -m benchmarks.quality --model llama --moments fp32 int8 torchao  (pip install --target FOLDER)
 
 Every run is a process of its own; with --out, runs that the file has already are not made again. States are in host
 memory: where they are changes no bit (tests/unit/test_rounded_moments.py).
@@ -16,11 +19,17 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 MOMENTS = ("fp32", "bf16", "int8")
+OUTSIDE = "torchao"
+_BETAS, _EPS, _WEIGHT_DECAY, _CLIP = [0.9, 0.95], 1e-8, 0.1, 1.0
 _SMOOTH = 20  # steps that a point of the curve is the mean of
 _HELD_OUT = 0.1  # of the text, its end
 _BATCHES = 16  # of it
@@ -28,6 +37,7 @@ _BATCHES = 16  # of it
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("gpt", "llama"), default="gpt")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--layers", type=int, default=4)
@@ -35,14 +45,15 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=list(MOMENTS))
+    parser.add_argument("--moments", nargs="+", choices=(*MOMENTS, OUTSIDE), default=list(MOMENTS))
     parser.add_argument("--out", type=Path, help="keeps every curve")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run is not None:
         json.dump(trained(json.loads(arguments.run)), sys.stdout)
         return
-    shape = {name: getattr(arguments, name) for name in ("steps", "layers", "width", "length", "batch", "lr")}
+    names = ("model", "steps", "layers", "width", "length", "batch", "lr")
+    shape = {name: getattr(arguments, name) for name in names}
     runs = _known(arguments.out, shape)
     for seed in range(arguments.seeds):
         for moments in arguments.moments:
@@ -65,6 +76,8 @@ def _known(out: Path | None, shape: dict[str, Any]) -> dict[str, Any]:
 def _of_process(spec: dict[str, Any]) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.quality", "--run", json.dumps(spec)]
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    if spec["moments"] == OUTSIDE:
+        names["TORCHDYNAMO_DISABLE"] = "1"  # it compiles a kernel a shape otherwise
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **names}, stdout=subprocess.PIPE, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -77,29 +90,12 @@ def trained(spec: dict[str, Any]) -> dict[str, Any]:
     os.dup2(2, 1)  # DeepSpeed prints
     import deepspeed
     import torch
-    from finetune import GPT
     from text import manual
 
     torch.manual_seed(spec["seed"])
     steps, length, batch = spec["steps"], spec["length"], spec["batch"]
-    config = {
-        "train_micro_batch_size_per_gpu": batch,
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": spec["lr"], "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
-        },
-        "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": {"total_num_steps": steps, "warmup_num_steps": max(1, steps // 10), "warmup_max_lr": spec["lr"]},
-        },
-        "zero_optimization": {"stage": 3},
-        "fuyou": {"enabled": True, "optimizer": {"moments": spec["moments"]}},
-    }
     deepspeed.init_distributed("gloo")
-    model = GPT(spec["layers"], spec["width"], max(1, spec["width"] // 64), length, 256)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    loss_of, step = (_outside if spec["moments"] == OUTSIDE else _engine)(_model(spec), spec)
     data = manual()
     end = int(len(data) * (1 - _HELD_OUT))
     generator = torch.Generator().manual_seed(spec["seed"])
@@ -110,17 +106,111 @@ def trained(spec: dict[str, Any]) -> dict[str, Any]:
 
     losses = []
     for _ in range(steps):
-        loss = engine(rows(0, end, generator))
-        engine.backward(loss)
-        engine.step()
+        loss = loss_of(rows(0, end, generator))
+        step(loss)
         losses.append(loss.item())
     held_out, same = [], torch.Generator().manual_seed(0)
     with torch.no_grad():
         for _ in range(_BATCHES):
-            held_out.append(engine(rows(end, len(data), same)).item())
-    engine.destroy()
+            held_out.append(loss_of(rows(end, len(data), same)).item())
     os.dup2(stdout, 1)
     return {"losses": losses, "held_out": statistics.fmean(held_out)}
+
+
+Loss = Callable[["torch.Tensor"], "torch.Tensor"]
+
+
+def _model(spec: dict[str, Any]) -> torch.nn.Module:
+    layers, width, length = spec["layers"], spec["width"], spec["length"]
+    heads = max(1, width // 64)
+    if spec["model"] == "gpt":
+        from finetune import GPT
+
+        return GPT(layers, width, heads, length, 256)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=width,
+            intermediate_size=width * 8 // 3 // 64 * 64,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=max(1, heads // 2),
+            max_position_embeddings=length,
+            use_cache=False,
+        )
+    )
+
+
+def _loss_of(model: Any, spec: dict[str, Any]) -> Loss:
+    """Of rows, each one longer than what the model sees."""
+    import torch.nn.functional as F
+
+    if spec["model"] == "gpt":
+        return model
+
+    def loss(rows: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(rows[:, :-1]).logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+
+    return loss
+
+
+def _schedule(steps: int, lr: float) -> dict[str, Any]:
+    return {"total_num_steps": steps, "warmup_num_steps": max(1, steps // 10), "warmup_max_lr": lr}
+
+
+def _engine(model: torch.nn.Module, spec: dict[str, Any]) -> tuple[Loss, Callable[[torch.Tensor], None]]:
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": spec["batch"],
+        "gradient_clipping": _CLIP,
+        "bf16": {"enabled": True},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": spec["lr"], "betas": _BETAS, "eps": _EPS, "weight_decay": _WEIGHT_DECAY},
+        },
+        "scheduler": {"type": "WarmupDecayLR", "params": _schedule(spec["steps"], spec["lr"])},
+        "zero_optimization": {"stage": 3},
+        "fuyou": {"enabled": True, "optimizer": {"moments": spec["moments"]}},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step(loss: torch.Tensor) -> None:
+        engine.backward(loss)
+        engine.step()
+
+    return _loss_of(engine, spec), step
+
+
+def _outside(model: torch.nn.Module, spec: dict[str, Any]) -> tuple[Loss, Callable[[torch.Tensor], None]]:
+    """Nothing of this package, and of DeepSpeed the schedule alone."""
+    import torch
+    from deepspeed.runtime.lr_schedules import WarmupDecayLR
+    from torchao.optim import AdamW8bit
+
+    model.bfloat16()
+    params = list(model.parameters())
+    masters = [torch.nn.Parameter(param.detach().float()) for param in params]
+    given = {"betas": tuple(_BETAS), "eps": _EPS, "weight_decay": _WEIGHT_DECAY}
+    optimizer = AdamW8bit(masters, lr=spec["lr"], **given)
+    clock = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=spec["lr"])
+    schedule = WarmupDecayLR(clock, **_schedule(spec["steps"], spec["lr"]))
+
+    def step(loss: torch.Tensor) -> None:
+        loss.backward()
+        for master, param in zip(masters, params, strict=True):
+            master.grad, param.grad = None if param.grad is None else param.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, _CLIP)
+        optimizer.param_groups[0]["lr"].fill_(clock.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            for master, param in zip(masters, params, strict=True):
+                param.copy_(master)
+
+    return _loss_of(model, spec), step
 
 
 def smoothed(losses: list[float]) -> list[float]:

@@ -12,6 +12,7 @@ pipeline gets offsets from here, slots, checkpoints and recovery sizes, the plan
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ds_fuyou.errors import FuyouConfigError
@@ -35,7 +36,8 @@ PAGE_BYTES = 4096
 AUTO, WHOLE, SPLIT = "auto", "whole", "split"
 FP32, BF16, INT8 = "fp32", "bf16", "int8"
 CODE_BLOCK = 256
-"""Elements that share a scale where moments are 8-bit codes, counted from the begin of a chunk."""
+"""Elements that share a scale where moments are 8-bit codes, counted from the begin of a chunk. Those of two parameters
+share none."""
 _MOMENT_BYTES = {FP32: 4, BF16: 2, INT8: 1}
 
 
@@ -47,7 +49,8 @@ def _pages(num_bytes: int) -> int:
 class StateLayout:
     """``masters``: ``whole`` is fp32; ``split`` is 16 lower halves, which P16 of the same step completes, and upper
     halves where P16 does not, or does not last; ``bf16`` is that without lower halves, which are zeros. ``moments``:
-    ``fp32``, ``bf16``, or ``int8``: codes, and a scale for each :data:`CODE_BLOCK` of them.
+    ``fp32``, ``bf16``, or ``int8``: codes, and a scale for each :data:`CODE_BLOCK` of them, and for what is left of one
+    where a parameter begins: at the elements ``cuts`` of a chunk, see :meth:`of`.
 
     A block is ``[master, moment, ...]``, or split ``[high, joints, low, moment, ...]``, codes before their scales:
     what is left out is at its ends, high halves where P16 makes them needless, moments before the first update.
@@ -56,10 +59,20 @@ class StateLayout:
     masters: str
     num_moments: int
     moments: str = FP32
+    cuts: tuple[int, ...] = ()
+
+    def of(self, begins: Iterable[int]) -> StateLayout:
+        """That of a chunk in which parameters begin at these elements, counted from its begin."""
+        if self.moments != INT8:
+            return self
+        return replace(self, cuts=tuple(sorted({begin for begin in begins if begin > 0 and begin % CODE_BLOCK})))
 
     @property
     def version(self) -> int:
-        """As state files name it; those that name none are of version 1."""
+        """As state files name it; those that name none are of version 1. Of version 3 were codes, too, when two
+        parameters shared a scale."""
+        if self.moments == INT8:
+            return 5
         if self.masters == BF16:
             return 4
         return 3 if self.moments != FP32 else 1 if self.masters == WHOLE else 2
@@ -111,7 +124,8 @@ class StateLayout:
         found, at = {}, 0
         for name, num_bytes, each in self.fields:
             found[name] = at
-            at += _pages(num_bytes * (-(-numel // each) if each else 1))
+            num_cuts = len(self.cuts) if each == CODE_BLOCK else 0
+            at += _pages(num_bytes * (-(-numel // each) + num_cuts if each else 1))
         return {**found, "end": at}
 
     def num_bytes(self, numel: int) -> int:
@@ -144,6 +158,7 @@ class StateLayout:
             "moments": [at[f"moment{i}"] for i in range(self.num_moments)],
             "scales": [at.get(f"scales{i}", 0) for i in range(self.num_moments)],
             "num_bytes": at["end"],
+            "cuts": self.cuts,
         }
 
     @property

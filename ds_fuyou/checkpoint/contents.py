@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import struct
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,20 +22,21 @@ __all__ = ["Contents", "optimizer_step_of", "state_sums_of"]
 @dataclass(frozen=True)
 class Contents:
     """``params``: (name, shape of the whole, sub-group, begin, end) of this rank's part; ``chunks``: (sub-group, begin,
-    end); ``layout``: of the blocks of states."""
+    end); ``param_begins``: by chunk, where parameters begin in it, counted from its begin; ``layout``: what the blocks
+    of states have in common."""
 
     params: list[tuple[str, list[int], int, int, int]]
     chunks: list[tuple[int, int, int]]
+    param_begins: list[list[int]]
     layout: StateLayout
 
     @classmethod
     def parse(cls, contents: Mapping[str, Any], regions: Mapping[str, RegionSpec]) -> Contents:
         """Raises what :func:`ds_fuyou.storage.records.well_formed` turns into an error of the file."""
-        found = cls(
-            [_param(entry) for entry in typed(contents["params"], list)],
-            (chunks := [_chunk(entry) for entry in typed(contents["chunks"], list)]),
-            _layout(contents.get("states"), chunks, regions),
-        )
+        params = [_param(entry) for entry in typed(contents["params"], list)]
+        chunks = [_chunk(entry) for entry in typed(contents["chunks"], list)]
+        begins = _param_begins(params, chunks)
+        found = cls(params, chunks, begins, _layout(contents.get("states"), chunks, begins, regions))
         if not found.params or not found.chunks:
             raise ValueError("no parameter, or no chunk")
         if len({name for name, *_ in found.params}) != len(found.params):
@@ -46,7 +48,23 @@ class Contents:
         return found
 
 
-def _layout(said: Any, chunks: list[tuple[int, int, int]], regions: Mapping[str, RegionSpec]) -> StateLayout:
+def _param_begins(
+    params: list[tuple[str, list[int], int, int, int]], chunks: list[tuple[int, int, int]]
+) -> list[list[int]]:
+    by_group: dict[int, list[int]] = {}
+    for _, _, sub_group, begin, _ in sorted(params, key=lambda param: param[3]):
+        by_group.setdefault(sub_group, []).append(begin)
+    found = []
+    for sub_group, begin, end in chunks:
+        all_begins = by_group.get(sub_group, [])
+        inside = all_begins[bisect_right(all_begins, begin) : bisect_left(all_begins, end)]
+        found.append([at - begin for at in inside])
+    return found
+
+
+def _layout(
+    said: Any, chunks: list[tuple[int, int, int]], begins: list[list[int]], regions: Mapping[str, RegionSpec]
+) -> StateLayout:
     """As the contents name it. Those of version 1 do not: then by the sizes of the regions, if there are any."""
     found = (regions.get(state_region(index)) for index in range(len(chunks)))
     sizes = {index: region.num_bytes for index, region in enumerate(found) if region is not None}
@@ -54,7 +72,9 @@ def _layout(said: Any, chunks: list[tuple[int, int, int]], regions: Mapping[str,
     if said is not None:
         moments = typed(said.get("moment_type", FP32), str)
         layout = layout_of(typed(said["masters"], str), typed(said["moments"], int), moments)
-        if said != layout.as_json() or any(sizes[i] != layout.num_bytes(numels[i]) for i in sizes):
+        if said.get("version") != layout.version:
+            raise ValueError(f"states of layout {shown(said, 60)}: another version of ds_fuyou reads that")
+        if said != layout.as_json() or any(sizes[i] != layout.of(begins[i]).num_bytes(numels[i]) for i in sizes):
             raise ValueError(f"states of layout {shown(said, 60)}, which their regions have not")
         return layout
     for num_moments in (2, 1, 0):

@@ -66,6 +66,7 @@ class RankFiles:
         with well_formed(store.directories[0] / CONTENTS_NAME):
             parsed = Contents.parse(contents, store.regions)
         self.params, self.chunks, self.layout = parsed.params, parsed.chunks, parsed.layout
+        self._param_begins = parsed.param_begins
         self.commits = {commit.key: commit for commit in self._checked_commits()}
         self.take(next(iter(self.commits)))
         self._last_read: tuple[int, torch.Tensor] | None = None
@@ -159,7 +160,7 @@ class RankFiles:
             self._fill(state, self.store.range_extents(name, slot, 0, len(state)), what)
             return True
         has_moments = len(state) > round_up_to_page(numel * 4)
-        layout = self.layout if has_moments else self.layout.master_alone
+        layout = self.layout.of(self._param_begins[chunk]) if has_moments else self.layout.master_alone
         extents = self.store.range_extents(name, slot, 0, layout.num_bytes(numel))
         params = param_region(chunk)
         if layout.is_split and params in self.store.regions:

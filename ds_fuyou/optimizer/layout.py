@@ -37,7 +37,8 @@ class ParamSpan:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The unit of the out-of-core optimizer: elements [begin, end) of a sub-group."""
+    """The unit of the out-of-core optimizer: elements [begin, end) of a sub-group. ``param_begins``: where parameters
+    begin behind its first element, counted from there."""
 
     index: int
     sub_group: int
@@ -45,6 +46,7 @@ class Chunk:
     end: int
     position: int
     params: tuple[int, ...]
+    param_begins: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -102,7 +104,8 @@ def build_layout(sub_groups: Sequence[Sequence[LayoutEntry]], limits: LayoutLimi
         for begin, end in _cut(params[first:], offset, limits):
             held = tuple(p.index for p in params[first:] if p.begin < end and begin < p.end)
             deadline = min(positions[i] for i in held)
-            chunks.append(Chunk(len(chunks), sub_group, begin, end, deadline, held))
+            inside = tuple(params[i].begin - begin for i in held if params[i].begin > begin)
+            chunks.append(Chunk(len(chunks), sub_group, begin, end, deadline, held, inside))
     of_param: list[list[int]] = [[] for _ in params]
     for chunk in chunks:
         for index in chunk.params:

@@ -195,7 +195,7 @@ class ChunkMover:
         if chunk is None or self._core.has_snapshot:
             return
         place = self._place
-        resident, num_bytes = place.state(index), place.resident.num_bytes(chunk.numel)
+        resident, num_bytes = place.state(index), place.resident_of(chunk).num_bytes(chunk.numel)
         try:
             memory = aligned_tensor(num_bytes) if resident is None else None
         except FuyouError as error:

@@ -15,6 +15,7 @@ from ds_fuyou.optimizer.coded_states import native
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.residency import ChunkResidency
+from ds_fuyou.state_layout import StateLayout
 from ds_fuyou.storage.store import Extent, RegionSpec, SlotStore
 
 __all__ = ["ChunkPlacement", "param_region", "regions_for", "state_region"]
@@ -37,7 +38,7 @@ def regions_for(layout: FlatLayout, options: CoreOptions, num_moments: int, num_
     regions, stored = [], options.state_layout(num_moments)
     for chunk in layout.chunks:
         if not options.residency.states[chunk.index]:
-            num_bytes = stored.num_bytes(chunk.numel)
+            num_bytes = stored.of(chunk.param_begins).num_bytes(chunk.numel)
             regions.append(RegionSpec(state_region(chunk.index), num_bytes, num_slots))
         if not options.residency.params[chunk.index]:
             num_bytes = round_up_to_page(chunk.numel * options.param_dtype.itemsize)
@@ -99,12 +100,12 @@ class ChunkPlacement:
         self.num_param_versions = len(self._params) if any(self.residency.params) else 0
         """Of P16 in DRAM; 0 where all of it is on storage."""
         self._states = {
-            chunk.index: aligned_tensor(self.resident.num_bytes(chunk.numel))
+            chunk.index: aligned_tensor(self.resident_of(chunk).num_bytes(chunk.numel))
             for chunk in layout.chunks
             if self.residency.states[chunk.index]
         }
         self._spares = {
-            index: aligned_tensor(self.resident.num_bytes(layout.chunks[index].numel))
+            index: aligned_tensor(self.resident_of(layout.chunks[index]).num_bytes(layout.chunks[index].numel))
             for index, has_spare in enumerate(self.residency.spares)
             if has_spare
         }
@@ -112,6 +113,14 @@ class ChunkPlacement:
         self._in_memory = [
             all(self.residency.params[index] for index in layout.chunks_of_param[span.index]) for span in layout.params
         ]
+
+    def stored_of(self, chunk: Chunk) -> StateLayout:
+        """Of a chunk's state in a slot; :attr:`stored` is what all have in common."""
+        return self.stored.of(chunk.param_begins)
+
+    def resident_of(self, chunk: Chunk) -> StateLayout:
+        """Of a chunk's state in memory."""
+        return self.resident.of(chunk.param_begins)
 
     def _allocate_params(self) -> dict[int, _Params]:
         found: dict[int, list[Chunk]] = {}
@@ -187,7 +196,9 @@ class ChunkPlacement:
 
     def state_spec(self, chunk: Chunk) -> RegionSpec:
         """The region of a chunk's state, where it is on storage."""
-        return RegionSpec(state_region(chunk.index), self.stored.num_bytes(chunk.numel), self._options.num_slots)
+        return RegionSpec(
+            state_region(chunk.index), self.stored_of(chunk).num_bytes(chunk.numel), self._options.num_slots
+        )
 
     def state_extents(self, index: int, slot: int) -> tuple[Extent, ...]:
         return self._need_store().extents(state_region(index), slot)
@@ -236,7 +247,7 @@ class ChunkPlacement:
     def job_bytes(self, chunk: Chunk, residency: ChunkResidency | None = None) -> int:
         """Staging memory of one update: what it reads from storage or writes there."""
         residency, options = residency or self.residency, self._options
-        num_bytes = 0 if residency.states[chunk.index] else self.stored.num_bytes(chunk.numel)
+        num_bytes = 0 if residency.states[chunk.index] else self.stored_of(chunk).num_bytes(chunk.numel)
         if not residency.params[chunk.index]:
             num_bytes += round_up_to_page(chunk.numel * options.param_dtype.itemsize)
         if not residency.grads[chunk.index]:
@@ -261,8 +272,8 @@ class ChunkPlacement:
         slots = [(slot + first_slot) % self._options.num_slots for slot in range(num_slots)]
         return {
             "whole": native(self.whole, chunk.numel),
-            "resident": native(self.resident, chunk.numel),
-            "stored": native(self.stored, chunk.numel),
+            "resident": native(self.resident_of(chunk), chunk.numel),
+            "stored": native(self.stored_of(chunk), chunk.numel),
             "state_slots": [] if state is not None else [_ranges(self.state_extents(index, s)) for s in slots],
             "resident_state": 0 if state is None else state.data_ptr(),
             "spare_state": self._spares[index].data_ptr() if state is not None and index in self._spares else 0,

@@ -108,8 +108,8 @@ class Snapshot:
         lent = [aligned_tensor(size) for _ in range(_NUM_LENT if hands_over else 0)]
         self._lent = {memory.data_ptr(): memory for memory in lent}
         self._spare = [aligned_tensor(size) for _ in range(_NUM_READING)]
-        most = max(chunk.numel for chunk in chunks)
-        made = {memory.data_ptr(): core.states.memory_for_block(most) for memory in self._spare}
+        largest = max(chunks, key=core.states.block_bytes)
+        made = {memory.data_ptr(): core.states.memory_for_block(largest) for memory in self._spare}
         self._coded = {address: memory for address, memory in made.items() if memory is not None}
         """Beside spare blocks."""
         self._io = core.io.sharing(_path_of)  # a read that fails costs the checkpoint, not the run

@@ -154,7 +154,7 @@ class StateAccess:
         if core.place.state(index) is not None:
             self.copy_resident(chunk, state, with_moments=with_moments)
             return _Read(chunk, num_parts, with_moments, state)
-        block = self.memory_for_block(chunk.numel)
+        block = self.memory_for_block(chunk)
         has_moments = with_moments and self._has_moments[index]
         where = self.stored(chunk, core.slot(index), state, block, has_moments=has_moments)
         transfer = core.io.read(*where, f"reading the state of chunk {index}")
@@ -181,14 +181,19 @@ class StateAccess:
         place, resident = self._core.place, self._core.place.state(chunk.index)
         if resident is None:
             raise FuyouStateError(f"the state of chunk {chunk.index} is not in memory")
-        layout = place.resident if with_moments else place.resident.master_alone
+        own = place.resident_of(chunk)
+        layout = own if with_moments else own.master_alone
         decode(layout, chunk.numel, resident[: layout.num_bytes(chunk.numel)], state)
 
-    def memory_for_block(self, numel: int) -> torch.Tensor | None:
-        """What :meth:`stored` takes for so many elements: a block as it is in a slot, and P16; None where that is whole
-        as it is."""
-        stored = self._core.place.stored
-        return None if stored.is_whole else aligned_tensor(stored.num_bytes(numel) + round_up_to_page(numel * 2))
+    def block_bytes(self, chunk: Chunk) -> int:
+        """What :meth:`stored` takes: a block as it is in a slot, and P16; 0 where that is whole as it is."""
+        stored = self._core.place.stored_of(chunk)
+        return 0 if stored.is_whole else stored.num_bytes(chunk.numel) + round_up_to_page(chunk.numel * 2)
+
+    def memory_for_block(self, chunk: Chunk) -> torch.Tensor | None:
+        """None where it is whole as it is."""
+        num_bytes = self.block_bytes(chunk)
+        return aligned_tensor(num_bytes) if num_bytes else None
 
     def stored(
         self, chunk: Chunk, slot: int, state: torch.Tensor, block: torch.Tensor | None, *, has_moments: bool
@@ -197,7 +202,7 @@ class StateAccess:
         Moments that were never written stay as they are: zeros.
         """
         place, numel = self._core.place, chunk.numel
-        layout = place.stored if has_moments else place.stored.master_alone
+        layout = place.stored_of(chunk) if has_moments else place.stored.master_alone
         num_bytes = layout.num_bytes(numel)
         extents = prefix(place.state_extents(chunk.index, slot), num_bytes)
         if block is None:
@@ -211,7 +216,7 @@ class StateAccess:
         place = self._core.place
         if block is None:
             return True
-        layout = place.stored if has_moments else place.stored.master_alone
+        layout = place.stored_of(chunk) if has_moments else place.stored.master_alone
         has_params = layout.is_split and not place.residency.params[chunk.index]
         num_bytes = layout.num_bytes(chunk.numel)
         return decode(layout, chunk.numel, block if has_params else block[:num_bytes], state)
@@ -277,7 +282,7 @@ class StateAccess:
             transfer.wait()
         writing: list[Transfer] = []
         place, chunk, resident = core.place, core.layout.chunks[index], core.place.state(index)
-        layout = place.stored if resident is None else place.resident
+        layout = place.stored_of(chunk) if resident is None else place.resident_of(chunk)
         stored = coming.state if layout.is_whole else encode(layout, chunk.numel, coming.state, resident)
         if layout.rounds:  # what was rounded is the state from now on
             decode(layout, chunk.numel, stored, coming.state)

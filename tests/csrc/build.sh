@@ -24,7 +24,8 @@ esac
 
 sources=""
 for source in "$here"/*.cpp "$core"/io/*.cpp "$core"/memory/*.cpp "$core"/pipeline/*.cpp \
-    "$core"/kernels/elementwise.cpp "$core"/kernels/moments.cpp "$core"/kernels/place_sum.cpp; do
+    "$core"/kernels/code_map.cpp "$core"/kernels/elementwise.cpp "$core"/kernels/moments.cpp \
+    "$core"/kernels/place_sum.cpp; do
     [ -e "$source" ] && sources="$sources $source"
 done
 

@@ -52,7 +52,8 @@ inline BlockLayout layout_of(Masters masters, std::uint64_t numel)
 }
 
 // The same with other moments: fields behind the master begin anew.
-inline BlockLayout with_moments(BlockLayout layout, MomentType type)
+inline BlockLayout with_moments(BlockLayout layout, MomentType type,
+                                const std::vector<std::uint64_t>& cuts = {})
 {
     if (type == MomentType::kFloat32) return layout;
     const bool is_coded = type == MomentType::kInt8;
@@ -61,8 +62,11 @@ inline BlockLayout with_moments(BlockLayout layout, MomentType type)
         layout.moments[i] = at;
         at += round_up_to_page(layout.numel * (is_coded ? 1 : 2));
         layout.scales[i] = is_coded ? at : 0;
-        if (is_coded) at += round_up_to_page((layout.numel + kCodeBlock - 1) / kCodeBlock * 4);
+        const std::uint64_t num_scales = (layout.numel + kCodeBlock - 1) / kCodeBlock + cuts.size();
+        if (is_coded) at += round_up_to_page(num_scales * 4);
     }
+    if (is_coded && !cuts.empty())
+        layout.cuts = std::make_shared<const std::vector<std::uint64_t>>(cuts);
     layout.num_bytes = at;
     layout.moment_type = type;
     return layout;

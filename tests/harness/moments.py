@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 
 import torch
 
@@ -51,13 +53,14 @@ def codes(values: torch.Tensor, is_signed: bool) -> tuple[torch.Tensor, torch.Te
     return torch.where(is_nearer, above, below), scales
 
 
-def rounded(values: torch.Tensor, moments: str, is_signed: bool) -> torch.Tensor:
-    """A moment of a chunk, fp32, 1-D, as a step leaves it."""
+def rounded(values: torch.Tensor, moments: str, is_signed: bool, param_begins: Sequence[int] = ()) -> torch.Tensor:
+    """A moment of a chunk, fp32, 1-D, as a step leaves it; in which parameters begin at these elements."""
     if moments == "fp32":
         return values
     if moments == "bf16":
         return values.bfloat16().float()
-    short = -len(values) % BLOCK
-    blocks = torch.nn.functional.pad(values, (0, short)).view(-1, BLOCK)
-    found, scales = codes(blocks, is_signed)
-    return (numbers(is_signed)[found] * scales.unsqueeze(-1)).view(-1)[: len(values)]
+    bounds = sorted({0, *range(0, len(values), BLOCK), *param_begins, len(values)})
+    rows = [values[begin:end] for begin, end in itertools.pairwise(bounds)]
+    found, scales = codes(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), is_signed)
+    meant = numbers(is_signed)[found] * scales.unsqueeze(-1)
+    return torch.cat([row[: len(own)] for row, own in zip(meant, rows, strict=True)])

@@ -319,10 +319,13 @@ void bind_blocks(py::module_& m)
         "store_codes",
         [](std::uintptr_t values, std::uintptr_t codes, std::uintptr_t scales, std::size_t numel,
            bool is_signed) {
-            store_moment(
-                reinterpret_cast<float*>(values),
-                {MomentType::kInt8, is_signed, address(codes), reinterpret_cast<float*>(scales)},
-                numel);
+            store_moment(reinterpret_cast<const float*>(values),
+                         {MomentType::kInt8,
+                          is_signed,
+                          address(codes),
+                          reinterpret_cast<float*>(scales),
+                          {}},
+                         numel);
         },
         NoGil());
     py::class_<BlockLayout>(m, "BlockLayout")
@@ -330,9 +333,11 @@ void bind_blocks(py::module_& m)
                          std::uint64_t joints, std::uint64_t master, MomentType moment_type,
                          const std::vector<std::uint64_t>& moments,
                          const std::vector<std::uint64_t>& scales, std::uint64_t num_bytes,
-                         bool has_low) {
-                 BlockLayout layout{numel,  num_moments, is_split,    high,   joints, master,
-                                    {0, 0}, num_bytes,   moment_type, {0, 0}, has_low};
+                         bool has_low, const std::vector<std::uint64_t>& cuts) {
+                 BlockLayout layout{numel,  num_moments, is_split,    high,   joints,  master,
+                                    {0, 0}, num_bytes,   moment_type, {0, 0}, has_low, nullptr};
+                 if (!cuts.empty())
+                     layout.cuts = std::make_shared<const std::vector<std::uint64_t>>(cuts);
                  for (std::size_t i = 0; i < moments.size(); ++i) {
                      layout.moments.at(i) = moments[i];
                      layout.scales.at(i) = scales.at(i);
@@ -341,7 +346,8 @@ void bind_blocks(py::module_& m)
              }),
              py::kw_only(), py::arg("numel"), py::arg("num_moments"), py::arg("is_split"),
              py::arg("high"), py::arg("joints"), py::arg("master"), py::arg("moment_type"),
-             py::arg("moments"), py::arg("scales"), py::arg("num_bytes"), py::arg("has_low"));
+             py::arg("moments"), py::arg("scales"), py::arg("num_bytes"), py::arg("has_low"),
+             py::arg("cuts"));
     m.def(
         "decode_block",
         [](const BlockLayout& from_layout, std::uintptr_t from, std::uintptr_t param16,

@@ -6,6 +6,8 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
+#include <vector>
 
 #include "kernels/moments.h"
 
@@ -24,7 +26,13 @@ struct BlockLayout {
     MomentType moment_type = MomentType::kFloat32;
     std::array<std::uint64_t, 2> scales = {0, 0};  // of 8-bit moments
     bool has_low = true;  // split; else P32 is bfloat16, and its upper halves are all of it
+    // Of 8-bit moments, see CodeCuts; or null.
+    std::shared_ptr<const std::vector<std::uint64_t>> cuts = nullptr;
 
+    // The begin of the block of codes that holds an element; the first begin, or the end, of one
+    // from there on.
+    std::uint64_t code_begin(std::uint64_t element) const;
+    std::uint64_t code_end(std::uint64_t element) const;
     // The end of what stands there before the first update.
     std::uint64_t master_end() const { return num_moments > 0 ? moments[0] : num_bytes; }
 };

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -232,7 +233,11 @@ void put_moments(const Tile& tile, const BlockUpdate& how, std::uint64_t begin, 
         const StoredMoment place = own.moment_from(i - 1, begin);
         float* values = tile.parts[i] + (begin - tile.begin);
         if (is_touched) {
-            if (place.values != reinterpret_cast<char*>(values)) store_moment(values, place, numel);
+            if (place.values != reinterpret_cast<char*>(values)) {
+                store_moment(values, place, numel);
+                if (how.checked && place.type != MomentType::kFloat32)
+                    load_moment(place, values, numel);
+            }
         } else if (own.memory != how.from.memory) {
             copy_moment(how.from.moment_from(i - 1, begin), place, numel);
         }
@@ -241,19 +246,20 @@ void put_moments(const Tile& tile, const BlockUpdate& how, std::uint64_t begin, 
     }
 }
 
-// Puts the moments of an updated tile where they go; the tile has what can be read there then.
+// Puts the moments of an updated tile where they go. Where sums are made the tile has what can be
+// read there then.
 void close_tile(const Tile& tile, const BlockUpdate& how,
                 const std::vector<UpdateSegment>& segments)
 {
     std::uint64_t done = tile.begin;
-    if (how.to.layout.moment_type == MomentType::kInt8 && !how.zero_moments) {
+    const BlockLayout& layout = how.to.layout;
+    if (layout.moment_type == MomentType::kInt8 && !how.zero_moments) {
         // See [Note: codes]: what no rule has touched stays as it is.
         for (const UpdateSegment& segment : segments) {
             if (segment.rule == nullptr || segment.end <= done || segment.begin >= tile.end)
                 continue;
-            const std::uint64_t begin = std::max(done, segment.begin / kCodeBlock * kCodeBlock);
-            const std::uint64_t past = (segment.end + kCodeBlock - 1) / kCodeBlock * kCodeBlock;
-            const std::uint64_t end = std::min(tile.end, past);
+            const std::uint64_t begin = std::max(done, layout.code_begin(segment.begin));
+            const std::uint64_t end = std::min(tile.end, layout.code_end(segment.end));
             put_moments(tile, how, done, begin, false);
             put_moments(tile, how, begin, end, true);
             done = std::max(done, end);
@@ -345,13 +351,39 @@ StoredMoment StateBlock::moment_from(int which, std::uint64_t element) const
     char* const begin = memory + layout.moments[number];
     switch (layout.moment_type) {
         case MomentType::kBFloat16:
-            return {layout.moment_type, false, begin + element * 2, nullptr};
-        case MomentType::kInt8:
+            return {layout.moment_type, false, begin + element * 2, nullptr, {}};
+        case MomentType::kInt8: {
+            CodeCuts cuts;
+            std::uint64_t block = element / kCodeBlock;
+            if (layout.cuts) {
+                const std::uint64_t* first = layout.cuts->data();
+                cuts.end = first + layout.cuts->size();
+                cuts.next = std::upper_bound(first, cuts.end, element);
+                block += static_cast<std::uint64_t>(cuts.next - first);
+            }
+            cuts.begin = element;
             return {layout.moment_type, which == 0, begin + element,
-                    at<float>(layout.scales[number]) + element / kCodeBlock};
+                    at<float>(layout.scales[number]) + block, cuts};
+        }
         default:
-            return {layout.moment_type, false, begin + element * 4, nullptr};
+            return {layout.moment_type, false, begin + element * 4, nullptr, {}};
     }
+}
+
+std::uint64_t BlockLayout::code_begin(std::uint64_t element) const
+{
+    const std::uint64_t begin = element / kCodeBlock * kCodeBlock;
+    if (!cuts) return begin;
+    const auto behind = std::upper_bound(cuts->begin(), cuts->end(), element);
+    return behind == cuts->begin() ? begin : std::max(begin, *std::prev(behind));
+}
+
+std::uint64_t BlockLayout::code_end(std::uint64_t element) const
+{
+    const std::uint64_t end = (element + kCodeBlock - 1) / kCodeBlock * kCodeBlock;
+    if (!cuts) return end;
+    const auto next = std::lower_bound(cuts->begin(), cuts->end(), element);
+    return next == cuts->end() ? end : std::min(end, *next);
 }
 
 StateSums StateBlock::sums(std::uint64_t begin, std::uint64_t end) const

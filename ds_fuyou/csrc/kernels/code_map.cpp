@@ -1,0 +1,424 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/code_map.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+#include "kernels/code_numbers.h"
+
+#if defined(__x86_64__)
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12, of its own intrinsics
+#endif
+#include <immintrin.h>
+#define FUYOU_AVX2 __attribute__((target("avx2")))
+#define FUYOU_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq")))
+#endif
+
+namespace fuyou {
+namespace {
+
+constexpr std::uint32_t kMagnitude = 0x7fffffffU, kNan = 0x7fc00000U, kOne = 0x3f800000U;
+// Of two quotients, one by division and one by the reciprocal: less apart than this, in last bits.
+constexpr std::uint32_t kApart = 4;
+// Larger scales have no reciprocal of full precision, nor has NaN.
+constexpr float kLargestDivisor = 0x1p100F;
+// A sum with it is a whole number, in the last bits.
+constexpr float kMagic = 0x1p23F;
+constexpr std::uint32_t kMagicBits = 0x4b000000U;
+// How close to a whole number, in units of 2^-kFraction, a code is not trusted; and how close to
+// the begin of a decade, in last bits: these lack four.
+constexpr int kNearWhole = 8;
+constexpr int kNearBegin = 32;
+constexpr float kSmallest = 0x1p-31F;  // smaller is not told apart: the code of zero
+
+float from_bits(std::uint32_t bits)
+{
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+std::uint32_t to_bits(float value)
+{
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+}  // namespace
+
+CodePath best_code_path()
+{
+#if defined(__x86_64__)
+    static const CodePath best = __builtin_cpu_supports("avx512f") != 0 &&
+                                         __builtin_cpu_supports("avx512bw") != 0 &&
+                                         __builtin_cpu_supports("avx512dq") != 0
+                                     ? CodePath::kAvx512
+                                 : __builtin_cpu_supports("avx2") != 0 ? CodePath::kAvx2
+                                                                       : CodePath::kPortable;
+    return best;
+#else
+    return CodePath::kPortable;
+#endif
+}
+
+const CodeMap& CodeMap::of(bool is_signed)
+{
+    static const CodeMap with(true), without(false);
+    return is_signed ? with : without;
+}
+
+CodeMap::CodeMap(bool is_signed) : is_signed_(is_signed)
+{
+    const std::uint32_t* bits = is_signed ? kSignedNumbers : kUnsignedNumbers;
+    for (std::size_t i = 0; i < numbers.size(); ++i) numbers[i] = from_bits(bits[i]);
+    make_buckets();
+    make_lines();
+}
+
+std::uint32_t CodeMap::nearest(float quotient) const
+{
+    std::uint32_t code = 0;  // the last number that is not above; of NaN the first
+    for (std::uint32_t half = 128; half > 0; half /= 2)
+        if (quotient >= numbers[code + half]) code += half;
+    const std::uint32_t next = std::min<std::uint32_t>(code + 1, 255);
+    const float distance = quotient - numbers[code];
+    return distance >= (numbers[next] - numbers[code]) * 0.5F ? next : code;
+}
+
+void CodeMap::make_buckets()
+{
+    for (std::uint32_t sign = 0; sign < 2; ++sign) {
+        for (std::int32_t bucket = 0; bucket < kBuckets; ++bucket) {
+            const std::uint32_t begin = static_cast<std::uint32_t>(kFirst + bucket) << 16;
+            const auto code = [&](std::uint32_t low) {
+                if (bucket == kBuckets - 1) return nearest(from_bits(kNan));
+                return nearest(from_bits(sign << 31 | begin | low));
+            };
+            // Smaller quotients are there, too. Above one there is none.
+            const bool is_end = bucket == 0 || bucket >= kBuckets - 2;
+            const std::uint32_t first = bucket == 0 ? nearest(0.0F) : code(0);
+            std::uint32_t place = kNoPlace;
+            const std::uint32_t last = is_end ? first : code(0xffffU);
+            if (last != first) {
+                if (last != (sign != 0 ? first - 1 : first + 1))
+                    throw std::logic_error("two codes begin in a bucket");
+                std::uint32_t before = 0;
+                for (place = 0xffffU; place - before > 1;) {
+                    const std::uint32_t middle = before + (place - before) / 2;
+                    (code(middle) == first ? before : place) = middle;
+                }
+            }
+            const std::size_t at =
+                static_cast<std::size_t>(bucket) + (sign != 0 ? std::size_t{kBuckets} : 0);
+            buckets_[at] = first << kPlaceBits | place;
+        }
+    }
+}
+
+// The bits of the least quotient of at least this code, which is that of no negative.
+std::uint32_t CodeMap::first_of(std::uint32_t code) const
+{
+    std::uint32_t below = 0, found = kOne;
+    while (found - below > 1) {
+        const std::uint32_t middle = below + (found - below) / 2;
+        (nearest(from_bits(middle)) < code ? below : found) = middle;
+    }
+    return found;
+}
+
+void CodeMap::make_lines()
+{
+    const std::uint32_t zero = nearest(0.0F);
+    const double unit = 1 << kFraction;
+    std::array<std::uint32_t, kDecades> begins = {};
+    std::uint32_t code = 0;  // counted from zero's
+    for (int decade = 0; decade < kDecades; ++decade) {
+        const auto at = static_cast<std::size_t>(decade);
+        const bool is_alone = decade == 0 || decade == kDecades - 1;  // zero, one
+        const std::uint32_t num = is_alone ? 1 : (is_signed_ ? 1U : 2U) << (decade - 1);
+        const double step = 0.9 * std::pow(10.0, decade - 7) / num;  // of a grid from a tenth on
+        const double factor = is_alone ? 0.0 : 1.0 / step;
+        const double offset = is_alone ? code + 0.5 : code - num / 9.0;
+        lines_.factors[at] = static_cast<float>(factor * unit);
+        lines_.offsets[at] = static_cast<float>(offset * unit + kMagic);
+        lines_.most[at] =
+            kMagicBits + ((code + num) << kFraction) - (std::uint32_t{1} << (kFraction - 1));
+        if (decade > 0) begins[at] = first_of(zero + code);
+        code += num;
+    }
+    if (zero + code != 256) throw std::logic_error("decades have not the codes that there are");
+    for (std::uint32_t low = 0; low < 32; ++low) {
+        const std::uint32_t exponent = 96 + low, first = exponent << 23;
+        std::uint32_t decade = 0, begin = first - 2 * kNearBegin;
+        for (std::uint32_t d = 1; d < kDecades; ++d) {
+            if (begins[d] >> 23 < exponent) decade = d;
+            if (begins[d] >> 23 != exponent) continue;
+            if (begin >= first) throw std::logic_error("two decades begin in an octave");
+            decade = d;
+            begin = begins[d];
+        }
+        lines_.begins[low] = (begin & ~0xfU) | decade;
+    }
+}
+
+void CodeMap::encode(const float* values, float scale, std::uint8_t* codes, std::size_t numel,
+                     CodePath path) const
+{
+    std::size_t done = 0;
+    if (scale <= kLargestDivisor) {
+        if (path == CodePath::kAvx512) done = encode_avx512(values, scale, codes, numel);
+        if (path == CodePath::kAvx2) done = encode_avx2(values, scale, codes, numel);
+    }
+    encode_portable(values + done, scale, codes + done, numel - done);
+}
+
+void CodeMap::decode(const std::uint8_t* codes, float scale, float* values, std::size_t numel,
+                     CodePath path) const
+{
+    std::size_t done = 0;
+    if (path == CodePath::kAvx512)
+        done = is_signed_ ? decode_signed_avx512(codes, scale, values, numel)
+                          : decode_unsigned_avx512(codes, scale, values, numel);
+    if (path == CodePath::kAvx2) done = decode_avx2(codes, scale, values, numel);
+    decode_portable(codes + done, scale, values + done, numel - done);
+}
+
+// Without a condition in its body, so that compilers can make it one of vectors.
+void CodeMap::encode_portable(const float* values, float scale, std::uint8_t* codes,
+                              std::size_t numel) const
+{
+    for (std::size_t i = 0; i < numel; ++i) {
+        const std::uint32_t bits = to_bits(values[i] / scale), magnitude = bits & kMagnitude;
+        const std::int32_t sign = static_cast<std::int32_t>(bits) >> 31;  // 0 or -1
+        const std::int32_t place = static_cast<std::int32_t>(magnitude >> 16) - kFirst;
+        const std::int32_t bucket = std::min(std::max(place, 0), kBuckets - 1);
+        const std::uint32_t entry = buckets_[static_cast<std::size_t>(bucket + (sign & kBuckets))];
+        const std::int32_t is_past = (magnitude & 0xffffU) >= (entry & kPlaceMask) ? 1 : 0;
+        const std::int32_t step = (is_past ^ sign) - sign;  // codes fall as negatives grow
+        codes[i] = static_cast<std::uint8_t>(static_cast<std::int32_t>(entry >> kPlaceBits) + step);
+    }
+}
+
+void CodeMap::decode_portable(const std::uint8_t* codes, float scale, float* values,
+                              std::size_t numel) const
+{
+    for (std::size_t i = 0; i < numel; ++i) values[i] = numbers[codes[i]] * scale;
+}
+
+#if defined(__x86_64__)
+
+// As the portable path, eight at a time.
+FUYOU_AVX2 std::size_t CodeMap::encode_avx2(const float* values, float scale, std::uint8_t* codes,
+                                            std::size_t numel) const
+{
+    const __m256 factor = _mm256_set1_ps(1.0F / scale);
+    const __m256i magnitudes = _mm256_set1_epi32(static_cast<int>(kMagnitude));
+    const __m256i first = _mm256_set1_epi32(kFirst), last = _mm256_set1_epi32(kBuckets - 1);
+    const __m256i lower = _mm256_set1_epi32(0xffff), other = _mm256_set1_epi32(kBuckets);
+    const __m256i places = _mm256_set1_epi32(static_cast<int>(kPlaceMask));
+    const __m256i apart = _mm256_set1_epi32(kApart), none = _mm256_setzero_si256();
+    const __m256i twice = _mm256_set1_epi32(2 * kApart);
+    const __m256i bytes = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
+    const std::size_t num_done = numel / 8 * 8;
+    for (std::size_t i = 0; i < num_done; i += 8) {
+        const __m256 quotient = _mm256_mul_ps(_mm256_loadu_ps(values + i), factor);
+        const __m256i bits = _mm256_castps_si256(quotient);
+        const __m256i magnitude = _mm256_and_si256(bits, magnitudes);
+        const __m256i sign = _mm256_srai_epi32(bits, 31);
+        const __m256i place = _mm256_sub_epi32(_mm256_srli_epi32(magnitude, 16), first);
+        const __m256i bucket = _mm256_min_epi32(_mm256_max_epi32(place, none), last);
+        const __m256i at = _mm256_add_epi32(bucket, _mm256_and_si256(sign, other));
+        const __m256i entry =
+            _mm256_i32gather_epi32(reinterpret_cast<const int*>(buckets_.data()), at, 4);
+        const __m256i low = _mm256_and_si256(magnitude, lower);
+        const __m256i next = _mm256_and_si256(entry, places);
+        const __m256i is_before = _mm256_cmpgt_epi32(next, low);  // 0 or -1
+        const __m256i is_past = _mm256_andnot_si256(is_before, _mm256_set1_epi32(1));
+        const __m256i step = _mm256_sub_epi32(_mm256_xor_si256(is_past, sign), sign);
+        const __m256i code = _mm256_add_epi32(_mm256_srli_epi32(entry, kPlaceBits), step);
+        // Less than kApart from where the next code, or bucket, begins.
+        const __m256i to_next = _mm256_abs_epi32(_mm256_sub_epi32(low, next));
+        const __m256i to_bucket = _mm256_and_si256(_mm256_add_epi32(low, apart), lower);
+        const __m256i is_near = _mm256_or_si256(_mm256_cmpgt_epi32(apart, to_next),
+                                                _mm256_cmpgt_epi32(twice, to_bucket));
+        const __m256i packed = _mm256_shuffle_epi8(code, bytes);
+        const int halves[2] = {_mm256_extract_epi32(packed, 0), _mm256_extract_epi32(packed, 4)};
+        std::memcpy(codes + i, halves, sizeof halves);
+        const __m256i is_doubtful = _mm256_andnot_si256(_mm256_cmpgt_epi32(none, place), is_near);
+        if (_mm256_movemask_epi8(is_doubtful) != 0)
+            encode_portable(values + i, scale, codes + i, 8);
+    }
+    return num_done;
+}
+
+FUYOU_AVX2 std::size_t CodeMap::decode_avx2(const std::uint8_t* codes, float scale, float* values,
+                                            std::size_t numel) const
+{
+    const __m256 factor = _mm256_set1_ps(scale);
+    const std::size_t num_done = numel / 8 * 8;
+    for (std::size_t i = 0; i < num_done; i += 8) {
+        const __m256i code =
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
+        const __m256 number = _mm256_i32gather_ps(numbers.data(), code, 4);
+        _mm256_storeu_ps(values + i, _mm256_mul_ps(number, factor));
+    }
+    return num_done;
+}
+
+// See [Note: codes by arithmetic].
+FUYOU_AVX512 std::size_t CodeMap::encode_avx512(const float* values, float scale,
+                                                std::uint8_t* codes, std::size_t numel) const
+{
+    constexpr int kWhole = static_cast<int>(kMagicBits >> kFraction);
+    const __m512 factor = _mm512_set1_ps(1.0F / scale), smallest = _mm512_set1_ps(kSmallest);
+    const __m512i begins[2] = {_mm512_load_si512(lines_.begins.data()),
+                               _mm512_load_si512(lines_.begins.data() + 16)};
+    const __m512 factors = _mm512_load_ps(lines_.factors.data());
+    const __m512 offsets = _mm512_load_ps(lines_.offsets.data());
+    const __m512i most = _mm512_load_si512(lines_.most.data());
+    const __m512i one = _mm512_set1_epi32(1), near_begin = _mm512_set1_epi32(kNearBegin);
+    const __m512i begins_end = _mm512_set1_epi32(2 * kNearBegin);
+    const __m512i near_whole = _mm512_set1_epi32(kNearWhole);
+    const __m512i fraction = _mm512_set1_epi32((1 << kFraction) - 2 * kNearWhole);
+    const std::size_t num_done = numel / 16 * 16;
+    for (std::size_t i = 0; i < num_done; i += 16) {
+        const __m512 quotient = _mm512_mul_ps(_mm512_loadu_ps(values + i), factor);
+        // Without signs whatever is negative has zero's code.
+        const __m512 magnitude = is_signed_ ? _mm512_range_ps(quotient, smallest, 0xb)  // larger
+                                            : _mm512_max_ps(quotient, smallest);
+        const __m512i bits = _mm512_castps_si512(magnitude);
+        const __m512i begin =
+            _mm512_permutex2var_epi32(begins[0], _mm512_srli_epi32(bits, 23), begins[1]);
+        const __m512i past = _mm512_sub_epi32(bits, begin);
+        const __mmask16 is_before = _mm512_movepi32_mask(past);
+        const __m512i decade = _mm512_mask_sub_epi32(begin, is_before, begin, one);
+        const __m512 sum = _mm512_fmadd_ps(magnitude, _mm512_permutexvar_ps(decade, factors),
+                                           _mm512_permutexvar_ps(decade, offsets));
+        const __m512i place =
+            _mm512_min_epi32(_mm512_castps_si512(sum), _mm512_permutexvar_epi32(decade, most));
+        const __mmask16 is_near_begin =
+            _mm512_cmple_epu32_mask(_mm512_add_epi32(past, near_begin), begins_end);
+        const __mmask16 is_near_whole =
+            _mm512_testn_epi32_mask(_mm512_add_epi32(place, near_whole), fraction);
+        const __m512i whole = _mm512_srli_epi32(place, kFraction);
+        __m128i found;
+        if (is_signed_) {
+            // Of negatives there is no number beyond the last; saturation sees to that.
+            const __mmask16 is_negative = _mm512_movepi32_mask(_mm512_castps_si512(quotient));
+            const __m512i positive = _mm512_sub_epi32(whole, _mm512_set1_epi32(kWhole + 1));
+            const __m512i from_zero =
+                _mm512_mask_sub_epi32(positive, is_negative, _mm512_set1_epi32(kWhole - 1), whole);
+            found = _mm_xor_si128(_mm512_cvtsepi32_epi8(from_zero),
+                                  _mm_set1_epi8(static_cast<char>(0x80)));
+        } else {
+            found = _mm512_cvtepi32_epi8(whole);
+        }
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), found);
+        for (std::uint32_t lanes = is_near_begin | is_near_whole; lanes != 0; lanes &= lanes - 1) {
+            const std::size_t at = i + static_cast<std::size_t>(__builtin_ctz(lanes));
+            encode_portable(values + at, scale, codes + at, 1);
+        }
+    }
+    return num_done;
+}
+
+namespace {
+
+// Of 64 numbers in four registers those of codes, whose lower six bits count.
+FUYOU_AVX512 inline __m512 one_of_64(const __m512* table, __m512i code, __mmask16 by32)
+{
+    const __m512 low = _mm512_permutex2var_ps(table[0], code, table[1]);
+    const __m512 high = _mm512_permutex2var_ps(table[2], code, table[3]);
+    return _mm512_mask_blend_ps(by32, low, high);
+}
+
+FUYOU_AVX512 inline __mmask16 has_bit(__m512i code, int bit)
+{
+    return _mm512_test_epi32_mask(code, _mm512_set1_epi32(bit));
+}
+
+FUYOU_AVX512 inline __m512i load_codes(const std::uint8_t* codes)
+{
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+}
+
+}  // namespace
+
+// All numbers are in registers: looked up there, not in memory. Negatives are as positives are.
+FUYOU_AVX512 std::size_t CodeMap::decode_signed_avx512(const std::uint8_t* codes, float scale,
+                                                       float* values, std::size_t numel) const
+{
+    __m512 table[8];
+    for (int i = 0; i < 8; ++i) table[i] = _mm512_loadu_ps(numbers.data() + 127 + 16 * i);
+    const __m512 factor = _mm512_set1_ps(scale), one = _mm512_set1_ps(1.0F);
+    const __m512i zero = _mm512_set1_epi32(127), signs = _mm512_set1_epi32(INT32_MIN);
+    const std::size_t num_done = numel / 16 * 16;
+    for (std::size_t i = 0; i < num_done; i += 16) {
+        const __m512i from_zero = _mm512_sub_epi32(load_codes(codes + i), zero);
+        const __m512i code = _mm512_abs_epi32(from_zero);
+        const __mmask16 by32 = has_bit(code, 32);
+        const __m512 number = _mm512_mask_blend_ps(has_bit(code, 64), one_of_64(table, code, by32),
+                                                   one_of_64(table + 4, code, by32));
+        const __m512 magnitude = _mm512_mask_blend_ps(has_bit(code, 128), number, one);
+        const __m512 with_sign = _mm512_castsi512_ps(
+            _mm512_or_si512(_mm512_castps_si512(magnitude), _mm512_and_si512(from_zero, signs)));
+        _mm512_storeu_ps(values + i, _mm512_mul_ps(with_sign, factor));
+    }
+    return num_done;
+}
+
+FUYOU_AVX512 std::size_t CodeMap::decode_unsigned_avx512(const std::uint8_t* codes, float scale,
+                                                         float* values, std::size_t numel) const
+{
+    __m512 table[16];
+    for (int i = 0; i < 16; ++i) table[i] = _mm512_load_ps(numbers.data() + 16 * i);
+    const __m512 factor = _mm512_set1_ps(scale);
+    const std::size_t num_done = numel / 16 * 16;
+    for (std::size_t i = 0; i < num_done; i += 16) {
+        const __m512i code = load_codes(codes + i);
+        const __mmask16 by32 = has_bit(code, 32), by64 = has_bit(code, 64);
+        const __m512 low = _mm512_mask_blend_ps(by64, one_of_64(table, code, by32),
+                                                one_of_64(table + 4, code, by32));
+        const __m512 high = _mm512_mask_blend_ps(by64, one_of_64(table + 8, code, by32),
+                                                 one_of_64(table + 12, code, by32));
+        const __m512 number = _mm512_mask_blend_ps(has_bit(code, 128), low, high);
+        _mm512_storeu_ps(values + i, _mm512_mul_ps(number, factor));
+    }
+    return num_done;
+}
+
+#else
+
+std::size_t CodeMap::encode_avx2(const float*, float, std::uint8_t*, std::size_t) const
+{
+    return 0;
+}
+
+std::size_t CodeMap::decode_avx2(const std::uint8_t*, float, float*, std::size_t) const
+{
+    return 0;
+}
+
+std::size_t CodeMap::encode_avx512(const float*, float, std::uint8_t*, std::size_t) const
+{
+    return 0;
+}
+
+std::size_t CodeMap::decode_signed_avx512(const std::uint8_t*, float, float*, std::size_t) const
+{
+    return 0;
+}
+
+std::size_t CodeMap::decode_unsigned_avx512(const std::uint8_t*, float, float*, std::size_t) const
+{
+    return 0;
+}
+
+#endif
+
+}  // namespace fuyou

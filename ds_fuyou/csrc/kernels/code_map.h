@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The 256 numbers that 8-bit codes stand for, and the code of any quotient; see [Note: codes] in
+// moments.h.
+//
+// [Note: codes by arithmetic]
+// nearest() says what the code of a quotient is. Every path gives the same codes. The portable one
+// divides and looks up, by the upper half of the quotient, a code and the one place where the next
+// code begins. Those of vectors multiply by the reciprocal of the scale, which is wrong by some
+// last bits; with AVX-512 they have no table in memory either: the numbers of a decade are the
+// middles of a linear grid, so a code is a product and a sum, whose factors are in registers.
+// Whatever comes close to where another code begins, by more than both can be wrong, is coded the
+// portable way, one in some thousand. `make values` compares all quotients.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace fuyou {
+
+enum class CodePath { kPortable, kAvx2, kAvx512 };
+
+// The best that this CPU has.
+CodePath best_code_path();
+
+class CodeMap {
+  public:
+    static const CodeMap& of(bool is_signed);
+    explicit CodeMap(bool is_signed);
+
+    // The code of `quotient`, the slow way.
+    std::uint32_t nearest(float quotient) const;
+    // Of values whose magnitude is `scale` at most, or scale is NaN.
+    void encode(const float* values, float scale, std::uint8_t* codes, std::size_t numel,
+                CodePath path) const;
+    void decode(const std::uint8_t* codes, float scale, float* values, std::size_t numel,
+                CodePath path) const;
+
+    alignas(64) std::array<float, 256> numbers;  // ascending
+
+  private:
+    // Upper halves from that of the smallest number's half on, up to that of one; what is smaller
+    // is in the first bucket, and NaN in the last.
+    static constexpr std::int32_t kFirst = 0x33ff, kBuckets = 0x3f80 - kFirst + 2;
+    static constexpr int kPlaceBits = 17;  // of the lower half where the next code begins
+    static constexpr std::uint32_t kPlaceMask = (1U << kPlaceBits) - 1, kNoPlace = 0x10000U;
+
+    void make_buckets();
+    void make_lines();
+    std::uint32_t first_of(std::uint32_t code) const;
+
+    void encode_portable(const float* values, float scale, std::uint8_t* codes,
+                         std::size_t numel) const;
+    void decode_portable(const std::uint8_t* codes, float scale, float* values,
+                         std::size_t numel) const;
+    // What follows does as many whole vectors as there are, and says how many elements these were.
+    std::size_t encode_avx2(const float* values, float scale, std::uint8_t* codes,
+                            std::size_t numel) const;
+    std::size_t decode_avx2(const std::uint8_t* codes, float scale, float* values,
+                            std::size_t numel) const;
+    std::size_t encode_avx512(const float* values, float scale, std::uint8_t* codes,
+                              std::size_t numel) const;
+    std::size_t decode_signed_avx512(const std::uint8_t* codes, float scale, float* values,
+                                     std::size_t numel) const;
+    std::size_t decode_unsigned_avx512(const std::uint8_t* codes, float scale, float* values,
+                                       std::size_t numel) const;
+
+    bool is_signed_;
+    alignas(64) std::array<std::uint32_t, 2 * kBuckets> buckets_;
+
+    // A magnitude in the decade of number d (0: what is nearest to zero, 8: to one) has the code,
+    // counted from zero's, that stands before the point of factor * magnitude + offset, in units of
+    // 2^-kFraction, `most` at most.
+    static constexpr int kFraction = 15, kDecades = 9;
+    struct Lines {
+        alignas(64) std::array<std::uint32_t, 32> begins;  // by the lowest bits of the exponent:
+                                                           // where a decade begins, or will have;
+                                                           // its number in the last four bits
+        alignas(64) std::array<float, 16> factors;
+        alignas(64) std::array<float, 16> offsets;  // with kMagic, so that sums are whole numbers
+        alignas(64) std::array<std::uint32_t, 16> most;  // bits, with kMagic
+    };
+    Lines lines_;
+};
+
+}  // namespace fuyou
