@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_fuyou.checkpoint.state_files import RankFiles
+from ds_fuyou.checkpoint.contents import Contents
+from ds_fuyou.checkpoint.state_files import RankFiles, contents_of
 from ds_fuyou.errors import FuyouChecksumError, FuyouConfigError
 from ds_fuyou.host.memory import aligned_tensor
 from ds_fuyou.ops.core import load_core
@@ -205,6 +206,17 @@ def test_what_is_left_on_storage_is_the_whole_state(
         for seed in (1, 2, 3):
             step(undisturbed, seed)
         assert all(map(torch.equal, after, state_of(undisturbed)))
+
+
+def test_codes_of_a_version_whose_blocks_two_parameters_shared_are_refused_by_name() -> None:
+    said = contents_of(LAYOUT, [[span.numel] for span in LAYOUT.params], layout_of(WHOLE, 2, INT8))
+    assert Contents.parse(said, {}).layout.version == 5
+    found = Contents.parse(said, {}).param_begins
+    assert [tuple(begins) for begins in found] == [chunk.param_begins for chunk in LAYOUT.chunks]
+    assert any(found)
+    older = {**said, "states": {**said["states"], "version": 3}}  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="another version of ds_fuyou reads that"):
+        Contents.parse(older, {})
 
 
 @pytest.mark.parametrize("moments", ROUNDED)
