@@ -151,3 +151,16 @@ class Disk:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def apply(core: OutOfCoreOptimizer, seed: int, multiplier: float = 1.0, without: Sequence[str] = ()) -> None:
+    """A step that waits for nothing, clipped where the multiplier is not one."""
+    backward(core, seed, without)
+    core.apply(hypers(core.layout), multiplier, expected_multiplier=1.0)
+
+
+def everything(core: OutOfCoreOptimizer) -> list[torch.Tensor]:
+    """States of all chunks, then P16 of all parameters."""
+    chunks = range(len(core.layout.chunks))
+    states = [part.clone() for _, parts in core.states.read_all(chunks) for part in parts]
+    return [*states, *(core.params.read(span).clone() for span in core.layout.params)]

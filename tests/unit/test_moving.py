@@ -24,7 +24,7 @@ from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.storage import growing
 from ds_fuyou.storage.store import SlotStore
-from tests.harness.small_core import backward, hypers, small_core, step
+from tests.harness.small_core import apply, backward, everything, hypers, small_core, step
 
 pytestmark = pytest.mark.timeout(120)
 LAYOUT = build_layout(
@@ -41,17 +41,6 @@ def move(core: OutOfCoreOptimizer, share: float, step_bytes: int = 4 * STATE_BYT
 
 def in_memory(core: OutOfCoreOptimizer) -> int:
     return sum(core.place.residency.states)
-
-
-def everything(core: OutOfCoreOptimizer) -> list[torch.Tensor]:
-    states = [part.clone() for _, parts in core.states.read_all(range(NUM_CHUNKS)) for part in parts]
-    return [*states, *(core.params.read(span).clone() for span in LAYOUT.params)]
-
-
-def apply(core: OutOfCoreOptimizer, seed: int, multiplier: float = 1.0, without: Sequence[str] = ()) -> None:
-    """A step that waits for nothing, clipped where the multiplier is not one."""
-    backward(core, seed, without)
-    core.apply(hypers(LAYOUT), multiplier, expected_multiplier=1.0)
 
 
 def run(path: Path, moves: dict[int, float], **options: Any) -> list[torch.Tensor]:

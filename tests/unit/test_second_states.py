@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.optimizer.residency import ChunkResidency
-from tests.harness.small_core import backward, hypers, small_core
+from tests.harness.small_core import apply, backward, everything, hypers, small_core
 
 pytestmark = pytest.mark.timeout(120)
 LAYOUT = build_layout(
@@ -23,16 +21,6 @@ LAYOUT = build_layout(
 )
 NUM_CHUNKS = len(LAYOUT.chunks)
 RESIDENT = (1.0, 1.0, 0.0)
-
-
-def everything(core: OutOfCoreOptimizer) -> list[torch.Tensor]:
-    states = [part.clone() for _, parts in core.states.read_all(range(NUM_CHUNKS)) for part in parts]
-    return [*states, *(core.params.read(span).clone() for span in LAYOUT.params)]
-
-
-def apply(core: OutOfCoreOptimizer, seed: int, multiplier: float = 1.0, without: Sequence[str] = ()) -> None:
-    backward(core, seed, without)
-    core.apply(hypers(LAYOUT), multiplier, expected_multiplier=1.0)
 
 
 def run(path: Path, moves: dict[int, float], **options: Any) -> list[torch.Tensor]:
