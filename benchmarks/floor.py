@@ -12,13 +12,13 @@ __all__ = ["BYTES_A_PARAMETER", "Floor", "floor_of"]
 _SCALES = 2 * 4 / 256  # of two moments
 BYTES_A_PARAMETER: dict[str, tuple[float, float]] = {
     "fuyou_dram": (0, 0),
-    "fuyou_optimizer_nvme": (12, 12),
-    "fuyou_optimizer_nvme_split": (10, 12),
+    "fuyou_optimizer_nvme": (10, 12),
+    "fuyou_optimizer_nvme_whole": (12, 12),
     "fuyou_optimizer_nvme_bf16": (6, 8),
     "fuyou_optimizer_nvme_int8": (4 + _SCALES, 6 + _SCALES),
     "fuyou_dram_int8": (0, 0),
-    "fuyou_all_nvme": (16, 16),
-    "fuyou_all_nvme_split": (16, 14),
+    "fuyou_all_nvme": (16, 14),
+    "fuyou_all_nvme_whole": (16, 16),
     "fuyou_all_nvme_int8": (10 + _SCALES, 8 + _SCALES),
 }
 """(read, written) bytes of storage a parameter and step that the placement requires (docs/states.md). All on NVMe: P16
