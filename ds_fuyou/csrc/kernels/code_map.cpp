@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "kernels/code_numbers.h"
+#include "kernels/float_bits.h"
 
 #if defined(__x86_64__)
 #if defined(__GNUC__) && !defined(__clang__)
@@ -20,7 +21,7 @@
 namespace fuyou {
 namespace {
 
-constexpr std::uint32_t kMagnitude = 0x7fffffffU, kNan = 0x7fc00000U, kOne = 0x3f800000U;
+constexpr std::uint32_t kOne = 0x3f800000U;
 // Of two quotients, one by division and one by the reciprocal: less apart than this, in last bits.
 constexpr std::uint32_t kApart = 4;
 // Larger scales have no reciprocal of full precision, nor has NaN.
@@ -33,20 +34,6 @@ constexpr std::uint32_t kMagicBits = 0x4b000000U;
 constexpr int kNearWhole = 8;
 constexpr int kNearBegin = 32;
 constexpr float kSmallest = 0x1p-31F;  // smaller is not told apart: the code of zero
-
-float from_bits(std::uint32_t bits)
-{
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-std::uint32_t to_bits(float value)
-{
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
 
 }  // namespace
 

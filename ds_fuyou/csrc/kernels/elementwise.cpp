@@ -6,22 +6,10 @@
 #include <immintrin.h>
 #endif
 
+#include "kernels/float_bits.h"
+
 namespace fuyou {
 namespace {
-
-inline float from_bits(std::uint32_t bits)
-{
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-inline std::uint32_t to_bits(float value)
-{
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
 
 struct BFloat16 {
     static float load(std::uint16_t bits) { return from_bits(std::uint32_t{bits} << 16); }

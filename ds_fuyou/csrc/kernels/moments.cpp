@@ -7,26 +7,13 @@
 
 #include "kernels/code_map.h"
 #include "kernels/elementwise.h"
+#include "kernels/float_bits.h"
 
 namespace fuyou {
 namespace {
 
-constexpr std::uint32_t kMagnitude = 0x7fffffffU, kInfinity = 0x7f800000U, kNan = 0x7fc00000U;
+constexpr std::uint32_t kInfinity = 0x7f800000U;
 constexpr float kLeastScale = 1e-12F;
-
-float from_bits(std::uint32_t bits)
-{
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-std::uint32_t to_bits(float value)
-{
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
 
 std::uint32_t largest_magnitude(const float* values, std::size_t numel)
 {
