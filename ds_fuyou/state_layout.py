@@ -208,11 +208,11 @@ class StateLayout:
         )
 
 
-def layout_of(masters: str, num_moments: int, moments: str = FP32) -> StateLayout:
-    """Raises ValueError for what no version has."""
+def layout_of(masters: str, num_moments: int, moments: str = FP32, cuts: Iterable[int] = ()) -> StateLayout:
+    """From the fields of one. Raises ValueError for what no version has."""
     if masters not in (WHOLE, SPLIT, BF16) or not 1 <= num_moments <= 2 or moments not in _MOMENT_BYTES:
         raise ValueError(f"no state layout has {masters} masters and {num_moments} {moments} moments")
-    return StateLayout(masters, num_moments, moments)
+    return StateLayout(masters, num_moments, moments).of(cuts)
 
 
 def masters_of(wanted: str, *, is_bfloat16: bool, checksum: bool, are_cloned: bool = False, stock: str = FP32) -> str:

@@ -13,6 +13,7 @@ import pytest
 
 from ds_fuyou.planner import profile
 from ds_fuyou.planner.profile import forget_profile, load_profile, machine_fingerprint, profile_directory, save_profile
+from ds_fuyou.state_layout import BF16, INT8, SPLIT, WHOLE, StateLayout, layout_of
 from tests.planner.profiles import PROFILE
 
 
@@ -33,6 +34,13 @@ def test_what_is_kept_comes_back(profiles: Path) -> None:
         False,
     ]
     assert load_profile(PROFILE.machine, PROFILE.model) is None
+
+
+@pytest.mark.parametrize("layout", [layout_of(SPLIT, 2), layout_of(WHOLE, 1, INT8), layout_of(BF16, 2, BF16)])
+def test_every_layout_comes_back(profiles: Path, layout: StateLayout) -> None:
+    kept = replace(PROFILE, given=replace(PROFILE.given, layout=layout))
+    save_profile(kept)
+    assert load_profile(PROFILE.machine, PROFILE.model) == kept
 
 
 def test_old_profiles_go(profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
