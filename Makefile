@@ -115,7 +115,8 @@ quality: setup
 	$(RUN) python tests/harness/prebuild.py
 	$(RUN) python -m benchmarks.quality --steps 3000 --seeds 3 --layers 8 --width 512 --out .work/quality.json $(QUALITY_FLAGS)
 
-# Programs that others wrote, against stock ZeRO-3, and the table of docs/clients.md: about an hour the first time, on two cores.
+# Programs that others wrote, against stock ZeRO-3, and the table of docs/clients.md: some hours the first time, on two cores.
+# Interrupted, it goes on: what the package, as it is, has an outcome for is not run again (CLIENTS_FLAGS=--again does).
 # CLIENTS_FLAGS="--only trl" runs a part, and leaves the rest of the table as it was. DeepSpeedExamples' scripts run if
 # DEEPSPEED_EXAMPLES names a checkout of them.
 CLIENTS := .venv-clients
