@@ -122,8 +122,9 @@ quality: setup
 CLIENTS := .venv-clients
 # Environments of programs that need other versions: each sees the first one's packages behind its own.
 OTHER_CLIENTS := older axolotl examples
-# $(1): an environment. Its operators are its own, too: the flags that compile them name its folder. Its ninja is the first one's.
-clients_run = PATH="$(abspath $(1))/bin:$(abspath $(CLIENTS))/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(abspath $(1))/torch_extensions" DS_ACCELERATOR=cpu
+# $(1): an environment. torch, DeepSpeed and ninja, and so the operators that they compile, are the first one's.
+clients_run = PATH="$(abspath $(1))/bin:$(abspath $(CLIENTS))/bin:$$PATH" DS_ACCELERATOR=cpu \
+	TORCH_EXTENSIONS_DIR="$(abspath $(CLIENTS))/torch_extensions"
 purelib = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 test-clients: $(CLIENTS)/.installed-clients
