@@ -17,6 +17,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ NOISE = (
     "speed(iter/s)",
     "speed(s/it)",
 )
+_NAMED = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception|Interrupt)\b")
 COUNTED_ANEW = ("num_tokens",)  # by a resumed process, in stock too
 
 
@@ -138,10 +140,11 @@ class Runs:
         return out
 
 
-def _last_error(error: AssertionError) -> str:
+def last_error(error: AssertionError) -> str:
+    """The last exception that a process named; if none did, how they ended."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if ("Error" in line or "Exception" in line) and not line.startswith(" ")]
-    return (named or lines)[-1].replace(f"{ROOT}/", "")[:300]
+    named = [line for line in lines[1:] if _NAMED.match(line)]
+    return (named[-1] if named else lines[0]).replace(f"{ROOT}/", "")[:300]
 
 
 def cells_of(case: Case, kinds: tuple[str, ...] = tuple(TIERS)) -> list[str]:
@@ -160,7 +163,7 @@ def outcomes_of(
         try:
             stock = runs.run("stock")
         except AssertionError as error:
-            failed = f"stock fails: {_last_error(error)}"
+            failed = f"stock fails: {last_error(error)}"
             yield from ((cell, failed) for cell in cells_of(replace(case, ranks=(num_ranks,)), kinds))
             continue
         for kind in kinds:
@@ -168,7 +171,7 @@ def outcomes_of(
                 ours = runs.run(kind)
                 found = differences(stock, ours)
             except AssertionError as error:
-                yield f"{num_ranks} {kind}", f"fails: {_last_error(error)}"
+                yield f"{num_ranks} {kind}", f"fails: {last_error(error)}"
                 continue
             yield f"{num_ranks} {kind}", f"differs: {found}" if found else "equal"
             if resumes and kind == RESUMES:
@@ -186,7 +189,7 @@ def resumed(runs: Runs, case: Case, kind: str) -> str:
             return "equal"
         stock_again = runs.run("stock", runs.work / "stock" / str(case.checkpoint))
     except AssertionError as error:
-        return f"fails: {_last_error(error)}"
+        return f"fails: {last_error(error)}"
     if differences(stock_again, again):
         return f"differs: {found}"
     return f"as stock: {found}"
@@ -241,14 +244,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     environments = sorted({case.environment for case in CASES})
     parser.add_argument("--environment", default="", choices=environments, help="the cases of this one")
-    parser.add_argument("--only", default="", help="cases whose name has this text in it")
+    parser.add_argument("--only", default="", help="the case of this name, or those whose name has this text")
     parser.add_argument("--ranks", type=int, nargs="*", default=(1, 2), help="cells of so many ranks")
     parser.add_argument("--kinds", nargs="*", default=tuple(TIERS), help="cells of these tiers; the others stay")
     parser.add_argument("--again", action="store_true", help="run what has an outcome, too")
     args = parser.parse_args()
     models = make_models(WORK / "-".join(filter(None, ("models", args.environment))))
-    for case in CASES:
-        if case.environment != args.environment or args.only not in case.name:
+    named = [case for case in CASES if case.name == args.only] or [case for case in CASES if args.only in case.name]
+    for case in named:
+        if case.environment != args.environment:
             continue
         results = Results(case)
         for num_ranks in (number for number in case.ranks if number in args.ranks):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.clients.cases import CASES
-from tests.clients.run import Results, cells_of, differences, outcomes_of
+from tests.clients.run import Results, cells_of, differences, last_error, outcomes_of
 from tests.clients.table import TARGET, page
 
 pytestmark = pytest.mark.timeout(900)  # several processes, each with a limit of its own
@@ -26,11 +26,11 @@ def test_a_mixture_of_experts_under_the_trainer(tmp_path: Path) -> None:
     assert list(cells) == cells_of(one, ("nvme",))
 
 
-def _left(out: Path, log: list[dict], weight: float) -> Path:
+def _left(out: Path, log: list[dict], *weight: float) -> Path:
     save_file = pytest.importorskip("safetensors.torch").save_file
     (out / "final").mkdir(parents=True)
     (out / "log.json").write_text(json.dumps(log))
-    save_file({"weight": torch.tensor([weight])}, out / "final" / "model.safetensors")
+    save_file({"weight": torch.tensor(weight)}, out / "final" / "model.safetensors")
     return out
 
 
@@ -42,10 +42,20 @@ def test_differences_are_noticed(tmp_path: Path) -> None:
     assert "log: " in differences(stock, _left(tmp_path / "loss", [*log[:2], {"loss": 0.5000001}], 1.0))
     assert "2 entries" in differences(stock, _left(tmp_path / "short", log[:2], 1.0))
     assert differences(stock, _left(tmp_path / "weight", log, 1.0000001)) == "weights: weight"
+    empty = [_left(tmp_path / name, log) for name in ("empty", "also empty")]
+    assert differences(*empty) == "weights: weight", "what was saved without values is equal to nothing"
     assert "nothing" in differences(stock, _left(tmp_path / "silent", [], 1.0))
     tail = _left(tmp_path / "tail", log[2:], 1.0)
     assert differences(stock, tail) != ""
     assert differences(stock, tail, resumed=True) == ""
+
+
+def test_the_last_exception_is_told_or_how_processes_ended() -> None:
+    ended = "script.py exited with [1, -6]:"
+    said = "[WARNING] an Error may follow\n  raise RuntimeError\n{}\n    return func(*args)\nexitcode: 1\n"
+    for named in ("RuntimeError: no room", "[rank1]: torch.distributed.DistBackendError: closed", "AssertionError"):
+        assert last_error(AssertionError(f"{ended}\n{said.format(named)}")) == named
+    assert last_error(AssertionError(f"{ended}\n{said.format('terminate called')}")) == ended
 
 
 def test_what_has_an_outcome_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
