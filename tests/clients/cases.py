@@ -43,13 +43,18 @@ PROGRAMS = {
 }
 
 
+_REFERENCE = "resumed, it begins with the first reference again, in stock, too: TRL does not save the one it has made"
+
+
 def _trl(name: str, shows: str, trainer: str, **arguments: Any) -> Case:
     options: dict[str, Any] = {"trainer": trainer}
     if arguments.pop("judge", False):
         options["judge"] = True
     zero, remark = arguments.pop("zero", {}), arguments.pop("remark", "")
-    told = {**options, "arguments": arguments}
     given: dict[str, Any] = {"checkpoint": "checkpoint-2", "zero": zero, "remark": remark}
+    if arguments.get("sync_ref_model"):
+        given |= {"checkpoint": None, "remark": _REFERENCE}
+    told = {**options, "arguments": arguments}
     return Case(f"trl-{name}", "TRL", shows, "trl_script.py", told, **given)
 
 

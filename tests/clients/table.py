@@ -65,7 +65,13 @@ def _escaped(remark: str) -> str:
     return remark.replace("|", "\\|").replace("<", "&lt;")
 
 
+def _asked(case: Case, cells: dict[str, str]) -> dict[str, str]:
+    """A case may ask for less than it did when it ran."""
+    return {cell: outcome for cell, outcome in cells.items() if _tried(case, cell)}
+
+
 def _row(case: Case, cells: dict[str, str]) -> str:
+    cells = _asked(case, cells)
     shown = [_cell(cells.get(cell), _tried(case, cell)) for cell in CELLS]
     remarks = [case.remark] if case.remark else []
     remarks += sorted({text.partition(": ")[2] for text in cells.values() if not text.startswith("equal")})
@@ -113,7 +119,8 @@ def main() -> None:
     results = {file.stem: json.loads(file.read_text()) for file in RESULTS.glob("*.json")}
     TARGET.write_text(page(results, TARGET.read_text()))
     sys.stdout.write(TARGET.read_text())
-    outcomes = [outcome for told in results.values() for outcome in told["cells"].values()]
+    told = {case.name: results.get(case.name, {}).get("cells", {}) for case in CASES}
+    outcomes = [outcome for case in CASES for outcome in _asked(case, told[case.name]).values()]
     sys.exit(1 if any(outcome.startswith(("differs", "fails")) for outcome in outcomes) else 0)
 
 

@@ -90,6 +90,13 @@ def test_what_did_not_run_is_said() -> None:
     assert row.split(" | ")[2:7] == ["equal", "**differs**", "stock fails", "not run", "not run"]
 
 
+def test_what_is_not_asked_any_more_is_not_shown() -> None:
+    case = next(case for case in CASES if case.checkpoint is None and case.remark)
+    told = {case.name: {"cells": {"1 nvme": "equal", "resumed": "differs: entry 0"}}}
+    row = next(line for line in page(told).splitlines() if case.shows in line)
+    assert row.strip("| ").split(" | ")[2:] == ["equal", "not run", "not run", "not run", "–", case.remark]
+
+
 def test_what_ran_before_stays_on_the_page() -> None:
     case, other = CASES[0], next(case for case in CASES if case.remark)
     told = {
