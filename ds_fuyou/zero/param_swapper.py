@@ -40,7 +40,9 @@ __all__ = [
     "gathers_to_read",
     "held_bytes",
     "in_order",
+    "is_in_host_memory",
     "only_reading",
+    "partition_bytes",
     "partition_of",
     "stores_of",
     "through_own_swapper",
@@ -57,6 +59,16 @@ def partition_of(param: Parameter) -> Partition | None:
     return swapper.partitions.get(param.ds_id) if isinstance(swapper, FuyouParameterSwapper) else None
 
 
+def partition_bytes(param: Parameter) -> int:
+    """Of this rank, padding included."""
+    return int(param.ds_tensor.ds_numel * param.ds_tensor.element_size())
+
+
+def is_in_host_memory(param: Parameter) -> bool:
+    """Whether DeepSpeed's own tensor of this rank's partition is."""
+    return bool(param.ds_tensor.device.type == "cpu")
+
+
 def held_bytes(params: Iterable[Parameter]) -> dict[str, int]:
     """Bytes of this rank's partitions by tier ("cpu", "nvme"), without those that a training engine has: it tells of
     them.
@@ -65,7 +77,7 @@ def held_bytes(params: Iterable[Parameter]) -> dict[str, int]:
     for param in params:
         partition = partition_of(param)
         if partition is None:
-            held["cpu"] += param.ds_tensor.ds_numel * param.ds_tensor.element_size()
+            held["cpu"] += partition_bytes(param)
         elif isinstance(partition.source, ParkedValues):
             held["nvme"] += partition.num_bytes
     return held
