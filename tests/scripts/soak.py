@@ -28,12 +28,6 @@ __all__ = ["differences", "main", "same"]
 
 WORKER = Path(__file__).parent / "worker.py"
 LIMIT_SECS = 120
-IN_MEMORY = {
-    "optimizer": {"tier": "cpu", "overlap": "none"},
-    "parameters": {"tier": "cpu"},
-    "gradients": {"tier": "cpu"},
-    "activations": {"mode": "none"},
-}
 Wrong = list[str]
 
 
@@ -52,6 +46,13 @@ def _as_case(script: dict, block_of: Callable[[dict], dict | None], device: Any)
             spec["config"]["fuyou"] = block
         engines.append(spec)
     return {**script, "engines": engines, "device": device, "limit_secs": LIMIT_SECS}
+
+
+def _in_memory(spec: dict) -> dict:
+    """The block of an engine with nothing on storage, which computes the same."""
+    moments = {"moments": kept} if (kept := spec["fuyou"]["optimizer"].get("moments")) else {}
+    homes = {name: {"tier": "cpu"} for name in ("parameters", "gradients")}
+    return {"optimizer": {"tier": "cpu", "overlap": "none", **moments}, **homes, "activations": {"mode": "none"}}
 
 
 def _run(case: dict, directory: Path, name: str) -> list[dict]:
@@ -82,7 +83,7 @@ def differences(script: dict, directory: Path) -> Wrong:
     swap = directory / "swap"
     swap.mkdir(parents=True)
     is_stock = script["reference"] == "stock"
-    theirs = _as_case(script, lambda spec: None if is_stock else IN_MEMORY, "cpu") | {"does_all": False}
+    theirs = _as_case(script, lambda spec: None if is_stock else _in_memory(spec), "cpu") | {"does_all": False}
     ours = _as_case(script, lambda spec: {"nvme_path": str(swap), **spec["fuyou"]}, script["device"])
     try:
         expected = _run(theirs, directory, "theirs")
