@@ -446,17 +446,19 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.invalidate_secondary_tensor()
 
     def _gather_persistent(self) -> None:
-        """As stock, where every update ends inside ``step()`` anyway, and where the whole model is persistent: it is
-        small, and scripts read it as they would without ZeRO. So, too, where torch_autocast has several ranks gather in
-        16 bits: this gather does not round, the one before a use does. Otherwise persistent parameters are gathered at
-        their first use: here it would wait for all of their updates."""
+        """As stock, where every update ends inside ``step()`` anyway, and where all that is trained is persistent: that
+        is small, and scripts read it as they would without ZeRO (programs save what a plain ``state_dict()`` has of
+        adapters, one rank alone). So, too, where torch_autocast has several ranks gather in 16 bits: this gather does
+        not round, the one before a use does. Otherwise persistent parameters are gathered at their first use: here it
+        would wait for all of their updates."""
         waits = self.rank_state.core.options.overlap is not Overlap.BACKWARD_AND_FORWARD
-        if self.persistent_parameters and (waits or self._is_all_persistent or self._gathers_round):
+        if self.persistent_parameters and (waits or self._trains_persistent or self._gathers_round):
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
 
     @cached_property
-    def _is_all_persistent(self) -> bool:
-        return len(self.persistent_parameters) == sum(1 for _ in self.module.parameters())
+    def _trains_persistent(self) -> bool:
+        persistent = set(self.persistent_parameters)
+        return all(param in persistent for group in self.fp16_groups for param in group)
 
     @cached_property
     def _gathers_round(self) -> bool:
