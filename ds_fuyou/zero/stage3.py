@@ -33,6 +33,7 @@ from ds_fuyou.state_layout import BF16, FP32
 from ds_fuyou.telemetry.report import LaneTimes, report_leave_out, report_step
 from ds_fuyou.telemetry.tier_bytes import TierBytes
 from ds_fuyou.telemetry.trace import Lane
+from ds_fuyou.zero.across_batches import AcrossBatches
 from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations, attach_auto, model_blocks
 from ds_fuyou.zero.checkpoint_outline import outline_of
 from ds_fuyou.zero.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
@@ -64,6 +65,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     training_state: TrainingState
     hp_access: HpAccess
     _monitor: StepMonitor | None = None
+    _across_batches: AcrossBatches | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         try:
@@ -240,6 +242,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         coordinator.fetch_sub_module = for_training(fetch_sub_module)
         if state.reads_parameters and state.device.is_host:
             bound_gathered(coordinator, state.parameters, self.dtype.itemsize)
+        if not state.device.is_host:
+            self._across_batches = AcrossBatches(coordinator, state.device, lambda: is_boundary(self))
 
     def _hypers(self) -> list[GroupHyper]:
         """The hyperparameters of every sub-group as they are now."""
@@ -497,6 +501,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         if self.rank_state.has_ended:
             return
         self._disown()
+        if self._across_batches is not None:
+            self._across_batches.forget()
         try:
             for part in (partial(release_gathered, self.module), super().destroy):
                 try:
