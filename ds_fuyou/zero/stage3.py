@@ -33,6 +33,7 @@ from ds_fuyou.state_layout import BF16, FP32
 from ds_fuyou.telemetry.report import LaneTimes, report_leave_out, report_step
 from ds_fuyou.telemetry.tier_bytes import TierBytes
 from ds_fuyou.telemetry.trace import Lane
+from ds_fuyou.zero.across_batches import AcrossBatches
 from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations, attach_auto, model_blocks
 from ds_fuyou.zero.checkpoint_outline import outline_of
 from ds_fuyou.zero.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
@@ -64,6 +65,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     training_state: TrainingState
     hp_access: HpAccess
     _monitor: StepMonitor | None = None
+    _across_batches: AcrossBatches | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         try:
@@ -214,7 +216,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         state = self.rank_state
         self._token_count = count_tokens(state, self.module)
         self._tier_bytes = TierBytes(state, state.device.allocated_bytes)
-        clock = state.clock
+        clock, times_device = state.clock, state.clock.times_device
         compute = None if state.trace is None else ComputeSpans(state.trace, self.module, self._tier_bytes, clock)
         self._compute_spans = compute
 
@@ -223,23 +225,26 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
                 compute.enter(current_submodule, forward)
             params = iter_module_params(current_submodule)
             recorder = self.run_plan.recorder
-            waits = any(param.ds_status is not ZeroParamStatus.AVAILABLE for param in params)
-            if waits or recorder is not None:
+            waits = times_device and any(param.ds_status is not ZeroParamStatus.AVAILABLE for param in params)
+            if recorder is None and not waits:
+                if params:
+                    state.before_module(params)
+                stock_fetch(current_submodule, forward)
+            else:
                 with (
                     nullcontext() if recorder is None else recorder.paused(),
                     clock.within(Phase.PARAMETERS) if waits else nullcontext(),
                 ):
                     state.before_module(params)
                     stock_fetch(current_submodule, forward)
-            else:
-                state.before_module(params)
-                stock_fetch(current_submodule, forward)
             if params and state.activations is not None:
                 index.note(params)
 
         coordinator.fetch_sub_module = for_training(fetch_sub_module)
         if state.reads_parameters and state.device.is_host:
             bound_gathered(coordinator, state.parameters, self.dtype.itemsize)
+        if not state.device.is_host:
+            self._across_batches = AcrossBatches(coordinator, state.device, lambda: is_boundary(self))
 
     def _hypers(self) -> list[GroupHyper]:
         """The hyperparameters of every sub-group as they are now."""
@@ -499,6 +504,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         if self.rank_state.has_ended:
             return
         self._disown()
+        if self._across_batches is not None:
+            self._across_batches.forget()
         try:
             for part in (partial(release_gathered, self.module), super().destroy):
                 try:
