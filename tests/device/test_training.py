@@ -21,6 +21,7 @@ import torch
 
 import ds_fuyou
 from ds_fuyou.cli import main
+from ds_fuyou.host.compute_clock import Phase
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.zero.device import rank_device
 from tests.device import faults
@@ -112,6 +113,30 @@ def test_between_forwards_the_host_waits_for_the_norm_alone(tiers: str, activati
         needless = [f"{wait.what} at\n{wait.stack}" for wait in waits if not is_for_the_norm(wait.stack)]
         assert not needless, "\n".join(needless)
         assert 0 < len(waits) <= num_gradients + BESIDE_GRADIENTS, [wait.what for wait in waits]
+    engine.destroy()
+
+
+def test_waits_for_memory_of_gradients_are_no_backward(tmp_path: Path) -> None:
+    """They are what a slow disk does to a step, which the planner knows by itself."""
+    engine = make_engine(tmp_path / "swap", "all", "none", plan={"chunk_bytes": 4096})
+    state, (first, *rest) = engine.optimizer.rank_state, batches(3)
+    train(engine, first)
+    state.core.wait_all()
+    clock, memory = state.clock, state.core.gradients
+    state.core.io.engine.set_throttle(1e9, 1e6)
+    for batch in rest:
+        clock.settle(wait=True)
+        before, waited = {phase: clock.secs(phase) for phase in Phase}, memory.waited_secs
+        loss = engine(**batch)
+        engine.backward(loss)
+        clock.settle(wait=True)
+        waited = memory.waited_secs - waited
+        since = {phase: clock.secs(phase) - secs for phase, secs in before.items()}
+        assert waited > 0.02, "the disk held back gradients"
+        assert since[Phase.GRADIENTS] >= 0.9 * waited
+        assert since[Phase.BACKWARD] < waited
+        engine.step()
+    state.core.io.engine.set_throttle(0.0, 0.0)
     engine.destroy()
 
 
