@@ -105,6 +105,7 @@ class RankState:
             self.device, lambda: waited_secs(self), None if self.trace is None else computed(self.trace)
         )
         self.num_tokens = 0
+        self.planned_device_bytes = 0.0  # the most that steps are expected to hold; 0: not known, or the host's
         self._heap = HeapGuard()
         self._num_reads = 0
         self._skipped = SkippedSteps(self.core)

@@ -51,7 +51,7 @@ __all__ = ["RunDesign", "TrainedModel", "designs_of"]
 class TrainedModel:
     """What one rank trains, and how: parameters as stage 3 has them, with their names in the order of use.
 
-    ``accumulation``: micro-batches a step.
+    ``accumulation``: micro-batches a step. ``reused_numel``: elements that stay gathered from forward to backward.
     """
 
     activation: Activation
@@ -62,6 +62,7 @@ class TrainedModel:
     grad_dtype: torch.dtype
     accumulation: int
     device: Device
+    reused_numel: int = 0
 
     @functools.cached_property
     def trained(self) -> list[Parameter]:
@@ -171,6 +172,7 @@ class TrainedModel:
             storage_budget_bytes=self.storage_budget(),
             num_paths=max(1, len(self.paths)),
             first_numel=sum(entry[2] for entry in first),
+            reused_numel=0 if self.device.is_host else self.reused_numel // dist.get_world_size(),
             frozen_bytes=float(sum(map(partition_bytes, self.planned_frozen()))),
         )
         given = under_block(sizes, config, bool(self.paths))

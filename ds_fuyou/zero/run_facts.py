@@ -145,6 +145,7 @@ def placement_of_run(rank_state: RankState, profile: RunProfile, activations: Ac
         frozen=frozen["cpu"] / max(1, sum(frozen.values())) if frozen["nvme"] else 1.0,
         swapped_bytes=activations.written_bytes / max(1, activations.num_forwards),
         staging_bytes=core.staging.capacity_bytes,
+        kept_param_bytes=rank_state.parameters.kept_bytes,
         recompute_flops=activations.recompute_flops,
     )
 

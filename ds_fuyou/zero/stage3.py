@@ -48,7 +48,7 @@ from ds_fuyou.zero.rank_state import RankState
 from ds_fuyou.zero.run_design import TrainedModel
 from ds_fuyou.zero.run_facts import known_run
 from ds_fuyou.zero.run_plan import RunPlan
-from ds_fuyou.zero.stock import bound_gathered, combined_grad_norm, is_boundary, iter_module_params
+from ds_fuyou.zero.stock import bound_gathered, combined_grad_norm, is_boundary, iter_module_params, reused_numel
 from ds_fuyou.zero.training_state import TrainingState
 
 __all__ = ["FuyouStage3Optimizer"]
@@ -105,6 +105,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             self.gradient_accumulation_dtype,
             self.gradient_accumulation_steps,
             rank_device(pin_memory=activation.absorbed.pin_memory),
+            reused_numel(self.parameter_offload),
         )
         self._known = known_run(model, self.module)
         self._group_of_sub_group = [self.sub_group_to_group_id[i] for i in range(len(self.fp16_groups))]
