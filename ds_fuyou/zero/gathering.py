@@ -50,10 +50,11 @@ def in_portions(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _all_gather(self: Any, param_list: list[Parameter], async_op: bool = False, hierarchy: Any = None) -> Any:
+        if not async_op:
+            settle(param_list)
         stores = [] if async_op else stores_of(param_list)
         if not stores:
             return original(self, param_list, async_op=async_op, hierarchy=hierarchy)
-        settle(param_list)
         with in_order(param_list):
             for portion in _portions(param_list, max(1, min(store.read_bytes for store in stores) // 4)):
                 away = [param for param in portion if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
