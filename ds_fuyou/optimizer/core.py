@@ -524,16 +524,22 @@ class OutOfCoreOptimizer:
         self.wait_all()
         self.gradients.return_lent()
 
-    def fit_staging(self, states: tuple[bool, ...]) -> None:
+    def staging_bytes(self, states: tuple[bool, ...], wanted_bytes: int | None = None) -> int:
+        """Staging memory for states in these places, and in those of now. See :meth:`ChunkPlaces.staging_bytes`."""
+        places = (self.place.residency, replace(self.place.residency, states=states))
+        return max(self.place.staging_bytes(place, wanted_bytes) for place in places)
+
+    def fit_staging(self, states: tuple[bool, ...], room_bytes: int | None = None) -> None:
         """Makes staging memory as large as states in these places, and in those of now, need it: then it waits for all
-        updates. Between steps.
+        updates. Between steps. ``room_bytes``: of host memory; it becomes no larger, but as large as it must be.
 
         Raises:
             FuyouMemoryError: the system refuses; it is as it was.
             FuyouStorageError: a read that was dropped still uses it; it is as it was.
         """
-        wanted = replace(self.place.residency, states=states)
-        num_bytes = max(self.place.staging_bytes(), self.place.staging_bytes(wanted))
+        num_bytes = self.staging_bytes(states)
+        if room_bytes is not None:
+            num_bytes = self.staging_bytes(states, min(num_bytes, max(room_bytes, self.staging.capacity_bytes)))
         if num_bytes == self.staging.capacity_bytes:
             return
         self.return_lent()

@@ -279,12 +279,14 @@ class RankState:
             trainable = [index for index in order if index is not None]
             self.core.set_positions(zip(trainable, range(len(trainable)), strict=True))
 
-    def move_to(self, states_share: float, step_bytes: int = MOVED_A_STEP_BYTES) -> bool:
+    def move_to(
+        self, states_share: float, step_bytes: int = MOVED_A_STEP_BYTES, room: Callable[[], int] | None = None
+    ) -> bool:
         """From the next step on P32 and moments of as many chunks as the share holds, those that are needed first, come
         to host memory, or stay there; the others leave it. About ``step_bytes`` move in a step, by way of its updates.
 
         A collective, in the training thread, after a step and before the next backward. False if a rank has no room on
-        storage, which is told: then nothing more moves on any. How far it is: ``core.mover``.
+        storage, which is told: then nothing more moves on any. How far it is: ``core.mover``, which takes ``room``.
 
         Raises:
             FuyouStateError: ``durable`` forbids states in memory, or a backward has begun.
@@ -296,7 +298,7 @@ class RankState:
         budget = config.nvme_budget_bytes
         refused = False
         try:
-            mover.move_to(states, step_bytes, None if budget == "auto" else int(budget))
+            mover.move_to(states, step_bytes, None if budget == "auto" else int(budget), room)
         except (FuyouMemoryError, FuyouStorageError) as error:
             refused = True
             logger.warning("chunks stay where they are, training goes on: %s", error)

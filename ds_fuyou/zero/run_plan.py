@@ -268,12 +268,18 @@ class RunPlan:
             return False
         return available_host_bytes() < _FLOOR * total_host_bytes()
 
+    def _room_bytes(self) -> int:
+        """A rank's part of what this machine has beyond twice the floor; negative where it lacks."""
+        return int(available_host_bytes() - 2 * _FLOOR * total_host_bytes()) // self._facts.local_ranks
+
     def _leave_memory(self) -> None:
         """States leave host memory until there is twice the floor, on all ranks as many as the one needs that is worst
         off. Told once.
         """
         state = self._state
-        lacking = max(0.0, 2 * _FLOOR * total_host_bytes() - available_host_bytes()) / self._facts.local_ranks
+        core = state.core
+        grows = core.staging_bytes((False,) * len(core.layout.chunks)) - core.staging.capacity_bytes
+        lacking = max(0.0, -self._room_bytes() + max(0, grows))
         lacking = -least(-lacking)[0]
         size = float(state.plan_input.layout.resident_bytes_each * state.plan_input.numel)
         share = max(0.0, state.plan.residency.optimizer - lacking / size)
@@ -283,7 +289,8 @@ class RunPlan:
             f"host memory is scarce: P32 and moments of {100 * (state.plan.residency.optimizer - share):.0f} % of the "
             f"parameters leave it for storage over the next steps, and stay there",
         )
-        self._may_leave = state.move_to(share)
+        # Staging memory for what leaves is taken when there is least: as little as will do, until memory is given back.
+        self._may_leave = state.move_to(share, room=lambda: max(0, self._room_bytes()))
         if self._may_leave:
             self._moved_to(share)
 
