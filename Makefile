@@ -115,14 +115,16 @@ quality: setup
 	$(RUN) python tests/harness/prebuild.py
 	$(RUN) python -m benchmarks.quality --steps 3000 --seeds 3 --layers 8 --width 512 --out .work/quality.json $(QUALITY_FLAGS)
 
-# Programs that others wrote, against stock ZeRO-3, and the table of docs/clients.md: about an hour the first time, on two cores.
+# Programs that others wrote, against stock ZeRO-3, and the table of docs/clients.md: some hours the first time, on two cores.
+# Interrupted, it goes on: what the package, as it is, has an outcome for is not run again (CLIENTS_FLAGS=--again does).
 # CLIENTS_FLAGS="--only trl" runs a part, and leaves the rest of the table as it was. DeepSpeedExamples' scripts run if
 # DEEPSPEED_EXAMPLES names a checkout of them.
 CLIENTS := .venv-clients
 # Environments of programs that need other versions: each sees the first one's packages behind its own.
 OTHER_CLIENTS := older axolotl examples
-# $(1): an environment. Its operators are its own, too: the flags that compile them name its folder. Its ninja is the first one's.
-clients_run = PATH="$(abspath $(1))/bin:$(abspath $(CLIENTS))/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(abspath $(1))/torch_extensions" DS_ACCELERATOR=cpu
+# $(1): an environment. torch, DeepSpeed and ninja, and so the operators that they compile, are the first one's.
+clients_run = PATH="$(abspath $(1))/bin:$(abspath $(CLIENTS))/bin:$$PATH" DS_ACCELERATOR=cpu \
+	TORCH_EXTENSIONS_DIR="$(abspath $(CLIENTS))/torch_extensions"
 purelib = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 test-clients: $(CLIENTS)/.installed-clients

@@ -174,19 +174,17 @@ class OutOfCoreOptimizer:
         if options.checksum:
             self.io.watch(self.place.watched())
         for chunk in layout.chunks:
-            pipeline.add_chunk(
-                position=chunk.position,
-                **self.places_of(chunk, self.place.state(chunk.index)),
-            )
+            pipeline.add_chunk(self.spec_of(chunk, self.place.state(chunk.index)))
         return pipeline
 
-    def places_of(self, chunk: Chunk, state: torch.Tensor | None) -> dict[str, Any]:
+    def spec_of(self, chunk: Chunk, state: torch.Tensor | None) -> Any:
         """A chunk and where it is, its state in this memory or on storage, as the pipeline takes it."""
-        return {
-            "param_type": self._types[self.options.param_dtype],
-            "grad_type": self._types[self.options.grad_dtype],
+        return load_core().ChunkSpec(
+            position=chunk.position,
+            param_type=self._types[self.options.param_dtype],
+            grad_type=self._types[self.options.grad_dtype],
             **self.place.of_chunk(chunk, state, first_slot=self._first_slot[chunk.index]),
-        }
+        )
 
     def _make_gradients(self) -> GradientMemory:
         options, place = self.options, self.place

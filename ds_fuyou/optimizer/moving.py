@@ -210,8 +210,7 @@ class ChunkMover:
         except FuyouError as error:
             self._end(error)
             return
-        places = self._core.places_of(chunk, memory)
-        self._worker.ask(self._core.pipeline.set_destination, chunk=index, **places)
+        self._worker.ask(self._core.pipeline.set_destination, index, self._core.spec_of(chunk, memory))
         del self._due[index]
         self._moving[index] = memory is not None
         if memory is not None:

@@ -261,7 +261,7 @@ class ChunkPlacement:
         return max(4096, min(max(wanted, 2 * max(jobs)), sum(jobs)))
 
     def of_chunk(self, chunk: Chunk, state: torch.Tensor | None, *, first_slot: int = 0) -> dict[str, Any]:
-        """The places of a chunk as ``ChunkPipeline.add_chunk`` takes them, its state in memory or on storage; what is
+        """The places of a chunk as a ``ChunkSpec`` of the core takes them, its state in memory or on storage; what is
         there lies in ``first_slot``.
 
         A chunk without anything in slots counts as one-slotted: its update overwrites nothing that a commit names, so

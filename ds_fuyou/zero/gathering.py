@@ -17,7 +17,14 @@ from torch.utils.hooks import RemovableHandle
 from ds_fuyou.ds_json import activation_of
 from ds_fuyou.host.memory import normal_tensors
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, in_order, only_reading, partition_of, stores_of
+from ds_fuyou.zero.param_swapper import (
+    FuyouParameterSwapper,
+    in_order,
+    only_reading,
+    partition_bytes,
+    partition_of,
+    stores_of,
+)
 
 __all__ = [
     "consolidated",
@@ -43,10 +50,11 @@ def in_portions(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _all_gather(self: Any, param_list: list[Parameter], async_op: bool = False, hierarchy: Any = None) -> Any:
+        if not async_op:
+            settle(param_list)
         stores = [] if async_op else stores_of(param_list)
         if not stores:
             return original(self, param_list, async_op=async_op, hierarchy=hierarchy)
-        settle(param_list)
         with in_order(param_list):
             for portion in _portions(param_list, max(1, min(store.read_bytes for store in stores) // 4)):
                 away = [param for param in portion if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
@@ -70,7 +78,7 @@ def _portions(params: Sequence[Parameter], limit_bytes: int) -> Iterator[list[Pa
     portion: list[Parameter] = []
     num_bytes = 0
     for param in params:
-        size = param.ds_tensor.ds_numel * param.ds_tensor.element_size()
+        size = partition_bytes(param)
         if portion and num_bytes + size > limit_bytes:
             yield portion
             portion, num_bytes = [], 0

@@ -33,19 +33,22 @@ from ds_fuyou.state_layout import BF16, FP32
 from ds_fuyou.telemetry.report import LaneTimes, report_leave_out, report_step
 from ds_fuyou.telemetry.tier_bytes import TierBytes
 from ds_fuyou.telemetry.trace import Lane
+from ds_fuyou.zero.across_batches import AcrossBatches
 from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations, attach_auto, model_blocks
 from ds_fuyou.zero.checkpoint_outline import outline_of
 from ds_fuyou.zero.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
 from ds_fuyou.zero.compute_spans import ComputeSpans
+from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.gathering import ends_gathers, for_training, release_gathered, watch_gathers
 from ds_fuyou.zero.gradient_flow import GradientFlow
 from ds_fuyou.zero.handover import owners
 from ds_fuyou.zero.hp_access import HpAccess
 from ds_fuyou.zero.monitoring import StepMonitor, count_tokens
 from ds_fuyou.zero.rank_state import RankState
-from ds_fuyou.zero.run_facts import RunSizes, known_run
+from ds_fuyou.zero.run_design import TrainedModel
+from ds_fuyou.zero.run_facts import known_run
 from ds_fuyou.zero.run_plan import RunPlan
-from ds_fuyou.zero.stock import bound_gathered, combined_grad_norm, is_boundary, iter_module_params
+from ds_fuyou.zero.stock import bound_gathered, combined_grad_norm, is_boundary, iter_module_params, reused_numel
 from ds_fuyou.zero.training_state import TrainingState
 
 __all__ = ["FuyouStage3Optimizer"]
@@ -62,6 +65,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     training_state: TrainingState
     hp_access: HpAccess
     _monitor: StepMonitor | None = None
+    _across_batches: AcrossBatches | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         try:
@@ -92,22 +96,20 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         if activation.config.activations.block_classes:
             model_blocks(self.module, activation.config)  # a name that is none is told before anything is built
         kind = optimizer_kind(self.optimizer, BF16 if self.master_weights_and_grads_dtype is torch.bfloat16 else FP32)
-        names = {param: name for name, param in self.module.named_parameters()}
-        numels = [(names[param], param.partition_numel()) for group in self.fp16_groups for param in group]
-        sizes = RunSizes(numels, self.dtype, self.gradient_accumulation_dtype, kind)
-        self._known = known_run(activation, self.module, sizes)
-        self._group_of_sub_group = [self.sub_group_to_group_id[i] for i in range(len(self.fp16_groups))]
-        self.rank_state = RankState(
+        model = TrainedModel(
             activation,
             self.fp16_groups,
-            names,
+            {param: name for name, param in self.module.named_parameters()},
             kind,
-            self._hypers(),
-            self.gradient_accumulation_dtype,
             self.dtype,
-            self._known.profile,
+            self.gradient_accumulation_dtype,
             self.gradient_accumulation_steps,
+            rank_device(pin_memory=activation.absorbed.pin_memory),
+            reused_numel(self.parameter_offload),
         )
+        self._known = known_run(model, self.module)
+        self._group_of_sub_group = [self.sub_group_to_group_id[i] for i in range(len(self.fp16_groups))]
+        self.rank_state = RankState(model, self._hypers(), self._known.profile)
         try:
             owners.update(dict.fromkeys(self._owned_ids(), self))
             self._build_on(activation)
@@ -215,7 +217,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         state = self.rank_state
         self._token_count = count_tokens(state, self.module)
         self._tier_bytes = TierBytes(state, state.device.allocated_bytes)
-        clock = state.clock
+        clock, times_device = state.clock, state.clock.times_device
         compute = None if state.trace is None else ComputeSpans(state.trace, self.module, self._tier_bytes, clock)
         self._compute_spans = compute
 
@@ -224,23 +226,26 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
                 compute.enter(current_submodule, forward)
             params = iter_module_params(current_submodule)
             recorder = self.run_plan.recorder
-            waits = any(param.ds_status is not ZeroParamStatus.AVAILABLE for param in params)
-            if waits or recorder is not None:
+            waits = times_device and any(param.ds_status is not ZeroParamStatus.AVAILABLE for param in params)
+            if recorder is None and not waits:
+                if params:
+                    state.before_module(params)
+                stock_fetch(current_submodule, forward)
+            else:
                 with (
                     nullcontext() if recorder is None else recorder.paused(),
                     clock.within(Phase.PARAMETERS) if waits else nullcontext(),
                 ):
                     state.before_module(params)
                     stock_fetch(current_submodule, forward)
-            else:
-                state.before_module(params)
-                stock_fetch(current_submodule, forward)
             if params and state.activations is not None:
                 index.note(params)
 
         coordinator.fetch_sub_module = for_training(fetch_sub_module)
         if state.reads_parameters and state.device.is_host:
             bound_gathered(coordinator, state.parameters, self.dtype.itemsize)
+        if not state.device.is_host:
+            self._across_batches = AcrossBatches(coordinator, state.device, lambda: is_boundary(self))
 
     def _hypers(self) -> list[GroupHyper]:
         """The hyperparameters of every sub-group as they are now."""
@@ -447,17 +452,19 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.invalidate_secondary_tensor()
 
     def _gather_persistent(self) -> None:
-        """As stock, where every update ends inside ``step()`` anyway, and where the whole model is persistent: it is
-        small, and scripts read it as they would without ZeRO. So, too, where torch_autocast has several ranks gather in
-        16 bits: this gather does not round, the one before a use does. Otherwise persistent parameters are gathered at
-        their first use: here it would wait for all of their updates."""
+        """As stock, where every update ends inside ``step()`` anyway, and where all that is trained is persistent: that
+        is small, and scripts read it as they would without ZeRO (programs save what a plain ``state_dict()`` has of
+        adapters, one rank alone). So, too, where torch_autocast has several ranks gather in 16 bits: this gather does
+        not round, the one before a use does. Otherwise persistent parameters are gathered at their first use: here it
+        would wait for all of their updates."""
         waits = self.rank_state.core.options.overlap is not Overlap.BACKWARD_AND_FORWARD
-        if self.persistent_parameters and (waits or self._is_all_persistent or self._gathers_round):
+        if self.persistent_parameters and (waits or self._trains_persistent or self._gathers_round):
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
 
     @cached_property
-    def _is_all_persistent(self) -> bool:
-        return len(self.persistent_parameters) == sum(1 for _ in self.module.parameters())
+    def _trains_persistent(self) -> bool:
+        persistent = set(self.persistent_parameters)
+        return all(param in persistent for group in self.fp16_groups for param in group)
 
     @cached_property
     def _gathers_round(self) -> bool:
@@ -498,6 +505,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         if self.rank_state.has_ended:
             return
         self._disown()
+        if self._across_batches is not None:
+            self._across_batches.forget()
         try:
             for part in (partial(release_gathered, self.module), super().destroy):
                 try:

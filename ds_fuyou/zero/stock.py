@@ -17,7 +17,15 @@ from torch.nn import Parameter
 
 from ds_fuyou.parameters.store import ParameterStore
 
-__all__ = ["bound_gathered", "combined_grad_norm", "get_norm_dtype", "is_boundary", "is_ours", "iter_module_params"]
+__all__ = [
+    "bound_gathered",
+    "combined_grad_norm",
+    "get_norm_dtype",
+    "is_boundary",
+    "is_ours",
+    "iter_module_params",
+    "reused_numel",
+]
 
 
 def is_ours(optimizer: Any) -> bool:
@@ -27,8 +35,10 @@ def is_ours(optimizer: Any) -> bool:
 
 def iter_module_params(module: torch.nn.Module) -> Sequence[Parameter]:
     """The parameters DeepSpeed fetches with a module, in a fixed order."""
-    if z3_leaf_module(module) or getattr(module, "_external_params", True):
-        found = set(iter_params(module, recurse=z3_leaf_module(module)))
+    own = module.__dict__  # a module answers for what it has not after a search of parameters, buffers and children
+    is_leaf = ("_z3_leaf" in own or hasattr(type(module), "_z3_leaf")) and z3_leaf_module(module)
+    if is_leaf or own.get("_external_params", True):
+        found = set(iter_params(module, recurse=is_leaf))
     elif module._parameters:  # what iter_params() finds then, without its walk
         found = {param for param in module._parameters.values() if param is not None}
     else:
@@ -49,6 +59,14 @@ def bound_gathered(coordinator: Any, parameters: ParameterStore, itemsize: int) 
     for name in ("max_reuse_dist_in_numel", "max_n_available_params"):
         private = f"_PartitionedParameterCoordinator__{name}"
         setattr(coordinator, private, min(getattr(coordinator, private), parameters.read_bytes // itemsize // 4))
+
+
+def reused_numel(offload: Any) -> int:
+    """Elements of parameters that are not let go at the end of forward: those that backward needs again within the
+    distance that is set. On the way there each is passed twice.
+    """
+    coordinator = offload.get_param_coordinator()
+    return int(coordinator._PartitionedParameterCoordinator__max_reuse_dist_in_numel) // 2
 
 
 def combined_grad_norm(norm_groups: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:

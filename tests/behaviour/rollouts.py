@@ -324,6 +324,25 @@ def between(swap: str) -> dict[str, Any]:
     return {"same": same, "in flight": in_flight}
 
 
+def frozen(swap: str) -> dict[str, Any]:
+    """Parameters that are not trained, in host memory, are gathered while a gather of them is in flight."""
+    config = ds_config() | {"fuyou": block(swap, "states")}
+    torch.manual_seed(1)
+    model = build_model({**MODEL, "frozen": ["blocks.1"]})
+    wanted = {name: param.detach().to(torch.bfloat16) for name, param in model.named_parameters() if "blocks.1" in name}
+    trained = [param for param in model.parameters() if param.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trained)
+    same, in_flight = [], 0
+    for name, param in engine.module.named_parameters():
+        if name in wanted:
+            engine.module.ds_inflight_param_registry[param] = param.all_gather_coalesced([param])
+            in_flight += param.ds_status is ZeroParamStatus.INFLIGHT
+            with deepspeed.zero.GatheredParameters([param]):
+                same.append(torch.equal(param.data, wanted[name]))
+    train(engine, 0, 1)
+    return {"same": same, "in flight": in_flight}
+
+
 def saved(swap: str) -> dict[str, Any]:
     """The 16-bit state dictionary and file, and adapters merged one gathered module after the other."""
     stock, engine = engine_of(None), engine_of(swap, prefetch_bytes=1_500_000)
@@ -443,6 +462,7 @@ SCENARIOS: dict[str, Any] = {
     "evaluation": evaluation,
     "in_flight": in_flight,
     "between": between,
+    "frozen": frozen,
     "saved": saved,
     "sleep": sleep,
     "ranks": ranks,

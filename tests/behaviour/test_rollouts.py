@@ -83,6 +83,10 @@ def test_what_is_prefetched_for_a_backward_that_does_not_come_can_be_gathered(tm
     assert found_by("between", tmp_path)["in flight"] > 0
 
 
+def test_frozen_parameters_in_flight_can_be_gathered(tmp_path: Path) -> None:
+    assert found_by("frozen", tmp_path)["in flight"] > 0
+
+
 def test_a_forward_without_gradients_leaves_no_gather_in_flight(tmp_path: Path) -> None:
     """Scripts gather what is "not available", and take the rest as it is."""
     found = found_by("in_flight", tmp_path)["found"]

@@ -4,6 +4,7 @@
 import json
 import os
 import sys
+from typing import Any
 
 import deepspeed
 import yaml
@@ -15,9 +16,18 @@ SAME = ("max_steps", "learning_rate", "weight_decay", "max_grad_norm", "logging_
 
 
 def on_the_cpu() -> None:
-    """What the Trainer's ``--use_cpu`` says; axolotl has no key for it."""
+    """What the Trainer's ``--use_cpu`` says; axolotl has no key for it. Without a device, and not told so, accelerate
+    takes every rank for the only one, and all of them would write the same files.
+    """
+    from accelerate import PartialState
     from transformers import TrainingArguments
 
+    prepare = PartialState._prepare_backend
+
+    def _prepare_backend(self: PartialState, cpu: bool = False, *how: Any, **more: Any) -> Any:
+        return prepare(self, True, *how, **more)
+
+    PartialState._prepare_backend = _prepare_backend
     stock = TrainingArguments.__post_init__
 
     def __post_init__(self: TrainingArguments) -> None:

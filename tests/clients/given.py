@@ -91,8 +91,18 @@ def write_once(file: Path, text: str) -> Path:
     return file
 
 
+def know_their_rank() -> None:
+    """Ranks that take themselves for the first write the same files, and the last one's stay."""
+    accelerate = sys.modules.get("accelerate")
+    if accelerate is not None and accelerate.PartialState._shared_state:
+        taken_for = accelerate.PartialState().process_index
+        if taken_for != int(os.environ.get("RANK", "0")):
+            raise AssertionError(f"accelerate takes rank {os.environ['RANK']} for {taken_for}")
+
+
 def leave_log(out: Path, history: list[dict[str, Any]]) -> None:
     """Rank 0 writes the log; all ranks leave the group together."""
+    know_their_rank()
     if is_first():
         (out / "log.json").write_text(json.dumps(history))
     if torch.distributed.is_initialized():
@@ -114,6 +124,7 @@ def leave_written(written: Path, out: Path) -> None:
         (out / "log.json").write_text(
             json.dumps(json.loads((written / "trainer_state.json").read_text())["log_history"])
         )
+    know_their_rank()
     if torch.distributed.is_initialized():
         leave_group()
 

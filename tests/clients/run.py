@@ -4,17 +4,23 @@
     python -m tests.clients.run [--environment NAME] [--only TEXT]
 
 Logs digit for digit, final weights bit for bit; a run that goes on from a checkpoint against the undisturbed one. The
-processes have the variables that torchrun would have given them.
+processes have the variables that torchrun would have given them. Every outcome is written when it is there, so that an
+interrupted run goes on when it is started again: what this state of the package, of the case and of the versions has an
+outcome for is not run again, unless ``--again`` says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
+import hashlib
 import importlib.metadata
 import json
+import re
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +29,13 @@ from tests.clients.cases import CASES, PROGRAMS, Case
 from tests.harness.ports import remove_shared_buffers
 from tests.huggingface.runner import ROOT, ds_json, run_script, weight_differences, with_block
 
-__all__ = ["RESULTS", "WORK", "make_models", "run_case"]
+__all__ = ["RESULTS", "WORK", "Results", "make_models", "outcomes_of"]
 
 HERE = Path(__file__).parent
 WORK = ROOT / ".work" / "clients"
 RESULTS = WORK / "results"
 TIERS = {"nvme": "all", "auto": "auto"}
+RESUMES = "nvme"  # the tiers of the run that goes on
 NOISE = (
     "_runtime",
     "_per_second",
@@ -39,6 +46,7 @@ NOISE = (
     "speed(iter/s)",
     "speed(s/it)",
 )
+_NAMED = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception|Interrupt)\b")
 COUNTED_ANEW = ("num_tokens",)  # by a resumed process, in stock too
 
 
@@ -132,33 +140,43 @@ class Runs:
         return out
 
 
-def _last_error(error: AssertionError) -> str:
+def last_error(error: AssertionError) -> str:
+    """The last exception that a process named; if none did, how they ended."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if ("Error" in line or "Exception" in line) and not line.startswith(" ")]
-    return (named or lines)[-1].replace(f"{ROOT}/", "")[:300]
+    named = [line for line in lines[1:] if _NAMED.match(line)]
+    return (named[-1] if named else lines[0]).replace(f"{ROOT}/", "")[:300]
 
 
-def run_case(case: Case, work: Path, models: Path, kinds: tuple[str, ...] = tuple(TIERS)) -> dict[str, str]:
-    """Outcomes by cell: "1 nvme", "2 auto", "resumed" and so on; "equal", or what happened."""
-    cells: dict[str, str] = {}
+def cells_of(case: Case, kinds: tuple[str, ...] = tuple(TIERS)) -> list[str]:
+    """The cells that :func:`outcomes_of` gives: "1 nvme", "2 auto", "resumed" and so on."""
+    cells = [f"{num_ranks} {kind}" for num_ranks in case.ranks for kind in kinds]
+    return [*cells, "resumed"] if case.checkpoint and 1 in case.ranks and RESUMES in kinds else cells
+
+
+def outcomes_of(
+    case: Case, work: Path, models: Path, kinds: tuple[str, ...] = tuple(TIERS)
+) -> Iterator[tuple[str, str]]:
+    """Cell after cell and its outcome: "equal", or what happened."""
     for num_ranks in case.ranks:
         runs = Runs(case, num_ranks, work, models)
+        resumes = "resumed" in cells_of(replace(case, ranks=(num_ranks,)), kinds)
         try:
             stock = runs.run("stock")
         except AssertionError as error:
-            cells |= {f"{num_ranks} {kind}": f"stock fails: {_last_error(error)}" for kind in kinds}
+            failed = f"stock fails: {last_error(error)}"
+            yield from ((cell, failed) for cell in cells_of(replace(case, ranks=(num_ranks,)), kinds))
             continue
         for kind in kinds:
             try:
                 ours = runs.run(kind)
-                cells[f"{num_ranks} {kind}"] = f"differs: {found}" if (found := differences(stock, ours)) else "equal"
+                found = differences(stock, ours)
             except AssertionError as error:
-                cells[f"{num_ranks} {kind}"] = f"fails: {_last_error(error)}"
+                yield f"{num_ranks} {kind}", f"fails: {last_error(error)}"
                 continue
-            if case.checkpoint and num_ranks == 1 and kind == kinds[0]:
-                cells["resumed"] = resumed(runs, case, kind)
+            yield f"{num_ranks} {kind}", f"differs: {found}" if found else "equal"
+            if resumes and kind == RESUMES:
+                yield "resumed", resumed(runs, case, kind)
         remove_shared_buffers()
-    return cells
 
 
 def resumed(runs: Runs, case: Case, kind: str) -> str:
@@ -171,7 +189,7 @@ def resumed(runs: Runs, case: Case, kind: str) -> str:
             return "equal"
         stock_again = runs.run("stock", runs.work / "stock" / str(case.checkpoint))
     except AssertionError as error:
-        return f"fails: {_last_error(error)}"
+        return f"fails: {last_error(error)}"
     if differences(stock_again, again):
         return f"differs: {found}"
     return f"as stock: {found}"
@@ -184,30 +202,70 @@ def make_models(directory: Path) -> Path:
     return directory
 
 
+@functools.cache
+def package() -> str:
+    """What was tested: a digest of the package's sources."""
+    sources = hashlib.sha256()
+    for file in sorted(path for path in (ROOT / "ds_fuyou").rglob("*") if path.suffix in (".py", ".cpp", ".h")):
+        sources.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    return sources.hexdigest()[:16]
+
+
+def asked_by(case: Case, versions: dict[str, str]) -> str:
+    """What an outcome is the answer to."""
+    script = (HERE / case.script).read_text()
+    asked = f"{package()} {replace(case, ranks=(), remark='', shows='')} {script} {sorted(versions.items())}"
+    return hashlib.sha256(asked.encode()).hexdigest()[:16]
+
+
+class Results:
+    """The file of a case: its cells, and by which question each was answered."""
+
+    def __init__(self, case: Case, directory: Path = RESULTS) -> None:
+        names = {PROGRAMS[case.program], "transformers", "accelerate", "peft", "deepspeed", "torch"}
+        self.versions = {name: importlib.metadata.version(name) for name in sorted(names)}
+        self._asked = asked_by(case, self.versions)
+        self._file = directory / f"{case.name}.json"
+        before = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self.cells: dict[str, str] = before.get("cells", {})
+        self._answers: dict[str, str] = before.get("answers", {})
+
+    def has(self, cell: str) -> bool:
+        return cell in self.cells and self._answers.get(cell) == self._asked
+
+    def put(self, cell: str, outcome: str) -> None:
+        self.cells[cell], self._answers[cell] = outcome, self._asked
+        told = {"cells": self.cells, "answers": self._answers, "versions": self.versions}
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_text(json.dumps({**told, "date": f"{datetime.date.today()}"}, indent=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     environments = sorted({case.environment for case in CASES})
     parser.add_argument("--environment", default="", choices=environments, help="the cases of this one")
-    parser.add_argument("--only", default="", help="cases whose name has this text in it")
+    parser.add_argument("--only", default="", help="the case of this name, or those whose name has this text")
     parser.add_argument("--ranks", type=int, nargs="*", default=(1, 2), help="cells of so many ranks")
     parser.add_argument("--kinds", nargs="*", default=tuple(TIERS), help="cells of these tiers; the others stay")
+    parser.add_argument("--again", action="store_true", help="run what has an outcome, too")
     args = parser.parse_args()
     models = make_models(WORK / "-".join(filter(None, ("models", args.environment))))
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    for case in CASES:
-        if case.environment != args.environment or args.only not in case.name:
+    named = [case for case in CASES if case.name == args.only] or [case for case in CASES if args.only in case.name]
+    for case in named:
+        if case.environment != args.environment:
             continue
-        ranks = tuple(number for number in case.ranks if number in args.ranks)
-        cells = run_case(replace(case, ranks=ranks), WORK / "runs", models, tuple(args.kinds))
-        file = RESULTS / f"{case.name}.json"
-        if file.exists():
-            cells = json.loads(file.read_text())["cells"] | cells
-        names = {PROGRAMS[case.program], "transformers", "accelerate", "peft", "deepspeed", "torch"}
-        versions = {name: importlib.metadata.version(name) for name in sorted(names)}
-        told = {"cells": cells, "versions": versions, "date": f"{datetime.date.today()}"}
-        file.write_text(json.dumps(told, indent=1))
-        sys.stdout.write(f"{case.name}: {json.dumps(cells)}\n")
-        sys.stdout.flush()
+        results = Results(case)
+        for num_ranks in (number for number in case.ranks if number in args.ranks):
+            part = replace(case, ranks=(num_ranks,))
+            missing = [
+                kind
+                for kind in args.kinds
+                if args.again or not all(results.has(cell) for cell in cells_of(part, (kind,)))
+            ]
+            for cell, outcome in outcomes_of(part, WORK / "runs", models, tuple(missing)) if missing else ():
+                results.put(cell, outcome)
+                sys.stdout.write(f"{case.name}, {cell}: {outcome}\n")
+                sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.clients.cases import CASES
-from tests.clients.run import differences, run_case
+from tests.clients.run import Results, cells_of, differences, last_error, outcomes_of
 from tests.clients.table import TARGET, page
 
 pytestmark = pytest.mark.timeout(900)  # several processes, each with a limit of its own
@@ -20,15 +20,17 @@ pytestmark = pytest.mark.timeout(900)  # several processes, each with a limit of
 def test_a_mixture_of_experts_under_the_trainer(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     case = next(case for case in CASES if case.name == "trainer-moe")
-    cells = run_case(dataclasses.replace(case, ranks=(1,)), tmp_path, tmp_path, ("nvme",))
+    one = dataclasses.replace(case, ranks=(1,))
+    cells = dict(outcomes_of(one, tmp_path, tmp_path, ("nvme",)))
     assert cells == {"1 nvme": "equal", "resumed": "equal"}
+    assert list(cells) == cells_of(one, ("nvme",))
 
 
-def _left(out: Path, log: list[dict], weight: float) -> Path:
+def _left(out: Path, log: list[dict], *weight: float) -> Path:
     save_file = pytest.importorskip("safetensors.torch").save_file
     (out / "final").mkdir(parents=True)
     (out / "log.json").write_text(json.dumps(log))
-    save_file({"weight": torch.tensor([weight])}, out / "final" / "model.safetensors")
+    save_file({"weight": torch.tensor(weight)}, out / "final" / "model.safetensors")
     return out
 
 
@@ -40,10 +42,39 @@ def test_differences_are_noticed(tmp_path: Path) -> None:
     assert "log: " in differences(stock, _left(tmp_path / "loss", [*log[:2], {"loss": 0.5000001}], 1.0))
     assert "2 entries" in differences(stock, _left(tmp_path / "short", log[:2], 1.0))
     assert differences(stock, _left(tmp_path / "weight", log, 1.0000001)) == "weights: weight"
+    empty = [_left(tmp_path / name, log) for name in ("empty", "also empty")]
+    assert differences(*empty) == "weights: weight", "what was saved without values is equal to nothing"
     assert "nothing" in differences(stock, _left(tmp_path / "silent", [], 1.0))
     tail = _left(tmp_path / "tail", log[2:], 1.0)
     assert differences(stock, tail) != ""
     assert differences(stock, tail, resumed=True) == ""
+
+
+def test_the_last_exception_is_told_or_how_processes_ended() -> None:
+    ended = "script.py exited with [1, -6]:"
+    said = "[WARNING] an Error may follow\n  raise RuntimeError\n{}\n    return func(*args)\nexitcode: 1\n"
+    for named in ("RuntimeError: no room", "[rank1]: torch.distributed.DistBackendError: closed", "AssertionError"):
+        assert last_error(AssertionError(f"{ended}\n{said.format(named)}")) == named
+    assert last_error(AssertionError(f"{ended}\n{said.format('terminate called')}")) == ended
+
+
+def test_what_has_an_outcome_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in CASES if case.program == "Trainer")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1")
+    Results(case, tmp_path).put("1 nvme", "equal")
+    again = Results(case, tmp_path)
+    assert again.has("1 nvme")
+    assert not again.has("1 auto")
+    assert Results(dataclasses.replace(case, remark="of another text"), tmp_path).has("1 nvme")
+    assert not Results(dataclasses.replace(case, options={}), tmp_path).has("1 nvme")
+    with monkeypatch.context() as changed:
+        changed.setattr("importlib.metadata.version", lambda name: "2")
+        assert not Results(case, tmp_path).has("1 nvme")
+    monkeypatch.setattr("tests.clients.run.package", lambda: "another state of the package")
+    now = Results(case, tmp_path)
+    assert not now.has("1 nvme")
+    now.put("1 auto", "differs: entry 0")
+    assert Results(case, tmp_path).cells == {"1 nvme": "equal", "1 auto": "differs: entry 0"}
 
 
 def test_the_page_has_a_row_for_every_case() -> None:
