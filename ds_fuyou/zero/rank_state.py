@@ -270,6 +270,8 @@ class RankState:
         """Every parameter may have changed: its next use waits for its update."""
         if self._lanes is not None:
             self._lanes.collect()
+        for param in self.model.trained:  # whichever engine put values of them aside
+            param.nvme_swapper.forget_gathered(param)
         self.parameters.step_applied()
         self._skipped.step_applied()
         first_uses = [] if self._positions_known else self.parameters.trace.first_uses()

@@ -24,8 +24,12 @@ __all__ = [
     "is_boundary",
     "is_ours",
     "iter_module_params",
+    "of_coordinator",
     "reused_numel",
+    "set_of_coordinator",
 ]
+
+_PRIVATE = "_PartitionedParameterCoordinator__"
 
 
 def is_ours(optimizer: Any) -> bool:
@@ -57,8 +61,19 @@ def bound_gathered(coordinator: Any, parameters: ParameterStore, itemsize: int) 
     if dist.get_world_size() == 1 and parameters.holds_all:
         return
     for name in ("max_reuse_dist_in_numel", "max_n_available_params"):
-        private = f"_PartitionedParameterCoordinator__{name}"
-        setattr(coordinator, private, min(getattr(coordinator, private), parameters.read_bytes // itemsize // 4))
+        least = min(of_coordinator(coordinator, name), parameters.read_bytes // itemsize // 4)
+        set_of_coordinator(coordinator, name, least)
+
+
+def of_coordinator(coordinator: Any, name: str) -> Any:
+    """What DeepSpeed's coordinator keeps under a private name."""
+    return getattr(coordinator, _PRIVATE + name)
+
+
+def set_of_coordinator(coordinator: Any, name: str, value: Any) -> None:
+    """Raises AttributeError if it keeps nothing under that name."""
+    of_coordinator(coordinator, name)
+    setattr(coordinator, _PRIVATE + name, value)
 
 
 def reused_numel(offload: Any) -> int:
@@ -66,7 +81,7 @@ def reused_numel(offload: Any) -> int:
     distance that is set. On the way there each is passed twice.
     """
     coordinator = offload.get_param_coordinator()
-    return int(coordinator._PartitionedParameterCoordinator__max_reuse_dist_in_numel) // 2
+    return int(of_coordinator(coordinator, "max_reuse_dist_in_numel")) // 2
 
 
 def combined_grad_norm(norm_groups: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
