@@ -166,7 +166,6 @@ class RankState:
             self._partitions.values(), key=lambda partition: self.model.places[partition.handle.ds_id]
         )
         self.parameters.take(in_use_order)
-        self.parameters.keep_shown()
         self.parameters.trace.expect(in_use_order)
         self.bound_heap()
         if self.store is not None:

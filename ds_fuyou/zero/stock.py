@@ -39,10 +39,8 @@ def is_ours(optimizer: Any) -> bool:
 
 def iter_module_params(module: torch.nn.Module) -> Sequence[Parameter]:
     """The parameters DeepSpeed fetches with a module, in a fixed order."""
-    own = module.__dict__  # a module answers for what it has not after a search of parameters, buffers and children
-    is_leaf = ("_z3_leaf" in own or hasattr(type(module), "_z3_leaf")) and z3_leaf_module(module)
-    if is_leaf or own.get("_external_params", True):
-        found = set(iter_params(module, recurse=is_leaf))
+    if z3_leaf_module(module) or getattr(module, "_external_params", True):
+        found = set(iter_params(module, recurse=z3_leaf_module(module)))
     elif module._parameters:  # what iter_params() finds then, without its walk
         found = {param for param in module._parameters.values() if param is not None}
     else:
