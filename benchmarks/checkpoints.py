@@ -56,7 +56,8 @@ class Checkpoints:
         return time.perf_counter() - begin
 
     def behind(self) -> dict[str, Any]:
-        """Seconds of the call, and of the steps until the checkpoint is whole; bytes written beside theirs."""
+        """Seconds of the call, and of the steps until the checkpoint is whole; bytes written beside theirs. Then as
+        many steps alone: both with all that they leave to be updated."""
         io = self.trainer.state.core.io
         self.trainer.drain()
         before = written_bytes(), io.stats()["write"].num_bytes
@@ -66,10 +67,15 @@ class Checkpoints:
         save = self.engine.optimizer.checkpoint_state.save
         while save is not None and not save.is_over():
             steps.append(self.trainer.step()[0])
+        whole = time.perf_counter() - begin
         self.trainer.drain()
         moved = io.stats()["write"].num_bytes - before[1]
-        wall = time.perf_counter() - begin
-        return {"blocked": blocked, "steps": steps, "wall": wall, "written": written_bytes() - before[0] - moved}
+        wall, written = time.perf_counter() - begin, written_bytes() - before[0] - moved
+        begin = time.perf_counter()
+        self.steps(len(steps))
+        self.trainer.drain()
+        found = {"wall": wall, "wall_alone": time.perf_counter() - begin, "written": written}
+        return {"blocked": blocked, "steps": steps, "whole": whole, **found}
 
     def load(self) -> float:
         """Seconds, the file not being in memory."""
@@ -138,13 +144,11 @@ def told(rounds: list[dict[str, Any]], num_bytes: int) -> dict[str, float]:
     found = {name: median(one[name] for one in rounds) for name in ("waited", "load")}
     if "blocked" not in rounds[0]:
         return found
-    alone = [median(one["alone"]) for one in rounds]
     return {
         **found,
         "blocked / waited": median(one["blocked"] / one["waited"] for one in rounds),
-        "step beside / step alone": median(
-            (one["wall"] - one["blocked"]) / len(one["steps"]) / secs for one, secs in zip(rounds, alone, strict=True)
-        ),
+        "whole": median(one["whole"] for one in rounds),
+        "step beside / step alone": median((one["wall"] - one["blocked"]) / one["wall_alone"] for one in rounds),
         "written / checkpoint": median(one["written"] / num_bytes for one in rounds),
     }
 

@@ -199,7 +199,7 @@ def _verdict(found: Iterator[Mapping[str, Any]] | Sequence[Mapping[str, Any]] | 
     if errors:
         median, worst = statistics.median(errors), max(errors)
         yield f"- predicted against measured: median {100 * median:.1f} % (bar 5), worst {100 * worst:.1f} % (bar 12)"
-    yield "- host, storage, device: most bytes held over planned (of the device: its budget)"
+    yield "- host, storage, device: most bytes held over planned"
 
 
 def main() -> None:

@@ -23,15 +23,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-STREAMED = {
-    "stage3_max_live_parameters": 3_000_000,
-    "stage3_max_reuse_distance": 3_000_000,
-    "stage3_prefetch_bucket_size": 1_000_000,
-    "stage3_param_persistence_threshold": 0,
-}
+LIVE_MATRICES = 2  # of the largest, in use and on their way: with less no fetch runs beside computing
 GRID = (0.0, 0.25, 0.5, 0.75, 1.0)
 FATES = ("auto", "swap", "recompute")
 NUM_EXPERTS, LORA_RANK = 4, 8
+LEAD = 8  # steps of the engine that measures: two for the profile, and what a run needs to know its usual rates
 
 
 class Experts(nn.Module):
@@ -75,6 +71,17 @@ def model_of(scenario: dict[str, Any]) -> nn.Module:
     return model
 
 
+def streamed(scenario: dict[str, Any]) -> dict[str, int]:
+    """Parameters come and go as on a device that holds a small part of a model."""
+    largest = 4 * scenario["model"]["width"] ** 2
+    return {
+        "stage3_max_live_parameters": LIVE_MATRICES * largest,
+        "stage3_max_reuse_distance": LIVE_MATRICES * largest,
+        "stage3_prefetch_bucket_size": largest // 2,
+        "stage3_param_persistence_threshold": 0,
+    }
+
+
 def config_of(scenario: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
     """The DeepSpeed JSON. ``plan`` is nothing where the planner decides."""
     block: dict[str, Any] = {
@@ -89,7 +96,7 @@ def config_of(scenario: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
         "gradient_accumulation_steps": scenario["accumulation"],
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 3, **STREAMED},
+        "zero_optimization": {"stage": 3, **streamed(scenario)},
         "steps_per_print": 1_000_000_000,
         "fuyou": block,
     }
@@ -135,7 +142,7 @@ def trained(scenario: dict[str, Any], plan: dict[str, Any], lead: int, timed: in
         "residency": vars(state.plan.residency),
         "host": [planned["host memory"], held["host memory"]],
         "storage": [planned["storage"], held["storage"]],
-        "device": [scenario["gpu_bytes"], torch.standin.max_memory_allocated()],
+        "device": [state.planned_device_bytes, torch.standin.max_memory_allocated()],
         "profile": run_plan.profile,
         "given": state.plan_input,
         "plan": state.plan,
@@ -180,7 +187,7 @@ def main() -> None:
     from ds_fuyou.errors import FuyouConfigError
 
     deepspeed.init_distributed("gloo")
-    cold = trained(scenario, {}, lead=4, timed=1)
+    cold = trained(scenario, {}, lead=LEAD, timed=1)
     grid = sorted(searched(cold), key=lambda point: point[0])
     ours = trained(scenario, {}, lead=3, timed=scenario["timed"])
     by_hand = []

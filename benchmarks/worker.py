@@ -249,6 +249,10 @@ def answer(trainer: Trainer, command: dict[str, Any]) -> dict[str, Any]:
         return trainer.rollout(command["tokens"])
     if command["do"] == "saving":
         return trainer.saving()
+    if command["do"] == "thread":
+        from benchmarks.training_thread import measure_thread
+
+        return measure_thread(trainer, num_steps=command["steps"], profile=command["profile"])
     if command["do"] == "forget_peaks":
         forget_peak_rss()
         return {}

@@ -382,6 +382,18 @@ REQUIRED: tuple[RequiredName, ...] = (
         "zero: watched, forwards of an engine without an optimizer",
     ),
     RequiredName(
+        "deepspeed.runtime.zero.partitioned_param_coordinator",
+        "PartitionedParameterCoordinator.release_and_reset_all",
+        ("self", "module"),
+        "zero: watched, the end of what stays on the device while gradients accumulate",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.partitioned_param_coordinator",
+        "PartitionedParameterCoordinator._PartitionedParameterCoordinator__release_param",
+        ("self", "param", "free_data"),
+        "zero: watched, what stays on the device while gradients accumulate",
+    ),
+    RequiredName(
         "deepspeed.runtime.zero.parameter_offload",
         "DeepSpeedZeRoOffload.destroy",
         ("self",),

@@ -40,7 +40,7 @@ class SavedStep:
         input_bytes: of the tensors that go into a block.
         outside_bytes: what is saved around blocks in one forward.
         outputs: of one block, in the order of its forward; only those worth saving.
-        device_bytes: room for activations on the device.
+        device_bytes: room for activations on the device; ``beside_bytes``: what else this rank's training takes of it.
         host_bytes: of host memory, for what is swapped and stays there; ``stored_bytes``: of storage.
     """
 
@@ -53,6 +53,7 @@ class SavedStep:
     device_bytes: float
     host_bytes: float
     stored_bytes: float
+    beside_bytes: float = 0.0
 
     def costs(self) -> ActivationCosts:
         """For the planner. Where no FLOPs were counted all of a forward is one, as in its profile."""
@@ -79,11 +80,13 @@ class SavedStep:
         found = plan_activations(costs, place, self.room, self.host_bytes, secs_of, most_stored=self.stored_bytes)
         inputs, *outputs = (Counts(swapped, again, kept) for _, kept, swapped, again in found.fates)
         named = zip(self.outputs, outputs, strict=True) if costs.outputs else ()
+        stays = inputs.kept == self.num_blocks  # then no block's tensors come and go beside those that are kept
         return Choice(
             self.num_blocks,
             inputs,
             {(output.name, output.call): counts for output, counts in named},
             swaps_outside=found.swapped_bytes > 0,
+            device_bytes=found.kept_bytes + (0.0 if stays else WORKING_BLOCKS * self.block_bytes),
         )
 
 
@@ -106,13 +109,14 @@ class Counts:
 class Choice:
     """What becomes of everything: ``inputs`` of blocks (recomputed: the whole block is, and its inputs are swapped),
     ``outputs`` by (name, call), and whether what lies around blocks is swapped. A block of which nothing is recomputed
-    is swapped or kept whole.
+    is swapped or kept whole. ``device_bytes``: the most that activations then take of the device; 0: not known.
     """
 
     num_blocks: int
     inputs: Counts
     outputs: Mapping[tuple[str, OperatorCall], Counts]
     swaps_outside: bool
+    device_bytes: float = 0.0
 
     def fates(self, names: Sequence[str]) -> dict[str, BlockFate]:
         """For :meth:`ActivationSession.decide`; ``names`` are the blocks in the order of forward."""

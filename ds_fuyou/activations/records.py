@@ -83,12 +83,19 @@ class Piece:
         return whole[self.begin : self.begin + self.num_bytes]
 
 
+Need = tuple[int, int]
+"""When backward needs what was saved, of two numbers of savings: what was saved last comes first, ``(its own, 0)``, but
+the outputs of a block that is computed again in the order in which they were made, behind the block's inputs:
+``(the first of the block's, -its own)``.
+"""
+
+
 @dataclass(eq=False)
 class Record:
     """``num_bytes`` of one storage at one version. It dies with the last saved tensor that refers to it.
 
     Attributes:
-        sequence: increases in the order of saving; the larger, the sooner backward needs it.
+        need: the larger, the sooner backward needs it.
         what: names it in errors and traces.
         held: counts what it holds on the device.
         pieces: in order.
@@ -103,7 +110,7 @@ class Record:
     """
 
     num_bytes: int
-    sequence: int
+    need: Need
     what: str
     held: HeldBytes
     pieces: list[Piece]
@@ -123,11 +130,11 @@ class Record:
         self.reference = weakref.ref(self)
 
     @classmethod
-    def of(cls, num_bytes: int, piece_bytes: int, sequence: int, what: str, held: HeldBytes) -> Record:
+    def of(cls, num_bytes: int, piece_bytes: int, need: Need, what: str, held: HeldBytes) -> Record:
         """In pieces of ``piece_bytes``, the last one shorter; every record has one at least."""
         begins = range(0, max(num_bytes, 1), piece_bytes)
         pieces = [Piece(begin, min(piece_bytes, num_bytes - begin)) for begin in begins]
-        return cls(num_bytes, sequence, what, held, pieces)
+        return cls(num_bytes, need, what, held, pieces)
 
     def count(self, num_bytes: int) -> None:
         """Sets what the record holds on the device."""

@@ -88,6 +88,7 @@ class RegionOutputs:
         self._saved: dict[OperatorCall, _Saved] = {}
         self._by_storage: dict[int, OperatorCall] = {}
         self._made: _Made | None = None
+        self._begun_at = swapper.num_moved
         self.counts: dict[str, int] = {}
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -122,7 +123,9 @@ class RegionOutputs:
         fate = self._fates[made.call]
         for tensor in _tensors(made.outputs):
             self._by_storage[_address(tensor)] = made.call
-        packed = tree_map_only(torch.Tensor, lambda tensor: self._swapper.pack_output(tensor, fate), made.outputs)
+        packed = tree_map_only(
+            torch.Tensor, lambda tensor: self._swapper.pack_output(tensor, fate, self._begun_at), made.outputs
+        )
         self._saved[made.call] = _Saved(packed, made.inputs, made.num_completions)
 
     def end_forward(self, counts: dict[str, int]) -> None:

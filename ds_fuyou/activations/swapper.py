@@ -191,15 +191,22 @@ class Swapper:
             return self._keep_small(tensor, view, span, storage.nbytes())
         return self._move(tensor, view, span, storage, self._fate)
 
-    def pack_output(self, tensor: torch.Tensor, fate: Fate) -> Packed:
-        """An operator's output that a recomputation will not compute again; no parameter, and not saved by autograd."""
+    @property
+    def num_moved(self) -> int:
+        """Records so far: where a block begins."""
+        return self.tier.num_saved if self.tier is not None else 0
+
+    def pack_output(self, tensor: torch.Tensor, fate: Fate, begun_at: int) -> Packed:
+        """An operator's output that a recomputation will not compute again; no parameter, and not saved by autograd.
+        ``begun_at``: :attr:`num_moved` when the block began.
+        """
         if not is_movable(tensor, self._device_type):
             return KeptTensor(tensor, self.held, 0)
         view = ViewSpec.of(tensor)
         span = view.bytes()
         if span.num_bytes < self._smallest_bytes:
             return KeptTensor(tensor, self.held, span.num_bytes)
-        return self._move(tensor, view, span, tensor.untyped_storage(), lambda num_bytes: fate)
+        return self._move(tensor, view, span, tensor.untyped_storage(), lambda num_bytes: fate, begun_at)
 
     def _keep_small(self, tensor: torch.Tensor, view: ViewSpec, span: ByteRange, storage_bytes: int) -> Packed:
         """Small tensors stay; a small part of something large stays as a copy that does not hold on to the rest."""
@@ -209,7 +216,13 @@ class Swapper:
         return KeptTensor(tensor, self.held, span.num_bytes)
 
     def _move(
-        self, tensor: torch.Tensor, view: ViewSpec, span: ByteRange, storage: Any, fate_of: Callable[[int], Fate]
+        self,
+        tensor: torch.Tensor,
+        view: ViewSpec,
+        span: ByteRange,
+        storage: Any,
+        fate_of: Callable[[int], Fate],
+        made_after: int | None = None,
     ) -> Packed:
         key = (storage._cdata, tensor._version)
         base = tensor._base
@@ -238,7 +251,12 @@ class Swapper:
         alias = tensor.detach()
         version = alias._version
         with self.clock.within(Phase.ACTIVATIONS):  # where the device is full of what leaves it, the host waits
-            record = self.tier.put(byte_view(tensor, whole), self._name(tensor), lambda: alias._version == version)
+            record = self.tier.put(
+                byte_view(tensor, whole),
+                self._name(tensor),
+                lambda: alias._version == version,
+                made_after=made_after,
+            )
         if record is None:
             log_once(
                 logging.WARNING,

@@ -45,7 +45,7 @@ import torch
 
 from ds_fuyou.activations.arena import Arena
 from ds_fuyou.activations.copies import CopyLane, InFlightCopy
-from ds_fuyou.activations.records import IN_MEMORY, HeldBytes, InFlightIo, Piece, PieceState, Record
+from ds_fuyou.activations.records import IN_MEMORY, HeldBytes, InFlightIo, Need, Piece, PieceState, Record
 from ds_fuyou.activations.traffic import StorageHome, StorageTraffic
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.device import Device
@@ -108,7 +108,7 @@ class SwapTier:
         self._copies_out: deque[tuple[InFlightCopy, _Place]] = deque()
         self._copies_in: deque[tuple[InFlightCopy, weakref.ref[Record]]] = deque()
         self._unwritten: deque[_Place] = deque()
-        self._clean: list[tuple[int, int, weakref.ref[Record]]] = []  # a heap: needed last first; some are not any more
+        self._clean: list[tuple[Need, int, weakref.ref[Record]]] = []  # a heap: needed last first; some are gone
         self._on_device_bytes = 0  # of records that have not left the device
         self._left: deque[int] = deque()  # bytes that have, and are not taken off yet; finalisers append
         self._beside: Callable[[], Record | None] = lambda: None  # what was read ahead beside the arena last
@@ -145,8 +145,16 @@ class SwapTier:
 
     # ---- out: device → host memory → storage --------------------------------------------------------------
 
-    def put(self, source: torch.Tensor, what: str, unchanged: Callable[[], bool]) -> Record | None:
-        """Starts moving ``source`` (flat bytes on the device) out; who waits is told above.
+    @property
+    def num_saved(self) -> int:
+        """So far: before a block begins, what its outputs are ``made_after``."""
+        return self._next_sequence
+
+    def put(
+        self, source: torch.Tensor, what: str, unchanged: Callable[[], bool], *, made_after: int | None = None
+    ) -> Record | None:
+        """Starts moving ``source`` (flat bytes on the device) out; who waits is told above. ``made_after``: for a
+        recomputation of a block that began after so many.
 
         ``unchanged`` tells whether the source was left alone since this call. Returns None when there is no room and
         no storage: the caller then leaves the tensor where it is.
@@ -159,7 +167,9 @@ class SwapTier:
                 raise FuyouStateError("activations are saved after the engine was closed; build a new engine")
             self._progress()
             self._next_sequence += 1
-            record = Record.of(source.numel(), self._piece_bytes, self._next_sequence, what, self.held)
+            number = self._next_sequence
+            need = (number, 0) if made_after is None else (made_after + 1, -number)
+            record = Record.of(source.numel(), self._piece_bytes, need, what, self.held)
             begin = 0 if self._trace is None else time.perf_counter_ns()
             if self.copies.device_is_host:
                 has_room = self._put_on_host(record, source)
@@ -231,7 +241,7 @@ class SwapTier:
     def _leave(self, record: Record, index: int, piece: Piece, source: torch.Tensor) -> bool:
         """Starts the copy of one piece; False when there is no host memory for it."""
         if piece.memory is None:
-            piece.memory = self._free_memory(piece.num_bytes, self._next_sequence + 1)  # its own pieces too
+            piece.memory = self._free_memory(piece.num_bytes, (self._next_sequence + 1, 0))  # its own pieces too
             if piece.memory is None:
                 return False
         copy = self.copies.copy_out(piece.of(source), piece.memory[: piece.num_bytes], record.after)
@@ -282,11 +292,11 @@ class SwapTier:
 
     # ---- host memory --------------------------------------------------------------------------------------
 
-    def _free_memory(self, num_bytes: int, below: int) -> torch.Tensor | None:
-        """Arena memory, after forgetting what was saved before number ``below`` and is on storage; never waits."""
+    def _free_memory(self, num_bytes: int, below: Need) -> torch.Tensor | None:
+        """Arena memory, after forgetting what is needed later than ``below`` and is on storage; never waits."""
         while True:
             memory = self._arena.try_allocate(num_bytes)
-            if memory is not None or not self._forget_oldest_clean(below):
+            if memory is not None or not self._forget_last_clean(below):
                 return memory
 
     def _room(self, num_bytes: int) -> torch.Tensor | None:
@@ -298,7 +308,7 @@ class SwapTier:
 
     def _make_room(self) -> bool:
         """One step towards free host memory; False when there is none left. See the note above."""
-        if self._forget_oldest_clean(self._next_sequence + 1):
+        if self._forget_last_clean((self._next_sequence + 1, 0)):
             return True
         if self._wait_for_io(is_write=True):
             self._write_more()  # the next one begins while this thread waits for another
@@ -333,8 +343,8 @@ class SwapTier:
         self.counters.waited_secs += time.perf_counter() - begin
         return True
 
-    def _forget_oldest_clean(self, below: int) -> bool:
-        """Drops the host copy of what is needed last, if it was saved before number ``below``: of a piece, or of a
+    def _forget_last_clean(self, below: Need) -> bool:
+        """Drops the host copy of what is needed last, if that is later than ``below``: of a piece, or of a
         record that lies in one run.
         """
         while self._clean and self._clean[0][0] < below:
@@ -413,7 +423,7 @@ class SwapTier:
     def _bring_to_host(self, record: Record) -> bool:
         """Everything is in the target; whether this waited for storage."""
         if record.target is None:
-            record.target = self._free_memory(record.num_bytes, record.sequence)
+            record.target = self._free_memory(record.num_bytes, record.need)
             record.is_own = record.target is None
             if record.target is None:
                 record.target = self._own_memory(record.num_bytes)
@@ -480,7 +490,7 @@ class SwapTier:
         if self._traffic is None or not self._traffic.has_room(is_write=False):
             return False
         if self.copies.device_is_host and record.target is None:
-            record.target = self._free_memory(record.num_bytes, record.sequence)
+            record.target = self._free_memory(record.num_bytes, record.need)
             if record.target is None and not self._read_ahead_beside(record):
                 return False
         return all(self._start_read(record, index, is_demand=False) for index in stored)
@@ -511,7 +521,7 @@ class SwapTier:
         if self.copies.device_is_host and record.target is not None:
             memory: torch.Tensor | None = _pages_of(record.target, piece)
         else:
-            memory = self._room(piece.num_bytes) if is_demand else self._free_memory(piece.num_bytes, record.sequence)
+            memory = self._room(piece.num_bytes) if is_demand else self._free_memory(piece.num_bytes, record.need)
         if memory is None:
             if is_demand:
                 raise FuyouStateError(
@@ -608,7 +618,7 @@ class SwapTier:
             self.counters.read_bytes += flight.num_bytes
         if record is not None and piece is not None and piece.state in (PieceState.WRITING, PieceState.READING):
             piece.state = PieceState.CLEAN
-            heapq.heappush(self._clean, (record.sequence, flight.index, record.reference))
+            heapq.heappush(self._clean, (record.need, flight.index, record.reference))
 
     def _undo(self, record: Record, piece: Piece, flight: InFlightIo) -> None:
         if flight.is_write:

@@ -46,10 +46,11 @@ class Phase(enum.Enum):
     STEP = "step()"
     PARAMETERS = "waits for parameters"
     ACTIVATIONS = "waits for activations"
+    GRADIENTS = "waits for memory of gradients"
 
 
 _COMPUTES = (Phase.FORWARD, Phase.BACKWARD)
-_EXPOSED = (Phase.STEP, Phase.PARAMETERS, Phase.ACTIVATIONS)
+_EXPOSED = (Phase.STEP, Phase.PARAMETERS, Phase.ACTIVATIONS, Phase.GRADIENTS)
 
 
 class ComputeClock(Protocol):

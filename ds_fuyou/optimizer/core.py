@@ -174,19 +174,17 @@ class OutOfCoreOptimizer:
         if options.checksum:
             self.io.watch(self.place.watched())
         for chunk in layout.chunks:
-            pipeline.add_chunk(
-                position=chunk.position,
-                **self.places_of(chunk, self.place.state(chunk.index)),
-            )
+            pipeline.add_chunk(self.spec_of(chunk, self.place.state(chunk.index)))
         return pipeline
 
-    def places_of(self, chunk: Chunk, state: torch.Tensor | None) -> dict[str, Any]:
+    def spec_of(self, chunk: Chunk, state: torch.Tensor | None) -> Any:
         """A chunk and where it is, its state in this memory or on storage, as the pipeline takes it."""
-        return {
-            "param_type": self._types[self.options.param_dtype],
-            "grad_type": self._types[self.options.grad_dtype],
+        return load_core().ChunkSpec(
+            position=chunk.position,
+            param_type=self._types[self.options.param_dtype],
+            grad_type=self._types[self.options.grad_dtype],
             **self.place.of_chunk(chunk, state, first_slot=self._first_slot[chunk.index]),
-        }
+        )
 
     def _make_gradients(self) -> GradientMemory:
         options, place = self.options, self.place
@@ -526,16 +524,22 @@ class OutOfCoreOptimizer:
         self.wait_all()
         self.gradients.return_lent()
 
-    def fit_staging(self, states: tuple[bool, ...]) -> None:
+    def staging_bytes(self, states: tuple[bool, ...], wanted_bytes: int | None = None) -> int:
+        """Staging memory for states in these places, and in those of now. See :meth:`ChunkPlaces.staging_bytes`."""
+        places = (self.place.residency, replace(self.place.residency, states=states))
+        return max(self.place.staging_bytes(place, wanted_bytes) for place in places)
+
+    def fit_staging(self, states: tuple[bool, ...], room_bytes: int | None = None) -> None:
         """Makes staging memory as large as states in these places, and in those of now, need it: then it waits for all
-        updates. Between steps.
+        updates. Between steps. ``room_bytes``: of host memory; it becomes no larger, but as large as it must be.
 
         Raises:
             FuyouMemoryError: the system refuses; it is as it was.
             FuyouStorageError: a read that was dropped still uses it; it is as it was.
         """
-        wanted = replace(self.place.residency, states=states)
-        num_bytes = max(self.place.staging_bytes(), self.place.staging_bytes(wanted))
+        num_bytes = self.staging_bytes(states)
+        if room_bytes is not None:
+            num_bytes = self.staging_bytes(states, min(num_bytes, max(room_bytes, self.staging.capacity_bytes)))
         if num_bytes == self.staging.capacity_bytes:
             return
         self.return_lent()

@@ -38,6 +38,10 @@ class GradientMemory(Protocol):
     """Waits until the oldest copy from the device has ended and hands it on; False if there is none."""
 
     @property
+    def may_wait(self) -> bool:
+        """Whether a gradient that comes may wait for memory, while others are written."""
+
+    @property
     def lent_bytes(self) -> int:
         """Memory in use that others lent."""
 
@@ -82,6 +86,10 @@ class DramGradients:
         itemsize = dtype.itemsize
         sizes = layout.sub_group_numels
         self._flat = [locks.lock(aligned_tensor(round_up_to_page(n * itemsize))).view(dtype)[:n] for n in sizes]
+
+    @property
+    def may_wait(self) -> bool:
+        return False
 
     @property
     def lent_bytes(self) -> int:
@@ -196,6 +204,10 @@ class StoredGradients:
 
     def _num_bytes(self, index: int) -> int:
         return round_up_to_page(self._layout.chunks[index].numel * self._dtype.itemsize)
+
+    @property
+    def may_wait(self) -> bool:
+        return len(self._kept) < len(self._layout.chunks)
 
     @property
     def lent_bytes(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -54,6 +55,9 @@ class HostSum:
         self._error: BaseException | None = None
         self.squares: float | None = None
         """Sum of squares of ``gradient``, after the end."""
+        self.added_secs = 0.0
+        """What adding took, after the end; nothing where it was a copy."""
+        self.numel = target.numel()
 
     def run(self) -> None:
         try:
@@ -61,7 +65,9 @@ class HostSum:
             if self._reading is not None:
                 self._reading.wait()
             if self._adds:
+                began = time.perf_counter()
                 self._target.add_(self._staging)
+                self.added_secs = time.perf_counter() - began
             else:
                 self._target.copy_(self._staging)
             if self._gradient:

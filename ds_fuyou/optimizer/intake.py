@@ -33,6 +33,8 @@ class _EventCopy:
     """A straight copy from the device; the memory is kept by who owns the chunk's gradient."""
 
     squares: float | None = None
+    added_secs = 0.0
+    numel = 0
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -72,6 +74,8 @@ class GradientIntake:
         self._sums = HostSums(dtype, locks)
         self._in_flight: deque[tuple[ParamSpan, _EventCopy | HostSum]] = deque()
         self._num_in_flight: Counter[int] = Counter()
+        self.added = (0.0, 0)
+        """Seconds since the start in which gradients from a device were added on the host, and of how many elements."""
 
     # ---- the door -----------------------------------------------------------------------------------------
 
@@ -165,6 +169,8 @@ class GradientIntake:
         span, one = self._in_flight[0]
         self._memory.waited_secs += one.wait()
         self._in_flight.popleft()
+        if one.added_secs:
+            self.added = (self.added[0] + one.added_secs, self.added[1] + one.numel)
         if one.squares is not None:
             self.norms.take_sum(span.index, one.squares, span.numel)
         self._num_in_flight[span.index] -= 1

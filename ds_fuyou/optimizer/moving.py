@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,7 @@ class ChunkMover:
     def __init__(self, core: OutOfCoreOptimizer, worker: Worker) -> None:
         self._core, self._place, self._worker = core, core.place, worker
         self._ends = False
+        self._room: Callable[[], int] | None = None
         self._target: tuple[bool, ...] | None = None
         self._step_bytes = 0
         self._due: dict[int, Chunk] = {}
@@ -76,13 +77,20 @@ class ChunkMover:
 
     # ---- asking -------------------------------------------------------------------------------------------
 
-    def move_to(self, states: tuple[bool, ...], step_bytes: int, budget_bytes: int | None = None) -> None:
+    def move_to(
+        self,
+        states: tuple[bool, ...],
+        step_bytes: int,
+        budget_bytes: int | None = None,
+        room: Callable[[], int] | None = None,
+    ) -> None:
         """From the next step on states go to where ``states`` says (by chunk: in memory), about ``step_bytes`` in a
         step, one chunk at least; those that leave memory first. Takes the place of what was asked for before.
 
         To be called between steps: after one was applied, before the next backward. Waits for what moves now.
 
-        ``budget_bytes``: the most on storage.
+        ``budget_bytes``: the most on storage. ``room``: bytes of host memory for staging memory now, and when all has
+        moved; where they are fewer than it should have, it has what it must. Without, it has what it should.
 
         Raises:
             FuyouStorageError: no room on storage; what was asked for before stays.
@@ -106,10 +114,11 @@ class ChunkMover:
         specs = [self._place.state_spec(chunk) for chunk in leaving]
         core.store.reserve([spec for spec in specs if spec.name not in core.store.regions], budget_bytes)
         try:
-            core.fit_staging(states)
+            core.fit_staging(states, None if room is None else room())
         except FuyouError:
             self._end(None)
             raise
+        self._room = room
         self._target, self._step_bytes, self.failure = states, step_bytes, None
         core.return_lent()  # what leaves will need more of it than was left when it was lent
         core.placed_anew()
@@ -201,8 +210,7 @@ class ChunkMover:
         except FuyouError as error:
             self._end(error)
             return
-        places = self._core.places_of(chunk, memory)
-        self._worker.ask(self._core.pipeline.set_destination, chunk=index, **places)
+        self._worker.ask(self._core.pipeline.set_destination, index, self._core.spec_of(chunk, memory))
         del self._due[index]
         self._moving[index] = memory is not None
         if memory is not None:
@@ -246,11 +254,13 @@ class ChunkMover:
         """The step was applied: when all has moved, staging memory is made as large as it has to be now."""
         if not self._ends or self._target is not None or self._moving:  # what leaves needs the memory that it passes
             return
+        if self._room is not None:  # through two chunks at a time every step is slow: that is worth a wait
+            self._core.wait_all()
         if self._core.staging.used_bytes:  # read ahead in vain, say: a later step will do
             return
         self._ends = False
         try:
-            self._core.fit_staging(self._place.residency.states)
+            self._core.fit_staging(self._place.residency.states, None if self._room is None else self._room())
         except FuyouError as error:
             logger.warning("staging memory stays as large as it is: %s", error)
 

@@ -254,13 +254,14 @@ class ChunkPlacement:
             num_bytes += round_up_to_page(chunk.numel * options.grad_dtype.itemsize)
         return num_bytes
 
-    def staging_bytes(self, residency: ChunkResidency | None = None) -> int:
-        """The plan's size, at least two of the largest jobs, at most all of them."""
+    def staging_bytes(self, residency: ChunkResidency | None = None, wanted_bytes: int | None = None) -> int:
+        """``wanted_bytes``, or the plan's size, at least two of the largest jobs, at most all of them."""
+        wanted = self._options.staging_bytes if wanted_bytes is None else wanted_bytes
         jobs = [self.job_bytes(chunk, residency) for chunk in self._layout.chunks]
-        return max(4096, min(max(self._options.staging_bytes, 2 * max(jobs)), sum(jobs)))
+        return max(4096, min(max(wanted, 2 * max(jobs)), sum(jobs)))
 
     def of_chunk(self, chunk: Chunk, state: torch.Tensor | None, *, first_slot: int = 0) -> dict[str, Any]:
-        """The places of a chunk as ``ChunkPipeline.add_chunk`` takes them, its state in memory or on storage; what is
+        """The places of a chunk as a ``ChunkSpec`` of the core takes them, its state in memory or on storage; what is
         there lies in ``first_slot``.
 
         A chunk without anything in slots counts as one-slotted: its update overwrites nothing that a commit names, so

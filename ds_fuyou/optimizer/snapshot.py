@@ -6,9 +6,10 @@ Which updates wait for it, and which hand over what they replace, is the pipelin
 if an update waits for them, and compared with their checksums. Where storage bounds a step it is never idle, and nearly
 all states are handed over.
 
-Where chunks have three slots nothing on storage is handed over, and no update waits for it: states are read and written
-a fifth of the time, and whenever storage is idle. So they are where the file system shares blocks with the checkpoint's
-file, for their checksums: there they are cloned at once.
+Where chunks have three slots nothing on storage is handed over, and no update waits for it. States are read when
+storage has been idle for a while, and after every so many bytes that training has moved (:class:`Pace`). They are read
+ahead of all else: behind it they would hardly come. So are, for their checksums, states that the file system shares
+with the checkpoint's file: those are cloned at once.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _NUM_READING = SAVE_BLOCKS_READ
 _NUM_LENT = SAVE_BLOCKS - _NUM_READING
 Clone = Callable[[Chunk, Sequence[Sequence[Extent]]], list[Extent] | None]
 
-_REST = 4.0  # times that a state took
+_TIMES = 4  # as many bytes are training's as are the checkpoint's
+_NEW_FILE = 2  # bytes that a byte of a new file costs
 _LOOK_SECS = 0.02  # after which storage may have become idle
 _BEHIND, _FIRST = 1 << 62, 0  # priorities of reads; those of updates lie between
 
@@ -71,20 +73,34 @@ class _Taken:
 
 
 class Pace:
-    """Of what is moved behind training, one piece after the other: a fifth of the time."""
+    """Of what is copied behind training, one piece after the other: the next one is due when training has moved so many
+    times as much, or storage was idle for as long as the last one took. (In a shorter gap it would be in the way.)
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
-        self._begin, self._rests_until = 0.0, -math.inf
+    Not a share of the time: a copy that waits for others would wait again, the longer the busier storage is.
 
-    def is_due(self) -> bool:
-        return self._now() >= self._rests_until
+    ``moved``: bytes that training has moved so far.
+    """
+
+    def __init__(self, moved: Callable[[], int], now: Callable[[], float] = time.perf_counter) -> None:
+        self._moved, self._now = moved, now
+        self._due, self._took_secs = 0.0, 0.0
+        self._idle_at, self._idle_since = 0, now()
+        self._begun = 0.0
+
+    def is_due(self, is_idle: bool) -> bool:
+        """To be asked often. ``is_idle``: nothing is in flight."""
+        moved, now = self._moved(), self._now()
+        if moved != self._idle_at or not is_idle:
+            self._idle_at, self._idle_since = moved, now
+        return moved >= self._due or now - self._idle_since >= self._took_secs
 
     def begin(self) -> None:
-        self._begin, self._rests_until = self._now(), math.inf
+        self._due, self._took_secs, self._begun = math.inf, math.inf, self._now()
 
-    def end(self) -> None:
-        self._rests_until = self._now() + _REST * (self._now() - self._begin)
+    def end(self, num_bytes: int) -> None:
+        """So many were moved since :meth:`begin`."""
+        self._idle_at, self._idle_since = self._moved(), self._now()
+        self._due, self._took_secs = self._idle_at + _TIMES * num_bytes, self._idle_since - self._begun
 
 
 class Snapshot:
@@ -97,7 +113,9 @@ class Snapshot:
         self._ended = threading.Event()
         self._is_given_up = False
         self._hurries = threading.Event()
-        self._pace = Pace() if core.options.num_slots > 2 else None
+        self._pace = Pace(self._moved)
+        self._may_wait = core.options.num_slots > 2
+        """No update waits for it."""
         self._clone: Clone | None = None
         self._cloned: list[tuple[Chunk, int, list[Extent]]] = []
         chunks = core.layout.chunks
@@ -150,8 +168,8 @@ class Snapshot:
                 taken = reading.popleft()
                 self._settle(taken)
                 yield taken.chunk, self._core.states.parts(taken.chunk, taken.state)
-                if taken.transfers and self._pace is not None:
-                    self._pace.end()
+                if taken.transfers:
+                    self._pace.end(_bytes_read(taken) + _NEW_FILE * len(taken.state))
                 if taken.is_lent:
                     self._pipeline.lend_buffer(taken.block.data_ptr())
                 else:
@@ -165,28 +183,35 @@ class Snapshot:
             raise FuyouStateError("the states of this step were let go before they were copied")
 
     def _read_clones(self) -> Generator[tuple[Chunk, list[torch.Tensor]]]:
-        """A fifth of the time, unless somebody waits for the checkpoint. Ahead of others: where storage is never idle
-        they would not come at all.
-        """
+        """As :class:`Pace` says, unless somebody waits for the checkpoint."""
         for chunk, slot, extents in self._cloned:
-            begin, block = time.perf_counter(), self._spare[0]
+            while not (self._hurries.is_set() or self._pace.is_due(self._is_idle())):
+                self._hurries.wait(_LOOK_SECS)
+            self._check()
+            self._pace.begin()
+            block = self._spare[0]
             state = block[: self._core.states.num_bytes(chunk)]
             state[sum(extent.num_bytes for extent in extents) :].zero_()
             what = f"reading the state of chunk {chunk.index} for a checkpoint"
             taken = _Taken(chunk, block, state, slot, [self._io.read(extents, state, what, _FIRST)], clone=extents)
             self._settle(taken)
             yield chunk, self._core.states.parts(chunk, state)
-            self._hurries.wait(_REST * (time.perf_counter() - begin))
-            self._check()
+            self._pace.end(_bytes_read(taken))
+
+    def _moved(self) -> int:
+        return sum(lane.num_bytes for lane in self._io.stats().values())
+
+    def _is_idle(self, num_own: int = 0) -> bool:
+        """But for what is read here."""
+        return bool(self._io.engine.num_in_flight <= num_own)
 
     def _take(self, reading: Collection[_Taken]) -> _Taken | None:
         """The next state: those that an update handed over or waits for come before the others."""
         core = self._core
-        # What is read here has come, or is what is in flight.
-        is_idle = core.io.engine.num_in_flight <= sum(not taken.is_there() for taken in reading)
-        timeout_secs = 0.0 if reading else SLICE_SECS if is_idle else _LOOK_SECS
-        is_due = self._hurries.is_set() or (self._pace is not None and self._pace.is_due())
-        kept = self._pipeline.take_kept(timeout_secs, is_idle or is_due or self._clone is not None)
+        is_idle = self._is_idle(sum(not taken.is_there() for taken in reading))
+        is_due = self._hurries.is_set() or (self._pace.is_due(is_idle) if self._may_wait else is_idle)
+        timeout_secs = 0.0 if reading else SLICE_SECS if is_due else _LOOK_SECS
+        kept = self._pipeline.take_kept(timeout_secs, is_due or self._clone is not None)
         if kept is None:
             return None
         index, slot, address, is_wanted = kept
@@ -204,9 +229,9 @@ class Snapshot:
             core.states.copy_resident(chunk, state, with_moments=True)
             self._pipeline.release_kept(index)
             return _Taken(chunk, block, state, slot)
-        has_moments, priority = index not in self._without_moments, _FIRST if is_wanted or is_due else _BEHIND
-        if self._pace is not None:
-            self._pace.begin()
+        has_moments = index not in self._without_moments
+        priority = _FIRST if is_wanted or self._may_wait or self._hurries.is_set() else _BEHIND
+        self._pace.begin()
         coded = self._coded.get(block.data_ptr())
         where = core.states.stored(chunk, slot, state, coded, has_moments=has_moments)
         if not has_moments:
@@ -264,6 +289,10 @@ class Snapshot:
             self._spare.clear()
             self._coded.clear()
             self._ended.set()
+
+
+def _bytes_read(taken: _Taken) -> int:
+    return sum(transfer.memory.nbytes for transfer in taken.transfers)
 
 
 def _path_of(fd: int) -> Path | None:

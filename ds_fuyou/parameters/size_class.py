@@ -13,6 +13,7 @@ from ds_fuyou.parameters.kept import Kept
 from ds_fuyou.parameters.memory import ReadMemory
 from ds_fuyou.parameters.partition import Partition
 from ds_fuyou.parameters.trace import AccessTrace, Ahead
+from ds_fuyou.planner.plan import kept_param_bytes
 
 __all__ = ["SMALL_BYTES", "SizeClass"]
 
@@ -26,7 +27,8 @@ class SizeClass:
     def __init__(self, members: Sequence[Partition], wanted_bytes: int, trace: AccessTrace, device: Device) -> None:
         sizes = [partition.num_bytes for partition in members]
         self.memory = ReadMemory(sizes, wanted_bytes, device)
-        self.ahead_bytes = max(max(sizes), self.memory.pool.capacity_bytes // 4)
+        capacity = self.memory.pool.capacity_bytes
+        self.ahead_bytes = capacity - kept_param_bytes(capacity, max(sizes))
         """What reads ahead may take from kept values, and what is offered at once."""
         self.members = set(members)
         self.kept = Kept(trace)

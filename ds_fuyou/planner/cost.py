@@ -9,7 +9,7 @@ those of one GPU, and storage, host memory and the CPU serve all of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.hardware import Machine
@@ -78,6 +78,7 @@ class Placement:
             stay in host memory.
         kept_bytes: activations that stay on the GPU, beyond those of the block that is computed.
         staging_bytes: host memory that states pass through on their way from storage and back.
+        kept_param_bytes: host memory in which parameters that were read from storage wait for the next pass.
         recompute_flops: that backward repeats, a micro-batch, on one GPU.
         fates: for each operator in how many blocks its output is (kept, swapped, recomputed); for the plan document.
     """
@@ -92,6 +93,7 @@ class Placement:
     dram_activation_bytes: float = 0.0
     kept_bytes: float = 0.0
     staging_bytes: float = 0.0
+    kept_param_bytes: float = 0.0
     recompute_flops: float = 0.0
     fates: tuple[tuple[str, int, int, int], ...] = ()
 
@@ -188,7 +190,8 @@ def _lanes(
 class _Phases:
     """Work of the lanes, in seconds: of one micro-batch's forward and backward, of moving sums of gradients, of
     spilling gradients, and of the optimizer; ``resident`` is the part of it that waits for ``step()``, because its
-    state is in host memory in one version. ``states_read``: bytes of states that updates read.
+    state is in host memory in one version. ``states_read``: bytes of states that updates read; ``sums_secs``: of adding
+    a micro-batch's gradients on the host.
     """
 
     forward: _Lanes
@@ -198,6 +201,7 @@ class _Phases:
     optimizer: _Lanes
     resident: _Lanes
     states_read: float
+    sums_secs: float
 
 
 def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) -> _Phases:
@@ -216,23 +220,25 @@ def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) 
     waiting = grad * max(0.0, late - place.grads) if policy.keeps_gradients else 0.0
     read_back = spilled if policy.reads_spilled else waiting
     sums = grad * stored_sums(work, policy, place)
-    up = (policy.param_bytes * num_params + model.frozen_bytes) / machine.link_up
+    params_bytes = policy.param_bytes * num_params + model.frozen_bytes
+    up = params_bytes / machine.link_up
+    up_again = max(0.0, params_bytes - policy.reused_bytes) / machine.link_up
     act_up = place.swapped_bytes / machine.link_up
-    p_read = storage_secs(p_bytes + model.frozen_bytes * (1 - place.frozen), machine.storage_read)
+    read_forward, read_backward = _params_read(work, policy, place, p_bytes)
     return _Phases(
         forward=_lanes(
             gpu=blocks + head,
             up=up,
             down=place.swapped_bytes / machine.link_down,
-            read=p_read,
+            read=storage_secs(read_forward, machine.storage_read),
             write=storage_secs(stored, machine.storage_write),
             thread=machine.thread.forward,
         ),
         backward=_lanes(
             gpu=machine.backward_over_forward * model.backward_over_forward / 2 * (blocks + head) + recompute,
-            up=up + act_up,
+            up=up_again + act_up,
             down=grad / machine.link_down,
-            read=p_read + storage_secs(stored, machine.storage_read),
+            read=storage_secs(read_backward + stored, machine.storage_read),
             thread=machine.thread.backward,
         ),
         accumulate=_lanes(
@@ -250,7 +256,21 @@ def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) 
             cpu=num_params * late / machine.update_rate,
         ),
         states_read=states_read,
+        sums_secs=num_params / machine.sum_rate,
     )
+
+
+def _params_read(work: Workload, policy: Policy, place: Placement, p_bytes: float) -> tuple[float, float]:
+    """Bytes of parameters on storage that a forward and a backward read; ``p_bytes`` of them are trained. What is used
+    last in a pass is used first in the next one, and is still there as far as memory reaches: of trained ones but for
+    a step's first forward, which needs new values. They are filled in the order of forward, so its end is on storage.
+    """
+    frozen = work.model.frozen_bytes * (1 - place.frozen)
+    stored = p_bytes + frozen
+    kept, kept_frozen = min(place.kept_param_bytes, stored), min(place.kept_param_bytes, frozen)
+    others = (work.accumulation - 1) / work.accumulation
+    forward = stored - kept_frozen - others * (kept - kept_frozen)
+    return forward, max(0.0, stored - place.kept_param_bytes - policy.reused_bytes)
 
 
 def _states_moved(policy: Policy, num_params: float, place: Placement) -> tuple[float, float]:
@@ -304,13 +324,19 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
         by_lane[bound_lane(lanes, machine.storage_duplex)] += took
         return took
 
-    between = _lanes(thread=machine.thread.between)
+    def accumulated() -> tuple[float, float]:
+        """Forwards and backwards of all micro-batches but the last. What is added on the host goes on beside both."""
+        forward, backward = secs(k - 1, p.forward), secs(k - 1, p.backward, p.accumulate)
+        late = max(0.0, (k - 1) * p.sums_secs - forward - backward)
+        by_lane[Lane.CPU] += late
+        return forward, backward + late
+
+    between = _lanes(thread=machine.thread.between, cpu=(k - 1) * p.sums_secs)
     total = _together(*[p.forward, p.backward] * k, *[p.accumulate] * (k - 1), p.spill, p.optimizer, between)
     if policy.updates is Updates.DEADLINE:
         # Updates run beside the last backward and the next step's first forward, wherever there is room, those of
         # resident states beside forward alone; activations leave in forward and return in backward.
-        forward = secs(k - 1, p.forward)
-        backward = secs(k - 1, p.backward, p.accumulate)
+        forward, backward = accumulated()
         before = list(by_lane)
         apart = secs(1, p.forward, p.resident) + secs(1, p.backward, p.spill)
         phased, by_lane[:] = list(by_lane), before
@@ -331,14 +357,14 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
         step = forward + backward + (1 - policy.redo_share) * usual + policy.redo_share * max(usual, again)
     elif policy.updates is Updates.FORWARD:
         beside_forward, beside_backward = _deferred(machine, place, p)
-        forward = secs(k - 1, p.forward)
-        backward = secs(k - 1, p.backward, p.accumulate) + secs(1, p.backward, p.spill, beside_backward)
+        forward, backward = accumulated()
+        backward += secs(1, p.backward, p.spill, beside_backward)
         turn = secs(1, p.forward, beside_forward)
         tail = _turn_secs(work, machine, policy, place)
         step = forward + backward + turn + tail
     else:
-        forward = secs(k, p.forward)
-        backward = secs(k - 1, p.backward, p.accumulate)
+        forward, backward = accumulated()
+        forward += secs(1, p.forward)
         if policy.updates is Updates.BACKWARD:
             backward += secs(1, p.backward, p.optimizer)
             tail = _drain_secs(work, machine, policy, place)
@@ -351,18 +377,25 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
 
 def _between_gradients_secs(work: Workload, machine: Machine, place: Placement, p: _Phases) -> float:
     """From a step's first gradients to the next step's: states have passed storage when forward comes to the last
-    block, and those of its gradients are not there before its backward; meanwhile staging memory is filled at most.
-    With few blocks that is a large part of a step.
+    block, and those of its gradients are not there before its backward; meanwhile staging memory is filled at most,
+    and what is left of writes passes. Where updates read less than they write, that is the difference, or nothing where
+    reads waited for gradients: half of it is counted. With few blocks all this is a large part of a step.
     """
     read, write = p.optimizer[Lane.READ], p.optimizer[Lane.WRITE]
     ahead = storage_secs(min(place.staging_bytes, p.states_read), machine.storage_read)
     last_block = (p.forward[Lane.GPU] + p.backward[Lane.GPU]) / work.model.layers
-    return shared_secs(read, write, machine.storage_duplex) + max(0.0, last_block - ahead)
+    idle = max(0.0, last_block - ahead - max(0.0, write - read) / 2)
+    return shared_secs(read, write, machine.storage_duplex) + idle
 
 
-def _chunk_secs(num_params: float, machine: Machine, policy: Policy, place: Placement) -> dict[str, float]:
-    """Gradient out, state in, update and P16 up of ``num_params`` parameters."""
-    states, _ = _states_moved(policy, num_params, place)
+def _first_secs(work: Workload, machine: Machine, policy: Policy, place: Placement) -> dict[str, float]:
+    """Gradient out, state in, update and P16 up of the parameters before the first block: gradients of these arrive
+    last, and they are needed first, so they are the first in host memory.
+    """
+    num_params = float(work.model.first_trained_params)
+    first = max(1.0, num_params) / max(1.0, float(work.model.trainable_params))
+    near = replace(place, params=min(1.0, place.params / first), states=min(1.0, place.states / first))
+    states, _ = _states_moved(policy, num_params, near)
     return {
         "down": policy.gradient_bytes * num_params / machine.link_down,
         "read": storage_secs(states, machine.storage_read),
@@ -375,7 +408,7 @@ def _drain_secs(work: Workload, machine: Machine, policy: Policy, place: Placeme
     """The last chunk's own chain after the last gradient, less what the bound lane has counted already: reads and
     writes where storage bounds (as it nearly always does here), so the copy and the update remain.
     """
-    parts = _chunk_secs(float(work.model.first_trained_params), machine, policy, place)
+    parts = _first_secs(work, machine, policy, place)
     return parts["down"] + parts["update"]
 
 
@@ -383,5 +416,5 @@ def _turn_secs(work: Workload, machine: Machine, policy: Policy, place: Placemen
     """From the last gradient to the first forward of the next step: the embedding's chain. Forward takes P16 out of
     the update, so its write is not waited for; lanes that bound the step go on meanwhile, if it is storage.
     """
-    parts = _chunk_secs(float(work.model.first_trained_params), machine, policy, place)
+    parts = _first_secs(work, machine, policy, place)
     return parts["down"] + parts["read"] + parts["update"] + parts["up"] + machine.thread.between

@@ -45,6 +45,7 @@ from ds_fuyou.planner.plan import (
     bytes_each,
     classes_of,
     has_two_versions,
+    kept_param_bytes,
     lane_bytes,
     minimum_lane_bytes,
     resident_bytes,
@@ -316,7 +317,8 @@ def decide(given: PlanInput, overrides: Mapping[str, int | None], time: StepTime
             if not over.keys() & {"staging_bytes", "prefetch_bytes"}:
                 search, best = _with_less_apart(search, best)
             plan = built_plan(given, best.residency, chunk_bytes, search.arena, over, int(best.in_dram))
-            place = replace(best.place, staging_bytes=plan.staging_bytes)
+            kept = kept_param_bytes(plan.prefetch_bytes, given.largest_param_numel * given.param_bytes_each)
+            place = replace(best.place, staging_bytes=plan.staging_bytes, kept_param_bytes=kept)
             return Decision(plan, place, time.secs(place))
         least_needed = search.least_needed
     found = f"dram_budget_bytes is {(given.dram_budget_bytes + given.lent_bytes) / MIB:.0f} MiB"

@@ -35,7 +35,8 @@ class Machine:
         link_up, link_down: bytes/s CPU to GPU and back, of each GPU.
         storage_read, storage_write: bytes/s of a direction alone under the load of a step, all SSDs together.
         storage_duplex: 1 where reads and writes share one resource; 2 where they do not disturb each other.
-        update_rate: parameters/s of CPU Adam; ``pass_rate`` bytes/s of other passes over host memory.
+        update_rate: parameters/s of CPU Adam; ``pass_rate`` bytes/s of other passes over host memory; ``sum_rate``
+            gradients/s that are added on the host where micro-batches accumulate.
         storage_bytes, endurance_bytes: of all SSDs together; 0 without SSDs.
         backward_over_forward: compute time of backward, in forwards.
         is_unified: device and host share one memory, of which both sizes are parts.
@@ -64,6 +65,7 @@ class Machine:
     is_unified: bool = False
     io_cpu_secs_per_byte: float = 0.0
     thread: ThreadSecs = NO_THREADS
+    sum_rate: float = float("inf")
 
     @property
     def dram_usable_bytes(self) -> float:

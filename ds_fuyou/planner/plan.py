@@ -35,6 +35,7 @@ __all__ = [
     "classes_of",
     "handles_activations",
     "has_two_versions",
+    "kept_param_bytes",
     "lane_bytes",
     "minimum_lane_bytes",
     "most_prefetch_bytes",
@@ -70,7 +71,8 @@ class PlanInput:
     ``num_paths``: of storage. ``block_activation_bytes``: what the largest block saves in a forward; 0: not known.
     ``storage_budget_bytes``: for what is on storage; ``durable``: in two slots. ``device_room_bytes``: for activations
     that stay on the device. ``frozen_bytes``: of parameters that are not trained. ``first_numel``: of those that
-    are, what comes before the first block: its gradients arrive last, and it is needed first.
+    are, what comes before the first block: its gradients arrive last, and it is needed first. ``reused_numel``: of all,
+    what stays on the device from the end of forward to the begin of backward.
     """
 
     numel: int
@@ -97,6 +99,7 @@ class PlanInput:
     device_room_bytes: float = 0.0
     frozen_bytes: float = 0.0
     first_numel: int = 0
+    reused_numel: int = 0
     saves_behind: bool = False  # checkpoints are written while training goes on
     keeps_read: bool = False  # of the budget, what nothing else takes holds parameters that were read
     lent_bytes: int = 0  # of the budget that the user named, to engines without an optimizer, and not in this one
@@ -273,6 +276,11 @@ def built_plan(
 def most_prefetch_bytes(left_bytes: int) -> int:
     """Host memory of parameters read ahead or kept, of what is left for the lanes."""
     return min(_PREFETCH_BYTES, left_bytes // 4)
+
+
+def kept_param_bytes(pool_bytes: int, largest_bytes: int) -> int:
+    """Of a pool of parameters what is not for those read ahead: a quarter, at least the largest."""
+    return max(0, pool_bytes - max(pool_bytes // 4, largest_bytes))
 
 
 def whole_bytes(stored_bytes: float) -> int:

@@ -40,7 +40,7 @@ __all__ = [
     "slowest",
 ]
 
-SCHEMA = "ds_fuyou.profile/4"
+SCHEMA = "ds_fuyou.profile/5"
 MOST_KEPT = 100  # profiles, a few kB each
 OFF = "off"
 
@@ -102,6 +102,7 @@ class RunProfile:
             whole model.
         room: of the device for activations, beside what training needs of it; None: not known.
         redo_share: of updates begun in backward, those that were done again.
+        sum_rate: gradients a second that are added on the host, as micro-batches on a device accumulate; 0: none were.
     """
 
     machine: str
@@ -125,6 +126,7 @@ class RunProfile:
     room: float | None = None
     redo_share: float = 0.0
     thread: ThreadSecs = NO_THREADS
+    sum_rate: float = 0.0
 
     @property
     def forward_flops(self) -> float:
@@ -159,8 +161,8 @@ class RunProfile:
         values["storage"] = None if data["storage"] is None else StorageRates(**data["storage"])
         values["given"] = PlanInput(**{**data["given"], "layout": layout_of(**data["given"]["layout"])})
         profile = cls(**values)
-        if not all(math.isfinite(value) and value >= 0 for value in astuple(profile.thread)):
-            raise ValueError(f"seconds of threads must not be negative, found {profile.thread}")
+        if not all(math.isfinite(value) and value >= 0 for value in (*astuple(profile.thread), profile.sum_rate)):
+            raise ValueError(f"must not be negative, found {profile.thread} and a rate of sums of {profile.sum_rate}")
         measured = [
             profile.forward_secs,
             profile.backward_secs,
@@ -180,7 +182,7 @@ def slowest(profiles: Sequence[RunProfile]) -> RunProfile:
     """The first of ``profiles`` with the worst number that any of them has: who shares a step waits for the last."""
     worst = {
         name: sign * min(sign * getattr(profile, name) for profile in profiles)
-        for sign, names in ((1, ("update_rate", "link_up", "link_down", "host_bytes", "device_bytes")), (-1, _SECS))
+        for sign, names in ((1, _RATES_AND_BYTES), (-1, _SECS))
         for name in names
     }
     storages = [profile.storage for profile in profiles if profile.storage is not None]
@@ -193,6 +195,7 @@ def slowest(profiles: Sequence[RunProfile]) -> RunProfile:
 
 
 _SECS = ("forward_secs", "backward_secs")
+_RATES_AND_BYTES = ("update_rate", "sum_rate", "link_up", "link_down", "host_bytes", "device_bytes")
 
 
 def fingerprint_of(*parts: object) -> str:

@@ -176,6 +176,7 @@ def _machine(profile: RunProfile, model: ModelSpec) -> Machine:
         shares_cores=profile.device_is_host,
         io_cpu_secs_per_byte=storage.cpu_secs_per_byte / profile.num_cores if storage is not None else 0.0,
         thread=profile.thread,
+        sum_rate=profile.sum_rate or float("inf"),
     )
 
 
@@ -207,6 +208,7 @@ def run_time(
         keeps_gradients=True,
         reads_spilled=updates is not Updates.DEADLINE,
         redo_share=redone,
+        reused_bytes=float(given.param_bytes_each * given.reused_numel),
     )
     model = _ProfiledModel.of(profile, given)
     machine = _UNKNOWN if profile is None else _machine(profile, model)

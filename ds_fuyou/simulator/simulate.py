@@ -9,7 +9,7 @@ computations; every lane takes the earliest one that is ready.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_fuyou.planner.cost import (
@@ -75,7 +75,8 @@ def chrome_trace(simulated: Simulated, machine: Machine) -> dict[str, Any]:
 @dataclass(frozen=True)
 class _Unit:
     """Seconds of one unit's pieces. ``chunks`` equal parts of its optimizer work are scheduled one by one; of the
-    states the share ``resident`` is in host memory, ``late`` in one version.
+    states the share ``resident`` is in host memory, ``late`` in one version. ``p_kept``: of ``p_read``, what backward
+    still finds in memory.
     """
 
     name: str
@@ -83,6 +84,7 @@ class _Unit:
     resident: float = 0.0
     late: float = 0.0
     p_read: float = 0.0
+    p_kept: float = 0.0
     p_up: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
@@ -148,7 +150,11 @@ def _units(work: Workload, machine: Machine, policy: Policy, place: Placement) -
     ]
     head_back = model.backward_over_forward * head
     last = _Unit("head", 1, **pieces.of_next(float(model.head_params)), forward=head, backward=head_back)
-    return [first, *blocks, last]
+    units, kept = [first, *blocks, last], storage_secs(place.kept_param_bytes, machine.storage_read)
+    for index in reversed(range(len(units))):
+        units[index] = replace(units[index], p_kept=min(kept, units[index].p_read))
+        kept -= units[index].p_kept
+    return units
 
 
 class _Pieces:
@@ -267,16 +273,16 @@ class _Graph:
         self._computes.append(number)
         return number
 
-    def _parameters(self, unit: _Unit, position: float, *after: int | None) -> int | None:
+    def _parameters(self, unit: _Unit, position: float, secs: float, *after: int | None) -> int | None:
         held = self._past(self._ups, 2 * _WINDOW)
-        read = self._add("read P16", unit, Lane.READ, unit.p_read, position, *after, held)
+        read = self._add("read P16", unit, Lane.READ, secs, position, *after, held)
         up = self._add("P16 up", unit, Lane.UP, unit.p_up, position, read, *after, self._past(self._computes, _WINDOW))
         _append(self._ups, up)
         return up
 
     def _forward(self, base: int, index: int) -> int | None:
         unit, position = self._units[index], float(base + index)
-        up = self._parameters(unit, position, *self._published[index])
+        up = self._parameters(unit, position, unit.p_read, *self._published[index])
         done = self._compute("forward", unit, unit.forward, position, up)
         down = self._add("A16 down", unit, Lane.DOWN, unit.a_down, position + _WINDOW, done)
         _append(self._drains, down)
@@ -284,7 +290,7 @@ class _Graph:
 
     def _backward(self, position: int, index: int, is_last: bool) -> int | None:
         unit, at = self._units[index], float(position)
-        up = self._parameters(unit, at, *self._published[index])
+        up = self._parameters(unit, at, unit.p_read - unit.p_kept, *self._published[index])
         saved = self._activations[index]
         held = self._past(self._window_reads, 2 * _WINDOW)
         read = self._add("read A16", unit, Lane.READ, unit.a_read, at, saved, held)

@@ -179,6 +179,9 @@ class StepReport:
         count = self._num_steps - 1
         mean = LaneTimes.of(rank_state).since(self._start).over(count)
         get_logger().info("mean of steps 2-%d: %s", self._num_steps, mean.line())
+        if rank_state.planned_device_bytes:
+            held, planned = map(shown_bytes, (rank_state.device.peak_bytes(), rank_state.planned_device_bytes))
+            get_logger().info("device memory: at most %s in use, planned were %s", held, planned)
 
 
 _reports: weakref.WeakKeyDictionary[Any, StepReport] = weakref.WeakKeyDictionary()

@@ -61,6 +61,8 @@ class AutoActivations:
 
     def _begin(self) -> None:
         self.is_decided = False
+        self.device_bytes: float | None = None
+        """The most that this rank will hold on the device by what was decided; None: not known."""
         self._num_steps = 0
         self._at = self._look_anew()
         swapper = self._session.swapper
@@ -132,6 +134,7 @@ class AutoActivations:
             measured = self._measured({key: now[key] - self._at[key] for key in now})
             self.room = measured.room
             choice = decided_by_rank_0(lambda: plan(measured))
+            self.device_bytes = None if choice is None else measured.beside_bytes + choice.device_bytes
             if self._session.swapper is not None:  # a longer batch must not fill the device with what this one leaves
                 self._session.swapper.keep_bytes = measured.device_bytes
         if choice is None:
@@ -200,7 +203,9 @@ class AutoActivations:
             host_bytes = float(tier.kept_bytes)
             stored_bytes = 0.0 if home is None else float(home.space.room_bytes)
         block_bytes = (step["saved"] - step["outside"]) / forwards / num_blocks
-        device_bytes, host_bytes, stored_bytes = least(float(self._device_bytes(block_bytes)), host_bytes, stored_bytes)
+        beside = self._beside_bytes(block_bytes)
+        device_bytes = max(0.0, self._budget() - beside)
+        device_bytes, host_bytes, stored_bytes = least(device_bytes, host_bytes, stored_bytes)
         known = self._profile
         return SavedStep(
             num_blocks=num_blocks,
@@ -210,18 +215,19 @@ class AutoActivations:
             outside_bytes=step["outside"] / forwards,
             outputs=self._outputs(),
             device_bytes=device_bytes,
+            beside_bytes=beside,
             host_bytes=host_bytes,
             stored_bytes=stored_bytes,
         )
 
-    def _device_bytes(self, block_bytes: float) -> int:
-        """Room for activations: the budget, less what the rest of training needed of the device at the peak of this
-        step. Part of that peak are what was kept, and the tensors of the blocks that backward works on, which the rule
-        sets aside itself: they count once. On the host all of that is counted by the other budgets.
+    def _beside_bytes(self, block_bytes: float) -> float:
+        """What training needed of the device at the peak of this step beside activations. Part of that peak are what
+        was kept, and the tensors of the blocks that backward works on, which the rule sets aside itself: they count
+        once. On the host all of that is counted by the other budgets.
 
         Whatever is kept beyond what this step kept adds as much to the peak at most, whenever that was.
         """
         swapper = self._session.swapper
         held, kept = (swapper.held.peak_since_mark, swapper.kept.peak_since_mark) if swapper is not None else (0, 0)
         own = kept + min(max(0, held - kept), int(WORKING_BLOCKS * block_bytes))
-        return max(0, self._budget() - max(0, self._device.peak_bytes() - own))
+        return float(max(0, self._device.peak_bytes() - own))

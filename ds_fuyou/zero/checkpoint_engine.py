@@ -34,7 +34,7 @@ from ds_fuyou.log import log_once
 from ds_fuyou.zero.background_save import Save, as_storage_error
 from ds_fuyou.zero.checkpoint_state import CheckpointState
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, partition_of
+from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, partition_bytes, partition_of
 from ds_fuyou.zero.stage3 import FuyouStage3Optimizer
 
 __all__ = ["FuyouCheckpointEngine", "end_last_save", "loading_module", "replace_writer", "saving"]
@@ -339,7 +339,7 @@ def _require_space(engine: Any, folder: Path, exclude_frozen_parameters: bool) -
         num_bytes += _SMALL_ENTRIES + sum(buffer.nbytes for buffer in engine.module.buffers())
         if not exclude_frozen_parameters:
             frozen = [p for p in engine.module.parameters() if not p.requires_grad and hasattr(p, "ds_tensor")]
-            num_bytes += sum(p.ds_tensor.ds_numel * p.ds_tensor.element_size() for p in frozen)
+            num_bytes += sum(map(partition_bytes, frozen))
     of_ranks: list[Any] = [None] * dist.get_world_size()
     where = (os.uname().nodename, os.stat(folder).st_dev)
     dist.all_gather_object(of_ranks, (where, num_bytes))

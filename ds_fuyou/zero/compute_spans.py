@@ -21,7 +21,7 @@ def computed(trace: LaneTrace) -> Span:
     def add(phase: Phase, block: str, begin_ns: int, end_ns: int) -> None:
         if phase in (Phase.FORWARD, Phase.BACKWARD):
             trace.add(Lane.COMPUTE, block or phase.value, begin_ns, end_ns)
-        elif phase in (Phase.PARAMETERS, Phase.ACTIVATIONS):
+        elif phase in (Phase.PARAMETERS, Phase.ACTIVATIONS, Phase.GRADIENTS):
             trace.add(Lane.WAIT, phase.value, begin_ns, end_ns)
 
     return add

@@ -17,7 +17,14 @@ from torch.utils.hooks import RemovableHandle
 from ds_fuyou.ds_json import activation_of
 from ds_fuyou.host.memory import normal_tensors
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, in_order, only_reading, partition_of, stores_of
+from ds_fuyou.zero.param_swapper import (
+    FuyouParameterSwapper,
+    in_order,
+    only_reading,
+    partition_bytes,
+    partition_of,
+    stores_of,
+)
 
 __all__ = [
     "consolidated",
@@ -71,7 +78,7 @@ def _portions(params: Sequence[Parameter], limit_bytes: int) -> Iterator[list[Pa
     portion: list[Parameter] = []
     num_bytes = 0
     for param in params:
-        size = param.ds_tensor.ds_numel * param.ds_tensor.element_size()
+        size = partition_bytes(param)
         if portion and num_bytes + size > limit_bytes:
             yield portion
             portion, num_bytes = [], 0

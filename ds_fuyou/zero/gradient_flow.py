@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from deepspeed import comm as dist
 from torch.nn import Parameter
 
 from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.host.compute_clock import Phase
 from ds_fuyou.log import log_once
 from ds_fuyou.optimizer.rules import GroupHyper
 from ds_fuyou.zero.blocks import block_of
@@ -167,11 +169,13 @@ class GradientFlow:
                 raise RuntimeError(
                     f"the gradient of a parameter with {param.ds_numel} elements has {param.grad.numel()} elements"
                 )
-        with self._state.device.stream(self._stream):
+        state = self._state
+        waits = state.clock.within(Phase.GRADIENTS) if self._core.gradients.may_wait else nullcontext()
+        with waits, state.device.stream(self._stream):
             self.hand_over(params, self._partitions(params))
             if dist.get_world_size(group=params[0].ds_process_group) == dist.get_world_size():
                 self._core.summed_over_all()
-        self._state.bound_heap()  # of these gradients
+        state.bound_heap()  # of these gradients
 
     def _partitions(self, params: list[Parameter]) -> list[torch.Tensor]:
         """This rank's parts of the averaged gradients, in the accumulation dtype. May put ``params`` in order."""

@@ -40,7 +40,9 @@ __all__ = [
     "gathers_to_read",
     "held_bytes",
     "in_order",
+    "is_in_host_memory",
     "only_reading",
+    "partition_bytes",
     "partition_of",
     "stores_of",
     "through_own_swapper",
@@ -57,6 +59,16 @@ def partition_of(param: Parameter) -> Partition | None:
     return swapper.partitions.get(param.ds_id) if isinstance(swapper, FuyouParameterSwapper) else None
 
 
+def partition_bytes(param: Parameter) -> int:
+    """Of this rank, padding included."""
+    return int(param.ds_tensor.ds_numel * param.ds_tensor.element_size())
+
+
+def is_in_host_memory(param: Parameter) -> bool:
+    """Whether DeepSpeed's own tensor of this rank's partition is."""
+    return bool(param.ds_tensor.device.type == "cpu")
+
+
 def held_bytes(params: Iterable[Parameter]) -> dict[str, int]:
     """Bytes of this rank's partitions by tier ("cpu", "nvme"), without those that a training engine has: it tells of
     them.
@@ -65,7 +77,7 @@ def held_bytes(params: Iterable[Parameter]) -> dict[str, int]:
     for param in params:
         partition = partition_of(param)
         if partition is None:
-            held["cpu"] += param.ds_tensor.ds_numel * param.ds_tensor.element_size()
+            held["cpu"] += partition_bytes(param)
         elif isinstance(partition.source, ParkedValues):
             held["nvme"] += partition.num_bytes
     return held
@@ -148,6 +160,7 @@ class FuyouParameterSwapper:
         self.swap_element_size = model_dtype.itemsize
         self.partitions: dict[int, Partition] = {}  # by ds_id: those that are not DeepSpeed's alone
         self._buffers: dict[int, torch.Tensor] = {}
+        self._aside: dict[int, torch.Tensor] = {}  # by ds_id: gathered values of what is partitioned
         self._edits_wait: dict[int, Callable[[], object]] = {}  # by ds_id: of what is DeepSpeed's alone
         self._dram_left: int | None = None
         self._heap = HeapGuard()
@@ -245,6 +258,7 @@ class FuyouParameterSwapper:
     def hold(self, param: Parameter, source: Source) -> Partition:
         """From here on ``source`` has the values of a parameter that is not gathered."""
         self._buffers.pop(param.ds_id, None)
+        self._aside.pop(param.ds_id, None)
         partition = self.partitions.get(param.ds_id)
         if partition is None:
             partition = self.partitions[param.ds_id] = Partition(param, source)
@@ -260,6 +274,7 @@ class FuyouParameterSwapper:
         if partition is not None:
             partition.move(partition.source)  # its store has nothing to take back any more
         self._buffers.pop(param.ds_id, None)
+        self._aside.pop(param.ds_id, None)
         param.ds_tensor.data = values
         param.ds_tensor.status = AVAILABLE
         param.ds_tensor.final_location = None
@@ -290,6 +305,7 @@ class FuyouParameterSwapper:
     def replace(self, param: Parameter, values: torch.Tensor) -> None:
         """The values := ``values`` (1-D, this rank's part), wherever they live; on storage alone if it is gathered."""
         partition = self.partitions[param.ds_id]
+        self._aside.pop(param.ds_id, None)
         self._write(partition, values)
         is_idle = PARTITION_TENSORS.is_idle(partition)
         if partition.store is not None and (is_idle or partition.presence is not Presence.HERE):
@@ -305,6 +321,25 @@ class FuyouParameterSwapper:
         if partition is not None and partition.store is not None and partition.store.copied(partition, event):
             PARTITION_TENSORS.stand_in(param.ds_tensor)
 
+    def put_aside(self, param: Parameter) -> None:
+        """The gathered values stay on the device while the parameter is partitioned. Edits pass here, and end that; a
+        step does not, and must say so (:meth:`forget_gathered`)."""
+        self._aside[param.ds_id] = param.data
+        partition = self.partitions.get(param.ds_id)
+        if partition is not None and partition.presence is Presence.GATHERED:  # what the device has is not read ahead
+            PARTITION_TENSORS.away(partition)
+        else:
+            self._release(param)
+
+    def take_gathered(self, param: Parameter) -> torch.Tensor | None:
+        """What was put aside; None if the parameter was edited since."""
+        return self._aside.pop(param.ds_id, None)
+
+    def forget_gathered(self, param: Parameter) -> None:
+        """What was put aside is not needed any more."""
+        if self._aside.pop(param.ds_id, None) is not None and param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+            self._release(param)
+
     def read_behind(self, param: Parameter, wait: Callable[[], object]) -> None:
         """Another thread reads what is DeepSpeed's alone; edits wait for ``wait``, which ends with that."""
         self._edits_wait[param.ds_id] = wait
@@ -312,6 +347,7 @@ class FuyouParameterSwapper:
     def before_edit(self, param: Parameter) -> None:
         """DeepSpeed is about to write a gathered parameter's values into the partition: it must have memory."""
         self._edits_wait.pop(param.ds_id, _nothing)()
+        self._aside.pop(param.ds_id, None)
         partition = self.partitions.get(param.ds_id)
         if partition is None or partition.presence is Presence.HERE:
             return

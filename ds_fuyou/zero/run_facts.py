@@ -13,12 +13,10 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_fuyou.activations.session import ActivationSession
-from ds_fuyou.ds_json import Activation
 from ds_fuyou.log import current_rank
 from ds_fuyou.optimizer.clip_policy import Overlap, UpdateStart
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import FlatLayout
-from ds_fuyou.optimizer.rules import OptimizerKind
 from ds_fuyou.planner.cost import Placement
 from ds_fuyou.planner.policies import Updates
 from ds_fuyou.planner.profile import RunProfile, fingerprint_of, load_profile, machine_fingerprint, profile_directory
@@ -26,13 +24,12 @@ from ds_fuyou.profiling.operators import BlockProfile
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.zero.agreement import of_rank_0
 from ds_fuyou.zero.budgets import cores_of_rank, local_ranks
-from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.rank_state import RankState
+from ds_fuyou.zero.run_design import TrainedModel
 
 __all__ = [
     "ActivationWork",
     "KnownRun",
-    "RunSizes",
     "known_run",
     "model_settings",
     "placement_of_run",
@@ -46,16 +43,6 @@ _STARTS = {
     Overlap.BACKWARD: (Updates.BACKWARD, Updates.STEP),
     Overlap.BACKWARD_AND_FORWARD: (Updates.DEADLINE, Updates.FORWARD),
 }
-
-
-@dataclass(frozen=True)
-class RunSizes:
-    """What tells a model apart: (name, elements of this rank) of every trainable parameter, and how it is trained."""
-
-    params: Sequence[tuple[str, int]]
-    param_dtype: torch.dtype
-    grad_dtype: torch.dtype
-    kind: OptimizerKind
 
 
 @dataclass(frozen=True)
@@ -96,21 +83,21 @@ def recomputed_flops(session: ActivationSession | None, profiles: Sequence[Block
     return total
 
 
-def known_run(activation: Activation, module: torch.nn.Module, sizes: RunSizes) -> KnownRun:
+def known_run(trained: TrainedModel, module: torch.nn.Module) -> KnownRun:
     """Rank 0 looks for what an earlier run measured, and tells the others: all place by it. A collective.
 
     The machine: its parts, the disks below the paths, how they are reached. The model: its parameters, their dtype
     and partitions, the optimizer, what is done to activations, how its modules are set (heads, attention
     implementation, checkpointing), and the versions of what runs it.
     """
-    config, device = activation.config, rank_device()
+    config, device = trained.activation.config, trained.device
     name = device.name if device.is_host else f"{get_accelerator().device_count()} {device.name}"
-    disks = [_disk(Path(path)) for path in activation.state_paths]
+    disks = [_disk(path) for path in trained.paths]
     expert = config.plan
     threads = (expert.num_threads, expert.queue_depth, expert.block_bytes) if expert is not None else ()
     model = fingerprint_of(
-        [*sizes.params],
-        (sizes.param_dtype, sizes.grad_dtype, sizes.kind),
+        [(name, numel) for group in trained.entries for name, _, numel, _ in group],
+        (trained.param_dtype, trained.grad_dtype, trained.kind),
         (dist.get_world_size(), config.activations.mode, config.activations.tier, config.gpu_budget_bytes),
         (torch.__version__, deepspeed.__version__, model_settings(module)),
     )
@@ -158,6 +145,7 @@ def placement_of_run(rank_state: RankState, profile: RunProfile, activations: Ac
         frozen=frozen["cpu"] / max(1, sum(frozen.values())) if frozen["nvme"] else 1.0,
         swapped_bytes=activations.written_bytes / max(1, activations.num_forwards),
         staging_bytes=core.staging.capacity_bytes,
+        kept_param_bytes=rank_state.parameters.kept_bytes,
         recompute_flops=activations.recompute_flops,
     )
 

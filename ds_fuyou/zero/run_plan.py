@@ -45,6 +45,7 @@ from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasu
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
 from ds_fuyou.storage.types import PAGE_BYTES
+from ds_fuyou.telemetry.placement import shown_bytes
 from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.zero.activations import model_blocks
 from ds_fuyou.zero.agreement import decided_by_rank_0, least, of_every_rank, of_rank_0
@@ -117,10 +118,13 @@ class RunPlan:
         self._watch: LaneWatch | None = None
         self._num_steps = 0
         self._blocks: tuple[BlockCost, ...] = ()
+        self._update_rate = self._sum_rate = 0.0  # parameters, gradients a second: the best that was seen
+        self._added = (0.0, 0)
         self._kept: RunProfile | None = None  # on rank 0: what the next run finds
         self._may_leave = True
         self._most_states = 1.0  # in host memory, since that became scarce
         self._at = self._look()
+        rank_state.device.reset_peak()  # of building the engine
         self.profile = known.profile
         if self.profile is not None and self.profile.storage is None and self._stores:
             self.profile = None  # measured while nothing was on storage
@@ -173,8 +177,8 @@ class RunPlan:
 
     def document(self) -> PlanDocument | None:
         """What this run was placed by, as ``fuyou plan --profile`` writes it; None where nothing was known."""
-        known, state = self._facts.profile, self._state
-        return None if known is None else run_document(known, state.plan_input, state.decision, state.decided_by)
+        known, design = self._facts.profile, self._state.design
+        return None if known is None else run_document(known, design.given, design.decision, design.decided_by)
 
     def step_skipped(self) -> None:
         """Gradients overflowed: what was timed belongs to no step."""
@@ -188,6 +192,8 @@ class RunPlan:
         if self.auto is not None:
             self.auto.take_profile()
         self._num_steps += 1
+        if self._num_steps == 1 and self.auto is None:
+            self._state.device.reset_peak()  # the first step also builds what later ones use again
         stage, anew = self._stage, False
         times = self.clock.end_step(wait=stage is _Stage.MEASURES)
         if stage is _Stage.MEASURES:
@@ -262,12 +268,18 @@ class RunPlan:
             return False
         return available_host_bytes() < _FLOOR * total_host_bytes()
 
+    def _room_bytes(self) -> int:
+        """A rank's part of what this machine has beyond twice the floor; negative where it lacks."""
+        return int(available_host_bytes() - 2 * _FLOOR * total_host_bytes()) // self._facts.local_ranks
+
     def _leave_memory(self) -> None:
         """States leave host memory until there is twice the floor, on all ranks as many as the one needs that is worst
         off. Told once.
         """
         state = self._state
-        lacking = max(0.0, 2 * _FLOOR * total_host_bytes() - available_host_bytes()) / self._facts.local_ranks
+        core = state.core
+        grows = core.staging_bytes((False,) * len(core.layout.chunks)) - core.staging.capacity_bytes
+        lacking = max(0.0, -self._room_bytes() + max(0, grows))
         lacking = -least(-lacking)[0]
         size = float(state.plan_input.layout.resident_bytes_each * state.plan_input.numel)
         share = max(0.0, state.plan.residency.optimizer - lacking / size)
@@ -277,7 +289,8 @@ class RunPlan:
             f"host memory is scarce: P32 and moments of {100 * (state.plan.residency.optimizer - share):.0f} % of the "
             f"parameters leave it for storage over the next steps, and stay there",
         )
-        self._may_leave = state.move_to(share)
+        # Staging memory for what leaves is taken when there is least: as little as will do, until memory is given back.
+        self._may_leave = state.move_to(share, room=lambda: max(0, self._room_bytes()))
         if self._may_leave:
             self._moved_to(share)
 
@@ -286,12 +299,22 @@ class RunPlan:
         return self.auto.profiles if self.auto is not None else ()
 
     def close(self) -> None:
-        """How often updates were done again is kept for the next run. Idempotent."""
+        """What only many steps tell is kept for the next run: how often updates were done again, and at what rate they
+        run beside a device. Idempotent.
+        """
         self.clock.close()
         kept, self._kept = self._kept, None
-        share = self._state.core.policy.refused_share
-        if kept is not None and share is not None and abs(share - kept.redo_share) > _NEWS:
-            save_profile(replace(kept, redo_share=share))
+        if kept is None:
+            return
+        found, share = kept, self._state.core.policy.refused_share
+        if share is not None and abs(share - kept.redo_share) > _NEWS:
+            found = replace(found, redo_share=share)
+        rate = None if self._watch is None else self._watch.usual().get(Cause.UPDATES)
+        is_alone = dist.get_world_size() == 1 and not kept.device_is_host  # else others' rates count, or cores' alone
+        if rate is not None and is_alone and abs(rate / kept.update_rate - 1) > _NEWS:
+            found = replace(found, update_rate=rate)
+        if found is not kept:
+            save_profile(found)
 
     # ---- measuring ----------------------------------------------------------------------------------------
 
@@ -299,20 +322,26 @@ class RunPlan:
         """The first step also builds what later ones use again; the second is timed. On all ranks."""
         state = self._state
         state.core.wait_all()
+        _, lanes, updated, _ = self._at
+        now, num_updated = LaneTimes.of(state), state.core.pipeline.stats().num_updated_elements
+        if now.update_secs > lanes.update_secs:  # the better of both: either is a short look at a shared machine
+            rate = (num_updated - updated) / (now.update_secs - lanes.update_secs)
+            self._update_rate = max(self._update_rate, rate)
+        before, self._added = self._added, state.core.intake.added
+        if self._added[0] > before[0]:
+            self._sum_rate = max(self._sum_rate, (self._added[1] - before[1]) / (self._added[0] - before[0]))
         if self._num_steps < _TIMED_STEP:
             self._blocks = tuple(_block_cost(p) for p in self._profiles() or self.clock.profiles())
             return
-        _, lanes, updated, _ = self._at
-        now, num_updated = LaneTimes.of(state), state.core.pipeline.stats().num_updated_elements
-        update_secs, began = now.update_secs - lanes.update_secs, time.perf_counter()
+        began = time.perf_counter()
         found: RunProfile | None = None
-        if not times.num_forwards or update_secs <= 0 or times.forward_secs <= 0 or times.backward_secs <= 0:
+        if not times.num_forwards or self._update_rate <= 0 or times.forward_secs <= 0 or times.backward_secs <= 0:
             log_once(logging.INFO, "no plan: the second step had no forward, backward or update that could be timed")
         else:
             try:
                 storage = self._storage_rates()
-                up, down = probe_link(state.device, _LINK_BYTES_ON_HOST if state.device.is_host else _LINK_BYTES)
-                found = self._profile_of(times, (num_updated - updated) / update_secs, storage, up, down)
+                up, down = probe_link(state.device, self._link_bytes())
+                found = self._profile_of(times, self._update_rate, storage, up, down)
             except (FuyouError, OSError, RuntimeError, MemoryError) as error:  # the other ranks wait for an answer
                 log_once(
                     logging.WARNING, f"no plan: the lanes could not be measured ({error}); training goes on without"
@@ -350,14 +379,22 @@ class RunPlan:
             world_size=dist.get_world_size(),
             num_params=state.num_params,
             thread=times.thread,
+            sum_rate=self._sum_rate,
         )
+
+    def _link_bytes(self) -> int:
+        """To probe the link with. On a device no more than the step had: its peak is still to be looked at."""
+        device = self._state.device
+        if device.is_host:
+            return _LINK_BYTES_ON_HOST
+        return max(PAGE_BYTES, min(_LINK_BYTES, device.peak_bytes() - device.allocated_bytes()))
 
     def _storage_rates(self) -> StorageRates | None:
         state = self._state
         if not self._stores:
             return None
-        stored = state.store.total_bytes if state.store is not None else 4 * state.plan.activation_bytes
-        num_bytes = min(_LARGEST_PROBE, max(_SMALLEST_PROBE, stored // 4))
+        stored = state.frozen_bytes()["nvme"] + (0 if state.store is None else state.store.total_bytes)
+        num_bytes = min(_LARGEST_PROBE, max(_SMALLEST_PROBE, (stored or 4 * state.plan.activation_bytes) // 4))
         transfer = min(state.plan.chunk_bytes, max(256 << 10, num_bytes // 16)) // PAGE_BYTES * PAGE_BYTES
         # All ranks measure at once, so each sees its own share of a disk.
         return probe_storage(state.core.io, [Path(path) for path in state.activation.state_paths], num_bytes, transfer)
@@ -393,12 +430,23 @@ class RunPlan:
             return
         time = self._time(profile)
         chosen = predict(time, place)
+        state.planned_device_bytes = self._device_bytes()
+        state.device.reset_peak()
         if current_rank() == 0:
             rows = class_rows(state.plan_input, time, place, state.plan.chunk_bytes)
             lines = [chosen.line(), *class_lines(rows, chosen.iteration_secs)]
+            if state.planned_device_bytes:
+                lines.append(f"at most {shown_bytes(state.planned_device_bytes)} of the device are in use")
             origin = self._kept_at if self._origin is _Origin.HERE else self._origin.value
             get_logger().info("plan (%s): %s\n  %s", origin, profile_line(profile), "\n  ".join(lines))
         self._adopt(profile, chosen)
+
+    def _device_bytes(self) -> float:
+        """The most that steps hold on the device: what mode "auto" expects of its choice, else what the last one held;
+        0 where it is the host.
+        """
+        known = None if self.auto is None else self.auto.device_bytes
+        return float(self._state.device.peak_bytes()) if known is None or self._state.device.is_host else known
 
     def _move(self) -> None:
         """States go to where what was measured says they should be, over the next steps. A collective: rank 0 knows."""

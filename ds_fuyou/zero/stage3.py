@@ -33,19 +33,22 @@ from ds_fuyou.state_layout import BF16, FP32
 from ds_fuyou.telemetry.report import LaneTimes, report_leave_out, report_step
 from ds_fuyou.telemetry.tier_bytes import TierBytes
 from ds_fuyou.telemetry.trace import Lane
+from ds_fuyou.zero.across_batches import AcrossBatches
 from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations, attach_auto, model_blocks
 from ds_fuyou.zero.checkpoint_outline import outline_of
 from ds_fuyou.zero.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
 from ds_fuyou.zero.compute_spans import ComputeSpans
+from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.gathering import ends_gathers, for_training, release_gathered, watch_gathers
 from ds_fuyou.zero.gradient_flow import GradientFlow
 from ds_fuyou.zero.handover import owners
 from ds_fuyou.zero.hp_access import HpAccess
 from ds_fuyou.zero.monitoring import StepMonitor, count_tokens
 from ds_fuyou.zero.rank_state import RankState
-from ds_fuyou.zero.run_facts import RunSizes, known_run
+from ds_fuyou.zero.run_design import TrainedModel
+from ds_fuyou.zero.run_facts import known_run
 from ds_fuyou.zero.run_plan import RunPlan
-from ds_fuyou.zero.stock import bound_gathered, combined_grad_norm, is_boundary, iter_module_params
+from ds_fuyou.zero.stock import bound_gathered, combined_grad_norm, is_boundary, iter_module_params, reused_numel
 from ds_fuyou.zero.training_state import TrainingState
 
 __all__ = ["FuyouStage3Optimizer"]
@@ -62,6 +65,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     training_state: TrainingState
     hp_access: HpAccess
     _monitor: StepMonitor | None = None
+    _across_batches: AcrossBatches | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         try:
@@ -92,22 +96,20 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         if activation.config.activations.block_classes:
             model_blocks(self.module, activation.config)  # a name that is none is told before anything is built
         kind = optimizer_kind(self.optimizer, BF16 if self.master_weights_and_grads_dtype is torch.bfloat16 else FP32)
-        names = {param: name for name, param in self.module.named_parameters()}
-        numels = [(names[param], param.partition_numel()) for group in self.fp16_groups for param in group]
-        sizes = RunSizes(numels, self.dtype, self.gradient_accumulation_dtype, kind)
-        self._known = known_run(activation, self.module, sizes)
-        self._group_of_sub_group = [self.sub_group_to_group_id[i] for i in range(len(self.fp16_groups))]
-        self.rank_state = RankState(
+        model = TrainedModel(
             activation,
             self.fp16_groups,
-            names,
+            {param: name for name, param in self.module.named_parameters()},
             kind,
-            self._hypers(),
-            self.gradient_accumulation_dtype,
             self.dtype,
-            self._known.profile,
+            self.gradient_accumulation_dtype,
             self.gradient_accumulation_steps,
+            rank_device(pin_memory=activation.absorbed.pin_memory),
+            reused_numel(self.parameter_offload),
         )
+        self._known = known_run(model, self.module)
+        self._group_of_sub_group = [self.sub_group_to_group_id[i] for i in range(len(self.fp16_groups))]
+        self.rank_state = RankState(model, self._hypers(), self._known.profile)
         try:
             owners.update(dict.fromkeys(self._owned_ids(), self))
             self._build_on(activation)
@@ -241,6 +243,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         coordinator.fetch_sub_module = for_training(fetch_sub_module)
         if state.reads_parameters and state.device.is_host:
             bound_gathered(coordinator, state.parameters, self.dtype.itemsize)
+        if not state.device.is_host:
+            self._across_batches = AcrossBatches(coordinator, state.device, lambda: is_boundary(self))
 
     def _hypers(self) -> list[GroupHyper]:
         """The hyperparameters of every sub-group as they are now."""
@@ -500,6 +504,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         if self.rank_state.has_ended:
             return
         self._disown()
+        if self._across_batches is not None:
+            self._across_batches.forget()
         try:
             for part in (partial(release_gathered, self.module), super().destroy):
                 try:

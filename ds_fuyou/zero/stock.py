@@ -17,7 +17,19 @@ from torch.nn import Parameter
 
 from ds_fuyou.parameters.store import ParameterStore
 
-__all__ = ["bound_gathered", "combined_grad_norm", "get_norm_dtype", "is_boundary", "is_ours", "iter_module_params"]
+__all__ = [
+    "bound_gathered",
+    "combined_grad_norm",
+    "get_norm_dtype",
+    "is_boundary",
+    "is_ours",
+    "iter_module_params",
+    "of_coordinator",
+    "reused_numel",
+    "set_of_coordinator",
+]
+
+_PRIVATE = "_PartitionedParameterCoordinator__"
 
 
 def is_ours(optimizer: Any) -> bool:
@@ -47,8 +59,27 @@ def bound_gathered(coordinator: Any, parameters: ParameterStore, itemsize: int) 
     if dist.get_world_size() == 1 and parameters.holds_all:
         return
     for name in ("max_reuse_dist_in_numel", "max_n_available_params"):
-        private = f"_PartitionedParameterCoordinator__{name}"
-        setattr(coordinator, private, min(getattr(coordinator, private), parameters.read_bytes // itemsize // 4))
+        least = min(of_coordinator(coordinator, name), parameters.read_bytes // itemsize // 4)
+        set_of_coordinator(coordinator, name, least)
+
+
+def of_coordinator(coordinator: Any, name: str) -> Any:
+    """What DeepSpeed's coordinator keeps under a private name."""
+    return getattr(coordinator, _PRIVATE + name)
+
+
+def set_of_coordinator(coordinator: Any, name: str, value: Any) -> None:
+    """Raises AttributeError if it keeps nothing under that name."""
+    of_coordinator(coordinator, name)
+    setattr(coordinator, _PRIVATE + name, value)
+
+
+def reused_numel(offload: Any) -> int:
+    """Elements of parameters that are not let go at the end of forward: those that backward needs again within the
+    distance that is set. On the way there each is passed twice.
+    """
+    coordinator = offload.get_param_coordinator()
+    return int(of_coordinator(coordinator, "max_reuse_dist_in_numel")) // 2
 
 
 def combined_grad_norm(norm_groups: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ds_fuyou.activations.copies import CopyLane, HostCopies
-from ds_fuyou.activations.records import PieceState, Record
+from ds_fuyou.activations.records import IN_MEMORY, PieceState, Record
 from ds_fuyou.activations.tier import StorageHome, SwapTier
 from ds_fuyou.errors import FuyouChecksumError, FuyouStorageError
 from ds_fuyou.ops.core import load_core
@@ -70,10 +70,10 @@ class Rig:
     io: IoLane
     space: SwapSpace
 
-    def put(self, num_bytes: int, seed: int = 0) -> tuple[Record, torch.Tensor]:
+    def put(self, num_bytes: int, seed: int = 0, **how: int) -> tuple[Record, torch.Tensor]:
         """A record of random bytes, and those."""
         values = torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-        record = self.tier.put(values, f"record {seed}", lambda: True)
+        record = self.tier.put(values, f"record {seed}", lambda: True, **how)
         assert record is not None
         return record, values
 
@@ -173,7 +173,7 @@ def test_transfers_in_flight_keep_every_path_busy(tmp_path: Path) -> None:
         assert most == 2
         found.io.engine.set_throttle(0, 0)
         found.drain()
-        found.tier._free_memory(256 * PAGE, 1 << 60)
+        found.tier._free_memory(256 * PAGE, (1 << 60, 0))
         found.io.engine.set_throttle(4e6, 4e6)
         found.tier.read_ahead([record], [])
         assert [len(lane) for lane in traffic._lanes[False]] == [3, 3, 2], "half of the arena"
@@ -229,6 +229,25 @@ def test_short_and_late_pieces_are_completed(lane: object, effect: str, tmp_path
             assert torch.equal(found.tier.take(record), values)
             found.tier.read_ahead([r for r, _ in reversed(records)], [])
             del record
+        assert found.nothing_is_left()
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_what_is_needed_first_stays_in_memory(is_recomputed: bool, tmp_path: Path) -> None:
+    """What was saved last; but a block that is computed again asks first for its input, then in the order of saving."""
+    with rig([tmp_path], LateCopies(3)) as found:
+        records = [found.put(ARENA // 4, seed)[0] for seed in range(2)]
+        found.drain()
+        begun_at = found.tier.num_saved
+        records.append(found.put(ARENA // 4, 2)[0])  # the block's input
+        for seed in range(3, 9):
+            how = {"made_after": begun_at} if is_recomputed else {}
+            records.append(found.put(ARENA // 4, seed, **how)[0])
+            found.drain()
+        in_memory = [seed for seed, record in enumerate(records) if _states_of(record) <= IN_MEMORY]
+        # The last one came after the arena was full of what is needed sooner, and what leaves has to pass through.
+        assert in_memory == ([2, 3, 4, 8] if is_recomputed else [5, 6, 7, 8])
+        records.clear()
         assert found.nothing_is_left()
 
 
@@ -335,7 +354,7 @@ def test_a_large_record_does_not_block_reading_ahead(tmp_path: Path) -> None:
         small, small_values = found.put(2 * PAGE, 1)
         large, large_values = found.put(48 * PAGE, 2)
         found.drain()
-        found.tier._free_memory(ARENA, 1 << 60)
+        found.tier._free_memory(ARENA, (1 << 60, 0))
         order = [large, small]
         found.read_all(order)
         assert _states_of(large) == {PieceState.ARRIVED}

@@ -15,7 +15,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from ds_fuyou.zero import param_swapper, rank_state
+from ds_fuyou.zero import param_swapper, run_design
 from tests.behaviour.engines import equal, evaluate, say, states, train
 from tests.harness.models import build_model, make_batch
 from tests.harness.runner import ds_config
@@ -368,7 +368,7 @@ def ahead(swap: str) -> dict[str, Any]:
 
 def budget(swap: str) -> dict[str, Any]:
     """What a model's partitions take while an engine is built is counted as free."""
-    rank_state.available_host_bytes = lambda: 50_000_000
+    run_design.available_host_bytes = lambda: 50_000_000
     found = {}
     for tiers in ("all", "states"):
         config = config_of(swap, tiers)

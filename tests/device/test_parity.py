@@ -50,3 +50,26 @@ def test_ours_equals_stock(number: int, stock_run, tmp_path: Path) -> None:
             assert [ours[0]["frozen_bytes"][tier] > 0 for tier in ("cpu", "nvme")] == [tiers != "all", tiers == "all"]
         if device != "cuda":
             assert sum(count for what, count in ours[0]["device"].items() if what.startswith("copies down late")) > 0
+
+
+WITHIN = {"edit_within": [1, 3], "eval_within": [2, 3]}
+# (stock case, tiers, activations, what scripts do, live parameters)
+STAYING: list[tuple[str, str, str, dict, int]] = [
+    ("bf16-rarely-3-two_lrs", "all", "none", WITHIN, 10**9),
+    ("bf16-rarely-3-two_lrs", "states", "recompute", WITHIN, 60_000),
+    ("fp16-rarely-3-two", "all", "swap-nvme", WITHIN | {"zero_grad_in": [4]}, 60_000),  # the first steps overflow
+    ("fp16-rarely-3-two", "none", "auto", WITHIN, 10**9),
+    ("fp16-always-3-one-2ranks", "all", "none", WITHIN, 10**9),
+    ("fp16-always-3-one-2ranks", "states", "recompute", WITHIN, 60_000),
+]
+
+
+@pytest.mark.parametrize("number", range(len(STAYING)), ids=["-".join(each[:3]) for each in STAYING])
+def test_what_stays_between_micro_batches_changes_no_bit(number: int, stock_run, tmp_path: Path) -> None:
+    name, tiers, activations, script, most_live = STAYING[number]
+    case = case_of(name, zero_init=bool(number % 2)) | script
+    limits = {"stage3_max_live_parameters": most_live, "stage3_prefetch_bucket_size": 10_000}
+    case["config"]["zero_optimization"] |= limits | {"stage3_max_reuse_distance": 10_000}
+    device = {"seed": number, "delay_secs": 0.002}
+    fuyou = fuyou_of(tmp_path / "swap", tiers, "auto", "backward_and_forward", 2, activations)
+    must_equal_stock(case, fuyou, device, stock_run, tmp_path)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,10 @@ import torch
 
 import ds_fuyou
 from ds_fuyou.cli import main
+from ds_fuyou.host.compute_clock import Phase
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
+from ds_fuyou.planner.watch import LASTING, Cause
+from ds_fuyou.telemetry.placement import shown_bytes
 from ds_fuyou.zero.device import rank_device
 from tests.device import faults
 from tests.device.accelerator import StandinAccelerator
@@ -115,6 +120,30 @@ def test_between_forwards_the_host_waits_for_the_norm_alone(tiers: str, activati
     engine.destroy()
 
 
+def test_waits_for_memory_of_gradients_are_no_backward(tmp_path: Path) -> None:
+    """They are what a slow disk does to a step, which the planner knows by itself."""
+    engine = make_engine(tmp_path / "swap", "all", "none", plan={"chunk_bytes": 4096})
+    state, (first, *rest) = engine.optimizer.rank_state, batches(3)
+    train(engine, first)
+    state.core.wait_all()
+    clock, memory = state.clock, state.core.gradients
+    state.core.io.engine.set_throttle(1e9, 1e6)
+    for batch in rest:
+        clock.settle(wait=True)
+        before, waited = {phase: clock.secs(phase) for phase in Phase}, memory.waited_secs
+        loss = engine(**batch)
+        engine.backward(loss)
+        clock.settle(wait=True)
+        waited = memory.waited_secs - waited
+        since = {phase: clock.secs(phase) - secs for phase, secs in before.items()}
+        assert waited > 0.02, "the disk held back gradients"
+        assert since[Phase.GRADIENTS] >= 0.9 * waited
+        assert since[Phase.BACKWARD] < waited
+        engine.step()
+    state.core.io.engine.set_throttle(0.0, 0.0)
+    engine.destroy()
+
+
 # ---- mode auto, before it decides -----------------------------------------------------------------------------
 
 
@@ -133,6 +162,37 @@ def test_a_disk_for_the_states_alone_fails_no_forward(gpu_budget: str | int, tmp
     assert engine.optimizer.run_plan.auto.is_decided
     assert (session.counters.out_bytes, session.swapper.tier.storage.space.num_bytes) == (0, 0)
     engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("tiers", "activations", "gpu_budget"),
+    [("all", "auto", 500_000), ("states", "recompute", "auto")],
+)
+def test_steps_hold_as_much_of_the_device_as_is_planned(
+    tiers: str,
+    activations: str,
+    gpu_budget: str | int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    told: Callable[[], str],
+) -> None:
+    """The device's allocator counts bytes; what is planned comes from the first steps. Updates beside a device are
+    slower than in the one step in which they are timed alone, or faster: their rate there is kept.
+    """
+    monkeypatch.setenv("DS_FUYOU_PROFILES", str(tmp_path / "profiles"))
+    engine = make_engine(tmp_path / "swap", tiers, activations, gpu_budget_bytes=gpu_budget)
+    state = engine.optimizer.rank_state
+    for batch in batches(6 + LASTING):
+        train(engine, batch)
+    planned, held = state.planned_device_bytes, state.device.peak_bytes()
+    assert 0.8 * planned <= held <= 1.2 * planned, "delays drawn at random: gradients on their way vary"
+    plan = engine.optimizer.run_plan
+    (file,) = (tmp_path / "profiles").iterdir()
+    plan._kept = replace(plan._kept, update_rate=1e15)
+    reached = plan._watch.usual()[Cause.UPDATES]
+    engine.destroy()
+    assert f"device memory: at most {shown_bytes(held)} in use, planned were {shown_bytes(planned)}" in told()
+    assert json.loads(file.read_text())["update_rate"] == reached < 1e12
 
 
 # ---- a copy that fails ----------------------------------------------------------------------------------------

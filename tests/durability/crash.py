@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills for hours (``make crash``): ``python -m tests.durability.crash [--kills N] [--store N] [--seed S] ...``.
 
-Engine runs of 1, 2 and 4 ranks are killed, all ranks, some, or the launcher, a few times: while they begin, train,
-save, load, go on in place, or end; and so is what takes weights out. Then a run goes on beyond the last step, and what
-it leaves after every step must be, to the bit, what an undisturbed one leaves. Crashes of the store alone come first
+Engine runs of 1, 2 and 4 ranks are killed, all ranks, some, or the launcher, again and again: while they begin, train,
+save, load, go on in place, or end; and so is what takes weights out. Where a run goes on from is looked at, which may
+be one step behind, and the losses of its steps, which must be, to the bit, those of an undisturbed one. In the end a
+run goes on beyond the last step, and so must be what it leaves after every step. Crashes of the store alone come first
 (store_crashes.py). Status 1 if anything is not as promised; its files stay.
 """
 
@@ -38,9 +39,10 @@ from tests.harness.outcomes import Outcomes, add_arguments
 from tests.harness.ports import remove_shared_buffers
 from tests.harness.runner import HERE, environment
 
-STEPS, STEPS_AFTER = 8, 2  # of runs that are killed, and then
-MOST_KILLS = 6  # of one life
+STEPS, STEPS_AFTER = 12, 2  # of runs that are killed, and then
+MOST_KILLS = 12  # of one life
 BATCH = 5_000  # crashes of the store
+ENV = {"OMP_NUM_THREADS": "1"}  # two threads of so small a model wait for each other where others use the cores
 NUM_RANKS = {1: 6, 2: 3, 4: 1}  # with these weights
 KINDS: dict[str, dict[str, Any]] = {
     "states": {"config": {"gradient_clipping": 0.5}},
@@ -58,7 +60,8 @@ recover_weights([Path(path) for path in sys.argv[2:]], Path(sys.argv[1]))
 @dataclass
 class Life:
     """One run from its beginning to its end, over several processes. ``begins_secs``: until the first step of an
-    undisturbed one has returned. ``lost``: steps that had returned and were made again after the last kill."""
+    undisturbed one has returned. ``returned``: steps that the state must have, or all but one of them. ``lost``: steps
+    that had returned and were made again, after each kill."""
 
     root: Path
     world_size: int
@@ -68,8 +71,16 @@ class Life:
     begins_secs: float
     launches: int = 0
     logs: list[Path] = field(default_factory=list)
+    """Of the last launch."""
     kills: list[str] = field(default_factory=list)
-    lost: int = 0
+    lost: list[int] = field(default_factory=list)
+    returned: int = 0
+    may_begin_anew: bool = False
+    """Nothing is promised while a checkpoint is loaded, and a clean end takes the files with it."""
+
+    def __post_init__(self) -> None:
+        whole = torch.load(self.reference / str(STEPS + STEPS_AFTER), weights_only=False)
+        self._losses: list[float] = whole["losses"]
 
     @property
     def case(self) -> dict[str, Any]:
@@ -77,21 +88,28 @@ class Life:
         block = {**given.get("block", {}), "resume": "auto"}
         return {"steps": STEPS, "ends": True, "generators": "none", **given, "block": block}
 
-    @property
-    def returned(self) -> int:
-        return steps_in(self.logs)
-
-    @property
-    def found_all_made(self) -> bool:
-        """A run had nothing to do but end: the record of the last step was there, and nobody had seen it return."""
-        said = f"going on from step {STEPS}, in place"
-        return any(said in log.read_text(errors="replace") for log in self.logs if log.exists())
-
     def launch(self, case: dict[str, Any]) -> tuple[Sequence[Any], list[Path]]:
         self.launches += 1
-        processes, logs = launch(self.root / "state", case, self.world_size, f"log{self.launches}.")
-        self.logs += logs
-        return processes, logs
+        processes, self.logs = launch(self.root / "state", case, self.world_size, f"log{self.launches}.", **ENV)
+        return processes, self.logs
+
+    def judge(self) -> str:
+        """What the last launch shows that is not as promised."""
+        begun = resumed_from(self.logs)
+        if begun >= 0:
+            self.lost.append(self.returned - begun)
+            if begun < self.returned - 1 and not self.may_begin_anew:
+                return f"{self.returned} steps had returned, the next run began after {begun}"
+            self.returned, self.may_begin_anew = max(begun, steps_in(self.logs)), False
+        # The record of the last step may have been there, though nobody saw it return: nothing to do but to end.
+        self.may_begin_anew |= self.returned == STEPS
+        if self.logs and self.logs[0].exists():
+            for step, losses in LOSSES.findall(self.logs[0].read_text(errors="replace")):
+                found, micros = list(map(float.fromhex, losses.split())), len(losses.split())
+                expected = self._losses[(int(step) - 1) * micros : int(step) * micros]
+                if found != expected:
+                    return f"step {step} of a run that began after {begun} has the losses {found}, not {expected}"
+        return _of_checkpoint(self.root / "checkpoint", self.reference / "checkpoint")
 
     # ---- phases: each kills once ---------------------------------------------------------------------------
 
@@ -133,7 +151,9 @@ class Life:
         script.write_text(RECOVER)
         for again in (False, True):
             arguments = [out, *directories]
-            process = start(script, [str(each) for each in arguments], environment(0, 1, 0), self.root / "recovered")
+            process = start(
+                script, [str(each) for each in arguments], environment(0, 1, 0) | ENV, self.root / "recovered"
+            )
             if again:
                 finish([process], 60)
             else:
@@ -152,12 +172,12 @@ class Life:
         command += [HERE / "killed_ranks.py", state, json.dumps(self.case)]
         inherited = {
             name: value
-            for name, value in environment(0, self.world_size, 0).items()
+            for name, value in (environment(0, self.world_size, 0) | ENV).items()
             if name not in ("RANK", "WORLD_SIZE")
         }
         with open(log, "wb") as output:
             process = subprocess.Popen(command, env=inherited, stdout=output, stderr=output, start_new_session=True)
-        self.logs.append(log)
+        self.logs = [log]
         wanted, end = self.returned + self.chance.randint(1, 2), time.monotonic() + 60
         while steps_in([log]) < wanted and process.poll() is None and time.monotonic() < end:
             time.sleep(0.02)
@@ -201,12 +221,21 @@ PHASES: dict[str, Callable[[Life], None]] = {
     "recovering": Life.recovering,
     "launcher": Life.launcher,
 }
-WEIGHTS = {"beginning": 6, "training": 10, "saving": 8, "ending": 2, "loading": 2, "recovering": 3, "launcher": 1}
+WEIGHTS: dict[str, float] = {
+    "beginning": 6,
+    "training": 10,
+    "saving": 8,
+    "ending": 2,
+    "loading": 2,
+    "recovering": 3,
+    "launcher": 0.5,
+}
+LOSSES = re.compile(r"^LOSSES 0 (\d+) (.*)$", re.MULTILINE)
 
 
 def resumed_from(logs: Sequence[Path]) -> int:
     """Of the last launch, by what rank 0 says; 0 if it began from its beginning, -1 if it did not come so far."""
-    said = logs[0].read_text(errors="replace")
+    said = logs[0].read_text(errors="replace") if logs and logs[0].exists() else ""
     found = re.search(r"going on from step (\d+), in place", said)
     return int(found[1]) if found else 0 if "starts from its beginning" in said else -1
 
@@ -215,24 +244,25 @@ def live(life: Life, phases: Sequence[str]) -> str:
     """Some kills, then to the end: at random, or in these ``phases``. Returns what is not as promised."""
     out = life.root / "out"
     out.mkdir(parents=True)
-    may_begin_anew = False
     drawn = life.chance.choices(list(WEIGHTS), list(WEIGHTS.values()), k=life.chance.randint(2, MOST_KILLS))
     for phase in phases or drawn:
         PHASES[phase](life)
         life.kills.append(phase)
-        # Nothing is promised while a checkpoint is loaded, and a clean end takes the files with it.
-        may_begin_anew |= phase == "loading" or life.returned == STEPS or life.found_all_made
+        wrong = life.judge()
+        life.may_begin_anew |= phase == "loading"
         remove_shared_buffers()
-    returned = life.returned
+        if wrong:
+            return wrong
     case = {**life.case, "steps": STEPS + STEPS_AFTER, "out": str(out)}
     try:
-        run_to_end(life.root / "state", case, life.world_size, "last.")
+        run_to_end(life.root / "state", case, life.world_size, "last.", **ENV)
     except AssertionError as error:
         return f"the last run failed: {str(error)[-1500:]}"
-    begun = resumed_from([life.root / "state" / "last.0"])
-    life.lost = returned - begun
-    if begun < returned - 1 and not may_begin_anew:
-        return f"{returned} steps had returned, the last run began after {begun}"
+    life.logs = [life.root / "state" / "last.0"]
+    begun = resumed_from(life.logs)
+    wrong = life.judge()
+    if wrong:
+        return wrong
     for file in sorted(out.iterdir(), key=lambda file: int(file.name)):
         expected = torch.load(life.reference / file.name, weights_only=False)
         found = torch.load(file, weights_only=False)
@@ -245,7 +275,7 @@ def live(life: Life, phases: Sequence[str]) -> str:
     used = re.search(r"in place, in (\S+)", (life.root / "state" / "last.0").read_text(errors="replace"))
     if used and Path(used[1]).exists():
         return f"after the clean end {used[1]} stays"
-    return _of_checkpoint(life.root / "checkpoint", life.reference / "checkpoint")
+    return ""
 
 
 def _of_checkpoint(found: Path, expected: Path) -> str:
@@ -277,8 +307,10 @@ class References:
         if not took.exists():
             shutil.rmtree(path, ignore_errors=True)
             case = {"steps": STEPS + STEPS_AFTER, "out": str(path), "generators": "none", **KINDS[kind]}
+            processes, logs = launch(path, {**case, "save": str(path / "checkpoint")}, world_size, **ENV)
+            while not logs[0].exists():  # the server that runs are forked from begins with the first one
+                time.sleep(0.01)
             begin = time.monotonic()
-            processes, logs = launch(path, {**case, "save": str(path / "checkpoint")}, world_size)
             wait_for_step(1, processes, logs)
             secs = time.monotonic() - begin
             finish(processes, 200)
@@ -299,7 +331,7 @@ def table(lines: list[dict[str, Any]], args: argparse.Namespace) -> str:
         made.update(each["made"])
     kills = Counter((phase, life["ranks"]) for life in lives for phase in life["phases"])
     kinds = Counter(kind for life in lives for kind in [life["kind"]] * len(life["phases"]))
-    lost = Counter(life["lost"] for life in lives)
+    lost = Counter(steps for life in lives for steps in life["lost"])
     wrong = [what for each in lines for what in each["wrong"]]
     secs_alone, secs = (sum(each["secs"] for each in those) or 1.0 for those in (alone, lives))
     done = [
@@ -309,8 +341,9 @@ def table(lines: list[dict[str, Any]], args: argparse.Namespace) -> str:
         f"{torch.__version__}.",
         f"Of the store alone {sum(made.values()) / secs_alone:.0f} crashes a second, {secs_alone / 60:.0f} minutes; "
         f"{kills.total() / secs:.2f} kills of runs a second, {secs / 60:.0f} minutes.",
-        "Each run was killed a few times, then ended in peace; what it left after every step was compared, to the bit,",
-        "with what an undisturbed run left.",
+        "Each run was killed again and again; where it went on from, the losses of its steps and the checkpoint that",
+        "it had saved were looked at every time. Then it ended in peace; what it left after every step was compared,",
+        "to the bit, with what an undisturbed run left.",
         "",
         "| the store alone | cases |",
         "|---|---:|",
@@ -325,7 +358,7 @@ def table(lines: list[dict[str, Any]], args: argparse.Namespace) -> str:
         "",
         "Of these " + ", ".join(f"{kind}: {number:,}" for kind, number in sorted(kinds.items())) + ".",
         "",
-        "Steps that had returned and were made again, where a step's return was seen last before a kill: "
+        "Steps that had returned and were made again, wherever a run said where it goes on from: "
         + ", ".join(f"{steps}: {number}" for steps, number in sorted(lost.items()))
         + ". (-1: the record was written before the return was seen. More than 1: a checkpoint was being loaded, or "
         "the run had ended.)",

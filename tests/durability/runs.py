@@ -18,21 +18,23 @@ from tests.harness.runner import HERE, environment
 LIMIT_SECS = 200
 
 
-def launch(path: Path, case: dict, world_size: int, name: str = "log") -> tuple[list[BaseProcess], list[Path]]:
-    """State files go to ``path``, output to ``path``/``name``RANK."""
+def launch(
+    path: Path, case: dict, world_size: int, name: str = "log", **env: str
+) -> tuple[list[BaseProcess], list[Path]]:
+    """State files go to ``path``, output to ``path``/``name``RANK. ``env``: of the environment."""
     path.mkdir(parents=True, exist_ok=True)
     port = free_port()
     logs = [path / f"{name}{rank}" for rank in range(world_size)]
     processes = [
-        start(HERE / "killed_ranks.py", [path, json.dumps(case)], environment(rank, world_size, port), logs[rank])
+        start(HERE / "killed_ranks.py", [path, json.dumps(case)], environment(rank, world_size, port) | env, logs[rank])
         for rank in range(world_size)
     ]
     return processes, logs
 
 
-def run_to_end(path: Path, case: dict, world_size: int, name: str = "log") -> str:
+def run_to_end(path: Path, case: dict, world_size: int, name: str = "log", **env: str) -> str:
     """What rank 0 said."""
-    processes, logs = launch(path, case, world_size, name)
+    processes, logs = launch(path, case, world_size, name, **env)
     finish(processes, LIMIT_SECS)
     said = logs[0].read_text(errors="replace")
     assert [each.exitcode for each in processes] == [0] * world_size, said[-3000:]

@@ -40,7 +40,7 @@ from ds_fuyou.errors import FuyouError
 from ds_fuyou.log import get_logger
 from ds_fuyou.storage import ending, lifetime
 from ds_fuyou.storage.records import ProcessMark
-from ds_fuyou.zero import rank_state
+from ds_fuyou.zero import run_store
 from tests.harness.killed_ranks import MODEL, build
 from tests.harness.models import make_batch
 
@@ -120,7 +120,7 @@ class Run:
         self.step = self.begun_at = self.struck_in = 0
         self.engine: Any = None
         self.last: dict[str, Any] = {}
-        rank_state._NUM_BUILT.clear()
+        run_store._NUM_BUILT.clear()
 
     def train(self, steps: int | None = None, *, dies: bool = False) -> None:
         self.engine = engine = build(str(self.path), self.case, 0)

@@ -15,8 +15,8 @@ called, not the engine's. ``two``: two engines of one shape, which print their s
 ``reload``: a checkpoint that is loaded into what was resumed; prints whether the generators stay as they are then.
 ``move_after``: by step, the share of states that is to be in host memory from then on, ``move_bytes`` of them a step.
 ``poisoned``: a step after which P16 of the first chunk is NaN on storage. ``num_layers``: of the model.
-Prints ``MOVED read written``, bytes on storage that it took to make states or to take them over, and ``STEP n`` when a
-step has returned.
+Prints ``MOVED read written``, bytes on storage that it took to make states or to take them over, and, when a step has
+returned, ``LOSSES rank n ...``, in hexadecimal digits, and ``STEP n``.
 """
 
 from __future__ import annotations
@@ -207,7 +207,8 @@ def main(path: str, case: dict) -> None:
             engine.optimizer.rank_state.move_to(case["move_after"][str(step + 1)], case.get("move_bytes", 1 << 30))
         if step + 1 == case.get("poisoned"):
             poison(engine)
-        sys.stdout.write(f"STEP {step + 1}\n")
+        made = " ".join(loss.hex() for loss in client["losses"][-accumulation:])
+        sys.stdout.write(f"LOSSES {rank} {step + 1} {made}\nSTEP {step + 1}\n")
         sys.stdout.flush()
         if "out" in case:
             left = left_by(engine, client["losses"], case)

@@ -2,9 +2,10 @@
 """A run whose control group limits its memory: ``PATH GROUP CASE``, a JSON object as in killed_ranks.py.
 
 The process enters the control group ``GROUP``. ``left_bytes``: what it may use beyond what it uses then. ``lowered``:
-what is left of that after three steps, from then on. ``held_bytes``: what else it has in memory, for floors that are
-shares of the limit. Prints ``SHARE before after``, of states in host memory after the
-build and at the end, and ``LEFT``, which tells of P32 after ``steps``.
+what is left of that after three steps, until the last. ``held_bytes``: what else it has in memory, for floors that are
+shares of the limit. ``decides``: the JSON offloads nothing, so that "auto" is for the plan to decide, and to change.
+Prints ``SHARE before after``, of states in host memory after the build and at the end, and ``LEFT``, which tells of P32
+after ``steps``.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def main(path: str, group: Path, case: dict) -> None:
     deepspeed.init_distributed("gloo")
     limit(group, case["left_bytes"])
     config = ds_config(fuyou={"nvme_path": path, **case["block"]})
+    for name in ("offload_optimizer", "offload_param") if case.get("decides") else ():
+        del config["zero_optimization"][name]
     torch.manual_seed(0)
     model = TinyGPT(**MODEL)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -53,6 +56,7 @@ def main(path: str, group: Path, case: dict) -> None:
             limit(group, case["lowered"])
         engine.backward(engine(**make_batch(MODEL, step, 0)))
         engine.step()
+    limit(group, case["left_bytes"])  # to look at all of P32 takes memory, too
     sys.stdout.write(f"\nSHARE {before} {share(engine)}\nLEFT {masters_digest(engine)}\nHELD {len(held)}\n")
     sys.stdout.flush()
     engine.destroy()

@@ -103,9 +103,9 @@ def build_engine(case: dict):
     random.seed(0)
     deepspeed.init_distributed("gloo" if get_accelerator().device_name() == "cpu" else None)
     if "free_bytes" in case:  # as if every rank found its own amount of free host memory
-        from ds_fuyou.zero import rank_state
+        from ds_fuyou.zero import run_design
 
-        rank_state.available_host_bytes = lambda: case["free_bytes"][torch.distributed.get_rank()]
+        run_design.available_host_bytes = lambda: case["free_bytes"][torch.distributed.get_rank()]
     with deepspeed.zero.Init(config_dict_or_path=case["config"], enabled=case.get("zero_init", False)):
         model = build_model(case["model"])
     if case.get("plain"):

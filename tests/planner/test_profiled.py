@@ -53,15 +53,37 @@ def test_a_device_faster_than_its_interpreter_stands_still_for_it() -> None:
     assert waits.iteration_secs >= found.lane_secs["training thread"]
 
 
+def test_gradients_that_are_added_on_the_host_may_bound_micro_batches() -> None:
+    """Beside forwards and backwards; those of the first micro-batch are copied, and the last one's updates follow."""
+    usual = replace(PROFILE, accumulation=4)
+    fast, slow = replace(usual, sum_rate=50e6), replace(usual, sum_rate=10e6)  # 2 s and 10 s a micro-batch of 4
+    none, hidden, bound = (predicted(profile) for profile in (usual, fast, slow))
+    assert hidden.iteration_secs == pytest.approx(none.iteration_secs)
+    assert hidden.lane_secs["cpu optimizer"] == pytest.approx(1.0 + 3 * 2.0)
+    assert bound.iteration_secs == pytest.approx(none.iteration_secs + 3 * (10.0 - 4.0))
+    assert bound.bound == "cpu optimizer"
+    assert predicted(slow, updates=Updates.FORWARD).iteration_secs > 3 * 10.0
+    assert predicted(replace(slow, accumulation=1)).iteration_secs == pytest.approx(predicted().iteration_secs)
+
+
+def test_a_run_s_reuse_distance_counts() -> None:
+    """In elements of this rank's partitions; P16 of 100 M parameters crosses the link twice, less what stays."""
+    found = predicted(given=replace(GIVEN, reused_numel=25_000_000))
+    assert predicted().lane_secs["host to device"] == pytest.approx(0.04)
+    assert found.lane_secs["host to device"] == pytest.approx(0.035)
+
+
 def test_when_updates_start_decides_what_they_hide_behind() -> None:
     slow = replace(PROFILE, forward_secs=0.1, backward_secs=0.2)  # 1.8 s of storage bound everything
     secs = {
         updates: predicted(slow, updates=updates).iteration_secs
         for updates in (Updates.DEADLINE, Updates.FORWARD, Updates.STEP)
     }
-    assert secs[Updates.DEADLINE] == pytest.approx(1.8 + (0.1 + 0.2) / 2), "no gradient beside the last of two blocks"
-    read_ahead = replace(PLACE, staging_bytes=0.15 * 1.2e9 / 0.6)
-    assert predicted(slow, read_ahead).iteration_secs == pytest.approx(1.8), "beside it staging memory is filled"
+    assert secs[Updates.DEADLINE] == pytest.approx(1.8), "beside the last of two blocks are writes that came late"
+    even = replace(slow, storage=StorageRates(4e9 / 3, 4e9 / 3, 4e9 / 3, 0.0, 0.0))
+    assert predicted(even).iteration_secs == pytest.approx(1.8 + (0.1 + 0.2) / 2), "no gradient, and no write"
+    read_ahead = replace(PLACE, staging_bytes=0.15 * 1.2e9 / 0.9)
+    assert predicted(even, read_ahead).iteration_secs == pytest.approx(1.8), "beside it staging memory is filled"
     assert secs[Updates.FORWARD] == pytest.approx(0.2 + 1.8)
     assert secs[Updates.STEP] == pytest.approx(0.1 + 0.2 + 1.8)
     waits = Updates.FORWARD

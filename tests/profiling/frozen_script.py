@@ -13,11 +13,13 @@ from typing import Any
 import deepspeed
 import torch
 
+from ds_fuyou.telemetry.report import LaneTimes
 from tests.harness.models import TinyGPT, make_batch
 from tests.harness.runner import ds_config
 
 MODEL = {"num_layers": 8, "width": 72, "vocabulary": 500}
 PLAN = {"chunk_bytes": 32768, "staging_bytes": 512 << 10, "prefetch_bytes": 256 << 10}
+WATCHED = 3  # steps whose reads are counted
 TIERS = {"optimizer": {"tier": "nvme"}, "gradients": {"tier": "cpu"}}
 
 
@@ -40,7 +42,12 @@ def trained(longer: int = 0, **block: Any) -> dict[str, Any]:
         engine.step()
         losses.append(float(loss.detach()))
     plan = engine.optimizer.run_plan
-    prediction = plan.prediction
+    prediction, before = plan.prediction, LaneTimes.of(state).read_bytes
+    for step in range(WATCHED):
+        engine.backward(engine(make_batch(MODEL, step, 0)["ids"]))
+        engine.step()
+    state.core.wait_all()
+    really = (LaneTimes.of(state).read_bytes - before) / WATCHED
     for step in range(longer):
         engine.backward(engine(make_batch(MODEL, step, 0)["ids"].repeat(2, 1)))
         engine.step()
@@ -51,6 +58,7 @@ def trained(longer: int = 0, **block: Any) -> dict[str, Any]:
         "held": state.frozen_bytes(),
         "shape": None if plan.profile is None else plan.profile.shape,
         "watches": plan._watch is not None,
+        "really_read": really,
         "read": None if prediction is None else prediction.read_bytes,
     }
     engine.destroy()

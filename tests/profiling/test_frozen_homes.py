@@ -49,11 +49,11 @@ def test_values_are_the_same_wherever_they_live(found: dict[str, Any]) -> None:
 
 
 def test_a_prediction_counts_their_reads(found: dict[str, Any]) -> None:
-    stored = found["storage"]
-    assert stored["read"] >= 2 * stored["frozen_bytes"], "in both passes"
-    saved = stored["read"] - found["some"]["read"]
-    assert saved == pytest.approx(2 * found["some"]["held"]["cpu"], rel=0.5), "by whole pages"
-    assert stored["read"] - found["all"]["read"] >= 2 * stored["frozen_bytes"]
+    """In both passes, but for what look-ahead memory keeps between them."""
+    stored, frozen_bytes = found["storage"], found["storage"]["frozen_bytes"]
+    assert frozen_bytes < stored["read"] - found["all"]["read"] < 2 * frozen_bytes
+    for run in (stored, found["some"], found["all"]):
+        assert run["read"] == pytest.approx(run["really_read"], rel=0.15), "without what is kept a quarter too much"
 
 
 def test_another_batch_is_planned_anew_where_nothing_may_move(found: dict[str, Any]) -> None:

@@ -26,11 +26,13 @@ ACTIVATIONS: list[dict] = [
 
 
 def draw(seed: int) -> dict:
-    """The script of a seed. ``reference``: "stock", or "memory" where stock departs from PyTorch or itself: the package
-    with everything in host memory."""
+    """The script of a seed. ``reference``: "stock", or "memory" where stock departs from PyTorch or itself, or has no
+    such states: the package with everything in host memory."""
     chance = random.Random(seed)
     reference = "memory" if chance.random() < 0.2 else "stock"
     engines = [_engine(chance) for _ in range(chance.choice([1, 1, 1, 2]))]
+    if _rounds_states(random.Random(f"states {seed}"), engines):
+        reference = "memory"
     device = {"seed": seed, "delay_secs": 0.002} if chance.random() < 0.25 else "cpu"
     for spec in engines:
         if device != "cpu":  # the stand-in has no kernels for cells that fuse and for copies of conjugates
@@ -111,6 +113,25 @@ def _block(chance: random.Random, *, is_bfloat16: bool) -> dict:
         plan["residency"] = shares
     more = {"checkpoint": {"save": chance.choice(["blocking", "background"])}, "io": {"engine": chance.choice(IO)}}
     return {**sections, **chance.choice(ACTIVATIONS), **more, "plan": plan}
+
+
+def _rounds_states(chance: random.Random, engines: list[dict]) -> bool:
+    """Draws how states are kept; whether an engine does so as stock has no name for."""
+    rounds = False
+    for spec in engines:
+        optimizer, plan = spec["fuyou"]["optimizer"], spec["fuyou"]["plan"]
+        share = plan.get("residency", {}).get("optimizer", 0.0)
+        if share and chance.random() < 0.5:
+            plan["residency"]["optimizer_twice"] = chance.choice([0.3, share])
+        how = chance.choice(["fp32", "fp32", "stock's", "bf16", "int8"])
+        if how in ("bf16", "int8"):
+            optimizer["moments"], rounds = how, True
+        elif how == "stock's" and (spec["config"].get("bf16") or {}).get("enabled"):
+            keys = ["bf16_master_weights_and_grads", "bf16_optimizer_states"][: chance.choice([1, 2])]
+            spec["config"]["bf16"] = {"enabled": True, **dict.fromkeys(keys, True)}
+            spec["config"].pop("data_types", None)  # sums of gradients are of that type, too
+            optimizer["masters"] = "auto"
+    return rounds
 
 
 # ---- actions -------------------------------------------------------------------------------------------------------

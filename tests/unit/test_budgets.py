@@ -13,7 +13,7 @@ from ds_fuyou.config import FuyouConfig, PlanOverrides
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
 from ds_fuyou.storage.probe import PathFacts
-from ds_fuyou.zero import rank_state
+from ds_fuyou.zero import run_store
 from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks, share_of_cores
 
 LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
@@ -85,8 +85,8 @@ def test_a_disk_a_rank_is_counted_for_that_rank_alone(monkeypatch: pytest.Monkey
     """Ranks that use a disk of this one count, those with their own, or on another machine, do not."""
     here = os.uname().nodename
     others = [(here, {"own"}, 10), (here, {"shared", "own"}, 100), ("elsewhere", {"mine"}, 1000), (here, {"mine"}, 7)]
-    monkeypatch.setattr(rank_state, "of_every_rank", lambda value: [value, *others])
+    monkeypatch.setattr(run_store, "of_every_rank", lambda value: [value, *others])
     devices = {Path("/a"): "mine", Path("/b"): "shared"}
-    monkeypatch.setattr(rank_state, "probe_path", lambda path: PathFacts(0, "ext4", False, True, devices[path]))
-    assert rank_state._bytes_of_others([Path("/a")], 5) == 7
-    assert rank_state._bytes_of_others([Path("/a"), Path("/b")], 5) == 107
+    monkeypatch.setattr(run_store, "probe_path", lambda path: PathFacts(0, "ext4", False, True, devices[path]))
+    assert run_store._bytes_of_others([Path("/a")], 5) == 7
+    assert run_store._bytes_of_others([Path("/a"), Path("/b")], 5) == 107

@@ -124,9 +124,12 @@ def test_a_further_micro_batch_is_added_behind_its_copy(taken: Taken) -> None:
     intake.end_micro_batch()
     assert float(taken.memory.values(A)[0][0]) == 1.0
     assert A.index not in intake.norms
+    assert intake.added == (0.0, 0)
     for event in events:
         event.passed.set()
     intake.close_window()
+    secs, number = intake.added
+    assert (secs > 0, number) == (True, A.numel), "the first micro-batch was copied"
     assert float(taken.memory.values(A)[0][-1]) == 3.0
     norm = intake.norms.settle([A.index], lambda index: taken.memory.values(LAYOUT.params[index])[0])[A.index]
     assert float(norm) == pytest.approx(3.0 * A.numel**0.5, rel=1e-15)

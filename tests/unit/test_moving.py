@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ds_fuyou.optimizer import moving
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.optimizer.residency import ChunkResidency
+from ds_fuyou.state_layout import SPLIT, WHOLE
 from ds_fuyou.storage import growing
 from ds_fuyou.storage.store import SlotStore
 from tests.harness.small_core import apply, backward, everything, hypers, small_core, step
@@ -314,6 +316,36 @@ def test_without_memory_what_came_stays_and_training_goes_on(tmp_path: Path, mon
         assert in_memory(core) == 3
         assert isinstance(core.mover.failure, FuyouMemoryError)
         assert all(map(torch.equal, expected, everything(core)))
+
+
+@pytest.mark.parametrize("masters", [WHOLE, SPLIT])
+def test_where_there_is_no_room_states_leave_through_two_chunks_of_staging_memory(masters: str, tmp_path: Path) -> None:
+    """It becomes as large as it should be when they have left, and there is room."""
+    options: dict[str, Any] = {"residency": (1.0, 0.95, 1.0), "masters": masters}
+    expected = run(tmp_path / "one", {}, **options)
+    stored, seen, room = (False,) * NUM_CHUNKS, list[int](), [0]
+    path = tmp_path / "other"
+    path.mkdir()
+    with small_core(path, LAYOUT, **options) as core:
+        away = replace(core.place.residency, states=stored)
+        two = 2 * max(core.place.job_bytes(chunk, away) for chunk in LAYOUT.chunks)
+        for seed in range(12):
+            if seed == 1:
+                core.mover.move_to(stored, 4 * STATE_BYTES, room=lambda: room[0])
+            if seed == 2:
+                room[0] = 3 * two // 2
+            if seed == 5:
+                backward(core, seed)
+                core.skip()
+            else:
+                apply(core, seed, 0.5 if seed % 3 == 0 else 1.0, ["b", "e"] if seed == 7 else [])
+            seen.append(core.staging.capacity_bytes)
+        assert not in_memory(core)
+        assert all(map(torch.equal, expected, everything(core)))
+        assert seen[0] < seen[1] == two < core.place.staging_bytes()
+        step(core, 12)
+        step(core, 13)
+        assert core.staging.capacity_bytes == room[0]
 
 
 def test_without_memory_for_staging_the_old_one_serves_and_no_step_fails(

@@ -14,7 +14,7 @@ import torch
 from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, Chunk, LayoutLimits, build_layout
-from ds_fuyou.optimizer.snapshot import Pace, Snapshot
+from ds_fuyou.optimizer.snapshot import _TIMES, Pace, Snapshot
 from ds_fuyou.storage.types import Extent
 from tests.harness.small_core import Disk, backward, hypers, small_core, step
 
@@ -131,21 +131,31 @@ def test_with_three_slots_no_update_waits_for_what_was_not_taken(tmp_path: Path)
             assert same(taken(snapshot), expected)
 
 
-def test_what_is_copied_behind_training_takes_a_fifth_of_the_time_and_never_two_at_once() -> None:
-    now = 100.0
-    pace = Pace(lambda: now)
-    assert pace.is_due()
+def test_between_two_pieces_copied_behind_training_it_moves_more_or_storage_is_idle_as_long() -> None:
+    moved, now = 1_000, 50.0
+    pace = Pace(lambda: moved, lambda: now)
+    assert pace.is_due(False)
     pace.begin()
-    now = 103.0
-    assert not pace.is_due()
-    pace.end()
-    now = 114.9
-    assert not pace.is_due()
-    now = 115.1
-    assert pace.is_due()
+    moved, now = 90_000, 53.0
+    assert not pace.is_due(True), "never two at once"
+    pace.end(500)
+    moved += _TIMES * 500 - 1
+    assert not pace.is_due(False)
+    moved += 1
+    assert pace.is_due(False)
     pace.begin()
-    pace.end()
-    assert pace.is_due()
+    now = 55.0
+    pace.end(500)
+    now = 56.0
+    assert not pace.is_due(True)
+    now = 57.5
+    assert not pace.is_due(False), "somebody was there meanwhile"
+    now = 59.0
+    assert not pace.is_due(True)
+    moved += 1
+    assert not pace.is_due(True), "and again"
+    now = 61.0
+    assert pace.is_due(True)
 
 
 def test_updates_hand_over_what_they_replace(tmp_path: Path) -> None:

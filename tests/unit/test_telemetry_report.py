@@ -48,6 +48,7 @@ class State:
         self.frozen_stored = 0
         self.activations = None
         self.num_tokens = 0
+        self.planned_device_bytes = 0.0
         self.clock = HostClock(lambda: report.waited_secs(self))
         self.core = SimpleNamespace(
             options=options,

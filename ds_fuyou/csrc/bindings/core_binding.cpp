@@ -377,6 +377,12 @@ void bind_pipeline(py::module_& m)
         .def_readonly("update_busy_secs", &PipelineStats::update_busy_secs)
         .def_readonly("num_updates", &PipelineStats::num_updates)
         .def_readonly("num_updated_elements", &PipelineStats::num_updated_elements);
+    py::class_<ChunkSpec>(m, "ChunkSpec")
+        .def(py::init(&make_chunk), py::kw_only(), py::arg("whole"), py::arg("resident"),
+             py::arg("stored"), py::arg("position"), py::arg("param_type"), py::arg("grad_type"),
+             py::arg("state_slots"), py::arg("param_slots"), py::arg("grad_slot"),
+             py::arg("num_slots"), py::arg("resident_state"), py::arg("spare_state"),
+             py::arg("param_memory"));
     py::class_<ChunkPipeline, std::shared_ptr<ChunkPipeline>>(m, "ChunkPipeline")
         .def(py::init([](std::shared_ptr<IoEngine> io, std::shared_ptr<AlignedPool> staging,
                          int num_update_threads) {
@@ -389,42 +395,8 @@ void bind_pipeline(py::module_& m)
                      leave_to_owner);
              }),
              py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
-        .def(
-            "add_chunk",
-            [](ChunkPipeline& pipeline, const BlockLayout& whole, const BlockLayout& resident,
-               const BlockLayout& stored, std::int64_t position, ElementType param_type,
-               ElementType grad_type, const std::vector<std::vector<RangeTuple>>& state_slots,
-               const std::vector<std::vector<RangeTuple>>& param_slots,
-               const std::vector<RangeTuple>& grad_slot, int num_slots,
-               std::uintptr_t resident_state, std::uintptr_t spare_state,
-               const std::vector<std::uintptr_t>& param_memory) {
-                return pipeline.add_chunk(make_chunk(
-                    whole, resident, stored, position, param_type, grad_type, state_slots,
-                    param_slots, grad_slot, num_slots, resident_state, spare_state, param_memory));
-            },
-            py::kw_only(), py::arg("whole"), py::arg("resident"), py::arg("stored"),
-            py::arg("position"), py::arg("param_type"), py::arg("grad_type"),
-            py::arg("state_slots"), py::arg("param_slots"), py::arg("grad_slot"),
-            py::arg("num_slots"), py::arg("resident_state"), py::arg("spare_state"),
-            py::arg("param_memory"))
-        .def(
-            "set_destination",
-            [](ChunkPipeline& pipeline, std::size_t chunk, const BlockLayout& whole,
-               const BlockLayout& resident, const BlockLayout& stored, ElementType param_type,
-               ElementType grad_type, const std::vector<std::vector<RangeTuple>>& state_slots,
-               const std::vector<std::vector<RangeTuple>>& param_slots,
-               const std::vector<RangeTuple>& grad_slot, int num_slots,
-               std::uintptr_t resident_state, std::uintptr_t spare_state,
-               const std::vector<std::uintptr_t>& param_memory) {
-                pipeline.set_destination(
-                    chunk, make_chunk(whole, resident, stored, 0, param_type, grad_type,
-                                      state_slots, param_slots, grad_slot, num_slots,
-                                      resident_state, spare_state, param_memory));
-            },
-            py::kw_only(), py::arg("chunk"), py::arg("whole"), py::arg("resident"),
-            py::arg("stored"), py::arg("param_type"), py::arg("grad_type"), py::arg("state_slots"),
-            py::arg("param_slots"), py::arg("grad_slot"), py::arg("num_slots"),
-            py::arg("resident_state"), py::arg("spare_state"), py::arg("param_memory"))
+        .def("add_chunk", &ChunkPipeline::add_chunk)
+        .def("set_destination", &ChunkPipeline::set_destination)
         .def("wait_moved", &ChunkPipeline::wait_moved, NoGil())
         .def("is_resident", &ChunkPipeline::is_resident)
         .def("resident_state",

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Python on the training thread costs a module: many small modules, on the host, in CPU time of that thread.
+
+python -m benchmarks.training_thread                        forward, backward, step and evaluation of each variant
+python -m benchmarks.training_thread --profile fuyou_all_nvme     where an evaluation's time goes, function by function
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import io
+import pstats
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import StockTuning, config_of
+from benchmarks.processes import started
+
+__all__ = ["VARIANTS", "main", "measure_thread"]
+
+VARIANTS = ("zero_offload", "fuyou_dram", "fuyou_all_nvme")
+MODEL = {"num_layers": 48, "width": 64, "num_heads": 1, "length": 8, "vocabulary": 256, "checkpointing": False}
+PARTS = ("forward", "backward", "step", "evaluation")
+NUM_STEPS = 20
+
+
+def measure_thread(trainer: Any, *, num_steps: int, profile: bool) -> dict[str, Any]:
+    """Least seconds of each part, the number of modules, and a profile, in the process that trains."""
+    import torch
+
+    torch.set_num_threads(1)
+    engine, found = trainer.engine, {part: [] for part in PARTS}
+    profiler = cProfile.Profile(time.thread_time) if profile else None
+    for _ in range(num_steps):
+        batch = trainer.batch()
+        marks = [time.thread_time()]
+        loss = engine(batch)
+        marks.append(time.thread_time())
+        engine.backward(loss)
+        marks.append(time.thread_time())
+        engine.step()
+        marks.append(time.thread_time())
+        for part, begin, end in zip(PARTS, marks, marks[1:], strict=False):
+            found[part].append(end - begin)
+    trainer.drain()
+    engine.eval()
+    with torch.no_grad():
+        for number in range(num_steps):
+            begin = time.thread_time()
+            if profiler is not None and number > num_steps // 2:
+                profiler.runcall(engine, batch)
+            else:
+                engine(batch)
+            found["evaluation"].append(time.thread_time() - begin)
+    engine.train()
+    told = io.StringIO()
+    if profiler is not None:
+        pstats.Stats(profiler, stream=told).sort_stats("tottime").print_stats(45)
+    num_modules = sum(1 for _ in engine.module.modules())
+    least = {part: min(secs) for part, secs in found.items()}
+    return {"least": {"num_modules": num_modules, **least}, "profile": told.getvalue()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", choices=VARIANTS)
+    parser.add_argument("--rounds", type=int, default=3, help="bursts a variant, in turns; the least counts")
+    arguments = parser.parse_args()
+    variants = VARIANTS if arguments.profile is None else (arguments.profile,)
+    with tempfile.TemporaryDirectory(prefix="fuyou-bench-") as scratch:
+        specs = {}
+        for variant in variants:
+            (Path(scratch) / variant).mkdir()
+            config = config_of(variant, Path(scratch) / variant, StockTuning(), 1, 0.0)
+            specs[variant] = {"model": MODEL, "batch": 1, "mode": "train", "config": config}
+        with started(specs, Path(scratch)) as workers:
+            found: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}
+            for _ in range(arguments.rounds):
+                for worker in workers:
+                    told = worker.ask(do="thread", steps=NUM_STEPS, profile=arguments.profile is not None)
+                    print(told["profile"], end="")
+                    found[worker.name].append(told["least"])
+    least = {name: {key: min(each[key] for each in all_of) for key in all_of[0]} for name, all_of in found.items()}
+    for name, secs in least.items():
+        print(f"{name:16s}" + "".join(f"  {part} {1e3 * secs[part]:.1f} ms" for part in PARTS))
+        if "zero_offload" in least and name != "zero_offload":
+            beyond = {part: secs[part] - least["zero_offload"][part] for part in PARTS}
+            a_module = "".join(f"  {part} {1e6 * beyond[part] / secs['num_modules']:.1f} us" for part in PARTS)
+            print(f"{'':16s}{a_module}  a module beyond stock")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slot store that a run begins with: files of a dead run that it goes on from, or new ones that the disks hold."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import logging
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from deepspeed import comm as dist
+
+from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.log import log_once
+from ds_fuyou.planner.plan import handles_activations
+from ds_fuyou.storage.probe import probe_path
+from ds_fuyou.storage.store import CommitRecord, RunIdentity, SlotStore, choose_num_slots
+from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
+from ds_fuyou.zero.resuming import Fitting, find_resumable
+from ds_fuyou.zero.run_design import RunDesign, TrainedModel
+from ds_fuyou.zero.stale_state import settle_stale_state
+from ds_fuyou.zero.striping import path_weights
+
+__all__ = ["OpenedStore", "count_engine", "forget_engine", "open_store", "tell_durability"]
+
+logger = logging.getLogger("ds_fuyou")
+_RUN_NUMBERS = itertools.count()
+_NUM_BUILT: Counter[tuple[str, ...]] = Counter()
+"""Engines of this process that had state on these paths: two of one shape are told apart by their order."""
+
+
+class OpenedStore(NamedTuple):
+    """``store``: None where nothing lives on storage. ``design``: of those that it was opened for, the run's;
+    ``resumed``: the commit that the run goes on from, None at the begin of one."""
+
+    store: SlotStore | None
+    num_slots: int
+    design: RunDesign
+    resumed: CommitRecord | None
+
+
+def count_engine(model: TrainedModel) -> None:
+    _NUM_BUILT[model.activation.state_paths] += 1
+
+
+def forget_engine(model: TrainedModel) -> None:
+    """It was not built after all: the next one takes its number."""
+    _NUM_BUILT[model.activation.state_paths] -= 1
+
+
+def open_store(designs: Sequence[RunDesign]) -> OpenedStore:
+    """For the first of ``designs``; for another if state files to go on from have its layout. A collective.
+
+    Raises:
+        FuyouStorageError: the disks have no room, or for one slot alone where the block says ``durable``.
+    """
+    design = designs[0]
+    run_id = _run_id()
+    if not design.residency.needs_storage:
+        return OpenedStore(None, 1, design, None)
+    model = design.model
+    config, paths = model.activation.config, model.paths
+    identity = RunIdentity(_fingerprint(design), dist.get_rank(), dist.get_world_size(), run_id)
+    found = _taken_over(designs, identity) if config.resume == "auto" else None
+    # Where a run may go on nothing is removed: it may be another engine's, or what another start would go on from.
+    cleans = config.on_stale == "clean" and config.resume == "off"
+    bytes_stale = settle_stale_state(paths, identity.model_fingerprint if cleans else "")
+    if found is not None:
+        return found
+    budget_bytes = None if config.nvme_budget_bytes == "auto" else int(config.nvme_budget_bytes)
+    num_slots = _chosen_slots(design, budget_bytes, bytes_stale)
+    store = SlotStore.create(
+        paths,
+        design.regions(num_slots),
+        identity,
+        weights=path_weights(model.activation),
+        budget_bytes=budget_bytes,
+        keep=config.keep_state,
+        checksum=config.checksum,
+        recoverable=True,  # commits that lack states say so
+    )
+    if dist.get_rank() == 0:
+        tell_durability(design.residency.states, num_slots)
+    try:
+        store.describe(design.contents(_NUM_BUILT[model.activation.state_paths]))
+    except BaseException:
+        store.close()
+        raise
+    return OpenedStore(store, num_slots, design, None)
+
+
+def _taken_over(designs: Sequence[RunDesign], identity: RunIdentity) -> OpenedStore | None:
+    """State files to go on from, in the layout that they have: this run then is as they say. A collective."""
+    fitting = [
+        design
+        for design in designs
+        if design.plan.slots >= 2 and design.residency.needs_storage and not any(design.residency.states)
+    ]
+    if not fitting:
+        return None
+    model = designs[0].model
+    engine = _NUM_BUILT[model.activation.state_paths]
+    would_do = [Fitting(design.contents(engine), [design.regions(2), design.regions(3)]) for design in fitting]
+    found = find_resumable(model.paths, identity, would_do)
+    if found is None:
+        return None
+    design = fitting[found.which]
+    if design is not designs[0] and dist.get_rank() == 0:
+        logger.info("masters stay %s, as in the files that this run goes on from", design.given.layout.masters)
+    num_slots = max(region.num_slots for region in found.store.regions.values())
+    return OpenedStore(found.store, num_slots, design, found.commit)
+
+
+def _chosen_slots(design: RunDesign, budget_bytes: int | None, bytes_stale: int) -> int:
+    """As many as the plan wants, if the disks of all ranks hold them; the same on all. A collective.
+
+    Raises:
+        FuyouStorageError: ``durable`` needs two.
+    """
+    activation = design.model.activation
+    config, paths = activation.config, design.model.paths
+    swaps = config.activations.tier != "cpu" and config.activations.mode != "recompute"
+    sizes = {n: sum(region.num_bytes * region.num_slots for region in design.regions(n)) for n in (1, 2, 3)}
+    num_slots = 1
+    for wanted in range(_most_slots(design), 1, -1):
+        # A third slot is for checkpoints: the one that is there, and the next, which replaces it.
+        beside = 0 if wanted == 2 else 2 * 12 * design.layout.numel
+        choice = choose_num_slots(
+            paths,
+            sizes[1],
+            sizes[wanted],
+            budget_bytes,
+            wanted=wanted,
+            bytes_beside=beside,
+            bytes_of_others=_bytes_of_others(paths, sizes[wanted] + beside),
+            bytes_stale=bytes_stale,
+            swaps_activations=swaps and handles_activations(config, design.model.device.is_host),
+        )
+        if wanted == 2 and choice.num_slots == 1 and not config.durable:
+            logger.warning("%s", choice.reason)
+        num_slots = int(least(choice.num_slots)[0])  # also: no rank allocates before all have looked
+        if num_slots > 1:
+            break
+    if config.durable and num_slots == 1:
+        limit = choice.limit or "the disks of another rank, which says it, have no room for them"
+        message = f"fuyou.durable needs two slots a chunk: {limit}. Free space, raise the budget or add a path"
+        raise FuyouStorageError(errno.ENOSPC, message, str(paths[0]))
+    return num_slots
+
+
+def _most_slots(design: RunDesign) -> int:
+    """Slots to be tried for: those of the plan, but no third where states in memory may need the room when they
+    leave it, nor for checkpoints that will share the states' blocks. The same on all ranks.
+    """
+    shares = design.given.layout.is_whole and design.model.may_share_blocks
+    most = min(design.plan.slots, 2) if shares or any(design.residency.states) else design.plan.slots
+    return int(least(most)[0])
+
+
+def _fingerprint(design: RunDesign) -> str:
+    text = ";".join(f"{span.name}:{span.numel}" for span in design.layout.params)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _run_id() -> str:
+    """One for all ranks, and for no other run: `fuyou recover` takes ranks of one run alone. A collective."""
+    return of_rank_0(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_RUN_NUMBERS)}-{secrets.token_hex(3)}")
+
+
+def _bytes_of_others(paths: Sequence[Path], num_bytes: int) -> int:
+    """What other ranks will take of the devices that this one uses. A collective."""
+    mine, host = {probe_path(path).device for path in paths}, os.uname().nodename
+    every = of_every_rank((host, mine, num_bytes))
+    return sum(size for where, devices, size in every if where == host and devices & mine) - num_bytes
+
+
+def tell_durability(are_resident: Sequence[bool], num_slots: int) -> None:
+    """What a run that is killed leaves, where that is less than its last step; of states in host memory by chunk."""
+    if any(are_resident):
+        where = f"P32 and the moments of {sum(are_resident)} of {len(are_resident)} chunks are in host memory"
+        to_do = 'with optimizer.tier "nvme" every step is'
+    elif num_slots == 1:
+        where, to_do = "chunks have one slot on storage", "with room for two every step is"
+    else:
+        return
+    log_once(logging.INFO, f"{where}: this run is as durable as its last checkpoint; {to_do} kept on storage")

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What backward used last stays on the device for the next micro-batch, and is what it would have been without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from tests.device.parity import fuyou_of
+from tests.harness.models import build_model, make_batch
+from tests.harness.runner import ds_config
+
+pytestmark = [pytest.mark.standin, pytest.mark.usefixtures("only_rank")]
+
+ACCUMULATION = 3
+STREAMED = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+
+
+@pytest.fixture(autouse=True)
+def sound() -> Iterator[None]:
+    torch.standin.take_trips()
+    yield
+    torch.standin.synchronize()
+    assert torch.standin.take_trips() == []
+
+
+def make_engine(swap: Path, tiers: str, most_live: int, **more: Any) -> Any:
+    """Nothing but what stays between micro-batches is gathered for more than one module."""
+    swap.mkdir()
+    memory = {"device": "cpu", "pin_memory": True}
+    zero = STREAMED | {"offload_optimizer": memory, "offload_param": memory, "stage3_max_live_parameters": most_live}
+    zero |= {"stage3_param_persistence_threshold": 0}
+    config = ds_config(gradient_accumulation_steps=ACCUMULATION, zero_optimization=zero, **more)
+    config["fuyou"] = fuyou_of(swap, tiers, "auto", "backward_and_forward", 2, "none")
+    torch.manual_seed(0)
+    model = build_model({})
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine
+
+
+def micro_batch(engine: Any, index: int) -> int:
+    """Bytes that went up to the device for one."""
+    counters = torch.standin.core.counters
+    before = counters()["bytes up"]
+    engine.backward(engine(**make_batch({}, index, 0)))
+    engine.step()
+    torch.standin.synchronize()
+    return counters()["bytes up"] - before
+
+
+@pytest.mark.parametrize("tiers", ["states", "all"])
+def test_the_next_micro_batch_begins_with_what_stayed(tiers: str, tmp_path: Path) -> None:
+    model = build_model({})
+    first = [*model.tokens.parameters(), *model.blocks[0].parameters()]  # in the order of forward
+    most_live = sum(param.numel() for param in first)
+    sizes = {}
+    for live in (0, most_live):
+        engine = make_engine(tmp_path / str(live), tiers, live)
+        for index in range(2 * ACCUMULATION):  # orders are recorded
+            micro_batch(engine, index)
+        sizes[live] = [micro_batch(engine, index) for index in range(2 * ACCUMULATION)]
+        assert not engine.optimizer._across_batches._staying
+        engine.destroy()
+    saved = [without - with_it for without, with_it in zip(sizes[0], sizes[most_live], strict=True)]
+    assert saved == [0, 2 * most_live, 2 * most_live] * 2
+
+
+def test_in_between_parameters_are_partitioned_and_edits_count(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path / "swap", "all", 1_000_000)
+    for index in range(ACCUMULATION + 1):
+        micro_batch(engine, index)
+    assert engine.optimizer._across_batches._staying
+    params = dict(engine.module.named_parameters())
+    assert {param.ds_status for param in params.values()} == {ZeroParamStatus.NOT_AVAILABLE}
+    assert {param.numel() for param in params.values()} == {0}
+    edited, read = params["tokens.weight"], params["blocks.0.down.weight"]
+    with deepspeed.zero.GatheredParameters([edited], modifier_rank=0):
+        edited.data.fill_(0.5)
+    with deepspeed.zero.GatheredParameters([read]):
+        before = read.data.clone()
+    seen = {}
+
+    def look(module: torch.nn.Module, _: object) -> None:
+        seen[module] = module.weight.detach().clone()
+
+    for module in (engine.module.tokens, engine.module.blocks[0].down):
+        module.register_forward_pre_hook(look)
+    micro_batch(engine, 0)
+    assert bool((seen[engine.module.tokens] == 0.5).all())
+    assert torch.equal(seen[engine.module.blocks[0].down], before)
+    engine.destroy()
+
+
+def test_nothing_stays_behind(tmp_path: Path) -> None:
+    """After a step, a sleep or the engine's end no gathered values are left."""
+    engine = make_engine(tmp_path / "swap", "states", 1_000_000)
+    for index in range(ACCUMULATION):
+        micro_batch(engine, index)
+    torch.standin.synchronize()
+    least = torch.standin.memory_allocated()
+
+    def stays(num_micro_batches: int) -> int:
+        for index in range(num_micro_batches):
+            micro_batch(engine, index)
+        return torch.standin.memory_allocated() - least
+
+    all_bytes = 2 * sum(param.ds_numel for param in engine.module.parameters())
+    assert stays(1) >= all_bytes
+    engine.offload_states()
+    engine.reload_states()
+    assert stays(0) < all_bytes // 2
+    assert stays(1) >= all_bytes
+    assert stays(1) < all_bytes // 2  # the step
+    assert stays(1) >= all_bytes
+    engine.destroy()
+    assert stays(0) < all_bytes // 2
+
+
+def test_a_step_of_another_engine_counts(tmp_path: Path) -> None:
+    """Two engines train parts of one model by turns; in the other's backward the first one's hooks release, too."""
+
+    def losses(swap: Path | None) -> list[float]:
+        torch.manual_seed(0)
+        model = build_model({})
+        parts = [[*model.tokens.parameters()], [*model.blocks[0].parameters(), *model.blocks[1].parameters()]]
+
+        def chosen(number: int) -> list[torch.nn.Parameter]:
+            for param in model.parameters():
+                param.requires_grad_(False)
+            for param in parts[number]:
+                param.requires_grad_(True)
+            return parts[number]
+
+        engines = []
+        for number, accumulation in enumerate((2, 1)):
+            memory = {"device": "cpu", "pin_memory": True}
+            zero = STREAMED | {"offload_optimizer": memory, "offload_param": memory}
+            zero |= {"stage3_max_live_parameters": 1_000_000, "stage3_param_persistence_threshold": 0}
+            config = ds_config(gradient_accumulation_steps=accumulation, zero_optimization=zero)
+            if swap is not None:
+                path = swap / str(number)
+                path.mkdir(parents=True)
+                config["fuyou"] = fuyou_of(path, "states", "auto", "backward_and_forward", 2, "none")
+            engine, *_ = deepspeed.initialize(model=model, model_parameters=chosen(number), config=config)
+            engines.append(engine)
+        found = []
+        for index in range(12):
+            number = int(index % 3 == 1)
+            chosen(number)
+            loss = engines[number](**make_batch({}, index, 0))
+            engines[number].backward(loss)
+            engines[number].step()
+            found.append(float(loss.detach()))
+        for engine in reversed(engines):
+            engine.destroy()
+        return found
+
+    assert losses(tmp_path / "swap") == losses(None)
