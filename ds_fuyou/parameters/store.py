@@ -29,7 +29,6 @@ differs, too.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -131,13 +130,6 @@ class ParameterStore:
             partition.store = self
         self._count_hidden()
 
-    def keep_shown(self) -> None:
-        """If the pools hold all: once read, none is taken from the borrower until a step changes it, and their uses do
-        nothing but move the order on. Of one rank alone: which reads have ended differs between several.
-        """
-        if self._is_alone and self.holds_all:
-            self._keep_below = sys.maxsize
-
     def _count_hidden(self) -> None:
         self._num_hidden = sum(not p.num_bytes and p.presence is not Presence.HERE for p in self.partitions)
 
@@ -188,14 +180,10 @@ class ParameterStore:
         """Somebody is about to need these: moves the order on, and makes them available if nobody gathered them yet.
         What must be read for that is read together.
         """
-        if self._is_settled:
+        if self._is_settled and all(partition.presence in _SHOWN for partition in partitions):
             for partition in partitions:
-                if partition.presence not in _SHOWN:
-                    break
-            else:
-                for partition in partitions:
-                    self.trace.use(partition)
-                return
+                self.trace.use(partition)
+            return
         self._is_settled = False
         needed = []
         for partition in partitions:
@@ -242,7 +230,7 @@ class ParameterStore:
     def release(self, partition: Partition) -> bool:
         """Nobody uses the values any more; whether the borrower loses them."""
         if partition.presence is Presence.HERE:
-            if self._stays_shown(partition):
+            if not partition.num_bytes or partition.num_bytes < self._keep_below:
                 return False
             self._is_used(partition)
             self._keep(partition)
@@ -256,11 +244,10 @@ class ParameterStore:
         """The device copies from the values until ``event``, or has them already, and nobody else needs them; whether
         the borrower loses them.
         """
-        if partition.presence is not Presence.HERE or partition.values is None:
+        stays = not partition.num_bytes or partition.num_bytes < self._keep_below
+        if stays or partition.presence is not Presence.HERE or partition.values is None:
             return False
-        partition.copy_event = event if partition.num_bytes else None
-        if self._stays_shown(partition):
-            return False
+        partition.copy_event = event
         if not self._may_stay(partition):
             self._free(partition)
             partition.presence = Presence.GATHERED
@@ -268,11 +255,6 @@ class ParameterStore:
             partition.presence, self._is_settled = Presence.KEPT, False
             self._size_class_of[partition].kept.add(partition)
         return True
-
-    def _stays_shown(self, partition: Partition) -> bool:
-        if not partition.num_bytes:
-            return True
-        return partition.num_bytes < self._keep_below and partition.is_pooled and not partition.is_lent
 
     def lend(self, partition: Partition) -> None:
         """A script gathers the values and may write to them, which does not count unless it says so: where the gathered
@@ -395,7 +377,6 @@ class ParameterStore:
                 self._evict(size_class, after=-1, waits=True)
                 or (not self._device.is_host and size_class.memory.wait_for_copy())
                 or self._give_up_last(size_class)
-                or self._give_up_shown(size_class)
             ):
                 self.num_overflows += 1
                 break
@@ -456,15 +437,6 @@ class ParameterStore:
                 return True
         for partition in sorted(self._offered, key=self._last_first) if self._is_alone else ():
             if self._size_class_of.get(partition) is size_class and self._borrower.is_idle(partition):
-                self._leave(partition)
-                self._borrower.away(partition)
-                return True
-        return False
-
-    def _give_up_shown(self, size_class: SizeClass) -> bool:
-        """Memory in pieces may hold less than all: takes back that of one that stays shown, and is not in use."""
-        for partition in size_class.members if self._keep_below == sys.maxsize and self._announced is None else ():
-            if partition.presence is Presence.HERE and partition.is_pooled and self._borrower.is_idle(partition):
                 self._leave(partition)
                 self._borrower.away(partition)
                 return True

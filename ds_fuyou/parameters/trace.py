@@ -114,12 +114,9 @@ class AccessTrace:
         return item is _STEP
 
     def _note(self, item: Hashable) -> None:
-        history, places = self._history, self._places.get(item)
-        if places is None:
-            places = self._places[item] = []
-        places.append(self._forgotten + len(history))
-        history.append(item)
-        if len(history) > 2 * LONGEST_TRACE:
+        self._places.setdefault(item, []).append(self.now)
+        self._history.append(item)
+        if len(self._history) > 2 * LONGEST_TRACE:
             self._forget()
 
     def _shift(self, item: Hashable, period: int) -> bool:

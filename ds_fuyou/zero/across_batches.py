@@ -4,8 +4,8 @@
 Nothing changes parameters between two micro-batches, and stock gathers the first blocks again at once. Here their last
 release in backward takes the gathered values aside, as many as leave ``stage3_max_live_parameters`` room for what is
 gathered ahead, and the next forward of the model has them back. In between the parameter is partitioned, for DeepSpeed
-and for scripts: who gathers it then gathers its partition, and who edits it ends what was put aside
-(``FuyouParameterSwapper.put_aside``).
+and for scripts: who gathers it then gathers its partition. An edit ends what was put aside, and so does a step of any
+engine that trains it (``FuyouParameterSwapper.put_aside``).
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from torch.nn import Parameter
 
 from ds_fuyou.host.device import Device
 from ds_fuyou.zero.param_swapper import FuyouParameterSwapper
-from ds_fuyou.zero.stock import iter_module_params
+from ds_fuyou.zero.stock import iter_module_params, of_coordinator, set_of_coordinator
 
 __all__ = ["AcrossBatches"]
-
-_PRIVATE = "_PartitionedParameterCoordinator__"
 
 
 class AcrossBatches:
@@ -38,15 +36,12 @@ class AcrossBatches:
         self._last_use: dict[int, int] = {}  # by ds_id, of those that may stay: the place of their last module
         self._staying: list[Parameter] = []
         self._is_open = False  # from the begin of a forward until all parameters are released
-        self._stock_release: Callable[..., None] = self._of_coordinator("release_param")
+        self._stock_release: Callable[..., None] = of_coordinator(coordinator, "release_param")
         self._stock_reset: Callable[[], None] = coordinator.reset_step
         self._stock_release_all: Callable[[torch.nn.Module], None] = coordinator.release_and_reset_all
-        setattr(coordinator, f"{_PRIVATE}release_param", self._release)
+        set_of_coordinator(coordinator, "release_param", torch.compiler.disable(self._release))
         coordinator.reset_step = torch.compiler.disable(self._reset)
         coordinator.release_and_reset_all = self._release_all
-
-    def _of_coordinator(self, name: str) -> Any:
-        return getattr(self._coordinator, _PRIVATE + name)
 
     def _release(self, param: Parameter, free_data: bool = True) -> None:
         if not free_data or not self._may_stay(param):
@@ -63,7 +58,8 @@ class AcrossBatches:
         return (
             self._is_open
             and last_use is not None
-            and last_use < self._of_coordinator("step_id")
+            and last_use < of_coordinator(self._coordinator, "step_id")
+            and self._coordinator.is_complete_trace()
             and param.ds_status is ZeroParamStatus.AVAILABLE
             and not param.ds_active_sub_modules
             and not self._is_last()
@@ -79,8 +75,11 @@ class AcrossBatches:
                 param.data, param.ds_status = values, ZeroParamStatus.AVAILABLE
                 num_available += param.ds_numel
         self._staying.clear()
-        setattr(self._coordinator, f"{_PRIVATE}n_available_params", num_available)
-        order = self._of_coordinator("submodule_order")
+        set_of_coordinator(self._coordinator, "n_available_params", num_available)
+        self._follow_order()
+
+    def _follow_order(self) -> None:
+        order = of_coordinator(self._coordinator, "submodule_order")
         if order is not self._order:
             self._order, self._last_use = order, {}
             if self._coordinator.is_complete_trace():
@@ -99,7 +98,9 @@ class AcrossBatches:
 
     def _choose(self, order: tuple[torch.nn.Module, ...]) -> dict[int, int]:
         """Of a recorded forward and backward: what its begin uses, and its rest as well."""
-        room = self._of_coordinator("max_n_available_params") - self._of_coordinator("prefetch_bucket_sz")
+        room = of_coordinator(self._coordinator, "max_n_available_params") - of_coordinator(
+            self._coordinator, "prefetch_bucket_sz"
+        )
         first_use: dict[Parameter, int] = {}
         last_use: dict[int, int] = {}
         for place, module in enumerate(order):

@@ -28,21 +28,22 @@ def event_ordered(original: type) -> Callable[[Any], Any]:
         def __init__(self, params: Any) -> None:
             super().__init__(params)
             self._params = list(params) if isinstance(params, (list, tuple)) else [params]
-            self._copied = rank_device().record_event()
-            for param in self._params:
-                param.nvme_swapper.copied(param, self._copied)
+            device = rank_device()
+            self._copied = None if device.is_host else device.record_event()
+            if self._copied is not None:
+                for param in self._params:
+                    param.nvme_swapper.copied(param, self._copied)
 
         def wait(self, **kwargs: Any) -> None:
             """Orders the current stream; marks the parameters available, once: each of them waits for their handle."""
-            rank_device().current_stream().wait_event(self._copied)
+            if self._copied is not None:
+                rank_device().current_stream().wait_event(self._copied)
             for param in self._params:
                 param.ds_status = ZeroParamStatus.AVAILABLE
             self._params = []
 
     @functools.wraps(original, updated=())
     def make(params: Any) -> Any:
-        if rank_device().is_host:  # nothing is copied
-            return original(params)
         every = params if isinstance(params, (list, tuple)) else [params]
         ours = all(isinstance(param.nvme_swapper, FuyouParameterSwapper) for param in every)
         return EventOrderedHandle(params) if ours else original(params)

@@ -87,7 +87,6 @@ class InferenceReads:
             source.space.rest()
             source.read_by(io)
         self.parameters.take(free)
-        self.parameters.keep_shown()
         planned_host_bytes[self] = self.parameters.capacity_bytes
         self.bound(self.parameters)
         self.parameters.trace.expect(free)

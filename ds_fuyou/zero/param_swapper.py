@@ -322,7 +322,8 @@ class FuyouParameterSwapper:
             PARTITION_TENSORS.stand_in(param.ds_tensor)
 
     def put_aside(self, param: Parameter) -> None:
-        """The gathered values stay on the device while the parameter is partitioned; no edit of it goes unseen here."""
+        """The gathered values stay on the device while the parameter is partitioned. Edits pass here, and end that; a
+        step does not, and must say so (:meth:`forget_gathered`)."""
         self._aside[param.ds_id] = param.data
         partition = self.partitions.get(param.ds_id)
         if partition is not None and partition.presence is Presence.GATHERED:  # what the device has is not read ahead

@@ -166,7 +166,6 @@ class RankState:
             self._partitions.values(), key=lambda partition: self.model.places[partition.handle.ds_id]
         )
         self.parameters.take(in_use_order)
-        self.parameters.keep_shown()
         self.parameters.trace.expect(in_use_order)
         self.bound_heap()
         if self.store is not None:
@@ -270,6 +269,8 @@ class RankState:
         """Every parameter may have changed: its next use waits for its update."""
         if self._lanes is not None:
             self._lanes.collect()
+        for param in self.model.trained:  # whichever engine put values of them aside
+            param.nvme_swapper.forget_gathered(param)
         self.parameters.step_applied()
         self._skipped.step_applied()
         first_uses = [] if self._positions_known else self.parameters.trace.first_uses()

@@ -217,7 +217,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         state = self.rank_state
         self._token_count = count_tokens(state, self.module)
         self._tier_bytes = TierBytes(state, state.device.allocated_bytes)
-        clock, times_device = state.clock, state.clock.times_device
+        clock = state.clock
         compute = None if state.trace is None else ComputeSpans(state.trace, self.module, self._tier_bytes, clock)
         self._compute_spans = compute
 
@@ -226,18 +226,17 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
                 compute.enter(current_submodule, forward)
             params = iter_module_params(current_submodule)
             recorder = self.run_plan.recorder
-            waits = times_device and any(param.ds_status is not ZeroParamStatus.AVAILABLE for param in params)
-            if recorder is None and not waits:
-                if params:
-                    state.before_module(params)
-                stock_fetch(current_submodule, forward)
-            else:
+            waits = any(param.ds_status is not ZeroParamStatus.AVAILABLE for param in params)
+            if waits or recorder is not None:
                 with (
                     nullcontext() if recorder is None else recorder.paused(),
                     clock.within(Phase.PARAMETERS) if waits else nullcontext(),
                 ):
                     state.before_module(params)
                     stock_fetch(current_submodule, forward)
+            else:
+                state.before_module(params)
+                stock_fetch(current_submodule, forward)
             if params and state.activations is not None:
                 index.note(params)
 

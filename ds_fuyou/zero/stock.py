@@ -24,8 +24,12 @@ __all__ = [
     "is_boundary",
     "is_ours",
     "iter_module_params",
+    "of_coordinator",
     "reused_numel",
+    "set_of_coordinator",
 ]
+
+_PRIVATE = "_PartitionedParameterCoordinator__"
 
 
 def is_ours(optimizer: Any) -> bool:
@@ -35,10 +39,8 @@ def is_ours(optimizer: Any) -> bool:
 
 def iter_module_params(module: torch.nn.Module) -> Sequence[Parameter]:
     """The parameters DeepSpeed fetches with a module, in a fixed order."""
-    own = module.__dict__  # a module answers for what it has not after a search of parameters, buffers and children
-    is_leaf = ("_z3_leaf" in own or hasattr(type(module), "_z3_leaf")) and z3_leaf_module(module)
-    if is_leaf or own.get("_external_params", True):
-        found = set(iter_params(module, recurse=is_leaf))
+    if z3_leaf_module(module) or getattr(module, "_external_params", True):
+        found = set(iter_params(module, recurse=z3_leaf_module(module)))
     elif module._parameters:  # what iter_params() finds then, without its walk
         found = {param for param in module._parameters.values() if param is not None}
     else:
@@ -57,8 +59,19 @@ def bound_gathered(coordinator: Any, parameters: ParameterStore, itemsize: int) 
     if dist.get_world_size() == 1 and parameters.holds_all:
         return
     for name in ("max_reuse_dist_in_numel", "max_n_available_params"):
-        private = f"_PartitionedParameterCoordinator__{name}"
-        setattr(coordinator, private, min(getattr(coordinator, private), parameters.read_bytes // itemsize // 4))
+        least = min(of_coordinator(coordinator, name), parameters.read_bytes // itemsize // 4)
+        set_of_coordinator(coordinator, name, least)
+
+
+def of_coordinator(coordinator: Any, name: str) -> Any:
+    """What DeepSpeed's coordinator keeps under a private name."""
+    return getattr(coordinator, _PRIVATE + name)
+
+
+def set_of_coordinator(coordinator: Any, name: str, value: Any) -> None:
+    """Raises AttributeError if it keeps nothing under that name."""
+    of_coordinator(coordinator, name)
+    setattr(coordinator, _PRIVATE + name, value)
 
 
 def reused_numel(offload: Any) -> int:
@@ -66,7 +79,7 @@ def reused_numel(offload: Any) -> int:
     distance that is set. On the way there each is passed twice.
     """
     coordinator = offload.get_param_coordinator()
-    return int(coordinator._PartitionedParameterCoordinator__max_reuse_dist_in_numel) // 2
+    return int(of_coordinator(coordinator, "max_reuse_dist_in_numel")) // 2
 
 
 def combined_grad_norm(norm_groups: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:

@@ -58,6 +58,7 @@ class CountedDevice(HostDevice):
         self.peak = self.now
 
 
+@pytest.mark.usefixtures("only_rank")
 @pytest.mark.parametrize("budget", [None, 800 * MIB])
 def test_the_peak_is_that_of_the_measured_step(budget: int | None, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -287,6 +287,7 @@ CASES = (
         "`finetune_llama.py` of ZenFlow",
         "training/DeepSpeed-ZenFlow/finetuning/finetune_llama.py",
         _FINETUNE,
+        "of several ranks the script has only the first one save: it waits for the others without end",
     ),
     _example(
         "examples-superoffload",

@@ -144,7 +144,7 @@ def last_error(error: AssertionError) -> str:
     """The last exception that a process named; if none did, how they ended."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines[1:] if _NAMED.match(line)]
-    return (named[-1] if named else lines[0]).replace(f"{ROOT}/", "")[:300]
+    return (named[-1] if named else lines[0].rstrip(":")).replace(f"{ROOT}/", "")[:300]
 
 
 def cells_of(case: Case, kinds: tuple[str, ...] = tuple(TIERS)) -> list[str]:

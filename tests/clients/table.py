@@ -23,8 +23,8 @@ HEAD = """\
 
 Programs that use DeepSpeed's ZeRO-3, run with their JSON as it is (parameters and optimizer offloaded to the CPU), and
 with a `fuyou` block as the only edit. `make test-clients` installs them into environments of their own, runs everything
-below on the CPU, and writes this page. Models are small, made from configurations, with a tokenizer and texts of the
-Python manual; 4 steps.
+below on the CPU, and writes this page; interrupted, it goes on when it is started again. Models are small, made from
+configurations, with a tokenizer and texts of the Python manual; 4 steps.
 
 - **equal**: every number that the program logged (losses, norms, rewards, evaluations, what it generated) is stock's
   digit for digit, and every tensor of the final model is stock's bit for bit.
@@ -41,7 +41,8 @@ TAIL = """\
 
 - TRL 1.16 has no PPO.
 - axolotl is installed without what it does not import on a CPU (xformers, flash attention), and beside a newer
-  DeepSpeed than its extra allows. It has no key for the Trainer's `use_cpu`, which is set for it.
+  DeepSpeed than its extra allows. It has no key for the Trainer's `use_cpu`, which is set for it. accelerate takes each
+  rank without a device for the only one, so that all of them save to the same files: it is told how many they are.
 - DeepSpeedExamples' scripts run as they are, with data sets of their columns and models made here instead of those
   that they would download (`tests/clients/examples_script.py`); the block is added to the dictionary that
   DeepSpeed-Chat makes. They need a checkout, which the variable `DEEPSPEED_EXAMPLES` names.

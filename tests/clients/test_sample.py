@@ -51,11 +51,11 @@ def test_differences_are_noticed(tmp_path: Path) -> None:
 
 
 def test_the_last_exception_is_told_or_how_processes_ended() -> None:
-    ended = "script.py exited with [1, -6]:"
+    ended = "script.py exited with [1, -6]"
     said = "[WARNING] an Error may follow\n  raise RuntimeError\n{}\n    return func(*args)\nexitcode: 1\n"
     for named in ("RuntimeError: no room", "[rank1]: torch.distributed.DistBackendError: closed", "AssertionError"):
-        assert last_error(AssertionError(f"{ended}\n{said.format(named)}")) == named
-    assert last_error(AssertionError(f"{ended}\n{said.format('terminate called')}")) == ended
+        assert last_error(AssertionError(f"{ended}:\n{said.format(named)}")) == named
+    assert last_error(AssertionError(f"{ended}:\n{said.format('terminate called')}")) == ended
 
 
 def test_what_has_an_outcome_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

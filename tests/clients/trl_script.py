@@ -5,7 +5,7 @@
 
 import trl
 from datasets import Dataset
-from given import ARGUMENTS, leave_trainer, paragraphs, told
+from given import ARGUMENTS, leave_trainer, on_disk, paragraphs, told
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 
@@ -37,7 +37,7 @@ def main() -> None:
         output_dir=str(out), deepspeed=config, **{**ARGUMENTS, **options.get("arguments", {})}
     )
     policy, judge = f"{options['models']}/policy", f"{options['models']}/judge"
-    data = rows(kind)
+    data = on_disk(rows(kind), out / "rows")
     given = {"train_dataset": data, "processing_class": AutoTokenizer.from_pretrained(policy)}
     if args.eval_strategy != "no":
         given["eval_dataset"] = data.select(range(4))

@@ -120,3 +120,45 @@ def test_nothing_stays_behind(tmp_path: Path) -> None:
     assert stays(1) >= all_bytes
     engine.destroy()
     assert stays(0) < all_bytes // 2
+
+
+def test_a_step_of_another_engine_counts(tmp_path: Path) -> None:
+    """Two engines train parts of one model by turns; in the other's backward the first one's hooks release, too."""
+
+    def losses(swap: Path | None) -> list[float]:
+        torch.manual_seed(0)
+        model = build_model({})
+        parts = [[*model.tokens.parameters()], [*model.blocks[0].parameters(), *model.blocks[1].parameters()]]
+
+        def chosen(number: int) -> list[torch.nn.Parameter]:
+            for param in model.parameters():
+                param.requires_grad_(False)
+            for param in parts[number]:
+                param.requires_grad_(True)
+            return parts[number]
+
+        engines = []
+        for number, accumulation in enumerate((2, 1)):
+            memory = {"device": "cpu", "pin_memory": True}
+            zero = STREAMED | {"offload_optimizer": memory, "offload_param": memory}
+            zero |= {"stage3_max_live_parameters": 1_000_000, "stage3_param_persistence_threshold": 0}
+            config = ds_config(gradient_accumulation_steps=accumulation, zero_optimization=zero)
+            if swap is not None:
+                path = swap / str(number)
+                path.mkdir(parents=True)
+                config["fuyou"] = fuyou_of(path, "states", "auto", "backward_and_forward", 2, "none")
+            engine, *_ = deepspeed.initialize(model=model, model_parameters=chosen(number), config=config)
+            engines.append(engine)
+        found = []
+        for index in range(12):
+            number = int(index % 3 == 1)
+            chosen(number)
+            loss = engines[number](**make_batch({}, index, 0))
+            engines[number].backward(loss)
+            engines[number].step()
+            found.append(float(loss.detach()))
+        for engine in reversed(engines):
+            engine.destroy()
+        return found
+
+    assert losses(tmp_path / "swap") == losses(None)

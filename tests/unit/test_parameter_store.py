@@ -14,7 +14,6 @@ import torch
 
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.device import HostDevice
-from ds_fuyou.host.memory import PAGE_BYTES
 from ds_fuyou.parameters.partition import Lost, Partition, Presence
 from ds_fuyou.parameters.size_class import SMALL_BYTES
 from ds_fuyou.parameters.store import ParameterStore
@@ -507,46 +506,6 @@ def test_small_ones_stay_until_the_step_if_the_plan_says_so(bench: Bench) -> Non
     assert set(bench.tensors.shown) == set(every)
     assert bench.run(store, every) == 0
     assert not bench.tensors.shown
-
-
-def test_what_fits_whole_stays_shown_until_the_step(bench: Bench) -> None:
-    trained = [bench.partition(i, trained=True) for i in range(4)]
-    frozen = [bench.partition(10 + i) for i in range(4)]
-    every = [*trained, *frozen]
-    store = bench.store(every, read_bytes=9 * LARGE_BYTES)
-    store.keep_shown()
-    bench.run(store, every, step=False)
-    assert set(bench.tensors.shown) == set(every)
-    assert bench.run(store, every) == 0
-    assert set(bench.tensors.shown) == set(frozen)
-    store.fetch(trained[0])
-    store.lend(trained[0])  # a script may write to it: it is read again
-    assert store.release(trained[0])
-    bench.tensors.away(trained[0])
-    bench.run(store, every)
-
-
-def test_what_does_not_fit_is_not_kept_shown(bench: Bench) -> None:
-    every = [bench.partition(i) for i in range(8)]
-    store = bench.store(every, read_bytes=8 * LARGE_BYTES)
-    store.keep_shown()
-    bench.run(store, every, step=False)
-    assert not set(every) <= set(bench.tensors.shown)
-
-
-def test_shown_values_go_where_pieces_of_the_pool_are_too_small(bench: Bench) -> None:
-    """One that is needed takes the memory of one that is not in use, not the system's."""
-    every = [bench.partition(i) for i in range(8)]
-    store = bench.store(every, read_bytes=9 * LARGE_BYTES)
-    store.keep_shown()
-    bench.run(store, every[:7], step=False)
-    (size_class,) = store._size_classes
-    taken = []
-    while (memory := size_class.memory.try_allocate(PAGE_BYTES)) is not None:
-        taken.append(memory)  # as though it lay between the others
-    bench.run(store, every[7:], step=False)
-    assert store.num_overflows == 0
-    assert len(bench.tensors.shown) == 7
 
 
 def test_rewritten_values_are_read_again(bench: Bench) -> None:
