@@ -45,7 +45,8 @@ _NUM_READING = SAVE_BLOCKS_READ
 _NUM_LENT = SAVE_BLOCKS - _NUM_READING
 Clone = Callable[[Chunk, Sequence[Sequence[Extent]]], list[Extent] | None]
 
-_TIMES = 4  # as many bytes are training's as are the checkpoint's
+_TIMES = 8  # as many bytes are training's as are the checkpoint's
+_IDLE_TIMES = 2  # as long as a copy took storage is idle before the next one
 _NEW_FILE = 2  # bytes that a byte of a new file costs
 _LOOK_SECS = 0.02  # after which storage may have become idle
 _BEHIND, _FIRST = 1 << 62, 0  # priorities of reads; those of updates lie between
@@ -73,8 +74,8 @@ class _Taken:
 
 
 class Pace:
-    """Of what is copied behind training, one piece after the other: the next one is due when training has moved so many
-    times as much, or storage was idle for as long as the last one took. (In a shorter gap it would be in the way.)
+    """Of what is copied behind training, one piece after the other: the next one is due when training has moved eight
+    times as much, or storage was idle for twice as long as the last one took. (In shorter gaps it would be in the way.)
 
     Not a share of the time: a copy that waits for others would wait again, the longer the busier storage is.
 
@@ -83,7 +84,7 @@ class Pace:
 
     def __init__(self, moved: Callable[[], int], now: Callable[[], float] = time.perf_counter) -> None:
         self._moved, self._now = moved, now
-        self._due, self._took_secs = 0.0, 0.0
+        self._due, self._rest_secs = 0.0, 0.0
         self._idle_at, self._idle_since = 0, now()
         self._begun = 0.0
 
@@ -92,15 +93,16 @@ class Pace:
         moved, now = self._moved(), self._now()
         if moved != self._idle_at or not is_idle:
             self._idle_at, self._idle_since = moved, now
-        return moved >= self._due or now - self._idle_since >= self._took_secs
+        return moved >= self._due or now - self._idle_since >= self._rest_secs
 
     def begin(self) -> None:
-        self._due, self._took_secs, self._begun = math.inf, math.inf, self._now()
+        self._due, self._rest_secs, self._begun = math.inf, math.inf, self._now()
 
     def end(self, num_bytes: int) -> None:
         """So many were moved since :meth:`begin`."""
         self._idle_at, self._idle_since = self._moved(), self._now()
-        self._due, self._took_secs = self._idle_at + _TIMES * num_bytes, self._idle_since - self._begun
+        self._due = self._idle_at + _TIMES * num_bytes
+        self._rest_secs = _IDLE_TIMES * (self._idle_since - self._begun)
 
 
 class Snapshot:
