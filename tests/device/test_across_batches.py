@@ -108,6 +108,7 @@ def test_nothing_stays_behind(tmp_path: Path) -> None:
     def stays(num_micro_batches: int) -> int:
         for index in range(num_micro_batches):
             micro_batch(engine, index)
+        torch.standin.synchronize()  # memory that a stream still uses is not free
         return torch.standin.memory_allocated() - least
 
     all_bytes = 2 * sum(param.ds_numel for param in engine.module.parameters())
