@@ -56,7 +56,7 @@ def read(source: PublishedSpan) -> tuple[torch.Tensor, int]:
 
 def apply(core: OutOfCoreOptimizer, seed: int) -> None:
     backward(core, seed)
-    core.apply(hypers(LAYOUT), 1.0, expected_multiplier=1.0)
+    core.apply(hypers(core.layout), 1.0, expected_multiplier=1.0)
 
 
 @pytest.mark.parametrize("params_in_memory", [0.0, 0.5])
@@ -98,8 +98,11 @@ def test_whoever_needs_the_place_waits_for_the_write(tmp_path: Path) -> None:
 
 def test_what_could_not_be_written_is_not_read_from_its_old_place(tmp_path: Path) -> None:
     core_types = load_core()
-    with small_core(tmp_path, LAYOUT, residency=(0.0, 0.0, 1.0)) as core:
-        source = PublishedSpan(core, LAYOUT.params[0])
+    # One chunk: others that wait for their write when it fails are still whole in memory, and rightly read from there.
+    layout = build_layout([[("a", "a", 100, 0)]], LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS))
+    assert len(layout.chunks) == 1
+    with small_core(tmp_path, layout, residency=(0.0, 0.0, 1.0)) as core:
+        source = PublishedSpan(core, layout.params[0])
         step(core, 1)
         with no_commit(core):
             apply(core, 2)
