@@ -45,8 +45,7 @@ _NUM_READING = SAVE_BLOCKS_READ
 _NUM_LENT = SAVE_BLOCKS - _NUM_READING
 Clone = Callable[[Chunk, Sequence[Sequence[Extent]]], list[Extent] | None]
 
-_TIMES = 8  # as many bytes are training's as are the checkpoint's
-_IDLE_TIMES = 2  # as long as a copy took storage is idle before the next one
+_TIMES = 8  # as many bytes are training's as are the checkpoint's, or as long is storage idle
 _NEW_FILE = 2  # bytes that a byte of a new file costs
 _LOOK_SECS = 0.02  # after which storage may have become idle
 _BEHIND, _FIRST = 1 << 62, 0  # priorities of reads; those of updates lie between
@@ -75,7 +74,8 @@ class _Taken:
 
 class Pace:
     """Of what is copied behind training, one piece after the other: the next one is due when training has moved eight
-    times as much, or storage was idle for twice as long as the last one took. (In shorter gaps it would be in the way.)
+    times as much, or storage was idle for eight times as long as the last one took: training that has such gaps is in
+    no hurry, and what is copied in shorter ones is in its way.
 
     Not a share of the time: a copy that waits for others would wait again, the longer the busier storage is.
 
@@ -102,7 +102,7 @@ class Pace:
         """So many were moved since :meth:`begin`."""
         self._idle_at, self._idle_since = self._moved(), self._now()
         self._due = self._idle_at + _TIMES * num_bytes
-        self._rest_secs = _IDLE_TIMES * (self._idle_since - self._begun)
+        self._rest_secs = _TIMES * (self._idle_since - self._begun)
 
 
 class Snapshot:
@@ -151,7 +151,7 @@ class Snapshot:
             FuyouChecksumError: a state is not what the run wrote.
             RuntimeError: the pipeline failed before the states were there.
         """
-        self._clone = clone
+        self._clone = clone if self._core.place.stored.is_whole else None
         num_left = len(self._core.layout.chunks)
         reading: deque[_Taken] = deque()
         try:
@@ -244,7 +244,7 @@ class Snapshot:
     def _clones(self, chunk: Chunk, slot: int) -> bool:
         """Whether the file has the state now, and its place may be overwritten."""
         part_bytes, num_moments = 4 * chunk.numel, len(self._core.kind.moments)
-        if self._clone is None or part_bytes % PAGE_BYTES or not self._core.place.stored.is_whole:
+        if self._clone is None or part_bytes % PAGE_BYTES:
             return False
         num_parts = 1 if chunk.index in self._without_moments else 1 + num_moments
         extents = self._core.place.state_extents(chunk.index, slot)

@@ -15,6 +15,7 @@ from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageErr
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, Chunk, LayoutLimits, build_layout
 from ds_fuyou.optimizer.snapshot import _TIMES, Pace, Snapshot
+from ds_fuyou.state_layout import SPLIT, WHOLE
 from ds_fuyou.storage.types import Extent
 from tests.harness.small_core import Disk, backward, hypers, small_core, step
 
@@ -146,15 +147,52 @@ def test_between_two_pieces_copied_behind_training_it_moves_more_or_storage_is_i
     pace.begin()
     now = 55.0
     pace.end(500)
-    now = 58.9
+    rest = _TIMES * 2.0
+    now += rest - 0.1
     assert not pace.is_due(True), "the last one took two seconds"
     assert not pace.is_due(False), "somebody was there meanwhile"
-    now = 62.8
+    now += rest - 0.1
     assert not pace.is_due(True)
     moved += 1
     assert not pace.is_due(True), "and again"
-    now = 66.9
+    now += rest + 0.1
     assert pace.is_due(True)
+
+
+class EveryThird(Pace):
+    """Something is due whenever it was asked three times; whoever begins without being told so fails."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: 0)
+        self._asked = 3
+        self.num_begun = 0
+
+    def is_due(self, is_idle: bool) -> bool:
+        self._asked += 1
+        return self._asked >= 3
+
+    def begin(self) -> None:
+        assert self._asked >= 3, "read before it was due"
+        self._asked, self.num_begun = 0, self.num_begun + 1
+
+
+@pytest.mark.parametrize("masters", [WHOLE, SPLIT])
+def test_what_cannot_be_cloned_is_read_when_it_is_due(masters: str, tmp_path: Path) -> None:
+    """Split masters cannot, and a file system that shares no blocks says so at the first one."""
+    with small_core(tmp_path, LAYOUT, num_slots=3, masters=masters) as core:
+        step(core, 0)
+        expected = states_of(core)
+        snapshot = core.snapshot()
+        snapshot._pace = pace = EveryThird()
+        asked: list[Chunk] = []
+
+        def clone(chunk: Chunk, parts: Sequence[Sequence[Extent]]) -> None:
+            asked.append(chunk)
+
+        found = {chunk.index: [part.clone() for part in parts] for chunk, parts in snapshot.states(clone)}
+        assert same(found, expected)
+        assert len(asked) == (masters == WHOLE)
+        assert pace.num_begun == len(LAYOUT.chunks)
 
 
 def test_updates_hand_over_what_they_replace(tmp_path: Path) -> None:
