@@ -429,7 +429,7 @@ def through_own_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, param, buffer, has_been_updated, free_data)
         finally:
             self.param_swapper = of_first
-        if param.is_inference() and not param.numel():  # else training fails that does not use it, and asks for its node
+        if param.is_inference() and not param.numel():  # training may not use it, but asks for its node
             with normal_tensors():
                 param.data = torch.empty(0, dtype=param.dtype, device=param.device)
 
