@@ -11,6 +11,7 @@ import io
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ import torch
 import ds_fuyou
 from ds_fuyou.cli import main
 from ds_fuyou.host.compute_clock import Phase
+from ds_fuyou.ops.core import load_core
+from ds_fuyou.optimizer.gradients import StoredGradients
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.planner.watch import LASTING, Cause
 from ds_fuyou.telemetry.placement import shown_bytes
@@ -34,6 +37,7 @@ from tests.device.parity import fuyou_of
 from tests.harness.models import build_model, make_batch
 from tests.harness.runner import ds_config
 from tests.harness.small_core import hypers, small_core, values
+from tests.harness.waits import once_in
 
 pytestmark = [pytest.mark.standin, pytest.mark.usefixtures("only_rank")]
 
@@ -121,26 +125,33 @@ def test_between_forwards_the_host_waits_for_the_norm_alone(tiers: str, activati
 
 
 def test_waits_for_memory_of_gradients_are_no_backward(tmp_path: Path) -> None:
-    """They are what a slow disk does to a step, which the planner knows by itself."""
+    """They are what a slow disk does to a step, which the planner knows by itself. Here it takes no gradient until the
+    host has waited for it."""
     engine = make_engine(tmp_path / "swap", "all", "none", plan={"chunk_bytes": 4096})
     state, (first, *rest) = engine.optimizer.rank_state, batches(3)
     train(engine, first)
-    state.core.wait_all()
-    clock, memory = state.clock, state.core.gradients
-    state.core.io.engine.set_throttle(1e9, 1e6)
+    core, clock, memory, io = load_core(), state.clock, state.core.gradients, state.core.io.engine
+
+    def go_on_late() -> None:
+        time.sleep(0.3)
+        io.clear_faults()
+
     for batch in rest:
+        state.core.wait_all()
         clock.settle(wait=True)
         before, waited = {phase: clock.secs(phase) for phase in Phase}, memory.waited_secs
+        begin = time.perf_counter()
         loss = engine(**batch)
-        engine.backward(loss)
+        io.add_fault(core.IoKind.WRITE, core.IoFaultEffect.HOLD, count=1 << 40)
+        with once_in(go_on_late, StoredGradients._retire):
+            engine.backward(loss)
         clock.settle(wait=True)
-        waited = memory.waited_secs - waited
+        passed, waited = time.perf_counter() - begin, memory.waited_secs - waited
         since = {phase: clock.secs(phase) - secs for phase, secs in before.items()}
-        assert waited > 0.02, "the disk held back gradients"
+        assert waited >= 0.3, "the disk held back gradients"
         assert since[Phase.GRADIENTS] >= 0.9 * waited
-        assert since[Phase.BACKWARD] < waited
+        assert sum(secs for phase, secs in since.items() if phase not in (Phase.OUTSIDE, Phase.STEP)) <= passed
         engine.step()
-    state.core.io.engine.set_throttle(0.0, 0.0)
     engine.destroy()
 
 
