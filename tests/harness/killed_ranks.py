@@ -28,7 +28,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -40,32 +39,17 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.storage.store import SlotStore
 from tests.harness.group import leave_group
+from tests.harness.meeting import Meeting
 from tests.harness.models import TinyGPT, make_batch
 from tests.harness.runner import ds_config
 
 MODEL = {"num_layers": 3, "width": 32, "vocabulary": 101}
 
 
-class Meeting:
-    """Of all ranks, by files: one of which some rank hears needs nobody's help any more, so any may die then."""
-
-    def __init__(self, path: str, name: str, rank: int) -> None:
-        self._mine = Path(path, f"{name}.{rank}")
-        self._mine.unlink(missing_ok=True)  # of a run before; ranks are made a group after this
-
-    def arrive(self) -> None:
-        self._mine.touch()
-
-    def wait(self) -> None:
-        others = [self._mine.with_suffix(f".{rank}") for rank in range(int(os.environ["WORLD_SIZE"]))]
-        while not all(other.exists() for other in others):
-            time.sleep(0.001)
-
-
 def die_in_commit(rank: int, die: Mapping[str, Any], path: str) -> None:
     commit = SlotStore.commit
     generation, when = die.get(str(rank), (None, ""))
-    met = {of: Meeting(path, f"committed-{of}", rank) for of, when in die.values() if when == "all"}
+    met = {of: Meeting(path, f"committed-{of}") for of, when in die.values() if when == "all"}
 
     def dying(self: SlotStore, step: int, slots: Mapping[str, int], meta: Mapping[str, Any]) -> None:
         if step == generation and when == "late":
@@ -185,7 +169,7 @@ def reload(engine: Any, folder: str) -> None:
 def main(path: str, case: dict) -> None:
     rank = int(os.environ["RANK"])
     die_in_commit(rank, case.get("die", {}), path)
-    all_saved = Meeting(path, "saved", rank)
+    all_saved = Meeting(path, "saved")
     deepspeed.init_distributed("gloo")
     if "two" in case:
         train_two(path, case)

@@ -18,8 +18,6 @@ from tests.harness.ports import free_port
 from tests.harness.runner import HERE, differences, ds_config, environment, run_case, with_fuyou
 from tests.parity.cases import block
 
-"""Bound for both launchers to end, far above what they need; they are killed and the test fails after it."""
-
 
 def launch_nodes(case: dict, directory: Path, name: str) -> list[subprocess.CompletedProcess[str]]:
     """The ``deepspeed`` command once a node, as a user without ssh between the nodes starts it."""
