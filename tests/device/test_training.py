@@ -143,7 +143,7 @@ def test_waits_for_memory_of_gradients_are_no_backward(tmp_path: Path) -> None:
         begin = time.perf_counter()
         loss = engine(**batch)
         io.add_fault(core.IoKind.WRITE, core.IoFaultEffect.HOLD, count=1 << 40)
-        with once_in(go_on_late, StoredGradients._retire):
+        with once_in(go_on_late, StoredGradients.pieces):
             engine.backward(loss)
         clock.settle(wait=True)
         passed, waited = time.perf_counter() - begin, memory.waited_secs - waited
