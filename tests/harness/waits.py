@@ -62,10 +62,18 @@ class Interrupts:
 @contextmanager
 def interrupted_in(*functions: FunctionType, then: Callable[[], object] = lambda: None) -> Iterator[Interrupts]:
     """Ctrl-C comes as soon as this thread, the main one, waits in all of these functions."""
-    met = Interrupts(then)
+    met, is_inside = Interrupts(then), True
+
+    def interrupt() -> None:
+        if is_inside:
+            os.kill(os.getpid(), signal.SIGINT)
+
     before = signal.signal(signal.SIGINT, met)
     try:
-        with once_in(lambda: os.kill(os.getpid(), signal.SIGINT), *functions):
-            yield met
+        with once_in(interrupt, *functions):
+            try:
+                yield met
+            finally:
+                is_inside = False
     finally:
         signal.signal(signal.SIGINT, before)
