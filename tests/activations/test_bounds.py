@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from ds_fuyou.activations.policy import BlockFate, Fate
 from ds_fuyou.host.memory import resident_bytes
+from ds_fuyou.host.waiting import wait_reporting
 from ds_fuyou.ops.core import load_core
 from tests.activations.support import MIB, Plain, attached, gradients
 from tests.harness.limits import HANG_SECS
@@ -173,7 +174,7 @@ def test_waiting_instead_of_growing(tmp_path: Path) -> None:
     core = load_core()
     with attached(model, tmp_path, arena_bytes=512 * 1024) as swapped:
         swapped.io.engine.add_fault(core.IoKind.WRITE, core.IoFaultEffect.HOLD, count=1 << 40)
-        with once_in(swapped.io.engine.clear_faults):
+        with once_in(swapped.io.engine.clear_faults, wait_reporting):
             loss = model(torch.randint(300, (4, 33)))
         assert swapped.tier.counters.waited_secs > 0
         assert swapped.tier.counters.overflow_bytes == 0

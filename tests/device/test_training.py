@@ -25,7 +25,9 @@ import torch
 import ds_fuyou
 from ds_fuyou.cli import main
 from ds_fuyou.host.compute_clock import Phase
+from ds_fuyou.host.waiting import wait_reporting
 from ds_fuyou.ops.core import load_core
+from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.gradients import StoredGradients
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.planner.watch import LASTING, Cause
@@ -143,7 +145,7 @@ def test_waits_for_memory_of_gradients_are_no_backward(tmp_path: Path) -> None:
         begin = time.perf_counter()
         loss = engine(**batch)
         io.add_fault(core.IoKind.WRITE, core.IoFaultEffect.HOLD, count=1 << 40)
-        with once_in(go_on_late, StoredGradients.pieces):
+        with once_in(go_on_late, wait_reporting, StoredGradients.pieces):
             engine.backward(loss)
         clock.settle(wait=True)
         passed, waited = time.perf_counter() - begin, memory.waited_secs - waited
@@ -262,18 +264,27 @@ def test_a_copy_that_fails_raises_in_its_step(what: str, tmp_path: Path, told) -
 
 @pytest.mark.parametrize("fault", ["", "device.synchronize at optimizer/core.py:close"])
 def test_nothing_is_unpinned_while_it_is_copied(fault: str, tmp_path: Path) -> None:
-    """The optimizer is closed in the middle of backward: gradients are on their way to host memory."""
+    """The optimizer is closed in the middle of backward: gradients are on their way to host memory. They go on when it
+    begins to close, or not before it is closed.
+    """
     limits = LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS)
     layout = build_layout([[(name, name, CUT_ELEMENTS, 0) for name in "abc"]], limits)
     torch.standin.core.configure({"slow_down_secs": 0.05})
-    with small_core(tmp_path, layout, device=rank_device()) as core:
+    gates: list[Callable[[], None]] = []
+    goes_on = contextlib.nullcontext() if fault else once_in(lambda: gates.pop()(), OutOfCoreOptimizer.close)
+    with goes_on, small_core(tmp_path, layout, device=rank_device()) as core:
         kept = list(core._locks._locked)  # a fault shows as a trip, not as a write into memory that is gone
         core.intake.norms.take_by(lambda gradient: gradient.double().norm(2))
         core.open_window(hypers(layout), 1.0, managed=True)
-        for span in layout.params:
-            core.add_gradients([(span, values(span, 1).to("standin"))])
+        gradients = [(span, values(span, 1).to("standin")) for span in layout.params]
+        torch.standin.synchronize()
+        gates.append(torch.standin.core.hold(torch.standin.current_stream().stream_id))
+        for gradient in gradients:
+            core.add_gradients([gradient])
         assert torch.standin.core.num_flights() > 0
         faults.leave_out(fault)
+    for let_go in gates:
+        let_go()
     torch.standin.synchronize()
     trips = torch.standin.take_trips()
     assert any("unregistered while a copy of it was in flight" in trip for trip in trips) == bool(fault)

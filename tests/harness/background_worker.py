@@ -25,6 +25,7 @@ from train_worker import build_engine, edit_parameters, set_states
 
 from ds_fuyou.checkpoint.unfinished import find_unfinished
 from ds_fuyou.errors import FuyouError, FuyouMemoryError
+from ds_fuyou.host.waiting import wait_reporting
 from ds_fuyou.optimizer import snapshot
 from ds_fuyou.zero.background_save import Save
 from tests.harness.group import leave_group
@@ -230,7 +231,7 @@ def killed(engine, case: dict, folder: Path) -> dict:
 def interrupted(engine, case: dict, folder: Path) -> dict:
     """Ctrl-C while a script waits for it gives it up, and nothing else."""
     hold_until_given_up(engine, folder, "first")
-    with interrupted_in(Save.wait):
+    with interrupted_in(wait_reporting, Save.wait):
         try:
             engine.fuyou_wait_checkpoint()
             said = "nothing"

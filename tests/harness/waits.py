@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 
-from ds_fuyou.host.waiting import wait_reporting
-
 __all__ = ["Interrupts", "interrupted_in", "once_in"]
 
 
@@ -29,9 +27,9 @@ def _is_in(functions: set[object]) -> bool:
 
 @contextmanager
 def once_in(call: Callable[[], object], *functions: FunctionType) -> Iterator[None]:
-    """Another thread makes the call as soon as one waits, in :func:`wait_reporting`, called by all of these functions;
-    when the block ends at the latest, so that nothing stays held."""
-    places, over = {function.__code__ for function in (wait_reporting, *functions)}, threading.Event()
+    """Another thread makes the call as soon as one is in all of these functions, which call each other; when the block
+    ends at the latest, so that nothing stays held."""
+    places, over = {function.__code__ for function in functions}, threading.Event()
 
     def watch() -> None:
         while not _is_in(places) and not over.wait(0.001):
@@ -61,7 +59,7 @@ class Interrupts:
 
 @contextmanager
 def interrupted_in(*functions: FunctionType, then: Callable[[], object] = lambda: None) -> Iterator[Interrupts]:
-    """Ctrl-C comes as soon as this thread, the main one, waits in all of these functions."""
+    """Ctrl-C comes as soon as this thread, the main one, is in all of these functions."""
     met, is_inside = Interrupts(then), True
 
     def interrupt() -> None:

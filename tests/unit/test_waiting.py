@@ -40,7 +40,7 @@ def stalled(tmp_path: Path) -> Iterator[tuple[IoLane, list[Extent]]]:
 def test_ctrl_c_ends_a_wait_for_storage_that_stalls(stalled: tuple[IoLane, list[Extent]]) -> None:
     lane, extents = stalled
     transfer = lane.read(extents, aligned_tensor(NUM_BYTES), "a read that stalls")
-    with interrupted_in(Transfer.wait), pytest.raises(KeyboardInterrupt):
+    with interrupted_in(waiting.wait_reporting, Transfer.wait), pytest.raises(KeyboardInterrupt):
         transfer.wait()
     assert not transfer.done()
     lane.engine.clear_faults()
@@ -57,7 +57,7 @@ def test_closing_the_engine_is_not_cut_short(stalled: tuple[IoLane, list[Extent]
         seen.append(transfer.done())
         goes_on.start()
 
-    with interrupted_in(IoLane.close, then=go_on_later), pytest.raises(KeyboardInterrupt):
+    with interrupted_in(waiting.wait_reporting, IoLane.close, then=go_on_later), pytest.raises(KeyboardInterrupt):
         lane.close()
     goes_on.join()
     assert seen == [False]
@@ -76,7 +76,7 @@ def test_a_signal_while_a_transfer_is_dropped_is_not_lost(stalled: tuple[IoLane,
         while True:
             time.sleep(0.01)
 
-    with interrupted_in(Transfer.__del__) as met, pytest.raises(KeyboardInterrupt):
+    with interrupted_in(waiting.wait_reporting, Transfer.__del__) as met, pytest.raises(KeyboardInterrupt):
         drop_and_go_on()
     assert met.num_met == 2, "in the drop, where it could not be raised, and behind it"
     assert lane.engine.num_in_flight == 1
