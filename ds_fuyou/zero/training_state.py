@@ -98,6 +98,7 @@ class TrainingState:
     def __init__(self, optimizer: Any, module: torch.nn.Module, *, all_generators: bool) -> None:
         self._optimizer, self._module, self._all = optimizer, module, all_generators
         self._buffers = _Buffers(module)
+        self._accumulation = int(optimizer.gradient_accumulation_steps)
         self._pending: Mapping[str, Any] | None = None
         self._hook: Any = None
         self._told_large = False
@@ -117,6 +118,7 @@ class TrainingState:
         return {
             "version": VERSION,
             "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
+            "accumulation": self._accumulation,
             "generators": {name: text(state) for name, state in self._generators().items()},
             "pickled": text(pickled),
         }
@@ -197,6 +199,8 @@ class TrainingState:
                 _load_when_made(engine, record.schedules[name])
         for name in _COUNTERS:
             setattr(engine, name, record.counters[name])
+        if record.accumulation not in (None, self._accumulation):  # a step begins with its first micro-batch
+            engine.micro_steps -= engine.micro_steps % self._accumulation
         stock.loss_scaler, stock.dynamic_loss_scale = record.scaler
         for group, hypers in zip(groups, record.groups, strict=True):
             group.update(hypers)
