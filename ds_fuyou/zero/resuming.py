@@ -64,6 +64,7 @@ def find_resumable(paths: Sequence[Path], identity: RunIdentity, fitting: Sequen
     every = of_every_rank({run_id: _offer_of(store) for run_id, store in opened.items()})
     chosen = _choose(every)
     _tell_incomplete(every, opened)
+    _tell_older(every, opened, chosen)
     for run_id, store in opened.items():
         if chosen is None or run_id != chosen[0]:
             store.close(remove=False)
@@ -215,6 +216,18 @@ def _tell_incomplete(every: Sequence[Mapping[str, _Offer]], opened: Mapping[str,
         why = _why_incomplete(parts)
         if why and run_id in opened:
             _tell(opened[run_id].directories[0], why)
+
+
+def _tell_older(
+    every: Sequence[Mapping[str, _Offer]],
+    opened: Mapping[str, SlotStore],
+    chosen: tuple[str, tuple[int, ...]] | None,
+) -> None:
+    """Of several runs the one that began last is gone on from, however many steps the others made."""
+    for run_id, parts in _by_run(every).items():
+        if chosen is not None and run_id != chosen[0] and not _why_incomplete(parts):
+            step = max(_in_common(parts))[0]
+            _tell(opened[run_id].directories[0], f"its step {step} is whole, but {chosen[0]} began later")
 
 
 def _tell(path: Path, why: str, level: int = logging.WARNING) -> None:
