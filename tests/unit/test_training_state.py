@@ -224,6 +224,15 @@ def test_what_only_the_script_can_read_does_not_hide_the_rest(monkeypatch: pytes
         record.client()
 
 
+@pytest.mark.parametrize("given", ["text", {}, {"pickled": "AAAA"}, {"counters": 3}, {"pickled": text(b"a pickle")}])
+def test_what_cannot_be_read_is_refused_in_one_line(given: Any) -> None:
+    run, other = Run(), Run()
+    taken = {**run.take(), **given} if given and isinstance(given, dict) else given
+    with pytest.raises(FuyouStateError, match="no run like this one left the state files") as told:
+        other.state.put_back(other.engine, taken)
+    assert "\n" not in str(told.value)
+
+
 def test_a_record_of_format_1_is_read_and_a_newer_one_refused() -> None:
     run, other = Run(), Run()
     run.engine.global_steps, run.engine.fuyou_client_state = 7, {"epoch": 3}
