@@ -280,6 +280,12 @@ REQUIRED: tuple[RequiredName, ...] = (
         "zero: replaced while a checkpoint is saved",
     ),
     RequiredName(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine._copy_recovery_script",
+        ("self", "save_path"),
+        "zero: replaced while a checkpoint is saved",
+    ),
+    RequiredName(
         "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine",
         "TorchCheckpointEngine",
         ("config_params",),

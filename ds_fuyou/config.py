@@ -364,7 +364,8 @@ class FuyouConfig(_Settings):
         "report",
         description="What a start does with state files that dead runs left in `nvme_path`, and that it does not go on "
         "from: name them, or remove those of the same user, model and ranks that no process uses and `keep_state` did "
-        "not keep. With `resume: auto` none is removed: another engine, or another start, may go on from it.",
+        "not keep. With `resume: auto` those alone that hold nothing to go on from (no step was made, or its states "
+        "were in host memory): from others another engine, or another start, may.",
     )
     random_states: Literal["torch", "all"] = Field(
         "torch",

@@ -16,7 +16,7 @@ from ds_fuyou.state_layout import FP32, WHOLE, StateLayout, layout_of
 from ds_fuyou.storage.records import typed
 from ds_fuyou.storage.types import CommitRecord, RegionSpec
 
-__all__ = ["Contents", "optimizer_step_of", "state_sums_of"]
+__all__ = ["Contents", "check_resumable", "optimizer_step_of", "state_sums_of"]
 
 
 @dataclass(frozen=True)
@@ -118,3 +118,30 @@ def state_sums_of(commit: CommitRecord, num_chunks: int) -> list[tuple[int, int]
     except struct.error as error:
         raise ValueError(f"checksums of {num_chunks} chunks: {error}") from error
     return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def check_resumable(commit: CommitRecord, contents: Mapping[str, Any]) -> None:
+    """What a run that goes on from a commit takes from it beside the training's state, which is pickled. Raises as
+    :meth:`Contents.parse`.
+    """
+    meta, num_chunks = commit.meta, len(typed(contents["chunks"], list))
+    typed(meta["edition"], int)
+    state_sums_of(commit, num_chunks)
+    num_digest_bytes = len(bytes.fromhex(typed(meta.get("param_digests", ""), str)))
+    if num_digest_bytes not in (0, 8 * num_chunks):
+        raise ValueError(f"{num_digest_bytes} bytes of digests of {num_chunks} chunks")
+    without = [typed(index, int) for index in typed(meta["without_moments"], list)]
+    if not all(0 <= index < num_chunks for index in without):
+        raise ValueError(f"chunks without moments, of {num_chunks}: {shown(without, 60)}")
+    names = {name for name, *_ in typed(contents["params"], list)}
+    missed = typed(meta["missed_steps"], dict)
+    if not missed.keys() <= names or any(typed(number, int) < 0 for number in missed.values()):
+        raise ValueError(f"missed steps by parameter: {shown(missed, 60)}")
+    num_steps = 0
+    for entry in typed(meta["clock"], list):
+        number, betas = typed(entry, list)
+        num_steps += typed(number, int)
+        for pair in typed(betas, list):
+            _, _ = (typed(beta, float) for beta in typed(pair, list))
+    if num_steps != optimizer_step_of(commit):
+        raise ValueError(f"a history of {num_steps} steps, of {optimizer_step_of(commit)}")

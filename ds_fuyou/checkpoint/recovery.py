@@ -31,6 +31,7 @@ from ds_fuyou.checkpoint.like import Like, TrainerFolder
 from ds_fuyou.checkpoint.state_files import RankFiles, opened_ranks
 from ds_fuyou.checkpoint.stock_state import StateEntries
 from ds_fuyou.checkpoint.training_record import TrainingRecord, from_bytes, raw
+from ds_fuyou.checkpoint.unfinished import WritingLock
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.records import CONTENTS_NAME
 
@@ -143,16 +144,20 @@ def recover_checkpoint(
         hidden = target / atomic.incomplete_tag(tag)
         unfinished = hidden if trainer is None else target
         atomic.discard(unfinished)
-        hidden.mkdir(parents=True)
+        lock = WritingLock(unfinished)  # `fuyou clean` takes what a killed process left
+        hidden.mkdir(parents=True, exist_ok=True)
         try:
             _require_space(target, sum(rank.num_bytes(found) for rank in parts))
             for rank in parts:
                 rank.write(hidden, found, trainer)
+            if trainer is None:
+                lock.end()
             atomic.publish(hidden, target / tag)
             _copy_scripts(target)
             atomic.write_text(target / "latest", tag)
             if trainer is not None:
                 trainer.complete(target)
+                lock.end()
                 atomic.publish(target, save_dir)
         except BaseException:
             atomic.discard(unfinished)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import logging
 import os
 import pickle
@@ -340,7 +341,7 @@ def lay_out(tree: Any, path: Path, stand_ins: StandIns) -> StreamedFile:
     """
     storages = _lay_out(tree, path) if stand_ins else {}
     if not any(stand_ins.owns(storage) for storage in storages.values()):
-        torch.save(_filled_tree(tree, stand_ins), path)
+        _torch_save(_filled_tree(tree, stand_ins), path)
         return StreamedFile(path, {}, [], {})
     holes = _holes(path)
     hole_of = {storage._cdata: holes[number] for number, storage in storages.items()}
@@ -361,6 +362,41 @@ def _claim(fd: int, path: Path) -> None:
     except OSError as error:
         if error.errno not in NO_FALLOCATE:
             raise FuyouStorageError(error.errno or errno.EIO, _WRITING, os.fspath(path)) from error
+
+
+class _Paper(io.FileIO):
+    """What torch writes to. What fails is kept: torch does not look at it, or tells neither file nor number."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        left = memoryview(data).cast("B")
+        num_bytes = len(left)
+        try:
+            while left and self.failure is None:
+                left = left[super().write(left) or 0 :]
+        except OSError as error:
+            self.failure = error
+        return num_bytes
+
+
+def _torch_save(tree: Any, path: Path, **how: Any) -> None:
+    """``torch.save``, whose own failures of the file are RuntimeErrors, as if the tree could not be saved.
+
+    Raises:
+        OSError: the disk is full or failed.
+    """
+    with _Paper(path, "wb") as file:
+        failed: Exception | None = None
+        try:
+            torch.save(tree, file, **how)
+        except Exception as error:
+            failed = error
+        if file.failure is not None:
+            number = file.failure.errno or errno.EIO
+            raise FuyouStorageError(number, _WRITING, os.fspath(path), file.tell()) from file.failure
+        if failed is not None:
+            raise failed
 
 
 def _aligned() -> contextlib.AbstractContextManager[object]:
@@ -392,7 +428,7 @@ def _lay_out(tree: Any, path: Path) -> dict[int, torch.UntypedStorage]:
     recording.Pickler = Pickler  # type: ignore[attr-defined]
     try:
         with _aligned(), skip_data(materialize_fake_tensors=True):
-            torch.save(tree, path, pickle_module=recording)
+            _torch_save(tree, path, pickle_module=recording)
     except (RuntimeError, AttributeError, TypeError, pickle.PicklingError) as error:
         logger.warning("%s is written from host memory as a whole, it cannot be laid out first: %s", path, error)
         return {}

@@ -4,7 +4,8 @@
 [Note: formats of the state of training]
 Format 2, which is written, has what the script handed over as bytes of its own, so that the rest can be read without
 the script, whose classes it may hold. Format 1 had it among the rest; it is still read. A newer format is refused.
-Early records of format 2 have no schedules of the data pipeline: the runs that had some made others later.
+Early records of format 2 have no schedules of the data pipeline: the runs that had some made others later. Nor do they
+say how many micro-batches a step had in their run's configuration.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class TrainingRecord:
         scaler: loss scaler, whether it is dynamic.
         groups: hyperparameters of the parameter groups.
         buffers: those of the model's that were recorded.
+        accumulation: micro-batches a step as the run was configured, which counters of them go by; None if not known.
     """
 
     counters: Mapping[str, int]
@@ -45,6 +47,7 @@ class TrainingRecord:
     scaler: tuple[Any, bool]
     groups: Sequence[Mapping[str, Any]]
     buffers: Mapping[str, torch.Tensor]
+    accumulation: int | None
     _client: bytes | None
     _client_of_format_1: object = None
 
@@ -66,6 +69,7 @@ class TrainingRecord:
             scaler=parts["scaler"],
             groups=parts["groups"],
             buffers={name: from_bytes(data) for name, data in parts["buffers"].items()},
+            accumulation=taken.get("accumulation"),
             _client=client if taken["version"] > 1 else None,
             _client_of_format_1=client if taken["version"] == 1 else None,
         )

@@ -33,7 +33,7 @@ class WritingLock:
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError if the folder or the file cannot be made."""
-        file = folder / LOCK_NAME
+        self._file = file = folder / LOCK_NAME
         while True:
             folder.mkdir(parents=True, exist_ok=True)
             try:
@@ -45,6 +45,10 @@ class WritingLock:
                 if _lock(fd, fcntl.LOCK_SH) and os.path.samestat(os.fstat(fd), os.stat(file)):
                     return
             release()
+
+    def end(self) -> None:
+        """Nobody writes there any more: the folder is about to get its name."""
+        self._file.unlink()
 
 
 @dataclass(frozen=True)

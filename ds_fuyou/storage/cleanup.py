@@ -5,6 +5,8 @@
 With ``on_stale: clean`` a run that does not resume removes, of its own user, what no process holds or can be using,
 what was not kept on purpose, and what is of its own model: an experiment beside it in the same directory is not. On a
 file system that machines share, locks and processes of others may not be seen: state that another machine made stays.
+Where runs resume, that may be what another start goes on from; but a run that dies before its first step, again and
+again, must not fill the disk. Then what holds nothing to go on from is removed (:func:`lost_state`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +26,10 @@ from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.directory import LOCK_NAME, RunDirectory, StateRoot, foreign_names, is_ours, is_run_name
 from ds_fuyou.storage.probe import NETWORK_FILESYSTEMS, probe_path
 from ds_fuyou.storage.records import Manifest, read_manifest
+from ds_fuyou.storage.store import commits_in
+from ds_fuyou.storage.store_files import read_directory_manifest
 
-__all__ = ["StateDirectory", "find_state", "is_fault", "remove_state", "settle_stale", "stale_bytes"]
+__all__ = ["StateDirectory", "find_state", "is_fault", "lost_state", "remove_state", "settle_stale", "stale_bytes"]
 
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OF_WHAT_IS_THERE = frozenset(
@@ -114,16 +118,29 @@ def remove_state(state: StateDirectory) -> None:
     run.remove()
 
 
-def settle_stale(paths: Sequence[Path], logger: logging.Logger, clean: str = "") -> None:
+def lost_state(paths: Sequence[Path]) -> set[Path]:
+    """Directories of dead runs that hold nothing to go on from or to recover: no step was made, or its states were in
+    host memory, or being replaced. What is not readable may hold something. Skips paths in error.
+    """
+    found: set[Path] = set()
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found.update(state.path for state in find_state(path) if not state.alive and _is_lost(state))
+    return found
+
+
+def settle_stale(
+    paths: Sequence[Path], logger: logging.Logger, clean: str = "", only: Collection[Path] | None = None
+) -> None:
     """Names state of dead runs and the command that removes it, or removes what is of the model with the fingerprint
-    ``clean``; see [Note: what a run cleans]. Skips paths in error.
+    ``clean``; see [Note: what a run cleans]. Skips paths in error. ``only``: what else stays, whatever it is.
     """
     for path in paths:
         with contextlib.suppress(OSError):
             for state in find_state(path):
                 if state.alive:
                     continue
-                if clean and _may_clean(state, path, clean):
+                if clean and _may_clean(state, path, clean) and (only is None or state.path in only):
                     try:
                         remove_state(state)
                         logger.info("%s: %.1f MiB removed (on_stale)", state.path, state.num_bytes / 2**20)
@@ -146,6 +163,18 @@ def _may_clean(state: StateDirectory, path: Path, fingerprint: str) -> bool:
     if state.kept or state.model_fingerprint != fingerprint:
         return False
     return state.host == os.uname().nodename or probe_path(path).filesystem not in NETWORK_FILESYSTEMS
+
+
+def _is_lost(state: StateDirectory) -> bool:
+    if not state.model_fingerprint:
+        return False
+    try:
+        first = Path(read_directory_manifest(state.path).directories[0])
+        commits = commits_in(first)
+    except OSError:
+        return False
+    newest = commits[0] if commits else None
+    return newest is None or newest.lacks_states or (newest.step == 0 and newest.meta.get("training") is None)
 
 
 def _report(state: StateDirectory, path: Path, logger: logging.Logger) -> None:

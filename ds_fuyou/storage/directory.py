@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The directories and locks of the store: ``PATH/ds_fuyou`` and, in it, one directory a run and rank.
 
-[Note: two locks] The *root lock* is a flock on the directory ``ds_fuyou`` itself, held while a run directory
-is created, reopened, looked at or cleaned up; so nobody sees, removes or counts free bytes beside a half-made
-one. The *run lock* is a flock on the file ``lock`` in the run directory, held until the store is closed. Both
-vanish with their process, however it ends. Everything below PATH is reached relative to open descriptors and
-without following symbolic links.
+[Note: two locks] The *root lock* is a flock on the directory ``ds_fuyou`` itself, or, where others can open that, on a
+file of this user's in it (locks.py). It is held while a run directory is created, reopened, looked at or cleaned up; so
+nobody sees, removes or counts free bytes beside a half-made one. The *run lock* is a flock on the file ``lock`` in the
+run directory, held until the store is closed. Both vanish with their process, however it ends. Everything below PATH is
+reached relative to open descriptors and without following symbolic links.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import logging
 import os
 import re
 import stat
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
+from ds_fuyou.storage.locks import lock_directory, try_lock
 from ds_fuyou.storage.probe import open_path
 from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, ENGINE_NAME, MANIFEST_NAME
 
@@ -34,7 +34,6 @@ __all__ = [
     "foreign_names",
     "is_ours",
     "is_run_name",
-    "try_lock",
 ]
 
 logger = logging.getLogger("ds_fuyou")
@@ -50,8 +49,6 @@ _OUR_NAMES = (COMMIT_NAME, *_TEMPORARY, DATA_NAME, CONTENTS_NAME, ENGINE_NAME, M
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}-rank\d{1,9}")
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_LIMIT_SECS = 600.0
-_LOCK_POLL_SECS = 0.02
-_LOCK_TELL_SECS = 5.0
 
 
 def is_run_name(name: str) -> bool:
@@ -88,36 +85,13 @@ def _begins_as_ours(run_fd: int, name: str) -> bool:
         os.close(fd)
 
 
-def try_lock(fd: int, mode: int, limit_secs: float, what: str) -> bool:
-    """Waits for a flock (LOCK_EX or LOCK_SH) up to the limit; says what it waits for when that lasts.
-
-    Raises:
-        FuyouStorageError: the filesystem has no such locks.
-    """
-    begin, told = time.monotonic(), False
-    while True:
-        try:
-            fcntl.flock(fd, mode | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            waited = time.monotonic() - begin
-        except OSError as error:
-            message = "the filesystem must support flock; name an nvme_path on a local disk"
-            raise FuyouStorageError(error.errno or errno.ENOLCK, message, what) from error
-        if waited >= limit_secs:
-            return False
-        if waited >= _LOCK_TELL_SECS and not told:
-            told = True
-            logger.info("waiting for the lock of %s, which another process holds", what)
-        time.sleep(_LOCK_POLL_SECS)
-
-
 class StateRoot:
     """The directory ``ds_fuyou`` in one path, with the root lock held from :meth:`open` to :meth:`unlock`."""
 
-    def __init__(self, path: Path, fd: int) -> None:
+    def __init__(self, path: Path, fd: int, locks: Sequence[int]) -> None:
+        """``locks``: descriptors that hold the root lock."""
         self.path = path / ROOT_NAME
-        self.fd = fd
+        self.fd, self._locks = fd, locks
 
     @classmethod
     def open(cls, path: Path, *, create: bool) -> StateRoot | None:
@@ -134,19 +108,30 @@ class StateRoot:
                 fd = cls._open_once(path, path_fd, create)
                 if fd is None:
                     return None
+                root, is_there = cls(path, fd, []), False
                 try:
-                    if not try_lock(fd, fcntl.LOCK_EX, _LOCK_LIMIT_SECS, str(path / ROOT_NAME)):
-                        message = f"the lock must be free within {_LOCK_LIMIT_SECS:.0f} s; stop its holder"
-                        raise FuyouStorageError(errno.EWOULDBLOCK, message, str(path / ROOT_NAME))
-                    if _is_entry(path_fd, ROOT_NAME, fd):
-                        root = cls(path, fd)
-                        fd = None
+                    root._lock()
+                    is_there = _is_entry(path_fd, ROOT_NAME, fd)
+                    if is_there:
                         return root
                 finally:
-                    if fd is not None:
-                        os.close(fd)
+                    if not is_there:
+                        root.abandon()
         finally:
             os.close(path_fd)
+
+    def _lock(self) -> None:
+        try:
+            locks = lock_directory(self.fd, _LOCK_LIMIT_SECS, str(self.path))
+        except FuyouStorageError:
+            raise
+        except OSError as error:
+            message = "the directory must be one in which this user can make files; name another nvme_path"
+            raise FuyouStorageError(error.errno or errno.EIO, message, str(self.path)) from error
+        if locks is None:
+            message = f"the lock must be free within {_LOCK_LIMIT_SECS:.0f} s; stop its holder"
+            raise FuyouStorageError(errno.EWOULDBLOCK, message, str(self.path))
+        self._locks = locks
 
     @staticmethod
     def _open_once(path: Path, path_fd: int, create: bool) -> int | None:
@@ -172,7 +157,13 @@ class StateRoot:
 
     def unlock(self) -> None:
         """Lets others create and remove directories here."""
-        fcntl.flock(self.fd, fcntl.LOCK_UN)
+        for fd in self._locks:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+
+    def abandon(self) -> None:
+        """Closes the descriptors, and does nothing else."""
+        for fd in {self.fd, *self._locks}:
+            os.close(fd)
 
     def sync(self) -> None:
         """Makes the entries of ``ds_fuyou``, and ``ds_fuyou`` itself, survive a power cut.
@@ -199,7 +190,7 @@ class StateRoot:
         except OSError as error:
             logger.debug("%s stays: %s", self.path, error)
         finally:
-            os.close(self.fd)
+            self.abandon()
 
     def _drop(self) -> None:
         own = os.fstat(self.fd)
@@ -354,7 +345,8 @@ class RunDirectory:
 
     def abandon(self) -> None:
         """In a forked child: closes the descriptors. The parent's locks and files stay as they are."""
-        for fd in (self.root.fd, self.fd, self._lock_fd):
+        self.root.abandon()
+        for fd in (self.fd, self._lock_fd):
             os.close(fd)
 
     def _close(self, drop_root: bool) -> None:

@@ -233,8 +233,7 @@ def write_record(
     body = json.dumps(payload, separators=(",", ":"), sort_keys=True).encode()
     temporary, is_replaced = f"{name}.tmp", False
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (0 if keeps_room else os.O_TRUNC)
-        fd = os.open(temporary, flags, 0o600, dir_fd=dir_fd)
+        fd = _open_plain(dir_fd, temporary, os.O_WRONLY | os.O_CREAT | (0 if keeps_room else os.O_TRUNC))
         try:
             if keeps_room:
                 body = _filled_up(name, body, os.fstat(fd).st_size, _size_of(dir_fd, name))
@@ -258,6 +257,15 @@ def write_record(
             message = f"writing {name} failed; after a power cut it may say what it said before"
             raise NotDurableError(number, message, path) from error
         raise FuyouStorageError(number, f"writing {name} failed; what it said before stands", path) from error
+
+
+def _open_plain(dir_fd: int, name: str, flags: int) -> int:
+    """OSError if it is a link, a FIFO (which would be waited for, with locks held) or anything but a plain file."""
+    fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a plain file")
+    return fd
 
 
 def _header(name: str, body: bytes) -> bytes:
@@ -286,7 +294,7 @@ def _filled_up(name: str, body: bytes, num_bytes: int, before: int) -> bytes:
 
 
 def _make_room(dir_fd: int, name: str, num_bytes: int) -> None:
-    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+    fd = _open_plain(dir_fd, name, os.O_WRONLY | os.O_CREAT)
     try:
         _write_all(fd, b" " * num_bytes)
         os.fsync(fd)
@@ -305,19 +313,17 @@ def _exchange(dir_fd: int, one: str, other: str) -> bool:
 def read_record(dir_fd: int, directory: Path, name: str) -> dict[str, Any] | None:
     """The payload, None when the file does not exist; raises as :func:`read_manifest` does."""
     try:
-        # Without O_NONBLOCK a FIFO of this name would be waited for, with locks held.
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
-        with os.fdopen(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EINVAL, "not a plain file")
-            header, _, body = file.read().partition(b"\n")
+        with os.fdopen(_open_plain(dir_fd, name, os.O_RDONLY), "rb") as file:
+            header = file.readline(_HEADER_BYTES)
+            words = header.decode("utf-8", "replace").removesuffix("\n").split(" ")
+            says_its_size = words[-1] == str(os.fstat(file.fileno()).st_size - len(header))
+            body = file.read() if says_its_size else b""  # whatever else lies there may be larger than memory
     except FileNotFoundError:
         return None
     except OSError as error:
         why = ": it must be a plain file" if error.errno == errno.EINVAL else ""
         message = f"reading {name} failed{why}"
         raise FuyouStorageError(error.errno or errno.EIO, message, str(directory / name)) from error
-    words = header.decode("utf-8", "replace").split(" ")
     digest = hashlib.sha256(body).hexdigest()
     version = words[2] if len(words) == 5 else ""
     is_whole = words == ["ds_fuyou", name, version, digest, str(len(body))]

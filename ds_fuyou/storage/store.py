@@ -36,13 +36,14 @@ from ds_fuyou.storage.records import (
     CONTENTS_NAME,
     ENGINE_NAME,
     MANIFEST_NAME,
+    Manifest,
     NotDurableError,
     read_record,
     typed,
     well_formed,
     write_record,
 )
-from ds_fuyou.storage.store_files import CreateOptions, StoreFiles, create_files, open_files
+from ds_fuyou.storage.store_files import CreateOptions, StoreFiles, create_files, open_files, read_directory_manifest
 from ds_fuyou.storage.types import PAGE_BYTES, CommitRecord, Extent, JsonValue, RegionSpec, RunIdentity
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "SlotChoice",
     "SlotStore",
     "choose_num_slots",
+    "commits_in",
 ]
 
 logger = logging.getLogger("ds_fuyou")
@@ -157,7 +159,8 @@ class SlotStore:
         lifetime.install()
         files = open_files(directories, identity)
         try:
-            store = cls(files, True, _read_commits(files))
+            run = files.runs[0]
+            store = cls(files, True, _read_commits(run.fd, run.path, files.manifest))
         except BaseException:
             for file, run in zip(files.files, files.runs, strict=True):
                 os.close(file.fd)
@@ -554,19 +557,32 @@ class SlotStore:
             raise ValueError(f"the step of a commit must not be negative, found {step}")
 
 
-def _read_commits(files: StoreFiles) -> list[CommitRecord]:
+def commits_in(directory: Path) -> list[CommitRecord]:
+    """Of a store's first directory, which nobody need hold: what :meth:`SlotStore.commits` would give.
+
+    Raises:
+        OSError: it cannot be read, is no state of this package, torn, or of another store.
+    """
+    manifest = read_directory_manifest(directory)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return _read_commits(fd, directory, manifest)
+    finally:
+        os.close(fd)
+
+
+def _read_commits(dir_fd: int, directory: Path, manifest: Manifest) -> list[CommitRecord]:
     """What the record says, newest first. One of format 1 has one entry, which is the payload itself."""
-    run = files.runs[0]
-    payload = read_record(run.fd, run.path, COMMIT_NAME)
+    payload = read_record(dir_fd, directory, COMMIT_NAME)
     if payload is None:
         return []
-    with well_formed(run.path / COMMIT_NAME):
+    with well_formed(directory / COMMIT_NAME):
         store_id = typed(payload["store_id"], str)
-        regions = {region.spec.name: region.spec for region in files.manifest.layout.regions}
+        regions = {region.spec.name: region.spec for region in manifest.layout.regions}
         commits = [_commit_of(entry, regions) for entry in typed(payload.get("entries", [payload]), list)]
-    if store_id != files.manifest.store_id:
+    if store_id != manifest.store_id:
         message = f"{COMMIT_NAME} is of another store than the manifest; start again from the last checkpoint"
-        raise FuyouChecksumError(errno.EBADMSG, message, str(run.path / COMMIT_NAME))
+        raise FuyouChecksumError(errno.EBADMSG, message, str(directory / COMMIT_NAME))
     return commits
 
 

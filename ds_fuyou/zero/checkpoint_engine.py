@@ -86,6 +86,16 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
             Path(path).unlink(missing_ok=True)
             self.failure = error
 
+    def attempt(self, call: Callable[[], Any]) -> Any:
+        """What of stock's part of a save may fail on one rank alone: as in :meth:`save`, that is told in the end."""
+        if self.failure is not None:
+            return None
+        try:
+            return call()
+        except Exception as error:  # whatever it is: see _settle
+            self.failure = error
+            return None
+
     def load(self, path: str, map_location: Any = None) -> Any:
         """As stock's, but bytes come from the mapped file when they are used, not all at once."""
         is_mappable = zipfile.is_zipfile(path)
@@ -275,9 +285,12 @@ def _streaming(engine: Any) -> Iterator[FuyouCheckpointEngine]:
     writer: FuyouCheckpointEngine = engine.checkpoint_engine
     state: CheckpointState = engine.optimizer.checkpoint_state
     stand_ins = writer.begin()
-    fragment_of = engine._get_param_fragment_func
+    fragment_of, copy_script = engine._get_param_fragment_func, engine._copy_recovery_script
     state.stand_ins = stand_ins
-    engine._get_param_fragment_func = lambda param: _frozen_fragment(param, stand_ins, fragment_of, writer.read_behind)
+    engine._get_param_fragment_func = lambda param: writer.attempt(
+        lambda: _frozen_fragment(param, stand_ins, fragment_of, writer.read_behind)
+    )
+    engine._copy_recovery_script = lambda save_path: writer.attempt(lambda: copy_script(save_path))
     try:
         yield writer
     except BaseException:
@@ -288,7 +301,7 @@ def _streaming(engine: Any) -> Iterator[FuyouCheckpointEngine]:
         raise
     finally:
         state.stand_ins = state.snapshot = None
-        del engine._get_param_fragment_func
+        del engine._get_param_fragment_func, engine._copy_recovery_script
         writer.end()
 
 

@@ -11,10 +11,12 @@ from typing import Any
 
 from deepspeed import comm as dist
 
+from ds_fuyou.checkpoint.contents import check_resumable
 from ds_fuyou.errors import FuyouError, shown
 from ds_fuyou.state_layout import BF16, FP32, WHOLE
 from ds_fuyou.storage.cleanup import StateDirectory, find_state, is_fault
 from ds_fuyou.storage.lifetime import open_stores
+from ds_fuyou.storage.records import COMMIT_NAME, well_formed
 from ds_fuyou.storage.store import CommitRecord, JsonValue, RegionSpec, RunIdentity, SlotStore
 from ds_fuyou.storage.store_files import read_directory_manifest
 from ds_fuyou.zero.agreement import of_every_rank
@@ -64,6 +66,7 @@ def find_resumable(paths: Sequence[Path], identity: RunIdentity, fitting: Sequen
     every = of_every_rank({run_id: _offer_of(store) for run_id, store in opened.items()})
     chosen = _choose(every)
     _tell_incomplete(every, opened)
+    _tell_older(every, opened, chosen)
     for run_id, store in opened.items():
         if chosen is None or run_id != chosen[0]:
             store.close(remove=False)
@@ -125,6 +128,9 @@ def _mismatch(store: SlotStore, fitting: Sequence[Fitting]) -> str:
         return "P32 and moments were in host memory when it ended"
     try:
         found = store.contents()
+        with well_formed(store.directories[0] / COMMIT_NAME):
+            for commit in filter(_is_complete, store.commits()):
+                check_resumable(commit, found)
     except FuyouError as error:
         if is_fault(error):
             raise
@@ -170,8 +176,12 @@ def _said(layout: Any, name: str, otherwise: str) -> str:
 
 def _offer_of(store: SlotStore) -> _Offer:
     commits = store.commits()
-    complete = tuple(commit.key for commit in commits if commit.meta.get("training") is not None)
+    complete = tuple(commit.key for commit in filter(_is_complete, commits))
     return _Offer(store.started, tuple(commit.key for commit in commits), complete)
+
+
+def _is_complete(commit: CommitRecord) -> bool:
+    return commit.meta.get("training") is not None
 
 
 def _choose(every: Sequence[Mapping[str, _Offer]]) -> tuple[str, tuple[int, ...]] | None:
@@ -215,6 +225,18 @@ def _tell_incomplete(every: Sequence[Mapping[str, _Offer]], opened: Mapping[str,
         why = _why_incomplete(parts)
         if why and run_id in opened:
             _tell(opened[run_id].directories[0], why)
+
+
+def _tell_older(
+    every: Sequence[Mapping[str, _Offer]],
+    opened: Mapping[str, SlotStore],
+    chosen: tuple[str, tuple[int, ...]] | None,
+) -> None:
+    """Of several runs the one that began last is gone on from, however many steps the others made."""
+    for run_id, parts in _by_run(every).items():
+        if chosen is not None and run_id != chosen[0] and not _why_incomplete(parts):
+            step = max(_in_common(parts))[0]
+            _tell(opened[run_id].directories[0], f"its step {step} is whole, but {chosen[0]} began later")
 
 
 def _tell(path: Path, why: str, level: int = logging.WARNING) -> None:

@@ -69,9 +69,9 @@ def open_store(designs: Sequence[RunDesign]) -> OpenedStore:
     config, paths = model.activation.config, model.paths
     identity = RunIdentity(_fingerprint(design), dist.get_rank(), dist.get_world_size(), run_id)
     found = _taken_over(designs, identity) if config.resume == "auto" else None
-    # Where a run may go on nothing is removed: it may be another engine's, or what another start would go on from.
-    cleans = config.on_stale == "clean" and config.resume == "off"
-    bytes_stale = settle_stale_state(paths, identity.model_fingerprint if cleans else "")
+    # Where a run may go on, what holds a step stays: it may be another engine's, or another start's to go on from.
+    cleaned = identity.model_fingerprint if config.on_stale == "clean" else ""
+    bytes_stale = settle_stale_state(paths, cleaned, resumes=config.resume != "off")
     if found is not None:
         return found
     budget_bytes = None if config.nvme_budget_bytes == "auto" else int(config.nvme_budget_bytes)

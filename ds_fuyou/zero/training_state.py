@@ -98,6 +98,7 @@ class TrainingState:
     def __init__(self, optimizer: Any, module: torch.nn.Module, *, all_generators: bool) -> None:
         self._optimizer, self._module, self._all = optimizer, module, all_generators
         self._buffers = _Buffers(module)
+        self._accumulation = int(optimizer.gradient_accumulation_steps)
         self._pending: Mapping[str, Any] | None = None
         self._hook: Any = None
         self._told_large = False
@@ -117,6 +118,7 @@ class TrainingState:
         return {
             "version": VERSION,
             "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
+            "accumulation": self._accumulation,
             "generators": {name: text(state) for name, state in self._generators().items()},
             "pickled": text(pickled),
         }
@@ -170,11 +172,17 @@ class TrainingState:
     # ---- putting back -------------------------------------------------------------------------------------
 
     def put_back(self, engine: Any, taken: Mapping[str, Any]) -> None:
-        """Raises FuyouStateError, and leaves all as it is, if a newer version of this package took it, or this run has
-        another scheduler, other groups or other buffers."""
-        record = TrainingRecord.decode(taken)
+        """Raises FuyouStateError, and leaves all as it is, if a newer version of this package took it, it cannot be
+        read here, or this run has another scheduler, other groups or other buffers."""
+        try:
+            record = TrainingRecord.decode(taken)
+            client, counters = record.client(), {name: int(record.counters[name]) for name in _COUNTERS}
+        except FuyouStateError:
+            raise
+        except Exception as error:  # of the script's own classes, which may not be at hand
+            raise _differs(f"the state of training cannot be read by this script ({error!r})") from error
         stock, scheduler, buffers = self._optimizer, getattr(engine, "lr_scheduler", None), self._buffers.all()
-        groups, client = stock.optimizer.param_groups, record.client()
+        groups = stock.optimizer.param_groups
         if (scheduler is None) != (record.scheduler is None):
             raise _differs("its run had a learning-rate scheduler and this one has none, or the other way round")
         if len(groups) != len(record.groups):
@@ -195,8 +203,10 @@ class TrainingState:
                 schedule.load_state_dict(record.schedules[name])
             else:
                 _load_when_made(engine, record.schedules[name])
-        for name in _COUNTERS:
-            setattr(engine, name, record.counters[name])
+        for name, count in counters.items():
+            setattr(engine, name, count)
+        if record.accumulation not in (None, self._accumulation):  # a step begins with its first micro-batch
+            engine.micro_steps -= engine.micro_steps % self._accumulation
         stock.loss_scaler, stock.dynamic_loss_scale = record.scaler
         for group, hypers in zip(groups, record.groups, strict=True):
             group.update(hypers)

@@ -90,6 +90,8 @@ def test_saving_and_loading_need_no_memory_for_the_model(tmp_path: Path) -> None
 
 def test_a_rank_that_fails_keeps_the_others_from_publishing(tmp_path: Path) -> None:
     said = results("one_rank", {**CASE, "world_size": 2}, tmp_path)
+    assert "rank 0 could not save its part" in said[1]["script"]
+    assert "No space left on device" in said[0]["script"]
     assert "rank 1 could not save its part" in said[0]["full"]
     assert "No space left on device" in said[1]["full"]
     assert all("same tag" in each["other tag"] for each in said)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from ds_fuyou.checkpoint.streamed_file import StandIns, save
-from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 
 
 def load(path: Path):
@@ -87,6 +88,16 @@ def test_what_cannot_be_laid_out_is_saved_from_memory(tmp_path: Path) -> None:
     assert torch.equal(loaded["a"], wanted[0].view(10, 100))
     assert torch.equal(loaded["c"], torch.ones(3))
     assert torch.equal(loaded["sparse"].to_dense(), torch.eye(4))
+
+
+@pytest.mark.parametrize("has_stand_ins", [True, False])
+def test_a_full_disk_is_told_and_nothing_is_taken_into_memory(has_stand_ins: bool) -> None:
+    stand_ins, asked = StandIns(), []
+    tree = {"a": stand_ins.add((1000,), torch.float32, lambda: asked.append(1) or iter([(0, torch.ones(1000))]))}
+    with pytest.raises(FuyouStorageError, match=r"No space left on device.*/dev/full") as told:
+        save(tree if has_stand_ins else {"a": torch.ones(1000)}, Path("/dev/full"), stand_ins)
+    assert told.value.errno == errno.ENOSPC
+    assert not asked
 
 
 def test_only_the_file_that_holds_a_stand_in_reads_its_source(tmp_path: Path) -> None:

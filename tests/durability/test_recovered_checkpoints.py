@@ -13,8 +13,8 @@ import torch
 from ds_fuyou.checkpoint.recovery import recover_checkpoint
 from ds_fuyou.cli import main
 from tests.durability.runs import launch
-from tests.harness.forked import finish
-from tests.harness.runner import differences, ds_config, run_case, with_fuyou
+from tests.harness.forked import finish, start
+from tests.harness.runner import differences, ds_config, environment, run_case, with_fuyou
 from tests.parity.cases import FP16, RANDOM_LTD, WARMUP, block
 
 SAVED = 5
@@ -25,6 +25,14 @@ BF16_STATES = {"bf16": {**BF16_MASTERS["bf16"], "bf16_optimizer_states": True}}
 STORED = {"parameters": {"tier": "nvme"}, "gradients": {"tier": "nvme"}}
 RECORDED_ALONE = {"fuyou_random_states", "losses"}
 """What a checkpoint of the engine's, without a client_state, does not hold."""
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from ds_fuyou.checkpoint import recovery
+recovery._RankParts.write = lambda *_: os._exit(9)
+recovery.recover_checkpoint([Path(sys.argv[2])], Path(sys.argv[1]))
+"""
 
 CASES = {
     "clipped": ({"config": {"gradient_clipping": 0.5, "scheduler": WARMUP}}, 1),
@@ -93,6 +101,21 @@ def test_its_files_are_those_of_a_checkpoint_that_the_run_saved(name: str, tmp_p
         assert list(unequal(expected, kept)) == []
         if "model_states" in file:
             assert bool(found["skipped_steps"]) == name.startswith("scaled")
+
+
+def test_what_a_killed_recovery_leaves_is_cleaned(tmp_path: Path) -> None:
+    (directory,), saved = dead_run(tmp_path, {}, 1)
+    script, out = tmp_path / "recover.py", tmp_path / "recovered"
+    script.write_text(KILLED)
+    process = start(script, [str(out), str(directory)], environment(0, 1, 0), tmp_path / "recover.log")
+    finish([process], 60)
+    assert process.exitcode == 9, (tmp_path / "recover.log").read_text(errors="replace")
+    assert [path.name for path in out.iterdir()] == [".incomplete-global_step5"]
+    assert main(["clean", str(out)]) == 0
+    assert list(out.iterdir()) == []
+    made = recover_checkpoint([directory], out)
+    names = {file.name for file in (saved / "global_step5").iterdir()}
+    assert {file.name for file in made.folder.iterdir()} == names
 
 
 def test_without_another_checkpoint_frozen_parameters_are_left_out(tmp_path: Path) -> None:

@@ -340,6 +340,28 @@ def test_state_files_in_use_or_without_a_rank_are_told(tmp_path: Path) -> None:
     assert "this run starts from its beginning" in said
 
 
+def test_a_step_has_as_many_micro_batches_as_the_configuration_says_now(tmp_path: Path) -> None:
+    """Of another number, that of finished ones may be no multiple."""
+    out = tmp_path / "out"
+    out.mkdir()
+    case = {"steps": 4, "generators": "none", "block": RESUME, "config": {"gradient_accumulation_steps": 3}}
+    assert end_of(tmp_path, {**case, "die": {"0": [2, "after"]}}, "first")[0] == -9
+    case["config"] = {"gradient_accumulation_steps": 4}
+    assert "going on from step 2, in place" in run_to_end(tmp_path, {**case, "out": str(out)}, 1, "second")
+    for step in (3, 4):
+        found = torch.load(out / str(step), weights_only=False)
+        assert (found["applied"], found["begun"]) == (step, 0)
+
+
+def test_of_two_runs_that_fit_the_later_one_goes_on_and_the_other_is_told(tmp_path: Path) -> None:
+    case = {"steps": STEPS, "generators": "none"}
+    for resume, die in (("off", 3), ("off", 2), ("auto", 3)):
+        status, said = end_of(tmp_path, {**case, "block": {"resume": resume}, "die": {"0": [die, "after"]}}, f"to{die}")
+        assert status == -9, said[-3000:]
+    assert "going on from step 2, in place" in said
+    assert "cannot go on from it: its step 3 is whole, but" in said
+
+
 def test_a_signal_within_a_step_leaves_the_one_before(tmp_path: Path) -> None:
     """After the update was applied, before the engine counted it."""
     undisturbed, killed, out = tmp_path / "undisturbed", tmp_path / "killed", tmp_path / "out"

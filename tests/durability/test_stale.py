@@ -14,6 +14,33 @@ def left_on(path: Path) -> dict[int, set[str]]:
     return {disk: {found.name for found in path.glob(f"disk{disk}/ds_fuyou/*")} for disk in (0, 1)}
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_run_that_dies_before_its_first_step_leaves_its_files_once(when: str, tmp_path: Path) -> None:
+    """Two ranks with a disk each, striped over both: whoever removes one directory leaves the other to be judged."""
+    for disk in (0, 1):
+        (tmp_path / f"disk{disk}").mkdir()
+    paths = [str(tmp_path / f"disk{disk}") for disk in (0, 1)]
+    block = {"nvme_path": paths, "resume": "auto", "on_stale": "clean"}
+    case = {"steps": 4, "die": {"0": [0, when], "1": [0, when]}, "block": block}
+    before: set[str] = set()
+    for number in range(2):
+        processes, _ = launch(tmp_path, case, 2, f"start{number}.")
+        finish(processes, 60)
+        found = set.union(*left_on(tmp_path).values())
+        assert found
+        assert not found & before, "they hold no step"
+        before = found
+
+    processes, _ = launch(tmp_path, {**case, "die": {"0": [2, "after"], "1": [2, "after"]}}, 2, "stepped")
+    finish(processes, 60)
+    stepped = left_on(tmp_path)
+    assert all(len(names) == 2 for names in stepped.values()), "of each rank"
+    other = {**case, "block": {**block, "plan": {"chunk_bytes": 16384}}}
+    processes, _ = launch(tmp_path, other, 2, "other")
+    finish(processes, 60)
+    assert all(left_on(tmp_path)[disk] >= names for disk, names in stepped.items()), "with a step in them they stay"
+
+
 def test_each_disk_is_told_of_and_cleaned_by_a_rank_that_has_it(tmp_path: Path) -> None:
     for disk in (0, 1):
         (tmp_path / f"disk{disk}").mkdir()

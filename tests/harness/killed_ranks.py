@@ -108,6 +108,7 @@ def left_by(engine: Any, losses: list[float], case: dict) -> dict[str, Any]:
     """All ranks must come here."""
     found: dict[str, Any] = {"losses": losses, "rates": [group["lr"] for group in engine.optimizer.param_groups]}
     found |= {"scale": engine.optimizer.loss_scale, "skipped": engine.skipped_steps, "samples": engine.global_samples}
+    found["begun"] = engine.micro_steps % engine.gradient_accumulation_steps()  # micro-batches of the next step
     found["applied"] = engine.optimizer.rank_state.core.clock.step  # not generations: a loaded checkpoint is a new one
     if engine.random_ltd_enabled():
         found["tokens"] = dict(engine.random_ltd_scheduler.state_dict())

@@ -2,10 +2,9 @@
 """Saves under failures: ``save_worker.py CASE_JSON WHAT FOLDER``; every rank prints one JSON line.
 
 WHAT: "failures" (a disk that is too small, a disk that fills up), "killed" (dies in the middle of replacing a
-checkpoint), "one_rank" (of two: its disk is full, the other's is not), "edges" (frozen for the time being; a
-checkpoint of before the first step loaded into a trained engine), "flipped" (a byte of the run's state on the disk),
-"memory" (anonymous memory of the process before
-and while it saves and loads).
+checkpoint), "one_rank" (of two: its disk is full, the other's is not, in stock's part of a save or in ours), "edges"
+(frozen for the time being; a checkpoint of before the first step loaded into a trained engine), "flipped" (a byte of
+the run's state on the disk), "memory" (anonymous memory of the process before and while it saves and loads).
 """
 
 import errno
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from deepspeed.runtime import engine as stock_engine
 from deepspeed.utils import safe_get_full_fp32_param
 from train_worker import build_engine, make_batch
 
@@ -86,10 +86,14 @@ def killed(engine, case: dict, folder: Path) -> dict:
 
 
 def one_rank(engine, case: dict, folder: Path) -> dict:
+    if torch.distributed.get_rank() == 0:
+        stock_engine.copyfile = lambda *_: full_disk()
+    said = {"script": raised(lambda: engine.save_checkpoint(str(folder), tag="first"))}
+    stock_engine.copyfile = shutil.copyfile
     pwrite = os.pwrite
     if torch.distributed.get_rank() == 1:
         os.pwrite = failing_pwrite(100_000, full_disk)
-    said = {"full": raised(lambda: engine.save_checkpoint(str(folder), tag="first"))}
+    said |= {"full": raised(lambda: engine.save_checkpoint(str(folder), tag="first"))}
     os.pwrite = pwrite
     said["other tag"] = raised(lambda: engine.save_checkpoint(str(folder), tag=f"t{torch.distributed.get_rank()}"))
     engine.save_checkpoint(str(folder), tag="second")

@@ -231,8 +231,11 @@ def test_the_root_of_several_users_stays(tmp_path: Path) -> None:
     root = tmp_path / "ds_fuyou"
     root.mkdir()
     os.chmod(root, 0o1777)
-    SlotStore.create([tmp_path], REGIONS, identity()).close()
-    assert all_files(tmp_path) == ["ds_fuyou"]
+    for _ in range(2):
+        SlotStore.create([tmp_path], REGIONS, identity()).close()
+    found, lock = all_files(tmp_path)
+    assert found == "ds_fuyou"
+    assert lock.startswith(f"ds_fuyou/.lock-{os.geteuid()}-"), "for the next start of this user"
 
 
 @pytest.mark.parametrize("names", [["data"], ["data", "lock"], ["data", "manifest.json", "lock"]])

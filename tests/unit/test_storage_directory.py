@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from ds_fuyou.errors import FuyouStorageError
-from ds_fuyou.storage import directory
+from ds_fuyou.storage import directory, locks
 from ds_fuyou.storage.cleanup import find_state, remove_state
+from ds_fuyou.storage.directory import StateRoot
 from ds_fuyou.storage.probe import PathFacts
 from ds_fuyou.storage.store import RegionSpec, SlotStore
 from tests.unit.storage_support import UNIT, all_files, identity
@@ -55,13 +57,60 @@ def test_a_lock_that_stays_taken_is_an_error(tmp_path: Path, monkeypatch: pytest
     assert all_files(tmp_path) == ["ds_fuyou"]
 
 
+def of_several_users(path: Path) -> Path:
+    root = path / "ds_fuyou"
+    root.mkdir()
+    root.chmod(0o1777)
+    return root
+
+
+def test_who_can_open_the_directory_of_several_users_holds_nobody_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user locks it for ever, and has taken a name like those of our locks."""
+    root = of_several_users(tmp_path)
+    planted = root / f".lock-{os.geteuid()}-0"
+    planted.touch(0o644)
+    held = [os.open(path, os.O_RDONLY) for path in (root, planted)]
+    for fd in held:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    monkeypatch.setattr(directory, "_LOCK_LIMIT_SECS", 0.0)
+    store = create(tmp_path)
+    assert [state.path for state in find_state(tmp_path)] == list(store.directories)
+    store.close()
+    for fd in held:
+        os.close(fd)
+    assert not (root / identity().directory_name).exists()
+
+
+@pytest.mark.parametrize("name", ["0", "z"])
+def test_in_a_directory_of_several_users_ours_wait_for_each_other(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where two found no lock at once, and each made one: before or after the other by name."""
+    root = of_several_users(tmp_path)
+    monkeypatch.setattr(directory, "_LOCK_LIMIT_SECS", 0.0)
+    first = StateRoot.open(tmp_path, create=False)
+    assert first is not None
+    (root / f".lock-{os.geteuid()}-{name}").touch(0o600)
+    for _ in range(2):
+        with pytest.raises(FuyouStorageError, match="the lock must be free"):
+            StateRoot.open(tmp_path, create=False)
+    first.unlock()
+    second = StateRoot.open(tmp_path, create=False)
+    assert second is not None
+    for each in (first, second):
+        each.close(drop_if_empty=True)
+    assert root.exists()
+
+
 def test_waiting_for_a_lock_is_told_and_ends_with_its_holder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Callable[[], str]
 ) -> None:
     fd = hold_root(tmp_path)
-    clock = SimpleNamespace(monotonic=directory.time.monotonic, sleep=lambda _: fcntl.flock(fd, fcntl.LOCK_UN))
-    monkeypatch.setattr(directory, "_LOCK_TELL_SECS", 0.0)
-    monkeypatch.setattr(directory, "time", clock)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: fcntl.flock(fd, fcntl.LOCK_UN))
+    monkeypatch.setattr(locks, "_TELL_SECS", 0.0)
+    monkeypatch.setattr(locks, "time", clock)
     create(tmp_path).close()
     os.close(fd)
     assert f"waiting for the lock of {tmp_path / 'ds_fuyou'}, which another process holds" in told()
@@ -75,8 +124,8 @@ def test_a_root_replaced_while_waiting_is_locked_anew(tmp_path: Path, monkeypatc
         (tmp_path / "ds_fuyou").rmdir()
         fcntl.flock(fd, fcntl.LOCK_UN)
 
-    clock = SimpleNamespace(monotonic=directory.time.monotonic, sleep=replace)
-    monkeypatch.setattr(directory, "time", clock)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=replace)
+    monkeypatch.setattr(locks, "time", clock)
     store = create(tmp_path)
     os.close(fd)
     assert (store.directories[0] / "data").exists()

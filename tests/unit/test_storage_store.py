@@ -653,6 +653,24 @@ def test_a_record_that_is_no_plain_file_is_refused_at_once(paths: list[Path], na
         SlotStore.open(store.directories, identity()).contents()
 
 
+@pytest.mark.parametrize("name", ["commit.json.tmp", "contents.json.tmp"])
+def test_a_record_is_not_written_to_what_is_no_plain_file(paths: list[Path], name: str) -> None:
+    store = SlotStore.create(paths, REGIONS, identity(), keep=True)
+    os.mkfifo(store.directories[0] / name)
+    with pytest.raises(FuyouStorageError, match=r"writing \w+.json failed; what it said before stands"):
+        store.commit(1, {"big": 0}, {}) if name.startswith("commit") else store.describe({})
+    store.close(remove=True)
+
+
+def test_what_lies_there_instead_of_a_record_may_be_larger_than_memory(paths: list[Path]) -> None:
+    store = SlotStore.create(paths, REGIONS, identity(), keep=True)
+    store.commit(1, {"big": 0}, {})
+    store.close()
+    os.truncate(store.directories[0] / "commit.json", 1 << 42)
+    with pytest.raises(FuyouStorageError, match=r"commit.json is torn"):
+        SlotStore.open(store.directories, identity())
+
+
 def test_a_record_too_deep_to_be_read_is_refused(paths: list[Path]) -> None:
     store = SlotStore.create(paths, REGIONS, identity(), keep=True)
     store.close()

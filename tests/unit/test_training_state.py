@@ -38,11 +38,14 @@ class Model(torch.nn.Module):
 class Run:
     """What TrainingState asks of an engine and of stage 3, without either."""
 
-    def __init__(self, *, scheduler: bool = True, num_groups: int = 1, mask_numel: int = 300_000) -> None:
+    def __init__(
+        self, *, scheduler: bool = True, num_groups: int = 1, mask_numel: int = 300_000, accumulation: int = 1
+    ) -> None:
         self.model = Model(mask_numel)
         params = list(self.model.parameters())
         adam = torch.optim.Adam([{"params": params[i::num_groups]} for i in range(num_groups)], lr=1.0)
         self.stock = SimpleNamespace(optimizer=adam, loss_scaler=None, dynamic_loss_scale=False)
+        self.stock.gradient_accumulation_steps = accumulation
         self.engine: Any = SimpleNamespace(global_steps=0, global_samples=0, skipped_steps=0, micro_steps=0)
         self.engine.lr_scheduler = StepLR(adam, 1, 0.5) if scheduler else None
         self.engine.training_dataloader = None
@@ -73,6 +76,20 @@ def test_of_large_buffers_those_that_changed_are_recorded() -> None:
     run = Run()
     run.model.mask = torch.ones(300_000)
     assert buffers_of(run.take()) == {"mask", "count"}
+
+
+@pytest.mark.parametrize(("recorded_by", "then", "begun"), [(3, 3, 7), (3, 4, 4), (None, 4, 7)])
+def test_micro_batches_are_counted_on_under_the_number_that_they_were_counted_by(
+    recorded_by: int | None, then: int, begun: int
+) -> None:
+    """Seven of them: the script told DeepSpeed itself where steps end. Older records do not say the number."""
+    run, other = Run(accumulation=recorded_by or 3), Run(accumulation=then)
+    run.engine.micro_steps = 7
+    taken = run.take()
+    if recorded_by is None:
+        del taken["accumulation"]
+    other.state.put_back(other.engine, taken)
+    assert other.engine.micro_steps == begun
 
 
 def test_a_large_buffer_is_copied_when_it_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +220,15 @@ def test_what_only_the_script_can_read_does_not_hide_the_rest(monkeypatch: pytes
     assert (record.counters["global_steps"], len(record.groups)) == (7, 1)
     with pytest.raises(AttributeError):
         record.client()
+
+
+@pytest.mark.parametrize("given", ["text", {}, {"pickled": "AAAA"}, {"counters": 3}, {"pickled": text(b"a pickle")}])
+def test_what_cannot_be_read_is_refused_in_one_line(given: Any) -> None:
+    run, other = Run(), Run()
+    taken = {**run.take(), **given} if given and isinstance(given, dict) else given
+    with pytest.raises(FuyouStateError, match="no run like this one left the state files") as told:
+        other.state.put_back(other.engine, taken)
+    assert "\n" not in str(told.value)
 
 
 def test_a_record_of_format_1_is_read_and_a_newer_one_refused() -> None:
