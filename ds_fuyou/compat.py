@@ -335,6 +335,12 @@ REQUIRED: tuple[RequiredName, ...] = (
     ),
     RequiredName(
         "deepspeed.runtime.zero.partitioned_param_coordinator",
+        "PartitionedParameterCoordinator.__init__",
+        ("self", "prefetch_nvme"),
+        "zero: its prefetch to host memory is turned off",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.partitioned_param_coordinator",
         "PartitionedParameterCoordinator.fetch_sub_module",
         ("self", "current_submodule", "forward"),
         "zero: watched, the order of use",

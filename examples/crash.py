@@ -6,6 +6,7 @@ python examples/crash.py --deepspeed_config configs/finetune_fuyou.json --kills 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -23,12 +24,18 @@ LINE = re.compile(r"step +(\d+)  loss (\S+)")
 SIZES = ["--layers", "2", "--width", "256", "--heads", "4", "--length", "64"]
 
 
+def free_port() -> int:
+    """The last run's may still be taken. Of those from 32768 on, any may go to whoever only connects to something."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 def command(config: Path, steps: int) -> list[str]:
-    with socket.socket() as free:  # the last run's port may still be taken
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     script = Path(__file__).with_name("finetune.py")
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--master_port", str(port), str(script)]
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--master_port", str(free_port()), str(script)]
     return [*launcher, "--deepspeed", "--deepspeed_config", str(config), *SIZES, "--steps", str(steps)]
 
 

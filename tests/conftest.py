@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port, remove_shared_buffers
 
 # DeepSpeed looks at this when it is first imported.
@@ -65,7 +66,7 @@ RunPython = Callable[..., subprocess.CompletedProcess[str]]
 def run_python() -> RunPython:
     """Runs ``python -c code`` (or a list of arguments) in a fresh interpreter, with a time limit."""
 
-    def run(code: str | list[str], timeout: float = 120.0, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(code: str | list[str], timeout: float = HANG_SECS, **environment: str) -> subprocess.CompletedProcess[str]:
         arguments = ["-c", code] if isinstance(code, str) else code
         return subprocess.run(
             [sys.executable, *arguments],

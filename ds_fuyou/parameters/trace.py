@@ -114,9 +114,14 @@ class AccessTrace:
         return item is _STEP
 
     def _note(self, item: Hashable) -> None:
-        self._places.setdefault(item, []).append(self.now)
-        self._history.append(item)
-        if len(self._history) > 2 * LONGEST_TRACE:
+        history, places = self._history, self._places.get(item)
+        now = self._forgotten + len(history)
+        if places is None:
+            self._places[item] = [now]
+        else:
+            places.append(now)
+        history.append(item)
+        if len(history) > 2 * LONGEST_TRACE:
             self._forget()
 
     def _shift(self, item: Hashable, period: int) -> bool:

@@ -34,7 +34,7 @@ from ds_fuyou.zero.budgets import local_ranks, planned_host_bytes
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.gathering import for_training, in_use_order, release_gathered, watch_gathers
 from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, held_bytes, partition_of, stores_of
-from ds_fuyou.zero.stock import bound_gathered, iter_module_params
+from ds_fuyou.zero.stock import bound_gathered, iter_module_params, without_prefetch_to_host
 
 __all__ = ["InferenceReads", "end_reads", "reads_of_inference", "watch"]
 
@@ -247,6 +247,7 @@ def watch(engine: Any, offload: Any, activation: Activation) -> None:
         stock_destroy()
 
     coordinator.fetch_sub_module = for_training(fetch_sub_module)
+    without_prefetch_to_host(coordinator)
     coordinator.reset_step, offload.destroy = reset_step, destroy
     if rank_device().is_host:
 

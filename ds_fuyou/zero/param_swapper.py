@@ -410,24 +410,27 @@ def gathers_to_read(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def through_own_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
     """``Init._partition_param``: DeepSpeed partitions all parameters of a context with the first one's ``zero.Init``,
-    and its swapper; here values go where their own parameter lives.
+    and its swapper; here values go where their own parameter lives. What is freed under ``torch.inference_mode()`` can
+    be trained afterwards.
     """
 
     @functools.wraps(original)
     def _partition_param(
         self: Any, param: Parameter, buffer: Any = None, has_been_updated: bool = False, free_data: bool = True
-    ) -> Any:
-        swapper = param.nvme_swapper
-        if not isinstance(swapper, FuyouParameterSwapper):
-            return original(self, param, buffer, has_been_updated, free_data)
-        if param.ds_tensor is None:
-            swapper.agree(param.ds_process_group)
-        if has_been_updated:
-            swapper.before_edit(param)
-        of_first, self.param_swapper = self.param_swapper, swapper
+    ) -> None:
+        swapper, of_first = param.nvme_swapper, self.param_swapper
+        if isinstance(swapper, FuyouParameterSwapper):
+            if param.ds_tensor is None:
+                swapper.agree(param.ds_process_group)
+            if has_been_updated:
+                swapper.before_edit(param)
+            self.param_swapper = swapper
         try:
-            return original(self, param, buffer, has_been_updated, free_data)
+            original(self, param, buffer, has_been_updated, free_data)
         finally:
             self.param_swapper = of_first
+        if param.is_inference() and not param.numel():  # training may not use it, but asks for its node
+            with normal_tensors():
+                param.data = torch.empty(0, dtype=param.dtype, device=param.device)
 
     return _partition_param

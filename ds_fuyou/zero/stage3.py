@@ -48,7 +48,14 @@ from ds_fuyou.zero.rank_state import RankState
 from ds_fuyou.zero.run_design import TrainedModel
 from ds_fuyou.zero.run_facts import known_run
 from ds_fuyou.zero.run_plan import RunPlan
-from ds_fuyou.zero.stock import bound_gathered, combined_grad_norm, is_boundary, iter_module_params, reused_numel
+from ds_fuyou.zero.stock import (
+    bound_gathered,
+    combined_grad_norm,
+    is_boundary,
+    iter_module_params,
+    reused_numel,
+    without_prefetch_to_host,
+)
 from ds_fuyou.zero.training_state import TrainingState
 
 __all__ = ["FuyouStage3Optimizer"]
@@ -241,6 +248,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
                 index.note(params)
 
         coordinator.fetch_sub_module = for_training(fetch_sub_module)
+        without_prefetch_to_host(coordinator)
         if state.reads_parameters and state.device.is_host:
             bound_gathered(coordinator, state.parameters, self.dtype.itemsize)
         if not state.device.is_host:

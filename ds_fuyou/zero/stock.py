@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ __all__ = [
     "of_coordinator",
     "reused_numel",
     "set_of_coordinator",
+    "without_prefetch_to_host",
 ]
 
 _PRIVATE = "_PartitionedParameterCoordinator__"
@@ -40,15 +40,16 @@ def is_ours(optimizer: Any) -> bool:
 def iter_module_params(module: torch.nn.Module) -> Sequence[Parameter]:
     """The parameters DeepSpeed fetches with a module, in a fixed order."""
     if z3_leaf_module(module) or getattr(module, "_external_params", True):
-        found = set(iter_params(module, recurse=z3_leaf_module(module)))
-    elif module._parameters:  # what iter_params() finds then, without its walk
-        found = {param for param in module._parameters.values() if param is not None}
+        params = iter_params(module, recurse=z3_leaf_module(module))
     else:
-        return ()
-    return sorted(found, key=_by_id) if len(found) > 1 else [*found]
+        params = module._parameters.values()  # what iter_params() finds then, without its walk
+    return [*{param.ds_id: param for param in params if param is not None}.values()]
 
 
-_by_id = operator.attrgetter("ds_id")
+def without_prefetch_to_host(coordinator: Any) -> None:
+    """DeepSpeed does not look for partitions to bring to host memory, module by module: that is done here, by who knows
+    more (``FuyouParameterSwapper.available_swap_in_buffers`` would answer that there is nothing to do)."""
+    set_of_coordinator(coordinator, "prefetch_nvme", False)
 
 
 def bound_gathered(coordinator: Any, parameters: ParameterStore, itemsize: int) -> None:

@@ -14,7 +14,11 @@ from torch.nn import functional as F
 
 from ds_fuyou.activations.policy import BlockFate, Fate
 from ds_fuyou.host.memory import resident_bytes
+from ds_fuyou.host.waiting import wait_reporting
+from ds_fuyou.ops.core import load_core
 from tests.activations.support import MIB, Plain, attached, gradients
+from tests.harness.limits import HANG_SECS
+from tests.harness.waits import once_in
 
 SCRIPT = """
 import ctypes, json, sys
@@ -65,7 +69,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict:
     }
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     arguments = [sys.executable, "-c", SCRIPT, json.dumps(sizes), str(tmp_path_factory.mktemp("swap"))]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=HANG_SECS, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -164,16 +168,17 @@ def test_hooks_of_the_script_stay_its_own(tmp_path: Path) -> None:
 
 
 def test_waiting_instead_of_growing(tmp_path: Path) -> None:
-    """Storage far slower than compute: forward waits, host memory stays within the arena."""
+    """Storage that takes nothing for the time being: forward waits, host memory stays within the arena."""
     torch.manual_seed(0)
     model = Plain(num_layers=6).train()
+    core = load_core()
     with attached(model, tmp_path, arena_bytes=512 * 1024) as swapped:
-        swapped.io.engine.set_throttle(50e6, 50e6)
-        loss = model(torch.randint(300, (4, 33)))
-        assert swapped.tier.counters.waited_secs > 0.01
+        swapped.io.engine.add_fault(core.IoKind.WRITE, core.IoFaultEffect.HOLD, count=1 << 40)
+        with once_in(swapped.io.engine.clear_faults, wait_reporting):
+            loss = model(torch.randint(300, (4, 33)))
+        assert swapped.tier.counters.waited_secs > 0
         assert swapped.tier.counters.overflow_bytes == 0
         assert swapped.tier.arena_used_bytes <= 512 * 1024
-        swapped.io.engine.set_throttle(0, 0)
         loss.backward()
 
 

@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, monitors: Path) -> tuple[d
     directory = tmp_path_factory.mktemp("swap")
     env, log = environment(0, 1, free_port()), directory.parent / "engine.log"
     process = start(SCRIPT, [str(directory), str(monitors)], env, log)
-    finish([process], 280)
+    finish([process])
     output = log.read_text(errors="replace")
     assert process.exitcode == 0, output[-5000:]
     assert not [path for path in directory.glob("**/*") if path.is_file()]

@@ -353,6 +353,7 @@ def ahead(swap: str) -> dict[str, Any]:
         engine = engine_of(model, config)
         train(engine, 0, 4)
         state, seen = engine.optimizer.rank_state, []
+        state.core.wait_all()  # nothing is gathered ahead of its update
         before_module = state.before_module
 
         def watched(params: Any, seen: list[Any] = seen, before_module: Any = before_module) -> None:

@@ -15,7 +15,6 @@ from tests.harness.ports import free_port
 from tests.harness.runner import environment
 
 ROOT = Path(__file__).parents[2]
-LIMIT_SECS = 150
 
 
 def run(name: str, swap: Path, num_ranks: int = 1, script: str = "engines.py") -> list[dict[str, Any]]:
@@ -26,7 +25,7 @@ def run(name: str, swap: Path, num_ranks: int = 1, script: str = "engines.py") -
     processes = [
         start(path, [name, str(swap)], environment(rank, num_ranks, port), log) for rank, log in enumerate(logs)
     ]
-    finish(processes, LIMIT_SECS)
+    finish(processes)
     outputs = [log.read_text() for log in logs]
     assert not any(process.exitcode for process in processes), "\n".join(output[-4000:] for output in outputs)
     lines = [line for output in outputs for line in output.splitlines() if line.startswith("FOUND ")]

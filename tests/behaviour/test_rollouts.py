@@ -6,8 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.behaviour.test_engines import run
 
 SCRIPT = "rollouts.py"
@@ -116,7 +114,6 @@ def test_sleep_leaves_nothing_gathered_and_waking_reads_ahead(tmp_path: Path) ->
     assert len(found["ended"]) == 2, "a destroyed engine has nothing to offload or to reload"
 
 
-@pytest.mark.timeout(200)
 def test_two_ranks_gather_in_portions_of_the_pool(tmp_path: Path) -> None:
     for found in run("ranks", tmp_path / "swap", num_ranks=2, script=SCRIPT):
         assert all(found["same"]), found

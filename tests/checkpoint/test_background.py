@@ -14,6 +14,7 @@ import pytest
 
 from ds_fuyou.cli import main
 from tests.harness.forked import finish, start
+from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port
 from tests.harness.runner import HERE, ds_config, environment, with_fuyou
 from tests.parity.cases import block
@@ -43,7 +44,7 @@ def run(what: str, directory: Path, **more) -> list[tuple[int, str]]:  # type: i
         start(HERE / "background_worker.py", arguments, environment(rank, world_size, port), log)
         for rank, log in enumerate(logs)
     ]
-    finish(processes, limit_secs=150)
+    finish(processes)
     return [(process.exitcode, log.read_text()) for process, log in zip(processes, logs, strict=True)]
 
 
@@ -123,7 +124,7 @@ def ended(what: str, directory: Path, **more: object) -> subprocess.CompletedPro
         env=environment(0, 1, free_port()),
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=HANG_SECS,
         check=False,
     )
 

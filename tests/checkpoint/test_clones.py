@@ -12,8 +12,6 @@ import pytest
 from tests.checkpoint.test_background import results
 from tests.unit.test_filesystems import available, mount
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(params=[kind for kind in available() if kind in ("xfs", "btrfs")])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:

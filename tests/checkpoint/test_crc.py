@@ -6,13 +6,10 @@ from __future__ import annotations
 import random
 import zlib
 
-import pytest
 import torch
 
 from ds_fuyou.checkpoint.crc import crc32_of, crc32_of_both
 from ds_fuyou.ops.core import load_core
-
-pytestmark = pytest.mark.timeout(300)  # the core may have to be built
 
 
 def test_the_checksum_is_that_of_zlib() -> None:

@@ -27,7 +27,7 @@ def run(what: str, case: dict, directory: Path) -> list[tuple[int, str]]:
         start(HERE / "save_worker.py", arguments, environment(rank, world_size, port), log)
         for rank, log in enumerate(logs)
     ]
-    finish(processes, limit_secs=200)
+    finish(processes)
     return [(process.exitcode, log.read_text()) for process, log in zip(processes, logs, strict=True)]
 
 

@@ -19,7 +19,6 @@ from ds_fuyou.optimizer.state_access import ROUNDED, NewState
 from ds_fuyou.storage.types import Extent
 from tests.harness.small_core import small_core, step
 
-pytestmark = pytest.mark.timeout(60)
 LAYOUT = build_layout(
     [[(name, name, 3 * CUT_ELEMENTS, place) for place, name in enumerate("abcd")], [("e", "e", 77, 5)]],
     LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS),

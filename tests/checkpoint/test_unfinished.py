@@ -15,8 +15,6 @@ from ds_fuyou.cli import main
 from ds_fuyou.storage import directory
 from ds_fuyou.storage.directory import LOCK_NAME as LOCK
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def begun(folder: Path) -> WritingLock:
     lock = WritingLock(folder)

@@ -14,8 +14,6 @@ from tests.clients.cases import CASES
 from tests.clients.run import Results, cells_of, differences, last_error, outcomes_of
 from tests.clients.table import TARGET, page
 
-pytestmark = pytest.mark.timeout(900)  # several processes, each with a limit of its own
-
 
 def test_a_mixture_of_experts_under_the_trainer(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

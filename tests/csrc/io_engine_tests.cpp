@@ -131,9 +131,8 @@ TEST(smaller_priority_first_then_order_of_submission)
     for (const IoBackend backend : backends()) {
         TempFile file(Access::kBuffered, 4096);
         IoEngine engine(options(backend, 1));
-        // Holds the only slot until the others are queued.
-        engine.add_fault(
-            {.kind = IoKind::kRead, .effect = IoFault::Effect::kDelay, .delay_secs = 0.3});
+        // Has the only slot until the others are queued.
+        engine.add_fault({.kind = IoKind::kRead, .effect = IoFault::Effect::kHold});
         std::vector<std::vector<char>> buffers(6, std::vector<char>(16));
         std::vector<int> order;
         std::promise<void> all_done;
@@ -148,6 +147,7 @@ TEST(smaller_priority_first_then_order_of_submission)
                               }
                           });
         }
+        engine.clear_faults();
         all_done.get_future().wait();
         engine.close();
         CHECK((order == std::vector<int>{0, 4, 2, 5, 1, 3}));

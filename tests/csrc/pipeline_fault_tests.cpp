@@ -2,6 +2,7 @@
 //
 // The pipeline when things are late, are dropped at awkward moments, fail, or are stopped.
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <future>
 #include <mutex>
@@ -13,8 +14,6 @@
 using namespace fixture;
 
 namespace {
-
-constexpr double kDelaySecs = 0.05;
 
 // An update that says when it has begun and ends when it is told to.
 class GatedRule final : public UpdateRule {
@@ -53,7 +52,6 @@ IoFault fault(IoKind kind, IoFault::Effect effect, const FileRange& where)
     IoFault made;
     made.kind = kind;
     made.effect = effect;
-    made.delay_secs = kDelaySecs;
     made.count = UINT64_MAX;
     made.offset_begin = where.offset;
     made.offset_end = where.offset + where.num_bytes;
@@ -121,15 +119,15 @@ TEST(pipeline_only_readers_of_a_late_chunk_wait)
 {
     for (const IoBackend backend : backends()) {
         World world({.backend = backend, .staging_chunks = 5});
-        IoFault late = fault(IoKind::kRead, IoFault::Effect::kDelay, world.state_range(3, 0));
-        late.delay_secs = 0.5;
-        world.engine->add_fault(late);
+        world.engine->add_fault(
+            fault(IoKind::kRead, IoFault::Effect::kHold, world.state_range(3, 0)));
         world.enqueue_all(1);
         world.pipeline->publish(1);
         for (const std::size_t chunk : {0U, 1U, 2U, 4U}) {
             CHECK(world.pipeline->wait_published(chunk, 1, kPatienceSecs));
         }
         CHECK(!world.pipeline->is_published(3, 1));
+        world.engine->clear_faults();
         CHECK(world.pipeline->wait_published(3, 1, kPatienceSecs));
         world.finish(1);
     }
@@ -140,11 +138,12 @@ TEST(pipeline_dropped_while_reading)
     for (const IoBackend backend : backends()) {
         World world({.backend = backend});
         world.engine->add_fault(
-            fault(IoKind::kRead, IoFault::Effect::kDelay, world.state_range(0, 0)));
+            fault(IoKind::kRead, IoFault::Effect::kHold, world.state_range(0, 0)));
         world.pipeline->enqueue(world.update(0, 1, 9.0F));
         while (world.engine->num_in_flight() == 0) std::this_thread::yield();
         world.pipeline->invalidate(0);
         CHECK(world.pipeline->wait_gradient_read(0, 1, kPatienceSecs));
+        world.engine->clear_faults();
         redo_and_check(world);
     }
 }
@@ -154,14 +153,14 @@ TEST(pipeline_dropped_while_reading_what_fails)
     // What a dropped job reads may have been written anew meanwhile: an error of it is nobody's.
     World world({});
     const FileRange where = world.state_range(0, 0);
-    world.engine->add_fault(fault(IoKind::kRead, IoFault::Effect::kDelay, where));
+    world.engine->add_fault(fault(IoKind::kRead, IoFault::Effect::kHold, where));
     world.engine->add_fault(fault(IoKind::kRead, IoFault::Effect::kError, where));
     world.pipeline->enqueue(world.update(0, 1, 9.0F));
-    while (world.engine->num_in_flight() == 0) std::this_thread::yield();
+    while (world.engine->stats(IoKind::kRead).busy_secs == 0.0) std::this_thread::yield();
     world.pipeline->invalidate(0);
+    world.engine->clear_faults();  // what was begun fails nonetheless
     CHECK(world.pipeline->wait_idle(0, kPatienceSecs));
     CHECK(!world.pipeline->failed());
-    world.engine->clear_faults();
     redo_and_check(world);
 }
 
@@ -171,14 +170,12 @@ TEST(pipeline_dropped_while_updating)
     const auto rule = std::make_shared<GatedRule>();
     world.pipeline->enqueue(gated(world, 0, rule));
     rule->wait_begun();
-    std::promise<void> asked;
     std::atomic<bool> has_returned{false};
     std::thread dropper([&] {
-        asked.set_value();
         world.pipeline->invalidate(0);
         has_returned = true;
     });
-    asked.get_future().wait();
+    while (world.pipeline->stats().num_discarded == 0) std::this_thread::yield();
     CHECK(!has_returned);  // the update still reads the gradient
     rule->open();
     dropper.join();
@@ -190,10 +187,11 @@ TEST(pipeline_dropped_while_writing)
     for (const IoBackend backend : backends()) {
         World world({.backend = backend});
         world.engine->add_fault(
-            fault(IoKind::kWrite, IoFault::Effect::kDelay, world.state_range(0, 1)));
+            fault(IoKind::kWrite, IoFault::Effect::kHold, world.state_range(0, 1)));
         world.pipeline->enqueue(world.update(0, 1, 9.0F));
         while (world.pipeline->stats().state_bytes_written == 0) std::this_thread::yield();
         world.pipeline->invalidate(0);
+        world.engine->clear_faults();
         redo_and_check(world);
     }
 }
@@ -310,7 +308,7 @@ TEST(pipeline_stops_in_the_middle)
                     return true;
                 }
             });
-            for (int i = 0; i < attempt * 200; ++i) std::this_thread::yield();
+            std::this_thread::sleep_for(std::chrono::microseconds(attempt * 200));
             world.pipeline->stop();
             CHECK(waiter.get());  // woken by an exception, not by the end of its patience
             CHECK(world.staging->used_bytes() == 0);

@@ -15,7 +15,7 @@
 
 namespace fixture {
 
-constexpr double kPatienceSecs = 60.0;  // far longer than any wait lasts; a broken one fails
+constexpr double kPatienceSecs = 200.0;  // far longer than any wait lasts; a broken one fails
 
 inline std::uint64_t part_bytes(std::uint64_t numel)
 {

@@ -10,12 +10,8 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-import pytest
-
 from tests.device.parity import case_of, fuyou_of
 from tests.harness.runner import differences, run_case, with_fuyou
-
-pytestmark = pytest.mark.timeout(900)  # some thirty runs
 
 SLOW = {
     "up": {"slow_up_secs": 0.004},

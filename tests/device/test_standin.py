@@ -15,6 +15,7 @@ from ds_fuyou.cli import main
 from tests.device.build import build
 from tests.device.parity import case_of, fuyou_of
 from tests.harness.forked import finish, start
+from tests.harness.limits import HANG_SECS
 from tests.harness.runner import run_case, with_fuyou
 
 ROOT = Path(__file__).parent.parent.parent
@@ -30,7 +31,7 @@ def run(script: Path, arguments: list[str], log: Path, **settings: float) -> tup
     build()
     env = {**os.environ, "STANDIN": json.dumps(settings), "PYTHONPATH": str(ROOT)}
     process = start(script, arguments, env, log)
-    finish([process], 240)
+    finish([process])
     return process.exitcode, log.read_text(errors="replace")
 
 
@@ -38,7 +39,7 @@ def run(script: Path, arguments: list[str], log: Path, **settings: float) -> tup
 def test_marked_tests_run_on_it(file: str, tmp_path: Path) -> None:
     arguments = [str(ROOT / file), "-m", "gpu or standin", "-q", "-p", "no:cacheprovider"]
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what the server imported already
-    arguments += ["--timeout", "60", "--basetemp", str(tmp_path / "inner"), "--rootdir", str(ROOT)]
+    arguments += ["--timeout", str(HANG_SECS / 2), "--basetemp", str(tmp_path / "inner"), "--rootdir", str(ROOT)]
     script = Path(pytest.__file__).parent / "__main__.py"
     status, said = run(script, arguments, tmp_path / "log", seed=1, delay_secs=0.002)
     assert status == 0, said[-6000:]

@@ -11,6 +11,7 @@ import io
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,10 @@ import torch
 import ds_fuyou
 from ds_fuyou.cli import main
 from ds_fuyou.host.compute_clock import Phase
+from ds_fuyou.host.waiting import wait_reporting
+from ds_fuyou.ops.core import load_core
+from ds_fuyou.optimizer.core import OutOfCoreOptimizer
+from ds_fuyou.optimizer.gradients import StoredGradients
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.planner.watch import LASTING, Cause
 from ds_fuyou.telemetry.placement import shown_bytes
@@ -34,6 +39,7 @@ from tests.device.parity import fuyou_of
 from tests.harness.models import build_model, make_batch
 from tests.harness.runner import ds_config
 from tests.harness.small_core import hypers, small_core, values
+from tests.harness.waits import once_in
 
 pytestmark = [pytest.mark.standin, pytest.mark.usefixtures("only_rank")]
 
@@ -121,26 +127,33 @@ def test_between_forwards_the_host_waits_for_the_norm_alone(tiers: str, activati
 
 
 def test_waits_for_memory_of_gradients_are_no_backward(tmp_path: Path) -> None:
-    """They are what a slow disk does to a step, which the planner knows by itself."""
+    """They are what a slow disk does to a step, which the planner knows by itself. Here it takes no gradient until the
+    host has waited for it."""
     engine = make_engine(tmp_path / "swap", "all", "none", plan={"chunk_bytes": 4096})
     state, (first, *rest) = engine.optimizer.rank_state, batches(3)
     train(engine, first)
-    state.core.wait_all()
-    clock, memory = state.clock, state.core.gradients
-    state.core.io.engine.set_throttle(1e9, 1e6)
+    core, clock, memory, io = load_core(), state.clock, state.core.gradients, state.core.io.engine
+
+    def go_on_late() -> None:
+        time.sleep(0.3)
+        io.clear_faults()
+
     for batch in rest:
+        state.core.wait_all()
         clock.settle(wait=True)
         before, waited = {phase: clock.secs(phase) for phase in Phase}, memory.waited_secs
+        begin = time.perf_counter()
         loss = engine(**batch)
-        engine.backward(loss)
+        io.add_fault(core.IoKind.WRITE, core.IoFaultEffect.HOLD, count=1 << 40)
+        with once_in(go_on_late, wait_reporting, StoredGradients.pieces):
+            engine.backward(loss)
         clock.settle(wait=True)
-        waited = memory.waited_secs - waited
+        passed, waited = time.perf_counter() - begin, memory.waited_secs - waited
         since = {phase: clock.secs(phase) - secs for phase, secs in before.items()}
-        assert waited > 0.02, "the disk held back gradients"
+        assert waited >= 0.3, "the disk held back gradients"
         assert since[Phase.GRADIENTS] >= 0.9 * waited
-        assert since[Phase.BACKWARD] < waited
+        assert sum(secs for phase, secs in since.items() if phase not in (Phase.OUTSIDE, Phase.STEP)) <= passed
         engine.step()
-    state.core.io.engine.set_throttle(0.0, 0.0)
     engine.destroy()
 
 
@@ -251,18 +264,27 @@ def test_a_copy_that_fails_raises_in_its_step(what: str, tmp_path: Path, told) -
 
 @pytest.mark.parametrize("fault", ["", "device.synchronize at optimizer/core.py:close"])
 def test_nothing_is_unpinned_while_it_is_copied(fault: str, tmp_path: Path) -> None:
-    """The optimizer is closed in the middle of backward: gradients are on their way to host memory."""
+    """The optimizer is closed in the middle of backward: gradients are on their way to host memory. They go on when it
+    begins to close, or not before it is closed.
+    """
     limits = LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS)
     layout = build_layout([[(name, name, CUT_ELEMENTS, 0) for name in "abc"]], limits)
     torch.standin.core.configure({"slow_down_secs": 0.05})
-    with small_core(tmp_path, layout, device=rank_device()) as core:
+    gates: list[Callable[[], None]] = []
+    goes_on = contextlib.nullcontext() if fault else once_in(lambda: gates.pop()(), OutOfCoreOptimizer.close)
+    with goes_on, small_core(tmp_path, layout, device=rank_device()) as core:
         kept = list(core._locks._locked)  # a fault shows as a trip, not as a write into memory that is gone
         core.intake.norms.take_by(lambda gradient: gradient.double().norm(2))
         core.open_window(hypers(layout), 1.0, managed=True)
-        for span in layout.params:
-            core.add_gradients([(span, values(span, 1).to("standin"))])
+        gradients = [(span, values(span, 1).to("standin")) for span in layout.params]
+        torch.standin.synchronize()
+        gates.append(torch.standin.core.hold(torch.standin.current_stream().stream_id))
+        for gradient in gradients:
+            core.add_gradients([gradient])
         assert torch.standin.core.num_flights() > 0
         faults.leave_out(fault)
+    for let_go in gates:
+        let_go()
     torch.standin.synchronize()
     trips = torch.standin.take_trips()
     assert any("unregistered while a copy of it was in flight" in trip for trip in trips) == bool(fault)
@@ -352,6 +374,7 @@ def test_asleep_nothing_is_on_the_device_and_nothing_is_pinned(
             for pin_memory in (True, False):
                 registered = dict(pinned)
                 engine.offload_states(pin_memory=pin_memory)
+                device.synchronize()  # memory that a stream still uses is not free
                 left = device.memory_allocated() - before
                 assert left < 65_536, f"{at}: blocks of 512 bytes, for norms and scales; the model has 400 kB"
                 assert pinned == (registered if pin_memory else {})

@@ -11,7 +11,6 @@ from ds_fuyou.checkpoint.recovery import recover_weights
 from tests.durability.runs import launch
 from tests.harness.forked import finish
 
-pytestmark = pytest.mark.timeout(300)
 PLANNED = {"optimizer": {"tier": "auto"}}
 
 
@@ -21,7 +20,7 @@ def test_every_step_can_be_gone_on_from_where_the_block_asks_for_it(durable: boo
     if not durable:
         case["out"] = str(tmp_path)
     processes, (log,) = launch(tmp_path, case, 1)
-    finish(processes, 60)
+    finish(processes)
     said = log.read_text(errors="replace")
     assert processes[0].exitcode == (-9 if durable else 0), said[-3000:]
     assert ("on storage (durable); in host memory" in said) == durable
@@ -32,7 +31,7 @@ def test_every_step_can_be_gone_on_from_where_the_block_asks_for_it(durable: boo
 def test_a_rank_without_room_for_two_slots_ends_all_before_anything_is_allocated(tmp_path: Path) -> None:
     block = {**PLANNED, "durable": True, "nvme_budget_bytes": 300_000}
     processes, logs = launch(tmp_path, {"steps": 2, "block": block}, 2)
-    finish(processes, 60)
+    finish(processes)
     for process, log in zip(processes, logs, strict=True):
         said = log.read_text(errors="replace")
         assert process.exitcode not in (0, -9), said[-3000:]

@@ -19,7 +19,6 @@ from tests.harness.memory_limit import NAMES
 from tests.harness.ports import free_port
 from tests.harness.runner import HERE, environment
 
-pytestmark = pytest.mark.timeout(200)
 MIB = 1 << 20
 AUTO = {"optimizer": {"tier": "auto"}, "plan": {"chunk_bytes": "1MiB"}}
 STORED = {**AUTO, "parameters": {"tier": "nvme"}}  # so states may go there, too
@@ -58,7 +57,7 @@ def lived(path: Path, group: Path, **case: object) -> tuple[int | None, str]:
     log = path / "log"
     env = {**environment(0, 1, free_port()), "DS_FUYOU_PROFILES": str(path / "profiles")}
     process = start(HERE / "memory_limit.py", [str(path), str(group), json.dumps(given)], env, log)
-    finish([process], 120)
+    finish([process])
     return process.exitcode, log.read_text(errors="replace")
 
 

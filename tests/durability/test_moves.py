@@ -14,7 +14,6 @@ from tests.durability.runs import launch, run_to_end
 from tests.durability.test_resume import RESUME, differences
 from tests.harness.forked import finish
 
-pytestmark = pytest.mark.timeout(400)
 STEPS = 8
 CLIPPED = {"config": {"gradient_clipping": 0.5}}
 
@@ -24,7 +23,7 @@ def killed_run(path: Path, world_size: int, die: tuple[int, str], moves: dict[st
     case = {"steps": STEPS, **CLIPPED, "block": RESUME, "move_after": moves, "move_bytes": move_bytes}
     rank = world_size - 1
     processes, logs = launch(path, {**case, "die": {str(rank): die}}, world_size, "killed.")
-    finish(processes, 60)
+    finish(processes)
     assert processes[rank].exitcode == -9, logs[0].read_text()[-3000:]
     return path
 

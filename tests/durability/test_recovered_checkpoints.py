@@ -17,7 +17,6 @@ from tests.harness.forked import finish, start
 from tests.harness.runner import differences, ds_config, environment, run_case, with_fuyou
 from tests.parity.cases import FP16, RANDOM_LTD, WARMUP, block
 
-pytestmark = pytest.mark.timeout(400)
 SAVED = 5
 LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}}}
 SCALED = {"bf16": None, "fp16": {**FP16, "loss_scale_window": 2}}
@@ -73,7 +72,7 @@ def dead_run(path: Path, changes: dict, world_size: int) -> tuple[list[Path], Pa
     """State directories of a run that saved a checkpoint and was killed, and the folder to which it saved."""
     saved = path / "saved"
     processes, logs = launch(path, {"steps": SAVED, "save": str(saved), "save_after": SAVED, **changes}, world_size)
-    finish(processes, 60)
+    finish(processes)
     assert [each.exitcode for each in processes] == [-9] * world_size, logs[0].read_text(errors="replace")[-3000:]
     return sorted(path.glob("ds_fuyou/*-rank*")), saved
 
@@ -138,7 +137,7 @@ def converted(saved: Path, run_python: Any) -> Path:
     folder = saved / (saved / "latest").read_text()
     convert = ["-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(folder), "--no_strict"]
     convert += ["--output_folder", f"{folder}_universal", "--num_extract_workers", "1", "--num_merge_workers", "1"]
-    done = run_python(convert, timeout=200)
+    done = run_python(convert)
     assert done.returncode == 0, done.stderr
     (saved / "latest_universal").write_text(f"{folder.name}_universal")
     return saved

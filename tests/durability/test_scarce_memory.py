@@ -6,13 +6,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.harness.forked import finish, start
 from tests.harness.ports import free_port
 from tests.harness.runner import HERE, environment
 
-pytestmark = pytest.mark.timeout(200)
 STORED = {"parameters": {"tier": "nvme"}, "gradients": {"tier": "nvme"}, "checkpoint": {"save": "background"}}
 
 
@@ -22,7 +19,7 @@ def lived(path: Path, action: str, left_bytes: int) -> tuple[str, str]:
     case = {"block": STORED, "action": action, "left_bytes": left_bytes, "folder": str(path / "folder")}
     log = path / "log"
     process = start(HERE / "scarce_memory.py", [str(path), json.dumps(case)], environment(0, 1, free_port()), log)
-    finish([process], 60)
+    finish([process])
     said = log.read_text(errors="replace")
     assert process.exitcode == 0, said[-3000:]
     met, left = (said.partition(f"\n{word} ")[2].partition("\n")[0] for word in ("MET", "LEFT"))

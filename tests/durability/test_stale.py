@@ -5,12 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.durability.runs import launch, run_to_end
 from tests.harness.forked import finish
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def left_on(path: Path) -> dict[int, set[str]]:
@@ -49,15 +45,15 @@ def test_each_disk_is_told_of_and_cleaned_by_a_rank_that_has_it(tmp_path: Path) 
     for disk in (0, 1):
         (tmp_path / f"disk{disk}").mkdir()
     block = {"nvme_path": f"{tmp_path}/disk{{rank}}", "resume": "auto", "on_stale": "clean"}
-    case = {"steps": 4, "die": {"0": [2, "after"], "1": [2, "after"]}, "block": block}
+    case = {"steps": 4, "die": {"0": [2, "all"], "1": [2, "all"]}, "block": block}
     processes, _ = launch(tmp_path, case, 2, "first")
-    finish(processes, 60)
+    finish(processes)
     first = left_on(tmp_path)
     assert all(len(names) == 1 for names in first.values())
 
     other = {**case, "block": {**block, "plan": {"chunk_bytes": 16384}}}
     processes, logs = launch(tmp_path, other, 2, "second")
-    finish(processes, 60)
+    finish(processes)
     for disk, log in enumerate(logs):
         said = log.read_text(errors="replace")
         (name,) = first[disk]
@@ -68,7 +64,7 @@ def test_each_disk_is_told_of_and_cleaned_by_a_rank_that_has_it(tmp_path: Path) 
     assert all(len(both[disk]) == 2 and both[disk] > first[disk] for disk in both), "nothing was gone on from"
 
     processes, logs = launch(tmp_path, {**case, "die": {"0": [3, "after"], "1": [3, "after"]}}, 2, "third")
-    finish(processes, 60)
+    finish(processes)
     said = logs[0].read_text(errors="replace")
     assert "going on from step 2, in place" in said
     assert "removed" not in said

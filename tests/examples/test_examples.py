@@ -13,8 +13,6 @@ import pytest
 
 from tests.huggingface.runner import BIN, ROOT, accelerate_variables, launcher, run_command, run_script
 
-pytestmark = pytest.mark.timeout(900)  # several processes a test, each with a limit of its own
-
 LOSS = re.compile(r"step +(\d+)  loss ([0-9.]+)")
 EXAMPLES = ROOT / "examples"
 AT_EXIT = Path(__file__).with_name("at_exit")

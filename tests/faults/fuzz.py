@@ -48,6 +48,7 @@ from tests.harness.outcomes import Outcomes, add_arguments
 from tests.harness.runner import ds_config
 
 LIMIT_SECS = 20
+"""Of processor time."""
 LONGEST_MESSAGE = 2000
 DEEP = 100_000
 BATCH = 1_000
@@ -352,7 +353,7 @@ def _write(file: Path, text: str) -> None:
 
 def verdict(reader: Callable[[], Any]) -> str:
     """ "read" or "refused"; else what is wrong."""
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_SECS)
+    signal.setitimer(signal.ITIMER_PROF, LIMIT_SECS)
     try:
         reader()
         return "read"
@@ -368,7 +369,7 @@ def verdict(reader: Callable[[], Any]) -> str:
         last = [each for each in place if "/ds_fuyou/" in each.filename][-1:] or place[-1:]
         return f"{type(error).__name__} in {Path(last[0].filename).name}, {last[0].name}: {str(error)[:100]}"
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 @dataclass(frozen=True)
@@ -383,7 +384,7 @@ def sweep(num_cases: int, seed: int) -> tuple[Counter[tuple[str, str]], list[Wro
     chance = random.Random(seed)
     counts: Counter[tuple[str, str]] = Counter()
     wrong: dict[tuple[str, str], Wrong] = {}
-    before = signal.signal(signal.SIGALRM, _on_alarm)
+    before = signal.signal(signal.SIGPROF, _on_alarm)
     logging.disable(logging.CRITICAL)
     held = os.environ.get("DS_FUYOU_PROFILES")
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -405,7 +406,7 @@ def sweep(num_cases: int, seed: int) -> tuple[Counter[tuple[str, str]], list[Wro
                 counts[target.name, "documents"] += 1
     finally:
         logging.disable(logging.NOTSET)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGPROF, before)
         os.environ.pop("DS_FUYOU_PROFILES")
         if held is not None:
             os.environ["DS_FUYOU_PROFILES"] = held
@@ -442,7 +443,7 @@ def table(lines: list[dict[str, Any]], args: argparse.Namespace) -> str:
         f"Linux {platform.release()}, torch {torch.__version__}.",
         "Every document is given to all that read it. Refused: with one line, of an exception of the package, "
         "of at most",
-        f"{LONGEST_MESSAGE} characters. Wrong: another exception, or more than {LIMIT_SECS} s.",
+        f"{LONGEST_MESSAGE} characters. Wrong: another exception, or more than {LIMIT_SECS} s of processor time.",
         "",
         "| | " + " | ".join(columns) + " |",
         "|---" + "|---:" * len(columns) + "|",

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.harness.limits import HANG_SECS
 from tests.harness.outcomes import Outcomes, add_arguments
 from tests.harness.ports import free_port, remove_shared_buffers
 from tests.harness.runner import environment
@@ -33,14 +34,13 @@ ENGINES, STARTS, EFFECTS = (
     ("fresh", "resumed", "moving"),
     ("EIO", "ENOSPC", "short", "zero", "late", "memory"),
 )
-HANGS_AFTER_SECS = 90.0
 
 
 def preload_library(directory: Path) -> Path:
     library = directory / "preload.so"
     compiler = os.environ.get("CXX", "g++")
     flags = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([compiler, "-x", "c", *flags, HERE / "preload.c", "-o", library, "-ldl"], check=True, timeout=60)
+    subprocess.run([compiler, "-x", "c", *flags, HERE / "preload.c", "-o", library, "-ldl"], check=True)
     return library
 
 
@@ -65,7 +65,7 @@ def outcomes_of(orders: dict[str, Any], library: Path, log: Path) -> Iterator[di
             number = found.get("begin", -1)
             if number < 0:
                 yield found
-        end = f"the process ended with {process.wait(60)}" if process.wait(60) or number >= 0 else ""
+        end = f"the process ended with {process.wait(HANG_SECS)}" if process.wait(HANG_SECS) or number >= 0 else ""
     except TimeoutError:
         end = "nothing was said for long: it hangs"
     finally:
@@ -83,7 +83,7 @@ def _lines(process: subprocess.Popen[bytes]) -> Iterator[bytes]:
         return
     rest = b""
     while True:
-        if not select.select([process.stdout], [], [], HANGS_AFTER_SECS)[0]:
+        if not select.select([process.stdout], [], [], HANG_SECS)[0]:
             raise TimeoutError
         got = os.read(process.stdout.fileno(), 65536)
         if not got:

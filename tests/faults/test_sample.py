@@ -13,7 +13,6 @@ from tests.faults.sweep import EFFECTS, STARTS, can_answer, kind_of, outcomes_of
 SEED = 0
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
 def test_a_run_that_an_operation_fails_is_told_of_it_and_can_be_gone_on_from(engine: str, tmp_path: Path) -> None:
     """One operation at random for every fault, in runs that begin, and that go on from what a run left."""
@@ -27,7 +26,6 @@ def test_a_run_that_an_operation_fails_is_told_of_it_and_can_be_gone_on_from(eng
     assert sum(bool(f["struck"]) for f in found) >= len(found) - 2, found
 
 
-@pytest.mark.timeout(120)
 def test_hostile_documents_are_read_or_refused_in_one_line() -> None:
     counts, wrong = fuzz.sweep(1500, SEED)
     assert wrong == []

@@ -25,9 +25,12 @@ from train_worker import build_engine, edit_parameters, set_states
 
 from ds_fuyou.checkpoint.unfinished import find_unfinished
 from ds_fuyou.errors import FuyouError, FuyouMemoryError
+from ds_fuyou.host.waiting import wait_reporting
 from ds_fuyou.optimizer import snapshot
+from ds_fuyou.zero.background_save import Save
 from tests.harness.group import leave_group
 from tests.harness.models import masters_digest
+from tests.harness.waits import interrupted_in
 
 
 class Disk:
@@ -193,10 +196,10 @@ def excepted(engine, case: dict, folder: Path) -> dict:
     raise KeyError("of the script")
 
 
-def signalled(engine, case: dict, folder: Path) -> dict:
-    """The disk is held until the checkpoint is given up."""
+def hold_until_given_up(engine, folder: Path, tag: str) -> None:
+    """A save; the disk is held until it is given up."""
     disk.may_write.clear()
-    engine.save_checkpoint(str(folder), tag="last")
+    engine.save_checkpoint(str(folder), tag=tag)
     save = engine.optimizer.checkpoint_state.save
 
     def let_go() -> None:
@@ -205,6 +208,10 @@ def signalled(engine, case: dict, folder: Path) -> dict:
         disk.may_write.set()
 
     threading.Thread(target=let_go, daemon=True).start()
+
+
+def signalled(engine, case: dict, folder: Path) -> dict:
+    hold_until_given_up(engine, folder, "last")
     train(engine, case, 1)
     os.kill(os.getpid(), case["signal"])
     time.sleep(60)
@@ -223,20 +230,13 @@ def killed(engine, case: dict, folder: Path) -> dict:
 
 def interrupted(engine, case: dict, folder: Path) -> dict:
     """Ctrl-C while a script waits for it gives it up, and nothing else."""
-    disk.may_write.clear()
-    engine.save_checkpoint(str(folder), tag="first")
-
-    def interrupt() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.5)
-        disk.may_write.set()
-
-    threading.Timer(0.2, interrupt).start()
-    try:
-        engine.fuyou_wait_checkpoint()
-        said = "nothing"
-    except KeyboardInterrupt:
-        said = "KeyboardInterrupt"
+    hold_until_given_up(engine, folder, "first")
+    with interrupted_in(wait_reporting, Save.wait):
+        try:
+            engine.fuyou_wait_checkpoint()
+            said = "nothing"
+        except KeyboardInterrupt:
+            said = "KeyboardInterrupt"
     train(engine, case, 2)
     engine.save_checkpoint(str(folder), tag="second")
     engine.fuyou_wait_checkpoint()

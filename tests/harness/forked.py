@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from tests.harness.limits import HANG_SECS
+
 __all__ = ["finish", "start"]
 
 _context = multiprocessing.get_context("forkserver")
@@ -37,7 +39,7 @@ def start(
     return process
 
 
-def finish(processes: Sequence[BaseProcess], limit_secs: float) -> None:
+def finish(processes: Sequence[BaseProcess], limit_secs: float = HANG_SECS) -> None:
     """Waits for all of them; whatever has not ended after ``limit_secs`` is killed. Negative statuses are signals."""
     end = time.monotonic() + limit_secs
     try:

@@ -3,12 +3,12 @@
 
 ``steps``; ``config`` and ``block``: changes of the configuration; ``frozen``: beginning of parameters' names. ``out``:
 a folder in which rank 0 leaves what it has after every step. ``die``: by rank, ``[generation, when]``: SIGKILL "before"
-that generation's record is written, "after" it, or while it is late: "late" lets the other ranks go on for a second.
-Who is not killed by then waits after its last step, unless it has ``out``. ``slow``: by rank, bytes a second of its
-writes. ``generators``: what else than PyTorch's the loss depends on, "none": not on that either. ``hands_over_code``:
-what pickle refuses. ``save``: a folder, to which a checkpoint goes after two steps, or after step ``save_at``, or
-``save_after`` of them and then the end, that step being committed; ``load``: one, and then the end. ``ends``: even
-without ``out``.
+that generation's record is written, "after" it, when "all" ranks have written theirs, or while it is late: "late" lets
+the other ranks go on for a second. Who is not killed by then waits after its last step, unless it has ``out``.
+``slow``: by rank, bytes a second of its writes. ``generators``: what else than PyTorch's the loss depends on, "none":
+not on that either. ``hands_over_code``: what pickle refuses. ``save``: a folder, to which a checkpoint goes after two
+steps, or after step ``save_at``, or ``save_after`` of them and then the end, when all ranks have committed that step;
+``load``: one, and then the end. ``ends``: even without ``out``.
 ``draws_first``: random numbers are drawn before every forward, after the generators were put back. ``signalled``: the
 generation in whose ``engine.step()`` SIGTERM comes when it has been applied. ``by_optimizer``: ``optimizer.step()`` is
 called, not the engine's. ``two``: two engines of one shape, which print their states before and after ``steps``.
@@ -39,20 +39,27 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.storage.store import SlotStore
 from tests.harness.group import leave_group
+from tests.harness.meeting import Meeting
 from tests.harness.models import TinyGPT, make_batch
 from tests.harness.runner import ds_config
 
 MODEL = {"num_layers": 3, "width": 32, "vocabulary": 101}
 
 
-def die_in_commit(generation: int, when: str) -> None:
+def die_in_commit(rank: int, die: Mapping[str, Any], path: str) -> None:
     commit = SlotStore.commit
+    generation, when = die.get(str(rank), (None, ""))
+    met = {of: Meeting(path, f"committed-{of}") for of, when in die.values() if when == "all"}
 
     def dying(self: SlotStore, step: int, slots: Mapping[str, int], meta: Mapping[str, Any]) -> None:
         if step == generation and when == "late":
             time.sleep(1.0)
-        if step != generation or when == "after":
+        if step != generation or when in ("after", "all"):
             commit(self, step, slots, meta)
+        if step in met:
+            met[step].arrive()
+        if step == generation and when == "all":
+            met[step].wait()
         if step == generation:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -161,10 +168,10 @@ def reload(engine: Any, folder: str) -> None:
 
 
 def main(path: str, case: dict) -> None:
+    rank = int(os.environ["RANK"])
+    die_in_commit(rank, case.get("die", {}), path)
+    all_saved = Meeting(path, "saved")
     deepspeed.init_distributed("gloo")
-    rank = torch.distributed.get_rank()
-    if str(rank) in case.get("die", {}):
-        die_in_commit(*case["die"][str(rank)])
     if "two" in case:
         train_two(path, case)
     for name in ("initialize", "resume"):
@@ -203,7 +210,11 @@ def main(path: str, case: dict) -> None:
             engine.save_checkpoint(case["save"])
             if "save_after" in case:
                 engine.optimizer.rank_state.core.commits.settle()
+                all_saved.arrive()
+                all_saved.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
+        if "move_after" in case:
+            engine.optimizer.rank_state.core.wait_all()  # what has begun to move has moved when the next step begins
         if str(step + 1) in case.get("move_after", {}):
             engine.optimizer.rank_state.move_to(case["move_after"][str(step + 1)], case.get("move_bytes", 1 << 30))
         if step + 1 == case.get("poisoned"):
@@ -219,7 +230,7 @@ def main(path: str, case: dict) -> None:
         engine.destroy()
         leave_group()
     else:
-        time.sleep(60.0)  # to be killed
+        time.sleep(3600.0)  # to be killed
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from tests.harness.forked import finish, start
 from tests.harness.ports import free_port
 
 HERE = Path(__file__).parent
-TIMEOUT_SECS = 240
 
 
 def environment(
@@ -46,7 +45,7 @@ def run_case(case: dict, directory: Path, name: str, worker: Path = HERE / "trai
     """Trains one case by ``worker``; returns the result of every rank. A failing rank raises with its output.
 
     ``case["device"]``: what to train on, as in :func:`environment`; on the CPU without.
-    ``case["ranks_per_node"]``: ranks are told of several nodes. ``case["limit_secs"]``: after which ranks are killed.
+    ``case["ranks_per_node"]``: ranks are told of several nodes.
     """
     directory.mkdir(parents=True, exist_ok=True)
     device = case.get("device", "cpu")
@@ -66,7 +65,7 @@ def run_case(case: dict, directory: Path, name: str, worker: Path = HERE / "trai
         )
         for rank, log in enumerate(logs)
     ]
-    finish(processes, case.get("limit_secs", TIMEOUT_SECS))
+    finish(processes)
     outputs = [log.read_text(errors="replace") for log in logs]
     statuses = [process.exitcode for process in processes]
     if any(statuses):

@@ -313,6 +313,7 @@ def main() -> None:
     result["optimizer_class"] = type(engine.optimizer).__name__
     if hasattr(engine.optimizer, "rank_state"):
         core = engine.optimizer.rank_state.core
+        core.wait_all()  # what the last step moves has moved
         result["directories"] = [str(path) for path in core.store.directories] if core.store else []
         result["redone_chunks"] = core.num_redone_chunks
         result["num_chunks"] = len(core.layout.chunks)

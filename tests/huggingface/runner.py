@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from tests.harness.forked import finish, start
+from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port
 from tests.harness.runner import environment as rank_environment
 
@@ -20,7 +21,6 @@ __all__ = ["BIN", "HERE", "clean", "ds_json", "launch", "run_command", "weight_d
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BIN = Path(sys.executable).parent
-TIMEOUT_SECS = 240
 TIERS = {  # optimizer, parameters, gradients
     "states": ("nvme", "cpu", "cpu"),
     "all": ("nvme", "nvme", "nvme"),
@@ -57,7 +57,7 @@ def run_command(command: list, num_ranks: int = 1, cwd: Path = ROOT, **env: str)
         start_new_session=True,
     )
     try:
-        output = process.communicate(timeout=TIMEOUT_SECS)[0]
+        output = process.communicate(timeout=HANG_SECS)[0]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -119,7 +119,7 @@ def run_script(script: Path, arguments: list, name: Path, num_ranks: int = 1, **
         start(script, arguments, rank_environment(rank, num_ranks, port) | environment(num_ranks) | env, log)
         for rank, log in enumerate(logs)
     ]
-    finish(processes, TIMEOUT_SECS)
+    finish(processes)
     statuses = [process.exitcode for process in processes]
     said = [log.read_text(errors="replace") for log in logs]
     if any(statuses):

@@ -12,8 +12,6 @@ from tests.conftest import RunPython
 from tests.huggingface.runner import ds_json, weight_differences, weights, with_block
 from tests.huggingface.test_trainer import DEEPSPEED_SCHEDULER
 
-pytestmark = pytest.mark.timeout(900)  # several processes a test, each with a limit of its own
-
 SCRIPT = "accelerate_script.py"
 DUMMY_OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
 COMMON = {"launcher": "accelerate", "flags": {"mixed_precision": "bf16", "gradient_clipping": "1.0"}, "steps": 6}

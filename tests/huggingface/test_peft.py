@@ -9,8 +9,6 @@ import pytest
 
 from tests.huggingface.runner import clean, ds_json, weight_differences, with_block
 
-pytestmark = pytest.mark.timeout(900)  # several processes a test, each with a limit of its own
-
 SCRIPT = "lora_script.py"
 ARGUMENTS = {
     "bf16": True,

@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness.limits import HANG_SECS
 from tests.huggingface.runner import BIN, ROOT, free_port, run_command, run_script
-
-pytestmark = pytest.mark.timeout(600)  # a process a test, with a limit of its own
 
 CONFIGS = ROOT / "configs"
 SIZES = ["--hidden", 64, "--layers", 2, "--length", 32]
@@ -35,7 +34,9 @@ OWN = {
 def preset(name: str) -> dict[str, Any]:
     if name == "ms_swift":
         command, variables = ["sh", str(CONFIGS / "ms_swift_fuyou.sh")], {**os.environ, "SWIFT": "echo"}
-        said = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=True).stdout
+        said = subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=HANG_SECS, check=True
+        ).stdout
         words = said.split()[1:]  # behind "sft"
         return {key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)}
     import yaml  # of the extra huggingface, like transformers below

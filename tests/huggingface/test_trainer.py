@@ -17,8 +17,6 @@ from ds_fuyou.checkpoint.recovery import recover_checkpoint
 from ds_fuyou.errors import FuyouStateError
 from tests.huggingface.runner import clean, ds_json, launch, weight_differences, with_block
 
-pytestmark = pytest.mark.timeout(900)  # several processes a test, each with a limit of its own
-
 SCRIPT = "trainer_script.py"
 DEEPSPEED_OPTIMIZER = {
     "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},

@@ -12,6 +12,8 @@ from texts import sequences
 from told import arguments_and_model, leave, read_case
 from transformers import Trainer, TrainerCallback
 
+from tests.harness.meeting import Meeting
+
 
 class GenerateBetweenSteps(TrainerCallback):
     def __init__(self, at: list) -> None:
@@ -32,22 +34,25 @@ class GenerateBetweenSteps(TrainerCallback):
 
 
 class Killed(TrainerCallback):
-    """When the step is committed."""
+    """When all ranks have committed the step."""
 
-    def __init__(self, at: int | None) -> None:
+    def __init__(self, at: int | None, folder: str) -> None:
         self.at = at
+        self.committed = Meeting(folder, "committed")
         self.trainer = None
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.at:
             self.trainer.model_wrapped.optimizer.rank_state.core.commits.settle()
+            self.committed.arrive()
+            self.committed.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
     case = read_case()
     args, model = arguments_and_model(case)
-    killed = Killed(case.get("killed_after"))
+    killed = Killed(case.get("killed_after"), args.output_dir)
     generate = GenerateBetweenSteps(case.get("generate_after", []))
     trainer = Trainer(
         model=model,

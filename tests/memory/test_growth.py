@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port
 from tests.harness.runner import environment
 
@@ -72,7 +73,7 @@ def run(num_layers: int, swap: Path, budget_bytes: int | None = None) -> Found:
         env={**environment(0, 1, free_port()), "PYTHONPATH": os.fspath(ROOT)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG_SECS,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-4000:]

@@ -19,12 +19,10 @@ import torch
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.ops import load_core
 from ds_fuyou.optimizer.placement import state_region
+from tests.harness.limits import HANG_SECS
 from tests.harness.models import build_model, make_batch
 from tests.harness.runner import ds_config
 from tests.parity.cases import block
-
-LATE_SECS = 6.0
-"""Far longer than a step of the little model; nothing is asserted about it."""
 
 
 def make_engine(path: str, tiers: str, policy: str) -> Any:
@@ -64,19 +62,19 @@ def late_chunk(path: str, tiers: str) -> dict[str, Any]:
     core.wait_all()
     head = next(span for span in core.layout.params if span.name == "head.weight")
     chunk = core.layout.chunks_of_param[head.index][-1]
-    add_fault(core, "READ", "DELAY", chunk, delay_secs=LATE_SECS, count=1000)
+    add_fault(core, "READ", "HOLD", chunk, count=1000)
     train(engine, 3, 4)
     found: dict[str, Any] = {"step": core.pipeline.is_updated(chunk, core.generation)}
 
-    def look(name: str) -> Any:
+    def look(name: str, then: Callable[[], None] = lambda: None) -> Any:
         def hook(*_: Any) -> None:
             found.setdefault(name, core.pipeline.is_updated(chunk, core.generation))
+            then()
 
         return hook
 
-    engine.module.blocks[0].register_forward_hook(look("first block"))
+    engine.module.blocks[0].register_forward_hook(look("first block", core.io.engine.clear_faults))
     engine.module.head.register_forward_hook(look("head"))
-    core.io.engine.clear_faults()  # the pieces that wait already stay late
     train(engine, 4, 5)
     engine.destroy()
     return found
@@ -117,7 +115,7 @@ def no_commit(path: str, tiers: str) -> dict[str, Any]:
         raise OSError(errno.EROFS, "read-only file system")
 
     core.store.commit = refuse
-    return first_error(engine, lambda: refused.wait(60))
+    return first_error(engine, lambda: refused.wait(HANG_SECS))
 
 
 def short(path: str, tiers: str) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port
 from tests.harness.runner import environment
 
 ROOT = Path(__file__).parents[2]
-LIMIT_SECS = 150
 
 
 def start(name: str, swap: Path, tiers: str) -> subprocess.Popen[str]:
@@ -35,7 +35,7 @@ def start(name: str, swap: Path, tiers: str) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
     try:
-        return process.communicate(timeout=LIMIT_SECS)
+        return process.communicate(timeout=HANG_SECS)
     finally:
         process.kill()
 

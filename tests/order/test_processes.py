@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port
 from tests.harness.runner import environment
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(200)
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
@@ -25,7 +25,7 @@ def test_workers_of_data_loaders_get_no_pinned_memory_and_no_files(context: str,
         env={**environment(0, 1, free_port()), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=HANG_SECS,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

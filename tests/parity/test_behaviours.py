@@ -13,7 +13,6 @@ from tests.parity.cases import block
 LION = {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}
 ADAGRAD = {"type": "Adagrad", "params": {"lr": 1e-2}}
 UNMANAGED = {"managed_gradient_accumulation": False, "gradient_clipping": 0.5}
-
 CASES: dict[str, dict] = {
     "edited-parameters": {"edit_before": [2, 4], "look_at": [3]},
     "inference-mode": {"eval_before": [0, 2, 3], "inference_mode": True, "model": {"frozen": ["blocks.1"]}},
@@ -117,3 +116,16 @@ def test_a_parameter_without_a_gradient_is_left_alone(tmp_path: Path) -> None:
         for name, values in trained[key].items():
             is_same = bool((values == start[key][name]).all())
             assert is_same == name.startswith("blocks.1."), (key, name)
+
+
+@pytest.mark.parametrize("tiers", ["all", "none"])
+def test_a_step_may_leave_out_what_an_evaluation_in_inference_mode_used(tiers: str, tmp_path: Path) -> None:
+    """(Stock would use an old gradient, so it is not compared.)"""
+    config = ds_config()
+    config["zero_optimization"]["stage3_max_live_parameters"] = 1  # so they are freed inside, also in host memory
+    case = {"steps": 4, "eval_before": [0, 2, 3], "model": {"skip": 1, "skip_at": [2, 3]}, "config": config}
+    (tmp_path / "swap").mkdir()
+    fuyou = block(str(tmp_path / "swap"), tiers)
+    expected = run_case(with_fuyou(case, fuyou), tmp_path, "no_grad")
+    found = run_case(with_fuyou({**case, "inference_mode": True}, fuyou), tmp_path, "inference")
+    assert differences(expected, found) == []

@@ -15,7 +15,6 @@ from tests.device.parity import case_of
 from tests.harness.runner import differences, run_case, with_fuyou
 from tests.parity.cases import STOCK, block
 
-pytestmark = pytest.mark.timeout(400)
 Stock = Callable[[dict], list[dict]]
 
 TO_MEMORY_AND_BACK = {"1": 0.6, "4": 1.0, "6": 0.0}

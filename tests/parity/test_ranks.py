@@ -13,12 +13,10 @@ import pytest
 import torch
 
 from ds_fuyou.cli import main
+from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port
 from tests.harness.runner import HERE, differences, ds_config, environment, run_case, with_fuyou
 from tests.parity.cases import block
-
-LIMIT_SECS = 120
-"""Bound for both launchers to end, far above what they need; they are killed and the test fails after it."""
 
 
 def launch_nodes(case: dict, directory: Path, name: str) -> list[subprocess.CompletedProcess[str]]:
@@ -41,7 +39,7 @@ def launch_nodes(case: dict, directory: Path, name: str) -> list[subprocess.Comp
     done = []
     try:
         for process in processes:
-            output = process.communicate(timeout=LIMIT_SECS)[0]
+            output = process.communicate(timeout=HANG_SECS)[0]
             done.append(subprocess.CompletedProcess(process.args, process.returncode, output))
     finally:
         for process in processes:

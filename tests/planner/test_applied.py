@@ -96,7 +96,6 @@ def test_another_model_is_refused_but_small_differences_are_not() -> None:
             require_params(_plan(1000), found)
 
 
-@pytest.mark.timeout(300)
 def test_a_run_takes_its_placement_from_the_plan(tmp_path: Path) -> None:
     """In part as in whole, with weights of the paths; and refuses one that was made for another model."""
     case = {"steps": 3, "model": {}, "groups": "one"}

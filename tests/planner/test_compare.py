@@ -18,6 +18,7 @@ from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.cost import Workload
 from ds_fuyou.simulator.compare import COMPARED, Training, compared
 from ds_fuyou.simulator.systems import find_policy
+from tests.harness.limits import HANG_SECS
 from tests.planner.support import machine, model
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
@@ -64,7 +65,11 @@ def shown_in_browser(page: Path, folder: Path) -> dict[str, Any]:
     if os.getuid() == 0:
         flags.append("--no-sandbox")
     done = subprocess.run(
-        [_browser(), *flags, "--dump-dom", opened.as_uri()], capture_output=True, text=True, timeout=120, check=False
+        [_browser(), *flags, "--dump-dom", opened.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECS,
+        check=False,
     )
     parser = _Measured()
     parser.feed(done.stdout)
@@ -73,7 +78,6 @@ def shown_in_browser(page: Path, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.timeout(200)
 def test_the_page_of_a_plan_shows_lanes_tiers_systems_and_upgrades(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     assert main([*PLAN, "--compare", "--price", "1.5", "--out", str(page)]) == 0

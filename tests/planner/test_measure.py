@@ -72,7 +72,6 @@ def test_a_rate_that_falls_is_told() -> None:
     assert replace(FOUND, first_write=3.1e9).drift() == []
 
 
-@pytest.mark.timeout(300)
 def test_this_machine_is_measured_and_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", "gpt:4,4,256,1000", "--batch", "1", "--seq", "128", "--json"]
     assert main(["plan", "--measure", str(tmp_path), "--measure-gb", "0.0625", *arguments]) == 0

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ds_fuyou.cli import main
+from tests.harness.limits import HANG_SECS
 from tests.planner.support import PUBLISHED
 
 HEAD = "system,gpu,num_ssds,dram_gb,model,batch,tokens_per_s,tflops_8p"
@@ -204,5 +205,5 @@ def test_the_commands_import_no_torch(tmp_path: Path) -> None:
         "main(['max-model']); "
         "sys.exit(bool({'torch', 'deepspeed', 'numpy'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_SECS, check=False)
     assert done.returncode == 0, done.stderr

@@ -19,7 +19,7 @@ from tests.harness.models import TinyGPT, make_batch
 from tests.harness.runner import ds_config
 
 MODEL = {"num_layers": 3, "width": 72, "vocabulary": 500}
-USUAL, SLOW = 30e6, 12e6  # bytes a second
+USUAL, SLOW = 30e6, 5e6  # bytes a second; a loaded machine may reach less than the first, not as little as the second
 TINY = 1e-6  # seconds
 AUTO = {
     "activations": {"mode": "auto"},

@@ -13,7 +13,6 @@ from tests.harness.forked import finish, start
 from tests.harness.ports import free_port
 from tests.harness.runner import environment
 
-pytestmark = pytest.mark.timeout(300)
 SCRIPT = Path(__file__).with_name("frozen_script.py")
 BUDGET = 800_000
 
@@ -23,7 +22,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("frozen")
     env = {**environment(0, 1, free_port()), "DS_FUYOU_PROFILES": str(directory / "profiles")}
     process = start(SCRIPT, [str(directory), str(BUDGET)], env, directory / "log")
-    finish([process], 280)
+    finish([process])
     log = (directory / "log").read_text(errors="replace")
     assert process.exitcode == 0, log[-5000:]
     (line,) = [line for line in log.splitlines() if line.startswith("RESULT ")]

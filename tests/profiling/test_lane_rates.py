@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import errno
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.host.device import HostDevice
 from ds_fuyou.ops.core import load_core
+from ds_fuyou.profiling import lane_rates
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
 from ds_fuyou.storage.io import IoLane, IoSettings
 
@@ -20,19 +23,24 @@ RATE = 16 << 20
 def test_storage_is_measured_through_the_engine_it_is_given(tmp_path: Path) -> None:
     io = IoLane(IoSettings(), lambda fd: tmp_path)
     io.engine.set_throttle(RATE, 2 * RATE)
-    second = tmp_path / "second"
-    second.mkdir()
     rates = probe_storage(io, [tmp_path], 4 << 20, 256 << 10)
     assert 0 < rates.read <= 1.05 * RATE
     assert 0 < rates.write <= 1.05 * 2 * RATE
     assert 0 < rates.mixed <= 1.05 * 2 * RATE
     assert rates.cpu_secs_per_byte >= 0
-    both = probe_storage(io, [tmp_path, second], 4 << 20, 256 << 10)
-    assert both.read > rates.read, "paths are added up"
     with pytest.raises(FuyouStorageError, match="cannot measure storage"):
         probe_storage(io, [tmp_path / "none"], 4 << 20, 256 << 10)
     io.close()
-    assert list(tmp_path.iterdir()) == [second]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_paths_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    io, second, ticks = IoLane(IoSettings(), lambda fd: tmp_path), tmp_path / "second", itertools.count()
+    second.mkdir()
+    monkeypatch.setattr(lane_rates, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    one, both = (probe_storage(io, paths, 1 << 20, 256 << 10) for paths in ([tmp_path], [tmp_path, second]))
+    assert (both.read, both.write, both.mixed) == (2 * one.read, 2 * one.write, 2 * one.mixed)
+    io.close()
 
 
 def test_the_link_is_a_copy_where_the_device_is_the_host() -> None:

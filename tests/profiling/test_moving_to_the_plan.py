@@ -12,7 +12,6 @@ from tests.harness.forked import finish, start
 from tests.harness.ports import free_port
 from tests.harness.runner import environment
 
-pytestmark = pytest.mark.timeout(300)
 SCRIPT = Path(__file__).with_name("moving_script.py")
 
 
@@ -20,7 +19,7 @@ SCRIPT = Path(__file__).with_name("moving_script.py")
 def test_states_leave_memory_unless_a_run_may_be_gone_on_from(resume: str, tmp_path: Path) -> None:
     env = {**environment(0, 1, free_port()), "DS_FUYOU_PROFILES": str(tmp_path / "profiles")}
     process = start(SCRIPT, [str(tmp_path), resume], env, tmp_path / "log")
-    finish([process], 240)
+    finish([process])
     log = (tmp_path / "log").read_text(errors="replace")
     assert process.exitcode == 0, log[-5000:]
     (line,) = [line for line in log.splitlines() if line.startswith("RESULT ")]

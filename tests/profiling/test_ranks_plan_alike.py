@@ -13,7 +13,6 @@ from tests.harness.forked import finish, start
 from tests.harness.ports import free_port
 from tests.harness.runner import environment
 
-pytestmark = pytest.mark.timeout(300)
 SCRIPT = Path(__file__).with_name("ranks_script.py")
 
 
@@ -25,7 +24,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
     for rank in range(2):
         env = {**environment(rank, 2, port), "DS_FUYOU_PROFILES": str(directory / f"profiles{rank}")}
         processes.append(start(SCRIPT, [str(directory)], env, directory / f"log{rank}"))
-    finish(processes, 280)
+    finish(processes)
     logs = [(directory / f"log{rank}").read_text(errors="replace") for rank in range(2)]
     assert [process.exitcode for process in processes] == [0, 0], logs[0][-4000:] + logs[1][-4000:]
     lines = [next(line for line in log.splitlines() if line.startswith("RESULT ")) for log in logs]

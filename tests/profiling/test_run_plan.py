@@ -27,7 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str, Path]:
     for rank in range(2):
         env = {**environment(rank, 2, port), "DS_FUYOU_PROFILES": str(directory / f"profiles{rank}")}
         processes.append(start(SCRIPT, [str(directory)], env, directory / f"log{rank}"))
-    finish(processes, 280)
+    finish(processes)
     log, other = ((directory / f"log{rank}").read_text(errors="replace") for rank in range(2))
     assert [process.exitcode for process in processes] == [0, 0], log[-5000:] + other[-5000:]
     (line,) = [line for line in log.splitlines() if line.startswith("RESULT ")]

@@ -27,7 +27,6 @@ from tests.scripts.grammar import draw
 __all__ = ["differences", "main", "same"]
 
 WORKER = Path(__file__).parent / "worker.py"
-LIMIT_SECS = 120
 Wrong = list[str]
 
 
@@ -45,7 +44,7 @@ def _as_case(script: dict, block_of: Callable[[dict], dict | None], device: Any)
         if block is not None:
             spec["config"]["fuyou"] = block
         engines.append(spec)
-    return {**script, "engines": engines, "device": device, "limit_secs": LIMIT_SECS}
+    return {**script, "engines": engines, "device": device}
 
 
 def _in_memory(spec: dict) -> dict:

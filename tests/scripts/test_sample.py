@@ -14,7 +14,6 @@ from tests.scripts.soak import differences, same
 SEEDS = (7, 22)  # on the stand-in device; split masters and swapped activations
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_script_that_was_drawn_trains_as_stock_does(seed: int, tmp_path: Path) -> None:
     assert differences(draw(seed), tmp_path) == []

@@ -13,7 +13,6 @@ from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.storage.store import SlotStore
 from tests.harness.small_core import ADAMW, hypers, small_core, step
 
-pytestmark = pytest.mark.timeout(60)
 LIMITS = LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS)
 LAYOUT = build_layout([[("a.weight", "a", CUT_ELEMENTS, 0), ("b.weight", "b", CUT_ELEMENTS, 1)]], LIMITS)
 

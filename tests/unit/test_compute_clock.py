@@ -192,30 +192,32 @@ def worked(secs: float) -> None:
 
 def test_what_threads_do_themselves_is_told_without_their_waits() -> None:
     clock = DeviceClock(TimedDevice())
+    begin = time.thread_time()
     clock.enter(Phase.FORWARD)
     worked(0.02)
     with clock.within(Phase.PARAMETERS):
         time.sleep(0.2)
         worked(0.02)
     clock.enter(Phase.BACKWARD)
+    most = time.thread_time() - begin  # much less than it slept
 
     def backward() -> None:  # as autograd runs it, in a thread of its own that lives on
         with clock.within(Phase.PARAMETERS):
             worked(0.03)
         computed.set()
-        ends.wait(60)
+        ends.wait()
 
     computed, ends = threading.Event(), threading.Event()
     other = threading.Thread(target=backward)
     other.start()
-    assert computed.wait(60)
+    computed.wait()
     clock.enter(Phase.OUTSIDE)
     ends.set()
     other.join()
     worked(0.02)  # the script's own
     clock.enter(Phase.STEP)
     worked(0.02)
-    assert 0.04 <= clock.thread_secs(Phase.FORWARD) < 0.2
+    assert 0.04 <= clock.thread_secs(Phase.FORWARD) <= most
     assert clock.thread_secs(Phase.BACKWARD) >= 0.03
     assert clock.thread_secs(Phase.STEP) >= 0.02, "of an open phase what has passed"
     assert clock.thread_secs(Phase.PARAMETERS) == 0.0

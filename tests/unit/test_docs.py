@@ -17,6 +17,7 @@ import pytest
 
 from ds_fuyou.cli import first_block, main
 from ds_fuyou.cli.main import COMMANDS as CLI
+from tests.harness.limits import HANG_SECS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
@@ -146,7 +147,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("furo", reason="the extra docs is not installed")
     options = ["-q", "--fail-on-warning", "--keep-going", "-d", str(tmp_path / "trees"), "-c", str(ROOT / "docs")]
     command = [sys.executable, "-m", "sphinx", *options, str(ROOT), str(tmp_path / "site")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECS, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site/docs/quickstart.html").is_file()
     assert (tmp_path / "site/searchindex.js").is_file()

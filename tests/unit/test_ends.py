@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from ds_fuyou.cli import main
+from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port
 from tests.harness.runner import HERE, environment
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def ended(path: Path, end: str) -> tuple[int, str]:
@@ -26,7 +25,7 @@ def ended(path: Path, end: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=HANG_SECS,
         check=False,
     )
     return done.returncode, done.stdout

@@ -60,7 +60,7 @@ def mount(kind: str, root: Path) -> Path:
 @pytest.fixture(params=available())
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Path]]:
     if request.param == "tmpfs":
-        target = Path("/dev/shm") / f"fuyou-test-{os.getpid()}"
+        target = Path("/dev/shm") / f"slots-test-{os.getpid()}"  # not like what a run must not leave there
         target.mkdir()
         yield "tmpfs", target
         shutil.rmtree(target)

@@ -11,6 +11,7 @@ import pytest
 
 from ds_fuyou.host import memory
 from ds_fuyou.host.memory import HeapGuard
+from tests.harness.limits import HANG_SECS
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +53,7 @@ for round in range(3):
 
 def test_holes_are_given_back_each_time_they_come() -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECS, check=False
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     rounds = [tuple(map(int, line.split()[1:])) for line in ran.stdout.splitlines() if line.startswith("ROUND")]

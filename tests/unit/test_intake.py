@@ -15,6 +15,7 @@ from ds_fuyou.optimizer.gradients import DramGradients
 from ds_fuyou.optimizer.intake import GradientIntake
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.optimizer.window import Window
+from tests.harness.limits import HANG_SECS
 
 LAYOUT = build_layout(
     [
@@ -27,7 +28,6 @@ LAYOUT = build_layout(
     LayoutLimits(max_elements=2 * CUT_ELEMENTS, min_elements=CUT_ELEMENTS),
 )
 A, B, C = LAYOUT.params
-LIMIT_SECS = 30.0
 
 
 class Late:
@@ -43,7 +43,7 @@ class Late:
 
     def synchronize(self) -> None:
         self.num_waits += not self.passed.is_set()
-        if not self.passed.wait(LIMIT_SECS):
+        if not self.passed.wait(HANG_SECS):
             raise TimeoutError("nobody let the event pass")
         if self.error is not None:
             raise self.error

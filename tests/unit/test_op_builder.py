@@ -16,6 +16,7 @@ import pytest
 from ds_fuyou.errors import FuyouBuildError
 from ds_fuyou.ops.core import builder_module
 from tests.conftest import RunPython
+from tests.harness.limits import HANG_SECS
 
 fuyou_core = builder_module()
 build_cache = __import__("ds_fuyou.op_builder.build_cache", fromlist=["build_cached"])
@@ -168,11 +169,12 @@ def start_build(csrc: Path) -> subprocess.Popen[str]:
     )
 
 
-def wait_for_file(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not appear"
+def wait_for_line(path: Path, writer: subprocess.Popen[str]) -> str:
+    """In a file that another process makes."""
+    while not (path.exists() and path.read_text().endswith("\n")):
+        assert writer.poll() is None, writer.communicate()[0]
         time.sleep(0.01)
+    return path.read_text()
 
 
 def is_running(pid: int) -> bool:
@@ -201,24 +203,24 @@ def test_one_rank_builds_and_the_others_say_what_they_wait_for(
 ) -> None:
     started, leave = slow_compiler(tmp_path, monkeypatch)
     first = start_build(csrc)
-    wait_for_file(started)
+    wait_for_line(started, first)
     second = start_build(csrc)
     assert second.stdout is not None
     said = second.stdout.readline()
     leave.touch()
     assert f"waits for the C++ core to be built in {tmp_path / 'cache'} by process {first.pid}" in said
     for process in (first, second):
-        process.communicate(timeout=60)
+        process.communicate(timeout=HANG_SECS)
         assert process.returncode == 0
 
 
 def test_a_killed_build_leaves_nothing_in_the_way(csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started, leave = slow_compiler(tmp_path, monkeypatch)
     killed = start_build(csrc)
-    wait_for_file(started)
+    compiler = int(wait_for_line(started, killed))
     killed.kill()
-    os.kill(int(started.read_text()), signal.SIGKILL)
-    killed.communicate(timeout=60)
+    os.kill(compiler, signal.SIGKILL)
+    killed.communicate(timeout=HANG_SECS)
     cache = tmp_path / "cache"
     assert list(cache.glob(".build-*"))
     leave.touch()
@@ -247,10 +249,14 @@ def test_old_builds_and_what_killed_ones_left_go(csrc: Path, monkeypatch: pytest
 def test_an_interrupt_ends_the_compilers(csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started, _ = slow_compiler(tmp_path, monkeypatch)
     interrupted = start_build(csrc)
-    wait_for_file(started)
+    compiler = int(wait_for_line(started, interrupted))
+    assert interrupted.stdout is not None
+    said = ""
+    while "building the ds_fuyou core" not in said:
+        said += interrupted.stdout.read(1)
     interrupted.send_signal(signal.SIGINT)
-    interrupted.communicate(timeout=60)
-    assert not is_running(int(started.read_text()))
+    interrupted.communicate(timeout=HANG_SECS)
+    assert not is_running(compiler)
     assert not list((tmp_path / "cache").glob(".build-*"))
 
 

@@ -20,8 +20,6 @@ from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.optimizer.param_access import PublishedSpan
 from tests.harness.small_core import backward, hypers, small_core, step
 
-pytestmark = pytest.mark.timeout(60)
-
 LAYOUT = build_layout(  # parameters over several chunks, chunks of several parameters, pages that are shared
     [[("a", "a", 5 * CUT_ELEMENTS + 100, 1), ("b", "b", 33, 2), ("c", "c", 2 * CUT_ELEMENTS, 3)], [("d", "d", 77, 0)]],
     LayoutLimits(max_elements=2 * CUT_ELEMENTS, min_elements=CUT_ELEMENTS),
@@ -30,12 +28,14 @@ LAYOUT = build_layout(  # parameters over several chunks, chunks of several para
 
 @contextmanager
 def no_commit(core: OutOfCoreOptimizer) -> Iterator[None]:
-    """Inside no record is written, so updates of the step after the next one are computed and not written."""
+    """Inside no record is written, so of two steps that are made there the second one's updates are not written. A step
+    that was made before may be committed by then.
+    """
     store: Any = core.store
     commit, may_commit = store.commit, threading.Event()
 
     def late(*args: Any, **named: Any) -> None:
-        may_commit.wait(30)
+        may_commit.wait()
         commit(*args, **named)
 
     store.commit = late
@@ -65,7 +65,7 @@ def test_p16_is_read_before_it_is_written(params_in_memory: float, tmp_path: Pat
         sources = [PublishedSpan(core, span) for span in LAYOUT.params]
         sources = [source for source in sources if source.num_bytes]
         assert sources
-        with no_commit(core):  # of the first step either: a record that is written by then holds nothing up
+        with no_commit(core):
             step(core, 1)
             apply(core, 2)
             for source in sources:
@@ -86,8 +86,8 @@ def test_whoever_needs_the_place_waits_for_the_write(tmp_path: Path) -> None:
     with small_core(tmp_path, LAYOUT, residency=(0.0, 0.0, 1.0)) as core:
         span = LAYOUT.params[0]
         source = PublishedSpan(core, span)
-        step(core, 1)
         with no_commit(core):
+            step(core, 1)
             apply(core, 2)
             source.wait()
             assert not any(core.pipeline.is_published(chunk, 2) for chunk in LAYOUT.chunks_of_param[span.index])
@@ -103,8 +103,8 @@ def test_what_could_not_be_written_is_not_read_from_its_old_place(tmp_path: Path
     assert len(layout.chunks) == 1
     with small_core(tmp_path, layout, residency=(0.0, 0.0, 1.0)) as core:
         source = PublishedSpan(core, layout.params[0])
-        step(core, 1)
         with no_commit(core):
+            step(core, 1)
             apply(core, 2)
             source.wait()
             core.io.engine.add_fault(core_types.IoKind.WRITE, core_types.IoFaultEffect.ERROR, error=5, count=1000)

@@ -26,7 +26,7 @@ def killed_run(tmp_path: Path, share: float = 0.0, slots: int = 2, end: str = "l
         path.mkdir()
     log = tmp_path / "log"
     process = start(HERE / "killed_run.py", [*map(str, paths), str(share), str(slots), end], environment(0, 1, 0), log)
-    finish([process], 120)
+    finish([process])
     assert process.exitcode == -9, log.read_text()[-3000:]
     return [path / "ds_fuyou" / "run-rank0" for path in paths]
 

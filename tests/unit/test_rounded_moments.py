@@ -29,7 +29,6 @@ from ds_fuyou.storage.store import RunIdentity, SlotStore
 from tests.harness.moments import BLOCK, codes, numbers, published_numbers, rounded
 from tests.harness.small_core import ADAMW, Disk, backward, hypers, options_of, small_core, step
 
-pytestmark = pytest.mark.timeout(120)
 IN_MEMORY, STORED, MIXED, RESIDENT = (1.0, 0.0, 1.0), (0.0, 0.0, 1.0), (0.5, 0.4, 0.5), (1.0, 1.0, 0.0)
 LION = OptimizerKind("lion", ("exp_avg",))
 ROUNDED, MASTERS = (BF16, INT8), (WHOLE, SPLIT)

@@ -14,7 +14,6 @@ from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.optimizer.residency import ChunkResidency
 from tests.harness.small_core import apply, backward, everything, hypers, small_core
 
-pytestmark = pytest.mark.timeout(120)
 LAYOUT = build_layout(
     [[(name, name, 3 * CUT_ELEMENTS, place) for place, name in enumerate("abcd", 1)], [("e", "e", 77, 0)]],
     LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS),

@@ -13,6 +13,7 @@ import pytest
 
 from ds_fuyou.cli import clean, main
 from ds_fuyou.storage.shared_memory import SHARED_MEMORY, find_buffers, remove_buffer
+from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port
 from tests.harness.runner import ds_config, run_case, with_fuyou
 
@@ -41,7 +42,7 @@ def holder(buffer: Path) -> Iterator[subprocess.Popen[str]]:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     yield process
-    process.communicate(timeout=60)
+    process.communicate(timeout=HANG_SECS)
 
 
 def test_what_nobody_uses_is_found_and_removed(buffer: Path, tmp_path: Path) -> None:
@@ -57,7 +58,7 @@ def test_what_a_process_maps_stays(buffer: Path, holder: subprocess.Popen[str], 
     assert found.in_use
     assert not remove_buffer(found)
     assert buffer.exists()
-    holder.communicate(timeout=60)
+    holder.communicate(timeout=HANG_SECS)
     assert not find_buffers(tmp_path)[0].in_use
 
 

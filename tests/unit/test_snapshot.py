@@ -91,7 +91,7 @@ def test_steps_do_not_change_what_is_taken(
         may_go.release(len(LAYOUT.chunks))
         for seed in range(3):
             apply(core, 11 + seed)  # waits for updates, which wait for the copier
-        copier.join(60)
+        copier.join()
         assert same(copier.found, expected)
         core.wait_all()
         changed = states_of(core)
@@ -223,7 +223,7 @@ def test_a_snapshot_of_updates_in_flight(tmp_path: Path) -> None:
         snapshot = core.snapshot()
         copier = Copier(snapshot, lambda: None)
         core.pipeline.set_committed(1)
-        copier.join(60)
+        copier.join()
         core.wait_all()
         assert same(copier.found, states_of(core))
 
@@ -250,7 +250,7 @@ def test_states_are_replaced_when_they_were_taken(tmp_path: Path) -> None:
         copier = Copier(snapshot, lambda: None)
         for chunk in LAYOUT.chunks:
             core.states.write(chunk.index, [torch.full((chunk.numel,), 3.0)] * 3)
-        copier.join(60)
+        copier.join()
         assert same(copier.found, expected)
         assert float(core.states.read(0)[0][0]) == 3.0
 
@@ -267,7 +267,7 @@ def test_a_byte_that_changed_is_not_taken(
         snapshot = core.snapshot()
         if is_read_by_an_update:
             apply(core, 1)
-            assert core.pipeline.wait_durable(1, 30.0)
+            core.wait_all()
         disk.flip(40)
         with pytest.raises(FuyouChecksumError, match=f"the state of chunk {index}"):
             taken(snapshot)

@@ -22,7 +22,6 @@ from ds_fuyou.state_layout import BF16, FP32, INT8, SPLIT, WHOLE, layout_of, mas
 from ds_fuyou.storage.store import RunIdentity, SlotStore
 from tests.harness.small_core import ADAMW, Disk, backward, hypers, options_of, small_core, step, values
 
-pytestmark = pytest.mark.timeout(120)
 LAYOUT = build_layout(
     [[("a", "x", 3 * CUT_ELEMENTS, 0), ("b", "x", 2 * CUT_ELEMENTS, 1), ("c", "y", 2 * CUT_ELEMENTS + 77, 2)]],
     LayoutLimits(max_elements=4 * CUT_ELEMENTS, min_elements=2 * CUT_ELEMENTS),

@@ -22,6 +22,7 @@ from ds_fuyou.storage.cleanup import StateDirectory, find_state, remove_state, s
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.storage.records import MANIFEST_NAME, read_record, write_record
 from ds_fuyou.storage.store import RegionSpec, SlotStore
+from tests.harness.limits import HANG_SECS
 from tests.unit.storage_support import PAGE, all_files, identity
 
 REGIONS = [RegionSpec("r", 64 * PAGE, 2)]
@@ -33,7 +34,7 @@ store = SlotStore.create([Path(p) for p in sys.argv[2:]], [RegionSpec("r", 4096 
                          RunIdentity("model", 0, 1, sys.argv[1]))
 store.commit(1, {"r": 0}, {})
 print("ready", flush=True)
-time.sleep(100)
+time.sleep(3600)
 """
 
 
@@ -48,7 +49,7 @@ def start_holder(run_id: str, *paths: Path) -> subprocess.Popen[str]:
 
 def end(holder: subprocess.Popen[str], number: int = signal.SIGKILL) -> None:
     holder.send_signal(number)
-    holder.communicate(timeout=60)
+    holder.communicate(timeout=HANG_SECS)
 
 
 @pytest.fixture
@@ -123,8 +124,8 @@ def test_of_dead_runs_that_of_the_same_model_is_removed_unless_it_was_kept(
 def test_kept_state_is_told_apart_and_paths_are_quoted(tmp_path: Path, told: Callable[[], str]) -> None:
     path = tmp_path / "my disk"
     path.mkdir()
-    code = HOLD.replace("sys.argv[1])", "sys.argv[1]), keep=True").replace("time.sleep(100)", "")
-    subprocess.run([sys.executable, "-c", code, "kept", str(path)], check=True, timeout=60, capture_output=True)
+    code = HOLD.replace("sys.argv[1])", "sys.argv[1]), keep=True").replace("time.sleep(3600)", "")
+    subprocess.run([sys.executable, "-c", code, "kept", str(path)], check=True, timeout=HANG_SECS, capture_output=True)
     settle_stale([path, tmp_path / "missing"], get_logger())
     assert "kept by kept (rank 0" in told()
     assert f"fuyou clean '{path}'" in told()

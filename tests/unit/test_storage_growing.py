@@ -15,7 +15,6 @@ from ds_fuyou.storage import growing
 from ds_fuyou.storage.layout import UNIT_BYTES
 from ds_fuyou.storage.store import RegionSpec, RunIdentity, SlotStore
 
-pytestmark = pytest.mark.timeout(60)
 PAGE = 4096
 IDENTITY = RunIdentity("model", 0, 1, "run")
 FIRST = [RegionSpec("a", 3 * UNIT_BYTES, 2), RegionSpec("b", 5 * PAGE, 1)]

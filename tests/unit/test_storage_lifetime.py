@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ds_fuyou.storage import lifetime
+from tests.harness.limits import HANG_SECS
 from tests.unit.storage_support import all_files
 
 MAKE = """
@@ -30,7 +31,7 @@ def committed(run_id="run", **options):
     return store
 def ready():
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 """
 DATA = [
     "ds_fuyou",
@@ -51,7 +52,7 @@ def run(code: str, path: Path, number: int | None = None) -> subprocess.Complete
     if number is not None and process.stdout is not None:
         first = process.stdout.readline()
         process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG_SECS)
     return subprocess.CompletedProcess([], process.returncode, first + out, err)
 
 
@@ -268,7 +269,7 @@ def test_a_signal_in_the_middle_of_creating_leaves_nothing(tmp_path: Path) -> No
 from ds_fuyou.storage import data_file
 def fallocate(*_):
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(60)
+    time.sleep(3600)
 data_file.allocate_blocks = fallocate
 make()
 """
@@ -318,15 +319,15 @@ child = os.fork()
 if child == 0:
     print(os.getpid(), flush=True)
     os.close(1); os.close(2)
-    time.sleep(60)
+    time.sleep(3600)
     os._exit(0)
-time.sleep(60)
+time.sleep(3600)
 """
     process = subprocess.Popen([sys.executable, "-c", MAKE + code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     child = int(process.stdout.readline())
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=HANG_SECS)
     (state,) = find_state(tmp_path)
     alive = Path(f"/proc/{child}").exists()
     os.kill(child, signal.SIGKILL)

@@ -16,7 +16,6 @@ from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.storage.store import SlotStore
 from tests.harness.small_core import ADAMW, Disk, backward, hypers, options_of, small_core, step
 
-pytestmark = pytest.mark.timeout(60)
 LAYOUT = build_layout(
     [[("a", "x", 3 * CUT_ELEMENTS, 0), ("b", "x", 2 * CUT_ELEMENTS, 1), ("c", "y", 2 * CUT_ELEMENTS + 77, 2)]],
     LayoutLimits(max_elements=8 * CUT_ELEMENTS, min_elements=2 * CUT_ELEMENTS),

@@ -16,7 +16,6 @@ from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from tests.harness.small_core import small_core, step
 
-pytestmark = pytest.mark.timeout(60)
 LAYOUT = build_layout(
     [[(name, name, CUT_ELEMENTS, place) for place, name in enumerate("abc")]],
     LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS),

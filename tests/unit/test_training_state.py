@@ -20,8 +20,6 @@ from ds_fuyou.checkpoint.training_record import TrainingRecord, from_bytes, raw,
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.zero.training_state import TrainingState
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Model(torch.nn.Module):
     """Of large and small persistent buffers, and one that is not persistent."""

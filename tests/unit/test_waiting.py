@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,49 +16,51 @@ import pytest
 from ds_fuyou.host import waiting
 from ds_fuyou.host.memory import aligned_tensor
 from ds_fuyou.ops.core import load_core
-from ds_fuyou.storage.io import IoLane, IoSettings
+from ds_fuyou.storage.io import IoLane, IoSettings, Transfer
 from ds_fuyou.storage.store import Extent
+from tests.harness.waits import interrupted_in
 
 NUM_BYTES = 1 << 16
 
 
 @pytest.fixture
 def stalled(tmp_path: Path) -> Iterator[tuple[IoLane, list[Extent]]]:
-    """A lane whose reads take as long as a test may, and a file."""
+    """A lane whose reads end when its faults are cleared, and a file."""
     (tmp_path / "file").write_bytes(b"\x01" * NUM_BYTES)
     fd = os.open(tmp_path / "file", os.O_RDWR)
     lane = IoLane(IoSettings(engine="threads"), lambda _: tmp_path / "file")
-    kind = load_core()
-    lane.engine.add_fault(kind.IoKind.READ, kind.IoFaultEffect.DELAY, delay_secs=2.0)
+    engine, kind = lane.engine, load_core()
+    engine.add_fault(kind.IoKind.READ, kind.IoFaultEffect.HOLD, count=1 << 40)
     yield lane, [Extent(fd, 0, NUM_BYTES)]
+    engine.clear_faults()
     lane.close()
     os.close(fd)
-
-
-def interrupt_soon() -> threading.Timer:
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    return timer
 
 
 def test_ctrl_c_ends_a_wait_for_storage_that_stalls(stalled: tuple[IoLane, list[Extent]]) -> None:
     lane, extents = stalled
     transfer = lane.read(extents, aligned_tensor(NUM_BYTES), "a read that stalls")
-    timer = interrupt_soon()
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_in(waiting.wait_reporting, Transfer.wait), pytest.raises(KeyboardInterrupt):
         transfer.wait()
-    timer.join()
-    assert not transfer.done()  # it was not the end of the read that ended the wait
+    assert not transfer.done()
+    lane.engine.clear_faults()
     transfer.wait()
 
 
 def test_closing_the_engine_is_not_cut_short(stalled: tuple[IoLane, list[Extent]]) -> None:
     lane, extents = stalled
     transfer = lane.read(extents, aligned_tensor(NUM_BYTES), "a read that stalls")
-    timer = interrupt_soon()
-    with pytest.raises(KeyboardInterrupt):
+    seen: list[bool] = []
+    goes_on = threading.Thread(target=lane.engine.clear_faults)
+
+    def go_on_later() -> None:
+        seen.append(transfer.done())
+        goes_on.start()
+
+    with interrupted_in(waiting.wait_reporting, IoLane.close, then=go_on_later), pytest.raises(KeyboardInterrupt):
         lane.close()
-    timer.join()
+    goes_on.join()
+    assert seen == [False]
     assert transfer.done()
 
 
@@ -67,18 +69,18 @@ def test_a_signal_while_a_transfer_is_dropped_is_not_lost(stalled: tuple[IoLane,
     lane, extents = stalled
     memory = aligned_tensor(NUM_BYTES)
     transfer = lane.read(extents, memory, "a read that nobody waits for")
-    timer = interrupt_soon()
 
     def drop_and_go_on() -> None:
         nonlocal transfer
         del transfer
-        for _ in range(100):
+        while True:
             time.sleep(0.01)
 
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_in(waiting.wait_reporting, Transfer.__del__) as met, pytest.raises(KeyboardInterrupt):
         drop_and_go_on()
-    timer.join()
+    assert met.num_met == 2, "in the drop, where it could not be raised, and behind it"
     assert lane.engine.num_in_flight == 1
+    lane.engine.clear_faults()
     lane.close()
     assert memory.all()
 
@@ -86,7 +88,8 @@ def test_a_signal_while_a_transfer_is_dropped_is_not_lost(stalled: tuple[IoLane,
 @pytest.mark.parametrize("wait", [waiting.wait_reporting, waiting.wait_through])
 def test_what_lasts_is_said_again_and_again(wait: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(waiting, "REPORT_SECS", 0.0)
+    ticks = itertools.count()
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(perf_counter=lambda: 31.0 * next(ticks)))
     monkeypatch.setattr(waiting, "logger", SimpleNamespace(warning=lambda text, *values: told.append(text % values)))
     answers = [False, False, True]
     asked: list[float] = []
@@ -96,5 +99,5 @@ def test_what_lasts_is_said_again_and_again(wait: Callable[..., object], monkeyp
         return answers.pop(0)
 
     wait(is_over, lambda: "chunk 7")
-    assert told == ["still waiting for chunk 7 (0 s)"] * 2
+    assert told == ["still waiting for chunk 7 (31 s)", "still waiting for chunk 7 (62 s)"]
     assert max(asked) <= 0.5  # a signal is handled between two of them

@@ -190,7 +190,8 @@ void bind_io(py::module_& m)
     py::enum_<IoFault::Effect>(m, "IoFaultEffect")
         .value("ERROR", IoFault::Effect::kError)
         .value("SHORT", IoFault::Effect::kShort)
-        .value("DELAY", IoFault::Effect::kDelay);
+        .value("DELAY", IoFault::Effect::kDelay)
+        .value("HOLD", IoFault::Effect::kHold);
     py::class_<IoOutcome>(m, "IoOutcome")
         .def_readonly("error", &IoOutcome::error)
         .def_readonly("fd", &IoOutcome::fd)

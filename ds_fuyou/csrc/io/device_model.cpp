@@ -70,6 +70,7 @@ PieceFate DeviceModel::admit(IoKind kind, const IoExtent& extent, IoClock::time_
         *not_before = free_at_;
     }
     PieceFate fate;
+    bool is_held = false;
     for (Rule& rule : rules_) {
         const IoFault& fault = rule.fault;
         if (!matches(fault, kind, extent)) {
@@ -89,8 +90,12 @@ PieceFate DeviceModel::admit(IoKind kind, const IoExtent& extent, IoClock::time_
             case IoFault::Effect::kDelay:
                 *not_before += to_duration(fault.delay_secs);
                 break;
+            case IoFault::Effect::kHold:
+                is_held = true;
+                break;
         }
     }
+    if (is_held) *not_before = kHeld;
     return fate;
 }
 

@@ -22,6 +22,9 @@ struct PieceFate {
 
 class DeviceModel {
   public:
+    // When a piece may start that is held back until clear_faults().
+    static constexpr IoClock::time_point kHeld = IoClock::time_point::max();
+
     // Throws std::invalid_argument unless both are finite and >= 0.
     void set_throttle(double read_bytes_per_sec, double write_bytes_per_sec);
     void add_fault(const IoFault& fault);

@@ -100,6 +100,7 @@ void IoEngine::add_fault(const IoFault& fault)
 void IoEngine::clear_faults()
 {
     impl_->queue.clear_faults();
+    impl_->backend->wake();
 }
 
 IoLaneStats IoEngine::stats(IoKind kind) const

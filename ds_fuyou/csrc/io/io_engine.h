@@ -75,10 +75,10 @@ struct IoLaneStats {
 // A rule of the fault seam (tests and storage simulation only). It applies to pieces of `kind`
 // whose index among the matching pieces lies in [first, first + count), and there to the first
 // transfer: kError replaces it by an error (EINTR and EAGAIN are retried like real ones), kShort
-// cuts it to about half, kDelay starts it later.
+// cuts it to about half, kDelay starts it later, kHold when clear_faults() is called.
 struct IoFault {
     IoKind kind = IoKind::kRead;
-    enum class Effect { kError, kShort, kDelay } effect = Effect::kError;
+    enum class Effect { kError, kShort, kDelay, kHold } effect = Effect::kError;
     int error = 5;            // EIO, for kError
     double delay_secs = 0.0;  // for kDelay
     std::uint64_t first = 0;
@@ -130,7 +130,7 @@ class IoEngine {
     // add up on one time line. 0 = unlimited (test and simulation seam).
     void set_throttle(double read_bytes_per_sec, double write_bytes_per_sec);
     void add_fault(const IoFault& fault);
-    void clear_faults();
+    void clear_faults();  // and what kHold holds back goes on
 
     IoLaneStats stats(IoKind kind) const;
     IoBackend backend() const;            // the backend in use, never kAuto

@@ -385,6 +385,11 @@ void IoQueue::clear_faults()
 {
     std::lock_guard<std::mutex> lock(mutex_);
     device_.clear_faults();
+    const IoClock::time_point now = IoClock::now();
+    for (auto held = delayed_.lower_bound(DeviceModel::kHeld); held != delayed_.end();
+         held = delayed_.erase(held))
+        delayed_.emplace(now, held->second);
+    work_.notify_all();
 }
 
 IoLaneStats IoQueue::stats(IoKind kind) const

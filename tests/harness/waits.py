@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What comes when a thread is at a place, and not after some time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+
+__all__ = ["Interrupts", "interrupted_in", "once_in"]
+
+
+def _is_in(functions: set[object]) -> bool:
+    for frame in sys._current_frames().values():
+        missing, caller = functions.copy(), frame
+        while caller is not None and missing:
+            missing.discard(caller.f_code)
+            caller = caller.f_back
+        if not missing:
+            return True
+    return False
+
+
+@contextmanager
+def once_in(call: Callable[[], object], *functions: FunctionType) -> Iterator[None]:
+    """Another thread makes the call as soon as one is in all of these functions, which call each other; when the block
+    ends at the latest, so that nothing stays held."""
+    places, over = {function.__code__ for function in functions}, threading.Event()
+
+    def watch() -> None:
+        while not _is_in(places) and not over.wait(0.001):
+            pass
+        call()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class Interrupts:
+    """SIGINT: ``then`` is called before it is raised."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self.num_met, self._then = 0, then
+
+    def __call__(self, *_: object) -> None:
+        self.num_met += 1
+        self._then()
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def interrupted_in(*functions: FunctionType, then: Callable[[], object] = lambda: None) -> Iterator[Interrupts]:
+    """Ctrl-C comes as soon as this thread, the main one, is in all of these functions."""
+    met, is_inside = Interrupts(then), True
+
+    def interrupt() -> None:
+        if is_inside:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, met)
+    try:
+        with once_in(interrupt, *functions):
+            try:
+                yield met
+            finally:
+                is_inside = False
+    finally:
+        signal.signal(signal.SIGINT, before)
