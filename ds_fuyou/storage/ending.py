@@ -7,7 +7,8 @@ last line, or called ``sys.exit()`` with 0 or nothing. None is: an exception tha
 launcher sends it to all ranks when one has died), ``sys.exit()`` with anything else. Python tells nobody at its end
 how it came there, so three things are looked at: where the main module's outermost frame stopped (at a return, or in
 the middle), the last exception that was printed, and the last status that ``sys.exit`` was given, which is wrapped
-while a store is open. ``raise SystemExit`` without it counts as no clean end, whatever its status.
+while a store is open. ``raise SystemExit`` without it counts as no clean end, whatever its status. Nor is it one where
+a thread that the interpreter waits for has ended by an exception: it may be the one that trained. (Daemons only help.)
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class _Ending:
         self.status: object = _UNKNOWN
         self.printed: object = None
         self.original_exit = sys.exit
+        self.original_hook = threading.excepthook
         self.watches = False
 
 
@@ -46,14 +48,18 @@ def watch() -> None:
         frame = frame.f_back
     _ending.main, _ending.status, _ending.printed = frame, _UNKNOWN, _last_printed()
     _ending.original_exit, _ending.watches = sys.exit, True
-    sys.exit = _exit
+    _ending.original_hook = threading.excepthook
+    sys.exit, threading.excepthook = _exit, _thread_failed
 
 
 def forget() -> None:
-    """The last store is closed: ``sys.exit`` is as it was, unless somebody else has wrapped it since."""
+    """The last store is closed: ``sys.exit`` and the hook of threads are as they were, unless somebody else has wrapped
+    them since."""
     _ending.watches, _ending.main = False, None
     if sys.exit is _exit:
         sys.exit = _ending.original_exit
+    if threading.excepthook is _thread_failed:
+        threading.excepthook = _ending.original_hook
 
 
 def signalled(name: str) -> None:
@@ -89,8 +95,15 @@ def by_signal() -> bool:
     return is_new and main is not None and not _is_running(main)
 
 
+def _thread_failed(args: threading.ExceptHookArgs, /) -> None:
+    if args.exc_value is not None and not threading.current_thread().daemon:
+        failed(args.exc_value)
+    _ending.original_hook(args)
+
+
 def _exit(status: object = None, /) -> NoReturn:
-    _ending.status = status
+    if threading.current_thread() is threading.main_thread():  # in others it ends no process
+        _ending.status = status
     _ending.original_exit(status)  # type: ignore[arg-type]
     raise SystemExit(status)
 

@@ -8,6 +8,7 @@ checked in compat.py.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,6 +25,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch.nn import Parameter
 
 from ds_fuyou.ds_json import Activation, current_activation
+from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.host.compute_clock import Phase
 from ds_fuyou.host.device import failure_of
 from ds_fuyou.log import get_logger
@@ -201,9 +203,14 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         """The engine is built: what a resumed run was is put back, and its files are this one's."""
         state = self.rank_state
         self.training_state.attach(engine)
-        if state.store is not None and state.core.options.num_slots >= 2:  # states may leave memory later
-            state.store.describe_engine(outline_of(engine))
         resumed: Any = state.resumed
+        if state.store is not None and state.core.options.num_slots >= 2:  # states may leave memory later
+            try:
+                state.store.describe_engine(outline_of(engine))
+            except FuyouStorageError as error:
+                if resumed is None or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                logger.warning("%s: a checkpoint recovered from it will have that run's configuration", error)
         if resumed is not None and state.store is not None:
             self.training_state.put_back(engine, resumed.meta["training"])
             state.store.adopt(keep=state.activation.config.keep_state)

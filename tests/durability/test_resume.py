@@ -9,18 +9,20 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ds_fuyou.checkpoint.recovery import recover_weights
+from ds_fuyou.checkpoint.recovery import recover_checkpoint, recover_weights
 from ds_fuyou.state_layout import WHOLE, StateLayout, layout_of
 from ds_fuyou.storage.store import SlotStore
 from tests.durability.runs import kill_some, launch, run_to_end, steps_in, wait_for_step
 from tests.harness.forked import finish
 from tests.parity.cases import RANDOM_LTD
+from tests.unit.test_filesystems import can_mount, fill
 
 STEPS = 7
 RESUME = {"resume": "auto"}
@@ -360,6 +362,26 @@ def test_of_two_runs_that_fit_the_later_one_goes_on_and_the_other_is_told(tmp_pa
         assert status == -9, said[-3000:]
     assert "going on from step 2, in place" in said
     assert "cannot go on from it: its step 3 is whole, but" in said
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs root and the right to mount")
+def test_a_disk_that_others_have_filled_does_not_stop_who_goes_on(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", disk], check=True)
+    try:
+        case = {"steps": 4, "generators": "none", "block": {**RESUME, "nvme_path": str(disk)}}
+        assert end_of(tmp_path, {**case, "die": {"0": [2, "after"]}}, "first")[0] == -9
+        fill(disk)
+        status, said = end_of(tmp_path, {**case, "die": {"0": [4, "after"]}}, "second")
+        assert status == -9, said[-3000:]
+        assert "going on from step 2, in place" in said
+        assert "writing engine.json failed; what it said before stands" in said
+        (directory,) = disk.glob("ds_fuyou/*")
+        made = recover_checkpoint([directory], tmp_path / "recovered")
+        assert made.global_steps == 4
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def test_a_signal_within_a_step_leaves_the_one_before(tmp_path: Path) -> None:

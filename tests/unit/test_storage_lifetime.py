@@ -85,6 +85,7 @@ class Owner:  # as an engine, which is destroyed with its last reference
     def __del__(self):
         self.store.close()
 """
+THREAD = "; thread = threading.Thread("
 UNCLEAN = [
     ("store = committed(); raise ValueError('the script failed')", 1, "the script ended with ValueError"),
     ("store = committed(); sys.exit(3)", 3, "the script ended with status 3"),
@@ -94,6 +95,9 @@ UNCLEAN = [
     ("store = committed(); store.keep_because('the run failed'); store.close()", 0, "the run failed"),
     ("def main():\n    engine = committed()\n    sys.exit(1)\nmain()", 1, "the script ended with status 1"),
     ("thread = threading.Thread(target=committed); thread.start(); thread.join(); raise KeyError(1)", 1, "KeyError"),
+    (f"committed(){THREAD}target=lambda: {{}}[1]); thread.start(); thread.join()", 0, "the script ended with KeyError"),
+    (f"committed(){THREAD}target=sys.exit, args=(2,)); thread.start(); thread.join()", 0, "ended with SystemExit"),
+    (f"committed(){THREAD}target=sys.exit); thread.start(); thread.join(); raise SystemExit(3)", 3, "with SystemExit"),
     (f"{OWNED}def main():\n    owner = Owner()\n    sys.exit(1)\nmain()", 1, "the script ended with status 1"),
     (f"{OWNED}def main():\n    owner = Owner()\n    raise OSError\nmain()", 1, "the script ended with OSError"),
 ]
@@ -131,6 +135,8 @@ def test_committed_state_stays_after_a_signal(tmp_path: Path, number: int, statu
         "store = committed(); store.close(); raise ValueError('later')",
         f"{OWNED}def main():\n    owner = Owner()\nmain()",
         f"{OWNED}def main():\n    owner = Owner()\n    sys.exit(0)\nmain()",
+        f"committed(){THREAD}target=lambda: {{}}[1], daemon=True); thread.start(); thread.join()",
+        "hook = threading.excepthook; committed().close(); assert threading.excepthook is hook",
         "store = committed()\ntry:\n    raise ValueError\nfinally:\n    store.close()",
         "before = sys.exit; store = committed(); store.close(); sys.exit(sys.exit is not before)",
     ],
