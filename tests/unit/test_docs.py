@@ -73,6 +73,7 @@ NOT_RUN = {
     "pip install": "changes the environment that the tests run in",
     "python -m benchmarks": "minutes to hours: make bench",
     "python benchmarks": "minutes to hours: make bench",
+    "python -m tests.clients.table": "writes the page; tests/clients/test_sample.py has what it writes",
     "python -m zipfile": "CPython's",
     "mkdir -p": "the shell's",
     "source ": "the shell's",
