@@ -101,8 +101,11 @@ def main() -> int:
         losses, times, status = run(config, num_steps, kill)
         wrong += [(step, calm[step], loss) for step, loss in losses.items() if loss != calm[step]]
         seen |= losses
-        if status == 0:
+        if status == 0 and not may:
             break
+        if status == 0:
+            print("it ended before the kill came, and begins anew", flush=True)
+            continue
         num_kills += 1
         first = f"first step after {times[0] - began:.1f} s"
         print(f"kill {num_kills:2d}: steps {min(losses)} to {max(losses)}, {first}", flush=True)

@@ -107,9 +107,14 @@ def remembered(name: str, compute: Callable[[], list[str]]) -> list[str]:
 
 
 def cache_key(plan: CompilePlan) -> str:
-    """Digest of everything that decides the library's content, file contents included."""
+    """Digest of everything that decides the library's content, file contents included.
+
+    Where an environment keeps torch does not: the linker looks there, and the library names no folder. So environments
+    with the same versions share a build.
+    """
     digest = hashlib.sha256()
-    for text in (*plan.versions, plan.compiler, *plan.cxx_flags, *plan.link_flags):
+    links = [flag for flag in plan.link_flags if not flag.startswith("-L")]
+    for text in (*plan.versions, plan.compiler, *plan.cxx_flags, *links):
         digest.update(text.encode() + b"\0")
     for path in (*plan.sources, *plan.headers):
         content = Path(path).read_bytes()

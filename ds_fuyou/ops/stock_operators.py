@@ -10,12 +10,16 @@ a killed process holds nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = ["build_directory", "compile_operators", "left_locks", "operators_to_compile", "told_of_locks"]
+
+_RELEASED_SECS = 0.2  # far more than a process needs to remove what it has closed
 
 
 def build_directory() -> Path:
@@ -40,11 +44,23 @@ def left_locks(directory: Path, proc: Path = Path("/proc")) -> list[Path]:
 
     if not hasattr(cpp_extension, "FileBaton"):
         return []
-    locks = sorted(directory.glob("*/lock"))
-    if not locks:
-        return []
-    held = set(_open_files(proc))
-    return [lock for lock in locks if os.path.realpath(lock) not in held]
+    left = _not_open(directory, proc)
+    if left:  # or being released right now: closed before it is removed
+        time.sleep(_RELEASED_SECS)
+        again = _not_open(directory, proc)
+        left = {lock: made for lock, made in left.items() if again.get(lock) == made}
+    return sorted(left)
+
+
+def _not_open(directory: Path, proc: Path) -> dict[Path, tuple[int, int]]:
+    """Locks that no process has open, and which files they are: the next build makes a new one of the same name."""
+    found = {}
+    for lock in directory.glob("*/lock"):
+        with contextlib.suppress(FileNotFoundError):  # it was released meanwhile
+            made = os.stat(lock)
+            found[lock] = (made.st_ino, made.st_ctime_ns)
+    held = set(_open_files(proc)) if found else set()
+    return {lock: made for lock, made in found.items() if os.path.realpath(lock) not in held}
 
 
 def _open_files(proc: Path) -> Iterator[str]:

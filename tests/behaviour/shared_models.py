@@ -7,6 +7,8 @@ Prints one JSON line; where stock DeepSpeed is the reference the scenario has ru
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -268,6 +270,44 @@ def built_on(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
     return held
 
 
+def copied(swap: str, tiers: str | None, found: list[Any]) -> dict[str, torch.Tensor]:
+    """Deep copies and pickling at every time of a model's life, which leave the model as it is. ``found``: what they
+    gave.
+    """
+    config = config_of(swap, tiers)
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # else some stay gathered between steps
+    model = model_in({"config_dict_or_path": config})
+
+    def look() -> None:
+        made = [*copy.deepcopy(model).named_parameters(), ("alone", copy.deepcopy(model.head.weight))]
+        found.append([(name, tuple(p.shape), hasattr(p, "ds_id"), hasattr(p, "ds_tensor")) for name, p in made])
+        try:
+            found.append(len(pickle.dumps(model)))
+        except (AttributeError, TypeError) as error:
+            found.append(str(error))
+
+    look()
+    engine = engine_of(model, config)
+    for step in range(3):
+        look()
+        train(engine, step, step + 1)
+    held = states(engine)
+    engine.destroy()
+    look()
+    return held | {f"p16 {name}": value for name, value in values(model).items()}
+
+
+def copies(swap: str) -> dict[str, Any]:
+    wanted: list[Any] = []
+    stock = copied(swap, None, wanted)
+    found: dict[str, Any] = {"looks": len(wanted) == 10}
+    for tiers in OURS:
+        seen: list[Any] = []
+        found[f"{tiers}, values"] = equal(copied(swap, tiers, seen), stock)
+        found[f"{tiers}, copies"] = seen == wanted or [seen, wanted]
+    return found
+
+
 # ---- contexts that did not see the block ---------------------------------------------------------------------------
 
 
@@ -394,6 +434,7 @@ SCENARIOS: dict[str, Any] = {
     "watched": lambda swap: as_stock(watched, swap),
     "failed": lambda swap: as_stock(failed, swap),
     "interrupted": lambda swap: as_stock(interrupted, swap),
+    "copied": copies,
     "built-on": lambda swap: as_stock(built_on, swap),
     "other-inits": other_inits,
     "unlike": unlike,

@@ -23,6 +23,7 @@ SCENARIOS = (
     "failed",
     "interrupted",
     "built-on",
+    "copied",
     "other-inits",
     "budget",
 )

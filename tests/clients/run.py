@@ -20,8 +20,9 @@ import json
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.clients.cases import CASES, PROGRAMS, Case
 from tests.harness.ports import remove_shared_buffers
 from tests.huggingface.runner import ROOT, ds_json, run_script, weight_differences, with_block
 
-__all__ = ["RESULTS", "WORK", "Results", "make_models", "outcomes_of"]
+__all__ = ["RESULTS", "WORK", "Answer", "Results", "make_models", "outcomes_of", "package"]
 
 HERE = Path(__file__).parent
 WORK = ROOT / ".work" / "clients"
@@ -134,6 +135,8 @@ class Runs:
         )
         if ("is active under DeepSpeed" in said) != (kind != "stock"):
             raise AssertionError("the block was not seen" if kind != "stock" else "a block was seen in the stock run")
+        if not (out / "log.json").is_file():
+            raise AssertionError("it ended well and left no log")
         left = [str(found) for found in swap.glob("**/*") if found.is_file()]
         if left:
             raise AssertionError(f"files left behind: {left}")
@@ -148,9 +151,9 @@ def last_error(error: AssertionError) -> str:
 
 
 def cells_of(case: Case, kinds: tuple[str, ...] = tuple(TIERS)) -> list[str]:
-    """The cells that :func:`outcomes_of` gives: "1 nvme", "2 auto", "resumed" and so on."""
-    cells = [f"{num_ranks} {kind}" for num_ranks in case.ranks for kind in kinds]
-    return [*cells, "resumed"] if case.checkpoint and 1 in case.ranks and RESUMES in kinds else cells
+    """The cells that :func:`outcomes_of` gives: "1 nvme", "1 resumed", "2 auto" and so on."""
+    with_resumed = [*kinds, "resumed"] if case.checkpoint and RESUMES in kinds else [*kinds]
+    return [f"{num_ranks} {kind}" for num_ranks in case.ranks for kind in with_resumed]
 
 
 def outcomes_of(
@@ -158,25 +161,30 @@ def outcomes_of(
 ) -> Iterator[tuple[str, str]]:
     """Cell after cell and its outcome: "equal", or what happened."""
     for num_ranks in case.ranks:
-        runs = Runs(case, num_ranks, work, models)
-        resumes = "resumed" in cells_of(replace(case, ranks=(num_ranks,)), kinds)
         try:
-            stock = runs.run("stock")
+            yield from _outcomes_on(replace(case, ranks=(num_ranks,)), Runs(case, num_ranks, work, models), kinds)
+        finally:
+            remove_shared_buffers()
+
+
+def _outcomes_on(case: Case, runs: Runs, kinds: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """A run that fails is the outcome of all cells that need it."""
+    try:
+        stock = runs.run("stock")
+    except AssertionError as error:
+        failed = f"stock fails: {last_error(error)}"
+        yield from ((cell, failed) for cell in cells_of(case, kinds))
+        return
+    for kind in kinds:
+        cell, *resumes = cells_of(case, (kind,))
+        try:
+            found = differences(stock, runs.run(kind))
         except AssertionError as error:
-            failed = f"stock fails: {last_error(error)}"
-            yield from ((cell, failed) for cell in cells_of(replace(case, ranks=(num_ranks,)), kinds))
+            failed = f"fails: {last_error(error)}"
+            yield from ((each, failed) for each in (cell, *resumes))
             continue
-        for kind in kinds:
-            try:
-                ours = runs.run(kind)
-                found = differences(stock, ours)
-            except AssertionError as error:
-                yield f"{num_ranks} {kind}", f"fails: {last_error(error)}"
-                continue
-            yield f"{num_ranks} {kind}", f"differs: {found}" if found else "equal"
-            if resumes and kind == RESUMES:
-                yield "resumed", resumed(runs, case, kind)
-        remove_shared_buffers()
+        yield cell, f"differs: {found}" if found else "equal"
+        yield from ((each, resumed(runs, case, kind)) for each in resumes)
 
 
 def resumed(runs: Runs, case: Case, kind: str) -> str:
@@ -218,6 +226,16 @@ def asked_by(case: Case, versions: dict[str, str]) -> str:
     return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What happened in a cell. ``asked``: :func:`asked_by`. ``package``: :func:`package`. ``secs``: what it took."""
+
+    outcome: str
+    asked: str
+    package: str
+    secs: float
+
+
 class Results:
     """The file of a case: its cells, and by which question each was answered."""
 
@@ -226,16 +244,20 @@ class Results:
         self.versions = {name: importlib.metadata.version(name) for name in sorted(names)}
         self._asked = asked_by(case, self.versions)
         self._file = directory / f"{case.name}.json"
-        before = json.loads(self._file.read_text()) if self._file.exists() else {}
-        self.cells: dict[str, str] = before.get("cells", {})
-        self._answers: dict[str, str] = before.get("answers", {})
+        self.cells = self.read(self._file)[0] if self._file.exists() else {}
+
+    @staticmethod
+    def read(file: Path) -> tuple[dict[str, Answer], dict[str, Any]]:
+        """The cells, and of what they tell: "versions" and "date"."""
+        told = json.loads(file.read_text())
+        return {cell: Answer(**answer) for cell, answer in told.pop("cells").items()}, told
 
     def has(self, cell: str) -> bool:
-        return cell in self.cells and self._answers.get(cell) == self._asked
+        return cell in self.cells and self.cells[cell].asked == self._asked
 
-    def put(self, cell: str, outcome: str) -> None:
-        self.cells[cell], self._answers[cell] = outcome, self._asked
-        told = {"cells": self.cells, "answers": self._answers, "versions": self.versions}
+    def put(self, cell: str, outcome: str, secs: float) -> None:
+        self.cells[cell] = Answer(outcome, self._asked, package(), round(secs, 1))
+        told = {"cells": {cell: asdict(answer) for cell, answer in self.cells.items()}, "versions": self.versions}
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.write_text(json.dumps({**told, "date": f"{datetime.date.today()}"}, indent=1))
 
@@ -262,8 +284,11 @@ def main() -> None:
                 for kind in args.kinds
                 if args.again or not all(results.has(cell) for cell in cells_of(part, (kind,)))
             ]
+            begin = time.monotonic()
             for cell, outcome in outcomes_of(part, WORK / "runs", models, tuple(missing)) if missing else ():
-                results.put(cell, outcome)
+                end = time.monotonic()
+                results.put(cell, outcome, end - begin)
+                begin = end
                 sys.stdout.write(f"{case.name}, {cell}: {outcome}\n")
                 sys.stdout.flush()
 

@@ -2,21 +2,26 @@
 """Writes docs/clients.md from the outcomes that tests.clients.run left: ``make test-clients``. What has none keeps the
 row that the page has.
 
-Exits with 1 if something that runs in stock differs or fails with the block.
+Exits with 1 if something that runs in stock differs or fails with the block. A cell of another state of the package's
+sources than this one is marked: the command, run again after a change, marks what the change has made older.
 """
 
 from __future__ import annotations
 
-import json
+import re
 import sys
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from tests.clients.cases import CASES, PROGRAMS, Case
-from tests.clients.run import RESULTS
+from tests.clients.run import RESULTS, Answer, Results, cells_of, package
 from tests.huggingface.runner import ROOT
 
 TARGET = ROOT / "docs" / "clients.md"
-CELLS = ("1 nvme", "1 auto", "2 nvme", "2 auto", "resumed")
+CELLS = ("1 nvme", "1 auto", "1 resumed", "2 nvme", "2 auto", "2 resumed")
+TITLES = tuple(f"{ranks}, {what}" for ranks in ("1 rank", "2 ranks") for what in ("NVMe", "auto", "resumed"))
+OLDER = " (older)"
+_STATE = re.compile(r"package's sources\s+`(\w+)`")
 
 HEAD = """\
 # Programs that others wrote
@@ -29,11 +34,13 @@ configurations, with a tokenizer and texts of the Python manual; 4 steps.
 - **equal**: every number that the program logged (losses, norms, rewards, evaluations, what it generated) is stock's
   digit for digit, and every tensor of the final model is stock's bit for bit.
 - **NVMe**: parameters, gradients and optimizer with tier `nvme`. **auto**: all three `auto`.
-- **resumed**: a fresh process that goes on from the checkpoint of step 2 (one rank, NVMe) ends like the undisturbed
-  run, but for tokens, which TRL counts anew. "as stock": it does not, and stock's resumed run departs in the same way,
-  to the bit. (By itself stock's resumed run departs in the last bits: [design.md](design.md), "Resume".)
+- **resumed**: fresh processes that go on from the checkpoint of step 2 (NVMe) end like the undisturbed run, but for
+  tokens, which TRL counts anew. "as stock": they do not, and stock's resumed run departs in the same way, to the bit.
+  (By itself stock's resumed run departs in the last bits: [design.md](design.md), "Resume".)
 - **stock fails**: the program does not run with its own JSON either.
 - **–**: the script saves nothing to go on from. **not run**: no outcome yet.
+- **(older)**: run with earlier sources of the package than all others, which were run with the package's sources
+  `STATE`, a digest of `ds_fuyou/`. `python -m tests.clients.table` marks what is older than a checkout.
 """
 
 TAIL = """\
@@ -50,78 +57,112 @@ TAIL = """\
 """
 
 
-def _cell(outcome: str | None, tried: bool) -> str:
-    if outcome is None:
+@dataclass(frozen=True)
+class Shown:
+    """``package``: with which sources it was found out; empty if with earlier ones than the page names."""
+
+    outcome: str
+    package: str
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the file of a case says."""
+
+    cells: Mapping[str, Answer] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    date: str = ""
+
+
+def _cell(shown: Shown | None, tried: bool) -> str:
+    if shown is None:
         return "not run" if tried else "–"
-    word = outcome.partition(":")[0]
-    return f"**{word}**" if word in ("differs", "fails") else word
+    word = shown.outcome.partition(":")[0]
+    return (f"**{word}**" if word in ("differs", "fails") else word) + OLDER * (shown.package != package())
 
 
 def _tried(case: Case, cell: str) -> bool:
-    return case.checkpoint is not None if cell == "resumed" else int(cell[0]) in case.ranks
+    return cell in cells_of(case)
 
 
 def _escaped(remark: str) -> str:
     return remark.replace("|", "\\|").replace("<", "&lt;")
 
 
-def _asked(case: Case, cells: dict[str, str]) -> dict[str, str]:
+def _row(case: Case, cells: Mapping[str, Shown]) -> str:
     """A case may ask for less than it did when it ran."""
-    return {cell: outcome for cell, outcome in cells.items() if _tried(case, cell)}
-
-
-def _row(case: Case, cells: dict[str, str]) -> str:
-    cells = _asked(case, cells)
-    shown = [_cell(cells.get(cell), _tried(case, cell)) for cell in CELLS]
+    asked = {cell: shown for cell, shown in cells.items() if _tried(case, cell)}
+    columns = [_cell(asked.get(cell), _tried(case, cell)) for cell in CELLS]
     remarks = [case.remark] if case.remark else []
-    remarks += sorted({text.partition(": ")[2] for text in cells.values() if not text.startswith("equal")})
-    return f"| {case.program} | {case.shows} | {' | '.join(shown)} | {_escaped('; '.join(remarks))} |"
+    remarks += sorted({shown.outcome.partition(": ")[2] for shown in asked.values() if shown.outcome != "equal"})
+    return f"| {case.program} | {case.shows} | {' | '.join(columns)} | {_escaped('; '.join(remarks))} |"
 
 
-def _versions(results: dict[str, dict[str, Any]], before: str) -> list[str]:
+def _versions(results: Mapping[str, Told], before: str) -> list[str]:
     lines = []
     for program in PROGRAMS:
-        told = [results.get(case.name, {}) for case in CASES if case.program == program]
-        ran = [each for each in told if "versions" in each]
+        ran = [results[case.name] for case in CASES if case.program == program and case.name in results]
         kept = [line for line in before.splitlines() if line.startswith(f"- {program}: ")]
         if ran:
-            named = ", ".join(f"{name} {version}" for name, version in ran[0]["versions"].items())
-            kept = [f"- {program}: {named} ({ran[0]['date']})"]
+            named = ", ".join(f"{name} {version}" for name, version in ran[0].versions.items())
+            kept = [f"- {program}: {named} ({ran[0].date})"]
         lines += kept
     return lines
 
 
-def outcomes_of(page: str) -> dict[str, dict[str, str]]:
+def outcomes_of(page: str) -> dict[str, dict[str, Shown]]:
     """By the name of a case, what its row on the page says happened."""
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, Shown]] = {}
+    state = _STATE.search(page)
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
     for case in CASES:
         for row in rows:
             if row[:2] == [case.program, case.shows]:
                 why = row[-1].replace(_escaped(case.remark), "").strip("; ") if len(row) == len(CELLS) + 3 else ""
-                words = dict(zip(CELLS, (cell.strip("* ") for cell in row[2:]), strict=False))
-                happened = {cell: word for cell, word in words.items() if word not in ("not run", "–")}
                 why = why.replace("\\|", "|").replace("&lt;", "<")
-                found[case.name] = {c: word if word == "equal" else f"{word}: {why}" for c, word in happened.items()}
+                found[case.name] = {}
+                for cell, text in zip(CELLS, row[2:], strict=False):
+                    word = text.removesuffix(OLDER).strip("* ")
+                    package = state[1] if state and not text.endswith(OLDER) else ""
+                    if word not in ("not run", "–"):
+                        found[case.name][cell] = Shown(word if word == "equal" else f"{word}: {why}", package)
     return found
 
 
-def page(results: dict[str, dict[str, Any]], before: str = "") -> str:
+def page(results: Mapping[str, Told], before: str = "") -> str:
     """``before``: the page whose outcomes stay where ``results`` has none."""
-    kept = outcomes_of(before)
-    head = ["program", "what it does", "1 rank, NVMe", "1 rank, auto", "2 ranks, NVMe", "2 ranks, auto", "resumed"]
-    lines = [HEAD, f"| {' | '.join([*head, 'remark'])} |", "|---" * (len(head) + 1) + "|"]
-    lines += [_row(case, kept.get(case.name, {}) | results.get(case.name, {}).get("cells", {})) for case in CASES]
+    shown = outcomes_of(before)
+    for name, told in results.items():
+        now = {cell: Shown(answer.outcome, answer.package) for cell, answer in told.cells.items()}
+        shown[name] = shown.get(name, {}) | now
+    titles = ["program", "what it does", *TITLES, "remark"]
+    lines = [HEAD.replace("STATE", package()), f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines += [_row(case, shown.get(case.name, {})) for case in CASES]
     return "\n".join([*lines, "", "Versions:", "", *_versions(results, before), "", TAIL])
 
 
+def how_much(results: Mapping[str, Told]) -> str:
+    """How many cells there are, how many have an outcome of this state, and what these took."""
+    asked = sum(len(cells_of(case)) for case in CASES)
+    answers = [answer for told in results.values() for answer in told.cells.values() if answer.package == package()]
+    hours = sum(answer.secs for answer in answers) / 3600
+    return f"{len(answers)} of {asked} cells are of this state of the package, and took {hours:.1f} hours"
+
+
 def main() -> None:
-    results = {file.stem: json.loads(file.read_text()) for file in RESULTS.glob("*.json")}
+    results = {}
+    for file in RESULTS.glob("*.json"):
+        cells, told = Results.read(file)
+        results[file.stem] = Told(cells, **told)
     TARGET.write_text(page(results, TARGET.read_text()))
-    sys.stdout.write(TARGET.read_text())
-    told = {case.name: results.get(case.name, {}).get("cells", {}) for case in CASES}
-    outcomes = [outcome for case in CASES for outcome in _asked(case, told[case.name]).values()]
-    sys.exit(1 if any(outcome.startswith(("differs", "fails")) for outcome in outcomes) else 0)
+    sys.stdout.write(f"{TARGET.read_text()}\n{how_much(results)}\n")
+    bad = [
+        f"{case.name}, {cell}: {answer.outcome}"
+        for case in CASES
+        for cell, answer in (results[case.name].cells.items() if case.name in results else ())
+        if _tried(case, cell) and answer.outcome.startswith(("differs", "fails"))
+    ]
+    sys.exit("\n".join(bad) or 0)
 
 
 if __name__ == "__main__":

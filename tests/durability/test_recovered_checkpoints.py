@@ -108,7 +108,7 @@ def test_what_a_killed_recovery_leaves_is_cleaned(tmp_path: Path) -> None:
     script, out = tmp_path / "recover.py", tmp_path / "recovered"
     script.write_text(KILLED)
     process = start(script, [str(out), str(directory)], environment(0, 1, 0), tmp_path / "recover.log")
-    finish([process], 60)
+    finish([process])
     assert process.exitcode == 9, (tmp_path / "recover.log").read_text(errors="replace")
     assert [path.name for path in out.iterdir()] == [".incomplete-global_step5"]
     assert main(["clean", str(out)]) == 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.durability.runs import launch, run_to_end
 from tests.harness.forked import finish
 
@@ -25,19 +27,19 @@ def test_a_run_that_dies_before_its_first_step_leaves_its_files_once(when: str, 
     before: set[str] = set()
     for number in range(2):
         processes, _ = launch(tmp_path, case, 2, f"start{number}.")
-        finish(processes, 60)
+        finish(processes)
         found = set.union(*left_on(tmp_path).values())
         assert found
         assert not found & before, "they hold no step"
         before = found
 
     processes, _ = launch(tmp_path, {**case, "die": {"0": [2, "after"], "1": [2, "after"]}}, 2, "stepped")
-    finish(processes, 60)
+    finish(processes)
     stepped = left_on(tmp_path)
     assert all(len(names) == 2 for names in stepped.values()), "of each rank"
     other = {**case, "block": {**block, "plan": {"chunk_bytes": 16384}}}
     processes, _ = launch(tmp_path, other, 2, "other")
-    finish(processes, 60)
+    finish(processes)
     assert all(left_on(tmp_path)[disk] >= names for disk, names in stepped.items()), "with a step in them they stay"
 
 

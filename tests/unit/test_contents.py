@@ -13,7 +13,6 @@ from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage.records import well_formed
 from ds_fuyou.storage.types import CommitRecord
 
-pytestmark = pytest.mark.timeout(60)
 CONTENTS = {"params": [["weight", [4], 0, 0, 4], ["bias", [2], 0, 4, 6]], "chunks": [[0, 0, 4], [0, 4, 6]]}
 META: dict[str, Any] = {
     "optimizer_step": 3,

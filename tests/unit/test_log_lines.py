@@ -22,10 +22,10 @@ CASE = {
 
 
 def ours(output: str) -> list[str]:
-    """Lines of our own: those with our prefix, and what follows indented."""
+    """Lines of our own: those with our prefix, of whatever level, and what follows indented."""
     found, mine = [], False
     for line in output.splitlines():
-        mine = "[ds_fuyou] INFO" in line or (mine and line.startswith("  "))
+        mine = "[ds_fuyou]" in line or (mine and line.startswith("  "))
         if mine:
             found.append(line)
     return found
@@ -45,3 +45,20 @@ def test_a_short_run_says_twelve_lines_at_most(
     assert sum("plan (" in line for line in lines) == 1
     assert not any("gpu" in line.split("fuyou.gpu_budget")[0] for line in lines), "there is none"
     assert not any("NoGatherHandle" in line for line in lines)
+
+
+def test_two_ranks_say_no_more_than_one(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four steps with everything on storage, some of them clipped."""
+    monkeypatch.setenv("DS_FUYOU_LOG_LEVEL", "info")
+    monkeypatch.setenv("DS_FUYOU_PROFILES", str(tmp_path_factory.mktemp("profiles")))
+    tiers = {name: {"tier": "nvme"} for name in ("optimizer", "parameters", "gradients")}
+    case = {**CASE, "steps": 4, "world_size": 2, "config": {**CASE["config"], "gradient_clipping": 1.0}}
+    for profile in ("measured", "kept"):
+        results = run_case(with_fuyou(case, {"nvme_path": str(tmp_path), **tiers}), tmp_path / profile, "short")
+        lines = [line for result in results for line in ours(result["output"])]
+        assert len(lines) <= 12, "\n".join(lines)
+        assert sum("where every byte lives" in line for line in lines) == 1, "by one rank"
+        assert sum("plan (" in line for line in lines) == 1
+        assert not any("gpu" in line for line in lines), "there is none"

@@ -91,6 +91,21 @@ def test_key_follows_everything_that_matters(csrc: Path) -> None:
     assert len(keys) == 5
 
 
+def test_environments_with_the_same_versions_share_a_build(csrc: Path) -> None:
+    """Wherever each has torch: the library that is built names no folder."""
+    plan = builder(csrc).compile_plan()
+    folders = [flag for flag in plan.link_flags if flag.startswith("-L")]
+    assert folders
+    elsewhere = tuple(f"{flag}-of-another" if flag in folders else flag for flag in plan.link_flags)
+    there = dataclasses.replace(plan, link_flags=elsewhere, include_dirs=("/another/include", *plan.include_dirs))
+    assert build_cache.cache_key(there) == build_cache.cache_key(plan)
+    assert build_cache.cache_key(dataclasses.replace(plan, link_flags=plan.link_flags[:-1])) != build_cache.cache_key(
+        plan
+    )
+    library = builder(csrc).build().read_bytes()
+    assert not [folder for folder in folders if folder.removeprefix("-L").encode() in library]
+
+
 @pytest.mark.compat
 def test_arithmetic_flags_are_deepspeeds_own() -> None:
     from deepspeed.ops.op_builder import CPUAdamBuilder

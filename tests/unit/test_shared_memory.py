@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +17,10 @@ import pytest
 
 from ds_fuyou.cli import clean, main
 from ds_fuyou.storage.shared_memory import SHARED_MEMORY, find_buffers, remove_buffer
+from tests.harness.forked import finish, start
 from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port
-from tests.harness.runner import ds_config, run_case, with_fuyou
+from tests.harness.runner import HERE, environment
 
 HOLD = """
 import mmap, os, sys
@@ -100,17 +105,62 @@ def test_the_command_leaves_what_is_in_use(
     assert f"{buffer}: in use by a running process, left alone" in capsys.readouterr().out
 
 
-def test_what_a_run_leaves_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    monkeypatch.setattr("tests.harness.runner.free_port", lambda: port)
-    monkeypatch.setenv("LOCAL_SIZE", "1")  # as launchers say it: then DeepSpeed's collectives use shared memory
-    before = set(SHARED_MEMORY.iterdir())
-    case = {"model": {}, "steps": 2, "config": ds_config()}
-    run_case(with_fuyou(case, {"nvme_path": str(tmp_path)}), tmp_path / "run", "leaves")
-    new = set(SHARED_MEMORY.iterdir()) - before
-    left = {path.name: path for path in new if f"_{port}_" in path.name}
-    found = {item.path.name: item for item in find_buffers() if f"_{port}_" in item.path.name}
+@pytest.fixture
+def aside() -> Iterator[Path]:
+    """A folder in shared memory in which nobody else looks for buffers."""
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+        yield Path(folder)
+
+
+def files_of(port: int, pids: set[int | None]) -> set[Path]:
+    """By their names; others run beside this test. DeepSpeed's buffers name a port, everybody else's a process."""
+
+    def is_ours(name: str) -> bool:
+        if name.startswith("deepspeed_"):
+            return f"_{port}_" in name
+        return bool({str(pid) for pid in pids} & set(re.findall(r"\d+", name)))
+
+    return {path for path in SHARED_MEMORY.iterdir() if is_ours(path.name)}
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        *(["nothing"], ["exception"], ["SIGTERM"], ["SIGKILL"]),
+        *(["nothing"] * 2, ["exception"] * 2, ["SIGTERM"] * 2, ["SIGKILL", "exception"]),
+    ],
+    ids="-".join,
+)
+def test_however_ranks_end_what_they_leave_is_offered_and_goes(
+    ends: list[str],
+    tmp_path: Path,
+    aside: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    port, logs = free_port(), [tmp_path / f"log{rank}" for rank in range(len(ends))]
+    local = {"LOCAL_SIZE": str(len(ends))}  # as launchers say it: then DeepSpeed's collectives use shared memory
+    processes = [
+        start(HERE / "ended_run.py", [str(tmp_path), end], environment(rank, len(ends), port) | local, logs[rank])
+        for rank, end in enumerate(ends)
+    ]
+    finish(processes, HANG_SECS)
+    left = files_of(port, {process.pid for process in processes})
+    for log, process, end in zip(logs, processes, ends, strict=True):
+        said = log.read_text()
+        had = [line for line in said.splitlines() if line.startswith("SHARED ")]
+        assert had, said[-3000:]
+        assert f"_{port}_" in had[0], "it was used"
+        assert (process.exitcode == 0) == (end == "nothing"), said[-3000:]
+        left |= {Path(path) for path in json.loads(had[0].removeprefix("SHARED ")) if Path(path).exists()}
     assert left
-    assert found.keys() == left.keys()
-    assert not any(item.in_use for item in found.values())
-    assert not [path for path in new if "fuyou" in path.name]  # others run beside this test
+    for path in left:
+        path.rename(aside / path.name)
+    end = time.monotonic() + HANG_SECS
+    while any(buffer.in_use for buffer in find_buffers(aside)) and time.monotonic() < end:
+        time.sleep(0.01)  # somebody's ``fuyou doctor`` was looking at it
+    monkeypatch.setattr(clean, "find_buffers", lambda: find_buffers(aside))
+    assert main(["clean", "--shared-memory"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("bytes removed") == len(left), said
+    assert list(aside.iterdir()) == []

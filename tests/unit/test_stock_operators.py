@@ -38,6 +38,27 @@ def test_a_lock_that_a_process_holds_is_no_leftover(directory: Path) -> None:
     assert stock_operators.left_locks(directory) == [lock]
 
 
+@pytest.mark.usefixtures("file_locks")
+@pytest.mark.parametrize("then", ["nobody builds", "another builds"])
+def test_a_lock_that_is_being_released_is_no_leftover(
+    directory: Path, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is closed before it is removed, so nobody may have it open when it is looked at."""
+    lock, looks = directory / "cpu_adam" / "lock", []
+    lock.touch()
+
+    def released(secs: float) -> None:
+        looks.append(secs)
+        lock.unlink()
+        if then == "another builds":
+            (directory / "other").touch()  # takes the inode that is free
+            lock.touch()
+
+    monkeypatch.setattr(stock_operators.time, "sleep", released)
+    assert stock_operators.left_locks(directory) == []
+    assert len(looks) == 1
+
+
 def test_a_file_that_the_kernel_locked_is_no_lock(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of newer versions of torch, which leave it after every build."""
     from torch.utils import cpp_extension
