@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from ds_fuyou.checkpoint.contents import check_resumable
 from ds_fuyou.checkpoint.recovery import recover_weights
 from ds_fuyou.cli.ds_config import read_ds_config
 from ds_fuyou.ds_json import load_activation
@@ -197,7 +198,7 @@ class StateFiles:
                 "state_sums": "",
                 "edition": 0,
                 "training": None,
-                "clock": [],
+                "clock": [[step, [[0.9, 0.999]]]],
                 "missed_steps": {},
             }
             store.commit(step, {region.name: step % 2 for region in regions}, {**meta, "without_moments": []})
@@ -217,7 +218,7 @@ class StateFiles:
                 (self.directory / name).write_bytes(data)
 
     def targets(self) -> Iterator[Target]:
-        readers = (self.inspect, self.open, self.recover)
+        readers = (self.inspect, self.open, self.resume, self.recover)
         for name in (records.MANIFEST_NAME, records.COMMIT_NAME, records.CONTENTS_NAME):
             body = self.good[name].partition(b"\n")[2]
             good = self.manifest if name == records.MANIFEST_NAME else json.loads(body)
@@ -236,6 +237,7 @@ class StateFiles:
 
     def inspect(self) -> None:
         cleanup.find_state(self.path)
+        cleanup.lost_state([self.path])
         read_directory_manifest(self.directory)
 
     def open(self) -> None:
@@ -246,6 +248,16 @@ class StateFiles:
                 for name, slot in commit.slots.items():
                     if name in store.regions:
                         store.extents(name, slot)
+        finally:
+            store.close(remove=False)
+
+    def resume(self) -> None:
+        store = SlotStore.open([self.directory], None)
+        try:
+            contents = store.contents()
+            with records.well_formed(self.directory / records.COMMIT_NAME):
+                for commit in store.commits():
+                    check_resumable(commit, contents)
         finally:
             store.close(remove=False)
 
