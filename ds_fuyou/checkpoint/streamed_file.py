@@ -177,17 +177,20 @@ class _Hole:
 class _Outlet:
     """A file open for writing: whole pages from aligned memory pass the page cache by, where the filesystem can. (As
     much as a model through the page cache would push out what others have there, and take processor time.)
+
+    ``direct``: whether that is tried. The try reads a page past the cache, and waits until what the cache has of it is
+    on storage: behind all that training writes.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, direct: bool = True) -> None:
         self._path = path
         self._asked: queue.SimpleQueue[tuple[memoryview, int, bool] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         # No executor: the end of the interpreter closes those before what is in flight is finished.
         self._thread = threading.Thread(target=self._run, name=threading.current_thread().name, daemon=True)
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        if enable_direct(self._direct):
+        self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC) if direct else -1
+        if direct and enable_direct(self._direct):
             os.close(self._direct)
             self._direct = -1
         self._thread.start()
@@ -345,14 +348,19 @@ def lay_out(tree: Any, path: Path, stand_ins: StandIns) -> StreamedFile:
         return StreamedFile(path, {}, [], {})
     holes = _holes(path)
     hole_of = {storage._cdata: holes[number] for number, storage in storages.items()}
-    with contextlib.closing(_Outlet(path)) as file:
+    there = [storage for storage in storages.values() if not stand_ins.owns(storage)]
+    with contextlib.closing(_Outlet(path, direct=any(map(_has_pages, there)))) as file:
         _claim(file.fd, path)
-        for storage in storages.values():
-            if not stand_ins.owns(storage):
-                whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.cpu())
-                hole_of[storage._cdata].write(file, 0, whole)
+        for storage in there:
+            whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.cpu())
+            hole_of[storage._cdata].write(file, 0, whole)
     sources = stand_ins.sources(lambda tensor: tensor.untyped_storage()._cdata in hole_of)
     return StreamedFile(path, holes, sources, hole_of)
+
+
+def _has_pages(storage: torch.UntypedStorage) -> bool:
+    """Whether any of it would pass the page cache by."""
+    return storage.device.type != "cpu" or (storage.nbytes() >= PAGE_BYTES and storage.data_ptr() % PAGE_BYTES == 0)
 
 
 def _claim(fd: int, path: Path) -> None:

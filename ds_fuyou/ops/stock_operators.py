@@ -6,19 +6,25 @@ DeepSpeed has torch compile its operators on first use, without a word, and torc
 builds leaves it, and every later start waits for it without end. While it builds, a process has the file open: that is
 how a lock that somebody holds is told from one that is left. Newer ones have the kernel lock the file, which stays, and
 a killed process holds nothing.
+
+Every start takes the lock, for a part of a second, to see that there is nothing to build. So a run that is killed while
+it begins may leave one beside an operator that is whole: that one is removed by the next start. One of an operator that
+is not there is told: another machine or container may build it, for minutes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["build_directory", "compile_operators", "left_locks", "operators_to_compile", "told_of_locks"]
+__all__ = ["build_directory", "compile_operators", "left_locks", "operators_to_compile", "remove_lock", "told_of_locks"]
 
+_SURE_SECS = 5.0  # a start that is not seen from here, in another container, has long given it back
 _RELEASED_SECS = 0.2  # far more than a process needs to remove what it has closed
 
 
@@ -61,6 +67,33 @@ def _not_open(directory: Path, proc: Path) -> dict[Path, tuple[int, int]]:
             found[lock] = (made.st_ino, made.st_ctime_ns)
     held = set(_open_files(proc)) if found else set()
     return {lock: made for lock, made in found.items() if os.path.realpath(lock) not in held}
+
+
+def remove_lock(lock: Path) -> bool:
+    """Removes a lock that was left beside an operator that is there, once it is old enough; whether it is gone. For
+    directories of this machine.
+    """
+    operator = lock.parent
+    if not (operator / f"{operator.name}.so").is_file():
+        return False
+    fd = os.open(operator, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)  # whoever comes next finds it gone, or a new one that is held
+        while lock in left_locks(operator.parent):
+            try:
+                found = os.lstat(lock)
+            except FileNotFoundError:
+                break
+            if found.st_uid != os.geteuid():
+                return False
+            wait_secs = _SURE_SECS - abs(time.time() - found.st_mtime)
+            if wait_secs <= 0:
+                lock.unlink(missing_ok=True)
+            else:
+                time.sleep(min(wait_secs, 0.2))
+    finally:
+        os.close(fd)
+    return True
 
 
 def _open_files(proc: Path) -> Iterator[str]:

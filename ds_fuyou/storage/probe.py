@@ -24,6 +24,7 @@ __all__ = [
     "Probe",
     "enable_direct",
     "filesystem_type",
+    "is_on_network",
     "open_path",
     "probe_path",
     "shares_blocks",
@@ -190,3 +191,12 @@ def filesystem_type(fd: int) -> str:
     except (OSError, StopIteration, IndexError):
         return "unknown"
     return "unknown"
+
+
+def is_on_network(directory: Path) -> bool:
+    """Whether another machine may use it, too."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return filesystem_type(fd) in NETWORK_FILESYSTEMS
+    finally:
+        os.close(fd)

@@ -8,6 +8,7 @@ and checkpoint/atomic.py.
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import functools
 import logging
 import os
@@ -16,6 +17,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -154,7 +156,7 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
         folder, hidden = Path(save_dir), atomic.incomplete_tag(tag)
         lock = _prepare(self, folder, tag, exclude_frozen_parameters)
         behind = _is_behind(self, folder / hidden)
-        with _streaming(self) as writer:
+        with _streaming(self, folder / hidden) as writer:
             state: CheckpointState = self.optimizer.checkpoint_state
             _settle(_outcome(state.keep), str(folder / tag))
             result = original(
@@ -280,8 +282,8 @@ def _settle(failure: Exception | None, name: str, *, is_told: bool = False) -> b
 
 
 @contextmanager
-def _streaming(engine: Any) -> Iterator[FuyouCheckpointEngine]:
-    """While it lasts, large tensors in state dictionaries are stand-ins."""
+def _streaming(engine: Any, hidden: Path) -> Iterator[FuyouCheckpointEngine]:
+    """While it lasts, large tensors in state dictionaries are stand-ins, and scripts that are there stay."""
     writer: FuyouCheckpointEngine = engine.checkpoint_engine
     state: CheckpointState = engine.optimizer.checkpoint_state
     stand_ins = writer.begin()
@@ -290,7 +292,9 @@ def _streaming(engine: Any) -> Iterator[FuyouCheckpointEngine]:
     engine._get_param_fragment_func = lambda param: writer.attempt(
         lambda: _frozen_fragment(param, stand_ins, fragment_of, writer.read_behind)
     )
-    engine._copy_recovery_script = lambda save_path: writer.attempt(lambda: copy_script(save_path))
+    engine._copy_recovery_script = lambda save_path: writer.attempt(
+        lambda: _copy_what_is_new(copy_script, hidden, Path(save_path))
+    )
     try:
         yield writer
     except BaseException:
@@ -303,6 +307,16 @@ def _streaming(engine: Any) -> Iterator[FuyouCheckpointEngine]:
         state.stand_ins = state.snapshot = None
         del engine._get_param_fragment_func, engine._copy_recovery_script
         writer.end()
+
+
+def _copy_what_is_new(copy: Callable[[str], None], hidden: Path, target: Path) -> None:
+    """As ``copy(target)``, but no file is written over: file systems flush those, behind all that training writes."""
+    with TemporaryDirectory(prefix=".scripts-", dir=hidden) as made:
+        copy(made)
+        for script in Path(made).iterdir():
+            there = target / script.name
+            if not (there.is_file() and filecmp.cmp(script, there, shallow=False)):
+                script.replace(there)
 
 
 def _frozen_fragment(

@@ -29,8 +29,8 @@ from ds_fuyou.optimizer.rules import OptimizerKind
 from ds_fuyou.parameters.partition import Partition
 from ds_fuyou.planner.applied import require_params
 from ds_fuyou.planner.decide import Decision, StepTime
-from ds_fuyou.planner.host_memory import available_host_bytes
-from ds_fuyou.planner.plan import Plan, PlanInput, under_block
+from ds_fuyou.planner.host_memory import available_host_bytes, copied_later_bytes
+from ds_fuyou.planner.plan import MIB, Plan, PlanInput, under_block
 from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.planner.profiled import placed_under
 from ds_fuyou.state_layout import FP32, SPLIT, WHOLE, StateLayout, layout_of, masters_of, moments_of
@@ -144,7 +144,14 @@ class TrainedModel:
                 "device and host share one memory: half of it is planned for the device, activations leave it for "
                 "storage alone (dram_budget_bytes and gpu_budget_bytes say otherwise)",
             )
-        return int(least(float((available_host_bytes() // local_ranks() + in_place) * tenths // 10))[0])
+        free, later = available_host_bytes() // local_ranks(), copied_later_bytes()
+        if later > free // 10:
+            log_once(
+                logging.INFO,
+                f"{later / MIB:.0f} of {free / MIB:.0f} MiB are left to what this process shares with the one that it "
+                "was forked from, and copies as it uses it; a process that is started anew needs none of that",
+            )
+        return int(least(float((max(0, free - later) + in_place) * tenths // 10))[0])
 
     def storage_budget(self) -> float:
         """Bytes of storage for this rank, the same on every one: the block's, and what is free of its devices."""

@@ -410,6 +410,7 @@ def ahead(swap: str) -> dict[str, Any]:
 def budget(swap: str) -> dict[str, Any]:
     """What a model's partitions take while an engine is built is counted as free."""
     run_design.available_host_bytes = lambda: 50_000_000
+    run_design.copied_later_bytes = lambda: 0
     found = {}
     for tiers in ("all", "states"):
         config = config_of(swap, tiers)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ds_fuyou.cli import main
+from ds_fuyou.zero.checkpoint_engine import _copy_what_is_new
 from tests.harness.forked import finish, start
 from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port
@@ -82,7 +83,26 @@ def test_what_is_saved_is_what_was_there(
         assert each["in_use"] == ["in use by a running process, left alone"]
         assert each["after"] == [["behind", "waited"], "behind"]
         assert each["same"]
+        assert each["scripts stay"]
         assert each["digest"] == alone["digest"]
+
+
+def test_a_script_of_another_version_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "hidden").mkdir()
+    for name, text in (("same.py", "new"), ("older.py", "old")):
+        (tmp_path / name).write_text(text)
+
+    def copy(target: str) -> None:
+        for name in ("same.py", "older.py", "first.py"):
+            Path(target, name).write_text("new")
+
+    same = (tmp_path / "same.py").stat()
+    _copy_what_is_new(copy, tmp_path / "hidden", tmp_path)
+    assert {file.name: file.read_text() for file in tmp_path.glob("*.py")} == dict.fromkeys(
+        ("same.py", "older.py", "first.py"), "new"
+    )
+    assert (tmp_path / "same.py").stat().st_mtime_ns == same.st_mtime_ns
+    assert list((tmp_path / "hidden").iterdir()) == []
 
 
 @pytest.mark.parametrize(("tiers", "world_size"), [("all", 1), ("all", 2), ("states", 2)])

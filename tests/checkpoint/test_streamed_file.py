@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_fuyou.checkpoint.streamed_file import StandIns, save
+from ds_fuyou.checkpoint import streamed_file
+from ds_fuyou.checkpoint.streamed_file import StandIns, lay_out, save
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 
 
@@ -133,3 +134,29 @@ def test_a_source_that_gives_something_else_is_an_error(given: list, tmp_path: P
     tensor = stand_ins.add((4,), torch.float32, lambda: iter(given))
     with pytest.raises(FuyouStateError):
         save({"x": tensor}, tmp_path / "file.pt", stand_ins)
+
+
+def test_laying_out_waits_for_no_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A try to pass the cache by first flushes what was just written: behind all that training writes."""
+    tried: list[int] = []
+
+    def enable_direct(fd: int) -> str:
+        tried.append(fd)
+        return "refused"
+
+    monkeypatch.setattr(streamed_file, "enable_direct", enable_direct)
+    stand_ins = StandIns()
+
+    def pieces():
+        return iter([(0, 0, torch.ones(5000))])
+
+    (later,) = stand_ins.add_together([((5000,), torch.float32)], pieces, later=True)
+    tree = {"later": later, "there": torch.arange(10_000)[1:], "small": torch.ones(3)}
+    file = lay_out(tree, tmp_path / "file.pt", stand_ins)
+    file.fill_now()
+    assert tried == []
+    file.fill_rest(lambda: None)
+    assert len(tried) == 1
+    loaded = load(tmp_path / "file.pt")
+    assert torch.equal(loaded["later"], torch.ones(5000))
+    assert torch.equal(loaded["there"], tree["there"])

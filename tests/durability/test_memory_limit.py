@@ -79,3 +79,11 @@ def test_a_run_plans_with_what_its_control_group_leaves_it_or_is_refused(group: 
     status, said = lived(tmp_path / "none", group, left_bytes=100 * MIB)
     assert status not in (0, -9), said[-3000:]
     assert re.search(r"FuyouConfigError: the smallest placement .* needs .* of host memory, dram_budget_bytes is", said)
+
+
+def test_what_a_forked_process_will_copy_is_left_to_it(group: Path, tmp_path: Path) -> None:
+    assert told(*lived(tmp_path / "enough", group, left_bytes=1024 * MIB, collects=True))[0] == 1.0
+    status, said = lived(tmp_path / "little", group, left_bytes=240 * MIB, collects=True)  # enough but for that
+    assert status not in (0, -9), said[-3000:]
+    assert "MiB are left to what this process shares with the one that it was forked from" in said
+    assert re.search(r"FuyouConfigError: the smallest placement .* needs .* of host memory, dram_budget_bytes is", said)

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -85,6 +85,7 @@ def exact(engine, case: dict, folder: Path) -> dict:
     engine.save_checkpoint(str(folder), tag="waited", client_state={"seen": 2})
     engine.fuyou_wait_checkpoint()
     torch.distributed.barrier()
+    scripts = written(folder.glob("*.py"))
     with disk.held():
         engine.save_checkpoint(str(folder), tag="behind", client_state={"seen": 2})
         before = names(folder), (folder / "latest").read_text()
@@ -99,7 +100,13 @@ def exact(engine, case: dict, folder: Path) -> dict:
         "in_use": in_use,
         "after": (names(folder), (folder / "latest").read_text()),
         "same": files_of(folder / "waited") == files_of(folder / "behind"),
+        "scripts stay": "zero_to_fp32.py" in scripts and written(folder.glob("*.py")) == scripts,
     }
+
+
+def written(files: Iterable[Path]) -> dict[str, tuple[int, int]]:
+    """Which files have these names, and since when."""
+    return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in files}
 
 
 def frozen(engine, case: dict, folder: Path) -> dict:

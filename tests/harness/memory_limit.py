@@ -4,12 +4,14 @@
 The process enters the control group ``GROUP``. ``left_bytes``: what it may use beyond what it uses then. ``lowered``:
 what is left of that after three steps, until the last. ``held_bytes``: what else it has in memory, for floors that are
 shares of the limit. ``decides``: the JSON offloads nothing, so that "auto" is for the plan to decide, and to change.
+``collects``: garbage, after the build and not before, so that what the server of processes shares is copied then.
 Prints ``SHARE before after``, of states in host memory after the build and at the end, and ``LEFT``, which tells of P32
 after ``steps``.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -40,6 +42,8 @@ def share(engine: Any) -> float:
 
 def main(path: str, group: Path, case: dict) -> None:
     (group / "cgroup.procs").write_text(str(os.getpid()))
+    if not case.get("collects"):
+        gc.collect()
     limit(group, case["left_bytes"] + case.get("held_bytes", 0))
     held = b"x" * case.get("held_bytes", 0)
     deepspeed.init_distributed("gloo")
@@ -51,6 +55,8 @@ def main(path: str, group: Path, case: dict) -> None:
     model = TinyGPT(**MODEL)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     before = share(engine)
+    if case.get("collects"):
+        gc.collect()
     for step in range(case["steps"]):
         if step == 3 and "lowered" in case:
             limit(group, case["lowered"])

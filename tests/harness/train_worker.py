@@ -106,6 +106,7 @@ def build_engine(case: dict):
         from ds_fuyou.zero import run_design
 
         run_design.available_host_bytes = lambda: case["free_bytes"][torch.distributed.get_rank()]
+        run_design.copied_later_bytes = lambda: 0
     with deepspeed.zero.Init(config_dict_or_path=case["config"], enabled=case.get("zero_init", False)):
         model = build_model(case["model"])
     if case.get("plain"):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +12,9 @@ import pytest
 
 from ds_fuyou.errors import FuyouMemoryError
 from ds_fuyou.host.memory import HostPool, aligned_tensor
-from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
+from ds_fuyou.planner.host_memory import available_host_bytes, copied_later_bytes, total_host_bytes
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def tree(root: Path, available: int, cgroup: str) -> None:
@@ -59,6 +61,38 @@ def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
     tree(tmp_path, 8 * GIB, "0::/\n")
     group(tmp_path / "sys/fs/cgroup", V2, str(GIB), 2 * GIB, 0)
     assert available_host_bytes(tmp_path) == 0
+
+
+FORKED = """
+import gc, os, sys
+from ds_fuyou.planner.host_memory import copied_later_bytes
+heap, alone = [[number] for number in range(500_000)], copied_later_bytes()
+values = bytearray(b"x" * int(sys.argv[1]))
+if child := os.fork():
+    os.waitpid(child, 0)
+else:
+    before = copied_later_bytes()
+    gc.collect()
+    print(alone, before, copied_later_bytes(), flush=True)
+    os._exit(0)
+"""
+
+
+def test_what_a_forked_process_shares_it_will_copy() -> None:
+    def said(num_bytes: int) -> tuple[int, ...]:
+        command = [sys.executable, "-c", FORKED, str(num_bytes)]
+        return tuple(map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()))
+
+    lists = 500_000 * sys.getsizeof([0])
+    alone, before, after = said(0)
+    assert alone < MIB
+    assert before > lists
+    assert before - after > lists // 2  # the collection has copied these
+    assert said(512 * MIB)[1] < 256 * MIB  # what is no object Python does not look into
+
+
+def test_where_nothing_tells_what_is_shared_nothing_is(tmp_path: Path) -> None:
+    assert copied_later_bytes(tmp_path) == 0
 
 
 @pytest.mark.parametrize("make", [aligned_tensor, HostPool])

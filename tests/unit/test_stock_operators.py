@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 from ds_fuyou import plugin
 from ds_fuyou.cli import main
 from ds_fuyou.ops import stock_operators
+from ds_fuyou.storage import probe
 
 
 @pytest.fixture
@@ -94,6 +96,59 @@ def test_a_run_says_what_it_would_wait_for(directory: Path, told: Callable[[], s
     plugin._tell_of_builds(SimpleNamespace(optimizer_name="adamw"))
     assert f"rm {lock}" in told()
     assert "compiles cpu_adam and deepspeed_shm_comm now" in told()
+
+
+@pytest.fixture
+def taken(directory: Path) -> Path:
+    """A lock beside an operator that is there, long ago."""
+    for name in ("cpu_adam", "deepspeed_shm_comm"):
+        (directory / name).mkdir(exist_ok=True)
+        (directory / name / f"{name}.so").touch()
+    lock = directory / "cpu_adam" / "lock"
+    lock.touch()
+    os.utime(lock, (1.0, 1.0))
+    return lock
+
+
+def tell() -> None:
+    plugin._tell_of_builds(SimpleNamespace(optimizer_name="adamw"))
+
+
+@pytest.mark.usefixtures("file_locks")
+def test_a_start_removes_what_one_left_that_was_killed_while_it_looked(taken: Path, told: Callable[[], str]) -> None:
+    tell()
+    assert not taken.exists()
+    assert f"{taken} is gone" in told()
+    assert "every start waits" not in told()
+
+
+@pytest.mark.usefixtures("file_locks")
+def test_it_waits_until_nobody_can_have_it_any_more(
+    taken: Path, told: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stock_operators, "_SURE_SECS", 1.0)
+    taken.touch()
+    begin = taken.stat().st_mtime
+    tell()
+    assert time.time() - begin >= 1.0
+    assert not taken.exists()
+
+
+@pytest.mark.usefixtures("file_locks")
+@pytest.mark.parametrize("held", ["here", "elsewhere", "while it compiles"])
+def test_a_lock_that_somebody_may_hold_stays(
+    held: str, taken: Path, told: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open(taken, encoding="utf-8") as file:
+        if held != "here":
+            file.close()
+        if held == "elsewhere":
+            monkeypatch.setattr(probe, "filesystem_type", lambda fd: "nfs4")
+        if held == "while it compiles":
+            (taken.parent / "cpu_adam.so").unlink()
+        tell()
+        assert taken.exists()
+        assert (f"rm {taken}" in told()) == (held != "here")
 
 
 @pytest.mark.usefixtures("file_locks")
