@@ -134,6 +134,13 @@ class _PartitionTensors:
             self.stand_in(tensor)
         tensor.status = NOT_AVAILABLE
 
+    def gathered(self, partition: Partition) -> None:
+        """The device has the values of a partition on storage; what host memory has of them stays as it is."""
+        if partition.num_bytes:
+            if partition.presence is Presence.AWAY:
+                partition.presence = Presence.GATHERED
+            partition.handle.ds_tensor.status = AVAILABLE
+
     def stand_in(self, tensor: torch.Tensor) -> None:
         dtype = tensor.dtype
         if dtype not in self._stand_ins:
@@ -332,8 +339,16 @@ class FuyouParameterSwapper:
             self._release(param)
 
     def take_gathered(self, param: Parameter) -> torch.Tensor | None:
-        """What was put aside; None if the parameter was edited since."""
-        return self._aside.pop(param.ds_id, None)
+        """What was put aside, which the parameter is about to have again; None if it was edited, or gathered, since.
+        DeepSpeed's look-ahead passes over a partition that is shown, as those of other gathered parameters are, and
+        ends at one that is not."""
+        values = self._aside.pop(param.ds_id, None)
+        if values is None or param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
+            return None
+        partition = self.partitions.get(param.ds_id)
+        if partition is not None:
+            PARTITION_TENSORS.gathered(partition)
+        return values
 
     def forget_gathered(self, param: Parameter) -> None:
         """What was put aside is not needed any more."""
