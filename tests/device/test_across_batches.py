@@ -132,6 +132,25 @@ def test_what_stays_does_not_end_gathers_ahead(tmp_path: Path) -> None:
     engine.destroy()
 
 
+def test_a_compiled_model_has_what_stayed(tmp_path: Path) -> None:
+    """DeepSpeed's hooks run within what is compiled; ours in their place are left out of it, as its own are."""
+    found = {}
+    for name in ("eager", "compiled"):
+        engine = make_engine(tmp_path / name, "all", 1_000_000)
+        if name == "compiled":
+            engine.compile(backend="eager")
+        losses = []
+        for index in range(3 * ACCUMULATION - 1):
+            loss = engine(**make_batch({}, index, 0))
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        assert engine.optimizer._across_batches._staying
+        found[name] = losses
+        engine.destroy()
+    assert found["compiled"] == found["eager"]
+
+
 def test_in_between_parameters_are_partitioned_and_edits_count(tmp_path: Path) -> None:
     engine = make_engine(tmp_path / "swap", "all", 1_000_000)
     for index in range(ACCUMULATION + 1):
