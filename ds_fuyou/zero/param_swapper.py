@@ -149,7 +149,10 @@ class _PartitionTensors:
         tensor.data = self._stand_ins[dtype].data
 
     def is_idle(self, partition: Partition) -> bool:
-        return bool(partition.handle.ds_status is ZeroParamStatus.NOT_AVAILABLE)
+        """What was put aside is not: it is neither read ahead nor offered, whatever host memory has of it. That may
+        differ between ranks, and what is offered must not."""
+        param = partition.handle
+        return param.ds_status is ZeroParamStatus.NOT_AVAILABLE and not param.nvme_swapper.is_aside(param)
 
 
 PARTITION_TENSORS = _PartitionTensors()
@@ -337,6 +340,9 @@ class FuyouParameterSwapper:
             PARTITION_TENSORS.away(partition)
         else:
             self._release(param)
+
+    def is_aside(self, param: Parameter) -> bool:
+        return param.ds_id in self._aside
 
     def take_gathered(self, param: Parameter) -> torch.Tensor | None:
         """What was put aside, which the parameter is about to have again; None if it was edited, or gathered, since.
