@@ -221,7 +221,8 @@ def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) 
     read_back = spilled if policy.reads_spilled else waiting
     sums = grad * stored_sums(work, policy, place)
     params_bytes = policy.param_bytes * num_params + model.frozen_bytes
-    up = params_bytes / machine.link_up
+    staying = min(policy.staying_bytes, params_bytes) * (work.accumulation - 1) / work.accumulation
+    up = (params_bytes - staying) / machine.link_up
     up_again = max(0.0, params_bytes - policy.reused_bytes) / machine.link_up
     act_up = place.swapped_bytes / machine.link_up
     read_forward, read_backward = _params_read(work, policy, place, p_bytes)
@@ -269,7 +270,8 @@ def _params_read(work: Workload, policy: Policy, place: Placement, p_bytes: floa
     stored = p_bytes + frozen
     kept, kept_frozen = min(place.kept_param_bytes, stored), min(place.kept_param_bytes, frozen)
     others = (work.accumulation - 1) / work.accumulation
-    forward = stored - kept_frozen - others * (kept - kept_frozen)
+    found = max(kept, min(policy.staying_bytes, stored))  # the same ones are in host memory and on the device
+    forward = stored - kept_frozen - others * (found - kept_frozen)
     return forward, max(0.0, stored - place.kept_param_bytes - policy.reused_bytes)
 
 

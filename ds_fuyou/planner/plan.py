@@ -72,7 +72,8 @@ class PlanInput:
     ``storage_budget_bytes``: for what is on storage; ``durable``: in two slots. ``device_room_bytes``: for activations
     that stay on the device. ``frozen_bytes``: of parameters that are not trained. ``first_numel``: of those that
     are, what comes before the first block: its gradients arrive last, and it is needed first. ``reused_numel``: of all,
-    what stays on the device from the end of forward to the begin of backward.
+    what stays on the device from the end of forward to the begin of backward; ``staying_numel``: from one
+    micro-batch to the next.
     """
 
     numel: int
@@ -100,6 +101,7 @@ class PlanInput:
     frozen_bytes: float = 0.0
     first_numel: int = 0
     reused_numel: int = 0
+    staying_numel: int = 0
     saves_behind: bool = False  # checkpoints are written while training goes on
     keeps_read: bool = False  # of the budget, what nothing else takes holds parameters that were read
     lent_bytes: int = 0  # of the budget that the user named, to engines without an optimizer, and not in this one

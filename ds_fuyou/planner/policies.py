@@ -75,7 +75,8 @@ class Policy:
         fixed: what the user has decided; looked at where tiers are planned.
         redo_share: of steps, those whose updates begun in backward are done again: clipping, overflow.
         share_of_block_rate: of the rate of one block alone, what a whole step gets.
-        reused_bytes: of parameters used last in forward, those that stay on the device for backward.
+        reused_bytes: of parameters used last in forward, those that stay on the device for backward; ``staying_bytes``:
+            of those used first, from one micro-batch to the next.
     """
 
     name: str
@@ -96,3 +97,4 @@ class Policy:
     redo_share: float = 0.0
     share_of_block_rate: float = 1.0
     reused_bytes: float = 0.0
+    staying_bytes: float = 0.0

@@ -209,6 +209,7 @@ def run_time(
         reads_spilled=updates is not Updates.DEADLINE,
         redo_share=redone,
         reused_bytes=float(given.param_bytes_each * given.reused_numel),
+        staying_bytes=float(given.param_bytes_each * given.staying_numel),
     )
     model = _ProfiledModel.of(profile, given)
     machine = _UNKNOWN if profile is None else _machine(profile, model)

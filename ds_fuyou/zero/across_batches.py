@@ -3,7 +3,8 @@
 
 Nothing changes parameters between two micro-batches, and stock gathers the first blocks again at once. Here their last
 release in backward takes the gathered values aside, as many as leave ``stage3_max_live_parameters`` room for what is
-gathered ahead, and the next forward of the model has them back. In between the parameter is partitioned, for DeepSpeed
+gathered ahead and as the budget of the device leaves beside what steps hold, and the next forward of the model has them
+back. In between the parameter is partitioned, for DeepSpeed
 and for scripts: who gathers it then gathers its partition. An edit ends what was put aside, and so does a step of any
 engine that trains it (``FuyouParameterSwapper.put_aside``).
 """
@@ -19,7 +20,7 @@ from torch.nn import Parameter
 
 from ds_fuyou.host.device import Device
 from ds_fuyou.zero.param_swapper import FuyouParameterSwapper
-from ds_fuyou.zero.stock import iter_module_params, of_coordinator, set_of_coordinator
+from ds_fuyou.zero.stock import iter_module_params, of_coordinator, set_of_coordinator, staying_numel
 
 __all__ = ["AcrossBatches"]
 
@@ -32,7 +33,10 @@ class AcrossBatches:
 
     def __init__(self, coordinator: Any, device: Device, is_last: Callable[[], bool]) -> None:
         self._coordinator, self._device, self._is_last = coordinator, device, is_last
-        self._order: Any = ()
+        self._order: Any = None
+        self._room_bytes = 0.0
+        self.most_bytes = 0
+        """Of the device, for what stays."""
         self._last_use: dict[int, int] = {}  # by ds_id, of those that may stay: the place of their last module
         self._staying: list[Parameter] = []
         self._is_open = False  # from the begin of a forward until all parameters are released
@@ -42,6 +46,10 @@ class AcrossBatches:
         set_of_coordinator(coordinator, "release_param", torch.compiler.disable(self._release))
         coordinator.reset_step = torch.compiler.disable(self._reset)
         coordinator.release_and_reset_all = self._release_all
+
+    def allow(self, room_bytes: float) -> None:
+        """From the next forward on so much may stay, the same on all ranks: who has a parameter does not gather it."""
+        self._room_bytes, self._order = room_bytes, None
 
     def _release(self, param: Parameter, free_data: bool = True) -> None:
         if not free_data or not self._may_stay(param):
@@ -71,7 +79,7 @@ class AcrossBatches:
         num_available = 0
         for param in self._staying:
             values = param.nvme_swapper.take_gathered(param)
-            if values is not None and param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+            if values is not None:
                 param.data, param.ds_status = values, ZeroParamStatus.AVAILABLE
                 num_available += param.ds_numel
         self._staying.clear()
@@ -81,7 +89,7 @@ class AcrossBatches:
     def _follow_order(self) -> None:
         order = of_coordinator(self._coordinator, "submodule_order")
         if order is not self._order:
-            self._order, self._last_use = order, {}
+            self._order, self._last_use, self.most_bytes = order, {}, 0
             if self._coordinator.is_complete_trace():
                 self._last_use = self._choose(order)
 
@@ -98,9 +106,7 @@ class AcrossBatches:
 
     def _choose(self, order: tuple[torch.nn.Module, ...]) -> dict[int, int]:
         """Of a recorded forward and backward: what its begin uses, and its rest as well."""
-        room = of_coordinator(self._coordinator, "max_n_available_params") - of_coordinator(
-            self._coordinator, "prefetch_bucket_sz"
-        )
+        room, room_bytes = staying_numel(self._coordinator), self._room_bytes
         first_use: dict[Parameter, int] = {}
         last_use: dict[int, int] = {}
         for place, module in enumerate(order):
@@ -110,9 +116,11 @@ class AcrossBatches:
         chosen = {}
         for param, place in first_use.items():
             room -= param.ds_numel
-            if room < 0:
+            room_bytes -= param.ds_numel * param.element_size()
+            if min(room, room_bytes) < 0:
                 break
             is_ours = isinstance(param.nvme_swapper, FuyouParameterSwapper) and not param.ds_persist
             if is_ours and last_use[param.ds_id] > place:
                 chosen[param.ds_id] = last_use[param.ds_id]
+                self.most_bytes += param.ds_numel * param.element_size()
         return chosen

@@ -33,6 +33,7 @@ from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.swap_space import SwapSpace
 from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.auto_activations import AutoActivations
+from ds_fuyou.zero.budgets import device_budget
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.gathering import settle
 from ds_fuyou.zero.striping import path_weights
@@ -186,10 +187,9 @@ def _planned(config: FuyouConfig) -> Mapping[str, Mapping[str, int]] | None:
 def attach_auto(session: ActivationSession | None, given: ActivationInput) -> AutoActivations | None:
     """What decides for mode "auto" after the first steps; None for any other mode."""
     config = given.activation.config
-    budget = None if config.gpu_budget_bytes == "auto" else int(config.gpu_budget_bytes)
     if session is None or config.activations.mode != "auto":
         return None
-    return AutoActivations(session, given.device, budget, _planned(config))
+    return AutoActivations(session, given.device, device_budget(config, given.device), _planned(config))
 
 
 def _build_tier(given: ActivationInput) -> SwapTier | None:

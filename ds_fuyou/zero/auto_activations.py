@@ -28,14 +28,13 @@ from ds_fuyou.zero.agreement import decided_by_rank_0, least, of_rank_0
 __all__ = ["AutoActivations"]
 
 _MEASURED_STEP = 2  # at the earliest: the first one is watched, and builds what later ones use again
-_OF_DEVICE = 0.9  # of the device's memory, where no budget is given; the rest is the allocator's
 
 
 class AutoActivations:
     """To be told of every step.
 
     Args:
-        budget_bytes: of the device; None: most of what it has.
+        budget_bytes: of the device.
         planned: ``activations`` of a plan document, which then decides after the first step; None: the rule does.
 
     Raises:
@@ -46,7 +45,7 @@ class AutoActivations:
         self,
         session: ActivationSession,
         device: Device,
-        budget_bytes: int | None,
+        budget_bytes: int,
         planned: Mapping[str, Mapping[str, int]] | None,
     ) -> None:
         if planned is not None:
@@ -85,11 +84,8 @@ class AutoActivations:
 
     def _first_room(self) -> int:
         """For saved tensors, while nothing is known of the rest. On the host other budgets count the rest."""
-        room = max(0, self._budget() - self._device.allocated_bytes())
+        room = max(0, self._budget_bytes - self._device.allocated_bytes())
         return room if self._device.is_host else room // 2
-
-    def _budget(self) -> int:
-        return int(_OF_DEVICE * self._device.total_bytes()) if self._budget_bytes is None else self._budget_bytes
 
     def decide_anew(self) -> None:
         """As in the first steps, until the next one has been measured. On all ranks after the same step."""
@@ -204,7 +200,7 @@ class AutoActivations:
             stored_bytes = 0.0 if home is None else float(home.space.room_bytes)
         block_bytes = (step["saved"] - step["outside"]) / forwards / num_blocks
         beside = self._beside_bytes(block_bytes)
-        device_bytes = max(0.0, self._budget() - beside)
+        device_bytes = max(0.0, self._budget_bytes - beside)
         device_bytes, host_bytes, stored_bytes = least(device_bytes, host_bytes, stored_bytes)
         known = self._profile
         return SavedStep(

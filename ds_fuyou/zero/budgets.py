@@ -10,15 +10,17 @@ from weakref import WeakKeyDictionary
 
 from ds_fuyou.config import FuyouConfig
 from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.host.device import Device
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
 from ds_fuyou.zero.device import rank_device
 
-__all__ = ["check_budgets", "cores_of_rank", "local_ranks", "planned_host_bytes", "share_of_cores"]
+__all__ = ["check_budgets", "cores_of_rank", "device_budget", "local_ranks", "planned_host_bytes", "share_of_cores"]
 
 planned_host_bytes: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 """Host memory that the engines of this process have planned, by whoever holds it."""
 
+_OF_DEVICE = 0.9
 _LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE",  # torchrun and accelerate
     "LOCAL_SIZE",  # deepspeed
@@ -83,6 +85,12 @@ def check_budgets(config: FuyouConfig) -> None:
         have = rank_device().total_bytes()
         if int(gpu) > have:
             raise _too_much("gpu_budget_bytes", f"{gpu} bytes", "device", have)
+
+
+def device_budget(config: FuyouConfig, device: Device) -> int:
+    """Bytes of the device for this rank: the block's, or most of what it has; the rest is the allocator's."""
+    budget = config.gpu_budget_bytes
+    return int(_OF_DEVICE * device.total_bytes()) if budget == "auto" else int(budget)
 
 
 def _too_much(key: str, wanted: str, where: str, have: int) -> FuyouConfigError:

@@ -134,6 +134,13 @@ class _PartitionTensors:
             self.stand_in(tensor)
         tensor.status = NOT_AVAILABLE
 
+    def gathered(self, partition: Partition) -> None:
+        """The device has the values of a partition on storage; what host memory has of them stays as it is."""
+        if partition.num_bytes:
+            if partition.presence is Presence.AWAY:
+                partition.presence = Presence.GATHERED
+            partition.handle.ds_tensor.status = AVAILABLE
+
     def stand_in(self, tensor: torch.Tensor) -> None:
         dtype = tensor.dtype
         if dtype not in self._stand_ins:
@@ -142,7 +149,10 @@ class _PartitionTensors:
         tensor.data = self._stand_ins[dtype].data
 
     def is_idle(self, partition: Partition) -> bool:
-        return bool(partition.handle.ds_status is ZeroParamStatus.NOT_AVAILABLE)
+        """What was put aside is not: it is neither read ahead nor offered, whatever host memory has of it. That may
+        differ between ranks, and what is offered must not."""
+        param = partition.handle
+        return param.ds_status is ZeroParamStatus.NOT_AVAILABLE and not param.nvme_swapper.is_aside(param)
 
 
 PARTITION_TENSORS = _PartitionTensors()
@@ -331,9 +341,20 @@ class FuyouParameterSwapper:
         else:
             self._release(param)
 
+    def is_aside(self, param: Parameter) -> bool:
+        return param.ds_id in self._aside
+
     def take_gathered(self, param: Parameter) -> torch.Tensor | None:
-        """What was put aside; None if the parameter was edited since."""
-        return self._aside.pop(param.ds_id, None)
+        """What was put aside, which the parameter is about to have again; None if it was edited, or gathered, since.
+        DeepSpeed's look-ahead passes over a partition that is shown, as those of other gathered parameters are, and
+        ends at one that is not."""
+        values = self._aside.pop(param.ds_id, None)
+        if values is None or param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
+            return None
+        partition = self.partitions.get(param.ds_id)
+        if partition is not None:
+            PARTITION_TENSORS.gathered(partition)
+        return values
 
     def forget_gathered(self, param: Parameter) -> None:
         """What was put aside is not needed any more."""

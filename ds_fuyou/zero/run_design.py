@@ -51,7 +51,8 @@ __all__ = ["RunDesign", "TrainedModel", "designs_of"]
 class TrainedModel:
     """What one rank trains, and how: parameters as stage 3 has them, with their names in the order of use.
 
-    ``accumulation``: micro-batches a step. ``reused_numel``: elements that stay gathered from forward to backward.
+    ``accumulation``: micro-batches a step. ``reused_numel``: elements that stay gathered from forward to backward;
+    ``staying_numel``: from one micro-batch to the next.
     """
 
     activation: Activation
@@ -63,6 +64,7 @@ class TrainedModel:
     accumulation: int
     device: Device
     reused_numel: int = 0
+    staying_numel: int = 0
 
     @functools.cached_property
     def trained(self) -> list[Parameter]:
@@ -180,6 +182,7 @@ class TrainedModel:
             num_paths=max(1, len(self.paths)),
             first_numel=sum(entry[2] for entry in first),
             reused_numel=0 if self.device.is_host else self.reused_numel // dist.get_world_size(),
+            staying_numel=0 if self.device.is_host else self.staying_numel // dist.get_world_size(),
             frozen_bytes=float(sum(map(partition_bytes, self.planned_frozen()))),
         )
         given = under_block(sizes, config, bool(self.paths))

@@ -47,9 +47,11 @@ from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
 from ds_fuyou.storage.types import PAGE_BYTES
 from ds_fuyou.telemetry.placement import shown_bytes
 from ds_fuyou.telemetry.report import LaneTimes
+from ds_fuyou.zero.across_batches import AcrossBatches
 from ds_fuyou.zero.activations import model_blocks
 from ds_fuyou.zero.agreement import decided_by_rank_0, least, of_every_rank, of_rank_0
 from ds_fuyou.zero.auto_activations import AutoActivations
+from ds_fuyou.zero.budgets import device_budget
 from ds_fuyou.zero.rank_state import RankState
 from ds_fuyou.zero.run_facts import (
     ActivationWork,
@@ -95,6 +97,7 @@ class RunPlan:
         auto: decides what becomes of activations; None in other modes.
         leave_out: seconds and work of lanes that were spent on measuring, to be left out of reports.
         known: what the run was placed by.
+        across: what stays on the device between micro-batches; None where it is the host.
     """
 
     def __init__(
@@ -104,11 +107,13 @@ class RunPlan:
         auto: AutoActivations | None,
         leave_out: Callable[[float, LaneTimes], None],
         known: KnownRun,
+        across: AcrossBatches | None,
     ) -> None:
         self._state = rank_state
         self.auto = auto
         self._leave_out = leave_out
         self._facts = known
+        self._across, self._lets_stay = across, False
         self.clock = StepClock(model, rank_state.clock, rank_state.device)
         self.prediction: Prediction | None = None
         self.findings: list[Finding] = []
@@ -192,8 +197,6 @@ class RunPlan:
         if self.auto is not None:
             self.auto.take_profile()
         self._num_steps += 1
-        if self._num_steps == 1 and self.auto is None:
-            self._state.device.reset_peak()  # the first step also builds what later ones use again
         stage, anew = self._stage, False
         times = self.clock.end_step(wait=stage is _Stage.MEASURES)
         if stage is _Stage.MEASURES:
@@ -209,12 +212,25 @@ class RunPlan:
         if self._watch is not None and self.profile is not None and self.prediction is not None:
             self._follow_updates(self.profile, self._watch, self.prediction)
         self._follow(anew, self._is_short_of_memory())
+        self._let_stay()
         if self.profile is not None and self._state.core.mover.is_idle:
             if self._stage is _Stage.PLANS:
                 self._begin(self.profile)
             elif self._stage is _Stage.SETTLES and (self.auto is None or self.auto.is_decided):
                 self._stage = _Stage.PLANS
+        if self._num_steps == 1 and self.auto is None:
+            self._state.device.reset_peak()  # the first step also builds what later ones use again
         self._at = self._look()
+
+    def _let_stay(self) -> None:
+        """Between micro-batches what the budget leaves beside what steps hold may stay on the device; nothing before
+        that is known. A collective, on all ranks after the same steps.
+        """
+        if self._across is None or self._lets_stay == (self.auto is None or self.auto.is_decided):
+            return
+        self._lets_stay = not self._lets_stay
+        room = device_budget(self._state.activation.config, self._state.device) - self._device_bytes()
+        self._across.allow(least(max(0.0, room))[0] if self._lets_stay else 0.0)
 
     def _let_auto_decide(self, times: StepTimes) -> None:
         """Mode "auto"; what it finds of the device's room is kept for the next run."""
@@ -442,11 +458,14 @@ class RunPlan:
         self._adopt(profile, chosen)
 
     def _device_bytes(self) -> float:
-        """The most that steps hold on the device: what mode "auto" expects of its choice, else what the last one held;
-        0 where it is the host.
+        """The most that steps hold on the device: what mode "auto" expects of its choice, and what stays between
+        micro-batches, of which it knows nothing; else what the last one held. 0 where it is the host.
         """
         known = None if self.auto is None else self.auto.device_bytes
-        return float(self._state.device.peak_bytes()) if known is None or self._state.device.is_host else known
+        if known is None or self._state.device.is_host:
+            return float(self._state.device.peak_bytes())
+        stays = self._across is not None and self._state.model.accumulation > 1
+        return known + (self._across.most_bytes if stays and self._across is not None else 0)
 
     def _move(self) -> None:
         """States go to where what was measured says they should be, over the next steps. A collective: rank 0 knows."""

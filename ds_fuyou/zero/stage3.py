@@ -56,6 +56,7 @@ from ds_fuyou.zero.stock import (
     is_boundary,
     iter_module_params,
     reused_numel,
+    staying_numel,
     without_prefetch_to_host,
 )
 from ds_fuyou.zero.training_state import TrainingState
@@ -115,6 +116,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             self.gradient_accumulation_steps,
             rank_device(pin_memory=activation.absorbed.pin_memory),
             reused_numel(self.parameter_offload),
+            staying_numel(self.parameter_offload.get_param_coordinator()),
         )
         self._known = known_run(model, self.module)
         self._group_of_sub_group = [self.sub_group_to_group_id[i] for i in range(len(self.fp16_groups))]
@@ -174,7 +176,10 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         )
         state.activations = attach_activations(self.module, index, given)
         auto = attach_auto(state.activations, given)
-        self.run_plan = RunPlan(state, self.module, auto, self._leave_out, self._known)
+        if not state.device.is_host:
+            coordinator = self.parameter_offload.get_param_coordinator()
+            self._across_batches = AcrossBatches(coordinator, state.device, lambda: is_boundary(self))
+        self.run_plan = RunPlan(state, self.module, auto, self._leave_out, self._known, self._across_batches)
         return index
 
     def _leave_out(self, secs: float, work: LaneTimes) -> None:
@@ -258,8 +263,6 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         without_prefetch_to_host(coordinator)
         if state.reads_parameters and state.device.is_host:
             bound_gathered(coordinator, state.parameters, self.dtype.itemsize)
-        if not state.device.is_host:
-            self._across_batches = AcrossBatches(coordinator, state.device, lambda: is_boundary(self))
 
     def _hypers(self) -> list[GroupHyper]:
         """The hyperparameters of every sub-group as they are now."""

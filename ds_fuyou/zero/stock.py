@@ -26,6 +26,7 @@ __all__ = [
     "of_coordinator",
     "reused_numel",
     "set_of_coordinator",
+    "staying_numel",
     "without_prefetch_to_host",
 ]
 
@@ -81,6 +82,12 @@ def reused_numel(offload: Any) -> int:
     """
     coordinator = offload.get_param_coordinator()
     return int(of_coordinator(coordinator, "max_reuse_dist_in_numel")) // 2
+
+
+def staying_numel(coordinator: Any) -> int:
+    """Elements of parameters that may stay from one micro-batch to the next beside those that are gathered ahead."""
+    most, ahead = (of_coordinator(coordinator, name) for name in ("max_n_available_params", "prefetch_bucket_sz"))
+    return max(0, int(most) - int(ahead))
 
 
 def combined_grad_norm(norm_groups: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:

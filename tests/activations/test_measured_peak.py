@@ -11,8 +11,10 @@ import torch
 
 from ds_fuyou.activations.auto import WORKING_BLOCKS
 from ds_fuyou.activations.policy import SwapEverything
+from ds_fuyou.config import FuyouConfig
 from ds_fuyou.host.device import HostDevice
 from ds_fuyou.zero.auto_activations import AutoActivations
+from ds_fuyou.zero.budgets import device_budget
 from tests.activations.late import LateCopies
 from tests.activations.support import MIB, Plain, attached
 
@@ -59,14 +61,15 @@ class CountedDevice(HostDevice):
 
 
 @pytest.mark.usefixtures("only_rank")
-@pytest.mark.parametrize("budget", [None, 800 * MIB])
-def test_the_peak_is_that_of_the_measured_step(budget: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("budget", ["auto", 800 * MIB])
+def test_the_peak_is_that_of_the_measured_step(budget: int | str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     device = CountedDevice()
     model = Plain().train()
     with attached(model, tmp_path, copies=LateCopies(2)) as swapped:
         device.hold(700 * MIB)  # building the model, say
-        auto = AutoActivations(swapped.session, device, budget, None)
+        budget_bytes = device_budget(FuyouConfig.model_validate({"gpu_budget_bytes": budget}), device)
+        auto = AutoActivations(swapped.session, device, budget_bytes, None)
         swapped.swapper.policy = SwapEverything()  # what was kept is told by test_first_forward.py
         device.hold(600 * MIB)
         device.hold(100 * MIB)
@@ -80,6 +83,6 @@ def test_the_peak_is_that_of_the_measured_step(budget: int | None, tmp_path: Pat
         assert auto._beside_bytes(1024.0) == 300 * MIB - WORKING_BLOCKS * 1024
         step = {"saved": 4.0 * MIB, "outside": 0.0, "forwards": 1.0}
         measured = auto._measured(step)
-        assert measured.device_bytes + measured.beside_bytes == (900 if budget is None else 800) * MIB
+        assert measured.device_bytes + measured.beside_bytes == (900 if budget == "auto" else 800) * MIB
         device.hold(999 * MIB)
         assert auto._measured(step).device_bytes == 0

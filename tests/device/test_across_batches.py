@@ -12,6 +12,8 @@ import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from ds_fuyou.parameters.partition import Presence
+from ds_fuyou.zero.param_swapper import partition_of
 from tests.device.parity import fuyou_of
 from tests.harness.models import build_model, make_batch
 from tests.harness.runner import ds_config
@@ -30,14 +32,15 @@ def sound() -> Iterator[None]:
     assert torch.standin.take_trips() == []
 
 
-def make_engine(swap: Path, tiers: str, most_live: int, **more: Any) -> Any:
-    """Nothing but what stays between micro-batches is gathered for more than one module."""
+def make_engine(swap: Path, tiers: str, most_live: int, ahead: int = 0, activations: str = "none", **more: Any) -> Any:
+    """Nothing but what stays between micro-batches is gathered for more than one module, or ``ahead``. ``more``: of
+    the block."""
     swap.mkdir()
     memory = {"device": "cpu", "pin_memory": True}
     zero = STREAMED | {"offload_optimizer": memory, "offload_param": memory, "stage3_max_live_parameters": most_live}
-    zero |= {"stage3_param_persistence_threshold": 0}
-    config = ds_config(gradient_accumulation_steps=ACCUMULATION, zero_optimization=zero, **more)
-    config["fuyou"] = fuyou_of(swap, tiers, "auto", "backward_and_forward", 2, "none")
+    zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": ahead}
+    config = ds_config(gradient_accumulation_steps=ACCUMULATION, zero_optimization=zero)
+    config["fuyou"] = fuyou_of(swap, tiers, "auto", "backward_and_forward", 2, activations) | more
     torch.manual_seed(0)
     model = build_model({})
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -69,6 +72,100 @@ def test_the_next_micro_batch_begins_with_what_stayed(tiers: str, tmp_path: Path
         engine.destroy()
     saved = [without - with_it for without, with_it in zip(sizes[0], sizes[most_live], strict=True)]
     assert saved == [0, 2 * most_live, 2 * most_live] * 2
+
+
+def staying(engine: Any, num_micro_batches: int) -> set[int]:
+    for index in range(num_micro_batches):
+        micro_batch(engine, index)
+    return {param.ds_id for param in engine.optimizer._across_batches._staying}
+
+
+def test_no_more_stays_than_there_is_room_for(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path / "swap", "all", 1_000_000)
+    first, second, *_ = engine.module.parameters()
+    assert staying(engine, ACCUMULATION - 1) == set(), "what a step holds is not known yet"
+    assert len(staying(engine, 2)) == len([*engine.module.parameters()])
+    across, both = engine.optimizer._across_batches, 2 * (first.ds_numel + second.ds_numel)
+    for room, expected in ((both, {first.ds_id, second.ds_id}), (both - 1, {first.ds_id}), (0, set())):
+        staying(engine, 2)
+        across.allow(room)
+        assert staying(engine, 1) == expected
+        assert across.most_bytes == sum(2 * param.ds_numel for param in (first, second) if param.ds_id in expected)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("budget", [1, 1 << 30])
+def test_the_budget_of_the_device_bounds_what_stays(budget: int, tmp_path: Path) -> None:
+    engine = make_engine(tmp_path / "swap", "all", 1_000_000, gpu_budget_bytes=budget)
+    assert bool(staying(engine, 2 * ACCUMULATION - 1)) == (budget > 1)
+    engine.destroy()
+
+
+def test_the_plan_counts_what_stays(tmp_path: Path) -> None:
+    """Mode "auto" measures a step in which nothing does; what its choice leaves of the budget is for that."""
+    budget = 1 << 30
+    engine = make_engine(tmp_path / "swap", "all", 1_000_000, activations="auto", gpu_budget_bytes=budget)
+    plan, across = engine.optimizer.run_plan, engine.optimizer._across_batches
+    while not plan.auto.is_decided:
+        assert staying(engine, 1) == set()
+    assert across._room_bytes == budget - plan.auto.device_bytes
+    staying(engine, ACCUMULATION)
+    assert across.most_bytes == 2 * sum(param.ds_numel for param in engine.module.parameters())
+    assert plan._device_bytes() == plan.auto.device_bytes + across.most_bytes
+    engine.destroy()
+
+
+def test_what_stays_does_not_end_gathers_ahead(tmp_path: Path) -> None:
+    """While the first module runs, with what stayed, what comes behind is on its way up: also out of storage."""
+    model = build_model({})
+    first = [*model.tokens.parameters(), *model.blocks[0].parameters()]
+    behind = sum(param.numel() for param in model.blocks[1].parameters())
+    engine = make_engine(tmp_path / "swap", "all", behind + sum(param.numel() for param in first), ahead=behind)
+    front = [*engine.module.tokens.parameters(), *engine.module.blocks[0].parameters()]
+    assert staying(engine, 2 * ACCUMULATION + 1) == {param.ds_id for param in front}
+    seen = {}
+
+    def look(module: torch.nn.Module, _: object) -> None:
+        seen.update({name: param.ds_status for name, param in engine.module.blocks[1].named_parameters()})
+
+    engine.module.tokens.register_forward_pre_hook(look)
+    micro_batch(engine, 0)
+    assert ZeroParamStatus.INFLIGHT in seen.values()
+    engine.destroy()
+
+
+def test_what_stays_is_not_offered_to_be_gathered(tmp_path: Path) -> None:
+    """Host memory may have its values still, on one rank and not on another: what is offered must be the same."""
+    engine = make_engine(tmp_path / "swap", "all", 1_000_000)
+    assert staying(engine, ACCUMULATION + 1)
+    store = engine.optimizer.rank_state.parameters
+    partitions = [partition_of(param) for param in engine.module.parameters()]
+    assert Presence.KEPT in {partition.presence for partition in partitions}
+    for _ in range(2):
+        store.move_on()
+        assert not store._offered
+        assert Presence.HERE not in {partition.presence for partition in partitions}
+        store._is_settled = False
+    engine.destroy()
+
+
+def test_a_compiled_model_has_what_stayed(tmp_path: Path) -> None:
+    """DeepSpeed's hooks run within what is compiled; ours in their place are left out of it, as its own are."""
+    found = {}
+    for name in ("eager", "compiled"):
+        engine = make_engine(tmp_path / name, "all", 1_000_000)
+        if name == "compiled":
+            engine.compile(backend="eager")
+        losses = []
+        for index in range(3 * ACCUMULATION - 1):
+            loss = engine(**make_batch({}, index, 0))
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        assert engine.optimizer._across_batches._staying
+        found[name] = losses
+        engine.destroy()
+    assert found["compiled"] == found["eager"]
 
 
 def test_in_between_parameters_are_partitioned_and_edits_count(tmp_path: Path) -> None:

@@ -73,6 +73,18 @@ def test_a_run_s_reuse_distance_counts() -> None:
     assert found.lane_secs["host to device"] == pytest.approx(0.035)
 
 
+def test_what_stays_between_micro_batches_comes_up_once() -> None:
+    """Of four forwards three begin with it, whether P16 is in host memory or on storage."""
+    usual = replace(PROFILE, accumulation=4)
+    for place in (PLACE, replace(PLACE, params=0.0)):
+        lanes, fewer = (
+            predicted(usual, place, given=replace(GIVEN, staying_numel=numel)).lane_secs for numel in (0, 25_000_000)
+        )
+        assert lanes["host to device"] == pytest.approx(4 * 0.04)
+        assert fewer["host to device"] == pytest.approx(4 * 0.04 - 3 * 0.005)
+    assert predicted(given=replace(GIVEN, staying_numel=25_000_000)).lane_secs == predicted().lane_secs
+
+
 def test_when_updates_start_decides_what_they_hide_behind() -> None:
     slow = replace(PROFILE, forward_secs=0.1, backward_secs=0.2)  # 1.8 s of storage bound everything
     secs = {

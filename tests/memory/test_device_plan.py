@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beside a device, host memory is what the plan says while gradients accumulate, whatever form masters have."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.device.build import build
+from tests.harness.ports import free_port
+from tests.harness.runner import environment
+
+ROOT = Path(__file__).parents[2]
+MOST_OVER_PLAN = 1.05
+
+SCRIPT = """
+import sys
+from tests.device.accelerator import install
+from tests.device.backend import preset
+
+install(**preset("rtx4090"), zeros=1)  # what is large is not computed: the device's memory takes none of the host's
+
+import deepspeed, torch
+from tests.harness.models import TinyGPT, make_batch
+from tests.harness.runner import ds_config
+
+masters, path = sys.argv[1:]
+mib = 1 << 20
+
+
+def status(field):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def train(config, num_layers, width, num_steps):
+    model = TinyGPT(num_layers=num_layers, width=width, vocabulary=500)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    del model
+    for micro_batch in range(num_steps * engine.gradient_accumulation_steps()):
+        engine.backward(engine(**make_batch({}, micro_batch, 0)))
+        engine.step()
+    torch.standin.synchronize()
+    return engine
+
+
+deepspeed.init_distributed("gloo")
+memory = {"device": "cpu", "pin_memory": True}
+zero = {"stage": 3, "offload_optimizer": memory, "offload_param": memory}
+config = ds_config(gradient_accumulation_steps=4, zero_optimization=zero)
+train(config, 1, 64, 1).destroy()  # what DeepSpeed and the device take whatever is trained
+base = status("VmRSS")
+tier = {"tier": "nvme"}
+plan = {"chunk_bytes": 8 * mib, "staging_bytes": 192 * mib, "prefetch_bytes": 64 * mib}
+config["fuyou"] = {"nvme_path": path, "plan": plan, "parameters": tier, "gradients": tier}
+config["fuyou"] |= {"optimizer": {"tier": "nvme", "masters": masters}, "activations": {"mode": "none"}}
+engine = train(config, 16, 640, 2)
+with open("/proc/self/clear_refs", "w") as peaks:  # what building takes is told by test_growth.py
+    peaks.write("5")
+for micro_batch in range(8):
+    engine.backward(engine(**make_batch({}, micro_batch, 0)))
+    engine.step()
+state = engine.optimizer.rank_state
+print("FOUND", status("VmHWM") - base, state.planned_host_bytes, flush=True)
+assert state.core.options.masters == masters
+engine.destroy()
+"""
+
+
+@pytest.mark.parametrize("masters", ["split", "whole"])
+def test_accumulation_holds_what_is_planned(masters: str, tmp_path: Path) -> None:
+    build()
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT, masters, os.fspath(tmp_path)],
+        cwd=ROOT,
+        env={**environment(0, 1, free_port()), "PYTHONPATH": os.fspath(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    held, planned = map(int, next(line for line in ran.stdout.splitlines() if line.startswith("FOUND")).split()[1:])
+    assert planned / 2 < held <= MOST_OVER_PLAN * planned, f"{held / planned:.3f} of the plan's {planned} bytes"
