@@ -8,7 +8,6 @@ and checkpoint/atomic.py.
 from __future__ import annotations
 
 import contextlib
-import filecmp
 import functools
 import logging
 import os
@@ -17,7 +16,6 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -39,12 +37,42 @@ from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, partition_bytes, partition_of
 from ds_fuyou.zero.stage3 import FuyouStage3Optimizer
 
-__all__ = ["FuyouCheckpointEngine", "end_last_save", "loading_module", "replace_writer", "saving"]
+__all__ = ["CopiedScripts", "FuyouCheckpointEngine", "end_last_save", "loading_module", "replace_writer", "saving"]
 
 _FROZEN_FRAGMENTS, _OPTIMIZER = "frozen_param_fragments", "optimizer_state_dict"
 _WAIT = "fuyou_wait_checkpoint"  # of the engine
 _PIECE_BYTES = 8 << 20
 _SMALL_ENTRIES = 64 << 20  # room for what is not counted: scheduler, client state, recovery script
+
+
+class CopiedScripts:
+    """DeepSpeed's scripts beside checkpoints, which every save of stock writes over. A file that is written over is
+    flushed when it is closed, and its source may have left the page cache: both wait behind all that training moves.
+    """
+
+    def __init__(self) -> None:
+        self._copied: dict[Path, dict[Path, tuple[int, ...]]] = {}
+
+    def copy(self, copy: Callable[[str], None], target: Path) -> None:
+        """``copy(target)``, unless what it made there last is there still."""
+        made = self._copied.get(target, {})
+        if made and all(_identity(script) == known for script, known in made.items()):
+            return
+        before = {script: _identity(script) for script in target.glob("*.py")}
+        copy(os.fspath(target))
+        after = {script: _identity(script) for script in target.glob("*.py")}
+        self._copied[target] = {
+            script: known for script, known in after.items() if script in made or known != before.get(script)
+        }
+
+
+def _identity(file: Path) -> tuple[int, ...]:
+    """Which file has this name, and since when; empty if there is none."""
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class FuyouCheckpointEngine(TorchCheckpointEngine):
@@ -54,6 +82,7 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
         super().__init__(config_params)
         self._stand_ins: StandIns | None = None
         self.failure: Exception | None = None
+        self.scripts = CopiedScripts()
         self.files: list[StreamedFile] = []
         """Of the checkpoint that is being made, laid out."""
         self.read_behind: list[Callable[[Callable[[], object]], None]] = []
@@ -156,7 +185,7 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
         folder, hidden = Path(save_dir), atomic.incomplete_tag(tag)
         lock = _prepare(self, folder, tag, exclude_frozen_parameters)
         behind = _is_behind(self, folder / hidden)
-        with _streaming(self, folder / hidden) as writer:
+        with _streaming(self) as writer:
             state: CheckpointState = self.optimizer.checkpoint_state
             _settle(_outcome(state.keep), str(folder / tag))
             result = original(
@@ -282,7 +311,7 @@ def _settle(failure: Exception | None, name: str, *, is_told: bool = False) -> b
 
 
 @contextmanager
-def _streaming(engine: Any, hidden: Path) -> Iterator[FuyouCheckpointEngine]:
+def _streaming(engine: Any) -> Iterator[FuyouCheckpointEngine]:
     """While it lasts, large tensors in state dictionaries are stand-ins, and scripts that are there stay."""
     writer: FuyouCheckpointEngine = engine.checkpoint_engine
     state: CheckpointState = engine.optimizer.checkpoint_state
@@ -293,7 +322,7 @@ def _streaming(engine: Any, hidden: Path) -> Iterator[FuyouCheckpointEngine]:
         lambda: _frozen_fragment(param, stand_ins, fragment_of, writer.read_behind)
     )
     engine._copy_recovery_script = lambda save_path: writer.attempt(
-        lambda: _copy_what_is_new(copy_script, hidden, Path(save_path))
+        lambda: writer.scripts.copy(copy_script, Path(save_path))
     )
     try:
         yield writer
@@ -307,16 +336,6 @@ def _streaming(engine: Any, hidden: Path) -> Iterator[FuyouCheckpointEngine]:
         state.stand_ins = state.snapshot = None
         del engine._get_param_fragment_func, engine._copy_recovery_script
         writer.end()
-
-
-def _copy_what_is_new(copy: Callable[[str], None], hidden: Path, target: Path) -> None:
-    """As ``copy(target)``, but no file is written over: file systems flush those, behind all that training writes."""
-    with TemporaryDirectory(prefix=".scripts-", dir=hidden) as made:
-        copy(made)
-        for script in Path(made).iterdir():
-            there = target / script.name
-            if not (there.is_file() and filecmp.cmp(script, there, shallow=False)):
-                script.replace(there)
 
 
 def _frozen_fragment(

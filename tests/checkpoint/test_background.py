@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ds_fuyou.cli import main
-from ds_fuyou.zero.checkpoint_engine import _copy_what_is_new
+from ds_fuyou.zero.checkpoint_engine import CopiedScripts
 from tests.harness.forked import finish, start
 from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port
@@ -87,22 +87,38 @@ def test_what_is_saved_is_what_was_there(
         assert each["digest"] == alone["digest"]
 
 
-def test_a_script_of_another_version_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "hidden").mkdir()
-    for name, text in (("same.py", "new"), ("older.py", "old")):
-        (tmp_path / name).write_text(text)
+def test_scripts_beside_checkpoints_are_copied_once_and_when_somebody_has_changed_them(tmp_path: Path) -> None:
+    (tmp_path / "users.py").write_text("its own")
+    (tmp_path / "second.py").write_text("older than that")
+    calls = []
 
     def copy(target: str) -> None:
-        for name in ("same.py", "older.py", "first.py"):
-            Path(target, name).write_text("new")
+        calls.append(target)
+        for name in ("first.py", "second.py"):
+            Path(target, name).write_text("newer")
 
-    same = (tmp_path / "same.py").stat()
-    _copy_what_is_new(copy, tmp_path / "hidden", tmp_path)
-    assert {file.name: file.read_text() for file in tmp_path.glob("*.py")} == dict.fromkeys(
-        ("same.py", "older.py", "first.py"), "new"
-    )
-    assert (tmp_path / "same.py").stat().st_mtime_ns == same.st_mtime_ns
-    assert list((tmp_path / "hidden").iterdir()) == []
+    scripts = CopiedScripts()
+    for _ in range(3):
+        scripts.copy(copy, tmp_path)
+        assert {file.name: file.read_text() for file in tmp_path.glob("*.py")} == {
+            "users.py": "its own",
+            "first.py": "newer",
+            "second.py": "newer",
+        }
+    assert len(calls) == 1
+    (tmp_path / "users.py").write_text("is no business of ours")
+    scripts.copy(copy, tmp_path)
+    assert len(calls) == 1
+    (tmp_path / "first.py").unlink()
+    scripts.copy(copy, tmp_path)
+    assert len(calls) == 2
+    (tmp_path / "second.py").write_text("edited")
+    scripts.copy(copy, tmp_path)
+    assert len(calls) == 3
+    other = tmp_path / "other"
+    other.mkdir()
+    scripts.copy(copy, other)
+    assert len(calls) == 4
 
 
 @pytest.mark.parametrize(("tiers", "world_size"), [("all", 1), ("all", 2), ("states", 2)])
