@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_fuyou.parameters.partition import Presence
-from ds_fuyou.zero.param_swapper import partition_of
+from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, partition_of
 from tests.device.parity import fuyou_of
 from tests.harness.models import build_model, make_batch
 from tests.harness.runner import ds_config
@@ -137,15 +137,15 @@ def test_what_stays_does_not_end_gathers_ahead(tmp_path: Path) -> None:
 def test_what_stays_is_not_offered_to_be_gathered(tmp_path: Path) -> None:
     """Host memory may have its values still, on one rank and not on another: what is offered must be the same."""
     engine = make_engine(tmp_path / "swap", "all", 1_000_000)
-    assert staying(engine, ACCUMULATION + 1)
+    assert staying(engine, 2 * ACCUMULATION + 1)
     store = engine.optimizer.rank_state.parameters
     partitions = [partition_of(param) for param in engine.module.parameters()]
-    assert Presence.KEPT in {partition.presence for partition in partitions}
-    for _ in range(2):
-        store.move_on()
-        assert not store._offered
-        assert Presence.HERE not in {partition.presence for partition in partitions}
-        store._is_settled = False
+    assert {PARTITION_TENSORS.is_idle(partition) for partition in partitions} == {False}
+    store.move_on()
+    assert not store._offered
+    assert not {Presence.HERE, Presence.READING} & {partition.presence for partition in partitions}
+    engine.optimizer._across_batches.forget()
+    assert {PARTITION_TENSORS.is_idle(partition) for partition in partitions} == {True}
     engine.destroy()
 
 
