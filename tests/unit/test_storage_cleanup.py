@@ -17,9 +17,8 @@ import pytest
 
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.log import get_logger
-from ds_fuyou.storage import cleanup
+from ds_fuyou.storage import probe
 from ds_fuyou.storage.cleanup import StateDirectory, find_state, remove_state, settle_stale, stale_bytes
-from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.storage.records import MANIFEST_NAME, read_record, write_record
 from ds_fuyou.storage.store import RegionSpec, SlotStore
 from tests.harness.limits import HANG_SECS
@@ -109,7 +108,7 @@ def test_of_dead_runs_that_of_the_same_model_is_removed_unless_it_was_kept(
     living = SlotStore.create([tmp_path], REGIONS, identity("living"))
     settle_stale([tmp_path], get_logger(), clean="another")
     assert dead.path.exists()
-    monkeypatch.setattr(cleanup, "probe_path", lambda path: replace(probe_path(path), filesystem="nfs4"))
+    monkeypatch.setattr(probe, "filesystem_type", lambda fd: "nfs4")
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(os, "uname", lambda: SimpleNamespace(nodename="elsewhere"))
         settle_stale([tmp_path], get_logger(), clean="model")
