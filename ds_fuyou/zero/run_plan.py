@@ -464,8 +464,9 @@ class RunPlan:
         known = None if self.auto is None else self.auto.device_bytes
         if known is None or self._state.device.is_host:
             return float(self._state.device.peak_bytes())
-        stays = self._across is not None and self._state.model.accumulation > 1
-        return known + (self._across.most_bytes if stays and self._across is not None else 0)
+        if self._across is None or self._state.model.accumulation == 1:
+            return known
+        return known + self._across.most_bytes
 
     def _move(self) -> None:
         """States go to where what was measured says they should be, over the next steps. A collective: rank 0 knows."""
