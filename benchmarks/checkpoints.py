@@ -4,19 +4,22 @@ how many bytes that takes, and how fast it is loaded.
 
 ``python -m benchmarks.checkpoints [--rounds N] [--save background|blocking] [--folder DIR] [--out FILE.json]``: one
 process, one engine. A round: steps alone; a checkpoint that is waited for; steps, the first right after a
-``save_checkpoint``, until it is whole; a load. Without ``fuyou_wait_checkpoint`` (before there was any) a round has a
-save and a load alone.
+``save_checkpoint``, until it is whole; a load, between two copies of the checkpoint over an older one by threads that
+do nothing else: what storage takes for a load's bytes. Without ``fuyou_wait_checkpoint`` (before there was any) a round
+has a save and a load alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import shutil
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,12 +33,34 @@ from benchmarks.rates import measure_rates  # noqa: E402
 from benchmarks.worker import Trainer  # noqa: E402
 
 VARIANTS = ("fuyou_optimizer_nvme", "fuyou_all_nvme")
+COPY_BYTES = 4 << 20  # of a request of a copy, a multiple of every block size
+COPY_THREADS = 16
 
 
 def written_bytes() -> int:
     """To storage, by this process."""
     lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     return int(next(line for line in lines if line.startswith("write_bytes")).split()[1])
+
+
+def copied(source: Path, target: Path) -> float:
+    """Seconds of a copy past the page cache, as whole requests go: reads and writes at once."""
+    read = os.open(source, os.O_RDONLY | os.O_DIRECT)
+    write = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+
+    def copy(offset: int) -> None:
+        with mmap.mmap(-1, COPY_BYTES) as buffer:  # which begins at a page
+            os.preadv(read, [buffer], offset)
+            os.pwrite(write, buffer, offset)
+
+    try:
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(COPY_THREADS) as threads:
+            list(threads.map(copy, range(0, source.stat().st_size, COPY_BYTES)))
+        return time.perf_counter() - begin
+    finally:
+        os.close(read)
+        os.close(write)
 
 
 class Checkpoints:
@@ -77,16 +102,22 @@ class Checkpoints:
         found = {"wall": wall, "wall_alone": time.perf_counter() - begin, "written": written}
         return {"blocked": blocked, "steps": steps, "whole": whole, **found}
 
-    def load(self) -> float:
-        """Seconds, the file not being in memory."""
-        for file in (self.folder / "waited").iterdir():
+    def load(self) -> dict[str, Any]:
+        """Seconds, the file not being in memory; of two copies of it, one before and one after."""
+        files = sorted((self.folder / "waited").iterdir(), key=lambda file: file.stat().st_size)
+        for file in files:
             fd = os.open(file, os.O_RDONLY)
             os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
+        copy = self.folder / "copy"
+        if not copy.exists():
+            copied(files[-1], copy)  # its blocks are written before, as those of states are
+        secs = [copied(files[-1], copy)]
         begin = time.perf_counter()
         self.engine.load_checkpoint(str(self.folder), tag="waited")
-        return time.perf_counter() - begin
+        load = time.perf_counter() - begin
+        return {"load": load, "copies": [*secs, copied(files[-1], copy)]}
 
     @property
     def num_bytes(self) -> int:
@@ -116,7 +147,7 @@ def main() -> None:
         made.steps(3)
         rounds = []
         for _ in range(given.rounds):
-            found: dict[str, Any] = {"waited": made.waited_for(), "load": made.load()}
+            found: dict[str, Any] = {"waited": made.waited_for(), **made.load()}
             if given.save == "background":
                 made.steps(1)
                 found |= {"alone": made.steps(4), **made.behind()}
@@ -142,6 +173,7 @@ def told(rounds: list[dict[str, Any]], num_bytes: int) -> dict[str, float]:
     """Medians over rounds; ratios are taken within a round."""
     median = statistics.median
     found = {name: median(one[name] for one in rounds) for name in ("waited", "load")}
+    found["copies / load"] = median(statistics.mean(one["copies"]) / one["load"] for one in rounds)
     if "blocked" not in rounds[0]:
         return found
     return {
