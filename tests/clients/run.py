@@ -36,7 +36,6 @@ HERE = Path(__file__).parent
 WORK = ROOT / ".work" / "clients"
 RESULTS = WORK / "results"
 TIERS = {"nvme": "all", "auto": "auto"}
-RESUMES = "nvme"  # the tiers of the run that goes on
 NOISE = (
     "_runtime",
     "_per_second",
@@ -151,9 +150,9 @@ def last_error(error: AssertionError) -> str:
 
 
 def cells_of(case: Case, kinds: tuple[str, ...] = tuple(TIERS)) -> list[str]:
-    """The cells that :func:`outcomes_of` gives: "1 nvme", "1 resumed", "2 auto" and so on."""
-    with_resumed = [*kinds, "resumed"] if case.checkpoint and RESUMES in kinds else [*kinds]
-    return [f"{num_ranks} {kind}" for num_ranks in case.ranks for kind in with_resumed]
+    """The cells that :func:`outcomes_of` gives: "1 nvme", "1 nvme resumed", "2 auto" and so on."""
+    ends = ("", " resumed") if case.checkpoint else ("",)
+    return [f"{num_ranks} {kind}{end}" for num_ranks in case.ranks for kind in kinds for end in ends]
 
 
 def outcomes_of(

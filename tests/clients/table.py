@@ -14,12 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tests.clients.cases import CASES, PROGRAMS, Case
-from tests.clients.run import RESULTS, Answer, Results, cells_of, package
+from tests.clients.run import RESULTS, TIERS, Answer, Results, cells_of, package
 from tests.huggingface.runner import ROOT
 
 TARGET = ROOT / "docs" / "clients.md"
-CELLS = ("1 nvme", "1 auto", "1 resumed", "2 nvme", "2 auto", "2 resumed")
-TITLES = tuple(f"{ranks}, {what}" for ranks in ("1 rank", "2 ranks") for what in ("NVMe", "auto", "resumed"))
+CELLS = tuple(f"{num_ranks} {kind}{end}" for num_ranks in (1, 2) for kind in TIERS for end in ("", " resumed"))
+TITLES = tuple(
+    f"{ranks}, {what}{end}" for ranks in ("1 rank", "2 ranks") for what in ("NVMe", "auto") for end in ("", ", resumed")
+)
 OLDER = " (older)"
 _STATE = re.compile(r"package's sources\s+`(\w+)`")
 
@@ -34,7 +36,7 @@ configurations, with a tokenizer and texts of the Python manual; 4 steps.
 - **equal**: every number that the program logged (losses, norms, rewards, evaluations, what it generated) is stock's
   digit for digit, and every tensor of the final model is stock's bit for bit.
 - **NVMe**: parameters, gradients and optimizer with tier `nvme`. **auto**: all three `auto`.
-- **resumed**: fresh processes that go on from the checkpoint of step 2 (NVMe) end like the undisturbed run, but for
+- **resumed**: fresh processes that go on from the checkpoint of step 2 end like the undisturbed run, but for
   tokens, which TRL counts anew. "as stock": they do not, and stock's resumed run departs in the same way, to the bit.
   (By itself stock's resumed run departs in the last bits: [design.md](design.md), "Resume".)
 - **stock fails**: the program does not run with its own JSON either.

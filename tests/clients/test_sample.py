@@ -20,7 +20,7 @@ def test_a_mixture_of_experts_under_the_trainer(tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == "trainer-moe")
     one = dataclasses.replace(case, ranks=(1,))
     cells = dict(outcomes_of(one, tmp_path, tmp_path, ("nvme",)))
-    assert cells == {"1 nvme": "equal", "1 resumed": "equal"}
+    assert cells == {"1 nvme": "equal", "1 nvme resumed": "equal"}
     assert list(cells) == cells_of(one, ("nvme",))
 
 
@@ -65,11 +65,11 @@ def test_a_run_that_fails_answers_all_cells_that_need_it(tmp_path: Path, monkeyp
         return tmp_path
 
     monkeypatch.setattr(Runs, "run", run)
-    monkeypatch.setattr("tests.clients.run.differences", lambda stock, ours: "")
+    monkeypatch.setattr("tests.clients.run.differences", lambda stock, ours, resumed=False: "")
     found = dict(outcomes_of(case, tmp_path / "work", tmp_path))
     failed, stock_failed = "fails: RuntimeError: no room", "stock fails: RuntimeError: no room"
-    one = {"1 nvme": failed, "1 resumed": failed, "1 auto": "equal"}
-    assert found == one | dict.fromkeys(("2 nvme", "2 resumed", "2 auto"), stock_failed)
+    one = {"1 nvme": failed, "1 nvme resumed": failed, "1 auto": "equal", "1 auto resumed": "equal"}
+    assert found == one | dict.fromkeys(cells_of(dataclasses.replace(case, ranks=(2,))), stock_failed)
     assert found.keys() == set(cells_of(case))
 
 
@@ -104,8 +104,9 @@ def test_what_has_an_outcome_is_not_asked_again(tmp_path: Path, monkeypatch: pyt
 
 
 def told_of(state: str = "", **outcomes: str) -> Told:
-    """A file of outcomes, found out with these sources or the present ones; "one_nvme" is the cell "1 nvme"."""
-    named = {cell.replace("one_", "1 ").replace("two_", "2 "): outcome for cell, outcome in outcomes.items()}
+    """A file of outcomes, found out with these sources or the present ones; "one_auto_resumed" is "1 auto resumed"."""
+    numbers = {"one": "1", "two": "2"}
+    named = {" ".join(numbers.get(word, word) for word in cell.split("_")): outcomes[cell] for cell in outcomes}
     answers = {cell: Answer(outcome, "asked", state or package(), 1800.0) for cell, outcome in named.items()}
     return Told(answers, {"trl": "1"}, "then")
 
@@ -124,17 +125,18 @@ def test_the_page_has_a_row_for_every_case() -> None:
 
 def test_what_did_not_run_is_said() -> None:
     case = CASES[0]
-    told = told_of(one_nvme="equal", one_auto="differs: entry 0", two_nvme="stock fails: x")
+    told = told_of(one_nvme="equal", one_auto_resumed="differs: entry 0", two_nvme="stock fails: x")
     row = row_of(page({case.name: told}), case.shows)
-    assert row[:-1] == ["equal", "**differs**", "not run", "stock fails", "not run", "not run"]
+    assert row[:4] == ["equal", "not run", "not run", "**differs**"]
+    assert row[4:-1] == ["stock fails", "not run", "not run", "not run"]
     assert row[-1] == "entry 0; x"
 
 
 def test_what_is_not_asked_any_more_is_not_shown() -> None:
     case = next(case for case in CASES if case.checkpoint is None and case.remark)
-    told = told_of(one_nvme="equal", one_resumed="differs: entry 0")
+    told = told_of(one_nvme="equal", one_nvme_resumed="differs: entry 0")
     row = row_of(page({case.name: told}), case.shows)
-    assert row == ["equal", "not run", "–", "not run", "not run", "–", case.remark]
+    assert row == ["equal", "–", "not run", "–", "not run", "–", "not run", "–", case.remark]
 
 
 def test_what_ran_before_stays_on_the_page() -> None:
@@ -156,13 +158,14 @@ def test_what_other_sources_were_run_with_is_marked_for_good(monkeypatch: pytest
     assert OLDER not in before.split("| program")[1]
     now = page({case.name: told_of("earlier", two_auto="equal")}, before)
     assert row_of(now, case.shows)[:-1] == [
-        *("equal", "stock fails", "not run", "**differs**", f"equal{OLDER}", "not run"),
+        *("equal", "not run", "stock fails", "not run", "**differs**", "not run", f"equal{OLDER}", "not run"),
     ]
     for module in ("run", "table"):
         monkeypatch.setattr(f"tests.clients.{module}.package", lambda: "0123456789abcdef")
     later = page({case.name: told_of("0123456789abcdef", two_auto="equal")}, now)
     assert row_of(later, case.shows)[:-1] == [
-        *(f"equal{OLDER}", f"stock fails{OLDER}", "not run", f"**differs**{OLDER}", "equal", "not run"),
+        *(f"equal{OLDER}", "not run", f"stock fails{OLDER}", "not run"),
+        *(f"**differs**{OLDER}", "not run", "equal", "not run"),
     ]
     assert "sources\n  `0123456789abcdef`" in later
     assert page({}, later) == later
