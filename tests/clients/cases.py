@@ -216,6 +216,7 @@ CASES = (
         {"arguments": {"tuner_type": "lora", "lora_rank": 4, "target_modules": "all-linear"}},
         checkpoint="checkpoint-2",
         environment="older",
+        remark="all steps are of one epoch: of the next one a resumed run draws other batches, in stock, too",
     ),
     Case(
         "axolotl-full",

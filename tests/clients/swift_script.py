@@ -12,7 +12,7 @@ def main() -> None:
 
     rows = [
         {"messages": [{"role": "user", "content": text[:40]}, {"role": "assistant", "content": text[40:160]}]}
-        for text in paragraphs()[:48]
+        for text in paragraphs()[:96]
     ]
     data = write_once(out / "manual.jsonl", "\n".join(json.dumps(row) for row in rows))
     given = {
