@@ -359,7 +359,8 @@ class FuyouConfig(_Settings):
         "off",
         description="`auto`: a run that finds in `nvme_path` the state files of the same model, world and plan, left "
         "by one that was killed or kept by `keep_state`, goes on from their last step, in place: parameters, moments, "
-        "counters, scheduler and random states are those after it. Otherwise it starts as ever.",
+        "counters, scheduler and random states are those after it. One that finds none begins; one that finds steps "
+        "of this model and cannot go on from them (a setting changed, a process uses them) ends with an error.",
     )
     on_stale: Literal["report", "clean"] = Field(
         "report",

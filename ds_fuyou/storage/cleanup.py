@@ -25,11 +25,20 @@ from pathlib import Path
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.directory import LOCK_NAME, RunDirectory, StateRoot, foreign_names, is_ours, is_run_name
 from ds_fuyou.storage.probe import is_on_network
-from ds_fuyou.storage.records import Manifest, read_manifest
+from ds_fuyou.storage.records import Manifest, ProcessMark, read_manifest
 from ds_fuyou.storage.store import commits_in
 from ds_fuyou.storage.store_files import read_directory_manifest
 
-__all__ = ["StateDirectory", "find_state", "is_fault", "lost_state", "remove_state", "settle_stale", "stale_bytes"]
+__all__ = [
+    "StateDirectory",
+    "find_state",
+    "is_fault",
+    "is_lost",
+    "lost_state",
+    "remove_state",
+    "settle_stale",
+    "stale_bytes",
+]
 
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OF_WHAT_IS_THERE = frozenset(
@@ -53,6 +62,7 @@ class StateDirectory:
 
     Attributes:
         alive: its lock is held, or the process that made it still runs.
+        closed_here: that process is this one, and does not use it any more: an engine that failed, or was kept.
         num_bytes: bytes it takes on the device.
         started: seconds since the epoch.
         model_fingerprint: empty when the manifest is missing or unreadable.
@@ -69,6 +79,7 @@ class StateDirectory:
     model_fingerprint: str
     kept: bool
     host: str = ""
+    closed_here: bool = False
 
     @property
     def why_not(self) -> str:
@@ -119,13 +130,11 @@ def remove_state(state: StateDirectory) -> None:
 
 
 def lost_state(paths: Sequence[Path]) -> set[Path]:
-    """Directories of dead runs that hold nothing to go on from or to recover: no step was made, or its states were in
-    host memory, or being replaced. What is not readable may hold something. Skips paths in error.
-    """
+    """Directories of dead runs that hold nothing to go on from or to recover. Skips paths in error."""
     found: set[Path] = set()
     for path in paths:
         with contextlib.suppress(OSError):
-            found.update(state.path for state in find_state(path) if not state.alive and _is_lost(state))
+            found.update(state.path for state in find_state(path) if not state.alive and is_lost(state))
     return found
 
 
@@ -165,7 +174,10 @@ def _may_clean(state: StateDirectory, path: Path, fingerprint: str) -> bool:
     return state.host == os.uname().nodename or not is_on_network(path)
 
 
-def _is_lost(state: StateDirectory) -> bool:
+def is_lost(state: StateDirectory) -> bool:
+    """It holds nothing to go on from or to recover: no step was made, or its states were in host memory, or being
+    replaced. What is not readable may hold something.
+    """
     if not state.model_fingerprint:
         return False
     try:
@@ -209,9 +221,10 @@ def _inspect(root: StateRoot, name: str) -> StateDirectory | None:
             return None
         manifest = _manifest_or_none(fd, root.path / name)
         run_id, _, rank = name.rpartition("-rank")
+        locked = _is_locked(fd)
         return StateDirectory(
             path=root.path / name,
-            alive=_is_locked(fd) or (manifest is not None and manifest.process.is_alive()),
+            alive=locked or (manifest is not None and manifest.process.is_alive()),
             run_id=run_id,
             rank=int(rank),
             num_bytes=_allocated_bytes(fd),
@@ -219,6 +232,7 @@ def _inspect(root: StateRoot, name: str) -> StateDirectory | None:
             model_fingerprint=manifest.identity.model_fingerprint if manifest is not None else "",
             kept=manifest is not None and manifest.keep,
             host=manifest.process.host if manifest is not None else "",
+            closed_here=not locked and manifest is not None and manifest.process == ProcessMark.of_this_process(),
         )
     finally:
         os.close(fd)

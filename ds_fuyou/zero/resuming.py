@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which state files a run can go on from in place: complete on every rank, of the same model, world and layout."""
+"""Which state files a run can go on from in place: complete on every rank, of the same model, world and layout.
+
+[Note: what a run must not begin beside]
+Where files of this model hold steps and the run cannot go on from them, it would begin anew: weeks of training would be
+made again because a setting changed, a process outlived its launcher or a disk altered a record, and nobody might read
+the warning. So it does not begin. Files that hold no step, or a step whose states went with host memory, are told of
+alone; so is what began before the run that is gone on from, and what another engine of the script made.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed import comm as dist
 
 from ds_fuyou.checkpoint.contents import check_resumable
-from ds_fuyou.errors import FuyouError, shown
+from ds_fuyou.errors import FuyouError, FuyouStateError, shown
 from ds_fuyou.state_layout import BF16, FP32, WHOLE
-from ds_fuyou.storage.cleanup import StateDirectory, find_state, is_fault
+from ds_fuyou.storage.cleanup import StateDirectory, find_state, is_fault, is_lost
 from ds_fuyou.storage.lifetime import open_stores
 from ds_fuyou.storage.records import COMMIT_NAME, well_formed
 from ds_fuyou.storage.store import CommitRecord, JsonValue, RegionSpec, RunIdentity, SlotStore
@@ -45,6 +52,14 @@ class Resumable:
     which: int
 
 
+class _Chosen(NamedTuple):
+    """When it began, the run, and its commit, of which all ranks can go on."""
+
+    started: float
+    run_id: str
+    commit: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class _Offer:
     """What a rank has of a dead run: its commits by what ranks have in common, and of which a run can go on."""
@@ -53,6 +68,22 @@ class _Offer:
     commits: tuple[tuple[int, ...], ...]
     complete: tuple[tuple[int, ...], ...]
 
+    @property
+    def is_lost(self) -> bool:
+        """No step was made: what would be gone on from is what a run begins with."""
+        return not self.complete and all(step == 0 for step, *_ in self.commits)
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """Files that this run cannot go on from. ``holds_steps``: see [Note: what a run must not begin beside]."""
+
+    run_id: str
+    started: float
+    path: Path
+    why: str
+    holds_steps: bool
+
 
 def find_resumable(paths: Sequence[Path], identity: RunIdentity, fitting: Sequence[Fitting]) -> Resumable | None:
     """The latest of them, None if there is none; says why what is there does not serve. A collective.
@@ -60,56 +91,76 @@ def find_resumable(paths: Sequence[Path], identity: RunIdentity, fitting: Sequen
     ``fitting``: what would do, by layout of states, this run's own first.
 
     Raises:
+        FuyouStateError: files of this model that hold later steps do not serve, on this rank or another.
         FuyouStorageError: the device failed while it was looked for.
     """
-    opened = dict(_opened(paths, identity, fitting))
-    every = of_every_rank({run_id: _offer_of(store) for run_id, store in opened.items()})
-    chosen = _choose(every)
-    _tell_incomplete(every, opened)
-    _tell_older(every, opened, chosen)
-    for run_id, store in opened.items():
-        if chosen is None or run_id != chosen[0]:
-            store.close(remove=False)
+    refused: list[_Refused] = []
+    opened = dict(_opened(paths, identity, fitting, refused))
+    chosen = None
+    try:
+        offers = {run_id: _offer_of(store) for run_id, store in opened.items()}
+        lost = {each.run_id for each in refused if not each.holds_steps}
+        lost |= {run_id for run_id, offer in offers.items() if offer.is_lost}
+        said = of_every_rank((offers, lost))
+        every = [theirs for theirs, _ in said]
+        best = _choose(every)
+        refused += _incomplete(every, opened, set.union(*(theirs for _, theirs in said)))
+        _tell_older(every, opened, best)
+        _tell(refused, best)
+        chosen = best
+    finally:
+        for run_id, store in opened.items():
+            if chosen is None or run_id != chosen.run_id:
+                store.close(remove=False)
     if chosen is None:
         return None
-    store = opened[chosen[0]]
-    (commit,) = [commit for commit in store.commits() if commit.key == chosen[1]]
+    store = opened[chosen.run_id]
+    (commit,) = [commit for commit in store.commits() if commit.key == chosen.commit]
     layouts = [each.contents.get("states") for each in fitting]
     return Resumable(store, commit, layouts.index(store.contents().get("states")))
 
 
 def _opened(
-    paths: Sequence[Path], identity: RunIdentity, fitting: Sequence[Fitting]
+    paths: Sequence[Path], identity: RunIdentity, fitting: Sequence[Fitting], refused: list[_Refused]
 ) -> Iterator[tuple[str, SlotStore]]:
-    """State files of this rank that fit, by run."""
+    """State files of this rank that fit, by run. Others go to ``refused``."""
     mine = {path for store in open_stores() if isinstance(store, SlotStore) for path in store.directories}
+
+    def refuse(state: StateDirectory, why: str, *, holds_steps: bool | None = None) -> None:
+        holds = not is_lost(state) if holds_steps is None else holds_steps
+        refused.append(_Refused(state.run_id, state.started, state.path, why, holds))
+
     for state in find_state(paths[0]):
         if state.rank != identity.rank or state.path in mine:
             continue
         if state.model_fingerprint != identity.model_fingerprint:
             if not state.model_fingerprint and not state.alive:
-                logger.warning("%s: its manifest is missing or cannot be read, so no run can go on from it", state.path)
+                why = "its manifest is missing or cannot be read"
+                refuse(state, why, holds_steps=(state.path / COMMIT_NAME).exists())
             continue
-        if state.alive:
-            _tell(state.path, "a process uses it, or the one that made it still runs")
+        if state.alive and not state.closed_here:
+            refuse(state, "a process uses it, or the one that made it still runs")
             continue
         try:
             store = _open(state, paths, identity)
         except FuyouError as error:
             if is_fault(error):
                 raise  # a run that began anew would leave its steps behind because of a disk that may recover
-            _tell(state.path, str(error))
+            refuse(state, str(error))
             continue
         try:
             why = _mismatch(store, fitting)
         except BaseException:
             store.close(remove=False)
             raise
-        if why:
-            _tell(state.path, why, logging.INFO if why == _OTHER_ENGINE else logging.WARNING)
-            store.close(remove=False)
-        else:
+        if not why:
             yield state.run_id, store
+            continue
+        if why == _OTHER_ENGINE:
+            logger.info("%s is of this model, but this engine cannot go on from it: %s", state.path, why)
+        else:
+            refuse(state, why)
+        store.close(remove=False)
 
 
 def _open(state: StateDirectory, paths: Sequence[Path], identity: RunIdentity) -> SlotStore:
@@ -184,15 +235,16 @@ def _is_complete(commit: CommitRecord) -> bool:
     return commit.meta.get("training") is not None
 
 
-def _choose(every: Sequence[Mapping[str, _Offer]]) -> tuple[str, tuple[int, ...]] | None:
-    """Run and commit, the same on all ranks."""
-    best: tuple[float, str, tuple[int, ...]] | None = None
-    for run_id, parts in _by_run(every).items():
-        if _why_incomplete(parts):
-            continue
-        candidate = (max(part.started for part in parts if part is not None), run_id, max(_in_common(parts)))
-        best = max(best or candidate, candidate)
-    return best[1:] if best is not None else None
+def _choose(every: Sequence[Mapping[str, _Offer]]) -> _Chosen | None:
+    """The same on all ranks."""
+    whole = {run_id: parts for run_id, parts in _by_run(every).items() if not _why_incomplete(parts)}
+    return max(
+        (_Chosen(_started(parts), run_id, max(_in_common(parts))) for run_id, parts in whole.items()), default=None
+    )
+
+
+def _started(parts: Sequence[_Offer | None]) -> float:
+    return max(part.started for part in parts if part is not None)
 
 
 def _by_run(every: Sequence[Mapping[str, _Offer]]) -> dict[str, list[_Offer | None]]:
@@ -220,27 +272,47 @@ def _why_incomplete(parts: Sequence[_Offer | None]) -> str:
     return ""
 
 
-def _tell_incomplete(every: Sequence[Mapping[str, _Offer]], opened: Mapping[str, SlotStore]) -> None:
+def _incomplete(
+    every: Sequence[Mapping[str, _Offer]], opened: Mapping[str, SlotStore], lost: Collection[str]
+) -> Iterator[_Refused]:
+    """What fits on this rank, and not on all. ``lost``: runs of which some rank has nothing that could be."""
     for run_id, parts in _by_run(every).items():
         why = _why_incomplete(parts)
         if why and run_id in opened:
-            _tell(opened[run_id].directories[0], why)
+            yield _Refused(run_id, _started(parts), opened[run_id].directories[0], why, run_id not in lost)
 
 
-def _tell_older(
-    every: Sequence[Mapping[str, _Offer]],
-    opened: Mapping[str, SlotStore],
-    chosen: tuple[str, tuple[int, ...]] | None,
-) -> None:
+def _tell_older(every: Sequence[Mapping[str, _Offer]], opened: Mapping[str, SlotStore], chosen: _Chosen | None) -> None:
     """Of several runs the one that began last is gone on from, however many steps the others made."""
     for run_id, parts in _by_run(every).items():
-        if chosen is not None and run_id != chosen[0] and not _why_incomplete(parts):
+        if chosen is not None and run_id != chosen.run_id and not _why_incomplete(parts):
             step = max(_in_common(parts))[0]
-            _tell(opened[run_id].directories[0], f"its step {step} is whole, but {chosen[0]} began later")
+            _warn(opened[run_id].directories[0], f"its step {step} is whole, but {chosen.run_id} began later")
 
 
-def _tell(path: Path, why: str, level: int = logging.WARNING) -> None:
-    level = level if dist.get_rank() == 0 else logging.INFO
+def _tell(refused: Sequence[_Refused], chosen: _Chosen | None) -> None:
+    """A collective.
+
+    Raises:
+        FuyouStateError: see [Note: what a run must not begin beside].
+    """
+    stops = [each for each in refused if each.holds_steps and (chosen is None or each.started > chosen.started)]
+    for each in refused:
+        if each not in stops:
+            _warn(each.path, each.why)
+    said = sorted({f"{each.path}: {each.why}" for theirs in of_every_rank(stops) for each in theirs})
+    if said:
+        several = "" if len(said) == 1 else f" (and {len(said) - 1} more)"
+        raise FuyouStateError(
+            f"steps of this model are in nvme_path, and this run cannot go on from them, so it does not begin anew, "
+            f"either: {said[0]}{several}. To go on, undo what was changed, or end who uses "
+            f"them; fuyou recover makes a checkpoint of them. To begin anew, remove them (fuyou clean), or set another "
+            f"nvme_path"
+        )
+
+
+def _warn(path: Path, why: str) -> None:
+    level = logging.WARNING if dist.get_rank() == 0 else logging.INFO
     logger.log(level, "%s is of this model, but this run cannot go on from it: %s", path, why)
 
 

@@ -53,7 +53,7 @@ def test_each_disk_is_told_of_and_cleaned_by_a_rank_that_has_it(tmp_path: Path) 
     first = left_on(tmp_path)
     assert all(len(names) == 1 for names in first.values())
 
-    other = {**case, "block": {**block, "plan": {"chunk_bytes": 16384}}}
+    other = {**case, "block": {**block, "resume": "off", "on_stale": "report"}}
     processes, logs = launch(tmp_path, other, 2, "second")
     finish(processes)
     for disk, log in enumerate(logs):
