@@ -443,16 +443,66 @@ def _lay_out(tree: Any, path: Path) -> dict[int, torch.UntypedStorage]:
     return storages
 
 
+class _Sheet(io.FileIO):
+    """What torch has written. What fails is kept: zipfile takes it for a file of another kind."""
+
+    failure: OSError | None = None
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        try:
+            return super().readinto(buffer)
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+@contextlib.contextmanager
+def _read_back(path: Path, mode: str) -> Iterator[tuple[zipfile.ZipFile, int]]:
+    """The archive that was laid out, and a descriptor of it.
+
+    Raises:
+        OSError: the disk failed, or does not give what was written.
+    """
+    with _Sheet(path, mode) as sheet:
+        try:
+            with zipfile.ZipFile(io.BufferedReader(sheet)) as archive:
+                yield archive, sheet.fileno()
+        except (OSError, zipfile.BadZipFile, UnicodeDecodeError) as error:
+            failure = sheet.failure or (error if isinstance(error, OSError) else None)
+            number = (failure.errno if failure is not None else 0) or errno.EIO
+            raise FuyouStorageError(number, "reading a checkpoint back that was laid out", os.fspath(path)) from error
+
+
+def _pread(fd: int, num_bytes: int, at: int) -> bytes:
+    """All of them; OSError if the file ends before."""
+    found = b""
+    while len(found) < num_bytes:
+        piece = os.pread(fd, num_bytes - len(found), at + len(found))
+        if not piece:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        found += piece
+    return found
+
+
+def _pwrite(fd: int, data: bytes, at: int) -> None:
+    """All of it."""
+    while data:
+        done = os.pwrite(fd, data, at)
+        if not done:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        data, at = data[done:], at + done
+
+
 def _holes(path: Path) -> dict[int, _Hole]:
     """The records of storages by number, with the offset of their bytes."""
     holes = {}
-    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+    with _read_back(path, "rb") as (archive, fd):
         for info in archive.infolist():
             folder, _, name = info.filename.rpartition("/")
             if folder.rpartition("/")[2] != "data" or not name.isdigit():
                 continue
-            file.seek(info.header_offset)
-            *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+            header = _pread(fd, _LOCAL_HEADER.size, info.header_offset)
+            *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
             offset = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
             holes[int(name)] = _Hole(info, offset)
     return holes
@@ -461,19 +511,19 @@ def _holes(path: Path) -> dict[int, _Hole]:
 def _write_checksums(path: Path, filled: Iterable[_Hole]) -> None:
     """Puts the CRC-32 of the bytes where laying out left that of nothing: local headers, central directory."""
     holes = {hole.info.filename: hole for hole in filled}
-    with zipfile.ZipFile(path) as archive, path.open("r+b") as file:
-        at, fd = archive.start_dir, file.fileno()
+    with _read_back(path, "r+b") as (archive, fd):
+        at = archive.start_dir
         for _ in archive.infolist():
-            entry = _CENTRAL_ENTRY.unpack(os.pread(fd, _CENTRAL_ENTRY.size, at))
+            entry = _CENTRAL_ENTRY.unpack(_pread(fd, _CENTRAL_ENTRY.size, at))
             name_bytes, extra_bytes, comment_bytes = entry[12:15]
-            name = os.pread(fd, name_bytes, at + _CENTRAL_ENTRY.size).decode()
+            name = _pread(fd, name_bytes, at + _CENTRAL_ENTRY.size).decode()
             hole = holes.get(name)
             if hole is not None:
                 crc = struct.pack("<L", hole.crc())
-                os.pwrite(fd, crc, at + 16)
-                os.pwrite(fd, crc, hole.info.header_offset + 14)
+                _pwrite(fd, crc, at + 16)
+                _pwrite(fd, crc, hole.info.header_offset + 14)
                 if hole.info.flag_bits & 0x08:  # a data descriptor repeats it behind the bytes
-                    os.pwrite(fd, crc, hole.offset + hole.info.file_size + 4)
+                    _pwrite(fd, crc, hole.offset + hole.info.file_size + 4)
             at += _CENTRAL_ENTRY.size + name_bytes + extra_bytes + comment_bytes
 
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import errno
+import io
+import os
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -160,3 +162,42 @@ def test_laying_out_waits_for_no_storage(tmp_path: Path, monkeypatch: pytest.Mon
     loaded = load(tmp_path / "file.pt")
     assert torch.equal(loaded["later"], torch.ones(5000))
     assert torch.equal(loaded["there"], tree["there"])
+
+
+class FailingDisk(io.FileIO):
+    def readinto(self, buffer: object) -> int:
+        raise OSError(errno.EIO, "the disk")
+
+
+class EmptyDisk(io.FileIO):
+    def readinto(self, buffer: object) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("disk", [FailingDisk, EmptyDisk])
+@pytest.mark.parametrize("which", ["_holes", "_write_checksums"])
+def test_a_disk_that_fails_to_read_back_is_no_other_kind_of_file(
+    which: str, disk: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """zipfile says "not a zip file" whatever the disk says."""
+    path, (stand_ins, _, stand_for) = tmp_path / "file.pt", flats()
+    laid_out = lay_out(stand_for, path, stand_ins)
+    monkeypatch.setattr(streamed_file, "_Sheet", type("Sheet", (streamed_file._Sheet, disk), {}))
+    with pytest.raises(FuyouStorageError, match="reading a checkpoint back") as caught:
+        getattr(streamed_file, which)(*[path, *([laid_out._holes.values()] if which == "_write_checksums" else [])])
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
+    monkeypatch.undo()
+    laid_out.fill_now()
+    laid_out.fill_rest(lambda: None)
+    assert load(path)[0].numel() == 1000
+
+
+def test_short_writes_of_a_checksum_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins, wanted, stand_for = flats()
+    whole = os.pwrite
+    monkeypatch.setattr(streamed_file.os, "pwrite", lambda fd, data, at: whole(fd, memoryview(data)[:1], at))
+    save(stand_for, tmp_path / "file.pt", stand_ins)
+    monkeypatch.undo()
+    assert torch.equal(load(tmp_path / "file.pt")[1], wanted[1])
+    with zipfile.ZipFile(tmp_path / "file.pt") as archive:
+        assert archive.testzip() is None

@@ -2,11 +2,13 @@
 """Runs with one fault each, many in one process: ``case.py ORDERS``, a JSON object, with preload.c preloaded.
 
 A run trains a few steps with everything on storage, from its beginning or from what another one left, and ends; or its
-states go to host memory meanwhile and come back, so that its files shrink and grow. The fault strikes its operation
-number n. A run that ends with an exception is started again, without a fault; it goes on in place and must end as if
-nothing had happened.
+states go to host memory meanwhile and come back, so that its files shrink and grow; or a checkpoint is saved behind
+training, or loaded first. The fault strikes its operation number n. A run that ends with an exception is started again,
+without a fault; it goes on in place and must end as if nothing had happened. A checkpoint is there as a whole, with its
+bits, or not at all, and then somebody said so.
 
-``path``: where; emptied for every run. ``engines``, ``starts`` (fresh, resumed, moving), ``effects``; ``late_secs``.
+``path``: where; emptied for every run. ``engines``, ``starts`` (fresh, resumed, moving, saving, loading), ``effects``;
+``late_secs``.
 ``first``: the first n; or ``numbers``: these alone; or ``sample`` and ``seed``: so many at random of each combination.
 Prints one JSON object a run, see :class:`Outcome`; before it, ``{"begin": n}``: a process that says no more then hangs,
 or has crashed.
@@ -26,7 +28,6 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,15 @@ from ds_fuyou.log import get_logger
 from ds_fuyou.storage import ending, lifetime
 from ds_fuyou.storage.records import ProcessMark
 from ds_fuyou.zero import run_store
+from tests.durability.test_recovered_checkpoints import unequal
 from tests.harness.killed_ranks import MODEL, build
 from tests.harness.models import make_batch
 
 STEPS, STEPS_BEFORE = 3, 2
+SAVED = "saved"
 MOVES = {1: 1.0, 2: 0.0}  # after a step: the share of states that is to be in host memory
 STEPS_MOVING = 4
+NOTHING_PROMISED = ("moving", "loading")  # states were in host memory, or being replaced
 ERROR = 1
 EFFECTS = {
     "EIO": (ERROR, errno.EIO),
@@ -111,12 +115,16 @@ _mark_of_this_process = ProcessMark.of_this_process
 class Run:
     """One run in ``path`` until its end; ``last`` has what it left."""
 
-    def __init__(self, path: Path, io_engine: str, faults: Faults, moves: Mapping[int, float]) -> None:
-        block = {"io": {"engine": io_engine}, "parameters": NVME, "gradients": NVME, "resume": "auto"}
+    def __init__(self, path: Path, io_engine: str, faults: Faults, start: str) -> None:
+        block: dict[str, Any] = {"io": {"engine": io_engine}, "parameters": NVME, "gradients": NVME, "resume": "auto"}
+        if start == "saving":
+            block["checkpoint"] = {"save": "background"}
         config = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
         self.case = {"block": block, "config": config, "num_layers": 1}
-        self.path, self.faults, self.moves = path, faults, moves
-        self.steps = STEPS_MOVING if moves else STEPS
+        self.path, self.faults, self.saved = path, faults, path / SAVED
+        self.moves = MOVES if start == "moving" else {}
+        self.saves, self.loads = start == "saving", start == "loading"
+        self.steps = STEPS_MOVING if self.moves else STEPS
         self.step = self.begun_at = self.struck_in = 0
         self.engine: Any = None
         self.last: dict[str, Any] = {}
@@ -124,6 +132,8 @@ class Run:
 
     def train(self, steps: int | None = None, *, dies: bool = False) -> None:
         self.engine = engine = build(str(self.path), self.case, 0)
+        if self.loads and engine.global_steps == 0 and engine.load_checkpoint(str(self.saved))[0] is None:
+            raise RuntimeError("there was no checkpoint to be loaded")
         self.step = self.begun_at = engine.global_steps
         self._note_struck()
         client = engine.fuyou_client_state or {"losses": []}
@@ -137,7 +147,10 @@ class Run:
             self.step = step + 1
             if self.step in self.moves:
                 engine.optimizer.rank_state.move_to(self.moves[self.step])
+            if self.saves and self.step == STEPS_BEFORE - 1:
+                engine.save_checkpoint(str(self.saved))
             self._note_struck()
+        engine.fuyou_wait_checkpoint()
         self.last = left(engine, client["losses"])
         if dies:
             engine.optimizer.rank_state.core.store.keep_because("it is to be gone on from")
@@ -190,6 +203,20 @@ def lacks(said: str, struck: str, effect: str) -> str:
     return "the offset is not named" if is_transfer and file.name == "data" and "at byte" not in said else ""
 
 
+def different_checkpoint(found: Path, expected: Path) -> str:
+    """What its files lack, or hold that they should not; empty if nothing."""
+    tag = (found / "latest").read_text()
+    names, wanted = (sorted(file.name for file in (folder / tag).iterdir()) for folder in (found, expected))
+    if names != wanted:
+        return f"the checkpoint has {names}, not {wanted}"
+    for name in names:
+        if name.endswith(".pt"):
+            contents = (torch.load(folder / tag / name, weights_only=False) for folder in (expected, found))
+            for where in unequal(*contents):
+                return f"{name} of the checkpoint: {where}"
+    return ""
+
+
 class Sweep:
     """All runs with one I/O engine that begin in one way."""
 
@@ -197,14 +224,13 @@ class Sweep:
         self.path, self.io_engine, self.start, self.late_secs = path, io_engine, start, late_secs
         self.state, self.kept = path / "state", path / "kept"
         self.faults = Faults(self.state)
-        self.moves: Mapping[int, float] = MOVES if start == "moving" else {}
         self.said = io.StringIO()
         get_logger().addHandler(logging.StreamHandler(self.said))
         self.faults.arm(-1)
         shutil.rmtree(self.kept, ignore_errors=True)
-        if start == "resumed":
+        if start in ("resumed", "loading"):
             self._empty()
-            self.run().train(STEPS_BEFORE, dies=True)
+            self._leave_before(Run(self.state, io_engine, self.faults, "saving" if start == "loading" else start))
             shutil.copytree(self.state, self.kept)
         for _ in range(2):  # the first one measures storage, and keeps what it found for all that follow
             self._empty()
@@ -212,11 +238,19 @@ class Sweep:
             run = self.run()
             run.train()
         self.expected, self.begins_at = run.last, run.begun_at
-        if self.begins_at != (STEPS_BEFORE if start == "resumed" else 0):
+        self.checkpoint = path / "checkpoint"
+        shutil.rmtree(self.checkpoint, ignore_errors=True)
+        if run.saves:
+            shutil.copytree(run.saved, self.checkpoint)
+        if self.begins_at != {"resumed": STEPS_BEFORE, "loading": STEPS_BEFORE - 1}.get(start, 0):
             raise RuntimeError(f"the undisturbed run began after step {self.begins_at}: {self.said.getvalue()}")
         self.num_operations = {effect: self.faults.seen(effect) for effect in EFFECTS}
         gc.collect()
         gc.freeze()  # what has been imported need not be looked at after every run
+
+    def _leave_before(self, run: Run) -> None:
+        """What a run begins with: state files, or a checkpoint alone."""
+        run.train(STEPS_BEFORE, dies=not run.saves)
 
     def _empty(self) -> None:
         shutil.rmtree(self.state, ignore_errors=True)
@@ -228,7 +262,7 @@ class Sweep:
         self.said.truncate()
 
     def run(self) -> Run:
-        return Run(self.state, self.io_engine, self.faults, self.moves)
+        return Run(self.state, self.io_engine, self.faults, self.start)
 
     def strike(self, effect: str, number: int) -> Outcome:
         self._empty()
@@ -243,6 +277,8 @@ class Sweep:
             outcome.struck = self.faults.hit
             self._finished(run, outcome)
         self.faults.arm(-1)
+        if run.saves:
+            outcome.wrong = outcome.wrong or self._wrong_checkpoint(run.saved, outcome)
         if outcome.wrong:
             sys.stderr.write(f"-- {outcome}\n{self.said.getvalue()}")
         outcome.struck = re.sub(r"\w+-\w+-\w+-\w+-\w+(?=-rank)", "RUN", outcome.struck.replace(f"{self.state}/", ""))
@@ -283,6 +319,11 @@ class Sweep:
         error.__traceback__ = None
         self._resume(run, outcome)
 
+    def _wrong_checkpoint(self, saved: Path, outcome: Outcome) -> str:
+        if not (saved / "latest").exists():
+            return "" if outcome.end in ("told", "logged") else "no checkpoint is there, and nobody said so"
+        return different_checkpoint(saved, self.checkpoint)
+
     def _resume(self, run: Run, outcome: Outcome) -> None:
         again = self.run()
         try:
@@ -293,7 +334,7 @@ class Sweep:
             return
         outcome.resumed_from = again.begun_at
         wrong = same(self.expected, again.last)
-        least = max(run.step - 1, self.begins_at) if not self.moves else 0  # states were in host memory
+        least = max(run.step - 1, self.begins_at) if self.start not in NOTHING_PROMISED else 0
         if wrong:
             outcome.wrong = outcome.wrong or f"after the next run {wrong}"
         if again.begun_at < least:

@@ -31,7 +31,7 @@ from tests.harness.runner import environment
 HERE = Path(__file__).parent
 ENGINES, STARTS, EFFECTS = (
     ("io_uring", "threads"),
-    ("fresh", "resumed", "moving"),
+    ("fresh", "resumed", "moving", "saving", "loading"),
     ("EIO", "ENOSPC", "short", "zero", "late", "memory"),
 )
 
@@ -127,7 +127,8 @@ def table(found: list[dict[str, Any]], args: argparse.Namespace, secs: float) ->
         "",
         f"`make faults`: {len(found)} runs of three steps with two micro-batches each, everything on storage, in "
         f"{secs / 60:.0f} minutes; Linux {platform.release()}, {os.cpu_count()} cores. A run begins fresh, or goes on",
-        "in place after two steps. Its n-th operation is struck: a transfer of the I/O engine (an io_uring "
+        "in place after two steps; or its states move, or a checkpoint is saved behind training, or loaded first. "
+        "Its n-th operation is struck: a transfer of the I/O engine (an io_uring "
         "entry, or pread",
         "and pwrite of the thread pool), or a call of Python's that opens, makes, reads, writes, syncs, renames "
         "or removes",
