@@ -19,10 +19,12 @@ from pathlib import Path
 
 from ds_fuyou.checkpoint import atomic
 from ds_fuyou.checkpoint.unfinished import LOCK_NAME, WritingLock
+from ds_fuyou.errors import FuyouStorageError
 
 __all__ = ["Parts"]
 
 _MARK = ".written-"
+_MARKING = "marking a rank's part of a checkpoint as written"
 
 
 class Parts:
@@ -49,7 +51,7 @@ class Parts:
         """This rank's files are whole and flushed. Whether this call gave the folder its name.
 
         Raises:
-            FuyouStorageError: the folder could not be flushed or renamed.
+            FuyouStorageError: the folder could not be marked, flushed or renamed.
             OSError: the file system failed.
         """
         folder = os.open(self._hidden, os.O_RDONLY | os.O_DIRECTORY)
@@ -60,6 +62,9 @@ class Parts:
             os.unlink(f"{_MARK}0", dir_fd=folder)
         except FileNotFoundError:
             return False  # another rank publishes it, or has
+        except OSError as error:  # which knows the name in the folder alone
+            name = error.filename if isinstance(error.filename, str) else ""
+            raise FuyouStorageError(error.errno or 0, _MARKING, os.fspath(self._hidden / name)) from error
         finally:
             os.close(folder)
         self.publish()

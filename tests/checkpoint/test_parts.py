@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from ds_fuyou.checkpoint import atomic
 from ds_fuyou.checkpoint.parts import Parts
+from ds_fuyou.errors import FuyouStorageError
 
 RANKS = 4
 
@@ -87,3 +89,12 @@ def test_a_rank_that_comes_after_the_folder_was_replaced_leaves_the_new_one(tmp_
     monkeypatch.setattr(os, "unlink", late_unlink)
     assert not late.written()
     assert (tmp_path / "tag" / "file-0").read_text() == "new"
+
+
+def test_a_mark_that_cannot_be_made_is_named_with_its_folder(tmp_path: Path) -> None:
+    parts = parts_in(tmp_path)
+    (tmp_path / ".incomplete-tag" / ".written-2").mkdir()
+    with pytest.raises(FuyouStorageError) as caught:
+        parts[2].written()
+    assert caught.value.filename == str(tmp_path / ".incomplete-tag" / ".written-2")
+    assert caught.value.errno == errno.EISDIR
