@@ -210,6 +210,11 @@ class SlotStore:
         """The run has failed: the state stays when the store is closed, if there is something to recover."""
         self._because = self._because or why
 
+    @property
+    def has_failed(self) -> bool:
+        """The run has, or a commit."""
+        return bool(self._because or self._failure)
+
     def _why_kept(self) -> str:
         last = self._newest
         if last is None or last.lacks_states or not last.intact or last.step == 0:

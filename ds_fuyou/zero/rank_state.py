@@ -94,7 +94,7 @@ class RankState:
         )
         self._ended: str | None = None
         self._pid = os.getpid()
-        self._is_counted = False
+        self._number: int | None = None
         self._lanes: PipelineLanes | None = None
         if self.trace is not None:
             self._lanes = PipelineLanes(
@@ -169,8 +169,7 @@ class RankState:
         self.parameters.trace.expect(in_use_order)
         self.bound_heap()
         if self.store is not None:
-            count_engine(self.model)
-            self._is_counted = True
+            self._number = count_engine(self.model)
         planned_host_bytes[self] = self.planned_host_bytes
         if dist.get_rank() == 0:
             logger.debug(
@@ -387,6 +386,11 @@ class RankState:
         """Path → what the ranks of this machine write there, in multiples of what one rank writes everywhere."""
         return shares_of_machine(self.activation.state_paths, self.store)
 
+    def _leave_number(self, why: str) -> None:
+        """To the engine that is built in place of this one."""
+        if self._number is not None and (not why or (self.store is not None and self.store.has_failed)):
+            forget_engine(self.model, self._number)
+
     def close(self, why: str = "") -> None:
         """Stops everything of this rank and lets its files go; the model keeps its values. Idempotent.
 
@@ -398,11 +402,10 @@ class RankState:
         planned_host_bytes.pop(self, None)
         if os.getpid() != self._pid:
             return  # a forked child: none of the threads is here, and the files are its parent's
-        if self._is_counted and not why:
-            forget_engine(self.model)
         with ExitStack() as ending:  # from the last line to the first; what fails keeps nothing else from ending
             ending.callback(self._partitions.clear)
             ending.callback(self._rest)
+            ending.callback(self._leave_number, why)
             if self.store is not None:
                 ending.callback(self.store.close)
             ending.callback(self._locks.release)

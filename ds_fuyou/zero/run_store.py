@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -32,8 +32,9 @@ __all__ = ["OpenedStore", "count_engine", "forget_engine", "open_store", "tell_d
 
 logger = logging.getLogger("ds_fuyou")
 _RUN_NUMBERS = itertools.count()
-_NUM_BUILT: Counter[tuple[str, ...]] = Counter()
-"""Engines of this process that had state on these paths: two of one shape are told apart by their order."""
+_NUMBERS: defaultdict[tuple[str, ...], set[int]] = defaultdict(set)
+"""Of engines of this process that had state on these paths: two of one shape are told apart by their order. One that
+failed leaves its number to the engine that is built in its place."""
 
 
 class OpenedStore(NamedTuple):
@@ -46,13 +47,21 @@ class OpenedStore(NamedTuple):
     resumed: CommitRecord | None
 
 
-def count_engine(model: TrainedModel) -> None:
-    _NUM_BUILT[model.activation.state_paths] += 1
+def count_engine(model: TrainedModel) -> int:
+    """Its number, until :func:`forget_engine`."""
+    number = _next_number(model)
+    _NUMBERS[model.activation.state_paths].add(number)
+    return number
 
 
-def forget_engine(model: TrainedModel) -> None:
-    """It was not built after all: the next one takes its number."""
-    _NUM_BUILT[model.activation.state_paths] -= 1
+def forget_engine(model: TrainedModel, number: int) -> None:
+    """It was not built after all, or failed: the next one takes its number."""
+    _NUMBERS[model.activation.state_paths].discard(number)
+
+
+def _next_number(model: TrainedModel) -> int:
+    taken = _NUMBERS[model.activation.state_paths]
+    return next(number for number in itertools.count() if number not in taken)
 
 
 def open_store(designs: Sequence[RunDesign]) -> OpenedStore:
@@ -89,7 +98,7 @@ def open_store(designs: Sequence[RunDesign]) -> OpenedStore:
     if dist.get_rank() == 0:
         tell_durability(design.residency.states, num_slots)
     try:
-        store.describe(design.contents(_NUM_BUILT[model.activation.state_paths]))
+        store.describe(design.contents(_next_number(model)))
     except BaseException:
         store.close()
         raise
@@ -106,7 +115,7 @@ def _taken_over(designs: Sequence[RunDesign], identity: RunIdentity) -> OpenedSt
     if not fitting:
         return None
     model = designs[0].model
-    engine = _NUM_BUILT[model.activation.state_paths]
+    engine = _next_number(model)
     would_do = [Fitting(design.contents(engine), [design.regions(2), design.regions(3)]) for design in fitting]
     found = find_resumable(model.paths, identity, would_do)
     if found is None:

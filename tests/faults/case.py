@@ -128,7 +128,7 @@ class Run:
         self.step = self.begun_at = self.struck_in = 0
         self.engine: Any = None
         self.last: dict[str, Any] = {}
-        run_store._NUM_BUILT.clear()
+        run_store._NUMBERS.clear()
 
     def train(self, steps: int | None = None, *, dies: bool = False) -> None:
         self.engine = engine = build(str(self.path), self.case, 0)
