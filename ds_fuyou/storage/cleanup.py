@@ -26,14 +26,14 @@ from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.directory import LOCK_NAME, RunDirectory, StateRoot, foreign_names, is_ours, is_run_name
 from ds_fuyou.storage.probe import is_on_network
 from ds_fuyou.storage.records import Manifest, ProcessMark, read_manifest
-from ds_fuyou.storage.store import commits_in
+from ds_fuyou.storage.store import CommitRecord, commits_in
 from ds_fuyou.storage.store_files import read_directory_manifest
 
 __all__ = [
     "StateDirectory",
     "find_state",
+    "holds_steps",
     "is_fault",
-    "is_lost",
     "lost_state",
     "remove_state",
     "settle_stale",
@@ -68,6 +68,7 @@ class StateDirectory:
         model_fingerprint: empty when the manifest is missing or unreadable.
         kept: its run was told to let the state stay.
         host: machine on which it was made; empty as the fingerprint.
+        world_size: ranks of its run; 0 where the fingerprint is empty.
     """
 
     path: Path
@@ -80,6 +81,7 @@ class StateDirectory:
     kept: bool
     host: str = ""
     closed_here: bool = False
+    world_size: int = 0
 
     @property
     def why_not(self) -> str:
@@ -134,7 +136,7 @@ def lost_state(paths: Sequence[Path]) -> set[Path]:
     found: set[Path] = set()
     for path in paths:
         with contextlib.suppress(OSError):
-            found.update(state.path for state in find_state(path) if not state.alive and is_lost(state))
+            found.update(state.path for state in find_state(path) if not state.alive and _is_lost(state))
     return found
 
 
@@ -144,7 +146,7 @@ def settle_stale(
     """Names state of dead runs and the command that removes it, or removes what is of the model with the fingerprint
     ``clean``; see [Note: what a run cleans]. Skips paths in error. ``only``: what else stays, whatever it is.
     """
-    for path in paths:
+    for path in reversed(paths):  # what holds the record goes last: the rest without it looks like a disk that is gone
         with contextlib.suppress(OSError):
             for state in find_state(path):
                 if state.alive:
@@ -174,17 +176,33 @@ def _may_clean(state: StateDirectory, path: Path, fingerprint: str) -> bool:
     return state.host == os.uname().nodename or not is_on_network(path)
 
 
-def is_lost(state: StateDirectory) -> bool:
+def _is_lost(state: StateDirectory) -> bool:
     """It holds nothing to go on from or to recover: no step was made, or its states were in host memory, or being
     replaced. What is not readable may hold something.
     """
+    commits = _commits_of(state)
+    return commits is not None and _are_lost(commits)
+
+
+def holds_steps(state: StateDirectory) -> bool:
+    """A run may go on from what it holds, or could if it were readable; not so with one slot, where a step is written
+    over the one before.
+    """
+    commits = _commits_of(state)
+    return commits is None or not (_are_lost(commits) or not commits[0].intact)
+
+
+def _commits_of(state: StateDirectory) -> list[CommitRecord] | None:
+    """None if they cannot be read."""
     if not state.model_fingerprint:
-        return False
+        return None
     try:
-        first = Path(read_directory_manifest(state.path).directories[0])
-        commits = commits_in(first)
+        return commits_in(Path(read_directory_manifest(state.path).directories[0]))
     except OSError:
-        return False
+        return None
+
+
+def _are_lost(commits: Sequence[CommitRecord]) -> bool:
     newest = commits[0] if commits else None
     return newest is None or newest.lacks_states or (newest.step == 0 and newest.meta.get("training") is None)
 
@@ -233,6 +251,7 @@ def _inspect(root: StateRoot, name: str) -> StateDirectory | None:
             kept=manifest is not None and manifest.keep,
             host=manifest.process.host if manifest is not None else "",
             closed_here=not locked and manifest is not None and manifest.process == ProcessMark.of_this_process(),
+            world_size=manifest.identity.world_size if manifest is not None else 0,
         )
     finally:
         os.close(fd)

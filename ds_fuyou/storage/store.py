@@ -20,7 +20,7 @@ import shlex
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -476,9 +476,13 @@ class SlotStore:
         for file in self._files.files:
             os.close(file.fd)
         interrupts: list[BaseException] = []
-        for run in self._files.runs:
+        goes = remove if remove is not None else not (self._keep or why)
+        if goes:  # first of all: directories without it are no state whose first disk is gone
+            with suppress(OSError):
+                os.unlink(COMMIT_NAME, dir_fd=self._files.runs[0].fd)
+        for run in reversed(self._files.runs):
             try:
-                if remove if remove is not None else not (self._keep or why):
+                if goes:
                     run.discard()
                 else:
                     run.release()

@@ -6,13 +6,16 @@ Where files of this model hold steps and the run cannot go on from them, it woul
 made again because a setting changed, a process outlived its launcher or a disk altered a record, and nobody might read
 the warning. So it does not begin. Files that hold no step, or a step whose states went with host memory, are told of
 alone; so is what began before the run that is gone on from, and what another engine of the script made.
+
+What is looked at: every path, for the directory with the record may be on a disk that is not there; and parts of other
+ranks, which these do not find themselves where ranks were given to other machines, or where there are fewer of them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +24,7 @@ from deepspeed import comm as dist
 from ds_fuyou.checkpoint.contents import check_resumable
 from ds_fuyou.errors import FuyouError, FuyouStateError, shown
 from ds_fuyou.state_layout import BF16, FP32, WHOLE
-from ds_fuyou.storage.cleanup import StateDirectory, find_state, is_fault, is_lost
+from ds_fuyou.storage.cleanup import StateDirectory, find_state, holds_steps, is_fault
 from ds_fuyou.storage.lifetime import open_stores
 from ds_fuyou.storage.records import COMMIT_NAME, well_formed
 from ds_fuyou.storage.store import CommitRecord, JsonValue, RegionSpec, RunIdentity, SlotStore
@@ -36,7 +39,8 @@ _OTHER_ENGINE = "the script built another number of engines with these paths bef
 
 @dataclass(frozen=True)
 class Fitting:
-    """What the state files of a run hold, with one layout of states: ``choices`` are the regions that it may create."""
+    """What the state files of a run hold, with one layout of states: ``choices`` are the regions that it may create,
+    none where it would not keep all states on storage."""
 
     contents: Mapping[str, JsonValue]
     choices: Sequence[Sequence[RegionSpec]]
@@ -85,28 +89,53 @@ class _Refused:
     holds_steps: bool
 
 
-def find_resumable(paths: Sequence[Path], identity: RunIdentity, fitting: Sequence[Fitting]) -> Resumable | None:
+@dataclass(frozen=True)
+class _Seen:
+    """What a rank sees beside what fits: ``met`` are the runs of which its own part is there, ``elsewhere`` parts of
+    other ranks, which no process uses."""
+
+    refused: list[_Refused] = field(default_factory=list)
+    met: set[str] = field(default_factory=set)
+    elsewhere: list[StateDirectory] = field(default_factory=list)
+
+    def refuse(self, state: StateDirectory, why: str, holds: bool) -> None:
+        self.refused.append(_Refused(state.run_id, state.started, state.path, why, holds))
+
+
+def find_resumable(
+    paths: Sequence[Path], identity: RunIdentity, fitting: Sequence[Fitting], fingerprint_of: Callable[[int], str]
+) -> Resumable | None:
     """The latest of them, None if there is none; says why what is there does not serve. A collective.
 
-    ``fitting``: what would do, by layout of states, this run's own first.
+    ``fitting``: what would do, by layout of states, this run's own first. ``fingerprint_of``: the model's, on so many
+    ranks.
 
     Raises:
         FuyouStateError: files of this model that hold later steps do not serve, on this rank or another.
         FuyouStorageError: the device failed while it was looked for.
     """
-    refused: list[_Refused] = []
-    opened = dict(_opened(paths, identity, fitting, refused))
+    seen = _Seen()
+    opened: dict[str, SlotStore] = {}
     chosen = None
+    failure: Exception | None = None
     try:
+        try:
+            for run_id, store in _opened(paths, identity, fitting, fingerprint_of, seen):
+                opened[run_id] = store
+        except Exception as error:  # the others wait for an answer
+            failure = error
+        _agree_that_none_failed(failure)
         offers = {run_id: _offer_of(store) for run_id, store in opened.items()}
-        lost = {each.run_id for each in refused if not each.holds_steps}
+        lost = {each.run_id for each in seen.refused if not each.holds_steps}
         lost |= {run_id for run_id, offer in offers.items() if offer.is_lost}
-        said = of_every_rank((offers, lost))
-        every = [theirs for theirs, _ in said]
+        said = of_every_rank((offers, lost, seen.met))
+        every = [theirs for theirs, _, _ in said]
         best = _choose(every)
-        refused += _incomplete(every, opened, set.union(*(theirs for _, theirs in said)))
+        lost = set.union(*(theirs for _, theirs, _ in said))
+        seen.refused.extend(_incomplete(every, opened, lost))
+        _refuse_misplaced(seen, [met for _, _, met in said], lost)
         _tell_older(every, opened, best)
-        _tell(refused, best)
+        _tell(seen.refused, best)
         chosen = best
     finally:
         for run_id, store in opened.items():
@@ -120,33 +149,58 @@ def find_resumable(paths: Sequence[Path], identity: RunIdentity, fitting: Sequen
     return Resumable(store, commit, layouts.index(store.contents().get("states")))
 
 
+def _agree_that_none_failed(failure: Exception | None) -> None:
+    """A collective.
+
+    Raises:
+        FuyouStateError: another rank failed; this one's failure as it is.
+    """
+    said = of_every_rank("" if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    failed = next((rank for rank, what in enumerate(said) if what), None)
+    if failed is not None:
+        raise FuyouStateError(f"rank {failed} could not look for state files to go on from: {said[failed]}")
+
+
 def _opened(
-    paths: Sequence[Path], identity: RunIdentity, fitting: Sequence[Fitting], refused: list[_Refused]
+    paths: Sequence[Path],
+    identity: RunIdentity,
+    fitting: Sequence[Fitting],
+    fingerprint_of: Callable[[int], str],
+    seen: _Seen,
 ) -> Iterator[tuple[str, SlotStore]]:
-    """State files of this rank that fit, by run. Others go to ``refused``."""
+    """State files of this rank that fit, by run. What else there is of this model goes to ``seen``."""
     mine = {path for store in open_stores() if isinstance(store, SlotStore) for path in store.directories}
-
-    def refuse(state: StateDirectory, why: str, *, holds_steps: bool | None = None) -> None:
-        holds = not is_lost(state) if holds_steps is None else holds_steps
-        refused.append(_Refused(state.run_id, state.started, state.path, why, holds))
-
-    for state in find_state(paths[0]):
-        if state.rank != identity.rank or state.path in mine:
+    for state in _states_in(paths):
+        is_of_rank = state.rank == identity.rank
+        if is_of_rank:
+            seen.met.add(state.run_id)
+        if state.path in mine:
             continue
-        if state.model_fingerprint != identity.model_fingerprint:
-            if not state.model_fingerprint and not state.alive:
+        same_world = state.world_size == identity.world_size
+        wanted = identity.model_fingerprint if same_world else fingerprint_of(max(1, state.world_size))
+        if state.model_fingerprint != wanted:
+            if is_of_rank and not state.model_fingerprint and not state.alive:
                 why = "its manifest is missing or cannot be read"
-                refuse(state, why, holds_steps=(state.path / COMMIT_NAME).exists())
+                seen.refuse(state, why, (state.path / COMMIT_NAME).exists())
+            continue
+        if not is_of_rank:
+            if not state.alive:
+                seen.elsewhere.append(state)
             continue
         if state.alive and not state.closed_here:
-            refuse(state, "a process uses it, or the one that made it still runs")
+            seen.refuse(state, "a process uses it, or the one that made it still runs", holds_steps(state))
+            continue
+        if not same_world:
+            seen.refuse(state, _other_world(state), holds_steps(state))
             continue
         try:
             store = _open(state, paths, identity)
         except FuyouError as error:
             if is_fault(error):
                 raise  # a run that began anew would leave its steps behind because of a disk that may recover
-            refuse(state, str(error))
+            seen.refuse(state, str(error), holds_steps(state))
             continue
         try:
             why = _mismatch(store, fitting)
@@ -159,8 +213,32 @@ def _opened(
         if why == _OTHER_ENGINE:
             logger.info("%s is of this model, but this engine cannot go on from it: %s", state.path, why)
         else:
-            refuse(state, why)
+            seen.refuse(state, why, holds_steps(state))
         store.close(remove=False)
+
+
+def _states_in(paths: Sequence[Path]) -> list[StateDirectory]:
+    """Of every run and rank the directory in the first path that has one."""
+    found: dict[str, StateDirectory] = {}
+    for path in paths:
+        for state in find_state(path):
+            found.setdefault(state.path.name, state)
+    return list(found.values())
+
+
+def _other_world(state: StateDirectory) -> str:
+    return f"it is of {state.world_size} ranks, and this run has {dist.get_world_size()}"
+
+
+def _refuse_misplaced(seen: _Seen, met: Sequence[Collection[str]], lost: Collection[str]) -> None:
+    """Parts of ranks that do not find them. ``met``: by rank, the runs of which it finds its own."""
+    for state in seen.elsewhere:
+        if state.rank < len(met) and state.run_id in met[state.rank]:
+            continue
+        why = f"it is rank {state.rank}'s, which does not run where it is (ranks were given to other machines or paths)"
+        if state.world_size != len(met):
+            why = _other_world(state)
+        seen.refuse(state, why, state.run_id not in lost and state.path.exists() and holds_steps(state))
 
 
 def _open(state: StateDirectory, paths: Sequence[Path], identity: RunIdentity) -> SlotStore:
@@ -179,6 +257,8 @@ def _mismatch(store: SlotStore, fitting: Sequence[Fitting]) -> str:
         return "P32 and moments were in host memory when it ended"
     try:
         found = store.contents()
+        if found.get("engine") != fitting[0].contents["engine"] and isinstance(found.get("engine"), int):
+            return _OTHER_ENGINE  # whatever else is another: that engine goes on from it
         with well_formed(store.directories[0] / COMMIT_NAME):
             for commit in filter(_is_complete, store.commits()):
                 check_resumable(commit, found)
@@ -189,10 +269,9 @@ def _mismatch(store: SlotStore, fitting: Sequence[Fitting]) -> str:
     alike = [each for each in fitting if found.get("states") == each.contents.get("states")]
     if not alike:
         return _other_layout(found.get("states"), fitting[0].contents.get("states"))
-    contents = alike[0].contents
-    if found != contents and {**found, "engine": contents["engine"]} == contents:
-        return _OTHER_ENGINE
-    if found != contents:
+    if not alike[0].choices:
+        return "it was made with all states on storage, and this run keeps some in host memory (tiers, budgets)"
+    if found != alike[0].contents:
         return "its dtype, optimizer or groups are others, or its parameters are cut into other chunks (chunk_bytes)"
     wanted = [{region.name: region for region in regions} for regions in alike[0].choices]
     if store.regions not in wanted:

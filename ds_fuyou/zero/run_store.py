@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import itertools
 import logging
@@ -21,7 +22,7 @@ from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.plan import handles_activations
 from ds_fuyou.storage.probe import probe_path
-from ds_fuyou.storage.store import CommitRecord, RunIdentity, SlotStore, choose_num_slots
+from ds_fuyou.storage.store import CommitRecord, RegionSpec, RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
 from ds_fuyou.zero.resuming import Fitting, find_resumable
 from ds_fuyou.zero.run_design import RunDesign, TrainedModel
@@ -72,12 +73,12 @@ def open_store(designs: Sequence[RunDesign]) -> OpenedStore:
     """
     design = designs[0]
     run_id = _run_id()
-    if not design.residency.needs_storage:
-        return OpenedStore(None, 1, design, None)
     model = design.model
     config, paths = model.activation.config, model.paths
     identity = RunIdentity(_fingerprint(design), dist.get_rank(), dist.get_world_size(), run_id)
-    found = _taken_over(designs, identity) if config.resume == "auto" else None
+    found = _taken_over(designs, identity) if config.resume == "auto" and paths else None
+    if found is None and not design.residency.needs_storage:
+        return OpenedStore(None, 1, design, None)
     # Where a run may go on, what holds a step stays: it may be another engine's, or another start's to go on from.
     cleaned = identity.model_fingerprint if config.on_stale == "clean" else ""
     bytes_stale = settle_stale_state(paths, cleaned, resumes=config.resume != "off")
@@ -107,24 +108,25 @@ def open_store(designs: Sequence[RunDesign]) -> OpenedStore:
 
 def _taken_over(designs: Sequence[RunDesign], identity: RunIdentity) -> OpenedStore | None:
     """State files to go on from, in the layout that they have: this run then is as they say. A collective."""
-    fitting = [
-        design
-        for design in designs
-        if design.plan.slots >= 2 and design.residency.needs_storage and not any(design.residency.states)
-    ]
-    if not fitting:
-        return None
     model = designs[0].model
     engine = _next_number(model)
-    would_do = [Fitting(design.contents(engine), [design.regions(2), design.regions(3)]) for design in fitting]
-    found = find_resumable(model.paths, identity, would_do)
+    would_do = [Fitting(design.contents(engine), _regions_of_whole_states(design)) for design in designs]
+    found = find_resumable(model.paths, identity, would_do, functools.partial(_fingerprint_on, designs[0]))
     if found is None:
         return None
-    design = fitting[found.which]
+    design = designs[found.which]
     if design is not designs[0] and dist.get_rank() == 0:
         logger.info("masters stay %s, as in the files that this run goes on from", design.given.layout.masters)
     num_slots = max(region.num_slots for region in found.store.regions.values())
     return OpenedStore(found.store, num_slots, design, found.commit)
+
+
+def _regions_of_whole_states(design: RunDesign) -> list[list[RegionSpec]]:
+    """Those with which all states are on storage after every step; none if some are in host memory."""
+    residency = design.residency
+    if design.plan.slots < 2 or not residency.needs_storage or any(residency.states):
+        return []
+    return [design.regions(2), design.regions(3)]
 
 
 def _chosen_slots(design: RunDesign, budget_bytes: int | None, bytes_stale: int) -> int:
@@ -175,6 +177,13 @@ def _most_slots(design: RunDesign) -> int:
 
 def _fingerprint(design: RunDesign) -> str:
     text = ";".join(f"{span.name}:{span.numel}" for span in design.layout.params)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _fingerprint_on(design: RunDesign, world_size: int) -> str:
+    """What :func:`_fingerprint` is where the model is partitioned among so many ranks."""
+    numels = {name: param.ds_numel for param, name in design.model.names.items()}
+    text = ";".join(f"{span.name}:{-(-numels[span.name] // world_size)}" for span in design.layout.params)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -415,8 +415,10 @@ def test_a_signal_within_a_step_leaves_the_one_before(tmp_path: Path) -> None:
         assert differences(expected, torch.load(out / str(step), weights_only=False)) == [], step
 
 
-def test_each_of_two_engines_of_one_shape_goes_on_from_its_own_state(tmp_path: Path) -> None:
-    case = {"steps": 2, "two": True, "block": RESUME}
+@pytest.mark.parametrize("other", [{}, {"block": {**RESUME, "plan": {"chunk_bytes": 16384}}}], ids=["alike", "unlike"])
+def test_each_of_two_engines_of_one_model_goes_on_from_its_own_state(other: dict, tmp_path: Path) -> None:
+    """Also where settings differ."""
+    case = {"steps": 2, "two": [{}, other], "block": RESUME}
     told = []
     for name in ("first", "second"):
         status, said = end_of(tmp_path, case, name)

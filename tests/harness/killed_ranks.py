@@ -11,16 +11,19 @@ steps, or after step ``save_at``, or ``save_after`` of them and then the end, wh
 ``load``: one, and then the end. ``ends``: even without ``out``.
 ``draws_first``: random numbers are drawn before every forward, after the generators were put back. ``signalled``: the
 generation in whose ``engine.step()`` SIGTERM comes when it has been applied. ``by_optimizer``: ``optimizer.step()`` is
-called, not the engine's. ``two``: two engines of one shape, which print their states before and after ``steps``.
+called, not the engine's. ``two``: changes of the case for each of two engines of one model, which print their states
+before and after ``steps``.
 ``reload``: a checkpoint that is loaded into what was resumed; prints whether the generators stay as they are then.
 ``move_after``: by step, the share of states that is to be in host memory from then on, ``move_bytes`` of them a step.
 ``poisoned``: a step after which P16 of the first chunk is NaN on storage. ``num_layers``: of the model.
+``dies_removing``: SIGKILL when so many of its directories are removed.
 Prints ``MOVED read written``, bytes on storage that it took to make states or to take them over, and, when a step has
 returned, ``LOSSES rank n ...``, in hexadecimal digits, and ``STEP n``.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -37,6 +40,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
+from ds_fuyou.storage.directory import RunDirectory
 from ds_fuyou.storage.store import SlotStore
 from tests.harness.group import leave_group
 from tests.harness.meeting import Meeting
@@ -64,6 +68,17 @@ def die_in_commit(rank: int, die: Mapping[str, Any], path: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     SlotStore.commit = dying
+
+
+def die_removing(num_removed: int) -> None:
+    discard, numbers = RunDirectory.discard, itertools.count(1)
+
+    def dying(self: RunDirectory) -> None:
+        discard(self)
+        if next(numbers) == num_removed:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    RunDirectory.discard = dying
 
 
 def tell_moved(name: str) -> None:
@@ -146,7 +161,7 @@ def poison(engine: Any) -> None:
 
 
 def train_two(path: str, case: dict) -> None:
-    engines = [build(path, case, seed) for seed in (1, 2)]
+    engines = [build(path, {**case, **changes}, 1 + number) for number, changes in enumerate(case["two"])]
     for when in ("BEFORE", "AFTER"):
         for number, engine in enumerate(engines):
             first = float(safe_get_full_fp32_param(next(engine.module.parameters())).double().sum())
@@ -170,6 +185,8 @@ def reload(engine: Any, folder: str) -> None:
 def main(path: str, case: dict) -> None:
     rank = int(os.environ["RANK"])
     die_in_commit(rank, case.get("die", {}), path)
+    if "dies_removing" in case:
+        die_removing(case["dies_removing"])
     all_saved = Meeting(path, "saved")
     deepspeed.init_distributed("gloo")
     if "two" in case:
