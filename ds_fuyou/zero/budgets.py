@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Collection, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 from ds_fuyou.config import FuyouConfig
@@ -15,7 +16,15 @@ from ds_fuyou.log import log_once
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
 from ds_fuyou.zero.device import rank_device
 
-__all__ = ["check_budgets", "cores_of_rank", "device_budget", "local_ranks", "planned_host_bytes", "share_of_cores"]
+__all__ = [
+    "check_budgets",
+    "cores_of_rank",
+    "device_budget",
+    "free_of_rank",
+    "local_ranks",
+    "planned_host_bytes",
+    "share_of_cores",
+]
 
 planned_host_bytes: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 """Host memory that the engines of this process have planned, by whoever holds it."""
@@ -40,6 +49,16 @@ def local_ranks() -> int:
             return int(found[0])
     rank = os.environ.get("LOCAL_RANK", "")
     return int(rank) + 1 if rank.isdigit() else 1
+
+
+def free_of_rank(free: Mapping[str, float], host: str, users: Sequence[tuple[str, Collection[str]]]) -> float:
+    """Of the bytes that are free on the devices of this rank those that others leave it. ``users``: host and devices of
+    every rank.
+    """
+    return sum(
+        num_bytes / sum(where == host and device in devices for where, devices in users)
+        for device, num_bytes in free.items()
+    )
 
 
 def cores_of_rank() -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -38,9 +39,9 @@ from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.parked import ParkedValues
 from ds_fuyou.storage.probe import probe_path, shares_blocks
 from ds_fuyou.storage.store import JsonValue, RegionSpec
-from ds_fuyou.zero.agreement import least
+from ds_fuyou.zero.agreement import least, of_every_rank
 from ds_fuyou.zero.blocks import block_of
-from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks, planned_host_bytes
+from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, free_of_rank, local_ranks, planned_host_bytes
 from ds_fuyou.zero.inference import reads_of_inference
 from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, is_in_host_memory, partition_bytes, partition_of
 
@@ -157,9 +158,9 @@ class TrainedModel:
 
     def storage_budget(self) -> float:
         """Bytes of storage for this rank, the same on every one: the block's, and what is free of its devices."""
-        facts = {found.device: found.free_bytes for found in map(probe_path, self.paths)}
-        budget = self.activation.config.nvme_budget_bytes
-        free = sum(facts.values()) / local_ranks()
+        facts = {found.device: float(found.free_bytes) for found in map(probe_path, self.paths)}
+        budget, host = self.activation.config.nvme_budget_bytes, os.uname().nodename
+        free = free_of_rank(facts, host, of_every_rank((host, set(facts))))
         return least(free if budget == "auto" else min(free, float(budget)))[0]
 
     def plan_input(self) -> PlanInput:

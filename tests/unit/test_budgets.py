@@ -14,7 +14,7 @@ from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
 from ds_fuyou.storage.probe import PathFacts
 from ds_fuyou.zero import run_store
-from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, local_ranks, share_of_cores
+from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, free_of_rank, local_ranks, share_of_cores
 
 LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 
@@ -90,3 +90,18 @@ def test_a_disk_a_rank_is_counted_for_that_rank_alone(monkeypatch: pytest.Monkey
     monkeypatch.setattr(run_store, "probe_path", lambda path: PathFacts(0, "ext4", False, True, devices[path]))
     assert run_store._bytes_of_others([Path("/a")], 5) == 7
     assert run_store._bytes_of_others([Path("/a"), Path("/b")], 5) == 107
+
+
+@pytest.mark.parametrize(
+    ("users", "bytes_of_rank"),
+    [
+        ([("here", {"1", "2"})], 300.0),
+        ([("here", {"1", "2"}), ("here", {"1", "2"})], 150.0),
+        ([("here", {"1", "2"}), ("here", {"3"})], 300.0),
+        ([("here", {"1", "2"}), ("here", {"2", "3"}), ("here", {"2"})], 100.0 + 200.0 / 3),
+        ([("here", {"1", "2"}), ("there", {"1", "2"})], 300.0),
+    ],
+    ids=["alone", "shared", "a disk each", "one shared", "another machine"],
+)
+def test_a_device_is_shared_by_the_ranks_that_use_it(users: list, bytes_of_rank: float) -> None:
+    assert free_of_rank({"1": 100.0, "2": 200.0}, "here", users) == pytest.approx(bytes_of_rank)
