@@ -463,9 +463,9 @@ def _read_back(path: Path, mode: str) -> Iterator[tuple[zipfile.ZipFile, int]]:
     Raises:
         OSError: the disk failed, or does not give what was written.
     """
-    with _Sheet(path, mode) as sheet:
+    with _Sheet(path, mode) as sheet, io.BufferedReader(sheet) as reader:
         try:
-            with zipfile.ZipFile(io.BufferedReader(sheet)) as archive:
+            with zipfile.ZipFile(reader) as archive:
                 yield archive, sheet.fileno()
         except (OSError, zipfile.BadZipFile, UnicodeDecodeError) as error:
             failure = sheet.failure or (error if isinstance(error, OSError) else None)
