@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ds_fuyou.checkpoint.mapped import check_readable
+from ds_fuyou.checkpoint.mapped import check_readable, naming
 from ds_fuyou.checkpoint.training_record import TrainingRecord
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 
@@ -218,7 +218,8 @@ def _generators(saved: Mapping[str, Any], record: TrainingRecord, rank: int) -> 
 
 def _loaded(file: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+        with naming(file):
+            found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
     except RuntimeError as error:
         raise FuyouStorageError(0, f"--like: it cannot be read ({error})", str(file)) from error
     return found

@@ -9,10 +9,11 @@ named by who loaded them.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import errno
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -23,10 +24,11 @@ from ds_fuyou.errors import FuyouMemoryError, FuyouStorageError
 from ds_fuyou.storage.probe import enable_direct
 from ds_fuyou.storage.types import PAGE_BYTES, Extent
 
-__all__ = ["MappedFiles", "check_readable"]
+__all__ = ["MappedFiles", "check_readable", "naming"]
 
 _MADV_POPULATE_READ = 22  # since Linux 5.14
 _EHWPOISON = 133
+_UNREADABLE = "reading a checkpoint failed: the disk is faulty, or the file is shorter than when it was opened"
 
 
 class _Mapping(NamedTuple):
@@ -111,8 +113,22 @@ def check_readable(values: torch.Tensor) -> None:
         raise FuyouMemoryError(num_bytes)
     if number in (errno.EFAULT, _EHWPOISON):
         path = next((found.path for found in _file_mappings() if found.begin <= begin < found.end), None)
-        message = "reading a checkpoint failed: the disk is faulty, or the file is shorter than when it was opened"
-        raise FuyouStorageError(errno.EIO, message, path)
+        raise FuyouStorageError(errno.EIO, _UNREADABLE, path)
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Around ``torch.load``, which reads the beginning of a file itself.
+
+    Raises:
+        FuyouStorageError: that failed; Python names no file then.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise FuyouStorageError(error.errno or errno.EIO, _UNREADABLE, str(path)) from error
 
 
 def _file_mappings() -> list[_Mapping]:

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from torch.utils import _pytree
 
 from ds_fuyou.checkpoint import atomic, streamed_file
-from ds_fuyou.checkpoint.mapped import check_readable
+from ds_fuyou.checkpoint.mapped import check_readable, naming
 from ds_fuyou.checkpoint.parts import Parts
 from ds_fuyou.checkpoint.streamed_file import StandIns, StreamedFile
 from ds_fuyou.checkpoint.unfinished import WritingLock
@@ -132,7 +132,8 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
         is_mappable = zipfile.is_zipfile(path)
         if is_mappable:
             self.loaded.add(os.path.realpath(path))
-        loaded = torch.load(path, map_location=map_location, weights_only=False, mmap=is_mappable)
+        with naming(path):
+            loaded = torch.load(path, map_location=map_location, weights_only=False, mmap=is_mappable)
         if isinstance(loaded, dict):  # what stock itself uses
             used = {key: part for key, part in loaded.items() if key not in (_FROZEN_FRAGMENTS, _OPTIMIZER)}
             for leaf in _pytree.tree_leaves(used):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from ds_fuyou.checkpoint.mapped import MappedFiles, check_readable
+from ds_fuyou.checkpoint.mapped import MappedFiles, check_readable, naming
 from ds_fuyou.checkpoint.stock_state import CLOCK_KEY, FLAT_GROUPS, OPTIMIZER_STATE, StateEntries
 from ds_fuyou.checkpoint.streamed_file import Clone, StandIns
 from ds_fuyou.errors import FuyouStateError
@@ -298,7 +298,8 @@ def read_universal_state(checkpoint_dir: str) -> dict[str, Any]:
     file = Path(checkpoint_dir, "zero", "optimizer_state.pt")
     if not file.is_file():
         raise FuyouStateError(f"{file} is missing: convert the checkpoint with ds_to_universal.py and load its output")
-    saved: dict[str, Any] = torch.load(file, weights_only=False, mmap=True, map_location="cpu")
+    with naming(file):
+        saved: dict[str, Any] = torch.load(file, weights_only=False, mmap=True, map_location="cpu")
     return saved
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_fuyou.checkpoint.mapped import MappedFiles, check_readable
+from ds_fuyou.checkpoint.mapped import MappedFiles, check_readable, naming
 from ds_fuyou.checkpoint.streamed_file import StandIns, save
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
@@ -137,3 +137,13 @@ def test_what_cannot_be_read_is_an_error_before_somebody_touches_it(tmp_path: Pa
         loaded[0][1].sum()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGBUS
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """Reads of memory that is not there fail as those of a faulty disk; a file that is missing is named by Python."""
+    failed = r"reading a checkpoint failed.*Input/output error.*/proc/self/mem"
+    with pytest.raises(FuyouStorageError, match=failed), naming("/proc/self/mem"):
+        torch.load("/proc/self/mem", weights_only=False)
+    with pytest.raises(FileNotFoundError) as missing, naming(tmp_path / "none"):
+        torch.load(tmp_path / "none", weights_only=False)
+    assert not isinstance(missing.value, FuyouStorageError)
