@@ -162,8 +162,6 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
             if optimizer is not None:  # others only compute with the parameters, and ask whoever has them
                 handover.bring_home(self)
             return original(self, optimizer)
-        _refuse_optimizer(optimizer, self._config.bfloat16_config.bf16_master_weights_and_grads)
-        _refuse_model_parallelism(self)
         # SuperOffload derives from the stock class and is first imported in the original: it must not
         # be while the name below stands for ours.
         from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401
@@ -176,6 +174,8 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
         stock = stage3.DeepSpeedZeroOptimizer_Stage3
         stage3.DeepSpeedZeroOptimizer_Stage3 = FuyouStage3Optimizer
         try:
+            _refuse_optimizer(optimizer, self._config.bfloat16_config.bf16_master_weights_and_grads)
+            _refuse_model_parallelism(self)
             with activation_scope(activation):
                 handover.take_over(self, optimizer)
                 built = original(self, optimizer)
@@ -217,6 +217,7 @@ def _configure_checkpointing(original: Callable[..., Any]) -> Callable[..., Any]
                 self.optimizer.resume_engine(self)  # the scheduler is there by now
             except BaseException:
                 self.optimizer.undo_build()
+                _remove_hooks(self)
                 raise
 
     return configure

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import pickle
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_fuyou.zero import param_swapper, run_design
+from ds_fuyou.zero.training_state import TrainingState
 from tests.behaviour.engines import equal, evaluate, say, states, train
 from tests.harness.models import build_model, make_batch
 from tests.harness.runner import ds_config
@@ -220,6 +223,14 @@ def failed(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
             except (OSError, ValueError):
                 continue
             raise SystemExit(f"an engine was built with {mistake}")
+        refused = torch.optim.SGD(model.parameters(), lr=0.1)
+        with contextlib.suppress(ValueError):
+            deepspeed.initialize(model=model, optimizer=refused, config=config_of(swap, tiers))
+            raise SystemExit("an engine was built with SGD")
+        last = mock.patch.object(TrainingState, "attach", side_effect=OSError(errno.EMFILE, "not today"))
+        with last, contextlib.suppress(OSError):
+            engine_of(model, config)
+            raise SystemExit("an engine was built that could not be completed")
     engine = engine_of(model, config)
     train(engine, 0, 3)
     found = states(engine)
