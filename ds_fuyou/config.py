@@ -49,6 +49,7 @@ __all__ = [
     "load_block",
     "misspelt_block_keys",
     "parse_bytes",
+    "paths_of_section",
 ]
 
 BLOCK_KEY = "fuyou"
@@ -522,6 +523,16 @@ def _validated(model: type[_Settings], data: object, where: str) -> Any:
         return model.model_validate(data)
     except ValidationError as error:
         raise FuyouConfigError("; ".join(_explained(error, where))) from error
+
+
+def paths_of_section(where: str, value: str) -> tuple[str, ...]:
+    """What ``nvme_path`` of an offload section names, by the rules of the block's.
+
+    Raises:
+        FuyouConfigError: nothing that can be a path.
+    """
+    paths: tuple[str, ...] = _validated(FuyouConfig, {"nvme_path": value}, where).nvme_path
+    return paths
 
 
 def _explained(error: ValidationError, where: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from ds_fuyou.config import BLOCK_KEY, FuyouConfig, load_block
+from ds_fuyou.config import BLOCK_KEY, FuyouConfig, load_block, paths_of_section
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError, shown
 from ds_fuyou.state_layout import BF16, FP32
 
@@ -141,7 +141,7 @@ def absorb_offload_sections(ds_config: Mapping[str, Any], config: FuyouConfig) -
     _require_stage_3(ds_config.get("zero_optimization"), zero)
     _refuse_combinations(ds_config)
     ignored: list[IgnoredKey] = []
-    paths: list[str] = []
+    paths: dict[str, None] = {}  # two sections may name one, in two spellings
     tiers: dict[str, str] = {}
     pins: list[bool] = []
     for name, part in (("offload_optimizer", "optimizer"), ("offload_param", "parameters")):
@@ -154,10 +154,11 @@ def absorb_offload_sections(ds_config: Mapping[str, Any], config: FuyouConfig) -
                 if getattr(config, part).tier != "auto":
                     ignored.append(IgnoredKey(dotted, f"fuyou.{part}.tier is set"))
                 tiers[part] = value
-            elif key == "nvme_path" and isinstance(value, str) and value != "auto":
+            elif key == "nvme_path" and isinstance(value, str) and value not in ("", "auto"):
                 if config.nvme_path is not None:
                     ignored.append(IgnoredKey(dotted, "fuyou.nvme_path is set"))
-                paths.append(value)
+                else:
+                    paths.update(dict.fromkeys(paths_of_section(f"zero_optimization.{name}", value)))
             elif key == "pin_memory" and isinstance(value, bool):
                 pins.append(value)
             elif value is not None and value != "auto":
@@ -167,7 +168,7 @@ def absorb_offload_sections(ds_config: Mapping[str, Any], config: FuyouConfig) -
         IgnoredKey(f"aio.{key}", "storage is reached by fuyou.io; depth and block size are part of the plan")
         for key in _section(ds_config, "aio")
     ]
-    completed = _completed(config, paths, tiers)
+    completed = _completed(config, tuple(paths), tiers)
     _require_path(completed)
     return Absorbed(completed, tuple(ignored), pin_memory=all(pins))
 
@@ -177,11 +178,10 @@ def _planned(config: FuyouConfig) -> dict[str, float]:
     return config.plan.resident_shares() if config.plan is not None else {}
 
 
-def _completed(config: FuyouConfig, paths: list[str], tiers: dict[str, str]) -> FuyouConfig:
+def _completed(config: FuyouConfig, paths: tuple[str, ...], tiers: dict[str, str]) -> FuyouConfig:
     update: dict[str, Any] = {}
     if config.nvme_path is None and paths:
-        # Through the model again, so that the path rules apply; two sections may name one path.
-        update["nvme_path"] = FuyouConfig(nvme_path=tuple(dict.fromkeys(paths))).nvme_path
+        update["nvme_path"] = paths
     for part, tier in tiers.items():
         settings = getattr(config, part)
         if settings.tier == "auto":

@@ -152,14 +152,18 @@ def _block_paths(config: Mapping[str, Any]) -> list[str]:
 
 
 def _named_paths(config: Mapping[str, Any]) -> dict[str, str]:
-    """Path → where it is named. What the environment or the rank decides is left to the run."""
+    """Path, as a run spells it → where it is named. What the environment or the rank decides is left to the run."""
     places = dict.fromkeys(_block_paths(config), f"{BLOCK_KEY}.nvme_path")
     for name in _OFFLOADS:
         section = _zero(config).get(name)
         path = section.get("nvme_path") if isinstance(section, Mapping) else None
         if isinstance(path, str) and path not in ("", "auto"):
             places.setdefault(path, f"zero_optimization.{name}.nvme_path")
-    return {path: place for path, place in places.items() if "$" not in path and "{" not in path}
+    known: dict[str, str] = {}
+    for path, place in places.items():
+        if path.isprintable() and path and "$" not in path and "{" not in path:
+            known.setdefault(os.path.abspath(os.path.expanduser(path)), place)
+    return known
 
 
 def _paths(config: Mapping[str, Any]) -> Iterator[Finding]:

@@ -188,6 +188,31 @@ def test_what_is_no_configuration_is_one_finding(text: str, tmp_path: Path) -> N
     assert not finding.ok
 
 
+@pytest.mark.parametrize("path", ["/a\0b", "/a\ud800"])
+@pytest.mark.parametrize("block", [{"fuyou": {}}, {}])
+def test_what_can_be_no_path_is_no_exception(path: str, block: dict[str, Any], tmp_path: Path) -> None:
+    sections = zero(offload_param={"device": "nvme", "nvme_path": path})
+    told = [finding.fix for finding in found({**sections, **block}, tmp_path)]
+    assert any("must be made of printable characters" in fix for fix in told) == bool(block), told
+    told = [finding.fix for finding in found({**zero(), "fuyou": {"nvme_path": path}}, tmp_path)]
+    assert any("must be made of printable characters" in fix for fix in told), told
+
+
+def test_paths_are_looked_for_where_a_run_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the home directory, and one in two spellings once."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sections = {
+        "offload_optimizer": {"device": "nvme", "nvme_path": "~/more"},
+        "offload_param": {"device": "nvme", "nvme_path": f"{tmp_path}/more/"},
+    }
+    findings = found({**zero(**sections), "fuyou": {}}, tmp_path)
+    assert [finding.what for finding in findings if "free" in finding.found] == [
+        f"zero_optimization.offload_optimizer.nvme_path {tmp_path}/more"
+    ]
+    assert not any("same device" in finding.found for finding in findings), findings
+    assert all(finding.ok for finding in findings), findings
+
+
 def test_what_the_rank_decides_is_left_to_the_run(tmp_path: Path) -> None:
     findings = found({**zero(), "fuyou": {"nvme_path": "/nvme{local_rank}"}}, tmp_path)
     assert all(finding.ok for finding in findings)

@@ -73,6 +73,29 @@ def test_two_paths_in_the_sections_are_both_used() -> None:
     assert absorbed.config.nvme_path == ("/a", "/b")
 
 
+@pytest.mark.parametrize("spelling", ["/a/", "/a/../a", "/a/.", "/./a"])
+def test_one_path_in_two_spellings_is_one(spelling: str) -> None:
+    absorbed = absorb(
+        zero={
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/a"},
+            "offload_param": {"device": "nvme", "nvme_path": spelling},
+        }
+    )
+    assert absorbed.config.nvme_path == ("/a",)
+
+
+def test_an_empty_path_in_a_section_names_none() -> None:
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": "/a"}, "offload_param": {"nvme_path": ""}}
+    assert absorb(zero=zero).config.nvme_path == ("/a",)
+    with pytest.raises(FuyouConfigError, match="no path is named"):
+        absorb(zero={"offload_param": {"device": "nvme", "nvme_path": ""}})
+
+
+def test_a_path_in_a_section_that_can_be_none_is_told_with_its_place() -> None:
+    with pytest.raises(FuyouConfigError, match=r"^zero_optimization\.offload_param\.nvme_path: must be made of"):
+        absorb(zero={"offload_param": {"device": "nvme", "nvme_path": "/a\0b"}})
+
+
 def test_auto_and_none_in_the_sections_decide_nothing() -> None:
     absorbed = absorb(zero={"offload_optimizer": {"device": "none", "nvme_path": "auto"}, "offload_param": None})
     assert absorbed.config.optimizer.tier == "auto"
