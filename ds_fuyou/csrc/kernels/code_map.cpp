@@ -16,6 +16,7 @@
 #include <immintrin.h>
 #define FUYOU_AVX2 __attribute__((target("avx2")))
 #define FUYOU_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq")))
+#define FUYOU_VBMI __attribute__((target("avx512f,avx512bw,avx512dq,avx512vbmi")))
 #endif
 
 namespace fuyou {
@@ -40,10 +41,12 @@ constexpr float kSmallest = 0x1p-31F;  // smaller is not told apart: the code of
 CodePath best_code_path()
 {
 #if defined(__x86_64__)
-    static const CodePath best = __builtin_cpu_supports("avx512f") != 0 &&
-                                         __builtin_cpu_supports("avx512bw") != 0 &&
-                                         __builtin_cpu_supports("avx512dq") != 0
-                                     ? CodePath::kAvx512
+    static const bool has_avx512 = __builtin_cpu_supports("avx512f") != 0 &&
+                                   __builtin_cpu_supports("avx512bw") != 0 &&
+                                   __builtin_cpu_supports("avx512dq") != 0;
+    static const CodePath best = has_avx512 && __builtin_cpu_supports("avx512vbmi") != 0
+                                     ? CodePath::kVbmi
+                                 : has_avx512                          ? CodePath::kAvx512
                                  : __builtin_cpu_supports("avx2") != 0 ? CodePath::kAvx2
                                                                        : CodePath::kPortable;
     return best;
@@ -62,6 +65,11 @@ CodeMap::CodeMap(bool is_signed) : is_signed_(is_signed)
 {
     const std::uint32_t* bits = is_signed ? kSignedNumbers : kUnsignedNumbers;
     for (std::size_t i = 0; i < numbers.size(); ++i) numbers[i] = from_bits(bits[i]);
+    for (std::size_t i = 0; i < 256; ++i) {
+        const std::uint32_t number = is_signed ? (i < 128 ? bits[i + 127] : 0) : bits[i];
+        for (std::size_t k = 0; k < 4; ++k)
+            bytes_[k][i] = static_cast<std::uint8_t>(number >> (8 * k));
+    }
     make_buckets();
     make_lines();
 }
@@ -131,7 +139,7 @@ void CodeMap::make_lines()
         const double factor = is_alone ? 0.0 : 1.0 / step;
         const double offset = is_alone ? code + 0.5 : code - num / 9.0;
         lines_.factors[at] = static_cast<float>(factor * unit);
-        lines_.offsets[at] = static_cast<float>(offset * unit + kMagic);
+        lines_.offsets[at] = static_cast<float>(offset * unit + kMagic + kNearWhole);
         lines_.most[at] =
             kMagicBits + ((code + num) << kFraction) - (std::uint32_t{1} << (kFraction - 1));
         if (decade > 0) begins[at] = first_of(zero + code);
@@ -148,7 +156,7 @@ void CodeMap::make_lines()
             decade = d;
             begin = begins[d];
         }
-        lines_.begins[low] = (begin & ~0xfU) | decade;
+        lines_.begins[low] = ((begin & ~0xfU) - kNearBegin) | decade;
     }
 }
 
@@ -157,7 +165,7 @@ void CodeMap::encode(const float* values, float scale, std::uint8_t* codes, std:
 {
     std::size_t done = 0;
     if (scale <= kLargestDivisor) {
-        if (path == CodePath::kAvx512) done = encode_avx512(values, scale, codes, numel);
+        if (path >= CodePath::kAvx512) done = encode_avx512(values, scale, codes, numel);
         if (path == CodePath::kAvx2) done = encode_avx2(values, scale, codes, numel);
     }
     encode_portable(values + done, scale, codes + done, numel - done);
@@ -167,6 +175,9 @@ void CodeMap::decode(const std::uint8_t* codes, float scale, float* values, std:
                      CodePath path) const
 {
     std::size_t done = 0;
+    if (path == CodePath::kVbmi)
+        done = is_signed_ ? decode_signed_vbmi(codes, scale, values, numel)
+                          : decode_unsigned_vbmi(codes, scale, values, numel);
     if (path == CodePath::kAvx512)
         done = is_signed_ ? decode_signed_avx512(codes, scale, values, numel)
                           : decode_unsigned_avx512(codes, scale, values, numel);
@@ -257,11 +268,30 @@ FUYOU_AVX2 std::size_t CodeMap::decode_avx2(const std::uint8_t* codes, float sca
     return num_done;
 }
 
+namespace {
+
+// Codes of 64 elements from those of 16 each, which stand in the lowest bytes of words.
+FUYOU_AVX512 inline __m512i packed(const __m512i* codes)
+{
+    const __m512i lowest = _mm512_set1_epi16(0xff);
+    const __m512i low = _mm512_and_si512(_mm512_packus_epi32(codes[0], codes[1]), lowest);
+    const __m512i high = _mm512_and_si512(_mm512_packus_epi32(codes[2], codes[3]), lowest);
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high));
+}
+
+FUYOU_AVX512 inline __mmask64 joined(const __mmask16* masks)
+{
+    return _mm512_kunpackd(_mm512_kunpackw(masks[3], masks[2]),
+                           _mm512_kunpackw(masks[1], masks[0]));
+}
+
+}  // namespace
+
 // See [Note: codes by arithmetic].
 FUYOU_AVX512 std::size_t CodeMap::encode_avx512(const float* values, float scale,
                                                 std::uint8_t* codes, std::size_t numel) const
 {
-    constexpr int kWhole = static_cast<int>(kMagicBits >> kFraction);
     const __m512 factor = _mm512_set1_ps(1.0F / scale), smallest = _mm512_set1_ps(kSmallest);
     const __m512i begins[2] = {_mm512_load_si512(lines_.begins.data()),
                                _mm512_load_si512(lines_.begins.data() + 16)};
@@ -270,44 +300,44 @@ FUYOU_AVX512 std::size_t CodeMap::encode_avx512(const float* values, float scale
     const __m512i most = _mm512_load_si512(lines_.most.data());
     const __m512i one = _mm512_set1_epi32(1), near_begin = _mm512_set1_epi32(kNearBegin);
     const __m512i begins_end = _mm512_set1_epi32(2 * kNearBegin);
-    const __m512i near_whole = _mm512_set1_epi32(kNearWhole);
     const __m512i fraction = _mm512_set1_epi32((1 << kFraction) - 2 * kNearWhole);
-    const std::size_t num_done = numel / 16 * 16;
-    for (std::size_t i = 0; i < num_done; i += 16) {
-        const __m512 quotient = _mm512_mul_ps(_mm512_loadu_ps(values + i), factor);
-        // Without signs whatever is negative has zero's code.
-        const __m512 magnitude = is_signed_ ? _mm512_range_ps(quotient, smallest, 0xb)  // larger
-                                            : _mm512_max_ps(quotient, smallest);
-        const __m512i bits = _mm512_castps_si512(magnitude);
-        const __m512i begin =
-            _mm512_permutex2var_epi32(begins[0], _mm512_srli_epi32(bits, 23), begins[1]);
-        const __m512i past = _mm512_sub_epi32(bits, begin);
-        const __mmask16 is_before = _mm512_movepi32_mask(past);
-        const __m512i decade = _mm512_mask_sub_epi32(begin, is_before, begin, one);
-        const __m512 sum = _mm512_fmadd_ps(magnitude, _mm512_permutexvar_ps(decade, factors),
-                                           _mm512_permutexvar_ps(decade, offsets));
-        const __m512i place =
-            _mm512_min_epi32(_mm512_castps_si512(sum), _mm512_permutexvar_epi32(decade, most));
-        const __mmask16 is_near_begin =
-            _mm512_cmple_epu32_mask(_mm512_add_epi32(past, near_begin), begins_end);
-        const __mmask16 is_near_whole =
-            _mm512_testn_epi32_mask(_mm512_add_epi32(place, near_whole), fraction);
-        const __m512i whole = _mm512_srli_epi32(place, kFraction);
-        __m128i found;
-        if (is_signed_) {
-            // Of negatives there is no number beyond the last; saturation sees to that.
-            const __mmask16 is_negative = _mm512_movepi32_mask(_mm512_castps_si512(quotient));
-            const __m512i positive = _mm512_sub_epi32(whole, _mm512_set1_epi32(kWhole + 1));
-            const __m512i from_zero =
-                _mm512_mask_sub_epi32(positive, is_negative, _mm512_set1_epi32(kWhole - 1), whole);
-            found = _mm_xor_si128(_mm512_cvtsepi32_epi8(from_zero),
-                                  _mm_set1_epi8(static_cast<char>(0x80)));
-        } else {
-            found = _mm512_cvtepi32_epi8(whole);
+    const __m512i zero = _mm512_set1_epi8(127);
+    const bool is_signed = is_signed_;
+    const std::size_t num_done = numel / 64 * 64;
+    for (std::size_t i = 0; i < num_done; i += 64) {
+        __m512i wholes[4], nearest_begin = _mm512_set1_epi32(-1);
+        __mmask16 negatives[4], near_whole[4];
+        for (int k = 0; k < 4; ++k) {
+            const __m512 quotient = _mm512_mul_ps(_mm512_loadu_ps(values + i + 16 * k), factor);
+            // Without signs whatever is negative has zero's code.
+            const __m512 magnitude = is_signed ? _mm512_range_ps(quotient, smallest, 0xb)  // larger
+                                               : _mm512_max_ps(quotient, smallest);
+            if (is_signed) negatives[k] = _mm512_movepi32_mask(_mm512_castps_si512(quotient));
+            const __m512i bits = _mm512_castps_si512(magnitude);
+            const __m512i begin =
+                _mm512_permutex2var_epi32(begins[0], _mm512_srli_epi32(bits, 23), begins[1]);
+            const __m512i past = _mm512_sub_epi32(bits, begin);
+            const __mmask16 is_before = _mm512_cmplt_epi32_mask(past, near_begin);
+            const __m512i decade = _mm512_mask_sub_epi32(begin, is_before, begin, one);
+            const __m512 sum = _mm512_fmadd_ps(magnitude, _mm512_permutexvar_ps(decade, factors),
+                                               _mm512_permutexvar_ps(decade, offsets));
+            const __m512i place =
+                _mm512_min_epi32(_mm512_castps_si512(sum), _mm512_permutexvar_epi32(decade, most));
+            nearest_begin = _mm512_min_epu32(nearest_begin, past);
+            near_whole[k] = _mm512_testn_epi32_mask(place, fraction);
+            wholes[k] = _mm512_srli_epi32(place, kFraction);
         }
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), found);
-        for (std::uint32_t lanes = is_near_begin | is_near_whole; lanes != 0; lanes &= lanes - 1) {
-            const std::size_t at = i + static_cast<std::size_t>(__builtin_ctz(lanes));
+        __m512i found = packed(wholes);
+        if (is_signed) {
+            // Of negatives there is no number beyond the last; saturation sees to that.
+            found =
+                _mm512_mask_subs_epu8(_mm512_add_epi8(found, zero), joined(negatives), zero, found);
+        }
+        _mm512_storeu_si512(codes + i, found);
+        std::uint64_t lanes = joined(near_whole);
+        if (_mm512_cmple_epu32_mask(nearest_begin, begins_end) != 0) lanes = UINT64_MAX;
+        for (; lanes != 0; lanes &= lanes - 1) {
+            const std::size_t at = i + static_cast<std::size_t>(__builtin_ctzll(lanes));
             encode_portable(values + at, scale, codes + at, 1);
         }
     }
@@ -379,7 +409,100 @@ FUYOU_AVX512 std::size_t CodeMap::decode_unsigned_avx512(const std::uint8_t* cod
     return num_done;
 }
 
+namespace {
+
+// So that what is put together from bytes stands in order.
+FUYOU_VBMI inline __m512i in_order(const std::uint8_t* codes)
+{
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_permutexvar_epi32(order, _mm512_loadu_si512(codes));
+}
+
+// Where `mask` says so what `table` has at the lowest six bits of `code`.
+FUYOU_VBMI inline __m512i looked_up(__m512i otherwise, __mmask64 mask, __m512i code,
+                                    const std::uint8_t* table)
+{
+    return _mm512_mask_permutexvar_epi8(otherwise, mask, code, _mm512_load_si512(table));
+}
+
+// 64 products of numbers, of which there are the bytes, the lowest first.
+FUYOU_VBMI inline void put_together(const __m512i* bytes, __m512 factor, float* to)
+{
+    const __m512i lower[2] = {_mm512_unpacklo_epi8(bytes[0], bytes[1]),
+                              _mm512_unpackhi_epi8(bytes[0], bytes[1])};
+    const __m512i upper[2] = {_mm512_unpacklo_epi8(bytes[2], bytes[3]),
+                              _mm512_unpackhi_epi8(bytes[2], bytes[3])};
+    for (int k = 0; k < 2; ++k, to += 32) {
+        const __m512i first = _mm512_unpacklo_epi16(lower[k], upper[k]);
+        const __m512i second = _mm512_unpackhi_epi16(lower[k], upper[k]);
+        _mm512_storeu_ps(to, _mm512_mul_ps(_mm512_castsi512_ps(first), factor));
+        _mm512_storeu_ps(to + 16, _mm512_mul_ps(_mm512_castsi512_ps(second), factor));
+    }
+}
+
+}  // namespace
+
+// Negatives are as positives are; one is none of the 128 magnitudes that are looked up.
+FUYOU_VBMI std::size_t CodeMap::decode_signed_vbmi(const std::uint8_t* codes, float scale,
+                                                   float* values, std::size_t numel) const
+{
+    const __m512 factor = _mm512_set1_ps(scale);
+    const __m512i zero = _mm512_set1_epi8(127), bit6 = _mm512_set1_epi8(64);
+    const __m512i bit7 = _mm512_set1_epi8(INT8_MIN), first_of_one = _mm512_set1_epi8(kOne >> 24);
+    const std::size_t num_done = numel / 64 * 64;
+    for (std::size_t i = 0; i < num_done; i += 64) {
+        const __m512i from_zero = _mm512_sub_epi8(in_order(codes + i), zero);
+        const __m512i code = _mm512_abs_epi8(from_zero);
+        const __mmask64 by64 = _mm512_test_epi8_mask(code, bit6);
+        const __mmask64 is_one = _mm512_movepi8_mask(code);
+        __m512i bytes[4];
+        for (std::size_t k = 0; k < 4; ++k) {
+            const std::uint8_t* table = bytes_[k].data();
+            bytes[k] = _mm512_permutexvar_epi8(code, _mm512_load_si512(table));
+            bytes[k] = looked_up(bytes[k], by64, code, table + 64);
+        }
+        bytes[3] = _mm512_or_si512(bytes[3], _mm512_and_si512(from_zero, bit7));
+        bytes[3] = _mm512_mask_mov_epi8(bytes[3], is_one, first_of_one);
+        bytes[2] = _mm512_mask_mov_epi8(bytes[2], is_one, bit7);
+        put_together(bytes, factor, values + i);
+    }
+    return num_done;
+}
+
+FUYOU_VBMI std::size_t CodeMap::decode_unsigned_vbmi(const std::uint8_t* codes, float scale,
+                                                     float* values, std::size_t numel) const
+{
+    const __m512 factor = _mm512_set1_ps(scale);
+    const __m512i bit6 = _mm512_set1_epi8(64);
+    const std::size_t num_done = numel / 64 * 64;
+    for (std::size_t i = 0; i < num_done; i += 64) {
+        const __m512i code = in_order(codes + i);
+        const __mmask64 by64 = _mm512_test_epi8_mask(code, bit6);
+        const __mmask64 by128 = _mm512_movepi8_mask(code);
+        __m512i bytes[4];
+        for (std::size_t k = 0; k < 4; ++k) {
+            const std::uint8_t* table = bytes_[k].data();
+            bytes[k] = _mm512_permutexvar_epi8(code, _mm512_load_si512(table));
+            bytes[k] = looked_up(bytes[k], by64, code, table + 64);
+            bytes[k] = looked_up(bytes[k], by128, code, table + 128);
+            bytes[k] = looked_up(bytes[k], by64 & by128, code, table + 192);
+        }
+        put_together(bytes, factor, values + i);
+    }
+    return num_done;
+}
+
 #else
+
+std::size_t CodeMap::decode_signed_vbmi(const std::uint8_t*, float, float*, std::size_t) const
+{
+    return 0;
+}
+
+std::size_t CodeMap::decode_unsigned_vbmi(const std::uint8_t*, float, float*, std::size_t) const
+{
+    return 0;
+}
 
 std::size_t CodeMap::encode_avx2(const float*, float, std::uint8_t*, std::size_t) const
 {

@@ -80,7 +80,7 @@ std::uint64_t num_miscoded(bool is_signed)
             map.encode(quotients.data(), 1.0F, expected.data(), kNumel, CodePath::kPortable);
             for (std::uint64_t i = 0; i < kNumel; ++i)
                 wrong += expected[i] != map.nearest(quotients[i]);
-            for (const CodePath path : {CodePath::kAvx2, CodePath::kAvx512}) {
+            for (const CodePath path : {CodePath::kAvx2, CodePath::kAvx512, CodePath::kVbmi}) {
                 if (path > best_code_path()) continue;
                 map.encode(quotients.data(), 1.0F, codes.data(), kNumel, path);
                 for (std::uint64_t i = 0; i < kNumel; ++i) wrong += codes[i] != expected[i];
