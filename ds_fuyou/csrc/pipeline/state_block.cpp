@@ -13,10 +13,11 @@
 namespace fuyou {
 namespace {
 
-// An update runs over tiles that stay in the cache between the passes (put together, sum, scale,
-// update, sum, narrow or split). A multiple of kKernelBlockElements, so that results equal those of
-// one call.
-constexpr std::uint64_t kTileElements = 16 * 1024;
+// An update runs over tiles that stay in the nearest cache between the passes (put together, sum,
+// scale, update, sum, narrow or split); smaller ones would show what a call of the kernel costs. A
+// multiple of kKernelBlockElements, so that results equal those of one call.
+constexpr std::uint64_t kTileElements = 2048;
+constexpr int kTilesAtOnce = 32;  // that a thread takes
 static_assert(kTileElements % kKernelBlockElements == 0);
 static_assert(kTileElements % kCodeBlock == 0);
 
@@ -64,6 +65,14 @@ void clear_moments(const Tile& tile)
     for (int i = 1; i < tile.num_parts; ++i) std::fill_n(tile.parts[i], tile.numel(), 0.0F);
 }
 
+// The segment that holds `element`.
+Segment segment_at(const std::vector<UpdateSegment>& segments, std::uint64_t element)
+{
+    return std::upper_bound(
+        segments.begin(), segments.end(), element,
+        [](std::uint64_t at, const UpdateSegment& segment) { return at < segment.end; });
+}
+
 // Elements [begin, end) of the tile under one rule, in place.
 void apply_rule(const Tile& tile, const UpdateRule& rule, float* gradient, std::uint64_t begin,
                 std::uint64_t end)
@@ -106,9 +115,7 @@ void apply_segments(const Tile& tile, const std::vector<UpdateSegment>& segments
                     const BlockUpdate& how)
 {
     const std::uint64_t begin = tile.begin, end = tile.end, numel = how.from.layout.numel;
-    Segment segment = std::upper_bound(
-        segments.begin(), segments.end(), begin,
-        [](std::uint64_t at, const UpdateSegment& candidate) { return at < candidate.end; });
+    Segment segment = segment_at(segments, begin);
     if (segment->rule == nullptr && segment->end >= end) return;
     thread_local std::vector<float> gradient(kTileElements);
     const char* from = how.gradient + begin * element_bytes(how.gradient_type);
@@ -162,6 +169,7 @@ class SplitSource {
         has_high_ = high_is_there && joints->has_high != 0;
         if (has_high_ || joints->num > Joints::kMost) return;
         joints_.assign(joints->of, joints->of + joints->num);
+        std::sort(joints_.begin(), joints_.end(), is_before);
     }
     bool is_readable() const
     {
@@ -179,16 +187,22 @@ class SplitSource {
             return;
         }
         join_master(param16_ + begin, block_.low() + begin, to, numel);
-        for (const Joint& joint : joints_)
-            if (joint.element >= begin && joint.element < end)
-                std::memcpy(to + (joint.element - begin), &joint.bits, sizeof joint.bits);
+        const auto first = static_cast<std::uint32_t>(begin);
+        auto joint = std::lower_bound(joints_.begin(), joints_.end(), Joint{first, 0}, is_before);
+        for (; joint != joints_.end() && joint->element < end; ++joint)
+            std::memcpy(to + (joint->element - begin), &joint->bits, sizeof joint->bits);
     }
 
   private:
+    static bool is_before(const Joint& one, const Joint& other)
+    {
+        return one.element < other.element;
+    }
+
     const StateBlock& block_;
     const std::uint16_t* param16_;
     bool has_high_ = false;
-    std::vector<Joint> joints_;  // a copy: an update in place writes new ones
+    std::vector<Joint> joints_;  // a copy, in order: an update in place writes new ones
 };
 
 // Writes a tile into a split block, and notes its joints.
@@ -255,11 +269,11 @@ void close_tile(const Tile& tile, const BlockUpdate& how,
     const BlockLayout& layout = how.to.layout;
     if (layout.moment_type == MomentType::kInt8 && !how.zero_moments) {
         // See [Note: codes]: what no rule has touched stays as it is.
-        for (const UpdateSegment& segment : segments) {
-            if (segment.rule == nullptr || segment.end <= done || segment.begin >= tile.end)
-                continue;
-            const std::uint64_t begin = std::max(done, layout.code_begin(segment.begin));
-            const std::uint64_t end = std::min(tile.end, layout.code_end(segment.end));
+        for (Segment segment = segment_at(segments, tile.begin);
+             segment != segments.end() && segment->begin < tile.end; ++segment) {
+            if (segment->rule == nullptr) continue;
+            const std::uint64_t begin = std::max(done, layout.code_begin(segment->begin));
+            const std::uint64_t end = std::min(tile.end, layout.code_end(segment->end));
             put_moments(tile, how, done, begin, false);
             put_moments(tile, how, begin, end, true);
             done = std::max(done, end);
@@ -407,7 +421,7 @@ BlockSums update_block(const BlockUpdate& how, const std::vector<UpdateSegment>&
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && num_tiles > 1)
     {
         TileResult own;
-#pragma omp for schedule(dynamic, 4) nowait
+#pragma omp for schedule(dynamic, kTilesAtOnce) nowait
         for (std::ptrdiff_t i = 0; i < num_tiles; ++i) {
             const std::uint64_t begin = static_cast<std::uint64_t>(i) * kTileElements;
             const std::uint64_t end = std::min(begin + kTileElements, numel);
