@@ -449,8 +449,17 @@ class _Sheet(io.FileIO):
     failure: OSError | None = None
 
     def readinto(self, buffer: Any, /) -> int | None:
-        try:
+        with self._noted():
             return super().readinto(buffer)
+
+    def readall(self) -> bytes | None:  # type: ignore[override]
+        with self._noted():
+            return super().readall()
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             self.failure = error
             raise

@@ -166,7 +166,14 @@ def test_laying_out_waits_for_no_storage(tmp_path: Path, monkeypatch: pytest.Mon
 
 class FailingDisk(io.FileIO):
     def readinto(self, buffer: object) -> int:
-        raise OSError(errno.EIO, "the disk")
+        raise OSError(errno.EREMOTEIO, "the disk")
+
+
+class FailingAtOnce(io.FileIO):
+    """The end of a file is read in one call of another name."""
+
+    def readall(self) -> bytes:
+        raise OSError(errno.EREMOTEIO, "the disk")
 
 
 class EmptyDisk(io.FileIO):
@@ -174,7 +181,7 @@ class EmptyDisk(io.FileIO):
         return 0
 
 
-@pytest.mark.parametrize("disk", [FailingDisk, EmptyDisk])
+@pytest.mark.parametrize("disk", [FailingDisk, FailingAtOnce, EmptyDisk])
 @pytest.mark.parametrize("which", ["_holes", "_write_checksums"])
 def test_a_disk_that_fails_to_read_back_is_no_other_kind_of_file(
     which: str, disk: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -185,7 +192,8 @@ def test_a_disk_that_fails_to_read_back_is_no_other_kind_of_file(
     monkeypatch.setattr(streamed_file, "_Sheet", type("Sheet", (streamed_file._Sheet, disk), {}))
     with pytest.raises(FuyouStorageError, match="reading a checkpoint back") as caught:
         getattr(streamed_file, which)(*[path, *([laid_out._holes.values()] if which == "_write_checksums" else [])])
-    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
+    assert caught.value.errno == (errno.EIO if disk is EmptyDisk else errno.EREMOTEIO)
+    assert caught.value.filename == str(path)
     monkeypatch.undo()
     laid_out.fill_now()
     laid_out.fill_rest(lambda: None)
