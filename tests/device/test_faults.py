@@ -49,9 +49,10 @@ MEASURING = ("profiling/", "zero/step_clock.py", "host/compute_clock.py")
 
 def test_each_is_found(stock_run, tmp_path: Path) -> None:
     stock = stock_run(CASE)
+    numbers = itertools.count()
 
     def run(fault: str, placement: int, slow: str, seed: int = 1) -> dict:
-        directory = tmp_path / f"{abs(hash((fault, placement, slow)))}"
+        directory = tmp_path / f"run{next(numbers)}"
         fuyou = fuyou_of(directory / "swap", *PLACEMENTS[placement], **TWO_PARAMETERS)
         (directory / "swap").mkdir(parents=True)
         device = {"seed": seed, "delay_secs": 0.002, "delayed_share": 0.2, "fault": fault, **SLOW[slow]}
