@@ -30,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paths", nargs="*", metavar="PATH", help="nvme_path directories, and DeepSpeed JSON files, to check as well"
     )
+    parser.add_argument(
+        "--model", help="what is to be trained, as fuyou plan takes it: are the disks of a DeepSpeed JSON large enough?"
+    )
     parser.add_argument("--measure", action="store_true", help="measure bandwidths in these directories, 10 s each")
 
 
@@ -37,15 +40,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints one line a check. Status 1 if something keeps training from working.
 
     Raises:
-        FuyouConfigError: something is to be measured and no directory is named.
+        FuyouConfigError: something is to be measured and no directory is named; a model is not known, or there is no
+            JSON to compare it with.
     """
     healthy = True
     files = [Path(path) for path in arguments.paths if path.endswith(".json") or os.path.isfile(path)]
     directories = [path for path in arguments.paths if Path(path) not in files]
     if arguments.measure and not directories:
         raise FuyouConfigError("--measure must know where: name the nvme_path directories behind it")
+    num_params = _num_params(arguments.model, files)
     found = itertools.chain(
-        findings(directories, measure=arguments.measure), *(config_findings(file) for file in files)
+        findings(directories, measure=arguments.measure), *(config_findings(file, num_params) for file in files)
     )
     for finding in found:
         healthy = healthy and finding.ok
@@ -54,6 +59,16 @@ def run(arguments: argparse.Namespace) -> int:
         if finding.fix:
             sys.stdout.write(f"      fix: {finding.fix}\n")
     return 0 if healthy else 1
+
+
+def _num_params(model: str | None, files: list[Path]) -> int:
+    if model is None:
+        return 0
+    if not files:
+        raise FuyouConfigError("--model needs a DeepSpeed JSON, whose paths are compared with what it takes")
+    from ds_fuyou.simulator.models import load_model
+
+    return int(load_model(model).trainable_params)
 
 
 def findings(paths: list[str], *, measure: bool = False) -> Iterator[Finding]:

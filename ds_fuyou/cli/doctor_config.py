@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ from ds_fuyou.storage.probe import NETWORK_FILESYSTEMS, probe_path
 __all__ = ["config_findings", "findings_of"]
 
 _OFFLOADS = ("offload_optimizer", "offload_param")
-_TWO_SLOT_BYTES = 24
+_SLOT_BYTES = 12  # of fp32 masters and moments: docs/states.md says what takes less
 
 
-def config_findings(file: Path) -> Iterator[Finding]:
-    """Every check of one file, the worst that DeepSpeed itself would refuse first."""
+def config_findings(file: Path, num_params: int = 0) -> Iterator[Finding]:
+    """Every check of one file, the worst that DeepSpeed itself would refuse first. ``num_params``: to be trained, 0
+    where nobody says.
+    """
     name = str(file)
     try:
         read = read_ds_file(file)
@@ -35,11 +37,11 @@ def config_findings(file: Path) -> Iterator[Finding]:
     if not read.is_json:
         fix = "take them out where Accelerate or the Trainer reads the file"
         yield Finding(name, "holds comments or the like: DeepSpeed takes them, Hugging Face's programs do not", fix=fix)
-    yield from findings_of(name, read.config)
+    yield from findings_of(name, read.config, num_params)
 
 
-def findings_of(name: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Every check of a configuration that was read from ``name``."""
+def findings_of(name: str, config: Mapping[str, Any], num_params: int = 0) -> Iterator[Finding]:
+    """Every check of a configuration that was read from ``name``; as :func:`config_findings`."""
     num_findings = 0
     for check in (_aio, _offload_sections, _block):
         for found, ok, fix in check(config):
@@ -47,7 +49,9 @@ def findings_of(name: str, config: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(name, found, ok=ok, fix=fix)
     if not num_findings:
         yield Finding(name, "says what it means")
-    yield from _paths(config)
+    free = yield from _paths(config)
+    if num_params and free:
+        yield from _room(config, sum(free.values()), num_params)
 
 
 Row = tuple[str, bool, str]
@@ -166,13 +170,37 @@ def _named_paths(config: Mapping[str, Any]) -> dict[str, str]:
     return known
 
 
-def _paths(config: Mapping[str, Any]) -> Iterator[Finding]:
+def _paths(config: Mapping[str, Any]) -> Generator[Finding, None, dict[str, int]]:
+    """Returns the bytes that are free, by device."""
     devices: dict[str, str] = {}
+    free: dict[str, int] = {}
     for path, place in _named_paths(config).items():
-        yield from _path(path, place, devices)
+        yield from _path(path, place, devices, free)
+    return free
 
 
-def _path(path: str, place: str, devices: dict[str, str]) -> Iterator[Finding]:
+def _room(config: Mapping[str, Any], free_bytes: int, num_params: int) -> Iterator[Finding]:
+    """Whether the disks hold the states, where they go there."""
+    try:
+        activation = load_activation(config)
+    except FuyouConfigError:
+        return  # which was told
+    if activation is None or activation.config.optimizer.tier == "cpu":
+        return
+    one, what = _SLOT_BYTES * num_params, "room for states"
+    needed = f"of {num_params / 1e9:.2f} billion parameters one slot is {one / 1e9:.1f} GB"
+    free = f"{free_bytes / 1e9:.1f} GB are free"
+    if free_bytes < one:
+        fix = f"free {(one - free_bytes) / 1e9:.1f} GB, or name another disk in nvme_path, too"
+        yield Finding(what, f"too small: {needed}, {free}", ok=False, fix=fix)
+    elif free_bytes < 2 * one:
+        fix = f"free {(2 * one - free_bytes) / 1e9:.1f} GB, or name another disk in nvme_path, too"
+        yield Finding(what, f"for one slot alone: {needed}, {free}; after a kill nothing can be gone on from", fix=fix)
+    else:
+        yield Finding(what, f"for two slots: {needed}, {free}")
+
+
+def _path(path: str, place: str, devices: dict[str, str], free: dict[str, int]) -> Iterator[Finding]:
     what = f"{place} {path}"
     raw = _raw_device(path)
     if raw:
@@ -197,7 +225,8 @@ def _path(path: str, place: str, devices: dict[str, str]) -> Iterator[Finding]:
             fix="name one directory a device",
         )
     devices.setdefault(facts.device, path)
-    largest = facts.free_bytes / _TWO_SLOT_BYTES / 1e9
+    free[facts.device] = facts.free_bytes
+    largest = facts.free_bytes / (2 * _SLOT_BYTES) / 1e9
     yield Finding(what, f"holds the optimizer state of models of up to {largest:.1f} billion parameters (two slots)")
 
 

@@ -12,6 +12,7 @@ import pytest
 from ds_fuyou.cli import main
 from ds_fuyou.cli.doctor_config import config_findings
 from ds_fuyou.cli.finding import Finding
+from ds_fuyou.storage.probe import probe_path
 
 HF_NVME = {
     "bf16": {"enabled": "auto"},
@@ -150,12 +151,12 @@ SHAPES: dict[str, tuple[dict[str, Any], bool, str, str]] = {
 }
 
 
-def found(config: object, tmp_path: Path) -> list[Finding]:
+def found(config: object, tmp_path: Path, num_params: int = 0) -> list[Finding]:
     (tmp_path / "more").mkdir(exist_ok=True)
     (tmp_path / "file").touch()
     text = json.dumps(config).replace("PATH", str(tmp_path)).replace("FILE", str(tmp_path / "file"))
     (tmp_path / "ds.json").write_text(text)
-    return list(config_findings(tmp_path / "ds.json"))
+    return list(config_findings(tmp_path / "ds.json", num_params))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -211,6 +212,31 @@ def test_paths_are_looked_for_where_a_run_would(tmp_path: Path, monkeypatch: pyt
     ]
     assert not any("same device" in finding.found for finding in findings), findings
     assert all(finding.ok for finding in findings), findings
+
+
+@pytest.mark.parametrize(
+    ("share_of_free", "ok", "what"),
+    [(2.0, False, "too small: of "), (0.75, True, "for one slot alone: of "), (1e-6, True, "for two slots: of ")],
+)
+def test_a_disk_too_small_for_the_model_is_named(share_of_free: float, ok: bool, what: str, tmp_path: Path) -> None:
+    """``share_of_free``: what one slot takes."""
+    num_params = int(probe_path(tmp_path).free_bytes * share_of_free / 12)
+    config = {**zero(), "fuyou": {"nvme_path": [str(tmp_path), str(tmp_path / "more")]}}  # one device: counted once
+    (finding,) = [each for each in found(config, tmp_path, num_params) if each.what == "room for states"]
+    assert finding.found.startswith(what)
+    assert finding.ok == ok
+    assert bool(finding.fix) == (share_of_free > 0.1)
+    in_memory = {**config, "fuyou": {**config["fuyou"], "optimizer": {"tier": "cpu"}}}
+    assert not any(each.what == "room for states" for each in found(in_memory, tmp_path, num_params))
+
+
+def test_the_model_is_taken_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({**zero(), "fuyou": {"nvme_path": str(tmp_path)}}))
+    assert main(["doctor", str(file), "--model", "gpt:4000,128,65536,50257"]) == 1
+    assert "FAIL  room for states: too small: of 20" in capsys.readouterr().out
+    assert main(["doctor", str(tmp_path), "--model", "7B"]) == 2
+    assert "--model needs a DeepSpeed JSON" in capsys.readouterr().err
 
 
 def test_what_the_rank_decides_is_left_to_the_run(tmp_path: Path) -> None:
