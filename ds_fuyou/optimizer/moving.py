@@ -42,12 +42,10 @@ logger = logging.getLogger("ds_fuyou")
 
 @dataclass
 class MoveCounts:
-    """What moved since the start: chunks' states, in bytes, and how many of them."""
+    """How many chunks' states moved since the start."""
 
     num_to_memory: int = 0
     num_to_storage: int = 0
-    to_memory_bytes: int = 0
-    to_storage_bytes: int = 0
 
 
 class _Release:
@@ -225,15 +223,12 @@ class ChunkMover:
             if not self._has_moved(index, wait=wait):
                 continue
             del self._moving[index]
-            num_bytes = self._place.state_spec(core.layout.chunks[index]).num_bytes
             if to_memory:
                 self.counts.num_to_memory += 1
-                self.counts.to_memory_bytes += num_bytes
             elif core.pipeline.is_resident(index):
                 self._end(FuyouStateError(f"the state of chunk {index} could not be written: it stays in host memory"))
             else:
                 self.counts.num_to_storage += 1
-                self.counts.to_storage_bytes += num_bytes
                 self._place.drop_state(index)
                 core.placed_anew()
 

@@ -33,7 +33,6 @@ class Lane(enum.Enum):
 
     COMPUTE = "compute"
     COPY_OUT = "device to host"
-    COPY_IN = "host to device"
     STORAGE_READ = "storage read"
     STORAGE_WRITE = "storage write"
     UPDATE = "cpu optimizer"

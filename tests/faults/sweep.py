@@ -182,10 +182,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _combination(found: dict[str, Any]) -> tuple[str, str, str]:
-    return found["engine"], found["start"], found["effect"]
-
-
 def strike(args: argparse.Namespace, outcomes: Outcomes, scratch: Path) -> None:
     """All combinations, from where they were left."""
     library = preload_library(scratch)
