@@ -109,11 +109,14 @@ values:
 		-o .work/all_values
 	.work/all_values
 
-# What moments of fewer bits do to training, three seeds: hours. Interrupted, it goes on. QUALITY_FLAGS="--steps 300 --seeds 1"
-# is minutes.
+# What moments of fewer bits do to training, and to fine-tuning on another text, three seeds: hours. Interrupted, it goes on.
+# QUALITY_FLAGS="--steps 300 --seeds 1" is minutes.
+QUALITY = $(RUN) python -m benchmarks.quality --steps 3000 --layers 8 --width 512
 quality: setup
 	$(RUN) python tests/harness/prebuild.py
-	$(RUN) python -m benchmarks.quality --steps 3000 --seeds 3 --layers 8 --width 512 --out .work/quality.json $(QUALITY_FLAGS)
+	$(QUALITY) --seeds 3 --out .work/quality.json $(QUALITY_FLAGS)
+	test -f .work/weights.pt || $(QUALITY) --moments fp32 $(QUALITY_FLAGS) --seeds 1 --save .work/weights.pt
+	$(QUALITY) --seeds 3 --text library --weights .work/weights.pt --lr 2e-4 --out .work/finetuned.json $(QUALITY_FLAGS)
 
 # Programs that others wrote, against stock ZeRO-3, and the table of docs/clients.md: some hours the first time, on two cores.
 # Interrupted, it goes on: what the package, as it is, has an outcome for is not run again (CLIENTS_FLAGS=--again does).

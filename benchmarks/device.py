@@ -97,6 +97,48 @@ CASES = (
         {"fuyou_optimizer_nvme/zero_infinity": 0.45},
     ),
     DeviceCase("storage_bound", 2, 0.1, 4e9, 4e9, ("zero_infinity", "fuyou_optimizer_nvme", "fuyou_all_nvme")),
+    DeviceCase(  # layouts of states where storage decides,
+        "states",
+        2,
+        0.1,
+        4e9,
+        4e9,
+        ("zero_infinity", "fuyou_optimizer_nvme_whole", "fuyou_optimizer_nvme", "fuyou_optimizer_nvme_int8"),
+        {
+            "fuyou_optimizer_nvme/fuyou_optimizer_nvme_whole": 0.88,
+            "fuyou_optimizer_nvme_int8/fuyou_optimizer_nvme_whole": 0.45,
+            "fuyou_optimizer_nvme/zero_infinity": 0.40,
+            "fuyou_optimizer_nvme_int8/zero_infinity": 0.22,
+        },
+    ),
+    DeviceCase(
+        "states_all",
+        2,
+        0.1,
+        4e9,
+        4e9,
+        ("fuyou_all_nvme_whole", "fuyou_all_nvme", "fuyou_all_nvme_int8"),
+        {"fuyou_all_nvme/fuyou_all_nvme_whole": 0.92, "fuyou_all_nvme_int8/fuyou_all_nvme_whole": 0.58},
+    ),
+    DeviceCase(  # and where computing does
+        "states_computing",
+        64,
+        0.08,
+        21e9,
+        21e9,
+        (
+            "fuyou_optimizer_nvme_whole",
+            "fuyou_optimizer_nvme",
+            "fuyou_optimizer_nvme_int8",
+            "fuyou_dram",
+            "fuyou_dram_int8",
+        ),
+        {
+            "fuyou_optimizer_nvme/fuyou_optimizer_nvme_whole": 1.01,
+            "fuyou_optimizer_nvme_int8/fuyou_optimizer_nvme_whole": 1.03,
+            "fuyou_dram_int8/fuyou_dram": 1.03,
+        },
+    ),
     DeviceCase("link_bound_up", 2, 0.1, 1e8, 1e9, ("fuyou_optimizer_nvme",)),
     DeviceCase("link_bound_down", 2, 0.1, 1e9, 5e7, ("fuyou_optimizer_nvme",)),
     DeviceCase("accumulation_8", 2, 0.02, 1e9, 1e9, ("zero_infinity", "fuyou_all_nvme"), accumulation=8),
@@ -113,7 +155,9 @@ CASES = (
     ),
 )
 BY_NAME = {case.name: case for case in CASES}
-MEASURED_BY_FLOOR = ("storage_bound", "link_bound_up", "link_bound_down", "accumulation_8", "activations")
+MEASURED_BY_FLOOR = (
+    *("storage_bound", "states", "states_all", "link_bound_up", "link_bound_down", "accumulation_8", "activations"),
+)
 
 
 def spec_of(case: DeviceCase, variant: str, directory: Path) -> dict[str, Any]:

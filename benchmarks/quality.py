@@ -6,6 +6,8 @@ AdamW8bit.
 
 python -m benchmarks.quality --steps 300 --seeds 2 --layers 4 --width 256 --out quality.json
 PYTHONPATH=FOLDER python -m benchmarks.quality --model llama --moments fp32 int8 torchao  (pip install --target FOLDER)
+python -m benchmarks.quality --seeds 1 --moments fp32 --save weights.pt                   a model to be fine-tuned, and
+python -m benchmarks.quality --text library --weights weights.pt --lr 2e-4                that, on another text
 
 Every run is a process of its own; with --out, runs that the file has already are not made again. States are in host
 memory: where they are changes no bit (tests/unit/test_rounded_moments.py).
@@ -14,11 +16,13 @@ memory: where they are changes no bit (tests/unit/test_rounded_moments.py).
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import statistics
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 MOMENTS = ("fp32", "bf16", "int8")
 OUTSIDE = "torchao"
+TEXTS = ("manual", "library")
 _BETAS, _EPS, _WEIGHT_DECAY, _CLIP = [0.9, 0.95], 1e-8, 0.1, 1.0
 _SMOOTH = 20  # steps that a point of the curve is the mean of
 _HELD_OUT = 0.1  # of the text, its end
@@ -45,6 +50,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--text", choices=TEXTS, default="manual")
+    parser.add_argument("--weights", type=Path, help="to begin with, of a run with --save and the same shape")
+    parser.add_argument("--save", type=Path, help="where the last run's weights go")
     parser.add_argument("--moments", nargs="+", choices=(*MOMENTS, OUTSIDE), default=list(MOMENTS))
     parser.add_argument("--out", type=Path, help="keeps every curve")
     parser.add_argument("--run", help=argparse.SUPPRESS)
@@ -52,14 +60,17 @@ def main() -> None:
     if arguments.run is not None:
         json.dump(trained(json.loads(arguments.run)), sys.stdout)
         return
-    names = ("model", "steps", "layers", "width", "length", "batch", "lr")
+    names = ("model", "steps", "layers", "width", "length", "batch", "lr", "text")
     shape = {name: getattr(arguments, name) for name in names}
+    if arguments.weights is not None:
+        shape["weights"] = hashlib.sha256(arguments.weights.read_bytes()).hexdigest()
+    files = {name: str(path.absolute()) for name in ("weights", "save") if (path := getattr(arguments, name))}
     runs = _known(arguments.out, shape)
     for seed in range(arguments.seeds):
         for moments in arguments.moments:
             if f"{moments}-{seed}" in runs:
                 continue
-            runs[f"{moments}-{seed}"] = _of_process({**shape, "moments": moments, "seed": seed})
+            runs[f"{moments}-{seed}"] = _of_process({**shape, **files, "moments": moments, "seed": seed})
             if arguments.out is not None:
                 arguments.out.write_text(json.dumps({"shape": shape, "runs": runs}), encoding="utf-8")
     sys.stdout.write(table(runs))
@@ -90,13 +101,15 @@ def trained(spec: dict[str, Any]) -> dict[str, Any]:
     os.dup2(2, 1)  # DeepSpeed prints
     import deepspeed
     import torch
-    from text import manual
 
     torch.manual_seed(spec["seed"])
     steps, length, batch = spec["steps"], spec["length"], spec["batch"]
     deepspeed.init_distributed("gloo")
-    loss_of, step = (_outside if spec["moments"] == OUTSIDE else _engine)(_model(spec), spec)
-    data = manual()
+    model = _model(spec)
+    if "weights" in spec:
+        model.load_state_dict(torch.load(spec["weights"]))
+    loss_of, step = (_outside if spec["moments"] == OUTSIDE else _engine)(model, spec)
+    data = _text(spec["text"])
     end = int(len(data) * (1 - _HELD_OUT))
     generator = torch.Generator().manual_seed(spec["seed"])
 
@@ -113,8 +126,22 @@ def trained(spec: dict[str, Any]) -> dict[str, Any]:
     with torch.no_grad():
         for _ in range(_BATCHES):
             held_out.append(loss_of(rows(end, len(data), same)).item())
+    if "save" in spec:
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            torch.save({name: value.clone() for name, value in model.state_dict().items()}, spec["save"])
     os.dup2(stdout, 1)
     return {"losses": losses, "held_out": statistics.fmean(held_out)}
+
+
+def _text(name: str) -> torch.Tensor:
+    """The manual of Python, or as many bytes of the sources of its standard library; one byte an element."""
+    import torch
+    from text import manual
+
+    if name == "manual":
+        return manual()
+    sources = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+    return torch.tensor(list(sources[: len(manual())]), dtype=torch.long)
 
 
 Loss = Callable[["torch.Tensor"], "torch.Tensor"]
