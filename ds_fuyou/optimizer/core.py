@@ -74,6 +74,7 @@ class OutOfCoreOptimizer:
     ) -> None:
         """``resumed``: of ``store``, that all ranks have made; then :meth:`resume` comes instead of initialising."""
         self._resumed = resumed
+        self.num_applied = 0  # steps that this object made
         self.layout, self.options, self.kind, self.store = layout, options, kind, store
         self.clock = RuleClock(kind, hypers[0])
         types = load_core().ElementType
@@ -411,6 +412,7 @@ class OutOfCoreOptimizer:
         self._updates.publish(work, rules, multiplier, self.gradients, self.gradient)
         self._updates.copy_untouched(work, self.wait_chunk)
         self.published.advance()
+        self.num_applied += 1
         for index in work:
             self._chunk_generation[index] = self.generation
             self.states.updated(index)

@@ -95,6 +95,7 @@ class RankState:
         self._ended: str | None = None
         self._pid = os.getpid()
         self._number: int | None = None
+        self.has_begun = False  # to train
         self._lanes: PipelineLanes | None = None
         if self.trace is not None:
             self._lanes = PipelineLanes(
@@ -386,6 +387,12 @@ class RankState:
         """Path → what the ranks of this machine write there, in multiples of what one rank writes everywhere."""
         return shares_of_machine(self.activation.state_paths, self.store)
 
+    def _keep_what_was_begun(self) -> None:
+        """An engine that began to train and made no step has failed, as one does that runs out of device memory: what
+        it went on from stays, and the engine that is built in its place goes on from there."""
+        if self.has_begun and self.store is not None and not self.core.num_applied:
+            self.store.keep_because("the engine made no step")
+
     def _leave_number(self, why: str) -> None:
         """To the engine that is built in place of this one."""
         if self._number is not None and (not why or (self.store is not None and self.store.has_failed)):
@@ -402,6 +409,7 @@ class RankState:
         planned_host_bytes.pop(self, None)
         if os.getpid() != self._pid:
             return  # a forked child: none of the threads is here, and the files are its parent's
+        self._keep_what_was_begun()
         with ExitStack() as ending:  # from the last line to the first; what fails keeps nothing else from ending
             ending.callback(self._partitions.clear)
             ending.callback(self._rest)

@@ -50,6 +50,27 @@ def test_none_begins_on_another_number_of_ranks(world_size: int, tmp_path: Path)
     assert goes_on(tmp_path, RESUME, world_size)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_engine_that_ran_out_of_device_memory_leaves_its_place_and_its_steps(
+    world_size: int, tmp_path: Path
+) -> None:
+    """To the one that a script builds with a smaller batch; both go on from the same steps."""
+    case = {"steps": 4, "block": RESUME, "runs_out": True}
+    die = {str(rank): [2, "all"] for rank in range(world_size)}
+    statuses, said = ends_of(tmp_path / "run", {**case, "die": die}, world_size, "killed")
+    assert statuses == [-9] * world_size, said[-3000:]
+    assert "RAN OUT after 0" in said
+    statuses, said = ends_of(tmp_path / "run", {**case, "ends": True}, world_size, "last")
+    assert statuses == [0] * world_size, said[-3000:]
+    assert "RAN OUT after 2" in said
+    assert said.count("going on from step 2, in place") == 2
+    _, undisturbed = ends_of(tmp_path / "other", {"steps": 4, "block": RESUME, "ends": True}, world_size, "log")
+    last = re.findall(r"LOSSES \d [34] .*", said)
+    assert len(last) == 2
+    assert last == re.findall(r"LOSSES \d [34] .*", undisturbed)
+    assert list(tmp_path.glob("run/ds_fuyou/*")) == []
+
+
 @pytest.mark.parametrize("parameters", ["cpu", "nvme"])
 def test_none_begins_with_its_states_in_host_memory(parameters: str, tmp_path: Path) -> None:
     leave_steps(tmp_path, RESUME)

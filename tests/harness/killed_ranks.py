@@ -16,7 +16,8 @@ before and after ``steps``.
 ``reload``: a checkpoint that is loaded into what was resumed; prints whether the generators stay as they are then.
 ``move_after``: by step, the share of states that is to be in host memory from then on, ``move_bytes`` of them a step.
 ``poisoned``: a step after which P16 of the first chunk is NaN on storage. ``num_layers``: of the model.
-``dies_removing``: SIGKILL when so many of its directories are removed.
+``dies_removing``: SIGKILL when so many of its directories are removed. ``runs_out``: before the engine that trains
+another one is built, whose first forward runs out of memory, and is destroyed.
 Prints ``MOVED read written``, bytes on storage that it took to make states or to take them over, and, when a step has
 returned, ``LOSSES rank n ...``, in hexadecimal digits, and ``STEP n``.
 """
@@ -32,6 +33,7 @@ import sys
 import time
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import numpy
@@ -182,6 +184,16 @@ def reload(engine: Any, folder: str) -> None:
     sys.stdout.write(f"GENERATORS STAY {torch.equal(before, torch.get_rng_state())}\n")
 
 
+def run_out(engine: Any) -> None:
+    """What a batch that is too large does, and who looks for one that fits."""
+    with mock.patch.object(torch.nn.functional, "cross_entropy", side_effect=torch.OutOfMemoryError("too large")):
+        try:
+            engine(**make_batch(MODEL, 0, 0))
+        except torch.OutOfMemoryError:
+            sys.stdout.write(f"RAN OUT after {engine.global_steps}\n")
+    engine.destroy()
+
+
 def main(path: str, case: dict) -> None:
     rank = int(os.environ["RANK"])
     die_in_commit(rank, case.get("die", {}), path)
@@ -193,6 +205,8 @@ def main(path: str, case: dict) -> None:
         train_two(path, case)
     for name in ("initialize", "resume"):
         tell_moved(name)
+    if "runs_out" in case:
+        run_out(build(path, case, rank))
     engine = build(path, case, rank)
     if "signalled" in case:
         signal_in_step(engine, case["signalled"])
