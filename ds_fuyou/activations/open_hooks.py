@@ -4,11 +4,16 @@
 PyTorch keeps hooks on a stack of the thread, and who closes hooks takes off whatever lies on top. Hooks that outlive
 the forward are taken off by nobody's bracket, so they look before they close: what is not theirs is left there, and
 closing is tried again later.
+
+The transforms of ``torch.func`` refuse to run while there are any. They say so through one name of
+``torch.autograd.graph``, which they look up at every call; while hooks are open that name takes them off the stack for
+as long as the transform runs. What is saved inside stays where it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,10 +22,12 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["OpenHooks", "computes_its_loss"]
 
 
+_ASK = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
 def _top() -> tuple[Any, Any] | None:
     """Hooks that apply now, in this thread; None without any, or where PyTorch cannot tell."""
-    ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    found: tuple[Any, Any] | None = None if ask is None else ask(False)
+    found: tuple[Any, Any] | None = None if _ASK is None else _ASK(False)
     return found
 
 
@@ -32,33 +39,61 @@ def computes_its_loss(output: Any) -> bool:
 
 
 class OpenHooks:
-    """``pack`` and ``unpack`` applied from :meth:`open` to :meth:`close`, both idempotent."""
+    """``pack`` and ``unpack`` applied from :meth:`open` to :meth:`close`, both idempotent. A transform of
+    ``torch.func`` that has begun allows no hooks, so inside of one they do not open.
+    """
 
     def __init__(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
         self._pair = (pack, unpack)
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._is_lowest = False
+        self._disable: Any = None  # torch's own, where it stands replaced by :attr:`_instead`
+        self._instead = self._stepping_aside
 
     def open(self) -> None:
-        if self._hooks is None:
+        if self._hooks is None and torch._C._autograd._saved_tensors_hooks_is_enabled():
             self._is_lowest = _top() is None
             self._hooks = torch.autograd.graph.saved_tensors_hooks(*self._pair)
             self._hooks.__enter__()
+            if self._disable is None:
+                self._disable = torch.autograd.graph.disable_saved_tensors_hooks
+                torch.autograd.graph.disable_saved_tensors_hooks = self._instead
+
+    @contextmanager
+    def _stepping_aside(self, error_message: str) -> Iterator[None]:
+        """Stands for ``torch.autograd.graph.disable_saved_tensors_hooks``."""
+        hooks = self._hooks if self._is_on_top() else None
+        if hooks is not None:
+            hooks.__exit__()
+        try:
+            with self._disable(error_message):
+                yield
+        finally:
+            if hooks is not None:
+                hooks.__enter__()
+
+    def _is_on_top(self) -> bool:
+        top = _top()
+        return top is not None and top[0] is self._pair[0]
 
     @property
     def may_stay(self) -> bool:
         """Whether nobody opened hooks before these, who would close them before these are."""
-        top = _top()
-        return self._is_lowest and top is not None and top[0] is self._pair[0]
+        return self._is_lowest and self._is_on_top()
 
     def close(self) -> None:
-        """At the end of the bracket that :meth:`open` began: these are on top."""
+        """At the end of the bracket that :meth:`open` began: these are on top, or have been open below the script's
+        own since an earlier one.
+        """
+        if _ASK is not None and not self._is_on_top():
+            return
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__()
+        if torch.autograd.graph.disable_saved_tensors_hooks == self._instead:  # else another came after; this passes on
+            torch.autograd.graph.disable_saved_tensors_hooks, self._disable = self._disable, None
 
     def close_if_on_top(self) -> None:
         """At any other time."""
-        top = _top()
-        if top is not None and top[0] is self._pair[0]:
+        if self._is_on_top():
             self.close()

@@ -234,8 +234,8 @@ class _Recomputation(_Mode):
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Of the tensor's storage; its own while it lives."""
-    return tensor.untyped_storage()._cdata
+    """Of the tensor's storage, of the tensor where it has none, as a sparse one; its own while it lives."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def _shapes(args: tuple[Any, ...]) -> Shapes:

@@ -158,13 +158,15 @@ class Swapper:
         self._tape = Tape()
 
     def begin_forward(self) -> None:
-        """A forward begins: its records are a tape of their own. Forgets storages that are gone."""
+        """A forward begins: its records are a tape of their own. What was moved before is moved anew: versions do not
+        tell of what came past PyTorch, as a batch that other code, or another process, writes to the same memory.
+        """
         self._tape = Tape()
         self.block = ""
         self._in_backward = False
         self._places = {}
         self._resident = self._resident_of()
-        self._moved = {key: entries for key, entries in self._moved.items() if not entries[0].storage.expired()}
+        self._moved = {}
         self._kept = {key: kept for key, kept in self._kept.items() if kept() is not None}
         if self.tier is not None:
             self.tier.poll()

@@ -247,6 +247,11 @@ class _Asked:
     by: int = -1
 
 
+def _dense(tree: Any) -> list[torch.Tensor]:
+    """Tensors that have a storage: sparse ones, say, have none."""
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+
+
 def _counts_changes(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor) and not leaf.is_inference()
 
@@ -349,8 +354,8 @@ class OperatorRecorder(TorchDispatchMode):
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
         """Place of the output in its block; -1: none."""
         flops = _flops(func, args, kwargs, out)
-        there = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+        there = {tensor.untyped_storage()._cdata for tensor in _dense((args, kwargs))}
+        made = _dense(out)
         fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in there]
         num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in fresh)
         call = self._current.counter.place(func, args, kwargs)
@@ -359,14 +364,14 @@ class OperatorRecorder(TorchDispatchMode):
             storage = tensor.untyped_storage()
             self._made[storage._cdata] = (StorageWeakRef(storage), self._current, place)
         if self._contents is not None and self._contents.calls is self._current:
-            self._contents.written(written_tensors(func, args, kwargs))
+            self._contents.written(_dense(written_tensors(func, args, kwargs)))
             if call is not None and place >= 0:
                 self._contents.made(place, fresh)
         return place
 
     def _saved(self, block: str, tensor: torch.Tensor) -> _Asked:
         with self.paused():
-            made = self._made.get(tensor.untyped_storage()._cdata)
+            made = self._made.get(tensor.untyped_storage()._cdata) if _dense(tensor) else None
             if made is not None:
                 _, calls, place = made
                 calls.outputs[place] = replace(calls.outputs[place], saved=True)

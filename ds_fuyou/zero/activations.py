@@ -172,7 +172,7 @@ def attach_activations(
         SwapEverything(),
         device_type=given.device.torch_device.type,
         smallest_bytes=given.smallest_bytes,
-        resident=lambda: {buffer.untyped_storage()._cdata for buffer in module.buffers()},
+        resident=lambda: {b.untyped_storage()._cdata for b in module.buffers() if b.layout == torch.strided},
         clock=given.clock,
     )
     return ActivationSession(module, blocks, swapper, (), _POINTS)

@@ -218,6 +218,39 @@ class Converted(nn.Module):
         return (x.flatten(1)[:, :64].double() @ weight).square().mean()
 
 
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.watched = nn.Linear(64, 8), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.trained(x), self.watched(x)
+
+
+def test_a_batch_that_is_written_past_pytorch_is_moved_in_every_forward(tmp_path: Path) -> None:
+    """As memory that a data loader fills: no version tells. The script keeps outputs of which no backward asks."""
+    batch = torch.zeros(32, 64)
+    seen: list[torch.Tensor] = []
+
+    def step(model: nn.Module) -> None:
+        for value in (1.0, 2.0, 3.0):
+            batch.numpy()[:] = value
+            trained, watched = model(batch)
+            seen.append(watched)
+            trained.square().mean().backward()
+
+    torch.manual_seed(0)
+    model = TwoHeads().train()
+    expected = gradients(copy.deepcopy(model), step)
+    with attached(model, tmp_path) as swapped:
+        found = gradients(model, step)
+        assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        entries = [entry for entries in swapped.swapper._moved.values() for entry in entries]
+        assert {entry.tape for entry in entries} == {swapped.swapper._tape}, "forwards before this one are forgotten"
+        seen.clear()
+        assert swapped.nothing_is_left()
+
+
 def test_copies_of_parameters_with_other_values_or_layout_are_activations(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 8, 12, 12)

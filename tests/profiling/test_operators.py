@@ -119,6 +119,28 @@ def test_gradients_are_the_same_and_hooks_of_others_go_on() -> None:
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in net.modules())
 
 
+class Sparse(nn.Module):
+    """What is saved, given and made has no storage; one sparse tensor is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixing = torch.eye(BATCH * LENGTH).to_sparse().mul_(2.0)
+        return torch.sparse.mm(mixing, self.linear(x).view(-1, WIDTH)).view_as(x)
+
+
+def test_sparse_tensors_are_no_memory_of_a_storage() -> None:
+    net = nn.Sequential(Sparse(), Sparse())
+    reference = torch.autograd.grad(net(batch()).sum(), list(net.parameters()))
+    losses: list[torch.Tensor] = []
+    profile, *_ = profile_blocks(find_blocks(net), lambda: losses.append(net(batch()).sum()))
+    assert [output.name for output in profile.outputs if output.flops] == ["linear/addmm"]
+    found = torch.autograd.grad(losses[0], list(net.parameters()))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, reference, strict=True))
+
+
 def test_a_saved_tensor_that_is_changed_is_refused_as_ever() -> None:
     net = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid()))
     outputs: list[torch.Tensor] = []
