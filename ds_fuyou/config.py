@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -501,7 +501,7 @@ def _unknown_keys(data: Mapping[str, Any], model: type[_Settings], where: str) -
     for key, value in data.items():
         field = model.model_fields.get(key)
         if field is None:
-            near = difflib.get_close_matches(str(key), model.model_fields, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(str(key).lower(), model.model_fields, n=1, cutoff=0.5)
             hint = f'did you mean "{where}.{near[0]}"?' if near else ""
             name = str(key)[:_MOST_SHOWN]
             yield f"{where}.{name}: unknown key; {hint or 'valid keys are ' + ', '.join(model.model_fields)}"
@@ -549,11 +549,20 @@ def _explained(error: ValidationError, where: str) -> Iterator[str]:
             continue
         told.add(path)
         if item["type"] == "model_type":
-            must = "must be an object"
+            section = _section_at(item["loc"])
+            must = "must be an object" + (f" with any of {', '.join(section.model_fields)}" if section else "")
+        elif item["type"] == "bool_type":
+            must = "must be true or false"
         else:
             message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
             must = message if message.startswith("must ") else f"must be {message}"
         yield f"{path}: {must}; found {_shown(item['input'])}"
+
+
+def _section_at(loc: Sequence[int | str]) -> type[_Settings] | None:
+    """The section that is missing where an object was wanted."""
+    fields = (model.model_fields.get(str(loc[-1])) for model in (FuyouConfig, PlanOverrides))
+    return next((_section_of(field.annotation) for field in fields if field is not None), None)
 
 
 _ALL_KEYS = frozenset(key for model in _Settings.__subclasses__() for key in model.model_fields)

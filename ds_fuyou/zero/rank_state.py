@@ -305,7 +305,7 @@ class RankState:
             logger.warning("chunks stay where they are, training goes on: %s", error)
         if least(float(not refused))[0]:
             if dist.get_rank() == 0:
-                tell_durability(states, self.core.options.num_slots)
+                tell_durability(states, self.core.options.num_slots, is_wanted=config.relies_on_slots)
             return True
         mover.stop()
         return False

@@ -78,6 +78,8 @@ def open_store(designs: Sequence[RunDesign]) -> OpenedStore:
     identity = RunIdentity(_fingerprint(design), dist.get_rank(), dist.get_world_size(), run_id)
     found = _taken_over(designs, identity) if config.resume == "auto" and paths else None
     if found is None and not design.residency.needs_storage:
+        if dist.get_rank() == 0 and (paths or config.relies_on_slots):
+            tell_durability(design.residency.states, 1, is_wanted=config.relies_on_slots)
         return OpenedStore(None, 1, design, None)
     # Where a run may go on, what holds a step stays: it may be another engine's, or another start's to go on from.
     cleaned = identity.model_fingerprint if config.on_stale == "clean" else ""
@@ -97,7 +99,7 @@ def open_store(designs: Sequence[RunDesign]) -> OpenedStore:
         recoverable=True,  # commits that lack states say so
     )
     if dist.get_rank() == 0:
-        tell_durability(design.residency.states, num_slots)
+        tell_durability(design.residency.states, num_slots, is_wanted=config.relies_on_slots)
     try:
         store.describe(design.contents(_next_number(model)))
     except BaseException:
@@ -199,8 +201,10 @@ def _bytes_of_others(paths: Sequence[Path], num_bytes: int) -> int:
     return sum(size for where, devices, size in every if where == host and devices & mine) - num_bytes
 
 
-def tell_durability(are_resident: Sequence[bool], num_slots: int) -> None:
-    """What a run that is killed leaves, where that is less than its last step; of states in host memory by chunk."""
+def tell_durability(are_resident: Sequence[bool], num_slots: int, *, is_wanted: bool = False) -> None:
+    """What a run that is killed leaves, where that is less than its last step; of states in host memory by chunk. A
+    warning where the block says that somebody will go on from it.
+    """
     if any(are_resident):
         where = f"P32 and the moments of {sum(are_resident)} of {len(are_resident)} chunks are in host memory"
         to_do = 'with optimizer.tier "nvme" every step is'
@@ -208,4 +212,5 @@ def tell_durability(are_resident: Sequence[bool], num_slots: int) -> None:
         where, to_do = "chunks have one slot on storage", "with room for two every step is"
     else:
         return
-    log_once(logging.INFO, f"{where}: this run is as durable as its last checkpoint; {to_do} kept on storage")
+    level = logging.WARNING if is_wanted else logging.INFO
+    log_once(level, f"{where}: this run is as durable as its last checkpoint; {to_do} kept on storage")

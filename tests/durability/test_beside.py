@@ -107,6 +107,16 @@ def test_none_begins_where_ranks_are_on_other_machines_than_before(tmp_path: Pat
     assert is_refused(tmp_path, block, 2, "which does not run where it is")
 
 
+@pytest.mark.parametrize(("resume", "level"), [("off", "INFO"), ("auto", "WARNING")])
+def test_a_run_with_its_states_in_host_memory_says_what_a_kill_costs(resume: str, level: str, tmp_path: Path) -> None:
+    """Though it needs no storage; a warning where somebody relies on going on."""
+    everything = {part: {"tier": "cpu"} for part in ("parameters", "optimizer", "gradients")}
+    case = {"steps": 1, "block": {"resume": resume, **everything}, "ends": True}
+    statuses, said = ends_of(tmp_path, case, 1, "log")
+    assert statuses == [0], said[-3000:]
+    assert re.search(f"{level}: P32 and the moments of .* are in host memory: this run is as durable as its last", said)
+
+
 def test_a_run_begins_beside_steps_in_one_slot(tmp_path: Path) -> None:
     """The third was being written over the second: no run goes on from that."""
     block = {**RESUME, "plan": {"slots": 1}}
