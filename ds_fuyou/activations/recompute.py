@@ -10,15 +10,16 @@ import logging
 import types
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ds_fuyou.activations.selective import OutputSelection, RegionOutputs
+from ds_fuyou.activations.surroundings import Surroundings
 from ds_fuyou.activations.takeover import CheckpointTakeover
 from ds_fuyou.log import log_once
 
@@ -99,7 +100,7 @@ class _ChangedBuffers:
         return {
             name: buffer.clone()
             for name, buffer in module.named_buffers()
-            if buffer.nbytes <= _SMALL_BYTES or self._names is None or name in self._names
+            if _num_bytes(buffer) <= _SMALL_BYTES or self._names is None or name in self._names
         }
 
     def after(self, module: nn.Module, before: dict[str, torch.Tensor]) -> None:
@@ -107,25 +108,27 @@ class _ChangedBuffers:
         if self._names is not None:
             return
         buffers = dict(module.named_buffers())
-        self._names = [name for name, value in before.items() if not torch.equal(value, buffers[name])]
-        for name in [name for name in before if name not in self._names and before[name].nbytes > _SMALL_BYTES]:
+        self._names = [name for name, value in before.items() if not _is_same(value, buffers.get(name))]
+        for name in [name for name in before if name not in self._names and _num_bytes(before[name]) > _SMALL_BYTES]:
             del before[name]
 
 
-@contextmanager
-def _with_buffers(module: nn.Module, values: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Inside, copies of ``values`` stand for the module's buffers of these names."""
-    replaced = []
+def _num_bytes(buffer: torch.Tensor) -> int:
+    """Of all elements, also of those that a sparse tensor leaves out."""
+    return buffer.numel() * buffer.element_size()
+
+
+def _is_same(before: torch.Tensor, after: torch.Tensor | None) -> bool:
+    """Where PyTorch cannot compare them, as sparse ones, they count as changed."""
+    strided = after is not None and before.layout == after.layout == torch.strided
+    return strided and after is not None and before.dtype == after.dtype and torch.equal(before, after)
+
+
+def _set_copies(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    """Copies of ``values`` stand for the module's buffers of these names."""
     for name, value in values.items():
         path, _, leaf = name.rpartition(".")
-        held = module.get_submodule(path)._buffers
-        replaced.append((held, leaf, held[leaf]))
-        held[leaf] = value.clone()
-    try:
-        yield
-    finally:
-        for held, leaf, buffer in replaced:
-            held[leaf] = buffer
+        module.get_submodule(path)._buffers[leaf] = value.clone()
 
 
 class RecomputedForward:
@@ -157,26 +160,35 @@ class RecomputedForward:
         forward = self._own if self._own is not None else types.MethodType(type(module).forward, module)
         if not (torch.is_grad_enabled() and module.training) or self._changes_a_cache(kwargs):
             return forward(*args, **kwargs)
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # in a transform of torch.func
+            return forward(*args, **kwargs)
 
         saved = self._selection.region() if self._selection is not None else None
-        found = self._changed.before(module)
-        has_run = False
-        # What is given by position is saved as any tensor is, and may leave the device; by name it would be held.
-        tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
-        others = {name: value for name, value in kwargs.items() if name not in tensors}
-        names, num_args = tuple(tensors), len(args)
+        # All tensors, wherever they are given, are saved as any tensor is, and may leave the device. Of lists and
+        # dictionaries the recomputation gets its own: others may have changed them, and it changes them once more.
+        leaves, tree = tree_flatten((args, kwargs))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        others = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves]
+        found = Surroundings(module, leaves)
+        buffers = self._changed.before(module)
+        given = [(args, kwargs)]
 
-        def region(*inputs: Any) -> Any:
-            nonlocal has_run
-            named = {**others, **dict(zip(names, inputs[num_args:], strict=True))}
-            with self._takeover.region(), _with_buffers(module, found) if has_run else nullcontext():
-                output = _recompute_first(forward(*inputs[:num_args], **named), saved)
-            if not has_run:
-                self._changed.after(module, found)
-            has_run = True
+        def again(came: Iterator[torch.Tensor]) -> Any:
+            values, named = tree_unflatten([next(came) if other is None else other[0] for other in others], tree)
+            with found.restored():
+                _set_copies(module, buffers)
+                return _recompute_first(forward(*values, **named), saved)
+
+        def region(*tensors: torch.Tensor) -> Any:
+            with self._takeover.region():
+                if not given:
+                    return again(iter(tensors))
+                values, named = given.pop()
+                output = _recompute_first(forward(*values, **named), saved)
+            self._changed.after(module, buffers)
+            found.forward_ended()
             return output
 
-        inputs = (*args, *tensors.values())
         contexts = saved.contexts if saved is not None else _no_contexts
         with self._takeover.suspended(), torch.utils.checkpoint.set_checkpoint_early_stop(False):
             return torch.utils.checkpoint.checkpoint(region, *inputs, use_reentrant=False, context_fn=contexts)

@@ -24,7 +24,12 @@ MODES = {
     "recompute": {"mode": "recompute"},
     "planned": {"mode": "auto", "tier": "nvme"},
 }
-SHOWN_ELSEWHERE = {("deepspeed", "recompute"), ("deepspeed", "planned"), ("everything", "recompute")}
+SHOWN_ELSEWHERE = {
+    ("deepspeed", "recompute"),
+    ("deepspeed", "planned"),
+    ("everything", "recompute"),
+    ("drawing", "planned"),
+}
 PLANNED = {  # blocks in which an output is kept, swapped, recomputed: of three, of which the model may have fewer
     "block_input": (0, 3, 0),
     "qkv": (1, 1, 1),
@@ -63,6 +68,50 @@ def deepspeed_checkpointed() -> tuple:
     return DeepSpeedCheckpointed(width=64), loss_of
 
 
+class Draws(nn.Module):
+    """Draws from a generator of its own, counts its calls, hands on what the block before it made, and has a sparse
+    buffer. All of this is found again by a recomputation, or must not stop a run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.share, self.own = nn.Linear(64, 64), 1.0, torch.Generator().manual_seed(0)
+        self.register_buffer("mixing", torch.eye(33).to_sparse(), persistent=False)
+
+    def forward(self, x: torch.Tensor, shared: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.share *= 0.9
+        h = nn.functional.gelu(self.linear(x)) * (torch.rand(x.shape, generator=self.own) < 0.5) * self.share
+        h = shared["last"] = h + 0.5 * shared.get("last", 0.0)
+        return x + torch.sparse.mm(self.mixing, h.float()).to(x.dtype)
+
+
+class Drawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.blocks = nn.Embedding(300, 64), nn.ModuleList(Draws() for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, shared = self.tokens(ids[0]), {}
+        for block in self.blocks:
+            x = block(x, shared)
+        return x.float().square().mean()
+
+
+def drawing() -> tuple:
+    torch.manual_seed(0)
+
+    def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
+        """The model is evaluated between forward and backward."""
+        model.train()
+        loss = model(ids(seed))
+        model.eval()
+        with torch.no_grad():
+            evaluated = model(ids(seed + 50))
+        return loss + evaluated
+
+    return Drawing(), loss_of
+
+
 def hugging_face(name: str, checkpointing: bool) -> tuple:
     torch.manual_seed(0)
     model, batch = TINY[name]()
@@ -77,6 +126,7 @@ MODELS = {
     "everything": (lambda: plain(dropout=0.1, tied=True, frozen=(1,), twice=True),) * 2,
     "llama": (lambda: hugging_face("llama", False), lambda: hugging_face("llama", True)),
     "deepspeed": (lambda: plain(), deepspeed_checkpointed),
+    "drawing": (drawing,) * 2,
 }
 
 

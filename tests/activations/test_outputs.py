@@ -120,12 +120,11 @@ class InPlaceBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.num_calls = 0
-        self.extra_in_call = 0
+        self.calls = SimpleNamespace(number=0, with_extra=0)  # an object that changes inside: a recomputation goes on
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.num_calls += 1
-        if self.num_calls == self.extra_in_call:
+        self.calls.number += 1
+        if self.calls.number == self.calls.with_extra:
             x = x + 0.0  # saves nothing: PyTorch's own count of saved tensors is as before
         hidden = self.up(x)
         hidden.mul_(0.5)
@@ -361,7 +360,7 @@ def test_a_recomputation_that_does_something_else_is_refused(tmp_path: Path) -> 
     calls = calls_of(model, train_in_place)
     with attached(model, tmp_path) as swapped:
         swapped.session.decide({"blocks.1": BlockFate(Fate.SWAP, dict.fromkeys(calls, Fate.KEEP))} | AROUND)
-        model.blocks[1].extra_in_call = model.blocks[1].num_calls + 2
+        model.blocks[1].calls.with_extra = model.blocks[1].calls.number + 2
         with pytest.raises(RuntimeError, match=r"must do what it did in forward: aten.add.Tensor ran 0 times then"):
             train_in_place(model)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,8 @@ def test_transforms_run_while_activations_are_swapped(inside: bool, tmp_path: Pa
     assert torch.autograd.graph.disable_saved_tensors_hooks is DISABLE
 
 
-def test_a_transform_around_the_model_and_one_that_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_transform_around_the_model_and_one_that_fails(recompute: bool, tmp_path: Path) -> None:
     def step(model: nn.Module) -> None:
         slopes = torch.func.grad(lambda x: model(x).mean())(inputs())
         out = model(inputs(1))
@@ -62,7 +64,7 @@ def test_a_transform_around_the_model_and_one_that_fails(tmp_path: Path) -> None
             torch.func.grad(lambda x: x.sum() / (1 // 0))(out)
         (F.gelu(out) * slopes).mean().backward()
 
-    must_agree(Stack(), step, tmp_path)
+    must_agree(Stack(), step, tmp_path, recompute=lambda name: recompute)
     assert torch.autograd.graph.disable_saved_tensors_hooks is DISABLE
 
 
@@ -105,3 +107,15 @@ def test_hooks_of_the_script_around_a_later_forward_stay_as_long_as_it_says(tmp_
             assert all(torch.equal(a, b) for a, b in zip(expected, gradients(model, step), strict=True))
         swapped.session.end_step()
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def test_a_forward_in_another_thread_while_hooks_stay_open(tmp_path: Path) -> None:
+    def step(model: nn.Module) -> None:
+        first = model(inputs())
+        others: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda: others.append(model(inputs(1)).exp().mean()))
+        thread.start()
+        thread.join()
+        (F.gelu(first).mean() + others[0]).backward()
+
+    must_agree(Stack(), step, tmp_path)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a block's forward found around it, so that its recomputation in backward finds the same, and leaves no trace.
+
+Between the two the script may have evaluated (``model.eval()``), left a context, or run the block again; and the
+forward itself may have changed what its modules hold: a counter, a memory of the last segment, a list of losses.
+PyTorch's checkpoint restores its own random generators, autocast and the default device. Restored here:
+
+- attributes of the block's modules, ``training`` among them, and what their lists, dictionaries and sets hold. Not what
+  changes inside of other objects, nor plain tensors that are changed in place (buffers: see ``recompute.py``);
+- random numbers of Python, of NumPy, and of generators that are attributes or arguments, if the forward drew any;
+- the default dtype, and which kernels attention may use.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import nn
+
+__all__ = ["Surroundings"]
+
+_OF_DEEPSPEED = frozenset(
+    {"applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn", "_original_parameters", "_external_params"}
+)
+_NOT_RESTORED = (frozenset(vars(nn.Module())) | _OF_DEEPSPEED | {"forward"}) - {"training", "_buffers"}
+"""DeepSpeed's hooks count calls in theirs, those of a recomputation as well."""
+
+_CONTAINERS = (dict, OrderedDict, list, set)
+
+
+def _state_of(part: nn.Module) -> dict[str, Any]:
+    """The attributes that are restored."""
+    held = vars(part)
+    return {name: held[name] for name in held.keys() - _NOT_RESTORED if not name.startswith("ds_")}
+
+
+def _tensor_as_it_is(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        return value.detach().requires_grad_()
+    return value
+
+
+class _Contents(NamedTuple):
+    """Of a container, which itself may go on to hold what keeps the graph that this belongs to."""
+
+    kind: Any
+    items: Any
+
+
+def _as_it_is(value: Any) -> Any:
+    """What stands for ``value`` as long as a graph lives: nothing that an earlier forward left may keep that one's."""
+    if type(value) in _CONTAINERS:
+        if isinstance(value, dict):
+            return _Contents(type(value), {key: _tensor_as_it_is(item) for key, item in value.items()})
+        return _Contents(type(value), [_tensor_as_it_is(item) for item in value])
+    return _tensor_as_it_is(value)
+
+
+def _fill(container: Any, items: Any) -> None:
+    """It stays the same object: others know it, and what was compiled does."""
+    container.clear()
+    if isinstance(container, list):
+        container.extend(items)
+    else:
+        container.update(items)
+
+
+class _Source(NamedTuple):
+    """Of random numbers."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
+_GLOBAL = (_Source(random.getstate, random.setstate), _Source(numpy.random.get_state, numpy.random.set_state))
+
+
+def _source(value: Any) -> _Source | None:
+    if isinstance(value, torch.Generator):
+        return _Source(value.get_state, value.set_state)
+    if isinstance(value, random.Random):
+        return _Source(value.getstate, value.setstate)
+    if isinstance(value, numpy.random.RandomState):
+        return _Source(value.get_state, value.set_state)
+    if isinstance(value, numpy.random.Generator):
+        bits: Any = value.bit_generator
+        return _Source(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    return None
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return pickle.dumps(one) == pickle.dumps(other)
+
+
+_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def _flags() -> list[tuple[Callable[[Any], Any], Any]]:
+    """How each is set, and what it is."""
+    found: list[tuple[Callable[[Any], Any], Any]] = [(torch.set_default_dtype, torch.get_default_dtype())]
+    for name in _KERNELS:
+        ask = getattr(torch.backends.cuda, f"{name}_sdp_enabled", None)
+        if ask is not None:
+            found.append((getattr(torch.backends.cuda, f"enable_{name}_sdp"), ask()))
+    return found
+
+
+class Surroundings:
+    """Taken when a forward of ``module`` with ``arguments`` begins."""
+
+    def __init__(self, module: nn.Module, arguments: Iterable[Any]) -> None:
+        parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+        state = [(part, _state_of(part)) for part in parts]
+        values = [value for _, attributes in state for value in attributes.values()]
+        self._attributes = [
+            (part, {name: _as_it_is(value) for name, value in attributes.items()}) for part, attributes in state
+        ]
+        own = {id(value): _source(value) for value in chain(values, arguments)}
+        sources = (*_GLOBAL, *(source for source in own.values() if source is not None))
+        self._random = [(source, source.read()) for source in sources]
+        self._flags = _flags()
+
+    def forward_ended(self) -> None:
+        """Random numbers that it did not draw are nothing to restore: somebody else may be drawing them."""
+        self._random = [(source, state) for source, state in self._random if not _equal(state, source.read())]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, everything is as the forward found it; afterwards as it is now."""
+        now = [(part, _state_of(part)) for part, _ in self._attributes]
+        filled: list[tuple[Any, Any]] = []
+        states = [(source, source.read()) for source, _ in self._random]
+        flags = _flags()
+        try:
+            for part, attributes in self._attributes:
+                _set(part, {name: _brought(value, vars(part).get(name), filled) for name, value in attributes.items()})
+            for source, state in self._random:
+                source.write(state)
+            _set_flags(self._flags, flags)
+            yield
+        finally:
+            _set_flags(flags, self._flags)
+            for source, state in states:
+                source.write(state)
+            for part, attributes in now:
+                _set(part, attributes)
+            for container, items in reversed(filled):
+                _fill(container, items)
+
+
+def _brought(value: Any, now: Any, filled: list[tuple[Any, Any]]) -> Any:
+    """The attribute again: the container that is there ``now`` with what it held, or another like it. What is
+    ``filled`` is noted with what it holds now.
+    """
+    if not isinstance(value, _Contents):
+        return value
+    if type(now) is not value.kind:
+        return value.kind(value.items)
+    filled.append((now, now.copy()))
+    _fill(now, value.items)
+    return now
+
+
+def _set(part: nn.Module, attributes: dict[str, Any]) -> None:
+    for name in _state_of(part).keys() - attributes.keys():
+        del vars(part)[name]
+    vars(part).update(attributes)
+
+
+def _set_flags(wanted: list[tuple[Callable[[Any], Any], Any]], now: list[tuple[Callable[[Any], Any], Any]]) -> None:
+    for (write, value), (_, found) in zip(wanted, now, strict=True):
+        if value != found:
+            write(value)

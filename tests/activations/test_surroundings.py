@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A block that is computed again finds what its forward found, whatever was changed since, and changes nothing."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ds_fuyou.activations.calls import OperatorCall
+from ds_fuyou.activations.policy import BlockFate, Fate
+from tests.activations.support import attached, gradients
+
+WIDTH = 48
+AROUND = {"": BlockFate(Fate.SWAP)}
+
+
+def inputs(seed: int = 0) -> torch.Tensor:
+    return torch.randn(32, WIDTH, dtype=torch.float32, generator=torch.Generator().manual_seed(seed))
+
+
+class Block(nn.Module):
+    """``how`` gets the block, its input, and what all blocks share in one forward."""
+
+    def __init__(self, how: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.how = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), how
+        self.own = torch.Generator().manual_seed(1)
+        self.numbers, self.more = numpy.random.default_rng(1), random.Random(1)
+        self.share, self.memory, self.seen, self.friend = 1.0, None, [0.5], None
+        self.register_buffer("begun", torch.ones(1))
+        self.register_buffer("table", torch.eye(WIDTH).to_sparse())
+
+    def forward(self, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+        return x + self.down(self.how(self, F.gelu(self.up(x)), shared))
+
+
+class Model(nn.Module):
+    def __init__(self, how: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(how) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shared: dict[str, Any] = {"all": []}
+        for block in self.blocks:
+            x = block(x, shared)
+        return x.square().mean() + sum(item.square().mean() for item in shared["all"])
+
+
+def draws(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    kept = torch.rand(h.shape, generator=block.own) < 0.5
+    scale = random.random() + numpy.random.rand() + block.numbers.random() + block.more.random()
+    return h * kept * scale * torch.rand(())
+
+
+def passes_on(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    h = h + 0.5 * shared.get("last", 0.0) + 0.1 * len(shared["all"])
+    shared["last"] = h
+    shared["all"].append(h)
+    return h
+
+
+def remembers(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    block.share *= 0.7
+    h = h * block.share * sum(block.seen)
+    block.seen.append(block.share)
+    if block.memory is not None:
+        h = h + block.memory
+    block.memory = h
+    if block.begun is not None:
+        block.begun, h = None, h * 2
+    return h
+
+
+def asks_a_friend(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    """Two attributes, and an object that is none of them, know one list."""
+    if block.friend is None:
+        block.friend = SimpleNamespace(seen=block.seen)
+        block.same = block.seen
+    block.seen.append(1.5 + len(block.same))
+    return h * block.friend.seen[-1] * block.same[-1]
+
+
+def in_training(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    return F.dropout(h, 0.3, block.training) * (1.0 if block.training else 0.5)
+
+
+def by_defaults(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    heads = h.view(1, 4, 8, -1)
+    h = F.scaled_dot_product_attention(heads, heads.sin(), heads.cos()).view(h.shape)
+    return (h * torch.linspace(0, 1, WIDTH).exp()).float()
+
+
+def multiplies_sparsely(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    return torch.sparse.mm(block.table, h.t()).t().exp()
+
+
+def step(model: nn.Module) -> None:
+    """Two segments, and what scripts do between forward and backward."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            losses = [model(inputs(seed)) for seed in range(2)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model.eval()
+    with torch.no_grad():
+        model(inputs(9))
+    random.random(), numpy.random.rand()
+    sum(losses).backward(retain_graph=True)
+    sum(losses).backward()
+    model.train()
+
+
+def state(model: nn.Module) -> list[Any]:
+    found: list[Any] = [random.getstate(), str(numpy.random.get_state()), torch.get_default_dtype()]
+    for block in model.blocks:
+        memory = None if block.memory is None else block.memory.tolist()
+        own = [block.own.get_state().tolist(), block.numbers.bit_generator.state, block.more.getstate()]
+        found += [*own, block.share, memory, block.seen, block.begun, block.training]
+    return found
+
+
+@pytest.mark.parametrize("outputs", [{}, {OperatorCall("aten.gelu.default", 0): Fate.SWAP}], ids=["whole", "but one"])
+@pytest.mark.parametrize(
+    "how",
+    [draws, passes_on, remembers, asks_a_friend, in_training, by_defaults, multiplies_sparsely],
+    ids=lambda how: how.__name__,
+)
+def test_it_finds_the_same_and_leaves_no_trace(how: Any, outputs: dict, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Model(how).train()
+    reference = Model(how).train()
+    reference.load_state_dict(model.state_dict())
+    with attached(model, tmp_path) as swapped:
+        swapped.session.decide({f"blocks.{i}": BlockFate(Fate.SWAP, outputs) for i in range(3)} | AROUND)
+        for _ in range(2):
+            expected, then = gradients(reference, step), state(reference)
+            assert all(torch.equal(a, b) for a, b in zip(expected, gradients(model, step), strict=True))
+            assert state(model) == then
+
+
+class Token:
+    """Lives as long as the graph that it is in."""
+
+
+class Marked(torch.autograd.Function):
+    tokens: ClassVar[list[weakref.ref[Token]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.token = Token()
+        Marked.tokens.append(weakref.ref(ctx.token))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+def remembers_unused(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    h = Marked.apply(h)
+    block.memory, block.seen = h, [h]
+    return h
+
+
+def test_forwards_without_backward_keep_no_earlier_ones(tmp_path: Path) -> None:
+    """A block that holds what its last forward computed must not hold, by that, every forward there was."""
+    model = Model(remembers_unused).train()
+    with attached(model, tmp_path, recompute=lambda name: True):
+        for seed in range(3):
+            model(inputs(seed))
+        gc.collect()
+        assert [token() is None for token in Marked.tokens] == [True] * 6 + [False] * 3
+
+
+def test_what_is_given_inside_of_others_is_refused_once_it_has_changed(tmp_path: Path) -> None:
+    def adds(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+        if "mask" not in shared:
+            shared["mask"] = torch.ones(32, WIDTH)
+        else:
+            shared["mask"].mul_(0.5)
+        return h + shared["mask"]
+
+    model = Model(adds).train()
+    with attached(model, tmp_path, recompute=lambda name: True, smallest_bytes=1 << 20):
+        loss = model(inputs())
+        with pytest.raises(RuntimeError, match=r"in-?place operation"):
+            loss.backward()
