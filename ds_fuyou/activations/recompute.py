@@ -83,6 +83,11 @@ def _held_by(value: Any) -> dict[str, Any]:
     return held if isinstance(held, dict) and not isinstance(value, (torch.Tensor, nn.Module)) else {}
 
 
+def _can_be_saved(leaf: Any) -> bool:
+    """Autograd saves no tensor that an evaluation made under ``torch.inference_mode()`` and left, a mask, say."""
+    return isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+
+
 class _ChangedBuffers:
     """Buffers that a module's forward changes, as batch normalisation its statistics: a recomputation starts from what
     the forward found, and leaves what is there now. Of small buffers every forward keeps a copy, because some change
@@ -167,8 +172,8 @@ class RecomputedForward:
         # All tensors, wherever they are given, are saved as any tensor is, and may leave the device. Of lists and
         # dictionaries the recomputation gets its own: others may have changed them, and it changes them once more.
         leaves, tree = tree_flatten((args, kwargs))
-        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        others = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves]
+        inputs = [leaf for leaf in leaves if _can_be_saved(leaf)]
+        others = [None if _can_be_saved(leaf) else (leaf,) for leaf in leaves]
         found = Surroundings(module, leaves)
         buffers = self._changed.before(module)
         given = [(args, kwargs)]

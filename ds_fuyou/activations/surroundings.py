@@ -61,6 +61,8 @@ def _as_it_is(value: Any) -> Any:
         if isinstance(value, dict):
             return _Contents(type(value), {key: _tensor_as_it_is(item) for key, item in value.items()})
         return _Contents(type(value), [_tensor_as_it_is(item) for item in value])
+    if type(value) is tuple:
+        return tuple(_tensor_as_it_is(item) for item in value)
     return _tensor_as_it_is(value)
 
 

@@ -172,7 +172,7 @@ class Marked(torch.autograd.Function):
 
 def remembers_unused(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
     h = Marked.apply(h)
-    block.memory, block.seen = h, [h]
+    block.memory, block.seen, block.pair = h, [h], (h, 1)
     return h
 
 
@@ -184,6 +184,45 @@ def test_forwards_without_backward_keep_no_earlier_ones(tmp_path: Path) -> None:
             model(inputs(seed))
         gc.collect()
         assert [token() is None for token in Marked.tokens] == [True] * 6 + [False] * 3
+
+
+def test_what_an_evaluation_made_may_be_given(tmp_path: Path) -> None:
+    """A mask that is built once, where ``torch.inference_mode()`` was on: nobody has to save what is added."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.mask = nn.ModuleList(Adding() for _ in range(2)), None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.mask is None:
+                self.mask = torch.ones(32, WIDTH).tril()
+            for block in self.blocks:
+                x = block(x, self.mask)
+            return x.square().mean()
+
+    def evaluated_first(model: nn.Module) -> None:
+        model.eval()
+        with torch.inference_mode():
+            model(inputs(9))
+        model.train()(inputs()).backward()
+
+    torch.manual_seed(0)
+    model, reference = Masked(), Masked()
+    reference.load_state_dict(model.state_dict())
+    with attached(model, tmp_path, recompute=lambda name: True):
+        expected = gradients(reference, evaluated_first)
+        found = gradients(model, evaluated_first)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+class Adding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.linear(F.gelu(x + mask))
 
 
 def test_what_is_given_inside_of_others_is_refused_once_it_has_changed(tmp_path: Path) -> None:
