@@ -40,7 +40,15 @@ from deepspeed.utils import (
 )
 from models import TinyExperts, build_model, make_batch
 from plain import PlainEngine
-from script_actions import before_step, break_rank, evaluate_late, forward_and_backward, within, wrapped
+from script_actions import (
+    before_step,
+    break_rank,
+    evaluate_late,
+    forward_and_backward,
+    hook_gradients,
+    within,
+    wrapped,
+)
 
 from ds_fuyou.parameters.partition import Presence
 from tests.device import faults
@@ -109,6 +117,7 @@ def build_engine(case: dict):
         run_design.copied_later_bytes = lambda: 0
     with deepspeed.zero.Init(config_dict_or_path=case["config"], enabled=case.get("zero_init", False)):
         model = build_model(case["model"])
+    hook_gradients(model, case, "before")
     if case.get("plain"):
         return PlainEngine(model, parameter_groups(model, case.get("groups", "one")), case["config"])
     if case.get("leaf"):
@@ -122,6 +131,7 @@ def build_engine(case: dict):
     if case.get("model_parallel"):
         arguments["mpu"] = Units(case["model_parallel"])
     engine, *_ = deepspeed.initialize(**arguments)
+    hook_gradients(model, case, "behind")
     if case.get("compile"):
         engine.compile(backend=case["compile"])
     return engine

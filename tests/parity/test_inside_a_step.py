@@ -57,6 +57,9 @@ CASES: dict[str, dict] = {
     "train-batch-size-changes": BATCH,
     "experts-as-leaf-modules": {"model": {"experts": True}, "leaf": True},
     "weights-tied-across-blocks": {"model": {"tied_blocks": True}, "pairs_in": [2]},
+    "hooks-before-deepspeed's": {"hooks_of_gradients": "before"},
+    "hooks-behind-deepspeed's": {"hooks_of_gradients": "behind"},
+    "hooks-before-deepspeed's-on-two-ranks": {"hooks_of_gradients": "before", "world_size": 2},
 }
 
 
@@ -73,6 +76,9 @@ def case_of(name: str) -> dict:
         ("train-batch-size-changes", "all"),
         ("experts-as-leaf-modules", "all"),
         ("weights-tied-across-blocks", "states"),
+        ("hooks-before-deepspeed's", "all"),
+        ("hooks-behind-deepspeed's", "all"),
+        ("hooks-before-deepspeed's-on-two-ranks", "states"),
     ],
 )
 def test_equals_stock(name: str, tiers: str, must_equal, tmp_path: Path) -> None:
