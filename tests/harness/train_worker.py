@@ -174,13 +174,12 @@ def set_gradients(engine, case: dict) -> None:
             safe_set_full_grad(param, safe_get_full_grad(param) * 3.0)
 
 
-def look(engine, case: dict, result: dict, with_gradients: bool) -> None:
+def look(engine, case: dict, result: dict) -> None:
     """Appends what the public functions say now."""
     seen = {}
     for name, param in chosen_parameters(engine, case).items():
         seen[name] = safe_get_full_fp32_param(param).clone().cpu()
-        if with_gradients:
-            seen[f"{name} grad"] = safe_get_full_grad(param).clone().cpu()
+        seen[f"{name} grad"] = safe_get_full_grad(param).clone().cpu()
         for moment in ("exp_avg", "exp_avg_sq") if engine.global_steps else ():
             seen[f"{name} {moment}"] = safe_get_full_optimizer_state(param, moment).clone().cpu()
     result["seen"].append(seen)
@@ -225,14 +224,14 @@ def train(engine, case: dict, first: int, last: int, result: dict) -> None:
             if is_last and step in case.get("set_gradient_in", ()):
                 set_gradients(engine, case)
             if is_last and step in case.get("look_at", ()):
-                look(engine, case, result, with_gradients=True)
+                look(engine, case, result)
             late = evaluate_late(engine, case, step) if is_last else []
             if is_last or not one_step:
                 engine.step()
             result["evals"] += [float(each) for each in late]
         result["param_reads"].append(param_reads(engine))
         if step in case.get("look_at", ()):
-            look(engine, case, result, with_gradients=False)
+            look(engine, case, result)
         if step in case.get("read_ungathered_after", ()):
             there = {name: p.data.clone().cpu() for name, p in engine.module.named_parameters() if p.data.numel() > 1}
             result["seen"].append(there)
