@@ -50,7 +50,7 @@ from ds_fuyou.optimizer.state_access import StateAccess
 from ds_fuyou.optimizer.step_commits import StepCommits
 from ds_fuyou.optimizer.taking_over import TakenOver
 from ds_fuyou.optimizer.updates import Published, WindowUpdates
-from ds_fuyou.optimizer.window import Window
+from ds_fuyou.optimizer.window import EndedWindow, Window
 from ds_fuyou.optimizer.worker import Worker
 from ds_fuyou.storage.io import IoLane, Transfer
 from ds_fuyou.storage.store import CommitRecord, Extent, SlotStore
@@ -99,6 +99,7 @@ class OutOfCoreOptimizer:
             self.policy = ClipPolicy(options.clip_policy, options.can_speculate(options.residency))
             self.published = Published(self.place.num_param_versions)
             self.window = Window(layout)
+            self._ended: EndedWindow | None = None
             self.mover = ChunkMover(self, self._worker)
             self.missed = MissedSteps(layout, self.clock)
             self._updates = WindowUpdates(
@@ -271,6 +272,7 @@ class OutOfCoreOptimizer:
 
     def add_gradients(self, gradients: Sequence[tuple[ParamSpan, torch.Tensor]], *, last: bool = True) -> None:
         """The door: see :meth:`GradientIntake.add`."""
+        self._ended = None
         self.intake.add(gradients, last=last)
 
     def summed_over_all(self) -> None:
@@ -302,8 +304,19 @@ class OutOfCoreOptimizer:
         views = self._gradient_pieces(span, stored=stored)
         return views[0] if len(views) == 1 else torch.cat([*views])
 
+    def last_gradient(self, span: ParamSpan, dtype: torch.dtype) -> torch.Tensor | None:
+        """A copy of what the last step made of the gradient, unscaled and clipped, or of it as it came if the step was
+        skipped. None if it had none, the script dropped it since, or gradients of the next step have come."""
+        ended = self._ended
+        if ended is None or span.index not in ended.arrived:
+            return None
+        override = ended.overrides.get(span.index)
+        views = self.gradients.values(span) if override is None else [override]
+        return torch.cat([view.to(dtype) for view in views]).mul_(ended.multiplier)
+
     def override_gradient(self, span: ParamSpan, value: torch.Tensor) -> None:
         """Replaces a gradient for this step by fp32 values (safe_set_full_grad); kept beside G16 until the step."""
+        self._ended = None
         self.intake.settle(wait=True)
         for chunk in self.layout.chunks_of_param[span.index]:
             self._updates.reopen(chunk)
@@ -374,11 +387,12 @@ class OutOfCoreOptimizer:
         """zero_grad(): the window starts anew, as if no backward had run since the last step."""
         if not self.window.is_empty:
             self._drop_window()
+            self._ended = None
 
     def _drop_window(self) -> None:
         self.intake.drop()
         self._updates.drop()
-        self._end_window()
+        self._end_window(1.0)
 
     def apply(self, hypers: Sequence[GroupHyper], multiplier: float, *, expected_multiplier: float) -> None:
         """Publishes what was prepared rightly and starts everything else; returns as soon as that is queued.
@@ -420,7 +434,7 @@ class OutOfCoreOptimizer:
         self.params.after_step(edits)
         self.clock.commit(rules)
         self.missed.count(window.arrived)
-        self._end_window()
+        self._end_window(multiplier)
         self.commits.applied()
 
     def _work(self) -> dict[int, tuple[Run, ...]]:
@@ -431,9 +445,9 @@ class OutOfCoreOptimizer:
         touched = (c for c in self.layout.chunks if all_due or not due.isdisjoint(c.params) or moves(c.index))
         return {c.index: self.missed.runs(c, arrived) for c in touched}
 
-    def _end_window(self) -> None:
+    def _end_window(self, multiplier: float) -> None:
         self.intake.end_window()
-        self.window.reset()
+        self._ended = EndedWindow(*self.window.reset(), multiplier)
         self._norm_of_overrides = False
         self.commits.window_ended()
 
@@ -631,6 +645,7 @@ class OutOfCoreOptimizer:
         if self.pipeline.failed and self.store is not None:
             self.store.keep_because("the run failed")
         self.intake.close()
+        self._ended = None
         self.gradients.close(told=self._worker.told)
         self.io.close()
         self.place.close()

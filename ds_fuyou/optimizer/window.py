@@ -12,7 +12,7 @@ from ds_fuyou.optimizer.layout import FlatLayout
 from ds_fuyou.optimizer.missed_steps import Run
 from ds_fuyou.optimizer.rules import StepRules
 
-__all__ = ["Prepared", "Window"]
+__all__ = ["EndedWindow", "Prepared", "Window"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,16 @@ class Prepared:
             and runs == self.runs
             and (mine is rules or (mine.step == rules.step and mine.hypers == rules.hypers))
         )
+
+
+@dataclass(frozen=True)
+class EndedWindow:
+    """Gradients of the last step, which stay where they are until the next window's come."""
+
+    arrived: set[int]
+    overrides: dict[int, torch.Tensor]
+    multiplier: float
+    """What the step made of them; 1 if it was skipped."""
 
 
 class Window:
@@ -55,11 +65,14 @@ class Window:
         self.multiplier = 0.0
         self._missing: dict[int, set[int]] = {}
 
-    def reset(self) -> None:
-        """A new window: nothing has arrived."""
-        for kept in (self.arrived, self.summed, self.overrides, self.prepared, self.held, self.opened, self._missing):
+    def reset(self) -> tuple[set[int], dict[int, torch.Tensor]]:
+        """A new window: nothing has arrived. Returns what had, and which gradients the script had replaced."""
+        ended = self.arrived, self.overrides
+        self.arrived, self.overrides = set(), {}
+        for kept in (self.summed, self.prepared, self.held, self.opened, self._missing):
             kept.clear()
         self.start, self.rules, self.multiplier = UpdateStart.DEFER, None, 0.0
+        return ended
 
     @property
     def is_empty(self) -> bool:

@@ -119,18 +119,19 @@ class GradientFlow:
         if is_ready:
             if hasattr(self._stock, "_apply_autoep_folding_tp_correction"):
                 self._stock._apply_autoep_folding_tp_correction(param)
+            if param.grad is not None and not param.grad.is_contiguous():  # a hook's; stock copies it to its bucket
+                param.grad.data = param.grad.contiguous()
             if self._stream is not None:
                 self._sweep()
                 computing = self._streams[param.ds_id] = self._state.device.current_stream()
                 self._stream.wait_stream(computing)
         if param in self._cut:
             return  # another phase of this backward: autograd added to the gradient that waits here
-        self._reduce(self._cut.displaced_by(param))  # by one that is not ready too, as in stock
-        if not is_ready:
-            return
-        if self._is_alone(param):
-            self._reduce([param])
+        if self._is_alone(param):  # waits for the next one all the same: hooks of the script's may come behind ours
+            self._reduce_waiting()
         else:
+            self._reduce(self._cut.displaced_by(param))  # by one that is not ready too, as in stock
+        if is_ready:
             self._cut.add(param)
             self._open_window_if_last()  # states are read ahead while the message fills
 
@@ -152,17 +153,23 @@ class GradientFlow:
         )
 
     def flush(self) -> None:
-        """Reduces what waits and hands the partitions over."""
+        """Reduces what waits, as the script's hooks left it, and hands the partitions over."""
+        if self._stream is not None:
+            self._stream.wait_stream(self._state.device.current_stream())
+        self._reduce_waiting()
+
+    def _reduce_waiting(self) -> None:
         for params in self._cut.take_all():
             self._reduce(params)
 
     @torch.no_grad()
     def _reduce(self, params: list[Parameter]) -> None:
         """One message. May put ``params`` in order."""
+        if any(param.grad is None and not self._is_alone(param) for param in params):
+            raise FuyouStateError(_DROPPED)  # to leave it out would be another message than other ranks'
+        params = [param for param in params if param.grad is not None]
         if not params:
             return
-        if any(param.grad is None for param in params):  # to leave it out would be another message than other ranks'
-            raise FuyouStateError(_DROPPED)
         self._open_window_if_last()  # before the collective: see [Note: one generation of all ranks]
         for param in params:
             if param.grad.numel() != param.ds_numel:

@@ -86,13 +86,14 @@ class HpAccess:
         self.put_state()
 
     def gradient(self, param: Parameter, *, to_write: bool) -> tuple[torch.Tensor, int]:
-        """(a copy of this rank's gradient, zeros where none arrived; the sub-group)."""
+        """(a copy of this rank's gradient, between steps of the last one's, zeros where none came; the sub-group)."""
         self._rank_state.bound_heap()
         span, core = self._rank_state.span(param), self._rank_state.core
         if core.has_arrived(span):
             values = core.gradient(span).to(self._dtype, copy=True)
         else:
-            values = torch.zeros(span.numel, dtype=self._dtype)
+            last = core.last_gradient(span, self._dtype)
+            values = torch.zeros(span.numel, dtype=self._dtype) if last is None else last
         if to_write:
             self._gradient = (span, values)
         return values, span.sub_group

@@ -40,7 +40,15 @@ from deepspeed.utils import (
 )
 from models import TinyExperts, build_model, make_batch
 from plain import PlainEngine
-from script_actions import before_step, break_rank, evaluate_late, forward_and_backward, within, wrapped
+from script_actions import (
+    before_step,
+    break_rank,
+    evaluate_late,
+    forward_and_backward,
+    hook_gradients,
+    within,
+    wrapped,
+)
 
 from ds_fuyou.parameters.partition import Presence
 from tests.device import faults
@@ -109,6 +117,7 @@ def build_engine(case: dict):
         run_design.copied_later_bytes = lambda: 0
     with deepspeed.zero.Init(config_dict_or_path=case["config"], enabled=case.get("zero_init", False)):
         model = build_model(case["model"])
+    hook_gradients(model, case, "before")
     if case.get("plain"):
         return PlainEngine(model, parameter_groups(model, case.get("groups", "one")), case["config"])
     if case.get("leaf"):
@@ -122,6 +131,7 @@ def build_engine(case: dict):
     if case.get("model_parallel"):
         arguments["mpu"] = Units(case["model_parallel"])
     engine, *_ = deepspeed.initialize(**arguments)
+    hook_gradients(model, case, "behind")
     if case.get("compile"):
         engine.compile(backend=case["compile"])
     return engine
@@ -164,13 +174,12 @@ def set_gradients(engine, case: dict) -> None:
             safe_set_full_grad(param, safe_get_full_grad(param) * 3.0)
 
 
-def look(engine, case: dict, result: dict, with_gradients: bool) -> None:
+def look(engine, case: dict, result: dict) -> None:
     """Appends what the public functions say now."""
     seen = {}
     for name, param in chosen_parameters(engine, case).items():
         seen[name] = safe_get_full_fp32_param(param).clone().cpu()
-        if with_gradients:
-            seen[f"{name} grad"] = safe_get_full_grad(param).clone().cpu()
+        seen[f"{name} grad"] = safe_get_full_grad(param).clone().cpu()
         for moment in ("exp_avg", "exp_avg_sq") if engine.global_steps else ():
             seen[f"{name} {moment}"] = safe_get_full_optimizer_state(param, moment).clone().cpu()
     result["seen"].append(seen)
@@ -215,14 +224,14 @@ def train(engine, case: dict, first: int, last: int, result: dict) -> None:
             if is_last and step in case.get("set_gradient_in", ()):
                 set_gradients(engine, case)
             if is_last and step in case.get("look_at", ()):
-                look(engine, case, result, with_gradients=True)
+                look(engine, case, result)
             late = evaluate_late(engine, case, step) if is_last else []
             if is_last or not one_step:
                 engine.step()
             result["evals"] += [float(each) for each in late]
         result["param_reads"].append(param_reads(engine))
         if step in case.get("look_at", ()):
-            look(engine, case, result, with_gradients=False)
+            look(engine, case, result)
         if step in case.get("read_ungathered_after", ()):
             there = {name: p.data.clone().cpu() for name, p in engine.module.named_parameters() if p.data.numel() > 1}
             result["seen"].append(there)
