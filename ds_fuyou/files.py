@@ -35,10 +35,18 @@ def exchange(one: str | Path, other: str | Path, *, dir_fd: int = _HERE) -> bool
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file beside ``path`` to write: it takes its place at once when the block ends well, and goes otherwise."""
+    """A file beside ``path`` to write: it takes its place at once when the block ends well, and goes otherwise.
+
+    Raises:
+        OSError: it cannot be written; names ``path``.
+    """
     part = path.with_name(f"{path.name}.part-{os.getpid()}")
     try:
         yield part
         os.replace(part, path)
+    except OSError as error:
+        if error.errno is None or error.filename not in (part, str(part)):
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
     finally:
         part.unlink(missing_ok=True)

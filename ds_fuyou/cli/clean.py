@@ -76,7 +76,7 @@ def left_in_shared_memory() -> str:
 def _clean(path: str, dry_run: bool) -> int:
     """How many state directories and folders are left."""
     from ds_fuyou.checkpoint.unfinished import find_unfinished, remove_unfinished
-    from ds_fuyou.storage.cleanup import find_state, remove_state
+    from ds_fuyou.storage.cleanup import find_state, remove_state, what_it_holds
 
     folders = find_unfinished(Path(path))
     try:
@@ -86,11 +86,16 @@ def _clean(path: str, dry_run: bool) -> int:
         return 1 + _remove(folders, remove_unfinished, dry_run)
     if not states and not folders:
         sys.stdout.write(f"{path}: no state found\n")
-    return _remove(states, remove_state, dry_run) + _remove(folders, remove_unfinished, dry_run)
+    return _remove(states, remove_state, dry_run, what_it_holds) + _remove(folders, remove_unfinished, dry_run)
 
 
-def _remove(found: Sequence[_Found], remove: Callable[[_Found], object], dry_run: bool) -> int:
-    """How many are left. ``remove`` returns False if somebody has begun to use it."""
+def _remove(
+    found: Sequence[_Found],
+    remove: Callable[[_Found], object],
+    dry_run: bool,
+    holds: Callable[[_Found], str] = lambda _: "",
+) -> int:
+    """How many are left. ``remove`` returns False if somebody has begun to use it. ``holds``: what would be lost."""
     num_left = 0
     for each in found:
         why_not = each.why_not
@@ -103,6 +108,8 @@ def _remove(found: Sequence[_Found], remove: Callable[[_Found], object], dry_run
             continue
         num_left += bool(why_not)
         done = f"{each.num_bytes} bytes{', would be' if dry_run else ''} removed"
+        if dry_run and (lost := holds(each)):
+            done += f"; {lost}"
         sys.stdout.write(f"{each.path}: {why_not or done}\n")
     return num_left
 

@@ -32,7 +32,10 @@ def config_findings(file: Path, num_params: int = 0) -> Iterator[Finding]:
         read = read_ds_file(file)
     except FuyouConfigError as error:
         found = str(error).removeprefix(f"{name}: ")
-        yield Finding(name, found, ok=False, fix="correct the file at the place named: a JSON object, { ... }")
+        fix = "correct the file at the place named: a JSON object, { ... }"
+        if not file.is_file():
+            fix = f"name a DeepSpeed JSON that exists; fuyou init --model MODEL --out {name} writes a block"
+        yield Finding(name, found, ok=False, fix=fix)
         return
     if not read.is_json:
         fix = "take them out where Accelerate or the Trainer reads the file"

@@ -47,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Leaves the state files as they are; ``fuyou clean`` removes them.
 
     Raises:
-        FuyouConfigError: options that belong to --checkpoint beside --weights.
+        FuyouConfigError: options that belong to --checkpoint beside --weights; a path at which nothing can be made,
+            or a checkpoint that is not there.
         FuyouStateError, FuyouStorageError: as :mod:`ds_fuyou.checkpoint.recovery`.
     """
     from ds_fuyou.checkpoint import recovery
@@ -55,10 +56,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.weights is not None:
         if arguments.tag is not None or arguments.like is not None:
             raise FuyouConfigError("--tag and --like belong to --checkpoint; weights have neither")
+        if arguments.weights.is_dir() or not arguments.weights.parent.is_dir():
+            raise FuyouConfigError(f"--weights {arguments.weights} must name a file in a directory that exists")
         found = recovery.recover_weights(arguments.directories, arguments.weights)
         said = f"{found.num_params} parameters in fp32 as of step {found.step} (optimizer steps, counted over resumes)"
         sys.stdout.write(f"{arguments.weights}: {said}{'' if found.verified else _NOT_COMPARED}\n")
         return 0
+    if arguments.checkpoint.exists() and not arguments.checkpoint.is_dir():
+        raise FuyouConfigError(f"--checkpoint {arguments.checkpoint} must name a directory, or one to be made")
+    if arguments.like is not None and not arguments.like.is_dir():
+        raise FuyouConfigError(f"--like {arguments.like} must name an existing checkpoint")
     made = recovery.recover_checkpoint(
         arguments.directories, arguments.checkpoint, tag=arguments.tag, like=arguments.like
     )

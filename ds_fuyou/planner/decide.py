@@ -321,7 +321,8 @@ def decide(given: PlanInput, overrides: Mapping[str, int | None], time: StepTime
             place = replace(best.place, staging_bytes=plan.staging_bytes, kept_param_bytes=kept)
             return Decision(plan, place, time.secs(place))
         least_needed = search.least_needed
-    found = f"dram_budget_bytes is {(given.dram_budget_bytes + given.lent_bytes) / MIB:.0f} MiB"
+    budget = given.dram_budget_bytes + given.lent_bytes
+    found = f"dram_budget_bytes is {f'{budget / MIB:.0f} MiB' if budget >= MIB else f'{budget} bytes'}"
     if given.lent_bytes:
         found += f", {given.lent_bytes / MIB:.0f} of them held by engines without an optimizer that were built before"
     raise FuyouConfigError(

@@ -5,7 +5,6 @@ with adapters over them. No torch.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -94,11 +93,9 @@ def load_model(text: str) -> ModelSpec:
         return gpt(text, layers, heads, hidden, vocab)
     path = os.path.join(text, "config.json") if os.path.isdir(text) else text
     if not os.path.isfile(path):
-        known = list(model_shapes())
-        near = difflib.get_close_matches(text.upper(), known, n=3, cutoff=0.4) or known
         raise FuyouConfigError(
             f"--model {text!r} must be a Hugging Face config.json, gpt:layers,heads,hidden,vocab or a published size; "
-            f"there is no such file, nearest sizes are {', '.join(near)}"
+            f"there is no such file, and the sizes are {', '.join(model_shapes())}"
         )
     return _from_file(path)
 

@@ -38,6 +38,7 @@ __all__ = [
     "remove_state",
     "settle_stale",
     "stale_bytes",
+    "what_it_holds",
 ]
 
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -189,7 +190,15 @@ def holds_steps(state: StateDirectory) -> bool:
     over the one before.
     """
     commits = _commits_of(state)
-    return commits is None or not (_are_lost(commits) or not commits[0].intact)
+    return commits is None or _are_whole(commits)
+
+
+def what_it_holds(state: StateDirectory) -> str:
+    """In words, where that is a step that would be lost with it; else empty."""
+    commits = _commits_of(state)
+    if commits is None or not _are_whole(commits):
+        return ""
+    return "it holds a step, of which fuyou recover makes a checkpoint"
 
 
 def _commits_of(state: StateDirectory) -> list[CommitRecord] | None:
@@ -202,6 +211,10 @@ def _commits_of(state: StateDirectory) -> list[CommitRecord] | None:
         return None
 
 
+def _are_whole(commits: Sequence[CommitRecord]) -> bool:
+    return not _are_lost(commits) and commits[0].intact
+
+
 def _are_lost(commits: Sequence[CommitRecord]) -> bool:
     newest = commits[0] if commits else None
     return newest is None or newest.lacks_states or (newest.step == 0 and newest.meta.get("training") is None)
@@ -211,13 +224,14 @@ def _report(state: StateDirectory, path: Path, logger: logging.Logger) -> None:
     level, what = (logging.INFO, "kept by") if state.kept else (logging.WARNING, "left by the dead run")
     logger.log(
         level,
-        "%s: %.1f MiB %s %s (rank %d, started %s); remove with: fuyou clean %s",
+        "%s: %.1f MiB %s %s (rank %d, started %s)%s; remove with: fuyou clean %s",
         state.path,
         state.num_bytes / 2**20,
         what,
         state.run_id,
         state.rank,
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started)),
+        f"; {holds}" if (holds := what_it_holds(state)) else "",
         shlex.quote(str(path)),
     )
 

@@ -147,6 +147,8 @@ class StateRoot:
             raise FuyouStorageError(errno.ENOENT, "the nvme_path vanished; create it again", str(path)) from None
         except OSError as error:
             advice = "it must be a directory this user can write; remove it or name another nvme_path"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                advice = "the disk has no room for a directory; free space, or name another nvme_path"
             raise FuyouStorageError(error.errno or errno.EIO, advice, where) from error
         owner = os.fstat(fd).st_uid
         if owner not in (os.geteuid(), 0):

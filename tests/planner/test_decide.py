@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.activations import ActivationCosts, SavedOutput, costs_of
 from ds_fuyou.planner.cost import ClosedForm, Placement, Workload
 from ds_fuyou.planner.decide import Decision, StepTime, decide
@@ -50,6 +51,12 @@ BLOCKS = ActivationCosts(8, 0.1e9, 1e9, 0.1e9, (), 1e9)
 def decided(profile: RunProfile, given: PlanInput, costs: ActivationCosts | None = None) -> tuple[Decision, StepTime]:
     steps = run_time(profile, given, activations=costs)
     return decide(given, {}, steps), steps
+
+
+def test_a_budget_that_was_meant_in_other_units_is_told_in_bytes() -> None:
+    given = replace(GIVEN, dram_budget_bytes=16)
+    with pytest.raises(FuyouConfigError, match=r"needs \d+ MiB of host memory, dram_budget_bytes is 16 bytes"):
+        decided(USUAL, given)
 
 
 @pytest.mark.parametrize("bound", BOUNDS)

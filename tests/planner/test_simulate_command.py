@@ -156,6 +156,15 @@ def test_plan_prints_a_table_and_the_same_as_json(tmp_path: Path, capsys: pytest
     assert shown_rate == pytest.approx(document["predicted"]["tokens_per_s"], abs=0.06)
 
 
+@pytest.mark.parametrize("name", ["plan.json", "plan.html"])
+def test_a_plan_that_cannot_be_written_names_the_file_that_was_asked_for(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "missing" / name
+    assert main(["plan", "--model", "13B", "--out", str(out)]) == 2
+    assert capsys.readouterr().err == f"fuyou plan: [Errno 2] No such file or directory: '{out}'\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -63,7 +63,7 @@ ELSEWHERE = {
 NOT_RUN = {
     "deepspeed train.py": "stands for a script of the reader's",
     "deepspeed --num_": "not complete; examples/two_ranks.sh is run with two ranks",
-    "accelerate launch --num_processes 2": "not complete; the Accelerate tests have a run on two ranks",
+    "accelerate launch --num_processes": "not complete; the Accelerate tests have runs on one and two ranks",
     "accelerate config": "asks questions",
     "FORCE_TORCHRUN=1 llamafactory-cli train": "make test-clients runs the program, test_presets.py its arguments",
     "axolotl ": "the program is in no environment of ours; test_presets.py checks what its file names",

@@ -189,6 +189,12 @@ def test_what_is_no_configuration_is_one_finding(text: str, tmp_path: Path) -> N
     assert not finding.ok
 
 
+def test_a_file_that_is_not_there_is_not_to_be_corrected(tmp_path: Path) -> None:
+    (finding,) = config_findings(tmp_path / "no.json")
+    assert not finding.ok
+    assert finding.fix.startswith("name a DeepSpeed JSON that exists")
+
+
 @pytest.mark.parametrize("path", ["/a\0b", "/a\ud800"])
 @pytest.mark.parametrize("block", [{"fuyou": {}}, {}])
 def test_what_can_be_no_path_is_no_exception(path: str, block: dict[str, Any], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.host.memory import aligned_tensor
+from ds_fuyou.storage.directory import StateRoot
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.store import RegionSpec, RunIdentity, SlotStore
 
@@ -122,6 +125,17 @@ def test_a_disk_that_others_have_filled_does_not_stop_commits(kind: str, tmp_pat
         again.close(remove=True)
     finally:
         subprocess.run(["umount", target], check=True)
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs root and the right to mount")
+def test_a_disk_without_room_for_a_directory_is_told_as_that(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=1", "tmpfs", tmp_path], check=True)
+    try:
+        with pytest.raises(FuyouStorageError, match="the disk has no room for a directory; free space") as caught:
+            StateRoot.open(tmp_path, create=True)
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+    assert caught.value.errno == errno.ENOSPC
 
 
 def append(path: Path, num_bytes: int) -> None:

@@ -160,7 +160,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "a block": ({"zero_optimization": {"stage": 3}, "fuyou": {}}, [], 2, "block already"),
     "memory": ({"zero_optimization": {"stage": 3}}, ["--path", "/dev/shm"], 2, "is host memory"),
     "no directory": ({"zero_optimization": {"stage": 3}}, ["--path", "/no/such"], 2, "create it"),
-    "no model": ({"zero_optimization": {"stage": 3}}, ["--model", "13Q"], 2, "nearest sizes"),
+    "no model": ({"zero_optimization": {"stage": 3}}, ["--model", "13Q"], 2, "the sizes are"),
     "no ranks": ({"zero_optimization": {"stage": 3}}, ["--ranks", "0"], 2, "--ranks must be at least 1"),
     "a disk too small": (
         {"zero_optimization": {"stage": 3}},

@@ -133,6 +133,25 @@ def test_options_of_a_checkpoint_beside_weights_are_refused(tmp_path: Path, caps
         main(["recover", "none", "--weights", "w.pt", "--checkpoint", "c"])
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--weights", "no/w.pt"], "--weights no/w.pt must name a file in a directory that exists"),
+        (["--weights", "folder"], "--weights folder must name a file in a directory that exists"),
+        (["--checkpoint", "file"], "--checkpoint file must name a directory, or one to be made"),
+        (["--checkpoint", "new", "--like", "no"], "--like no must name an existing checkpoint"),
+    ],
+)
+def test_paths_at_which_nothing_can_be_made_are_told_as_they_were_given(
+    options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("file").touch()
+    assert main(["recover", "none", *options]) == 2
+    assert capsys.readouterr().err == f"fuyou recover: {said}\n"
+
+
 def test_directories_that_were_copied_elsewhere_are_named_all(tmp_path: Path) -> None:
     """From another machine, say: what the manifest calls them is not there."""
     directories = killed_run(tmp_path)

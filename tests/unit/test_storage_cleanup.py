@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ds_fuyou.cli import main
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.log import get_logger
 from ds_fuyou.storage import probe
@@ -96,9 +97,22 @@ def test_it_is_named_with_the_command_and_nothing_is_deleted(
     settle_stale([tmp_path], get_logger())
     assert f"{dead.path}: " in told()
     assert "left by the dead run dead (rank 0" in told()
-    assert f"remove with: fuyou clean {tmp_path}" in told()
+    assert f"it holds a step, of which fuyou recover makes a checkpoint; remove with: fuyou clean {tmp_path}" in told()
     assert all_files(tmp_path) == before
     assert stale_bytes([tmp_path, tmp_path / "missing"]) == dead.num_bytes
+
+
+def test_what_would_be_lost_is_told_before_it_is_removed(
+    dead: StateDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = HOLD.replace("sys.argv[1])", "sys.argv[1]), keep=True").replace("time.sleep(3600)", "")
+    code = code.replace('store.commit(1, {"r": 0}, {})', "")
+    subprocess.run([sys.executable, "-c", code, "empty", str(tmp_path)], check=True, timeout=HANG_SECS)
+    assert main(["clean", "--dry-run", str(tmp_path)]) == 0
+    held, empty = sorted(capsys.readouterr().out.splitlines()[:2])
+    assert held.endswith("would be removed; it holds a step, of which fuyou recover makes a checkpoint")
+    assert empty.endswith("would be removed")
+    assert dead.path.exists()
 
 
 def test_of_dead_runs_that_of_the_same_model_is_removed_unless_it_was_kept(
