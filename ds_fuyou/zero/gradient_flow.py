@@ -86,6 +86,7 @@ class GradientFlow:
         blocks = {p.ds_id: block_of(n) for n, p in stock.module.named_parameters()}
         self._cut = make_cut(stock, state.activation.config.gradients.reduce_by, blocks)
         self._stream = None if state.device.is_host else stock.reduce_and_partition_stream
+        self._is_followed = False  # something that waits is
         self._backwards: set[int] = set()  # autograd's numbers of those that have brought gradients and not ended
         self._streams: dict[int, Any] = {}  # by ds_id: whose memory a gradient that waits, or is reduced, is
         self._reducing: deque[_Reducing] = deque()
@@ -127,11 +128,17 @@ class GradientFlow:
                 self._stream.wait_stream(computing)
         if param in self._cut:
             return  # another phase of this backward: autograd added to the gradient that waits here
-        if self._is_alone(param):  # waits for the next one all the same: hooks of the script's may come behind ours
+        if self._is_alone(param):
             self._reduce_waiting()
         else:
             self._reduce(self._cut.displaced_by(param))  # by one that is not ready too, as in stock
-        if is_ready:
+        if not is_ready:
+            return
+        is_followed = _is_followed(param)
+        if self._is_alone(param) and not is_followed:
+            self._reduce([param])
+        else:
+            self._is_followed |= is_followed
             self._cut.add(param)
             self._open_window_if_last()  # states are read ahead while the message fills
 
@@ -154,8 +161,9 @@ class GradientFlow:
 
     def flush(self) -> None:
         """Reduces what waits, as the script's hooks left it, and hands the partitions over."""
-        if self._stream is not None:
+        if self._stream is not None and self._is_followed:
             self._stream.wait_stream(self._state.device.current_stream())
+        self._is_followed = False
         self._reduce_waiting()
 
     def _reduce_waiting(self) -> None:
@@ -319,6 +327,12 @@ class GradientFlow:
                 param.grad = None
         self._core.forget_gradients()
         self._stock._offload_boundary_param_ids = set()
+
+
+def _is_followed(param: Parameter) -> bool:
+    """Whether a hook of the script's comes behind DeepSpeed's, and may change the gradient yet."""
+    hooks: Any = getattr(param, "_post_accumulate_grad_hooks", None)
+    return bool(hooks) and not str(getattr(next(reversed(hooks.values())), "__module__", "")).startswith("deepspeed.")
 
 
 def _block_numels(stock: Any, blocks: Mapping[int, str]) -> Iterable[int]:

@@ -25,6 +25,7 @@ CASE = case_of("bf16-always-1-two", zero_init=True) | {
     "eval_within": [1],
     "eval_late_in": [1, 2],
     "edit_before": [1],
+    "hooks_of_gradients": "behind",
 }
 # Everything away, with room for two parameters that were read; and parameters in host memory, which the step changes
 # where copies to the device read them.

@@ -21,8 +21,8 @@
                         "copy" the second copy from then on of the stand-in device
 ``offload_states_in``   offload_states() and reload_states() before the step
 ``no_sync_in``          a backward that the script wants under no_sync(): what the refusal says is kept
-``hooks_of_gradients``  hooks of the script's on every parameter's gradient: "before" DeepSpeed's, which leave matrices
-                        transposed in memory, or "behind" them, which halve what is there
+``hooks_of_gradients``  hooks of the script's on every matrix' gradient: "before" DeepSpeed's, which leave it
+                        transposed in memory, or "behind" them, which halve it
 """
 
 import contextlib
@@ -39,19 +39,20 @@ class ScriptError(Exception):
 
 
 def transpose_in_memory(param: torch.nn.Parameter) -> None:
-    if param.dim() == 2:
-        param.grad = param.grad.t().contiguous().t()
+    param.grad = param.grad.t().contiguous().t()
 
 
 def halve(param: torch.nn.Parameter) -> None:
-    param.grad.mul_(0.5)
+    """In three operations, so that a device is seen to wait for the last."""
+    param.grad.mul_(4.0).mul_(0.25).mul_(0.5)
 
 
 def hook_gradients(module: torch.nn.Module, case: dict, when: str) -> None:
     """``when``: whether an engine was built already."""
     if case.get("hooks_of_gradients") == when:
         for param in module.parameters():
-            param.register_post_accumulate_grad_hook(transpose_in_memory if when == "before" else halve)
+            if len(getattr(param, "ds_shape", param.shape)) == 2:
+                param.register_post_accumulate_grad_hook(transpose_in_memory if when == "before" else halve)
 
 
 def factor_of(case: dict, step: int) -> float:

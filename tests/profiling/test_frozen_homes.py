@@ -52,7 +52,9 @@ def test_a_prediction_counts_their_reads(found: dict[str, Any]) -> None:
     stored, frozen_bytes = found["storage"], found["storage"]["frozen_bytes"]
     assert frozen_bytes < stored["read"] - found["all"]["read"] < 2 * frozen_bytes
     for run in (stored, found["some"], found["all"]):
-        assert run["read"] == pytest.approx(run["really_read"], rel=0.15), "without what is kept a quarter too much"
+        over = run["read"] / run["really_read"]
+        assert over < 1.15, "without what is kept a quarter too much"
+        assert over > 0.8, "which reads end in time to be kept is chance: at worst none does"
 
 
 def test_another_batch_is_planned_anew_where_nothing_may_move(found: dict[str, Any]) -> None:
