@@ -96,9 +96,8 @@ CASES = (
         ("zero_infinity", "fuyou_optimizer_nvme", "fuyou_all_nvme"),
         {"fuyou_optimizer_nvme/zero_infinity": 0.45},
     ),
-    DeviceCase("storage_bound", 2, 0.1, 4e9, 4e9, ("zero_infinity", "fuyou_optimizer_nvme", "fuyou_all_nvme")),
-    DeviceCase(  # layouts of states where storage decides,
-        "states",
+    DeviceCase(
+        "storage_bound",
         2,
         0.1,
         4e9,
@@ -112,7 +111,7 @@ CASES = (
         },
     ),
     DeviceCase(
-        "states_all",
+        "storage_bound_all",
         2,
         0.1,
         4e9,
@@ -120,8 +119,8 @@ CASES = (
         ("fuyou_all_nvme_whole", "fuyou_all_nvme", "fuyou_all_nvme_int8"),
         {"fuyou_all_nvme/fuyou_all_nvme_whole": 0.92, "fuyou_all_nvme_int8/fuyou_all_nvme_whole": 0.58},
     ),
-    DeviceCase(  # and where computing does
-        "states_computing",
+    DeviceCase(  # layouts of states where storage does not decide
+        "compute_bound_states",
         64,
         0.08,
         21e9,
@@ -156,7 +155,12 @@ CASES = (
 )
 BY_NAME = {case.name: case for case in CASES}
 MEASURED_BY_FLOOR = (
-    *("storage_bound", "states", "states_all", "link_bound_up", "link_bound_down", "accumulation_8", "activations"),
+    "storage_bound",
+    "storage_bound_all",
+    "link_bound_up",
+    "link_bound_down",
+    "accumulation_8",
+    "activations",
 )
 
 

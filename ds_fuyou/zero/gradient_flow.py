@@ -128,14 +128,14 @@ class GradientFlow:
                 self._stream.wait_stream(computing)
         if param in self._cut:
             return  # another phase of this backward: autograd added to the gradient that waits here
-        if self._is_alone(param):
+        is_alone, is_followed = self._is_alone(param), _is_followed(param)
+        if is_alone:
             self._reduce_waiting()
         else:
             self._reduce(self._cut.displaced_by(param))  # by one that is not ready too, as in stock
         if not is_ready:
             return
-        is_followed = _is_followed(param)
-        if self._is_alone(param) and not is_followed:
+        if is_alone and not is_followed:
             self._reduce([param])
         else:
             self._is_followed |= is_followed

@@ -201,7 +201,7 @@ def _bytes_of_others(paths: Sequence[Path], num_bytes: int) -> int:
     return sum(size for where, devices, size in every if where == host and devices & mine) - num_bytes
 
 
-def tell_durability(are_resident: Sequence[bool], num_slots: int, *, is_wanted: bool = False) -> None:
+def tell_durability(are_resident: Sequence[bool], num_slots: int, *, is_wanted: bool) -> None:
     """What a run that is killed leaves, where that is less than its last step; of states in host memory by chunk. A
     warning where the block says that somebody will go on from it.
     """
