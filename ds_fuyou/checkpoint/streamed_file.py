@@ -244,12 +244,10 @@ class _Outlet:
         self._write(self._fd, data, at)
 
     def _write(self, fd: int, data: memoryview, at: int) -> None:
-        while data:
-            try:
-                done = os.pwrite(fd, data[:_WRITE_BYTES], at)
-            except OSError as error:
-                raise FuyouStorageError(error.errno or errno.EIO, _WRITING, os.fspath(self._path), at) from error
-            data, at = data[done:], at + done
+        try:
+            _pwrite(fd, data, at)
+        except OSError as error:
+            raise FuyouStorageError(error.errno or errno.EIO, _WRITING, os.fspath(self._path), at) from error
 
     def close(self) -> None:
         self._asked.put(None)
@@ -493,10 +491,10 @@ def _pread(fd: int, num_bytes: int, at: int) -> bytes:
     return found
 
 
-def _pwrite(fd: int, data: bytes, at: int) -> None:
-    """All of it."""
+def _pwrite(fd: int, data: bytes | memoryview, at: int) -> None:
+    """All of it; OSError if the disk is full, failed, or takes nothing."""
     while data:
-        done = os.pwrite(fd, data, at)
+        done = os.pwrite(fd, data[:_WRITE_BYTES], at)
         if not done:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         data, at = data[done:], at + done

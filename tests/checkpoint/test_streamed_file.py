@@ -209,3 +209,12 @@ def test_short_writes_of_a_checksum_go_on(tmp_path: Path, monkeypatch: pytest.Mo
     assert torch.equal(load(tmp_path / "file.pt")[1], wanted[1])
     with zipfile.ZipFile(tmp_path / "file.pt") as archive:
         assert archive.testzip() is None
+
+
+@pytest.mark.timeout(30)
+def test_a_disk_that_takes_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins, _, stand_for = flats()
+    monkeypatch.setattr(streamed_file.os, "pwrite", lambda *_: 0)
+    with pytest.raises(FuyouStorageError, match="writing a checkpoint failed") as caught:
+        save(stand_for, tmp_path / "file.pt", stand_ins)
+    assert caught.value.errno == errno.EIO
