@@ -83,6 +83,10 @@ def _held_by(value: Any) -> dict[str, Any]:
     return held if isinstance(held, dict) and not isinstance(value, (torch.Tensor, nn.Module)) else {}
 
 
+def _is_cache(value: Any) -> bool:
+    return any("Cache" in kind.__name__ for kind in type(value).__mro__)
+
+
 def _can_be_saved(leaf: Any) -> bool:
     """Autograd saves no tensor that an evaluation made under ``torch.inference_mode()`` and left, a mask, say."""
     return isinstance(leaf, torch.Tensor) and not leaf.is_inference()
@@ -163,15 +167,17 @@ class RecomputedForward:
         if module is None:
             raise RuntimeError("the module of this forward is gone; call the copy's own forward")
         forward = self._own if self._own is not None else types.MethodType(type(module).forward, module)
-        if not (torch.is_grad_enabled() and module.training) or self._changes_a_cache(kwargs):
+        if not (torch.is_grad_enabled() and module.training):
             return forward(*args, **kwargs)
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # in a transform of torch.func
             return forward(*args, **kwargs)
-
-        saved = self._selection.region() if self._selection is not None else None
         # All tensors, wherever they are given, are saved as any tensor is, and may leave the device. Of lists and
         # dictionaries the recomputation gets its own: others may have changed them, and it changes them once more.
         leaves, tree = tree_flatten((args, kwargs))
+        if self._changes_a_cache(kwargs, leaves):
+            return forward(*args, **kwargs)
+
+        saved = self._selection.region() if self._selection is not None else None
         inputs = [leaf for leaf in leaves if _can_be_saved(leaf)]
         others = [None if _can_be_saved(leaf) else (leaf,) for leaf in leaves]
         found = Surroundings(module, leaves)
@@ -199,9 +205,13 @@ class RecomputedForward:
             return torch.utils.checkpoint.checkpoint(region, *inputs, use_reentrant=False, context_fn=contexts)
 
     @staticmethod
-    def _changes_a_cache(named: dict[str, Any]) -> bool:
-        """Whether the block would add to a key-value cache of Hugging Face's: done twice, the cache would be wrong."""
+    def _changes_a_cache(named: dict[str, Any], leaves: list[Any]) -> bool:
+        """Whether the block would add to a cache of keys and values, or of states: done twice, it would be wrong. It
+        may be given by any name or by none (to GPT-2's blocks), so it is known by its class, too: Hugging Face's are
+        called something with "Cache". Where it is none the block is saved for nothing, and right.
+        """
         found = [name for name in _CACHES if named.get(name) is not None]
+        found += sorted({type(leaf).__name__ for leaf in leaves if _is_cache(leaf)})
         if found:
             log_once(
                 logging.WARNING,
