@@ -71,6 +71,9 @@ class Device(Protocol):
 
     def free_bytes(self) -> int: ...
 
+    def usable_bytes(self) -> int:
+        """What this process has of it, and what nobody has."""
+
     def allocated_bytes(self) -> int:
         """Memory of tensors on the device now; 0 where that is host memory, which is counted there."""
 
@@ -116,6 +119,9 @@ class HostDevice:
 
     def free_bytes(self) -> int:
         return available_host_bytes()
+
+    def usable_bytes(self) -> int:
+        return self.total_bytes()
 
     def allocated_bytes(self) -> int:
         return 0

@@ -129,7 +129,16 @@ class AcceleratorDevice:
         return int(self._accelerator.total_memory())
 
     def free_bytes(self) -> int:
-        return int(self._accelerator.available_memory())
+        """As torch says, where it does: DeepSpeed asks NVML, which counts devices in another order, cannot be asked for
+        those that CUDA_VISIBLE_DEVICES names otherwise than by numbers, and knows no part of one (MIG).
+        """
+        asked = getattr(torch.get_device_module(self.torch_device), "mem_get_info", None)
+        return int(asked(self.torch_device)[0] if asked is not None else self._accelerator.available_memory())
+
+    def usable_bytes(self) -> int:
+        """Of one that has the host's memory all: what is free of that, files in memory are not part of."""
+        total = self.total_bytes()
+        return total if self.is_unified else min(total, self.free_bytes() + int(self._accelerator.memory_reserved()))
 
     def allocated_bytes(self) -> int:
         return int(self._accelerator.memory_allocated())
