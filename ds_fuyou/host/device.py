@@ -67,6 +67,11 @@ class Device(Protocol):
     def synchronize(self) -> None:
         """Until all work has ended."""
 
+    def make_current(self) -> None:
+        """In this thread, before it asks for events: threads begin with the first device of the machine, and would take
+        memory of it, which is another rank's.
+        """
+
     def total_bytes(self) -> int: ...
 
     def free_bytes(self) -> int: ...
@@ -113,6 +118,9 @@ class HostDevice:
 
     def synchronize(self) -> None:
         """Work has ended when its call returned."""
+
+    def make_current(self) -> None:
+        """There is one."""
 
     def total_bytes(self) -> int:
         return total_host_bytes()

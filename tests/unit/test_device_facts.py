@@ -79,6 +79,14 @@ def test_devices_whose_module_counts_nothing_are_asked_through_deepspeed(monkeyp
     assert AcceleratorDevice(accelerator(available_memory=lambda: 5), pin_memory=True).free_bytes() == 5
 
 
+def test_a_thread_makes_the_device_of_the_rank_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    made: list[int] = []
+    asked = {"current_device_name": lambda: "cuda:3", "set_device": made.append}
+    AcceleratorDevice(accelerator(**asked), pin_memory=True).make_current()
+    assert made == [3]
+
+
 def test_a_device_without_streams_is_refused_by_name() -> None:
     for lacking in ({"Stream": None}, {"Event": None}, {"is_synchronized_device": lambda: True}):
         with pytest.raises(FuyouConfigError, match=r"'cuda' has no streams and events"):
@@ -91,9 +99,10 @@ def test_host_memory_goes_back_though_a_device_that_failed_refuses(monkeypatch: 
     def refuse(*_: int) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    failed = accelerator(unregister_host_memory=refuse, synchronize=refuse)
+    named = {"current_device_name": lambda: "meta"}
+    failed = accelerator(unregister_host_memory=refuse, synchronize=refuse, **named)
     AcceleratorDevice(failed, pin_memory=True).unregister(4096)
-    sound = accelerator(unregister_host_memory=refuse, synchronize=lambda: None)
+    sound = accelerator(unregister_host_memory=refuse, synchronize=lambda: None, **named)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         AcceleratorDevice(sound, pin_memory=True).unregister(4096)
 

@@ -22,6 +22,8 @@ def test_locked_pages_are_pinned_until_released() -> None:
     assert memory.is_pinned()
     with pytest.raises(FuyouStateError, match="registering 1048576 bytes of host memory"):
         locks.lock(memory)
+    values = torch.ones(4, device=rank_device().torch_device)
+    assert float(values.sum()) == 4, "what was refused is nothing that a kernel is told"
     locks.release()
     assert not memory.is_pinned()
 
