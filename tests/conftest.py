@@ -28,11 +28,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` run where there is one, those marked ``standin`` where a test of it started this process."""
-    import torch
-
-    away = {"gpu"} if not torch.cuda.is_available() else set()
-    away = away | {"standin"} if "STANDIN" not in os.environ else set()
+    """Tests marked ``gpu`` run where DeepSpeed's accelerator is one (``DS_ACCELERATOR=cuda``), or where the stand-in
+    device is; those marked ``standin`` there alone. tests/device/test_standin.py starts such processes.
+    """
+    away = {"standin"} | ({"gpu"} if os.environ["DS_ACCELERATOR"] == "cpu" else set())
+    away = set() if "STANDIN" in os.environ else away
     left_out = [item for item in items if any(item.get_closest_marker(name) for name in away)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
@@ -42,6 +42,10 @@ if "STANDIN" in os.environ:
     from tests.device.accelerator import install_from
 
     install_from(os.environ)
+elif os.environ["DS_ACCELERATOR"] == "cuda":
+    from tests.harness.gpu import repeatable
+
+    repeatable()
 
 
 @pytest.fixture(scope="module")

@@ -67,9 +67,17 @@ class Device(Protocol):
     def synchronize(self) -> None:
         """Until all work has ended."""
 
+    def make_current(self) -> None:
+        """In this thread, before it asks for events: threads begin with the first device of the machine, and would take
+        memory of it, which is another rank's.
+        """
+
     def total_bytes(self) -> int: ...
 
     def free_bytes(self) -> int: ...
+
+    def usable_bytes(self) -> int:
+        """What this process has of it, and what nobody has."""
 
     def allocated_bytes(self) -> int:
         """Memory of tensors on the device now; 0 where that is host memory, which is counted there."""
@@ -111,11 +119,17 @@ class HostDevice:
     def synchronize(self) -> None:
         """Work has ended when its call returned."""
 
+    def make_current(self) -> None:
+        """There is one."""
+
     def total_bytes(self) -> int:
         return total_host_bytes()
 
     def free_bytes(self) -> int:
         return available_host_bytes()
+
+    def usable_bytes(self) -> int:
+        return self.total_bytes()
 
     def allocated_bytes(self) -> int:
         return 0

@@ -27,6 +27,7 @@ __all__ = [
     "round_up_to_page",
 ]
 
+_MADV_WIPEONFORK, _MADV_KEEPONFORK = 18, 19
 _HUGE_BYTES = 8 * 1024 * 1024  # larger mappings ask for huge pages: fewer, larger disk requests
 
 
@@ -58,6 +59,11 @@ def aligned_tensor(num_bytes: int) -> torch.Tensor:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     with normal_tensors():
         return torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes)
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> None:
+    """Tells the system what becomes of whole pages. A hint: one that it does not know changes nothing."""
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice)
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -110,6 +116,11 @@ class PageLocks:
     """Host tensors that a device copies to and from, registered with it until :meth:`release`.
 
     Where the device pins nothing, this does nothing. The tensors are kept alive as long as they are registered.
+
+    [Note: registered memory and forks]
+    Pages that a device has locked are copied when a process forks, all at once, for a child (a data loader's worker)
+    that has no use for them; on kernels before 5.9 the parent may lose them to it, and the device goes on with pages
+    that nobody sees. So while they are registered they are zeros in a child. (What PyTorch pins is not there at all.)
     """
 
     def __init__(self, device: Device) -> None:
@@ -125,15 +136,23 @@ class PageLocks:
         """
         if self._device.pins and tensor.numel():
             if not self._is_paused:
-                self._device.register(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+                self._register(tensor)
             self._locked.append(tensor)
         return tensor
+
+    def _register(self, tensor: torch.Tensor) -> None:
+        self._device.register(tensor.data_ptr(), tensor.nbytes)
+        _advise(tensor.data_ptr(), tensor.nbytes, _MADV_WIPEONFORK)
+
+    def _unregister(self, tensor: torch.Tensor) -> None:
+        self._device.unregister(tensor.data_ptr())
+        _advise(tensor.data_ptr(), tensor.nbytes, _MADV_KEEPONFORK)
 
     def pause(self) -> None:
         """Takes all registrations back until :meth:`resume`. No device copy may be in flight."""
         if not self._is_paused:
             for tensor in self._locked:
-                self._device.unregister(tensor.data_ptr())
+                self._unregister(tensor)
         self._is_paused = True
 
     def resume(self) -> None:
@@ -141,8 +160,8 @@ class PageLocks:
         if self._is_paused:
             with ExitStack() as undo:
                 for tensor in self._locked:
-                    self._device.register(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-                    undo.callback(self._device.unregister, tensor.data_ptr())
+                    self._register(tensor)
+                    undo.callback(self._unregister, tensor)
                 undo.pop_all()
         self._is_paused = False
 
@@ -151,7 +170,7 @@ class PageLocks:
         for at, locked in enumerate(self._locked):
             if locked.data_ptr() == tensor.data_ptr():
                 if not self._is_paused:
-                    self._device.unregister(locked.data_ptr())
+                    self._unregister(locked)
                 del self._locked[at]
                 return
 
@@ -160,7 +179,7 @@ class PageLocks:
         while self._locked:
             tensor = self._locked.pop()
             if not self._is_paused:
-                self._device.unregister(tensor.data_ptr())
+                self._unregister(tensor)
 
 
 class HostPool:
@@ -211,9 +230,7 @@ class HostPool:
         """
         self.unpin()
         if self.used_bytes == 0:
-            ctypes.CDLL(None).madvise(
-                ctypes.c_void_p(self.pool.base), ctypes.c_size_t(self.capacity_bytes), mmap.MADV_DONTNEED
-            )
+            _advise(self.pool.base, self.capacity_bytes, mmap.MADV_DONTNEED)
 
     def pin(self) -> None:
         """Registers the arena with its device, if it is not. Raises FuyouStateError if the device refuses."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ds_fuyou.host.device import Device
 from ds_fuyou.host.memory import PageLocks, aligned_tensor, round_up_to_page
 from ds_fuyou.host.waiting import wait_reporting
 from ds_fuyou.optimizer.norms import host_squares
@@ -59,8 +60,10 @@ class HostSum:
         """What adding took, after the end; nothing where it was a copy."""
         self.numel = target.numel()
 
-    def run(self) -> None:
+    def run(self, device: Device) -> None:
+        """``device``: whose event it is."""
         try:
+            device.make_current()
             self._event.synchronize()
             if self._reading is not None:
                 self._reading.wait()
@@ -91,8 +94,8 @@ class HostSum:
 class HostSums:
     """The thread that adds, and its staging memory."""
 
-    def __init__(self, dtype: torch.dtype, locks: PageLocks) -> None:
-        self._dtype, self._locks = dtype, locks
+    def __init__(self, dtype: torch.dtype, device: Device, locks: PageLocks) -> None:
+        self._dtype, self._device, self._locks = dtype, device, locks
         self._bytes = round_up_to_page(PIECE_ELEMENTS * dtype.itemsize)
         self._orders: queue.SimpleQueue[HostSum | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -124,7 +127,7 @@ class HostSums:
 
     def _run(self) -> None:
         while (one := self._orders.get()) is not None:
-            one.run()
+            one.run(self._device)
 
     def close(self) -> None:
         """Ends what was submitted, then the thread. Idempotent."""

@@ -71,7 +71,7 @@ class GradientIntake:
         self._dtype = dtype
         self._reopen, self._complete = reopen, complete
         self.norms = GradientNorms(device)
-        self._sums = HostSums(dtype, locks)
+        self._sums = HostSums(dtype, device, locks)
         self._in_flight: deque[tuple[ParamSpan, _EventCopy | HostSum]] = deque()
         self._num_in_flight: Counter[int] = Counter()
         self.added = (0.0, 0)

@@ -107,9 +107,9 @@ def check_budgets(config: FuyouConfig) -> None:
 
 
 def device_budget(config: FuyouConfig, device: Device) -> int:
-    """Bytes of the device for this rank: the block's, or most of what it has; the rest is the allocator's."""
+    """Bytes of the device for this rank: the block's, or most of what others leave it; the rest is the allocator's."""
     budget = config.gpu_budget_bytes
-    return int(_OF_DEVICE * device.total_bytes()) if budget == "auto" else int(budget)
+    return int(_OF_DEVICE * device.usable_bytes()) if budget == "auto" else int(budget)
 
 
 def _too_much(key: str, wanted: str, where: str, have: int) -> FuyouConfigError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class AcceleratorDevice:
         try:
             is_taken = self._register(page.data_ptr(), PAGE_BYTES)
         except RuntimeError as error:
+            self._forget_error()
             raise self._refused(PAGE_BYTES, str(error)) from error
         if not is_taken:
             log_once(
@@ -80,9 +81,17 @@ class AcceleratorDevice:
         try:
             done = self._register(address, num_bytes)
         except RuntimeError as error:
+            self._forget_error()
             raise self._refused(num_bytes, str(error)) from error
         if not done:
             raise self._refused(num_bytes, "the accelerator says no")
+
+    def _forget_error(self) -> None:
+        """CUDA's runtime remembers what it refused, and torch asks for that behind every kernel: the next one would be
+        said to have failed, whatever it is. So one is launched here.
+        """
+        with suppress(RuntimeError):
+            torch.ones(1, device=self.torch_device)
 
     def _refused(self, num_bytes: int, why: str) -> FuyouStateError:
         return FuyouStateError(
@@ -100,6 +109,7 @@ class AcceleratorDevice:
             else:
                 torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
         except RuntimeError:
+            self._forget_error()
             if not failure_of(self):
                 raise
 
@@ -125,11 +135,23 @@ class AcceleratorDevice:
     def synchronize(self) -> None:
         self._accelerator.synchronize()
 
+    def make_current(self) -> None:
+        self._accelerator.set_device(self.torch_device.index)
+
     def total_bytes(self) -> int:
         return int(self._accelerator.total_memory())
 
     def free_bytes(self) -> int:
-        return int(self._accelerator.available_memory())
+        """As torch says, where it does: DeepSpeed asks NVML, which counts devices in another order, cannot be asked for
+        those that CUDA_VISIBLE_DEVICES names otherwise than by numbers, and knows no part of one (MIG).
+        """
+        asked = getattr(torch.get_device_module(self.torch_device), "mem_get_info", None)
+        return int(asked(self.torch_device)[0] if asked is not None else self._accelerator.available_memory())
+
+    def usable_bytes(self) -> int:
+        """Of one that has the host's memory all: what is free of that, files in memory are not part of."""
+        total = self.total_bytes()
+        return total if self.is_unified else min(total, self.free_bytes() + int(self._accelerator.memory_reserved()))
 
     def allocated_bytes(self) -> int:
         return int(self._accelerator.memory_allocated())

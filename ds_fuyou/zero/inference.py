@@ -77,7 +77,7 @@ class InferenceReads:
         io = self._io = IoLane(IoSettings(engine=self._engine), sources[0].space.space.path_of)
         self.parameters = ParameterStore(
             PARTITION_TENSORS,
-            rank_device(),
+            rank_device(pin_memory=self._activation.absorbed.pin_memory),
             io,
             read_bytes=self._read_bytes,
             is_alone=dist.get_world_size() == 1,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from torch.utils._pytree import tree_leaves
 
 from tests.device.backend import NAME, install_backend
 from tests.device.faults import leave_out
@@ -36,16 +37,10 @@ class StandinAccelerator(CPU_Accelerator):
         return NAME if device_index is None else f"{NAME}:{device_index}"
 
     def device(self, device_index: int | None = None) -> torch.device:
-        return torch.device(NAME, device_index or 0)
-
-    def current_device(self) -> int:
-        return 0
+        return torch.device(NAME) if device_index is None else torch.device(NAME, device_index)
 
     def current_device_name(self) -> str:
-        return f"{NAME}:0"
-
-    def device_count(self) -> int:
-        return 1
+        return f"{NAME}:{self.current_device()}"
 
     def visible_devices_envs(self) -> list[str]:
         return ["STANDIN_VISIBLE_DEVICES"]
@@ -79,6 +74,9 @@ def _forwarded(name: str) -> Any:
 
 
 for _name in (
+    "set_device",
+    "current_device",
+    "device_count",
     "synchronize",
     "stream",
     "current_stream",
@@ -130,6 +128,22 @@ class _Done:
         pass
 
 
+_COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "broadcast", "all_gather")
+_COLLECTIVES += ("all_gather_into_tensor", "all_gather_coalesced", "all_to_all_single", "gather", "scatter")
+
+
+def _of_the_device_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """As NCCL's, which takes no tensor in host memory."""
+
+    @functools.wraps(collective)
+    def checked(self: Any, *args: Any, **named: Any) -> Any:
+        if any(leaf.device.type == "cpu" for leaf in tree_leaves((args, named)) if isinstance(leaf, torch.Tensor)):
+            raise RuntimeError("No backend type associated with device type cpu")
+        return collective(self, *args, **named)
+
+    return checked
+
+
 def _stage_collectives() -> None:
     """DeepSpeed has staging for another device; where the output is a part of the input it loses the sum.
 
@@ -173,6 +187,8 @@ def _stage_collectives() -> None:
     on_device_alone("all_reduce", "tensor", "op", "group", "async_op")
     on_device_alone("reduce_scatter_tensor", "output_tensor", "input_tensor", "op", "group", "async_op")
     on_device_alone("all_gather_into_tensor", "output_tensor", "input_tensor", "group", "async_op")
+    for name in _COLLECTIVES:
+        setattr(comm.TorchBackend, name, _of_the_device_alone(getattr(comm.TorchBackend, name)))
 
 
 def _staged(all_gather: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,13 +207,14 @@ def _staged(all_gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install_from(environment: Mapping[str, str]) -> None:
-    """What the harness asks of a process: settings as JSON in STANDIN; nothing where that is not set.
+    """What the harness asks of a process: settings as JSON in STANDIN; nothing where that is not set. Its device is
+    that of its number on this machine, as launchers count; it must touch none of the others.
 
     ``fault``: an ordering call of the package to leave out, as faults.py names it.
     """
     if "STANDIN" not in environment:
         return
-    settings = json.loads(environment["STANDIN"])
+    settings = {"index": int(environment.get("LOCAL_RANK", "0")), **json.loads(environment["STANDIN"])}
     fault = settings.pop("fault", None)
     install(**settings)
     if fault is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,10 +87,27 @@ def usage() -> Usage:
 
 
 def _stream_of(number: int) -> torch.Stream:
-    return torch.Stream(stream_id=number, device_index=0, device_type=torch._C._autograd.DeviceType.PrivateUse1.value)
+    device_type = torch._C._autograd.DeviceType.PrivateUse1.value
+    return torch.Stream(stream_id=number, device_index=_core().current_device(), device_type=device_type)
 
 
-def _memory_stats(device: object = None) -> dict[str, int]:
+def _on_current(what: str, asked: Callable[[], Any]) -> Callable[..., Any]:
+    """Of the current device, whatever ``device`` whoever asks names: it must be this process's."""
+
+    def ask(device: object = None) -> Any:
+        _core().require_own_device(what)
+        return asked()
+
+    return ask
+
+
+def _set_device(device: object) -> None:
+    index = device if isinstance(device, int) else torch.device(device).index
+    if index is not None:
+        _core().set_device(index)
+
+
+def _memory_stats() -> dict[str, int]:
     now = _core().memory()
     return {
         "allocated_bytes.all.current": now["allocated"],
@@ -116,18 +133,18 @@ def _one_device(_: object) -> Iterator[None]:
     yield
 
 
-def _free_and_total(device: object = None) -> tuple[int, int]:
+def _free_and_total() -> tuple[int, int]:
     now = _core().memory()
     return now["capacity"] - now["reserved"], now["capacity"]
 
 
-# Whoever asks may name the device; there is one.
 _ASKED = {
-    "current_stream": lambda device=None: _stream_of(_core().current_stream()),
-    "default_stream": lambda device=None: _stream_of(0),
-    "synchronize": lambda device=None: _core().synchronize(),
-    "device_count": lambda: 1,
-    "current_device": lambda: 0,
+    "current_stream": _on_current("a stream", lambda: _stream_of(_core().current_stream())),
+    "default_stream": _on_current("a stream", lambda: _stream_of(0)),
+    "synchronize": _on_current("a wait", lambda: _core().synchronize()),
+    "device_count": lambda: _core().device_count(),
+    "current_device": lambda: _core().current_device(),
+    "set_device": _set_device,
     "is_available": lambda: True,
     "is_initialized": lambda: True,
     "_is_in_bad_fork": lambda: False,
@@ -139,13 +156,13 @@ _ASKED = {
     "get_rng_state": lambda device=None: torch.get_rng_state(),
     "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
     "initial_seed": torch.initial_seed,
-    "memory_allocated": lambda device=None: _core().memory()["allocated"],
-    "max_memory_allocated": lambda device=None: _core().memory()["peak"],
-    "memory_reserved": lambda device=None: _core().memory()["reserved"],
-    "max_memory_reserved": lambda device=None: _core().memory()["peak_reserved"],
-    "memory_stats": _memory_stats,
-    "mem_get_info": _free_and_total,
-    "reset_peak_memory_stats": lambda device=None: _core().reset_peaks(),
+    "memory_allocated": _on_current("memory", lambda: _core().memory()["allocated"]),
+    "max_memory_allocated": _on_current("memory", lambda: _core().memory()["peak"]),
+    "memory_reserved": _on_current("memory", lambda: _core().memory()["reserved"]),
+    "max_memory_reserved": _on_current("memory", lambda: _core().memory()["peak_reserved"]),
+    "memory_stats": _on_current("memory", _memory_stats),
+    "mem_get_info": _on_current("memory", _free_and_total),
+    "reset_peak_memory_stats": _on_current("memory", lambda: _core().reset_peaks()),
     "empty_cache": lambda: _core().empty_cache(),
 }
 
@@ -160,12 +177,12 @@ def install_backend(**settings: float) -> types.ModuleType:
     module.core = load()
     for name, function in _ASKED.items():
         setattr(module, name, function)
-    for name in ("_lazy_init", "set_device", "manual_seed", "manual_seed_all"):
+    for name in ("_lazy_init", "manual_seed", "manual_seed_all"):
         setattr(module, name, lambda *_: None)
-    module.Stream = lambda device=None, priority=0: torch.Stream(device=f"{NAME}:0", priority=priority)
+    module.Stream = _on_current("a stream", lambda: torch.Stream(device=f"{NAME}:{_core().current_device()}"))
     # A class of its own would be refused by torch.Event.elapsed_time.
     module.Event = lambda enable_timing=False, blocking=False, interprocess=False: torch.Event(
-        device=f"{NAME}:0", enable_timing=enable_timing
+        device=f"{NAME}:{_core().device_count() - 1}", enable_timing=enable_timing
     )
     module.held = _held
     module.stream = module.StreamContext = _StreamContext

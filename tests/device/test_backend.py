@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -21,13 +22,14 @@ DEVICE = "standin"
 @pytest.fixture(autouse=True)
 def at_rest() -> Iterator[None]:
     device = torch.standin
-    settings = {"delay_secs": 0.0, "timed": 0, "skip": 0, "watch": 1, "capacity": 1 << 33}
+    settings = {"delay_secs": 0.0, "timed": 0, "skip": 0, "watch": 1, "capacity": 1 << 33, "index": 0}
     device.core.configure(settings)
     device.synchronize()
     device.take_trips()
     device.take_waits()
     yield
     device.core.clear_failure()
+    device.set_device(0)
     device.core.configure(settings)
     device.synchronize()
     assert device.take_trips() == []
@@ -207,7 +209,7 @@ def test_pageable_memory_is_waited_for() -> None:
     assert float(values[:64].sum()) == 64
 
 
-def test_a_copy_of_part_of_a_registration_is_late_and_one_beyond_it_waits() -> None:
+def test_a_copy_of_part_of_a_registration_is_late_and_one_beyond_it_is_refused() -> None:
     memory = torch.zeros(3 * 1024)
     offset = -memory.data_ptr() % 4096 // 4
     page = memory[offset : offset + 1024]
@@ -216,7 +218,9 @@ def test_a_copy_of_part_of_a_registration_is_late_and_one_beyond_it_waits() -> N
     waits()
     page[10:1000].copy_(values[10:1000], non_blocking=True)
     assert waits() == []
-    memory[offset : offset + 1030].copy_(values[:1030], non_blocking=True)
+    with pytest.raises(RuntimeError, match="pinned in part"):  # as CUDA's documentation says of regions that span both
+        memory[offset : offset + 1030].copy_(values[:1030], non_blocking=True)
+    memory[offset + 1024 : offset + 1030].copy_(values[:6], non_blocking=True)
     assert waits() == ["pageable copy"]
     torch.standin.synchronize()
     torch.standin.core.unregister_host_memory(page.data_ptr())
@@ -357,6 +361,38 @@ def test_an_index_out_of_bounds_is_heard_of_later() -> None:
     F.embedding(index, table)
     with pytest.raises(RuntimeError, match="index out of range"):
         torch.standin.synchronize()
+
+
+def test_what_was_refused_is_told_to_the_next_kernel() -> None:
+    memory = aligned_tensor(4096)
+    torch.standin.core.register_host_memory(memory.data_ptr(), 4096)
+    with pytest.raises(RuntimeError, match="registered already"):
+        torch.standin.core.register_host_memory(memory.data_ptr(), 4096)
+    with pytest.raises(RuntimeError, match=r"of an earlier call: .* registered already"):
+        torch.ones(1, device=DEVICE)
+    assert float(torch.ones(1, device=DEVICE)) == 1
+    torch.standin.core.unregister_host_memory(memory.data_ptr())
+
+
+def test_a_thread_begins_with_the_first_device_which_may_be_another_ranks() -> None:
+    torch.standin.core.configure({"index": 1})
+    torch.standin.set_device("standin:1")
+    values, event = torch.ones(4, device=DEVICE), torch.standin.Event()
+    assert values.device.index == torch.standin.current_device() == 1
+    event.record()
+
+    def ask() -> None:
+        for wrong in (event.query, event.synchronize, torch.standin.current_stream, torch.standin.memory_allocated):
+            with pytest.raises(RuntimeError, match="on device 0 in a process of device 1"):
+                wrong()
+        with pytest.raises(RuntimeError, match="memory on device 0"):
+            torch.empty(1, device=DEVICE)
+        assert float(values.sum()) == 4, "torch makes a tensor's device current"
+        torch.standin.set_device(1)
+        event.synchronize()
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(ask).result()
 
 
 def test_random_numbers_come_in_the_order_of_the_script() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that need the stand-in device in their own process, started in one that has it."""
+"""Tests that need the stand-in device, or a GPU, in their own process, started in one that has it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from ds_fuyou.cli import main
 from tests.device.build import build
@@ -24,24 +25,37 @@ MARKED = sorted(
     for file in (ROOT / "tests").glob("**/test_*.py")
     if re.search(r"\bpytest\.mark\.(gpu|standin)\b", file.read_text())
 )
+FOR_GPUS = [file for file in MARKED if re.search(r"\bpytest\.mark\.gpu\b", (ROOT / file).read_text())]
 
 
 def run(script: Path, arguments: list[str], log: Path, **settings: float) -> tuple[int, str]:
     """Status and output of a script in a process whose device has these settings."""
     build()
-    env = {**os.environ, "STANDIN": json.dumps(settings), "PYTHONPATH": str(ROOT)}
-    process = start(script, arguments, env, log)
+    return run_with({"STANDIN": json.dumps(settings)}, script, arguments, log)
+
+
+def run_with(variables: dict[str, str], script: Path, arguments: list[str], log: Path) -> tuple[int, str]:
+    env = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
+    process = start(script, arguments, env, log, knows_cpu_only="STANDIN" in variables)
     finish([process])
     return process.exitcode, log.read_text(errors="replace")
 
 
-@pytest.mark.parametrize("file", MARKED)
-def test_marked_tests_run_on_it(file: str, tmp_path: Path) -> None:
+DEVICES = {"standin": {"STANDIN": json.dumps({"seed": 1, "delay_secs": 0.002})}}
+if torch.cuda.is_available():
+    DEVICES["cuda"] = {"DS_ACCELERATOR": "cuda"}
+
+
+@pytest.mark.parametrize(
+    ("device", "file"), [(d, f) for d in DEVICES for f in MARKED if d == "standin" or f in FOR_GPUS]
+)
+def test_marked_tests_run_on_it(device: str, file: str, tmp_path: Path) -> None:
     arguments = [str(ROOT / file), "-m", "gpu or standin", "-q", "-p", "no:cacheprovider"]
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what the server imported already
     arguments += ["--timeout", str(HANG_SECS / 2), "--basetemp", str(tmp_path / "inner"), "--rootdir", str(ROOT)]
     script = Path(pytest.__file__).parent / "__main__.py"
-    status, said = run(script, arguments, tmp_path / "log", seed=1, delay_secs=0.002)
+    build()
+    status, said = run_with(DEVICES[device], script, arguments, tmp_path / "log")
     assert status == 0, said[-6000:]
     assert " passed" in said
     assert "skipped" not in said

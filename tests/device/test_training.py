@@ -444,3 +444,23 @@ def test_memory_of_a_gradient_goes_behind_the_stream_that_it_belongs_to(tmp_path
     device.synchronize()
     assert bool((again.cpu() == 7.0).all())
     assert bool((copied == 3.0).all())
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_an_engine_that_only_infers_pins_where_it_may(pins: bool, tmp_path: Path) -> None:
+    config = ds_config(optimizer=None, zero_optimization={"offload_param": {"device": "cpu", "pin_memory": pins}})
+    (tmp_path / "swap").mkdir()
+    config["fuyou"] = fuyou_of(tmp_path / "swap", "all", "auto", "backward_and_forward", 2, "none")
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = build_model({})
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    for size_class in engine.optimizer.fuyou_reads.parameters._size_classes:
+        assert torch.standin.core.is_pinned(size_class.memory.pool.pool.base, 1) is pins
+    engine.destroy()
+
+
+def test_collectives_take_nothing_of_the_host() -> None:
+    """As NCCL's."""
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        deepspeed.comm.all_reduce(torch.ones(1))
+    deepspeed.comm.all_reduce(torch.ones(1, device="standin"))

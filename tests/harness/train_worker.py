@@ -53,6 +53,7 @@ from script_actions import (
 from ds_fuyou.parameters.partition import Presence
 from tests.device import faults
 from tests.device.accelerator import install_from
+from tests.harness.gpu import repeatable
 from tests.harness.group import leave_group
 
 MOMENTS = {
@@ -305,6 +306,8 @@ def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as handle:
         case = json.load(handle)
     install_from(os.environ)
+    if get_accelerator().device_name() == "cuda":
+        repeatable()
     result: dict = {k: {} for k in ("p16", "p32", "exp_avg", "exp_avg_sq")} | {
         k: [] for k in ("losses", "norms", "applied", "scales", "evals", "rates", "seen", "param_reads")
     }

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ds_fuyou.config import FuyouConfig
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.profiling.lane_rates import probe_link
+from ds_fuyou.zero.budgets import device_budget
 from ds_fuyou.zero.device import AcceleratorDevice
 from tests.harness.timed_device import TimedDevice
 
@@ -50,6 +52,41 @@ def test_a_device_in_the_hosts_memory_is_known(
     assert AcceleratorDevice(accelerator(), pin_memory=True).is_unified is unified
 
 
+@pytest.mark.parametrize(("is_integrated", "usable"), [(0, 50), (1, 80)])
+def test_memory_is_what_torch_counts_and_others_leave(
+    monkeypatch: pytest.MonkeyPatch, is_integrated: int, usable: int
+) -> None:
+    """NVML cannot be asked for a device that CUDA_VISIBLE_DEVICES names by its UUID."""
+    module = SimpleNamespace(
+        mem_get_info=lambda device: (20 << 30, 80 << 30),
+        get_device_properties=lambda device: SimpleNamespace(is_integrated=is_integrated),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    asked = {
+        "available_memory": lambda: int("GPU-5a0a9b2c"),
+        "memory_reserved": lambda: 30 << 30,
+        "total_memory": lambda: 80 << 30,
+    }
+    device = AcceleratorDevice(accelerator(**asked), pin_memory=True)
+    assert device.free_bytes() == 20 << 30
+    assert device.usable_bytes() == usable << 30
+    assert device_budget(FuyouConfig(), device) == int(0.9 * (usable << 30))
+    assert device_budget(FuyouConfig(gpu_budget_bytes=7), device) == 7
+
+
+def test_devices_whose_module_counts_nothing_are_asked_through_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    assert AcceleratorDevice(accelerator(available_memory=lambda: 5), pin_memory=True).free_bytes() == 5
+
+
+def test_a_thread_makes_the_device_of_the_rank_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    made: list[int] = []
+    asked = {"current_device_name": lambda: "cuda:3", "set_device": made.append}
+    AcceleratorDevice(accelerator(**asked), pin_memory=True).make_current()
+    assert made == [3]
+
+
 def test_a_device_without_streams_is_refused_by_name() -> None:
     for lacking in ({"Stream": None}, {"Event": None}, {"is_synchronized_device": lambda: True}):
         with pytest.raises(FuyouConfigError, match=r"'cuda' has no streams and events"):
@@ -62,9 +99,10 @@ def test_host_memory_goes_back_though_a_device_that_failed_refuses(monkeypatch: 
     def refuse(*_: int) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    failed = accelerator(unregister_host_memory=refuse, synchronize=refuse)
+    named = {"current_device_name": lambda: "meta"}
+    failed = accelerator(unregister_host_memory=refuse, synchronize=refuse, **named)
     AcceleratorDevice(failed, pin_memory=True).unregister(4096)
-    sound = accelerator(unregister_host_memory=refuse, synchronize=lambda: None)
+    sound = accelerator(unregister_host_memory=refuse, synchronize=lambda: None, **named)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         AcceleratorDevice(sound, pin_memory=True).unregister(4096)
 

@@ -33,15 +33,18 @@ A, B, C = LAYOUT.params
 class Late:
     """An event that passes when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, current: threading.local) -> None:
         self.passed = threading.Event()
         self.error: Exception | None = None
         self.num_waits = 0
+        self._current = current
 
     def query(self) -> bool:
         return self.passed.is_set()
 
     def synchronize(self) -> None:
+        if not hasattr(self._current, "is_made"):
+            raise RuntimeError("the device is not this thread's")
         self.num_waits += not self.passed.is_set()
         if not self.passed.wait(HANG_SECS):
             raise TimeoutError("nobody let the event pass")
@@ -56,9 +59,14 @@ class LateDevice(HostDevice):
 
     def __init__(self) -> None:
         self.events: list[Late] = []
+        self._current = threading.local()
+        self.make_current()
+
+    def make_current(self) -> None:
+        self._current.is_made = True
 
     def record_event(self, *, timed: bool = False) -> Late:
-        self.events.append(Late())
+        self.events.append(Late(self._current))
         return self.events[-1]
 
 
@@ -193,7 +201,12 @@ def test_copies_run_ahead_of_sums_by_a_bounded_number_of_bytes(taken: Taken, mon
     monkeypatch.setattr(host_sums, "STAGING_BYTES", 3 * 4096)
     intake, events = taken.intake, taken.device.events
     intake.add([(A, values(A.numel, 1.0))], last=False)
-    adding = threading.Thread(target=lambda: intake.add([(A, values(A.numel, 1.0))], last=False))
+
+    def add() -> None:
+        taken.device.make_current()
+        intake.add([(A, values(A.numel, 1.0))], last=False)
+
+    adding = threading.Thread(target=add)
     adding.start()
     while len(events) < 4:  # one straight copy, three pieces: the fourth piece finds no staging memory
         assert adding.is_alive()

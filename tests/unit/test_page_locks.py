@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 
 from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.host.device import HostDevice
 from ds_fuyou.host.memory import PageLocks, aligned_tensor
 
 
@@ -18,5 +22,35 @@ def test_locked_pages_are_pinned_until_released() -> None:
     assert memory.is_pinned()
     with pytest.raises(FuyouStateError, match="registering 1048576 bytes of host memory"):
         locks.lock(memory)
+    values = torch.ones(4, device=rank_device().torch_device)
+    assert float(values.sum()) == 4, "what was refused is nothing that a kernel is told"
     locks.release()
     assert not memory.is_pinned()
+
+
+class Pinning(HostDevice):
+    """Takes every page."""
+
+    pins = True
+
+
+def seen_by_a_child(memory: torch.Tensor) -> int:
+    child = os.fork()
+    if not child:
+        os._exit(int(memory[0]))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_has_no_part_in_registered_memory() -> None:
+    """The system would copy all of it for each of a data loader's workers."""
+    locks, memory = PageLocks(Pinning()), aligned_tensor(1 << 20).fill_(7)
+    assert seen_by_a_child(memory) == 7
+    locks.lock(memory)
+    assert seen_by_a_child(memory) == 0
+    locks.pause()
+    assert seen_by_a_child(memory) == 7
+    locks.resume()
+    assert seen_by_a_child(memory) == 0
+    locks.release()
+    assert seen_by_a_child(memory) == 7
+    assert int(memory[-1]) == 7

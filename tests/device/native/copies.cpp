@@ -21,7 +21,7 @@ bool is_plain(const Tensor& tensor)
 }
 
 // As CUDA's: late where the host's side is pinned, contiguous and of the same type; the host waits
-// otherwise. Small pageable sources are taken at once.
+// otherwise. Small pageable sources are taken at once; what is registered in part is refused.
 void copy_across(const Tensor& from, const Tensor& to, bool non_blocking)
 {
     if (from.scalar_type() != to.scalar_type() || from.sizes() != to.sizes() || !is_plain(from) ||
@@ -36,6 +36,8 @@ void copy_across(const Tensor& from, const Tensor& to, bool non_blocking)
     const Tensor& host = is_up ? from : to;
     const size_t bytes = host.nbytes();
     const bool is_pinned = host_memory.is_pinned(host.const_data_ptr(), bytes);
+    require(is_pinned || !host_memory.overlaps_pinned(host.const_data_ptr(), bytes),
+            "stand-in device: invalid argument: a copy of host memory that is pinned in part");
     const bool is_late = non_blocking && is_pinned;
     const bool is_taken = is_up && non_blocking && !is_pinned && bytes <= kTakenAtOnce;
     const std::string way = is_up ? "up" : "down";

@@ -39,10 +39,21 @@ Tensor aliased(const Tensor& tensor)
 
 namespace {
 
+// A device without a number is the current one.
+void require_own(const std::optional<at::Device>& device)
+{
+    if (!device || !device->has_index())
+        require_own_device("memory");
+    else
+        require(device->index() == settings.index,
+                "stand-in device: memory of another rank's device");
+}
+
 Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-             std::optional<at::Device>, std::optional<bool> pin,
+             std::optional<at::Device> device, std::optional<bool> pin,
              std::optional<at::MemoryFormat> format)
 {
+    require_own(device);
     TORCH_CHECK(!pin.value_or(false), "only host memory can be pinned");
     return at::detail::empty_generic(sizes, &device_memory,
                                      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
@@ -50,8 +61,9 @@ Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::op
 }
 Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides,
                      std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                     std::optional<at::Device>, std::optional<bool> pin)
+                     std::optional<at::Device> device, std::optional<bool> pin)
 {
+    require_own(device);
     TORCH_CHECK(!pin.value_or(false), "only host memory can be pinned");
     return new_tensor(sizes, strides, c10::dtype_or_default(dtype));
 }

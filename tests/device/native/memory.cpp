@@ -69,7 +69,7 @@ c10::DataPtr DeviceMemory::allocate(size_t bytes)
         now_.allocated += int64_t(size);
         now_.peak = std::max(now_.peak, now_.allocated);
     }
-    return {place, place, &free, c10::Device(c10::kPrivateUse1, 0)};
+    return {place, place, &free, c10::Device(c10::kPrivateUse1, c10::DeviceIndex(settings.index))};
 }
 
 // The best of what is free for the stream, or of a new segment; null where there is no room.
@@ -256,6 +256,15 @@ void HostMemory::free(void* place)
     HostMemory& memory = host_memory;
     Lock hold(memory.mutex_);
     memory.free_.emplace(memory.pinned_.at(uintptr_t(place)), place);
+}
+
+bool HostMemory::overlaps_pinned(const void* at, size_t bytes)
+{
+    const auto begin = uintptr_t(at);
+    Lock hold(mutex_);
+    return std::any_of(pinned_.begin(), pinned_.end(), [&](const auto& each) {
+        return each.first < begin + bytes && begin < each.first + each.second;
+    });
 }
 
 bool HostMemory::is_pinned(const void* at, size_t bytes)

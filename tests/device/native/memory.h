@@ -82,6 +82,7 @@ class HostMemory final : public c10::Allocator {
     void add(uintptr_t at, size_t bytes);
     void remove(uintptr_t at);
     bool is_pinned(const void* at, size_t bytes = 1);
+    bool overlaps_pinned(const void* at, size_t bytes);
 
     // A late copy, given what moves its bytes. From now until the result has run its host side is
     // in flight; it is watched unless another copy of the same memory is in flight.

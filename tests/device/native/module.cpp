@@ -13,20 +13,39 @@
 namespace standin {
 namespace {
 
-const c10::Device kFirst(kDevice, 0);
+c10::Device own_device()
+{
+    return {kDevice, c10::DeviceIndex(settings.index)};
+}
+
+int exchange_device(int next)
+{
+    if (next < 0) return current_device;
+    require(next <= settings.index, "stand-in device: there is no device " + std::to_string(next));
+    return std::exchange(current_device, next);
+}
 
 struct Hooks final : at::PrivateUse1HooksInterface {
     bool isBuilt() const override { return true; }
     bool isAvailable() const override { return true; }
-    bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-    c10::DeviceIndex deviceCount() const override { return 1; }
-    void setCurrentDevice(c10::DeviceIndex) const override {}
-    c10::DeviceIndex getCurrentDevice() const override { return 0; }
-    c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
-    c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+    bool hasPrimaryContext(c10::DeviceIndex index) const override
+    {
+        return index == settings.index;
+    }
+    c10::DeviceIndex deviceCount() const override { return c10::DeviceIndex(settings.index + 1); }
+    void setCurrentDevice(c10::DeviceIndex index) const override { exchange_device(index); }
+    c10::DeviceIndex getCurrentDevice() const override { return c10::DeviceIndex(current_device); }
+    c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override
+    {
+        return c10::DeviceIndex(exchange_device(index));
+    }
+    c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override
+    {
+        return c10::DeviceIndex(exchange_device(index));
+    }
     bool isPinnedPtr(const void* at) const override { return host_memory.is_pinned(at); }
     at::Allocator* getPinnedMemoryAllocator() const override { return &host_memory; }
-    at::Device getDeviceFromPtr(void*) const override { return kFirst; }
+    at::Device getDeviceFromPtr(void*) const override { return own_device(); }
     // The host's generator serves, so that the device draws the numbers that the CPU would.
     const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override
     {
@@ -43,18 +62,34 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-    static c10::Stream stream(int id) { return c10::Stream(c10::Stream::UNSAFE, kFirst, id); }
+    static c10::Stream stream(int id) { return c10::Stream(c10::Stream::UNSAFE, own_device(), id); }
     static Mark& mark(void* event) { return *static_cast<Mark*>(event); }
 
     c10::DeviceType type() const override { return kDevice; }
-    c10::Device exchangeDevice(c10::Device) const override { return kFirst; }
-    c10::Device getDevice() const override { return kFirst; }
-    void setDevice(c10::Device) const override {}
-    void uncheckedSetDevice(c10::Device) const noexcept override {}
-    c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+    c10::Device exchangeDevice(c10::Device next) const override
+    {
+        return {kDevice, c10::DeviceIndex(exchange_device(next.index()))};
+    }
+    c10::Device getDevice() const override { return {kDevice, c10::DeviceIndex(current_device)}; }
+    void setDevice(c10::Device next) const override { exchange_device(next.index()); }
+    void uncheckedSetDevice(c10::Device next) const noexcept override
+    {
+        current_device = next.index();
+    }
+    c10::DeviceIndex deviceCount() const noexcept override
+    {
+        return c10::DeviceIndex(settings.index + 1);
+    }
 
-    c10::Stream getStream(c10::Device) const override { return stream(current_stream); }
-    c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
+    // Of another device there is the default one, with which nothing is done.
+    c10::Stream getStream(c10::Device device) const override
+    {
+        return device == own_device() ? stream(current_stream) : getDefaultStream(device);
+    }
+    c10::Stream getDefaultStream(c10::Device device) const override
+    {
+        return c10::Stream(c10::Stream::UNSAFE, device.has_index() ? device : getDevice(), 0);
+    }
     c10::Stream getNewStream(c10::Device, int) const override
     {
         static std::atomic<int> num_made{0};
@@ -66,6 +101,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     c10::Stream exchangeStream(c10::Stream next) const override
     {
+        if (next.device() != own_device()) return next;
         return stream(std::exchange(current_stream, int(next.id())));
     }
     bool queryStream(const c10::Stream& of) const override
@@ -97,10 +133,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     bool queryEvent(void* event) const override
     {
         raise_failure();
+        if (event) require_own_device("an event is asked for");
         return !event || left_out("event.query") || reached(mark(event));
     }
     void synchronizeEvent(void* event) const override
     {
+        if (event) require_own_device("an event is waited for");
         if (event && !left_out("event.synchronize")) wait_marks({mark(event)}, "event");
     }
     void destroyEvent(void* event, c10::DeviceIndex) const noexcept override
@@ -140,6 +178,7 @@ void configure(const std::map<std::string, double>& changes)
         {"down_rate", &it.down_rate},
         {"launch_secs", &it.launch_secs},
         {"capacity", &it.capacity},
+        {"index", &it.index},
     };
     for (const auto& [name, value] : changes) {
         require(places.contains(name), "the stand-in device has no setting " + name);
@@ -166,6 +205,18 @@ std::string text_of(const PythonStack& stack)
     return out;
 }
 
+// CUDA's runtime remembers what it has said.
+template <class Call>
+void remembered(const Call& call)
+{
+    try {
+        call();
+    } catch (const std::exception& error) {
+        remember_error(error.what());
+        throw;
+    }
+}
+
 py::object& asked = *new py::object;
 
 }  // namespace
@@ -188,6 +239,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module)
     at::globalContext().lazyInitDevice(kDevice);
     register_operators();
     module.def("configure", &configure);
+    module.def("device_count", [] { return settings.index + 1; });
+    module.def("current_device", [] { return current_device; });
+    module.def("set_device", [](int index) { exchange_device(index); });
+    module.def("require_own_device",
+               [](const std::string& what) { require_own_device(what.c_str()); });
     module.def("current_stream", [] { return current_stream; });
     module.def("set_current_stream", [](int stream) { current_stream = stream; });
     module.def("synchronize", [] {
@@ -195,8 +251,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module)
     });
     module.def("ask_before_ordering", [](const py::object& callable) { asked = callable; });
     module.def("register_host_memory",
-               [](uintptr_t at, size_t bytes) { host_memory.add(at, bytes); });
-    module.def("unregister_host_memory", [](uintptr_t at) { host_memory.remove(at); });
+               [](uintptr_t at, size_t bytes) { remembered([&] { host_memory.add(at, bytes); }); });
+    module.def("unregister_host_memory",
+               [](uintptr_t at) { remembered([&] { host_memory.remove(at); }); });
     module.def("is_pinned",
                [](uintptr_t at, size_t bytes) { return host_memory.is_pinned((void*)at, bytes); });
     module.def("empty_cache", [] { device_memory.empty_cache(); });

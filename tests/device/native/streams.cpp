@@ -23,6 +23,7 @@ namespace standin {
 
 Settings settings;
 thread_local int current_stream = 0;
+thread_local int current_device = 0;
 
 namespace {
 
@@ -48,6 +49,7 @@ struct State {
     std::vector<HostWait> waits;
 };
 State& state = *new State;
+thread_local std::string remembered;
 std::atomic<int64_t> copies_until_failure{-1};
 
 uint64_t mixed(uint64_t value)
@@ -205,9 +207,25 @@ bool idle(int stream)
     return !streams.at(stream) || streams[stream]->idle();
 }
 
+void require_own_device(const char* what)
+{
+    require(current_device == settings.index, "stand-in device: " + std::string(what) +
+                                                  " on device " + std::to_string(current_device) +
+                                                  " in a process of device " +
+                                                  std::to_string(settings.index));
+}
+
+void remember_error(const std::string& what)
+{
+    remembered = what;
+}
+
 void launch(const char* name, Engine engine, double secs, std::function<void()> run)
 {
     raise_failure();
+    if (!remembered.empty())
+        throw std::runtime_error("stand-in device, of an earlier call: " +
+                                 std::exchange(remembered, {}));
     const double latency = engine == Engine::compute ? settings.launch_secs : 0;
     push(current_stream, {name, engine, secs, latency, std::move(run)});
 }
@@ -230,6 +248,7 @@ void raise_failure()
 }
 void clear_failure()
 {
+    remembered.clear();
     Lock hold(state.mutex);
     state.failure.clear();
 }

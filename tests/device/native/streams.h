@@ -33,6 +33,8 @@ struct Settings {
     double down_rate = 1e10;
     double launch_secs = 5e-6;
     int64_t capacity = int64_t{8} << 30;
+    int64_t index =
+        0;  // of this process's device; those below are other ranks', which it must not use
 
     // Under `skip` what is small is computed all the same: counts, flags and losses that scripts
     // and DeepSpeed decide by. The rest is left out.
@@ -73,6 +75,16 @@ struct Work {
 // Stream 0 is the default one. Workers begin with the first work of their stream.
 constexpr int kStreams = 33;
 extern thread_local int current_stream;
+
+// As CUDA's, a thread begins with the first device of the machine, whoever's that is. Where CUDA's
+// runtime takes the current one, this raises unless it is ours: there it would begin to use the
+// other.
+extern thread_local int current_device;
+void require_own_device(const char* what);
+
+// A call that failed is remembered in its thread, as by CUDA's runtime, until the next launch
+// there, which is told to have failed.
+void remember_error(const std::string& what);
 Mark push(int stream, Work work);  // the mark of its end
 bool idle(int stream);
 
