@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch.nn import Parameter
 
@@ -55,6 +56,7 @@ def take_over(engine: Any, optimizer: Any) -> None:
             earlier = owners.get(getattr(param, "ds_id", -1))
             if earlier is not None:
                 earlier.lose_parameters()
+    _forget_ended(module)
     if optimizer is None:
         return  # whatever computes with them only asks whoever has them
     swapper: FuyouParameterSwapper | None = None
@@ -81,6 +83,18 @@ def _adopt(param: Parameter, swapper: FuyouParameterSwapper) -> None:
         swapper.park(param, values)
 
 
+def _forget_ended(module: torch.nn.Module) -> None:
+    """Takes away what an engine that has ended left at modules that no other serves: functions by which a backward
+    fetches and releases parameters. DeepSpeed makes none where it finds some, and the next engine's backward would ask
+    a coordinator that knows neither its order nor its reads, and whose gathers in flight nobody ends.
+    """
+    for child in module.modules():
+        hooks: Any = child._forward_pre_hooks.values()
+        if not any(getattr(hook, "__module__", "") == DeepSpeedZeRoOffload.__module__ for hook in hooks):
+            for name in ("pre_bwd_fn", "post_bwd_fn"):
+                child.__dict__.pop(name, None)
+
+
 def bring_home(engine: Any) -> None:
     """Stock takes a model of ours: its partitions become DeepSpeed's own tensors again."""
     module = engine.module
@@ -93,6 +107,7 @@ def bring_home(engine: Any) -> None:
         earlier = owners.get(param.ds_id)
         if earlier is not None:
             earlier.lose_parameters()
+    _forget_ended(module)
     for param in ours:
         if partition_of(param) is not None:
             param.nvme_swapper.give_back(param, param.nvme_swapper.values(param))

@@ -12,6 +12,7 @@ import errno
 import pickle
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -139,6 +140,42 @@ def twice(
                 raise SystemExit("an engine without parameters made a step")
         engine.destroy()
     return found
+
+
+class _Adapted(torch.nn.Module):
+    """A frozen layer with two adapters, one of which is used. It looks at that one's weight, as PEFT's layers do, so
+    that DeepSpeed fetches this weight with the layer from then on."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base, sizes = base, (base.in_features, 20, base.out_features)
+        self.adapters = torch.nn.ModuleList(
+            torch.nn.Sequential(*(torch.nn.Linear(a, b, bias=False) for a, b in pairwise(sizes))) for _ in range(2)
+        )
+        self.used = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        adapter = self.adapters[self.used]
+        return self.base(x) + adapter(x.to(adapter[0].weight.dtype))
+
+
+def adapters(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
+    """One adapter is trained, then the other by an engine of its own, which has the first among what is frozen."""
+    config = config_of(swap, tiers)
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    model = model_in(None)
+    for child in model.blocks:
+        child.up, child.down = _Adapted(child.up), _Adapted(child.down)
+    for used in range(2):
+        for name, param in model.named_parameters():
+            param.requires_grad_(f"adapters.{used}." in name)
+        for child in model.modules():
+            if isinstance(child, _Adapted):
+                child.used = used
+        engine = engine_of(model, config)
+        train(engine, 3 * used, 3 * used + 3)
+        engine.destroy()
+    return values(model)
 
 
 def validated(swap: str, tiers: str | None, *, destroys: bool = True) -> dict[str, torch.Tensor]:
@@ -439,6 +476,7 @@ SCENARIOS: dict[str, Any] = {
     "twice-destroyed": lambda swap: as_stock(lambda s, t: twice(s, t, init=True, destroys=True), swap),
     "twice-no-init": lambda swap: as_stock(lambda s, t: twice(s, t, init=False, destroys=False), swap),
     "then-stock": lambda swap: as_stock(lambda s, t: twice(s, t, init=False, destroys=True, second=None), swap),
+    "adapters": lambda swap: as_stock(adapters, swap),
     "validated": lambda swap: as_stock(validated, swap),
     "validated-alive": lambda swap: {t: equal(validated(swap, t, destroys=False), validated(swap, None)) for t in OURS},
     "left": lambda swap: as_stock(left, swap),

@@ -15,6 +15,7 @@ SCENARIOS = (
     "twice-destroyed",
     "twice-no-init",
     "then-stock",
+    "adapters",
     "validated",
     "validated-alive",
     "left",
