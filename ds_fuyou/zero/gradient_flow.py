@@ -83,7 +83,7 @@ class GradientFlow:
         """
         self._stock, self._state, self._core = stock, state, state.core
         self._hypers, self._multiplier, self._holds_updates = hypers, multiplier, holds_updates
-        blocks = {p.ds_id: block_of(n) for n, p in stock.module.named_parameters()}
+        blocks = {param.ds_id: block_of(name) for param, name in state.model.names.items()}
         self._cut = make_cut(stock, state.activation.config.gradients.reduce_by, blocks)
         self._stream = None if state.device.is_host else stock.reduce_and_partition_stream
         self._is_followed = False  # something that waits is

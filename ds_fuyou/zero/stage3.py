@@ -109,7 +109,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         model = TrainedModel(
             activation,
             self.fp16_groups,
-            {param: name for name, param in self.module.named_parameters()},
+            self._names(),
             kind,
             self.dtype,
             self.gradient_accumulation_dtype,
@@ -128,6 +128,14 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             self._disown()
             self.rank_state.close()  # no engine will: threads, files and memory go with the exception
             raise
+
+    def _names(self) -> dict[Parameter, str]:
+        """Of the model's parameters, in their order, and of what a script trains beside it (a loss's own weights)."""
+        names = {param: name for name, param in self.module.named_parameters()}
+        trained = [param for group in self.fp16_groups for param in group]
+        for number, param in enumerate(param for param in trained if param not in names):
+            names[param] = f"beside the model.{number}"
+        return names
 
     def _build_on(self, activation: Activation) -> None:
         """Fills the rank state and takes the places of stock's buffers and hooks."""

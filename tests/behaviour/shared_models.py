@@ -178,6 +178,23 @@ def adapters(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
     return values(model)
 
 
+def beside(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
+    """A loss has a weight of its own, which the engine trains and its model does not hold."""
+    config = config_of(swap, tiers)
+    model = model_in({"config_dict_or_path": config})
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        factor = torch.nn.Linear(1, 2000, bias=False)
+    given = [*model.parameters(), *factor.parameters()]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=given, config=config)
+    for index in range(4):
+        with deepspeed.zero.GatheredParameters([factor.weight]):
+            engine.backward(engine(**make_batch({}, index, 0)) * (1.5 + factor.weight.mean()))
+        engine.step()
+    found = values(model) | {f"beside {name}": value for name, value in values(factor).items()}
+    engine.destroy()
+    return found
+
+
 def validated(swap: str, tiers: str | None, *, destroys: bool = True) -> dict[str, torch.Tensor]:
     """An inference engine computes something, then the same model is trained."""
     config = config_of(swap, tiers)
@@ -477,6 +494,7 @@ SCENARIOS: dict[str, Any] = {
     "twice-no-init": lambda swap: as_stock(lambda s, t: twice(s, t, init=False, destroys=False), swap),
     "then-stock": lambda swap: as_stock(lambda s, t: twice(s, t, init=False, destroys=True, second=None), swap),
     "adapters": lambda swap: as_stock(adapters, swap),
+    "beside": lambda swap: as_stock(beside, swap),
     "validated": lambda swap: as_stock(validated, swap),
     "validated-alive": lambda swap: {t: equal(validated(swap, t, destroys=False), validated(swap, None)) for t in OURS},
     "left": lambda swap: as_stock(left, swap),

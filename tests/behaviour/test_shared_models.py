@@ -16,6 +16,7 @@ SCENARIOS = (
     "twice-no-init",
     "then-stock",
     "adapters",
+    "beside",
     "validated",
     "validated-alive",
     "left",
