@@ -408,7 +408,7 @@ def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
             fragments = dict(fragments)
             for param in self.module.parameters():
                 name = self.param_names.get(param)
-                if name not in fragments:
+                if param.requires_grad or name not in fragments:  # thawed since: the original leaves it, too
                     continue
                 check_readable(fragments[name])
                 if partition_of(param) is None:

@@ -195,6 +195,21 @@ def beside(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
     return found
 
 
+def thawed(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
+    """A block is frozen while a checkpoint is saved; its model alone is loaded when the block is trained again."""
+    model = model_in({"config_dict_or_path": config_of(swap, tiers)})
+    engine = engine_of(model, config_of(swap, tiers))
+    train(engine, 0, 2)
+    model.blocks[0].requires_grad_(False)
+    engine.save_checkpoint(f"{swap}-{tiers}", tag="two")
+    model.blocks[0].requires_grad_(True)
+    train(engine, 2, 4)
+    engine.load_checkpoint(f"{swap}-{tiers}", tag="two", load_module_only=True)
+    found = values(model)
+    engine.destroy()
+    return found
+
+
 def validated(swap: str, tiers: str | None, *, destroys: bool = True) -> dict[str, torch.Tensor]:
     """An inference engine computes something, then the same model is trained."""
     config = config_of(swap, tiers)
@@ -495,6 +510,7 @@ SCENARIOS: dict[str, Any] = {
     "then-stock": lambda swap: as_stock(lambda s, t: twice(s, t, init=False, destroys=True, second=None), swap),
     "adapters": lambda swap: as_stock(adapters, swap),
     "beside": lambda swap: as_stock(beside, swap),
+    "thawed": lambda swap: as_stock(thawed, swap),
     "validated": lambda swap: as_stock(validated, swap),
     "validated-alive": lambda swap: {t: equal(validated(swap, t, destroys=False), validated(swap, None)) for t in OURS},
     "left": lambda swap: as_stock(left, swap),

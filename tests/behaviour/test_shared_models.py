@@ -17,6 +17,7 @@ SCENARIOS = (
     "then-stock",
     "adapters",
     "beside",
+    "thawed",
     "validated",
     "validated-alive",
     "left",
