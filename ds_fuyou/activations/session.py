@@ -165,6 +165,11 @@ class ActivationSession:
             if getattr(config, "use_cache", False) is True:
                 self._cached_configs.append(config)
                 config.use_cache = False
+                log_once(
+                    logging.INFO,
+                    "use_cache is false in training forwards, because blocks are recomputed; a script that trains on "
+                    "past_key_values gives use_cache=True in its call",
+                )
 
     def _warn_of_compilation(self, model: nn.Module) -> None:
         """Once, where blocks are recomputed in a model that was compiled in place (``engine.compile()``)."""

@@ -545,7 +545,7 @@ def _filled_tree(tree: Any, stand_ins: StandIns) -> Any:
     wanted = {id(leaf) for leaf in _pytree.tree_leaves(tree)}
     real: dict[int, torch.Tensor] = {}
     for source in stand_ins.sources(lambda tensor: id(tensor) in wanted):
-        flats = [torch.empty(tensor.numel(), dtype=tensor.dtype) for tensor in source.made]
+        flats = [torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu") for tensor in source.made]
         for which, begin, values in source.pieces(*[_no_clone] * source.clones):
             flats[which][begin : begin + values.numel()].copy_(values.view(-1))
         real.update({id(tensor): flat.view(tensor.shape) for tensor, flat in zip(source.made, flats, strict=True)})

@@ -53,8 +53,9 @@ def _sum_of_squares(pieces: Sequence[torch.Tensor], num_lanes: int) -> float:
 @functools.cache
 def _torch_lanes() -> int | None:
     """In how many lanes this build of torch adds squares in fp64 on this machine; None: in none of the ways we know."""
-    generator = torch.Generator().manual_seed(1)
-    tried = [torch.randn(numel, generator=generator) for numel in (1, 3, 1_001, 32_770, 65_543, 200_007)]
+    generator = torch.Generator("cpu").manual_seed(1)
+    sizes = (1, 3, 1_001, 32_770, 65_543, 200_007)
+    tried = [torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu") for numel in sizes]
     expected = [float(values.double().norm(2)) for values in tried]
     for lanes in (4, 8, 2):
         if [math.sqrt(_sum_of_squares([values], lanes)) for values in tried] == expected:
@@ -105,8 +106,12 @@ def rounds_safely(sums: Sequence[float], num_terms: Sequence[int]) -> bool:
     # Stock's root and square a parameter, and the sum over parameters.
     slack = math.fsum(value * terms for value, terms in zip(sums, num_terms, strict=True))
     slack = (slack + total * (2 * len(sums) + 16)) * _UNIT * 1.01
-    low, high = torch.tensor([total - slack, total + slack], dtype=torch.float64).to(torch.float32)
+    low, high = torch.tensor([total - slack, total + slack], dtype=torch.float64, device="cpu").to(torch.float32)
     return bool(low == high)
+
+
+def _on_host(norm: float) -> torch.Tensor:
+    return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
 
 class GradientNorms:
@@ -127,14 +132,14 @@ class GradientNorms:
     def take(self, param: int, pieces: Sequence[torch.Tensor]) -> None:
         """Takes the norm where the pieces of the gradient lie. On a device nothing waits."""
         if self._norm is None:
-            self._norms[param] = torch.tensor(math.sqrt(host_squares(pieces)), dtype=torch.float64)
+            self._norms[param] = _on_host(math.sqrt(host_squares(pieces)))
         else:
             self._norms[param] = self._norm(pieces[0] if len(pieces) == 1 else torch.cat([*pieces]))
         self._squares.pop(param, None)
 
     def take_sum(self, param: int, squares: float, numel: int) -> None:
         """A gradient that was summed on the host, though stock sums it on the device."""
-        self._norms[param] = torch.tensor(math.sqrt(squares), dtype=torch.float64)
+        self._norms[param] = _on_host(math.sqrt(squares))
         self._squares[param] = (squares, numel)
 
     def forget(self, param: int) -> None:

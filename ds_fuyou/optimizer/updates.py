@@ -237,7 +237,7 @@ class WindowUpdates:
         if not self._window.is_overridden(chunk):
             return gradients.pointer(chunk), self._options.grad_dtype
         spec = self._layout.chunks[chunk]
-        wide = torch.zeros(spec.numel, dtype=torch.float32)
+        wide = torch.zeros(spec.numel, dtype=torch.float32, device="cpu")
         for index in spec.params:
             if index in self._window.arrived:
                 span = self._layout.params[index]

@@ -93,7 +93,7 @@ class HpAccess:
             values = core.gradient(span).to(self._dtype, copy=True)
         else:
             last = core.last_gradient(span, self._dtype)
-            values = torch.zeros(span.numel, dtype=self._dtype) if last is None else last
+            values = torch.zeros(span.numel, dtype=self._dtype, device="cpu") if last is None else last
         if to_write:
             self._gradient = (span, values)
         return values, span.sub_group

@@ -145,7 +145,7 @@ class _PartitionTensors:
         dtype = tensor.dtype
         if dtype not in self._stand_ins:
             with normal_tensors():
-                self._stand_ins[dtype] = torch.empty(1, dtype=dtype)
+                self._stand_ins[dtype] = torch.empty(1, dtype=dtype, device="cpu")
         tensor.data = self._stand_ins[dtype].data
 
     def is_idle(self, partition: Partition) -> bool:

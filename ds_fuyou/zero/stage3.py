@@ -91,7 +91,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         """Stock: one pinned flat buffer a group. Here P16 has its place in the rank state."""
         for _ in self.trainable_param_groups:
-            self.param_groups_fp16_flat_cpu_memory.append(torch.empty(0, dtype=self.dtype))
+            self.param_groups_fp16_flat_cpu_memory.append(torch.empty(0, dtype=self.dtype, device="cpu"))
 
     def _setup_for_real_optimizer(self) -> None:
         """Stock: fp32 partitions, states, gradient buffers. Here: plan, store, streamed initialisation."""
@@ -141,7 +141,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         """Fills the rank state and takes the places of stock's buffers and hooks."""
         self.rank_state.initialize(lambda param: param.nvme_swapper.values(param))
         for sub_group, ids in enumerate(self.fp16_partitioned_groups_flat_id):
-            placeholder = torch.empty(0, dtype=self.master_weights_and_grads_dtype)
+            placeholder = torch.empty(0, dtype=self.master_weights_and_grads_dtype, device="cpu")
             placeholder.ds_id = f"{ids[0]}_{ids[-1]}"
             placeholder.requires_grad = True
             self.fp32_partitioned_groups_flat.append(placeholder)
@@ -149,7 +149,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         for group in self.optimizer.param_groups:
             group["params"] = []
         # Nothing of stock's buffer, but of its type: DeepSpeed's own helpers ask for its device.
-        self.grad_partitions_flat_buffer = torch.empty(0, dtype=self.gradient_accumulation_dtype)
+        self.grad_partitions_flat_buffer = torch.empty(0, dtype=self.gradient_accumulation_dtype, device="cpu")
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor] = {}
         self.subgroup_to_device = dict.fromkeys(range(len(self.fp16_groups)), "cpu")
         self.gradient_flow = GradientFlow(
@@ -377,7 +377,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         if self.clip_grad > 0.0 and total_norm is not None:
             clip = ((total_norm / self.loss_scale) + 1e-6) / self.clip_grad
             combined = torch.clamp(clip, min=1.0) * self.loss_scale
-        return float(torch.ones(1, dtype=torch.float32).mul_(1.0 / combined).item())
+        return float(torch.ones(1, dtype=torch.float32, device="cpu").mul_(1.0 / combined).item())
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """Stock reads a buffer of all gradients; here their norms tell."""

@@ -253,7 +253,7 @@ def test_buffers_are_changed_once(outputs: dict[OperatorCall, Fate], tmp_path: P
         assert torch.equal(found, expected), name
 
 
-def test_no_part_of_a_model_keeps_a_cache_while_blocks_are_recomputed(tmp_path: Path) -> None:
+def test_no_part_of_a_model_keeps_a_cache_while_blocks_are_recomputed(tmp_path: Path, told: Callable[[], str]) -> None:
     """The text part of a larger Hugging Face model has a configuration of its own."""
 
     class Part(nn.Module):
@@ -273,6 +273,7 @@ def test_no_part_of_a_model_keeps_a_cache_while_blocks_are_recomputed(tmp_path: 
     assert [part.seen for part in (model, model.part)] == [[False, True]] * 2
     assert model.config.use_cache
     assert model.part.config.use_cache
+    assert told().count("a script that trains on past_key_values gives use_cache=True") == 1
 
 
 class ByName(nn.Module):

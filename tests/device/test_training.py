@@ -464,3 +464,22 @@ def test_collectives_take_nothing_of_the_host() -> None:
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         deepspeed.comm.all_reduce(torch.ones(1))
     deepspeed.comm.all_reduce(torch.ones(1, device="standin"))
+
+
+@pytest.mark.parametrize("tiers", ["all", "none"])
+def test_a_script_may_name_a_device_and_a_type_for_what_it_makes(tiers: str, tmp_path: Path) -> None:
+    """What is in host memory stays there."""
+    found = []
+    for device, dtype in (("cpu", torch.float32), ("standin", torch.bfloat16)):
+        given = batches(3)
+        engine = make_engine(tmp_path / device, tiers, "swap-nvme")
+        torch.set_default_device(device)
+        torch.set_default_dtype(dtype)
+        try:
+            losses = [train(engine, batch) for batch in given]
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float32)
+        found.append([loss.item() for loss in losses])
+        engine.destroy()
+    assert found[0] == found[1]
