@@ -19,7 +19,7 @@ from tests.harness.runner import ds_config
 
 MODEL = {"num_layers": 8, "width": 72, "vocabulary": 500}
 PLAN = {"chunk_bytes": 32768, "staging_bytes": 512 << 10, "prefetch_bytes": 256 << 10}
-WATCHED = 3  # steps whose reads are counted
+WATCHED = 12  # steps whose reads are counted: what is read ahead at their begin and at their end is of others
 TIERS = {"optimizer": {"tier": "nvme"}, "gradients": {"tier": "cpu"}}
 
 
@@ -42,6 +42,7 @@ def trained(longer: int = 0, **block: Any) -> dict[str, Any]:
         engine.step()
         losses.append(float(loss.detach()))
     plan = engine.optimizer.run_plan
+    state.core.wait_all()
     prediction, before = plan.prediction, LaneTimes.of(state).read_bytes
     for step in range(WATCHED):
         engine.backward(engine(make_batch(MODEL, step, 0)["ids"]))
