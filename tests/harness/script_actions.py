@@ -4,6 +4,9 @@
 ``zero_grad_in``        all backwards of the step, zero_grad(), then all of them again on other batches
 ``forget_in``           zero_grad() after the last backward: the step has no gradient
 ``pairs_in``            a second forward and backward, on the same batch, before the micro-batch ends
+``ahead_in``            a second forward, on the same batch, before the backward of the first, and both backwards
+``grad_of_inputs_in``   a forward before the micro-batch's own, and torch.autograd.grad of its loss by the first block's
+                        output alone
 ``twice_in``            two backwards on one forward (retain_graph)
 ``lr_changes_in``       learning rates are halved between backward and step
 ``eval_within``         an evaluation forward between the first backward and what follows
@@ -81,13 +84,27 @@ def forward_and_backward(engine, case: dict, step: int, index: int) -> torch.Ten
         must_refuse(engine.no_sync)
     if step in case.get("raise_in_backward", ()):
         fail_in_backward(engine, case, batch)
+    if step in case.get("grad_of_inputs_in", ()):
+        grad_of_inputs(engine, batch)
     loss = engine(**batch) * factor_of(case, step)
+    ahead = engine(**batch) * factor_of(case, step) if step in case.get("ahead_in", ()) else None
     if step in case.get("twice_in", ()):
         run_backward(engine, case, loss, retain_graph=True)
     run_backward(engine, case, loss)
+    if ahead is not None:
+        run_backward(engine, case, ahead)
     if step in case.get("pairs_in", ()):
         run_backward(engine, case, engine(**batch) * factor_of(case, step))
     return loss
+
+
+def grad_of_inputs(engine, batch: dict) -> None:
+    """As where an adversarial example is made: no parameter gets a gradient."""
+    outputs: list[torch.Tensor] = []
+    hook = engine.module.blocks[0].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    loss = engine(**batch)
+    hook.remove()
+    torch.autograd.grad(loss, outputs)
 
 
 def must_refuse(no_sync) -> None:

@@ -187,20 +187,32 @@ def test_two_backwards_on_one_forward_equal_two_pairs(stock_run, tmp_path: Path)
     assert differences(stock_run({**case, "pairs_in": [1, 2]}), run_case(twice, tmp_path, "ours")) == []
 
 
-@pytest.mark.parametrize("tiers", ["states", "all"])
-def test_missing_gradients_equal_pytorch(tiers: str, tmp_path: Path) -> None:
-    """Parameters unused in some steps, and a step whose gradients the script threw away: as plain PyTorch.
+IN_STEPS = {
+    "model": {"skip": 1, "skip_at": [1, 2, 5]},
+    "config": ds_config(bf16=None, gradient_clipping=1.0),
+    "forget_in": [3],
+    "pairs_in": [4],
+}
+IN_MICRO_BATCHES = {
+    "model": {"skip": 1, "skip_at": [3, 8, 9, 10]},  # the first of a step, the last of one, two of three
+    "config": ds_config(bf16=None, gradient_clipping=1.0, gradient_accumulation_steps=3),
+    "ahead_in": [4, 6],
+    "grad_of_inputs_in": [5, 7],
+}
+
+
+@pytest.mark.parametrize(
+    ("missing", "tiers"),
+    [(IN_STEPS, "states"), (IN_STEPS, "all"), (IN_MICRO_BATCHES, "states"), (IN_MICRO_BATCHES, "all")],
+    ids=["steps-states", "steps-all", "micro-batches-states", "micro-batches-all"],
+)
+def test_missing_gradients_equal_pytorch(missing: dict, tiers: str, tmp_path: Path) -> None:
+    """Parameters unused in some steps or micro-batches, a step whose gradients the script threw away, forwards and
+    backwards that stock counts otherwise: as plain PyTorch.
 
     PyTorch's AdamW rounds otherwise than DeepSpeed's: equal to a few units in the last place, far from a lost update.
     """
-    case = {
-        "steps": 8,
-        "model": {"skip": 1, "skip_at": [1, 2, 5]},
-        "groups": "two",
-        "config": ds_config(bf16=None, gradient_clipping=1.0),
-        "forget_in": [3],
-        "pairs_in": [4],
-    }
+    case = {"steps": 8, "groups": "two", **missing}
     (tmp_path / "swap").mkdir()
     plain = run_case({**case, "plain": True}, tmp_path, "plain")[0]
     ours = run_case(with_fuyou(case, block(str(tmp_path / "swap"), tiers)), tmp_path, "ours")[0]
