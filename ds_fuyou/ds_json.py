@@ -168,6 +168,8 @@ def absorb_offload_sections(ds_config: Mapping[str, Any], config: FuyouConfig) -
         IgnoredKey(f"aio.{key}", "storage is reached by fuyou.io; depth and block size are part of the plan")
         for key in _section(ds_config, "aio")
     ]
+    if _lookup(ds_config, "optimizer.params.torch_adam") is True:
+        ignored.append(IgnoredKey("optimizer.params.torch_adam", "DeepSpeed's CPU kernel updates; last bits differ"))
     completed = _completed(config, tuple(paths), tiers)
     _require_path(completed)
     return Absorbed(completed, tuple(ignored), pin_memory=all(pins))

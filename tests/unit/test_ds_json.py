@@ -52,6 +52,13 @@ def test_an_infinity_configuration_needs_only_the_block() -> None:
     assert all(item.reason for item in absorbed.ignored)
 
 
+def test_an_optimizer_of_pytorch_that_the_json_asks_for_is_told_to_run_with_another_kernel() -> None:
+    given = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    (item,) = absorb({"nvme_path": "/nvme"}, optimizer=given).ignored
+    assert item.key == "optimizer.params.torch_adam"
+    assert "last bits differ" in item.reason
+
+
 def test_the_block_wins_over_the_sections() -> None:
     section = {"device": "nvme", "nvme_path": "/other"}
     absorbed = absorb(
