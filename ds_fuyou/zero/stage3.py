@@ -46,6 +46,14 @@ from ds_fuyou.zero.gradient_flow import GradientFlow
 from ds_fuyou.zero.handover import owners
 from ds_fuyou.zero.hp_access import HpAccess
 from ds_fuyou.zero.monitoring import StepMonitor, count_tokens
+from ds_fuyou.zero.optimizer_object import (
+    give_back,
+    hide_states,
+    refuse_change,
+    require_hidden,
+    require_type,
+    run_hooks,
+)
 from ds_fuyou.zero.rank_state import RankState
 from ds_fuyou.zero.run_design import TrainedModel
 from ds_fuyou.zero.run_facts import known_run
@@ -102,6 +110,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             raise
 
     def _build(self, activation: Activation) -> None:
+        require_type(self.dtype)
         release_gathered(self.module)  # DeepSpeed gathers some on the way here, if a forward before was interrupted
         if activation.config.activations.block_classes:
             model_blocks(self.module, activation.config)  # a name that is none is told before anything is built
@@ -148,6 +157,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             self.fp16_partitioned_groups_flat[sub_group] = self.rank_state.core.flat_params(sub_group)
         for group in self.optimizer.param_groups:
             group["params"] = []
+        hide_states(self.optimizer)
         # Nothing of stock's buffer, but of its type: DeepSpeed's own helpers ask for its device.
         self.grad_partitions_flat_buffer = torch.empty(0, dtype=self.gradient_accumulation_dtype, device="cpu")
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor] = {}
@@ -330,6 +340,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             save.raise_failure()
 
     def _step(self) -> None:
+        require_hidden(self.optimizer)
         if self.rank_state.activations is not None:
             self.rank_state.activations.end_step()
         self._pre_step()
@@ -343,6 +354,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             self.run_plan.step_skipped()
             self.rank_state.step_skipped()
             return
+        run_hooks(self.optimizer)
         multiplier = self._multiplier(self._scaled_norm)
         core.apply(self._hypers(), multiplier, expected_multiplier=self._multiplier(None))
         self.rank_state.step_applied()
@@ -388,6 +400,15 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.dp_process_group)
         self._model_parallel_all_reduce(tensor=flag, op=dist.ReduceOp.MAX)
         return bool(flag[0].item())
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if value is not self.optimizer.state:
+            refuse_change()
 
     # ---- single states and gradients, as DeepSpeed's public functions ask for them ---------------------------
 
@@ -530,6 +551,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         if self.rank_state.has_ended:
             return
         self._disown()
+        give_back(self.optimizer)
         if self._across_batches is not None:
             self._across_batches.forget()
         try:

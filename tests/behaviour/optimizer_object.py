@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scripts do with the optimizer object itself: ``optimizer_object.py NAME SWAP_PATH``. Prints one JSON line; stock
+is the reference.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+from ds_fuyou.errors import FuyouConfigError, FuyouStateError
+from tests.behaviour.engines import equal, say, states
+from tests.harness.group import leave_group
+from tests.harness.models import build_model, make_batch
+from tests.harness.runner import ds_config
+from tests.parity.cases import block
+
+Made = tuple[Any, Any]
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "DeepSpeedCPUAdam": lambda params: DeepSpeedCPUAdam(params, lr=1e-3),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
+    "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+    "Adam": lambda params: torch.optim.Adam(params, lr=1e-3, foreach=True),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-3),
+}
+
+
+def engine_of(swap: str | None, kind: str = "DeepSpeedCPUAdam", **more: Any) -> Made:
+    """(an engine, the optimizer that the script made for it)."""
+    config = ds_config(optimizer=None)
+    if swap is not None:
+        config["fuyou"] = block(swap, "all", "speculate")
+    torch.manual_seed(1)
+    model = build_model({})
+    optimizer = KINDS[kind](model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, **more)
+    return engine, optimizer
+
+
+def train(engine: Any, first: int, last: int) -> None:
+    for index in range(first, last):
+        engine.backward(engine(**make_batch({}, index, 0)))
+        engine.step()
+
+
+def scheduled(swap: str) -> dict[str, Any]:
+    """A scheduler of PyTorch's, which looks whether ``optimizer.step()`` was called before its own."""
+
+    def ended(path: str | None) -> tuple[dict[str, torch.Tensor], list[str]]:
+        engine, _ = engine_of(path, lr_scheduler=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 3e-3, 20))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            train(engine, 0, 4)
+        found = states(engine)
+        engine.destroy()
+        return found, [str(each.message) for each in told if "lr_scheduler" in str(each.message)]
+
+    (stock, theirs), (ours, told) = ended(None), ended(swap)
+    return {"same": equal(stock, ours), "told": [theirs, told]}
+
+
+def hooked(swap: str) -> dict[str, Any]:
+    """Hooks around ``step()``: one of them sets the rate of the step that follows."""
+
+    def ended(path: str | None) -> tuple[dict[str, torch.Tensor], int]:
+        engine, optimizer = engine_of(path)
+        seen = []
+
+        def before(which: Any, *_: Any) -> None:
+            which.param_groups[0]["lr"] = 1e-3 / (1 + engine.global_steps)
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(lambda *_: seen.append(engine.global_steps))
+        train(engine, 0, 4)
+        found = states(engine)
+        engine.destroy()
+        return found, len(seen)
+
+    (stock, theirs), (ours, number) = ended(None), ended(swap)
+    return {"same": equal(stock, ours), "hooks": [theirs, number]}
+
+
+def kinds(swap: str) -> dict[str, Any]:
+    """Every kind of object takes a ``step()`` that finds no parameters, and is whole again behind the engine."""
+    steps, left = {}, {}
+    for kind in KINDS:
+        engine, optimizer = engine_of(swap, kind)
+        seen: list[int] = []
+        optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append(1))
+        train(engine, 0, 2)
+        engine.destroy()
+        steps[kind] = len(seen)
+        optimizer.state["a"] = {"step": 1}
+        left[kind] = len(optimizer.state)
+    return {"steps": steps, "left": left}
+
+
+def changed(swap: str) -> dict[str, Any]:
+    """A script that resets the states is told that it does not, and may go on."""
+    engine, optimizer = engine_of(swap)
+    train(engine, 0, 2)
+
+    def replace() -> None:
+        optimizer.state = defaultdict(dict)
+        train(engine, 2, 3)
+
+    def set_one() -> None:
+        optimizer.state["a"] = {}
+
+    ways: dict[str, Callable[[], object]] = {
+        "clear": optimizer.state.clear,
+        "set one": set_one,
+        "pop": lambda: optimizer.state.pop("a", None),
+        "update": lambda: optimizer.state.update(a={}),
+        "assign": lambda: setattr(engine.optimizer, "state", defaultdict(dict)),
+        "replace": replace,
+    }
+    told = {}
+    for way, change in ways.items():
+        try:
+            change()
+            told[way] = "nothing"
+        except FuyouStateError as error:
+            told[way] = str(error)
+    read = [len(optimizer.state), len(list(optimizer.state.items())), len(optimizer.state["a"])]
+    engine.step()  # of the backward whose step() was refused
+    train(engine, 3, 5)
+    stock, _ = engine_of(None)
+    train(stock, 0, 5)
+    return {"told": told, "read": read, "same": equal(states(stock), states(engine))}
+
+
+def types(swap: str) -> dict[str, Any]:
+    """Types that the core does not have, as DeepSpeed takes them from the first parameter."""
+    told = {}
+    for dtype in (torch.float64, torch.complex64):
+        model = torch.nn.Linear(8, 8, dtype=dtype)
+        config = {**ds_config(bf16=None), "fuyou": block(swap, "all")}
+        try:
+            deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+            told[str(dtype)] = "nothing"
+        except FuyouConfigError as error:
+            told[str(dtype)] = str(error)
+    return {"told": told}
+
+
+SCENARIOS: dict[str, Any] = {
+    "scheduled": scheduled,
+    "hooked": hooked,
+    "kinds": kinds,
+    "changed": changed,
+    "types": types,
+}
+
+if __name__ == "__main__":
+    deepspeed.init_distributed("gloo")
+    say(SCENARIOS[sys.argv[1]](sys.argv[2]))
+    leave_group()
