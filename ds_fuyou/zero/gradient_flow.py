@@ -87,6 +87,7 @@ class GradientFlow:
         self._cut = make_cut(stock, state.activation.config.gradients.reduce_by, blocks)
         self._stream = None if state.device.is_host else stock.reduce_and_partition_stream
         self._is_followed = False  # something that waits is
+        self._starts_anew = False  # the next gradient that comes
         self._backwards: set[int] = set()  # autograd's numbers of those that have brought gradients and not ended
         self._streams: dict[int, Any] = {}  # by ds_id: whose memory a gradient that waits, or is reduced, is
         self._reducing: deque[_Reducing] = deque()
@@ -115,6 +116,8 @@ class GradientFlow:
 
     def collect(self, param: Parameter) -> None:
         """A gradient is there, or, if it is not ready yet, a part of it."""
+        if self._starts_anew:
+            self.forget()
         self._note_backward()
         is_ready = getattr(param, "ds_grad_is_ready", True)
         if is_ready:
@@ -319,8 +322,14 @@ class GradientFlow:
             self._reducing.clear()
             self._reducing_numel = 0
 
+    def step_was_cut_short(self) -> None:
+        """``step()`` raised (a loss scale at its minimum, a hook of the script's). A script that calls it again has the
+        gradients still; one that goes on with another backward does not, as in stock: it lost the ``zero_grad()``."""
+        self._starts_anew = True
+
     def forget(self) -> None:
         """zero_grad(): as in PyTorch no gradient of this step is left. Stock keeps its copies and updates with them."""
+        self._starts_anew = False
         self._backwards.clear()
         for params in self._cut.take_all():  # of a backward that raised, or of another engine's
             for param in params:

@@ -329,6 +329,9 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         try:
             with nullcontext() if trace is None else trace.span(Lane.OPTIMIZER, "step()"):
                 self._step()
+        except BaseException:
+            self.gradient_flow.step_was_cut_short()
+            raise
         finally:
             clock.enter(Phase.OUTSIDE)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError
@@ -32,9 +33,11 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def engine_of(swap: str | None, kind: str = "DeepSpeedCPUAdam", **more: Any) -> Made:
+def engine_of(
+    swap: str | None, kind: str = "DeepSpeedCPUAdam", config: dict[str, Any] | None = None, **more: Any
+) -> Made:
     """(an engine, the optimizer that the script made for it)."""
-    config = ds_config(optimizer=None)
+    config = dict(config or ds_config(optimizer=None))
     if swap is not None:
         config["fuyou"] = block(swap, "all", "speculate")
     torch.manual_seed(1)
@@ -137,6 +140,29 @@ def changed(swap: str) -> dict[str, Any]:
     return {"told": told, "read": read, "same": equal(states(stock), states(engine))}
 
 
+def cut_short(swap: str) -> dict[str, Any]:
+    """A ``step()`` that raises, loss scale being at its minimum, and a script that goes on with other batches."""
+    get_accelerator().is_fp16_supported = lambda: True  # as in train_worker.py
+    scale = {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 4.0, "hysteresis": 1}
+
+    def ended(path: str | None) -> tuple[dict[str, torch.Tensor], list[Any]]:
+        engine, _ = engine_of(path, config=ds_config(optimizer=None, bf16=None, fp16=scale))
+        seen: list[Any] = []
+        for index in range(6):
+            engine.backward(engine(**make_batch({}, index, 0)) * (float("nan") if index in (1, 2) else 1.0))
+            try:
+                engine.step()
+                seen.append((engine.was_step_applied(), float(engine.get_global_grad_norm())))
+            except Exception as error:
+                seen.append(str(error))
+        found = states(engine)
+        engine.destroy()
+        return found, seen
+
+    (stock, theirs), (ours, seen) = ended(None), ended(swap)
+    return {"same": equal(stock, ours), "seen": [theirs, seen]}
+
+
 def types(swap: str) -> dict[str, Any]:
     """Types that the core does not have, as DeepSpeed takes them from the first parameter."""
     told = {}
@@ -156,6 +182,7 @@ SCENARIOS: dict[str, Any] = {
     "hooked": hooked,
     "kinds": kinds,
     "changed": changed,
+    "cut-short": cut_short,
     "types": types,
 }
 

@@ -36,6 +36,14 @@ def test_states_that_a_script_resets_are_told_to_be_elsewhere(tmp_path: Path) ->
     assert (tmp_path / "log0").read_text().count("optimizer.state was read, and is empty") == 1
 
 
+def test_gradients_of_a_step_that_raised_are_not_added_to_the_next(tmp_path: Path) -> None:
+    found = found_by("cut-short", tmp_path)
+    theirs, ours = found["seen"]
+    assert ours == theirs
+    assert "already at minimum" in ours[2]
+    assert found["same"]
+
+
 def test_types_that_cannot_be_trained_are_named(tmp_path: Path) -> None:
     told = found_by("types", tmp_path)["told"]
     assert all("must be of torch.float32" in said and dtype in said for dtype, said in told.items()), told
