@@ -54,7 +54,8 @@ def of_every_rank(value: T) -> list[T]:
     if dist.get_world_size() == 1:
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+    # Not DeepSpeed's: its communication logger does not know this collective, and ends the process with status 0.
+    torch.distributed.all_gather_object(found, value)
     return found
 
 

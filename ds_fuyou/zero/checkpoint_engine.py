@@ -31,6 +31,7 @@ from ds_fuyou.checkpoint.streamed_file import StandIns, StreamedFile
 from ds_fuyou.checkpoint.unfinished import WritingLock
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.log import log_once
+from ds_fuyou.zero.agreement import of_every_rank
 from ds_fuyou.zero.background_save import Save, as_storage_error
 from ds_fuyou.zero.checkpoint_state import CheckpointState
 from ds_fuyou.zero.device import rank_device
@@ -249,8 +250,7 @@ def _is_behind(engine: Any, hidden: Path) -> bool:
         with contextlib.suppress(FileExistsError), token.open("x", encoding="utf-8") as file:
             file.write(secrets.token_hex(16))
     dist.barrier()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, token.read_text(encoding="utf-8") if token.is_file() else None)
+    found = of_every_rank(token.read_text(encoding="utf-8") if token.is_file() else None)
     if engine.local_rank <= 0:
         token.unlink(missing_ok=True)
     if None not in found and len(set(found)) == 1:
@@ -261,8 +261,7 @@ def _is_behind(engine: Any, hidden: Path) -> bool:
 
 def _common_tag(tag: str) -> str:
     """The tag, checked. Ranks that name different ones would leave parts of several checkpoints."""
-    tags: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(tags, tag)
+    tags = of_every_rank(tag)
     if len(set(tags)) > 1:
         raise FuyouStateError(f"every rank must save to the same tag; found {sorted(set(tags))}")
     return atomic.checked_tag(tag)
@@ -299,9 +298,8 @@ def _settle(failure: Exception | None, name: str, *, is_told: bool = False) -> b
     Raises:
         FuyouStorageError: a rank could not write, flush or rename.
     """
-    said: list[Any] = [None] * dist.get_world_size()
     mine = None if failure is None else (getattr(failure, "errno", None) or 0, str(failure), is_told)
-    dist.all_gather_object(said, mine)
+    said = of_every_rank(mine)
     failures = {rank: found for rank, found in enumerate(said) if found is not None}
     if all(told for _, _, told in failures.values()):
         return not failures
@@ -387,13 +385,10 @@ def _require_space(engine: Any, folder: Path, exclude_frozen_parameters: bool) -
         if not exclude_frozen_parameters:
             frozen = [p for p in engine.module.parameters() if not p.requires_grad and hasattr(p, "ds_tensor")]
             num_bytes += sum(map(partition_bytes, frozen))
-    of_ranks: list[Any] = [None] * dist.get_world_size()
     where = (os.uname().nodename, os.stat(folder).st_dev)
-    dist.all_gather_object(of_ranks, (where, num_bytes))
+    of_ranks = of_every_rank((where, num_bytes))
     of_others = sum(size for place, size in of_ranks if place == where) - num_bytes
-    messages: list[Any] = [None] * len(of_ranks)
-    dist.all_gather_object(messages, atomic.require_space(folder, num_bytes, of_others))
-    for message in messages:
+    for message in of_every_rank(atomic.require_space(folder, num_bytes, of_others)):
         if message is not None:
             raise FuyouStorageError(28, message, os.fspath(folder))
 

@@ -43,6 +43,14 @@ def test_equals_stock(name: str, tiers: str, must_equal, tmp_path: Path) -> None
         assert "Exception ignored" not in ours[0]["output"], "the compiler does not trace into hooks"
 
 
+def test_communication_that_deepspeed_logs(must_equal, tmp_path: Path) -> None:
+    """Its logger ends the process, with status 0, at a collective that it does not know."""
+    logged = {"enabled": True, "verbose": False, "prof_all": True, "debug": False}
+    case = {"steps": 3, "model": {}, "groups": "two", "config": ds_config(comms_logger=logged), "world_size": 2}
+    case |= {"save_after": 2, "save_to": str(tmp_path / "saved")}
+    must_equal(case, block(str(tmp_path / "swap"), "all"))
+
+
 def test_offload_and_reload_states_change_nothing(stock_run, tmp_path: Path) -> None:
     case = {"steps": 4, "model": {}, "groups": "two", "config": ds_config()}
     (tmp_path / "swap").mkdir()
