@@ -14,11 +14,10 @@ from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.state_layout import WHOLE, StateLayout
 from ds_fuyou.storage.io import IoSettings
-from ds_fuyou.storage.wear import Rating
 from ds_fuyou.telemetry import report
 from ds_fuyou.telemetry.placement import placement_of, placement_table, shown_bytes
 from ds_fuyou.telemetry.report import LaneTimes, StepReport
-from ds_fuyou.telemetry.wear import short_lives
+from ds_fuyou.telemetry.wear import Rating, short_lives
 
 K = CUT_ELEMENTS
 LAYOUT = build_layout(
