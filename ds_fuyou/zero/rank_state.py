@@ -66,7 +66,6 @@ class RankState:
         self._index = {param.ds_id: i for i, param in enumerate(model.trained)}
         self._sums_bytes = STAGING_BYTES if model.accumulation > 1 and not self.device.is_host else 0
         designs = designs_of(model, profile)
-        self.host_budget_bytes = designs[0].given.dram_budget_bytes
         trace = self.activation.config.trace
         with ExitStack() as undo:  # what fails leaves no file and no thread
             self.trace = None if trace is None else LaneTrace.at(trace)
