@@ -12,6 +12,7 @@ import importlib.metadata
 import inspect
 import logging
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ds_fuyou.errors import FuyouCompatError
@@ -41,393 +42,187 @@ class RequiredName:
     why: str
 
 
+def _of(module: str, owner: str, *names: tuple[str, str, str]) -> Iterator[RequiredName]:
+    """``owner``: a class of the module, or nothing. Each of ``names``: attribute, parameters, why."""
+    for name, parameters, why in names:
+        yield RequiredName(module, f"{owner}.{name}" if owner else name, tuple(parameters.split()), why)
+
+
 REQUIRED: tuple[RequiredName, ...] = (
-    RequiredName(
+    *_of(
         "deepspeed.runtime.config",
-        "DeepSpeedConfig.__init__",
-        ("self", "config", "mpu"),
-        "plugin: sees every parsed configuration",
+        "",
+        ("DeepSpeedConfig.__init__", "self config mpu", "plugin: sees every parsed configuration"),
     ),
-    RequiredName(
+    *_of(
         "deepspeed.runtime.engine",
-        "DeepSpeedEngine._configure_zero_optimizer",
-        ("self", "optimizer"),
-        "plugin: the stage-3 class is substituted while it runs",
-    ),
-    RequiredName(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine.offload_states",
-        ("self", "include", "device"),
-        "plugin: gathered parameters are released instead",
-    ),
-    RequiredName(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine.empty_partition_cache",
-        ("self",),
-        "plugin: called by offload_states",
-    ),
-    RequiredName(
-        "deepspeed.monitor.monitor",
-        "MonitorMaster.write_events",
-        ("self", "event_list"),
-        "zero: is told of every step",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.partition_parameters",
-        "AsyncPartitionedParameterSwapper",
-        ("ds_config", "model_dtype"),
-        "plugin: zero.Init builds it by this module-level name",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.partition_parameters",
-        "NoGatherHandle.__init__",
-        ("self", "param"),
-        "gather_handles: subclassed under this module-level name",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.partition_parameters",
-        "NoGatherCoalescedHandle.__init__",
-        ("self", "params"),
-        "gather_handles: subclassed under this module-level name",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3.__init__",
+        "DeepSpeedEngine",
+        ("_configure_zero_optimizer", "self optimizer", "plugin: the stage-3 class is substituted while it runs"),
+        ("offload_states", "self include device", "plugin: gathered parameters are released instead"),
+        ("empty_partition_cache", "self", "plugin: called by offload_states"),
+        ("backward", "self loss", "plugin: wrapped under fuyou verify"),
+        ("step", "self", "plugin: wrapped, a step is committed at its end; under fuyou verify"),
+        ("load_checkpoint", "self load_dir tag", "plugin: wrapped, what was loaded is committed"),
+        ("_configure_checkpointing", "self", "plugin: the checkpoint writer is replaced after it"),
         (
-            "self",
-            "module",
-            "init_optimizer",
-            "param_names",
-            "timers",
-            "ds_config",
-            "clip_grad",
-            "sub_group_size",
+            "save_checkpoint",
+            "self save_dir tag client_state save_latest exclude_frozen_parameters",
+            "plugin: wrapped, folders appear whole",
         ),
-        "zero: base class of the optimizer",
+        ("load_module_state_dict", "self checkpoint", "plugin: wrapped, frozen parameters go to storage"),
+        ("_save_checkpoint", "self save_dir tag", "zero: what a checkpoint says is left with the state files"),
+        (
+            "_get_zero_ckpt_name",
+            "self checkpoints_path tag",
+            "zero: what a checkpoint says is left with the state files",
+        ),
+        ("curriculum_learning_enabled", "self", "zero: what a checkpoint says is left with the state files"),
+        ("random_ltd_enabled", "self", "zero: what a checkpoint says is left with the state files"),
+        ("_configure_random_ltd_scheduler", "self configs", "zero: a resumed schedule is put back when it is made"),
+        ("_get_param_fragment_func", "self param", "zero: replaced while a checkpoint is saved"),
+        ("_copy_recovery_script", "self save_path", "zero: replaced while a checkpoint is saved"),
+        ("reload_states", "self non_blocking", "plugin: replaced, host memory is pinned again"),
+        ("_zero3_consolidated_16bit_state_dict", "self", "plugin: wrapped, a model that is saved is read ahead"),
     ),
-    RequiredName(
+    *_of(
+        "deepspeed.monitor.monitor",
+        "",
+        ("MonitorMaster.write_events", "self event_list", "zero: is told of every step"),
+    ),
+    *_of(
+        "deepspeed.runtime.zero.partition_parameters",
+        "",
+        (
+            "AsyncPartitionedParameterSwapper",
+            "ds_config model_dtype",
+            "plugin: zero.Init builds it by this module-level name",
+        ),
+        ("NoGatherHandle.__init__", "self param", "gather_handles: subclassed under this module-level name"),
+        ("NoGatherCoalescedHandle.__init__", "self params", "gather_handles: subclassed under this module-level name"),
+        ("ZeroParamStatus.AVAILABLE", "", "activations: whether a saved tensor lies in a gathered parameter"),
+        (
+            "Init._partition_param",
+            "self param buffer has_been_updated free_data",
+            "plugin: wrapped, edits go where their own parameter lives",
+        ),
+        (
+            "Init._all_gather",
+            "self param_list async_op hierarchy",
+            "plugin: wrapped, parameters gathered together are read ahead",
+        ),
+        (
+            "GatheredParameters.__init__",
+            "self params modifier_rank fwd_module enabled",
+            "plugin: wrapped, what is gathered to be saved is not written back",
+        ),
+    ),
+    *_of(
         "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3._create_param_groups_fp16_flat_cpu_memory",
-        ("self",),
-        "zero: replaced, no flat host copy of P16",
+        "DeepSpeedZeroOptimizer_Stage3",
+        (
+            "__init__",
+            "self module init_optimizer param_names timers ds_config clip_grad sub_group_size",
+            "zero: base class of the optimizer",
+        ),
+        ("_create_param_groups_fp16_flat_cpu_memory", "self", "zero: replaced, no flat host copy of P16"),
+        ("_setup_for_real_optimizer", "self", "zero: replaced, no model-sized host buffers"),
+        ("reduce_independent_p_g_buckets_and_remove_grads", "self param", "zero: replaced, gradients leave by block"),
+        (
+            "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
+            "self params_to_reduce communication_data_type",
+            "zero: called to average over ranks",
+        ),
+        (
+            "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads",
+            "self buffer_to_reduce communication_data_type",
+            "zero: called with reduce_scatter off",
+        ),
+        (
+            "partition_grads",
+            "self params_to_release grad_partitions",
+            "zero: replaced, G16 goes to the out-of-core optimizer",
+        ),
+        ("independent_gradient_partition_epilogue", "self", "zero: replaced, end of backward"),
+        ("complete_grad_norm_calculation_for_cpu_offload", "self params", "zero: wrapped, norms by sub-group"),
+        ("_constant_buffered_norm2", "self input", "zero: called, stock's own norm"),
+        ("_get_norm_groups", "self", "zero: called in step"),
+        ("zero_grad", "self set_to_none", "zero: wrapped, gradients that have left param.grad are forgotten too"),
+        ("has_overflow", "self partition_gradients", "zero: replaced, no gradient buffer to look at"),
+        ("_overflow_clean_up", "self prev_scale", "zero: called in step"),
+        (
+            "_get_fp32_opt_state_partition",
+            "self param release_swap_buffers optim_state_key",
+            "zero: replaced, single states",
+        ),
+        ("_get_fp32_grad_state_partition", "self param release_swap_buffers", "zero: replaced, single gradients"),
+        (
+            "set_full_hp_param",
+            "self value param optim_state_key",
+            "zero: replaced, single states of parameters that ranks cannot share out evenly",
+        ),
+        (
+            "set_fp32_grad_for_param",
+            "self value param",
+            "zero: replaced, single gradients of parameters that ranks cannot share out evenly",
+        ),
+        (
+            "load_hp_checkpoint_state_from_checkpoint_dir_stage3",
+            "self checkpoint_dir",
+            "zero: replaced, universal checkpoints",
+        ),
+        ("load_hp_checkpoint_state", "self folder key", "zero: called, one parameter of a universal checkpoint"),
+        ("_load_global_state_stage3", "self sd", "zero: called, loss scale of a universal checkpoint"),
+        ("_rigid_state_dict", "self", "checkpoint: replaced, stock's CPU-tier format"),
+        ("_rigid_load_state_dict", "self state_dict load_optimizer_states", "checkpoint: replaced"),
+        ("_partition_all_parameters", "self", "zero: called in step"),
+        ("_pre_step", "self", "zero: called in step"),
     ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer",
-        ("self",),
-        "zero: replaced, no model-sized host buffers",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3.reduce_independent_p_g_buckets_and_remove_grads",
-        ("self", "param"),
-        "zero: replaced, gradients leave by block",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
-        ("self", "params_to_reduce", "communication_data_type"),
-        "zero: called to average over ranks",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads",
-        ("self", "buffer_to_reduce", "communication_data_type"),
-        "zero: called with reduce_scatter off",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3.partition_grads",
-        ("self", "params_to_release", "grad_partitions"),
-        "zero: replaced, G16 goes to the out-of-core optimizer",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue",
-        ("self",),
-        "zero: replaced, end of backward",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3.complete_grad_norm_calculation_for_cpu_offload",
-        ("self", "params"),
-        "zero: wrapped, norms by sub-group",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3._constant_buffered_norm2",
-        ("self", "input"),
-        "zero: called, stock's own norm",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3._get_norm_groups",
-        ("self",),
-        "zero: called in step",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3.zero_grad",
-        ("self", "set_to_none"),
-        "zero: wrapped, gradients that have left param.grad are forgotten too",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3.has_overflow",
-        ("self", "partition_gradients"),
-        "zero: replaced, no gradient buffer to look at",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3._overflow_clean_up",
-        ("self", "prev_scale"),
-        "zero: called in step",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3._get_fp32_opt_state_partition",
-        ("self", "param", "release_swap_buffers", "optim_state_key"),
-        "zero: replaced, single states",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3._get_fp32_grad_state_partition",
-        ("self", "param", "release_swap_buffers"),
-        "zero: replaced, single gradients",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3.set_full_hp_param",
-        ("self", "value", "param", "optim_state_key"),
-        "zero: replaced, single states of parameters that ranks cannot share out evenly",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3.set_fp32_grad_for_param",
-        ("self", "value", "param"),
-        "zero: replaced, single gradients of parameters that ranks cannot share out evenly",
-    ),
-    RequiredName(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine.backward",
-        ("self", "loss"),
-        "plugin: wrapped under fuyou verify",
-    ),
-    RequiredName(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine.step",
-        ("self",),
-        "plugin: wrapped, a step is committed at its end; under fuyou verify",
-    ),
-    RequiredName(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine.load_checkpoint",
-        ("self", "load_dir", "tag"),
-        "plugin: wrapped, what was loaded is committed",
-    ),
-    RequiredName(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine._configure_checkpointing",
-        ("self",),
-        "plugin: the checkpoint writer is replaced after it",
-    ),
-    RequiredName(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine.save_checkpoint",
-        ("self", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"),
-        "plugin: wrapped, folders appear whole",
-    ),
-    RequiredName(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine.load_module_state_dict",
-        ("self", "checkpoint"),
-        "plugin: wrapped, frozen parameters go to storage",
-    ),
-    RequiredName(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine._save_checkpoint",
-        ("self", "save_dir", "tag"),
-        "zero: what a checkpoint says is left with the state files",
-    ),
-    RequiredName(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine._get_zero_ckpt_name",
-        ("self", "checkpoints_path", "tag"),
-        "zero: what a checkpoint says is left with the state files",
-    ),
-    RequiredName(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine.curriculum_learning_enabled",
-        ("self",),
-        "zero: what a checkpoint says is left with the state files",
-    ),
-    RequiredName(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine.random_ltd_enabled",
-        ("self",),
-        "zero: what a checkpoint says is left with the state files",
-    ),
-    RequiredName(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine._configure_random_ltd_scheduler",
-        ("self", "configs"),
-        "zero: a resumed schedule is put back when it is made",
-    ),
-    RequiredName(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine._get_param_fragment_func",
-        ("self", "param"),
-        "zero: replaced while a checkpoint is saved",
-    ),
-    RequiredName(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine._copy_recovery_script",
-        ("self", "save_path"),
-        "zero: replaced while a checkpoint is saved",
-    ),
-    RequiredName(
+    *_of(
         "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine",
-        "TorchCheckpointEngine",
-        ("config_params",),
-        "zero: base class of the checkpoint writer",
+        "",
+        ("TorchCheckpointEngine", "config_params", "zero: base class of the checkpoint writer"),
     ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state_from_checkpoint_dir_stage3",
-        ("self", "checkpoint_dir"),
-        "zero: replaced, universal checkpoints",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state",
-        ("self", "folder", "key"),
-        "zero: called, one parameter of a universal checkpoint",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3._load_global_state_stage3",
-        ("self", "sd"),
-        "zero: called, loss scale of a universal checkpoint",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3._rigid_state_dict",
-        ("self",),
-        "checkpoint: replaced, stock's CPU-tier format",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3._rigid_load_state_dict",
-        ("self", "state_dict", "load_optimizer_states"),
-        "checkpoint: replaced",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3._partition_all_parameters",
-        ("self",),
-        "zero: called in step",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3._pre_step",
-        ("self",),
-        "zero: called in step",
-    ),
-    RequiredName(
+    *_of(
         "deepspeed.runtime.zero.partitioned_param_coordinator",
-        "PartitionedParameterCoordinator.__init__",
-        ("self", "prefetch_nvme"),
-        "zero: its prefetch to host memory is turned off",
+        "PartitionedParameterCoordinator",
+        ("__init__", "self prefetch_nvme", "zero: its prefetch to host memory is turned off"),
+        ("fetch_sub_module", "self current_submodule forward", "zero: watched, the order of use"),
+        ("reset_step", "self", "zero: watched, forwards of an engine without an optimizer"),
+        (
+            "release_and_reset_all",
+            "self module",
+            "zero: watched, the end of what stays on the device while gradients accumulate",
+        ),
+        (
+            "_PartitionedParameterCoordinator__release_param",
+            "self param free_data",
+            "zero: watched, what stays on the device while gradients accumulate",
+        ),
     ),
-    RequiredName(
+    *_of(
         "deepspeed.runtime.zero.partitioned_param_coordinator",
-        "PartitionedParameterCoordinator.fetch_sub_module",
-        ("self", "current_submodule", "forward"),
-        "zero: watched, the order of use",
+        "",
+        ("iter_params", "module recurse", "zero: a module's parameters"),
     ),
-    RequiredName(
+    *_of(
         "deepspeed.runtime.activation_checkpointing.checkpointing",
-        "CheckpointFunction.forward",
-        ("ctx", "run_function", "all_outputs", "args"),
-        "activations: DeepSpeed's own checkpointing is taken over",
+        "",
+        (
+            "CheckpointFunction.forward",
+            "ctx run_function all_outputs args",
+            "activations: DeepSpeed's own checkpointing is taken over",
+        ),
     ),
-    RequiredName(
-        "deepspeed.runtime.zero.partition_parameters",
-        "ZeroParamStatus.AVAILABLE",
-        (),
-        "activations: whether a saved tensor lies in a gathered parameter",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.partition_parameters",
-        "Init._partition_param",
-        ("self", "param", "buffer", "has_been_updated", "free_data"),
-        "plugin: wrapped, edits go where their own parameter lives",
-    ),
-    RequiredName(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine.reload_states",
-        ("self", "non_blocking"),
-        "plugin: replaced, host memory is pinned again",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.partition_parameters",
-        "Init._all_gather",
-        ("self", "param_list", "async_op", "hierarchy"),
-        "plugin: wrapped, parameters gathered together are read ahead",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.partition_parameters",
-        "GatheredParameters.__init__",
-        ("self", "params", "modifier_rank", "fwd_module", "enabled"),
-        "plugin: wrapped, what is gathered to be saved is not written back",
-    ),
-    RequiredName(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine._zero3_consolidated_16bit_state_dict",
-        ("self",),
-        "plugin: wrapped, a model that is saved is read ahead",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.partitioned_param_coordinator",
-        "PartitionedParameterCoordinator.reset_step",
-        ("self",),
-        "zero: watched, forwards of an engine without an optimizer",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.partitioned_param_coordinator",
-        "PartitionedParameterCoordinator.release_and_reset_all",
-        ("self", "module"),
-        "zero: watched, the end of what stays on the device while gradients accumulate",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.partitioned_param_coordinator",
-        "PartitionedParameterCoordinator._PartitionedParameterCoordinator__release_param",
-        ("self", "param", "free_data"),
-        "zero: watched, what stays on the device while gradients accumulate",
-    ),
-    RequiredName(
+    *_of(
         "deepspeed.runtime.zero.parameter_offload",
-        "DeepSpeedZeRoOffload.destroy",
-        ("self",),
-        "zero: watched, the end of an engine without an optimizer",
+        "",
+        ("DeepSpeedZeRoOffload.destroy", "self", "zero: watched, the end of an engine without an optimizer"),
     ),
-    RequiredName(
-        "deepspeed.runtime.zero.partitioned_param_coordinator",
-        "iter_params",
-        ("module", "recurse"),
-        "zero: a module's parameters",
-    ),
-    RequiredName(
+    *_of(
         "deepspeed.runtime.zero.offload_config",
-        "DeepSpeedZeroOffloadOptimizerConfig",
-        (),
-        "plugin: what the engine is told about optimizer offloading",
-    ),
-    RequiredName(
-        "deepspeed.runtime.zero.offload_config",
-        "DeepSpeedZeroOffloadParamConfig",
-        (),
-        "plugin: what zero.Init is told about parameter offloading",
+        "",
+        ("DeepSpeedZeroOffloadOptimizerConfig", "", "plugin: what the engine is told about optimizer offloading"),
+        ("DeepSpeedZeroOffloadParamConfig", "", "plugin: what zero.Init is told about parameter offloading"),
     ),
 )
 

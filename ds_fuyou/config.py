@@ -31,8 +31,8 @@ from pydantic import (
 
 from ds_fuyou.errors import FuyouConfigError, shown
 from ds_fuyou.log import log_once
-from ds_fuyou.planner.applied import CLASSES, completed_block, planned_shares
-from ds_fuyou.planner.document import PlanDocument, is_document, parse
+from ds_fuyou.planner.applied import completed_block, planned_shares
+from ds_fuyou.planner.document import CLASSES, PlanDocument, is_document, parse
 from ds_fuyou.storage.types import PAGE_BYTES
 
 __all__ = [

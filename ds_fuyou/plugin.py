@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import logging
 import os
+import pkgutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -67,11 +67,17 @@ class PatchPoint:
     on_import: bool = False
 
     def owner_and_name(self) -> tuple[Any, str]:
-        owner: Any = importlib.import_module(self.module)
-        *path, name = self.attribute.split(".")
-        for part in path:
-            owner = getattr(owner, part)
-        return owner, name
+        owner, _, name = self.attribute.rpartition(".")
+        return pkgutil.resolve_name(f"{self.module}:{owner}"), name
+
+
+def _from_zero(name: str) -> Callable[[Any], Any]:
+    """A replacement by its name in zero/, of which nothing is imported before a block is seen."""
+
+    def replace(original: Any) -> Any:
+        return pkgutil.resolve_name(f"ds_fuyou.zero.{name}")(original)
+
+    return replace
 
 
 def _config_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -120,36 +126,6 @@ def _swapper_factory(original: Callable[..., Any]) -> Callable[..., Any]:
         return FuyouParameterSwapper(ds_config, model_dtype)
 
     return make_swapper
-
-
-def _own_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
-    from ds_fuyou.zero.param_swapper import through_own_swapper
-
-    return through_own_swapper(original)
-
-
-def _gathers_to_read(original: Callable[..., Any]) -> Callable[..., Any]:
-    from ds_fuyou.zero.param_swapper import gathers_to_read
-
-    return gathers_to_read(original)
-
-
-def _in_portions(original: Callable[..., Any]) -> Callable[..., Any]:
-    from ds_fuyou.zero.gathering import in_portions
-
-    return in_portions(original)
-
-
-def _consolidated(original: Callable[..., Any]) -> Callable[..., Any]:
-    from ds_fuyou.zero.gathering import consolidated
-
-    return consolidated(original)
-
-
-def _event_ordered(original: type) -> Callable[[Any], Any]:
-    from ds_fuyou.zero.gather_handles import event_ordered
-
-    return event_ordered(original)
 
 
 def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,12 +205,6 @@ def _is_ours(optimizer: Any) -> bool:
     return is_ours(optimizer)
 
 
-def _save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    from ds_fuyou.zero.checkpoint_engine import saving
-
-    return saving(original)
-
-
 def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -259,41 +229,21 @@ def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_checkpoint
 
 
-def _load_module_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    from ds_fuyou.zero.checkpoint_engine import loading_module
-
-    return loading_module(original)
-
-
-def _backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    from ds_fuyou.zero.verification import record_backward
-
-    return record_backward(original)
-
-
-def _step(original: Callable[..., Any]) -> Callable[..., Any]:
-    from ds_fuyou.zero.verification import record_step
-
-    return record_step(original)
-
-
 VERIFY_VARIABLE = "DS_FUYOU_VERIFY"
 VERIFY_POINTS: tuple[PatchPoint, ...] = (
-    PatchPoint("deepspeed.runtime.engine", "DeepSpeedEngine.backward", "fuyou verify: notes the loss", _backward),
-    PatchPoint("deepspeed.runtime.engine", "DeepSpeedEngine.step", "fuyou verify: notes the norm, stops", _step),
+    PatchPoint(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.backward",
+        "fuyou verify: notes the loss",
+        _from_zero("verification:record_backward"),
+    ),
+    PatchPoint(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.step",
+        "fuyou verify: notes the norm, stops",
+        _from_zero("verification:record_step"),
+    ),
 )
-
-
-def _offload_states(original: Callable[..., None]) -> Callable[..., None]:
-    from ds_fuyou.zero.sleeping import offloading
-
-    return offloading(original)
-
-
-def _reload_states(original: Callable[..., None]) -> Callable[..., None]:
-    from ds_fuyou.zero.sleeping import reloading
-
-    return reloading(original)
 
 
 PATCH_POINTS: tuple[PatchPoint, ...] = (
@@ -314,37 +264,37 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
         "deepspeed.runtime.zero.partition_parameters",
         "Init._partition_param",
         "an edit goes where its own parameter lives, not where the first of the context does",
-        _own_swapper,
+        _from_zero("param_swapper:through_own_swapper"),
     ),
     PatchPoint(
         "deepspeed.runtime.zero.partition_parameters",
         "Init._all_gather",
         "parameters gathered together are read ahead, as many at once as host memory is planned for",
-        _in_portions,
+        _from_zero("gathering:in_portions"),
     ),
     PatchPoint(
         "deepspeed.runtime.zero.partition_parameters",
         "GatheredParameters.__init__",
         "what is gathered to be saved is neither broadcast nor written back",
-        _gathers_to_read,
+        _from_zero("param_swapper:gathers_to_read"),
     ),
     PatchPoint(
         "deepspeed.runtime.engine",
         "DeepSpeedEngine._zero3_consolidated_16bit_state_dict",
         "a model that is saved is read ahead, and not written back",
-        _consolidated,
+        _from_zero("gathering:consolidated"),
     ),
     PatchPoint(
         "deepspeed.runtime.zero.partition_parameters",
         "NoGatherHandle",
         "a gather on one rank does not stop the host",
-        _event_ordered,
+        _from_zero("gather_handles:event_ordered"),
     ),
     PatchPoint(
         "deepspeed.runtime.zero.partition_parameters",
         "NoGatherCoalescedHandle",
         "a gather on one rank does not stop the host",
-        _event_ordered,
+        _from_zero("gather_handles:event_ordered"),
     ),
     PatchPoint(
         "deepspeed.runtime.engine",
@@ -362,13 +312,13 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.save_checkpoint",
         "a checkpoint appears whole or not at all, also behind training",
-        _save_checkpoint,
+        _from_zero("checkpoint_engine:saving"),
     ),
     PatchPoint(
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.load_module_state_dict",
         "frozen parameters on storage are loaded to storage",
-        _load_module_state_dict,
+        _from_zero("checkpoint_engine:loading_module"),
     ),
     PatchPoint(
         "deepspeed.runtime.engine",
@@ -386,13 +336,13 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.offload_states",
         "releases gathered parameters; the stock function refuses offloaded ones",
-        _offload_states,
+        _from_zero("sleeping:offloading"),
     ),
     PatchPoint(
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.reload_states",
         "pins host memory again, and reads ahead",
-        _reload_states,
+        _from_zero("sleeping:reloading"),
     ),
 )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layouts of a state block: the one description of what lies where in it. Standard library only.
+"""The layouts of a state block: the one description of what lies where in it. No torch.
 
 A block holds the master (P32) and the moments of one chunk. Every field begins at a page. States kept for a checkpoint,
 and whoever reads or replaces a state between steps, see *whole* blocks, fp32 throughout. What lies in a slot on storage
@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.storage.types import PAGE_BYTES
 
 __all__ = [
     "AUTO",
@@ -23,7 +24,6 @@ __all__ = [
     "CODE_BLOCK",
     "FP32",
     "INT8",
-    "PAGE_BYTES",
     "SPLIT",
     "WHOLE",
     "StateLayout",
@@ -32,7 +32,6 @@ __all__ = [
     "moments_of",
 ]
 
-PAGE_BYTES = 4096
 AUTO, WHOLE, SPLIT = "auto", "whole", "split"
 FP32, BF16, INT8 = "fp32", "bf16", "int8"
 CODE_BLOCK = 256
@@ -134,9 +133,6 @@ class StateLayout:
     def num_master_bytes(self, numel: int) -> int:
         """Of the first fields: what stands there without moments."""
         return self.offsets(numel)["moment0" if self.num_moments else "end"]
-
-    def num_moment_bytes(self, numel: int) -> int:
-        return self.num_bytes(numel) - self.num_master_bytes(numel)
 
     def as_json(self) -> dict[str, int | str]:
         """How state files name it; moments of fp32 are not named, as ever."""

@@ -6,11 +6,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from ds_fuyou.activations.calls import OperatorCall
 
-__all__ = ["ActivationPolicy", "BlockFate", "Fate", "FateByBlock", "KeepEverything", "SavedTensor", "SwapEverything"]
+__all__ = ["BlockFate", "Fate"]
 
 
 class Fate(enum.Enum):
@@ -24,37 +23,6 @@ class Fate(enum.Enum):
 
 
 @dataclass(frozen=True)
-class SavedTensor:
-    """What a policy may know: the block in which it was saved ("" outside of all), its place in the order of saving
-    within that block, and its bytes.
-    """
-
-    block: str
-    place: int
-    num_bytes: int
-
-
-class ActivationPolicy(Protocol):
-    """The planner's say. Asked once for every storage that is saved and large enough to be moved."""
-
-    def fate(self, saved: SavedTensor) -> Fate: ...
-
-
-class SwapEverything:
-    """``activations.mode: swap``: nothing is kept that can be moved."""
-
-    def fate(self, saved: SavedTensor) -> Fate:
-        return Fate.SWAP
-
-
-class KeepEverything:
-    """As far as the swapper has room (``keep_bytes``)."""
-
-    def fate(self, saved: SavedTensor) -> Fate:
-        return Fate.KEEP
-
-
-@dataclass(frozen=True)
 class BlockFate:
     """What becomes of one block.
 
@@ -65,13 +33,3 @@ class BlockFate:
 
     saved: Fate
     outputs: Mapping[OperatorCall, Fate] | None = None
-
-
-class FateByBlock:
-    """One fate for all that a block saves; "" stands for what lies around blocks. What is not named is kept."""
-
-    def __init__(self, fates: Mapping[str, Fate]) -> None:
-        self._fates = dict(fates)
-
-    def fate(self, saved: SavedTensor) -> Fate:
-        return self._fates.get(saved.block, Fate.KEEP)

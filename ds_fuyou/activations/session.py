@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_fuyou.activations.blocks import Block
 from ds_fuyou.activations.open_hooks import OpenHooks, computes_its_loss
-from ds_fuyou.activations.policy import BlockFate, FateByBlock
+from ds_fuyou.activations.policy import BlockFate
 from ds_fuyou.activations.recompute import RecomputedForward
 from ds_fuyou.activations.selective import OutputSelection
 from ds_fuyou.activations.swapper import Swapper
@@ -36,7 +36,7 @@ class ActivationSession:
     A forward that raises leaves nothing behind: hooks are popped, and what was moved goes with the graph.
 
     Args:
-        blocks: known by name to the swapper and its policy.
+        blocks: known by name to the swapper and its fates.
         swapper: takes what is saved; None saves as ever.
         recomputed: those of the blocks that are computed again in backward.
         points: how gradient checkpointing is recognised in forward, and taken over.
@@ -201,7 +201,7 @@ class ActivationSession:
                 chosen = OutputSelection(self.swapper, fate.outputs) if self.swapper and fate.outputs else None
                 self._forwards.append(RecomputedForward(block.module, self._takeover, chosen))
         if self.swapper is not None:
-            self.swapper.policy = FateByBlock({name: fate.saved for name, fate in fates.items()})
+            self.swapper.fates = {name: fate.saved for name, fate in fates.items()}
 
     def end_step(self) -> None:
         """A step ended: a region that an interrupt (Ctrl-C is no ``Exception``) left open is closed.

@@ -7,7 +7,7 @@ import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_fuyou.activations.parameters import ParameterIndex, SavedParameter
-from ds_fuyou.activations.policy import ActivationPolicy, Fate, SavedTensor
+from ds_fuyou.activations.policy import Fate
 from ds_fuyou.activations.records import HeldBytes, Record
 from ds_fuyou.activations.tier import SwapTier
 from ds_fuyou.activations.views import ALIGN_BYTES, ByteRange, ViewSpec, byte_view, is_movable
@@ -129,7 +129,6 @@ class Swapper:
         self,
         tier: SwapTier | None,
         parameters: ParameterIndex,
-        policy: ActivationPolicy,
         *,
         device_type: str,
         smallest_bytes: int = 64 * 1024,
@@ -138,17 +137,17 @@ class Swapper:
     ) -> None:
         self.tier = tier
         self.clock = clock if clock is not None else HostClock()
-        self.policy = policy
         self.parameters = parameters
         self.held = tier.held if tier is not None else HeldBytes()
         self.kept = HeldBytes(self.held)  # of what could have been moved
         self.block = ""
-        self.keep_bytes = math.inf  # a policy's choice to keep holds as long as no more than this is on the device
+        self.fates: Mapping[str, Fate] | None = None
+        """Of what each block saves, "" for what lies around blocks; what is not named is kept. None: all is swapped."""
+        self.keep_bytes = math.inf  # a choice to keep holds as long as no more than this is on the device
         self.keeps_what_storage_refuses = False
         self._in_backward = False
         self.num_saved_parameters = 0
         self.saved_bytes: Counter[str] = Counter()  # of what is large enough to be moved, by block, since the start
-        self._places: dict[str, int] = {}
         self._device_type = device_type
         self._smallest_bytes = smallest_bytes
         self._resident_of = resident
@@ -164,7 +163,6 @@ class Swapper:
         self._tape = Tape()
         self.block = ""
         self._in_backward = False
-        self._places = {}
         self._resident = self._resident_of()
         self._moved = {}
         self._kept = {key: kept for key, kept in self._kept.items() if kept() is not None}
@@ -191,7 +189,8 @@ class Swapper:
             return KeptTensor(tensor, self.held, 0)
         if span.num_bytes < self._smallest_bytes:
             return self._keep_small(tensor, view, span, storage.nbytes())
-        return self._move(tensor, view, span, storage, self._fate)
+        fate = Fate.SWAP if self.fates is None else self.fates.get(self.block, Fate.KEEP)
+        return self._move(tensor, view, span, storage, fate)
 
     @property
     def num_moved(self) -> int:
@@ -208,7 +207,7 @@ class Swapper:
         span = view.bytes()
         if span.num_bytes < self._smallest_bytes:
             return KeptTensor(tensor, self.held, span.num_bytes)
-        return self._move(tensor, view, span, tensor.untyped_storage(), lambda num_bytes: fate, begun_at)
+        return self._move(tensor, view, span, tensor.untyped_storage(), fate, begun_at)
 
     def _keep_small(self, tensor: torch.Tensor, view: ViewSpec, span: ByteRange, storage_bytes: int) -> Packed:
         """Small tensors stay; a small part of something large stays as a copy that does not hold on to the rest."""
@@ -223,7 +222,7 @@ class Swapper:
         view: ViewSpec,
         span: ByteRange,
         storage: Any,
-        fate_of: Callable[[int], Fate],
+        fate: Fate,
         made_after: int | None = None,
     ) -> Packed:
         key = (storage._cdata, tensor._version)
@@ -241,7 +240,7 @@ class Swapper:
         if is_small_part or not whole.covers(span):  # take no more than that
             whole = span
         whole = ByteRange(whole.begin // ALIGN_BYTES * ALIGN_BYTES, whole.end)
-        if self.tier is None or (fate_of(span.num_bytes) is Fate.KEEP and self._has_room(key, whole.num_bytes)):
+        if self.tier is None or (fate is Fate.KEEP and self._has_room(key, whole.num_bytes)):
             return self._keep(key, tensor, whole.num_bytes)
         if self.keeps_what_storage_refuses and not self.tier.has_storage_for(whole.num_bytes):
             log_once(
@@ -289,11 +288,6 @@ class Swapper:
         kept = KeptTensor(tensor, self.kept, num_bytes)
         self._kept[key] = weakref.ref(kept)
         return kept
-
-    def _fate(self, num_bytes: int) -> Fate:
-        place = self._places.get(self.block, 0)
-        self._places[self.block] = place + 1
-        return self.policy.fate(SavedTensor(self.block, place, num_bytes))
 
     def _name(self, tensor: torch.Tensor) -> str:
         return f"an activation of {self.block or 'the model outside of its blocks'} {tuple(tensor.shape)}"

@@ -215,7 +215,7 @@ class _Outlet:
     def clone(self, extents: Sequence[Extent], at: int) -> bool:
         """False if the filesystem does not share blocks, or not between these. FuyouStorageError if it failed."""
         for extent in extents:
-            given = _CLONE_RANGE.pack(extent.fd, extent.offset, extent.num_bytes, at)
+            given = _CLONE_RANGE.pack(*extent, at)
             try:
                 fcntl.ioctl(self._fd, _FICLONERANGE, given)
             except OSError as error:

@@ -275,14 +275,14 @@ class ChunkPlacement:
             "whole": native(self.whole, chunk.numel),
             "resident": native(self.resident_of(chunk), chunk.numel),
             "stored": native(self.stored_of(chunk), chunk.numel),
-            "state_slots": [] if state is not None else [_ranges(self.state_extents(index, s)) for s in slots],
+            "state_slots": [] if state is not None else [self.state_extents(index, s) for s in slots],
             "resident_state": 0 if state is None else state.data_ptr(),
             "spare_state": self._spares[index].data_ptr() if state is not None and index in self._spares else 0,
-            "param_slots": [] if in_memory else [_ranges(self.param_extents(index, s)) for s in slots],
+            "param_slots": [] if in_memory else [self.param_extents(index, s) for s in slots],
             "param_memory": [self.chunk_params(chunk, v).data_ptr() for v in range(len(self._params))]
             if in_memory
             else [],
-            "grad_slot": [] if residency.grads[index] else _ranges(self.grad_extents(index)),
+            "grad_slot": [] if residency.grads[index] else self.grad_extents(index),
             "num_slots": num_slots,
         }
 
@@ -292,7 +292,3 @@ class ChunkPlacement:
         self._spares.clear()
         self._published_at = None
         self._params.clear()
-
-
-def _ranges(extents: Sequence[Extent]) -> list[tuple[int, int, int]]:
-    return [(extent.fd, extent.offset, extent.num_bytes) for extent in extents]

@@ -16,9 +16,8 @@ from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.memory import aligned_tensor, round_up_to_page
 from ds_fuyou.optimizer.coded_states import decode, encode
 from ds_fuyou.optimizer.layout import Chunk, ParamSpan, overlap
-from ds_fuyou.state_layout import PAGE_BYTES
 from ds_fuyou.storage.io import IoLane, Transfer, storage_error
-from ds_fuyou.storage.store import Extent
+from ds_fuyou.storage.types import PAGE_BYTES, Extent
 
 if TYPE_CHECKING:
     from ds_fuyou.optimizer.core import OutOfCoreOptimizer

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partitions on storage of one class of sizes. Small ones often stay gathered, and would cut the memory of large ones
-to pieces.
+"""Partitions on storage of one class of sizes, and the host memory they are read to. Small ones often stay gathered,
+and would cut the memory of large ones to pieces.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from ds_fuyou.host.device import Device
+from ds_fuyou.host.memory import HostPool
 from ds_fuyou.parameters.kept import Kept
-from ds_fuyou.parameters.memory import ReadMemory
 from ds_fuyou.parameters.partition import Partition
 from ds_fuyou.parameters.trace import AccessTrace, Ahead
 from ds_fuyou.planner.plan import kept_param_bytes
@@ -19,6 +22,62 @@ __all__ = ["SMALL_BYTES", "SizeClass"]
 
 SMALL_BYTES = 256 * 1024
 """Partitions of fewer bytes have a pool of their own."""
+
+
+class ReadMemory:
+    """One pool, registered with the device, and what copies of the device still read. Training thread only.
+
+    [Note: copies in flight] Copies from registered memory return at once, so what they read is kept until the event
+    after them has passed. A read that somebody waits for, and that finds the pool full and no kept values in it, waits
+    for the oldest of these events. That cannot deadlock: the copies stand in a stream behind work that was issued
+    before them, none of which waits for the host.
+    """
+
+    def __init__(self, sizes: Sequence[int], wanted_bytes: int, device: Device) -> None:
+        """``sizes``: bytes of every parameter that may come here. The pool takes ``wanted_bytes``, but always two of
+        the largest, and never more than twice all of them.
+        """
+        self._pool = HostPool(min(max(wanted_bytes, 2 * max(sizes)), 2 * sum(sizes)), device, inherited=device.is_host)
+        self._copies: deque[tuple[Any, torch.Tensor]] = deque()
+
+    @property
+    def pool(self) -> HostPool:
+        return self._pool
+
+    def try_allocate(self, num_bytes: int) -> torch.Tensor | None:
+        """Bytes of the pool, or None when there is no room now; they return when the last alias is gone."""
+        self.sweep()
+        return self._pool.try_allocate(num_bytes)
+
+    def keep_until(self, event: Any, memory: torch.Tensor) -> None:
+        """The device reads ``memory`` until ``event``."""
+        self._copies.append((event, memory))
+
+    def sweep(self) -> None:
+        """Lets go of what the device is done with."""
+        while self._copies and self._copies[0][0].query():
+            self._copies.popleft()
+
+    def wait_for_copy(self) -> bool:
+        """Waits for the oldest copy and lets its memory go; False if none is in flight."""
+        if not self._copies:
+            return False
+        event, _ = self._copies.popleft()
+        event.synchronize()
+        return True
+
+    def unpin(self) -> None:
+        """Until :meth:`pin`. No copy may be in flight."""
+        self._copies.clear()
+        self._pool.unpin()
+
+    def pin(self) -> None:
+        self._pool.pin()
+
+    def close(self) -> None:
+        """Unpins the pool and returns its pages; no read and no copy may be in flight."""
+        self._copies.clear()
+        self._pool.give_back()
 
 
 class SizeClass:

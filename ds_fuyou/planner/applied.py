@@ -8,12 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.planner.document import PlanDocument
+from ds_fuyou.planner.document import CLASSES, PlanDocument
 
-__all__ = ["CLASSES", "completed_block", "planned_shares", "require_params"]
-
-CLASSES = ("parameters", "optimizer", "gradients")
-"""Sections of the block whose home a plan decides; fields of its residency."""
+__all__ = ["completed_block", "planned_shares", "require_params"]
 
 _CLOSE = 0.05  # biases, positions and padding of the vocabulary that a model's config does not tell
 

@@ -69,10 +69,6 @@ class Operator:
         """Forward FLOPs a token at sequence length ``seq``."""
         return self.matmul_flops + sum(flops * min(seq, window or seq) for flops, window in self.attention)
 
-    def flops_per_byte(self, seq: int) -> float:
-        """What recomputing costs for each byte that is then not moved."""
-        return self.flops(seq) / self.output_bytes if self.output_bytes else 0.0
-
 
 @dataclass(frozen=True)
 class Attention:

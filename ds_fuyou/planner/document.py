@@ -19,9 +19,11 @@ from ds_fuyou.errors import FuyouConfigError, shown
 from ds_fuyou.files import replacing
 from ds_fuyou.planner.blocks import OPERATORS
 
-__all__ = ["SCHEMA", "PlanDocument", "Residency", "Subject", "is_document", "load", "parse", "save"]
+__all__ = ["CLASSES", "SCHEMA", "PlanDocument", "Residency", "Subject", "is_document", "load", "parse", "save"]
 
 SCHEMA = "ds_fuyou.plan/1"
+CLASSES = ("parameters", "optimizer", "gradients")
+"""Fields of :class:`Residency`, and sections of the block: what a plan places for every model."""
 
 
 @dataclass(frozen=True)
@@ -93,23 +95,21 @@ def save(plan: PlanDocument, path: Path) -> None:
         part.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
 
 
-def load(path: Path, fingerprint: str | None = None, world_size: int | None = None) -> PlanDocument:
-    """Reads a document, checks every value, and that it is for this model and world size where these are given.
+def load(path: Path) -> PlanDocument:
+    """Reads a document, and checks every value.
 
     Raises:
-        FuyouConfigError: unreadable, another schema, a key unknown or missing, a value out of range, or made for
-            something else; with the path of the value.
+        FuyouConfigError: unreadable, another schema, a key unknown or missing, or a value out of range; with the path
+            of the value.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise FuyouConfigError(f"{path}: a plan must be a readable JSON file, found {error}") from error
     try:
-        plan = parse(data)
-        plan.require(fingerprint, world_size)
+        return parse(data)
     except FuyouConfigError as error:
         raise FuyouConfigError(f"{path}: {error}") from error
-    return plan
 
 
 def parse(data: object) -> PlanDocument:
@@ -127,7 +127,7 @@ def parse(data: object) -> PlanDocument:
         body["residency"] = {key: value for key, value in body["residency"].items() if key != "accumulators"}
     residency = _section(body, "residency", Residency)
     for name, share in residency.items():
-        _number(f"residency.{name}", share, 0.0, 1.0)
+        _share(f"residency.{name}", share)
     for name in ("params", "layers"):
         _whole(f"model.{name}", model[name])
     _whole("world_size", body["world_size"])
@@ -172,9 +172,9 @@ def _section(data: Mapping[str, Any], name: str, kind: type[Any]) -> dict[str, A
     return dict(section)
 
 
-def _number(where: str, value: object, least: float, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise FuyouConfigError(f"{where} must be a number from {least:g} to {most:g}, found {shown(value)}")
+def _share(where: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise FuyouConfigError(f"{where} must be a number from 0 to 1, found {shown(value)}")
 
 
 def _whole(where: str, value: object, least: int = 1) -> None:

@@ -14,13 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ds_fuyou.planner.document import Residency
+from ds_fuyou.planner.document import CLASSES, Residency
 from ds_fuyou.state_layout import StateLayout
 from ds_fuyou.storage.layout import queue_depth
 
 __all__ = [
     "CHUNK_BYTES",
-    "CLASSES",
     "GRADIENT_BUFFERS",
     "MIB",
     "SAVE_BLOCKS",
@@ -176,7 +175,6 @@ class Plan:
         return self.resident_bytes(given) + lanes + self.save_bytes
 
 
-CLASSES = ("parameters", "optimizer", "gradients")
 TWICE = "optimizer_twice"
 """Second versions of P32 and moments in memory, by field of :class:`Residency`."""
 

@@ -28,6 +28,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ds_fuyou.activations.blocks import Block
 from ds_fuyou.activations.calls import CallCounter, OperatorCall, written_tensors
+from ds_fuyou.activations.records import HeldBytes
+from ds_fuyou.activations.swapper import KeptTensor
 from ds_fuyou.activations.views import ByteRange, byte_view
 from ds_fuyou.host.device import Device
 
@@ -42,8 +44,6 @@ class OperatorOutput:
 
     Attributes:
         name: module within the block and operator, ``mlp.up/addmm``; ``/2`` is added to the second of its name.
-        operator: as ``str`` of the overload that a dispatch mode gets, ``aten.addmm.default``.
-        occurrence: of this operator in this call of the block, from 0.
         call: by which a recomputation knows the output; None for a call that it always runs again
             (:mod:`ds_fuyou.activations.calls`), as for one whose output is changed unseen (looked for in the first
             block alone).
@@ -54,8 +54,6 @@ class OperatorOutput:
     """
 
     name: str
-    operator: str
-    occurrence: int
     flops: int
     num_bytes: int
     saved: bool
@@ -69,7 +67,6 @@ class BlockProfile:
     Attributes:
         outputs: in the order of the calls; those that made no memory and have no FLOPs are left out.
         input_bytes: of the tensors that came in.
-        tokens, seq: rows of the first input, of ``[…, seq, width]``; 0 where it has less than two dimensions.
         saves_known: autograd's saving could be seen. It cannot inside of a gradient checkpoint; then at most the
             output that is the input of the next block has ``saved``.
     """
@@ -77,44 +74,20 @@ class BlockProfile:
     name: str
     outputs: tuple[OperatorOutput, ...]
     input_bytes: int = 0
-    tokens: int = 0
-    seq: int = 0
     saves_known: bool = True
 
     @property
     def flops(self) -> int:
         return sum(output.flops for output in self.outputs)
 
-    @property
-    def saved_bytes(self) -> int:
-        """Of outputs that backward needs."""
-        return sum(output.num_bytes for output in self.outputs if output.saved)
-
-
-class _Kept:
-    """A saved tensor without history: the node that saves it must not own itself. Refuses to come back changed."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
-        self._version = self._tensor._version
-
-    def value(self) -> torch.Tensor:
-        if self._tensor._version != self._version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self._tensor.shape)} needed for gradient computation was modified by an "
-                f"in-place operation: it is at version {self._tensor._version}, expected {self._version}"
-            )
-        return self._tensor
-
 
 def _keep(tensor: torch.Tensor) -> Any:
-    return tensor if tensor.is_leaf else _Kept(tensor)  # a leaf has no history, and ZeRO-3 fills parameters again
+    """A leaf has no history, and ZeRO-3 fills parameters again."""
+    return tensor if tensor.is_leaf else KeptTensor(tensor, HeldBytes(), 0)
 
 
 def _give(kept: Any) -> torch.Tensor:
-    return kept.value() if isinstance(kept, _Kept) else kept
+    return kept.value() if isinstance(kept, KeptTensor) else kept
 
 
 class _Calls:
@@ -123,17 +96,14 @@ class _Calls:
     def __init__(self, block: str) -> None:
         self.block = block
         self.outputs: list[OperatorOutput] = []
-        self.input_bytes = self.tokens = self.seq = 0
+        self.input_bytes = 0
         self.saves_own = False
         self.counter = CallCounter()
-        self._occurrences: Counter[str] = Counter()
         self._names: Counter[str] = Counter()
 
     def add(self, module: str, func: Any, flops: int, num_bytes: int, call: OperatorCall | None) -> int:
         """Place of the output in the list; -1 if it is none worth a line."""
         operator = str(func)
-        occurrence = self._occurrences[operator]
-        self._occurrences[operator] += 1
         if not flops and not num_bytes:
             return -1
         short = operator.split(".")[1] if operator.count(".") else operator
@@ -141,19 +111,16 @@ class _Calls:
         self._names[name] += 1
         if self._names[name] > 1:
             name = f"{name}/{self._names[name]}"
-        self.outputs.append(OperatorOutput(name, operator, occurrence, flops, num_bytes, False, call))
+        self.outputs.append(OperatorOutput(name, flops, num_bytes, False, call))
         return len(self.outputs) - 1
 
     def took(self, args: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         self.input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        first = next((tensor for tensor in tensors if tensor.dim() >= 2), None)
-        if first is not None and first.shape[-1]:
-            self.tokens, self.seq = first.numel() // first.shape[-1], int(first.shape[-2])
 
     def profile(self) -> BlockProfile:
         known = self.saves_own or not self.outputs
-        return BlockProfile(self.block, tuple(self.outputs), self.input_bytes, self.tokens, self.seq, known)
+        return BlockProfile(self.block, tuple(self.outputs), self.input_bytes, known)
 
 
 class _Contents:

@@ -18,7 +18,7 @@ from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import CHUNK_BYTES, PlanInput
 from ds_fuyou.planner.policies import Fates, Fixed, Policy, Tiers
-from ds_fuyou.simulator.fit import Needs, device_room, needs_of, rank_facts, shown_bytes
+from ds_fuyou.simulator.fit import MEMORY_NAMES, Needs, device_room, needs_of, rank_facts, shown_bytes
 from ds_fuyou.simulator.simulate import Simulated, simulate
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 BATCHES = tuple(1 << power for power in range(10))
-_TIER_NAMES = {"gpu": "GPU memory", "cpu": "host memory", "nvme": "storage"}
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def choose(work: Workload, machine: Machine, policy: Policy) -> Chosen:
     if isinstance(chosen, Chosen):
         return chosen
     lacking = ", ".join(
-        f"{shown_bytes(chosen.total(tier))} of {_TIER_NAMES[tier]}"
+        f"{shown_bytes(chosen.total(tier))} of {MEMORY_NAMES[tier]}"
         f" ({shown_bytes(chosen.have[tier])} {'a GPU ' if tier == 'gpu' else ''}there)"
         for tier in chosen.missing()
     )

@@ -12,7 +12,7 @@ from ds_fuyou.planner.cost import Workload
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.policies import Policy
 from ds_fuyou.simulator.choose import Chosen, try_choose
-from ds_fuyou.simulator.fit import shown_bytes
+from ds_fuyou.simulator.fit import MEMORY_NAMES, shown_bytes
 from ds_fuyou.simulator.systems import find_policy
 
 __all__ = ["COMPARED", "HEAD", "Compared", "Training", "cells", "compared", "compared_text"]
@@ -24,7 +24,6 @@ COMPARED = {
     "ds_fuyou": "this",
 }
 HEAD = ("system", "tokens/s", "hours", "cost", "written", "of the warranty", "bound by, or why not")
-_TIERS = {"gpu": "GPU memory", "cpu": "host memory", "nvme": "storage"}
 _GPU_ADAM_BYTES = 30  # reads G16, P32, M, V; writes P32, M, V and P16
 
 
@@ -79,7 +78,7 @@ def _without_streaming(machine: Machine) -> Machine:
 
 def _row(name: str, chosen: Any, training: Training) -> Compared:
     if not isinstance(chosen, Chosen):
-        lacking = [f"{_TIERS[tier]} lacks {shown_bytes(lack)}" for tier, lack in chosen.missing().items()]
+        lacking = [f"{MEMORY_NAMES[tier]} lacks {shown_bytes(lack)}" for tier, lack in chosen.missing().items()]
         return Compared(name, "does not fit: " + " and ".join(lacking))
     steps = training.tokens / chosen.work.tokens_per_step(chosen.machine.num_gpus)
     hours = training.tokens / chosen.tokens_per_s / 3600

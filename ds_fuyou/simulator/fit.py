@@ -22,8 +22,9 @@ from ds_fuyou.planner.plan import (
 from ds_fuyou.planner.policies import Policy, Tiers, Updates
 from ds_fuyou.planner.presets import constants
 
-__all__ = ["Item", "Needs", "device_room", "needs_of", "rank_facts", "shown_bytes"]
+__all__ = ["MEMORY_NAMES", "Item", "Needs", "device_room", "needs_of", "rank_facts", "shown_bytes"]
 
+MEMORY_NAMES = {"gpu": "GPU memory", "cpu": "host memory", "nvme": "storage"}
 _HEAD_SLICE_BYTES = 1 << 30  # logits of a slice of tokens; the loss is taken slice by slice
 _LOGIT_BYTES = 10  # unsliced: 16-bit logits, fp32 copy and its gradient
 _STOCK_SWAP_BYTES = 16 << 30  # optimizer swap buffers of four sub-groups of 10^9 parameters

@@ -28,6 +28,7 @@ from ds_fuyou.storage.probe import is_on_network
 from ds_fuyou.storage.records import Manifest, ProcessMark, read_manifest
 from ds_fuyou.storage.store import CommitRecord, commits_in
 from ds_fuyou.storage.store_files import read_directory_manifest
+from ds_fuyou.storage.types import DIRECTORY_FLAGS
 
 __all__ = [
     "StateDirectory",
@@ -41,7 +42,6 @@ __all__ = [
     "what_it_holds",
 ]
 
-_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OF_WHAT_IS_THERE = frozenset(
     {
         errno.ENOENT,
@@ -241,7 +241,7 @@ def _inspect(root: StateRoot, name: str) -> StateDirectory | None:
     if not is_run_name(name):
         return None
     try:
-        fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=root.fd)
+        fd = os.open(name, DIRECTORY_FLAGS, dir_fd=root.fd)
     except OSError as error:
         if is_fault(error):
             message = "the state directory cannot be opened; check the device"
@@ -278,7 +278,7 @@ def _check_removable(root: StateRoot, path: Path) -> None:
         raise FuyouStorageError(errno.EPERM, message, str(path))
     if state.alive:
         raise FuyouStateError(f"{path} is in use by a running process; wait for its end or stop it")
-    fd = os.open(path.name, _DIRECTORY_FLAGS, dir_fd=root.fd)
+    fd = os.open(path.name, DIRECTORY_FLAGS, dir_fd=root.fd)
     try:
         foreign, recognised = foreign_names(fd), is_ours(fd)
     finally:

@@ -24,6 +24,7 @@ from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.locks import lock_directory, try_lock
 from ds_fuyou.storage.probe import open_path
 from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, ENGINE_NAME, MANIFEST_NAME
+from ds_fuyou.storage.types import DIRECTORY_FLAGS
 
 __all__ = [
     "DATA_NAME",
@@ -47,7 +48,6 @@ _TEMPORARY = tuple(f"{name}.tmp" for name in (COMMIT_NAME, CONTENTS_NAME, ENGINE
 # committed.
 _OUR_NAMES = (COMMIT_NAME, *_TEMPORARY, DATA_NAME, CONTENTS_NAME, ENGINE_NAME, MANIFEST_NAME, LOCK_NAME)
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}-rank\d{1,9}")
-_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_LIMIT_SECS = 600.0
 
 
@@ -140,7 +140,7 @@ class StateRoot:
             if create:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(ROOT_NAME, 0o700, dir_fd=path_fd)
-            fd = os.open(ROOT_NAME, _DIRECTORY_FLAGS, dir_fd=path_fd)
+            fd = os.open(ROOT_NAME, DIRECTORY_FLAGS, dir_fd=path_fd)
         except FileNotFoundError:
             if not create:
                 return None
@@ -175,7 +175,7 @@ class StateRoot:
         """
         try:
             os.fsync(self.fd)
-            path_fd = os.open("..", _DIRECTORY_FLAGS, dir_fd=self.fd)
+            path_fd = os.open("..", DIRECTORY_FLAGS, dir_fd=self.fd)
             try:
                 os.fsync(path_fd)
             finally:
@@ -187,7 +187,7 @@ class StateRoot:
     def close(self, *, drop_if_empty: bool) -> None:
         """Closes the descriptor; first removes ``ds_fuyou`` if asked, if it is empty and nobody uses it."""
         try:
-            if drop_if_empty and try_lock(self.fd, fcntl.LOCK_EX, 0.0, str(self.path)):
+            if drop_if_empty and try_lock(self.fd, 0.0, str(self.path)):
                 self._drop()
         except OSError as error:
             logger.debug("%s stays: %s", self.path, error)
@@ -198,7 +198,7 @@ class StateRoot:
         own = os.fstat(self.fd)
         if own.st_uid != os.geteuid() or stat.S_IMODE(own.st_mode) != 0o700:
             return  # an administrator made it for several users
-        path_fd = os.open("..", _DIRECTORY_FLAGS, dir_fd=self.fd)
+        path_fd = os.open("..", DIRECTORY_FLAGS, dir_fd=self.fd)
         try:
             if _is_entry(path_fd, ROOT_NAME, self.fd):
                 os.rmdir(ROOT_NAME, dir_fd=path_fd)
@@ -261,14 +261,14 @@ class RunDirectory:
         path = root.path / name
         opened: list[int] = []
         try:
-            opened.append(os.open(name, _DIRECTORY_FLAGS, dir_fd=root.fd))
+            opened.append(os.open(name, DIRECTORY_FLAGS, dir_fd=root.fd))
             owner = os.fstat(opened[0]).st_uid
             if owner != os.geteuid():
                 message = f"it must belong to user {os.geteuid()}, it is user {owner}'s"
                 raise FuyouStorageError(errno.EPERM, message, str(path))
             flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | lock_flags
             opened.append(os.open(LOCK_NAME, flags, 0o600, dir_fd=opened[0]))
-            if not try_lock(opened[1], fcntl.LOCK_EX, 0.0, str(path)):
+            if not try_lock(opened[1], 0.0, str(path)):
                 raise FuyouStateError(f"{path} is in use by a running process; wait for its end or stop it")
             if lock_flags & os.O_EXCL:
                 os.write(opened[1], _MARK)

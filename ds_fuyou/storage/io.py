@@ -136,18 +136,18 @@ class IoLane:
         4 KiB. To be called before anything is written there; what was watched before and shares a page is forgotten.
         """
         for extent in extents:
-            self.engine.watch_pages(extent.fd, extent.offset, extent.num_bytes)
+            self.engine.watch_pages(*extent)
 
     def digest(self, extents: Iterable[Extent]) -> int:
         """Of extents that were watched, and written or read as a whole: a number that stands for what they hold."""
-        return int(self.engine.page_digest(_ranges(extents)))
+        return int(self.engine.page_digest(list(extents)))
 
     def expect(self, extents: Sequence[Extent], digest: int) -> None:
         """As :meth:`watch`, of extents that hold what another engine told this digest of: compared when the last of
         them has been read.
         """
         self.watch(extents)
-        self.engine.expect_pages(_ranges(extents), digest)
+        self.engine.expect_pages(extents, digest)
 
     def sharing(self, path_of: Callable[[int], Path | None]) -> IoLane:
         """The same engine for files of another owner. Only the lane that was built first closes it."""
@@ -190,8 +190,7 @@ class IoLane:
         num_bytes = sum(extent.num_bytes for extent in extents)
         if num_bytes > memory.numel() * memory.element_size():
             raise ValueError(f"{what}: extents hold {num_bytes} bytes, the memory {memory.nbytes}")
-        ranges = _ranges(extents)
-        ticket = self.engine.submit(kind=kind, ranges=ranges, buffer=memory.data_ptr(), priority=priority)
+        ticket = self.engine.submit(kind=kind, ranges=extents, buffer=memory.data_ptr(), priority=priority)
         return Transfer(ticket, memory, what, self._path_of, self.on_failure)
 
     def stats(self) -> dict[str, Any]:
@@ -207,10 +206,6 @@ class IoLane:
             wait_through(self.engine.close, lambda: f"{self.engine.num_in_flight} transfers in flight to end")
             self.engine = None
             self._registered.clear()
-
-
-def _ranges(extents: Iterable[Extent]) -> list[tuple[int, int, int]]:
-    return [(extent.fd, extent.offset, extent.num_bytes) for extent in extents]
 
 
 def _memlock_limit() -> str:

@@ -19,30 +19,23 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ds_fuyou.storage import ending
 
-__all__ = ["Closable", "forget_store", "install", "open_stores", "register_closer", "register_store", "shutdown"]
+if TYPE_CHECKING:
+    from ds_fuyou.storage.store import SlotStore
+
+__all__ = ["forget_store", "install", "open_stores", "register_closer", "register_store", "shutdown"]
 
 logger = logging.getLogger("ds_fuyou")
 
 _SIGTERM_STATUS = 128 + signal.SIGTERM
 
 
-class Closable(Protocol):
-    """What the registry asks of a store."""
-
-    def close(self) -> None:
-        """Idempotent."""
-
-    def abandon(self) -> None:
-        """In a forked child: lets go of descriptors and touches nothing on storage."""
-
-
 class _Registry:
     def __init__(self) -> None:
-        self.stores: list[Closable] = []
+        self.stores: list[SlotStore] = []
         self.closers: list[Callable[[], None]] = []
         self.hooked = False
         self.shutting_down = False
@@ -62,18 +55,18 @@ def install() -> None:
         signal.signal(signal.SIGTERM, _on_sigterm)
 
 
-def register_store(store: Closable) -> None:
+def register_store(store: SlotStore) -> None:
     """Has the store closed at the end of the process, unless :func:`forget_store` comes first."""
     install()
     _registry.stores.append(store)
 
 
-def open_stores() -> Sequence[Closable]:
+def open_stores() -> Sequence[SlotStore]:
     """Of this process, in the order in which they were opened."""
     return tuple(_registry.stores)
 
 
-def forget_store(store: Closable) -> None:
+def forget_store(store: SlotStore) -> None:
     """The store is closed. After the last one SIGTERM is as it was. Unknown stores are ignored."""
     _registry.stores = [known for known in _registry.stores if known is not store]
     if not _registry.stores and not _registry.shutting_down:

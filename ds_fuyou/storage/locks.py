@@ -29,8 +29,8 @@ _POLL_SECS = 0.02
 _TELL_SECS = 5.0
 
 
-def try_lock(fd: int, mode: int, limit_secs: float, what: str) -> bool:
-    """Waits for a flock (LOCK_EX or LOCK_SH) up to the limit; says what it waits for when that lasts.
+def try_lock(fd: int, limit_secs: float, what: str) -> bool:
+    """Waits for an exclusive flock up to the limit; says what it waits for when that lasts.
 
     Raises:
         FuyouStorageError: the filesystem has no such locks.
@@ -38,7 +38,7 @@ def try_lock(fd: int, mode: int, limit_secs: float, what: str) -> bool:
     begin, told = time.monotonic(), False
     while True:
         try:
-            fcntl.flock(fd, mode | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             waited = time.monotonic() - begin
@@ -63,7 +63,7 @@ def lock_directory(dir_fd: int, limit_secs: float, what: str) -> list[int] | Non
     """
     found = os.fstat(dir_fd)
     if found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077:
-        return [dir_fd] if try_lock(dir_fd, fcntl.LOCK_EX, limit_secs, what) else None
+        return [dir_fd] if try_lock(dir_fd, limit_secs, what) else None
     begin = time.monotonic()
     while True:
         names = _own_files(dir_fd)
@@ -76,7 +76,7 @@ def lock_directory(dir_fd: int, limit_secs: float, what: str) -> list[int] | Non
             for name in names:
                 flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
                 held.append(os.open(name, flags, dir_fd=dir_fd))
-                if not try_lock(held[-1], fcntl.LOCK_EX, limit_secs - (time.monotonic() - begin), what):
+                if not try_lock(held[-1], limit_secs - (time.monotonic() - begin), what):
                     return None
             if _own_files(dir_fd) == names:
                 taken, held = held, []

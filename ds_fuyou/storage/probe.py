@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ds_fuyou.errors import FuyouStorageError
-from ds_fuyou.storage.types import PAGE_BYTES
+from ds_fuyou.storage.types import DIRECTORY_FLAGS, PAGE_BYTES
 
 __all__ = [
     "NETWORK_FILESYSTEMS",
@@ -94,7 +94,7 @@ def open_path(path: Path) -> int:
         FuyouStorageError: naming the path, what it is, and what to do.
     """
     try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return os.open(path, DIRECTORY_FLAGS)
     except OSError as error:
         number = error.errno or errno.EIO
         if os.path.islink(path):

@@ -44,7 +44,7 @@ from ds_fuyou.storage.records import (
     write_record,
 )
 from ds_fuyou.storage.store_files import CreateOptions, StoreFiles, create_files, open_files, read_directory_manifest
-from ds_fuyou.storage.types import PAGE_BYTES, CommitRecord, Extent, JsonValue, RegionSpec, RunIdentity
+from ds_fuyou.storage.types import DIRECTORY_FLAGS, PAGE_BYTES, CommitRecord, Extent, JsonValue, RegionSpec, RunIdentity
 
 __all__ = [
     "CommitRecord",
@@ -573,7 +573,7 @@ def commits_in(directory: Path) -> list[CommitRecord]:
         OSError: it cannot be read, is no state of this package, torn, or of another store.
     """
     manifest = read_directory_manifest(directory)
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(directory, DIRECTORY_FLAGS)
     try:
         return _read_commits(fd, directory, manifest)
     finally:

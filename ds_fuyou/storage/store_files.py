@@ -19,7 +19,7 @@ from ds_fuyou.storage.directory import ROOT_NAME, RunDirectory, StateRoot, is_ru
 from ds_fuyou.storage.layout import RESERVE_SHARE, UNIT_BYTES, PathShare, StoreLayout, device_capacities, stripe
 from ds_fuyou.storage.probe import PathFacts, Probe, open_path, probe_path
 from ds_fuyou.storage.records import Manifest, ProcessMark, read_manifest, write_manifest
-from ds_fuyou.storage.types import RegionSpec, RunIdentity
+from ds_fuyou.storage.types import DIRECTORY_FLAGS, RegionSpec, RunIdentity
 
 __all__ = ["CreateOptions", "StoreFiles", "create_files", "open_files", "read_directory_manifest"]
 
@@ -151,7 +151,7 @@ def read_directory_manifest(directory: Path) -> Manifest:
     directory = Path(directory).absolute()
     _open_root(directory).close(drop_if_empty=False)
     try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(directory, DIRECTORY_FLAGS)
     except OSError as error:
         message = "the state directory must exist and be readable; check the path"
         raise FuyouStorageError(error.errno or errno.EIO, message, str(directory)) from error

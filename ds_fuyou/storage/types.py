@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ds_fuyou.errors import FuyouConfigError
 
-__all__ = ["PAGE_BYTES", "CommitRecord", "Extent", "JsonValue", "RegionSpec", "RunIdentity"]
+__all__ = ["DIRECTORY_FLAGS", "PAGE_BYTES", "CommitRecord", "Extent", "JsonValue", "RegionSpec", "RunIdentity"]
 
+DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 PAGE_BYTES = 4096  # every offset and length on storage is a multiple of it: what O_DIRECT asks for
 
 JsonValue: TypeAlias = "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
@@ -41,9 +43,10 @@ class RegionSpec:
             raise FuyouConfigError(f"region {self.name}: num_slots must be 1, 2 or 3, found {self.num_slots}")
 
 
-@dataclass(frozen=True)
-class Extent:
-    """A contiguous run of bytes of one open data file; offset and length are multiples of 4096."""
+class Extent(NamedTuple):
+    """A contiguous run of bytes of one open data file; offset and length are multiples of 4096. The core takes lists of
+    them.
+    """
 
     fd: int
     offset: int

@@ -21,7 +21,7 @@ from ds_fuyou.log import current_rank, get_logger
 from ds_fuyou.telemetry.placement import placement_of, placement_table, shown_bytes
 from ds_fuyou.telemetry.wear import DAY_SECS, rating_at, short_lives
 
-__all__ = ["BOUND_LANES", "LaneTimes", "StepReport", "report_close", "report_leave_out", "report_step", "waited_secs"]
+__all__ = ["BOUND_LANES", "LaneTimes", "StepReport", "waited_secs"]
 
 
 _FIRST_REPORT = 10
@@ -121,7 +121,9 @@ class LaneTimes:
 
 
 class StepReport:
-    """Reports of one rank. Logs after steps 1, 10, 100 and every further 100, and once at the end."""
+    """Reports of one rank, which holds it. Rank 0 logs: after steps 1, 10, 100 and every further 100, and once at the
+    end, when the rank's state is closed or at the interpreter's exit.
+    """
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -132,8 +134,11 @@ class StepReport:
 
     def step(self, rank_state: Any) -> None:
         """A step was applied. The first one only sets the clocks: it also built what later steps reuse."""
+        if current_rank() != 0:
+            return
         self._num_steps += 1
         if self._num_steps == 1:
+            atexit.register(self._close_at_exit, weakref.ref(rank_state))
             self._start = self._at_log = LaneTimes.of(rank_state)
             self._began = self._logged_at = time.perf_counter()
             self._logged_steps = 1
@@ -165,7 +170,7 @@ class StepReport:
         self._logged_steps, self._logged_at, self._at_log = self._num_steps, now, lanes
 
     def leave_out(self, secs: float, work: LaneTimes) -> None:
-        """``work`` done within ``secs`` was no work of a step."""
+        """``work`` done within ``secs``, measurements say, was no work of a step."""
         self._start, self._at_log = self._start.after(work), self._at_log.after(work)
         self._began, self._logged_at = self._began + secs, self._logged_at + secs
 
@@ -183,37 +188,7 @@ class StepReport:
             held, planned = map(shown_bytes, (rank_state.device.peak_bytes(), rank_state.planned_device_bytes))
             get_logger().info("device memory: at most %s in use, planned were %s", held, planned)
 
-
-_reports: weakref.WeakKeyDictionary[Any, StepReport] = weakref.WeakKeyDictionary()
-
-
-def report_step(rank_state: Any) -> None:
-    """To be called after every applied step; decides by itself when to log. Rank 0 only."""
-    if current_rank() != 0:
-        return
-    report = _reports.get(rank_state)
-    if report is None:
-        report = _reports[rank_state] = StepReport()
-        reference = weakref.ref(rank_state)
-        atexit.register(lambda: _close_at_exit(reference))
-    report.step(rank_state)
-
-
-def report_leave_out(rank_state: Any, secs: float, work: LaneTimes) -> None:
-    """Measurements beside the steps are no part of their reports."""
-    report = _reports.get(rank_state)
-    if report is not None:
-        report.leave_out(secs, work)
-
-
-def _close_at_exit(reference: weakref.ref[Any]) -> None:
-    rank_state = reference()
-    if rank_state is not None:
-        report_close(rank_state)
-
-
-def report_close(rank_state: Any) -> None:
-    """To be called when the rank's state is closed; at interpreter exit it happens by itself."""
-    report = _reports.get(rank_state)
-    if report is not None:
-        report.close(rank_state)
+    def _close_at_exit(self, reference: weakref.ref[Any]) -> None:
+        rank_state = reference()
+        if rank_state is not None:
+            self.close(rank_state)

@@ -17,7 +17,6 @@ from torch.nn import Parameter
 from ds_fuyou.activations.blocks import Block, find_blocks
 from ds_fuyou.activations.copies import copy_lane
 from ds_fuyou.activations.parameters import SavedParameter, as_saved_parameter, cast_source
-from ds_fuyou.activations.policy import SwapEverything
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.activations.swapper import Swapper
 from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover, TakeoverPoint
@@ -169,7 +168,6 @@ def attach_activations(
     swapper = Swapper(
         tier,
         index,
-        SwapEverything(),
         device_type=given.device.torch_device.type,
         smallest_bytes=given.smallest_bytes,
         resident=lambda: {b.untyped_storage()._cdata for b in module.buffers() if b.layout == torch.strided},

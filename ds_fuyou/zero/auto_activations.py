@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 from ds_fuyou.activations.auto import WORKING_BLOCKS, Choice, OutputCost, SavedStep
 from ds_fuyou.activations.named_outputs import planned_choice, require_blocks
-from ds_fuyou.activations.policy import BlockFate, KeepEverything
+from ds_fuyou.activations.policy import BlockFate
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import current_rank, get_logger, log_once
@@ -72,7 +72,7 @@ class AutoActivations:
         self._once: dict[str, str] = {}
         self._session.observe(self._watched(self.recorder))
         if swapper is not None:
-            swapper.policy, swapper.keeps_what_storage_refuses = KeepEverything(), True
+            swapper.fates, swapper.keeps_what_storage_refuses = {}, True
 
     @contextmanager
     def _watched(self, recorder: OperatorRecorder) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,8 +13,7 @@ from deepspeed import comm as dist
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ds_fuyou.telemetry.report import LaneTimes
-from ds_fuyou.telemetry.step_metrics import StepMetrics
+from ds_fuyou.telemetry.report import BOUND_LANES, LaneTimes
 from ds_fuyou.telemetry.tier_bytes import TierBytes
 from ds_fuyou.zero.rank_state import RankState
 
@@ -70,6 +69,29 @@ class StepMonitor:
         if before is None:  # the first step also built what later ones use again
             return
         secs, lanes = self._at[0] - before[0], self._at[1].since(before[1])
-        metrics = StepMetrics(secs, lanes, self._tiers.now(), dist.get_world_size())
         samples = engine.global_samples + engine.train_batch_size()  # stock adds them after the optimizer's step
-        engine.monitor.write_events([(tag, value, samples) for tag, value in metrics.events()])
+        engine.monitor.write_events([(tag, value, samples) for tag, value in _events(secs, lanes, self._tiers.now())])
+
+
+def _events(secs: float, lanes: LaneTimes, tiers: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Of one step and what lies in each tier after it: times and bytes of this rank, tokens of all, under
+    ``Train/Fuyou``. The bound lane is given by its place in ``BOUND_LANES``.
+    """
+    values = {
+        "step_secs": secs,
+        "bound_lane": float(BOUND_LANES.index(lanes.bound_lane(secs))),
+        "hidden_secs": lanes.hidden_secs,
+        "exposed_secs": lanes.exposed_secs,
+        "storage_read_secs": lanes.read_secs,
+        "storage_write_secs": lanes.write_secs,
+        "cpu_optimizer_secs": lanes.update_secs,
+        "storage_read_bytes": lanes.read_bytes,
+        "storage_write_bytes": lanes.write_bytes,
+        "device_to_host_bytes": lanes.swapped_bytes,
+        "host_to_device_bytes": lanes.returned_bytes,
+    }
+    if lanes.tokens and secs > 0:
+        values["tokens_per_sec"] = lanes.tokens * dist.get_world_size() / secs
+    for tier, num_bytes in tiers.items():
+        values[f"bytes_in_{tier.replace(' ', '_')}"] = float(num_bytes)
+    return [(f"Train/Fuyou/{name}", value) for name, value in values.items()]

@@ -37,7 +37,7 @@ from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.parked import ParkedValues
 from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
-from ds_fuyou.telemetry.report import report_close, waited_secs
+from ds_fuyou.telemetry.report import StepReport, waited_secs
 from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.agreement import least
 from ds_fuyou.zero.budgets import planned_host_bytes
@@ -66,7 +66,6 @@ class RankState:
         self._index = {param.ds_id: i for i, param in enumerate(model.trained)}
         self._sums_bytes = STAGING_BYTES if model.accumulation > 1 and not self.device.is_host else 0
         designs = designs_of(model, profile)
-        self.host_budget_bytes = designs[0].given.dram_budget_bytes
         trace = self.activation.config.trace
         with ExitStack() as undo:  # what fails leaves no file and no thread
             self.trace = None if trace is None else LaneTrace.at(trace)
@@ -106,6 +105,7 @@ class RankState:
             self.device, lambda: waited_secs(self), None if self.trace is None else computed(self.trace)
         )
         self.num_tokens = 0
+        self.report = StepReport()
         self.planned_device_bytes = 0.0  # the most that steps are expected to hold; 0: not known, or the host's
         self._heap = HeapGuard()
         self._num_reads = 0
@@ -427,4 +427,4 @@ class RankState:
             if self.activations is not None:
                 ending.callback(self.activations.close)
             ending.callback(failure_of, self.device)  # no copy may be in flight when memory is unpinned
-            ending.callback(report_close, self)
+            ending.callback(self.report.close, self)

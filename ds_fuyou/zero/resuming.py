@@ -171,7 +171,7 @@ def _opened(
     seen: _Seen,
 ) -> Iterator[tuple[str, SlotStore]]:
     """State files of this rank that fit, by run. What else there is of this model goes to ``seen``."""
-    mine = {path for store in open_stores() if isinstance(store, SlotStore) for path in store.directories}
+    mine = {path for store in open_stores() for path in store.directories}
     for state in _states_in(paths):
         is_of_rank = state.rank == identity.rank
         if is_of_rank:

@@ -21,12 +21,12 @@ from deepspeed import comm as dist
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.plan import handles_activations
+from ds_fuyou.storage.cleanup import lost_state, settle_stale, stale_bytes
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.storage.store import CommitRecord, RegionSpec, RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
 from ds_fuyou.zero.resuming import Fitting, find_resumable
 from ds_fuyou.zero.run_design import RunDesign, TrainedModel
-from ds_fuyou.zero.stale_state import settle_stale_state
 from ds_fuyou.zero.striping import path_weights
 
 __all__ = ["OpenedStore", "count_engine", "forget_engine", "open_store", "tell_durability"]
@@ -83,7 +83,7 @@ def open_store(designs: Sequence[RunDesign]) -> OpenedStore:
         return OpenedStore(None, 1, design, None)
     # Where a run may go on, what holds a step stays: it may be another engine's, or another start's to go on from.
     cleaned = identity.model_fingerprint if config.on_stale == "clean" else ""
-    bytes_stale = settle_stale_state(paths, cleaned, resumes=config.resume != "off")
+    bytes_stale = _settle_stale(paths, cleaned, resumes=config.resume != "off")
     if found is not None:
         return found
     budget_bytes = None if config.nvme_budget_bytes == "auto" else int(config.nvme_budget_bytes)
@@ -214,3 +214,24 @@ def tell_durability(are_resident: Sequence[bool], num_slots: int, *, is_wanted: 
         return
     level = logging.WARNING if is_wanted else logging.INFO
     log_once(level, f"{where}: this run is as durable as its last checkpoint; {to_do} kept on storage")
+
+
+def _settle_stale(paths: Sequence[Path], clean: str, *, resumes: bool) -> int:
+    """State of dead runs is told or removed, on every disk of every machine by one rank: bytes of it that stay in this
+    rank's paths. A collective: no rank goes on before all have looked.
+
+    ``clean``: fingerprint of the model whose state is removed; none is without. ``resumes``: but for what a run may go
+    on from.
+    """
+    host = os.uname().nodename
+    users = of_every_rank((host, [str(path) for path in paths]))
+    mine = [path for path in paths if _first_user(users, host, str(path)) == dist.get_rank()]
+    lost = lost_state(mine) if clean and resumes else None
+    of_every_rank(None)  # what a directory holds is said in the first of its run, which may be another rank's to remove
+    settle_stale(mine, logger, clean, lost)
+    of_every_rank(None)
+    return stale_bytes(paths)
+
+
+def _first_user(users: Sequence[tuple[str, list[str]]], host: str, path: str) -> int:
+    return next(rank for rank, (where, theirs) in enumerate(users) if where == host and path in theirs)

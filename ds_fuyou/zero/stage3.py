@@ -32,7 +32,7 @@ from ds_fuyou.log import get_logger
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.rules import GroupHyper, optimizer_kind
 from ds_fuyou.state_layout import BF16, FP32
-from ds_fuyou.telemetry.report import LaneTimes, report_leave_out, report_step
+from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.telemetry.tier_bytes import TierBytes
 from ds_fuyou.telemetry.trace import Lane
 from ds_fuyou.zero.across_batches import AcrossBatches
@@ -201,7 +201,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         return index
 
     def _leave_out(self, secs: float, work: LaneTimes) -> None:
-        report_leave_out(self.rank_state, secs, work)
+        self.rank_state.report.leave_out(secs, work)
         if self._monitor is not None:
             self._monitor.leave_out(secs, work)
 
@@ -364,7 +364,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.reset_cpu_buffers()
         self._gather_persistent()
         self.invalidate_secondary_tensor()
-        report_step(self.rank_state)
+        self.rank_state.report.step(self.rank_state)
         if self._monitor is not None:
             self._monitor.step_applied()
         self.run_plan.step_applied()

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from ds_fuyou.activations.blocks import Block, find_blocks
 from ds_fuyou.activations.copies import CopyLane, copy_lane
 from ds_fuyou.activations.parameters import SavedParameter, as_saved_parameter, cast_source
-from ds_fuyou.activations.policy import ActivationPolicy, SwapEverything
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.activations.swapper import Swapper
 from ds_fuyou.activations.tier import StorageHome, SwapTier
@@ -148,7 +147,6 @@ def attached(
     smallest_bytes: int = 1024,
     eager: bool = True,
     budget_bytes: int | None = None,
-    policy: ActivationPolicy | None = None,
     recompute: Callable[[str], bool] = lambda name: False,
     trace: LaneTrace | None = None,
     copies: CopyLane | None = None,
@@ -162,7 +160,6 @@ def attached(
     swapper = Swapper(
         tier,
         ResidentParameters(model.parameters()),
-        policy or SwapEverything(),
         device_type="cpu",
         smallest_bytes=smallest_bytes,
     )

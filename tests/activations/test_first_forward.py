@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from ds_fuyou.activations.auto import Choice, Counts, SavedStep
-from ds_fuyou.activations.policy import SwapEverything
 from ds_fuyou.host.device import Device, HostDevice
 from ds_fuyou.planner.cost import Placement
 from ds_fuyou.zero.auto_activations import AutoActivations
@@ -44,7 +43,7 @@ def planned(saved: SavedStep) -> Choice:
 def saved_by(model: Plain, directory: Path) -> tuple[float, float]:
     """Bytes that one forward saves, if all are swapped: all, and those around the blocks."""
     with attached(model, directory) as swapped:
-        swapped.swapper.policy = SwapEverything()
+        swapped.swapper.fates = None
         model(IDS).backward()
         found = swapped.swapper.saved_bytes
         assert found.total() == swapped.tier.counters.out_bytes

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ds_fuyou.activations.auto import WORKING_BLOCKS
-from ds_fuyou.activations.policy import SwapEverything
 from ds_fuyou.config import FuyouConfig
 from ds_fuyou.host.device import HostDevice
 from ds_fuyou.zero.auto_activations import AutoActivations
@@ -70,7 +69,7 @@ def test_the_peak_is_that_of_the_measured_step(budget: int | str, tmp_path: Path
         device.hold(700 * MIB)  # building the model, say
         budget_bytes = device_budget(FuyouConfig.model_validate({"gpu_budget_bytes": budget}), device)
         auto = AutoActivations(swapped.session, device, budget_bytes, None)
-        swapped.swapper.policy = SwapEverything()  # what was kept is told by test_first_forward.py
+        swapped.swapper.fates = None  # what was kept is told by test_first_forward.py
         device.hold(600 * MIB)
         device.hold(100 * MIB)
         auto.step_skipped()  # a new step begins

@@ -497,7 +497,7 @@ def budget(swap: str) -> dict[str, Any]:
         model = model_in({"config_dict_or_path": config})
         p16 = 2 * sum(param.ds_numel for param in model.parameters()) if tiers == "states" else 0
         engine = engine_of(model, config)
-        found[tiers] = engine.optimizer.rank_state.host_budget_bytes == (50_000_000 + p16) * 8 // 10
+        found[tiers] = engine.optimizer.rank_state.plan_input.dram_budget_bytes == (50_000_000 + p16) * 8 // 10
         engine.destroy()
     return found
 

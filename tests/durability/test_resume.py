@@ -21,6 +21,7 @@ from ds_fuyou.state_layout import WHOLE, StateLayout, layout_of
 from ds_fuyou.storage.records import MANIFEST_NAME
 from ds_fuyou.storage.store import SlotStore
 from tests.durability.runs import kill_some, launch, run_to_end, steps_in, wait_for_step
+from tests.harness.damage import flip_bit
 from tests.harness.forked import finish
 from tests.parity.cases import RANDOM_LTD
 from tests.unit.test_filesystems import can_mount, fill
@@ -198,11 +199,7 @@ def flip_a_bit(directory: Path, part: int = 0) -> None:
     names = ("low" if layout.is_split else "master", "moment0", "moment1")
     begin = store.extents("state/0", commit.slots["state/0"])[0].offset + layout.offsets(first)[names[part]]
     store.close()
-    with open(directory / "data", "r+b") as data:
-        data.seek(begin + 100)
-        byte = data.read(1)[0]
-        data.seek(begin + 100)
-        data.write(bytes([byte ^ 1]))
+    flip_bit(directory / "data", begin + 100)
 
 
 def test_state_files_that_do_not_fit_or_were_altered_stay_where_they_are(tmp_path: Path) -> None:
@@ -278,11 +275,7 @@ def flip_p16(directory: Path) -> None:
     assert commit is not None
     begin = store.extents("param16/0", commit.slots["state/0"])[0].offset
     store.close()
-    with open(directory / "data", "r+b") as data:
-        data.seek(begin + 100)
-        byte = data.read(1)[0]
-        data.seek(begin + 100)
-        data.write(bytes([byte ^ 1]))
+    flip_bit(directory / "data", begin + 100)
 
 
 def test_what_taking_over_reads_and_writes_does_not_grow_with_the_model(tmp_path: Path) -> None:

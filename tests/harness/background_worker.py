@@ -20,7 +20,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from save_worker import raised, train
+from save_worker import damage_state, raised, train
 from train_worker import build_engine, edit_parameters, set_states
 
 from ds_fuyou.checkpoint.unfinished import find_unfinished
@@ -310,16 +310,8 @@ def refused(engine, case: dict, folder: Path) -> dict:
 
 
 def flipped(engine, case: dict, folder: Path) -> dict:
-    """A byte of a chunk's state is another one on the disk: it must not get into a checkpoint."""
-    core = engine.optimizer.rank_state.core
-    core.wait_all()
-    extent = core.state_extents(1)[0]
-    place = extent.offset + core.place.stored.native(core.layout.chunks[1].numel)["master"] + 18
-    with open(f"/proc/self/fd/{extent.fd}", "r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 1]))
+    """What is damaged on the disk must not get into a checkpoint."""
+    damage_state(engine)
     engine.save_checkpoint(str(folder), tag="bad")
     return {"wait": raised(engine.fuyou_wait_checkpoint), "there": [n for n in names(folder) if n[0] != "."]}
 

@@ -23,6 +23,7 @@ from deepspeed.runtime import engine as stock_engine
 from deepspeed.utils import safe_get_full_fp32_param
 from train_worker import build_engine, make_batch
 
+from tests.harness.damage import flip_bit
 from tests.harness.group import leave_group
 
 
@@ -127,17 +128,18 @@ def edges(engine, case: dict, folder: Path) -> dict:
     }
 
 
-def flipped(engine, case: dict, folder: Path) -> dict:
-    """A byte of a chunk's state is another one on the disk: it must not get into a checkpoint."""
+def damage_state(engine) -> None:
+    """A byte of a chunk's state is another one on the disk."""
     core = engine.optimizer.rank_state.core
     core.wait_all()
     extent = core.state_extents(1)[0]
     place = extent.offset + core.place.stored.native(core.layout.chunks[1].numel)["master"] + 18
-    with open(f"/proc/self/fd/{extent.fd}", "r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 1]))
+    flip_bit(f"/proc/self/fd/{extent.fd}", place)
+
+
+def flipped(engine, case: dict, folder: Path) -> dict:
+    """It must not get into a checkpoint."""
+    damage_state(engine)
     said = {"save": raised(lambda: engine.save_checkpoint(str(folder), tag="bad"))}
     return {**said, "left": sorted(path.name for path in folder.iterdir() if path.name == "bad")}
 

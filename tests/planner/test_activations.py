@@ -32,7 +32,7 @@ def test_a_block_is_repeated_with_its_last_product_or_saved_without(mode: str) -
 def test_the_last_product_is_worth_most_and_comes_first() -> None:
     spec = model("13B")
     down = next(op for op in spec.operators if op.name == "mlp_down")
-    price = 0.999 * down.flops_per_byte(1024)
+    price = 0.999 * down.flops(1024) / down.output_bytes
     work, place = planned("auto", price)
     tokens = spec.layers * work.tokens
     assert {name: again for name, _, _, again in place.fates if again < spec.layers} == {

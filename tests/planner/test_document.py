@@ -23,7 +23,7 @@ def plan() -> PlanDocument:
 def test_a_saved_plan_is_the_same_when_loaded(plan: PlanDocument, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     save(plan, path)
-    assert load(path, model("13B").fingerprint, 1) == plan
+    assert load(path) == plan
     assert [found.name for found in tmp_path.iterdir()] == ["plan.json"]
     assert is_document(json.loads(path.read_text(encoding="utf-8")))
     assert not is_document({"chunk_bytes": 1})
@@ -74,13 +74,12 @@ def test_a_missing_section_is_named(plan: PlanDocument) -> None:
         parse(data)
 
 
-def test_a_plan_of_something_else_is_refused(plan: PlanDocument, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    save(plan, path)
+def test_a_plan_of_something_else_is_refused(plan: PlanDocument) -> None:
+    plan.require(model("13B").fingerprint, 1)
     with pytest.raises(FuyouConfigError, match=r"is for model 13B .* make a plan for it"):
-        load(path, model("6B").fingerprint, 1)
+        plan.require(model("6B").fingerprint, 1)
     with pytest.raises(FuyouConfigError, match=r"is for 1 ranks, 2 run.*--num-gpus 2"):
-        load(path, model("13B").fingerprint, 2)
+        plan.require(model("13B").fingerprint, 2)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff\xfe"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.planner.blocks import Operator
 from ds_fuyou.planner.presets import model_shapes
 from ds_fuyou.simulator.models import load_model, published_model
 
@@ -33,6 +34,10 @@ def _written(tmp_path: Path, config: object) -> str:
     return str(path)
 
 
+def flops_per_byte(operator: Operator) -> float:
+    return operator.flops(1024) / operator.output_bytes
+
+
 @pytest.mark.parametrize(("config", "params"), [(GPT2, 124_439_808), (LLAMA, 8_030_261_248)])
 def test_parameters_are_those_of_the_real_models(config: dict[str, Any], params: int, tmp_path: Path) -> None:
     found = load_model(_written(tmp_path, config))
@@ -45,11 +50,11 @@ def test_published_sizes_have_their_parameters() -> None:
         found = published_model(f"GPT3-{name}")
         assert found is not None
         assert found.params == pytest.approx(found.nominal_params, rel=0.08)  # 70B is 64.8, the others within 3 %
-        assert found.operators[1].flops_per_byte(1024) == pytest.approx(found.hidden)
+        assert flops_per_byte(found.operators[1]) == pytest.approx(found.hidden)
         down = next(op for op in found.operators if op.name == "mlp_down")
-        assert down.flops_per_byte(1024) == pytest.approx(4 * found.hidden)
+        assert flops_per_byte(down) == pytest.approx(4 * found.hidden)
         attention = next(op for op in found.operators if op.name == "attention")
-        assert attention.flops_per_byte(1024) == pytest.approx(2 * 1024)
+        assert flops_per_byte(attention) == pytest.approx(2 * 1024)
 
 
 def test_flops_and_saved_bytes_of_a_gpt_block() -> None:

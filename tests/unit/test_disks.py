@@ -9,7 +9,7 @@ import pytest
 
 from ds_fuyou.planner.presets import rated_writes
 from ds_fuyou.storage.disks import DiskKind, disk_kind, find_disks, mount_points
-from ds_fuyou.storage.wear import GUESSED_WRITES, Rating, rating_of
+from ds_fuyou.telemetry.wear import GUESSED_WRITES, Rating, rating_of
 
 
 def block_device(root: Path, number: str, place: str, *, rotates: str = "", slaves: tuple[str, ...] = ()) -> None:

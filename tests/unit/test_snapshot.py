@@ -17,6 +17,7 @@ from ds_fuyou.optimizer.layout import CUT_ELEMENTS, Chunk, LayoutLimits, build_l
 from ds_fuyou.optimizer.snapshot import _TIMES, Pace, Snapshot
 from ds_fuyou.state_layout import SPLIT, WHOLE
 from ds_fuyou.storage.types import Extent
+from tests.harness.damage import flip_bit
 from tests.harness.small_core import Disk, backward, hypers, small_core, step
 
 LAYOUT = build_layout(
@@ -325,10 +326,7 @@ def test_a_clone_that_cannot_be_read_is_named_by_its_own_file(fault: str, tmp_pa
                     source.seek(extent.offset)
                     file.write(source.read(extent.num_bytes))
             if fault == "flipped" and chunk.index == 3:
-                file.seek(begin)
-                byte = file.read(1)[0]
-                file.seek(begin)
-                file.write(bytes([byte ^ 1]))
+                flip_bit(copy, begin)
             return [Extent(file.fileno(), begin, file.seek(0, os.SEEK_END) - begin)]
 
         step(core, 0)

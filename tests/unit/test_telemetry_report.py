@@ -14,11 +14,10 @@ from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.state_layout import WHOLE, StateLayout
 from ds_fuyou.storage.io import IoSettings
-from ds_fuyou.storage.wear import Rating
 from ds_fuyou.telemetry import report
 from ds_fuyou.telemetry.placement import placement_of, placement_table, shown_bytes
 from ds_fuyou.telemetry.report import LaneTimes, StepReport
-from ds_fuyou.telemetry.wear import short_lives
+from ds_fuyou.telemetry.wear import Rating, short_lives
 
 K = CUT_ELEMENTS
 LAYOUT = build_layout(
@@ -180,13 +179,13 @@ def test_steps_1_10_100_and_every_hundred_are_logged(lines) -> None:
 
 
 def test_the_summary_leaves_out_the_first_step_and_comes_once(lines) -> None:
-    state = State()
+    state, reports = State(), StepReport()
     state.lanes["read"].busy_secs = 1000.0  # what the first step cost
-    report.report_step(state)
+    reports.step(state)
     state.work()
-    report.report_step(state)
-    report.report_close(state)
-    report.report_close(state)
+    reports.step(state)
+    reports.close(state)
+    reports.close(state)
     summaries = [line for line in lines if "mean of steps 2-2" in line]
     assert len(summaries) == 1
     assert "read 0.50 s" in summaries[0]
@@ -195,18 +194,18 @@ def test_the_summary_leaves_out_the_first_step_and_comes_once(lines) -> None:
 
 def test_other_ranks_say_nothing(lines, monkeypatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    state = State()
-    report.report_step(state)
-    report.report_close(state)
+    state, reports = State(), StepReport()
+    reports.step(state)
+    reports.close(state)
     assert lines == []
 
 
 def test_closing_before_the_second_step_says_nothing(lines) -> None:
-    state = State()
-    report.report_close(state)
-    report.report_step(state)
+    state, reports = State(), StepReport()
+    reports.close(state)
+    reports.step(state)
     lines.clear()
-    report.report_close(state)
+    reports.close(state)
     assert lines == []
 
 
