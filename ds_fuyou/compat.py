@@ -161,6 +161,12 @@ REQUIRED: tuple[RequiredName, ...] = (
     ),
     RequiredName(
         "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks",
+        ("self",),
+        "zero: wrapped, hooks are hung without values",
+    ),
+    RequiredName(
+        "deepspeed.runtime.zero.stage3",
         "DeepSpeedZeroOptimizer_Stage3._get_norm_groups",
         ("self",),
         "zero: called in step",
