@@ -287,6 +287,12 @@ REQUIRED: tuple[RequiredName, ...] = (
     ),
     RequiredName(
         "deepspeed.runtime.engine",
+        "DeepSpeedEngine._get_zero_frozen_param_attributes",
+        ("self", "attr_func"),
+        "zero: replaced while a checkpoint without frozen parameters is saved",
+    ),
+    RequiredName(
+        "deepspeed.runtime.engine",
         "DeepSpeedEngine._copy_recovery_script",
         ("self", "save_path"),
         "zero: replaced while a checkpoint is saved",
