@@ -80,6 +80,11 @@ REQUIRED: tuple[RequiredName, ...] = (
         ("random_ltd_enabled", "self", "zero: what a checkpoint says is left with the state files"),
         ("_configure_random_ltd_scheduler", "self configs", "zero: a resumed schedule is put back when it is made"),
         ("_get_param_fragment_func", "self param", "zero: replaced while a checkpoint is saved"),
+        (
+            "_get_zero_frozen_param_attributes",
+            "self attr_func",
+            "zero: replaced while a checkpoint without frozen parameters is saved",
+        ),
         ("_copy_recovery_script", "self save_path", "zero: replaced while a checkpoint is saved"),
         ("reload_states", "self non_blocking", "plugin: replaced, host memory is pinned again"),
         ("_zero3_consolidated_16bit_state_dict", "self", "plugin: wrapped, a model that is saved is read ahead"),
@@ -126,6 +131,7 @@ REQUIRED: tuple[RequiredName, ...] = (
         ),
         ("_create_param_groups_fp16_flat_cpu_memory", "self", "zero: replaced, no flat host copy of P16"),
         ("_setup_for_real_optimizer", "self", "zero: replaced, no model-sized host buffers"),
+        ("create_reduce_and_remove_grad_hooks", "self", "zero: wrapped, hooks are hung without values"),
         ("reduce_independent_p_g_buckets_and_remove_grads", "self param", "zero: replaced, gradients leave by block"),
         (
             "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",

@@ -311,6 +311,13 @@ class CheckpointSettings(_Settings):
         "every rank, waits for that. Scripts that touch the folder right after the call, or delete older checkpoints "
         "then, need `blocking`.",
     )
+    frozen: Literal["auto", "save", "leave_out"] = Field(
+        "auto",
+        description="Whether checkpoints hold parameters that are not trained. `auto`: all but the base of PEFT's "
+        "adapters, where the base is what the script built: a run that loads the checkpoint builds it again. "
+        "`leave_out`: none, whatever they are. `save_checkpoint(exclude_frozen_parameters=True)` leaves them out under "
+        "any of these.",
+    )
 
 
 class FuyouConfig(_Settings):

@@ -31,11 +31,16 @@ from ds_fuyou.checkpoint.streamed_file import StandIns, StreamedFile
 from ds_fuyou.checkpoint.unfinished import WritingLock
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.log import log_once
+from ds_fuyou.zero import frozen_base
 from ds_fuyou.zero.agreement import of_every_rank
 from ds_fuyou.zero.background_save import Save, as_storage_error
 from ds_fuyou.zero.checkpoint_state import CheckpointState
-from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, partition_bytes, partition_of
+from ds_fuyou.zero.param_swapper import (
+    FuyouParameterSwapper,
+    is_what_scripts_write_to,
+    partition_bytes,
+    partition_of,
+)
 from ds_fuyou.zero.stage3 import FuyouStage3Optimizer
 
 __all__ = ["CopiedScripts", "FuyouCheckpointEngine", "end_last_save", "loading_module", "replace_writer", "saving"]
@@ -148,6 +153,7 @@ def replace_writer(engine: Any) -> None:
     if not isinstance(engine.optimizer, FuyouStage3Optimizer):
         return
     setattr(engine, _WAIT, functools.partial(end_last_save, engine))
+    frozen_base.watch(engine)
     present = engine.checkpoint_engine
     if type(present) is TorchCheckpointEngine and present.zipfile_serialization:
         engine.checkpoint_engine = writer = FuyouCheckpointEngine(engine._config)
@@ -172,45 +178,47 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        client_state = {} if client_state is None else client_state
-        if not save_dir or not isinstance(self.checkpoint_engine, FuyouCheckpointEngine):
-            return original(
-                self,
-                save_dir,
-                tag=tag,
-                client_state=client_state,
-                save_latest=save_latest,
-                exclude_frozen_parameters=exclude_frozen_parameters,
-            )
-        end_last_save(self)
-        tag = _common_tag(str(tag if tag is not None else f"global_step{self.global_steps}"))
-        folder, hidden = Path(save_dir), atomic.incomplete_tag(tag)
-        lock = _prepare(self, folder, tag, exclude_frozen_parameters)
-        behind = _is_behind(self, folder / hidden)
-        with _streaming(self) as writer:
-            state: CheckpointState = self.optimizer.checkpoint_state
-            _settle(_outcome(state.keep), str(folder / tag))
-            result = original(
-                self,
-                save_dir,
-                tag=hidden,
-                client_state=client_state,
-                save_latest=False,
-                exclude_frozen_parameters=exclude_frozen_parameters,
-            )
-            _settle(writer.failure, str(folder / tag))
-            latest = (folder / "latest", tag) if save_latest and (behind or dist.get_rank() == 0) else None
-            parts = Parts(folder / hidden, folder / tag, dist.get_rank(), dist.get_world_size(), latest, lock)
-            save = Save(str(folder / tag), writer.files, state.snapshot, parts)
-            for edits_wait_for in writer.read_behind:
-                edits_wait_for(save.wait)
-        save.start(publishes=behind)
-        state.save, self.optimizer.rank_state.core.finish_first = save, save.finish
-        if not behind:
-            end_last_save(self)
-        return result
+        saved = functools.partial(
+            original,
+            self,
+            save_dir,
+            client_state={} if client_state is None else client_state,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+        if not save_dir or not isinstance(self.optimizer, FuyouStage3Optimizer):
+            return saved(tag=tag, save_latest=save_latest)
+        with frozen_base.left_out(self, is_asked=exclude_frozen_parameters) as lacks_frozen:
+            if not isinstance(self.checkpoint_engine, FuyouCheckpointEngine):
+                return saved(tag=tag, save_latest=save_latest)
+            return _save(self, saved, save_dir, tag, save_latest=save_latest, lacks_frozen=lacks_frozen)
 
     return save_checkpoint
+
+
+def _save(
+    engine: Any, saved: Callable[..., Any], save_dir: str, tag: Any, *, save_latest: bool, lacks_frozen: bool
+) -> Any:
+    """``saved``: stock's saving, of a tag."""
+    end_last_save(engine)
+    tag = _common_tag(str(tag if tag is not None else f"global_step{engine.global_steps}"))
+    folder, hidden = Path(save_dir), atomic.incomplete_tag(tag)
+    lock = _prepare(engine, folder, tag, lacks_frozen)
+    behind = _is_behind(engine, folder / hidden)
+    with _streaming(engine) as writer:
+        state: CheckpointState = engine.optimizer.checkpoint_state
+        _settle(_outcome(state.keep), str(folder / tag))
+        result = saved(tag=hidden, save_latest=False)
+        _settle(writer.failure, str(folder / tag))
+        latest = (folder / "latest", tag) if save_latest and (behind or dist.get_rank() == 0) else None
+        parts = Parts(folder / hidden, folder / tag, dist.get_rank(), dist.get_world_size(), latest, lock)
+        save = Save(str(folder / tag), writer.files, state.snapshot, parts)
+        for edits_wait_for in writer.read_behind:
+            edits_wait_for(save.wait)
+    save.start(publishes=behind)
+    state.save, engine.optimizer.rank_state.core.finish_first = save, save.finish
+    if not behind:
+        end_last_save(engine)
+    return result
 
 
 def end_last_save(engine: Any) -> None:
@@ -267,7 +275,7 @@ def _common_tag(tag: str) -> str:
     return atomic.checked_tag(tag)
 
 
-def _prepare(engine: Any, folder: Path, tag: str, exclude_frozen_parameters: bool) -> WritingLock:
+def _prepare(engine: Any, folder: Path, tag: str, lacks_frozen: bool) -> WritingLock:
     """Clears what earlier saves left, and raises on every rank if the files will not fit. The lock of the new one."""
     locks: list[WritingLock] = []
 
@@ -278,7 +286,7 @@ def _prepare(engine: Any, folder: Path, tag: str, exclude_frozen_parameters: boo
             atomic.discard(folder / atomic.incomplete_tag(tag))
 
     _settle(_outcome(clear), str(folder))
-    _require_space(engine, folder, exclude_frozen_parameters)
+    _require_space(engine, folder, lacks_frozen)
     _settle(_outcome(lambda: locks.append(WritingLock(folder / atomic.incomplete_tag(tag)))), str(folder / tag))
     return locks[0]
 
@@ -355,7 +363,7 @@ def _frozen_fragment(
     if parked is not None:
         pieces = parked.pieces()
         read_behind.append(parked.read_behind)
-    elif _is_what_scripts_write_to(param):
+    elif is_what_scripts_write_to(param):
         return fragment_of(param)
     else:
         pieces = functools.partial(_pieces_of, param.ds_tensor.data)
@@ -365,24 +373,18 @@ def _frozen_fragment(
     )[0]
 
 
-def _is_what_scripts_write_to(param: Parameter) -> bool:
-    """Where one rank has it, on the host, a gathered parameter is its partition: nobody is told of writes to it."""
-    is_alone = dist.get_world_size(group=param.ds_process_group) == 1
-    return (is_alone and rank_device().is_host) or param.ds_tensor.device.type != "cpu"
-
-
 def _pieces_of(values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     flat = values.view(-1)
     numel = max(1, _PIECE_BYTES // flat.element_size())
     return ((begin, flat[begin : begin + numel]) for begin in range(0, flat.numel(), numel))
 
 
-def _require_space(engine: Any, folder: Path, exclude_frozen_parameters: bool) -> None:
+def _require_space(engine: Any, folder: Path, lacks_frozen: bool) -> None:
     """Raises on every rank if the filesystem is too small for all ranks' files."""
     num_bytes = engine.optimizer.checkpoint_state.num_bytes if engine.save_zero_checkpoint else 0
     if engine.save_non_zero_checkpoint:
         num_bytes += _SMALL_ENTRIES + sum(buffer.nbytes for buffer in engine.module.buffers())
-        if not exclude_frozen_parameters:
+        if not lacks_frozen:
             frozen = [p for p in engine.module.parameters() if not p.requires_grad and hasattr(p, "ds_tensor")]
             num_bytes += sum(map(partition_bytes, frozen))
     where = (os.uname().nodename, os.stat(folder).st_dev)
@@ -394,11 +396,15 @@ def _require_space(engine: Any, folder: Path, exclude_frozen_parameters: bool) -
 
 
 def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``load_module_state_dict``: frozen parameters on storage are written there, one by one."""
+    """``load_module_state_dict``: frozen parameters on storage are written there, one by one. Those that a checkpoint
+    left out stay as they are, also where its weights alone are loaded: of these ``zero_to_fp32`` gives none, not even
+    names, which strict loading asks for."""
 
     @functools.wraps(original)
     def load_module_state_dict(self: Any, checkpoint: dict[str, Any], *arguments: Any, **named: Any) -> Any:
-        fragments = checkpoint.get(_FROZEN_FRAGMENTS) if isinstance(self.optimizer, FuyouStage3Optimizer) else None
+        if not isinstance(self.optimizer, FuyouStage3Optimizer):
+            return original(self, checkpoint, *arguments, **named)
+        fragments = checkpoint.get(_FROZEN_FRAGMENTS)
         if fragments:
             fragments = dict(fragments)
             for param in self.module.parameters():
@@ -406,13 +412,21 @@ def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
                 if param.requires_grad or name not in fragments:  # thawed since: the original leaves it, too
                     continue
                 check_readable(fragments[name])
-                if partition_of(param) is None:
-                    if isinstance(getattr(param, "nvme_swapper", None), FuyouParameterSwapper):
-                        param.nvme_swapper.before_edit(param)
+                swapper = getattr(param, "nvme_swapper", None)
+                if not isinstance(swapper, FuyouParameterSwapper):
                     continue
-                param.nvme_swapper.replace(param, fragments[name])
+                is_news = swapper.is_news(param, fragments[name])
+                if partition_of(param) is None:
+                    swapper.before_edit(param)
+                    continue
+                if is_news:
+                    swapper.replace(param, fragments[name])
                 fragments[name] = param.ds_tensor.data  # what the original copies onto itself
             checkpoint = {**checkpoint, _FROZEN_FRAGMENTS: fragments}
+        elif named.get("fetch_z3_params"):
+            every = self.module.named_parameters(remove_duplicate=False)
+            frozen = {name: param for name, param in every if not param.requires_grad}
+            checkpoint = {**checkpoint, "module": {**frozen, **checkpoint["module"]}}
         return original(self, checkpoint, *arguments, **named)
 
     return load_module_state_dict

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ __all__ = [
     "in_use_order",
     "release_gathered",
     "settle",
+    "shapes_alone",
     "watch_gathers",
 ]
 
@@ -139,6 +141,32 @@ def ends_gathers(module: torch.nn.Module) -> RemovableHandle:
                 param.partition()
 
     return module.register_forward_hook(torch.compiler.disable(after))
+
+
+@contextmanager
+def shapes_alone(params: Iterable[Parameter]) -> Iterator[None]:
+    """Inside, ``param.all_gather()`` gives a partitioned parameter its shape, and no values, until it is partitioned.
+    Stock gathers one after the other to hang hooks on their gradients, which ask for a shape alone: all of P16 would be
+    read before the first forward.
+    """
+    kept: dict[Parameter, tuple[Any, Any, torch.Tensor]] = {}
+
+    def shape(param: Parameter) -> None:
+        one = torch.empty(1, dtype=param.dtype, device=param.device)
+        param.data = one.as_strided(param.ds_shape, (0,) * len(param.ds_shape))
+
+    def free(param: Parameter) -> None:
+        param.data = kept[param][2]
+
+    for param in params:
+        if param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+            kept[param] = (param.all_gather, param.partition, param.data)
+            param.all_gather, param.partition = functools.partial(shape, param), functools.partial(free, param)
+    try:
+        yield
+    finally:
+        for param, (all_gather, partition, freed) in kept.items():
+            param.all_gather, param.partition, param.data = all_gather, partition, freed
 
 
 def release_gathered(module: torch.nn.Module) -> None:

@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -32,6 +33,7 @@ from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.storage.parked import ParkedValues
 from ds_fuyou.zero.agreement import least
 from ds_fuyou.zero.budgets import local_ranks
+from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.striping import parked_space
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "held_bytes",
     "in_order",
     "is_in_host_memory",
+    "is_what_scripts_write_to",
     "only_reading",
     "partition_bytes",
     "partition_of",
@@ -67,6 +70,13 @@ def partition_bytes(param: Parameter) -> int:
 def is_in_host_memory(param: Parameter) -> bool:
     """Whether DeepSpeed's own tensor of this rank's partition is."""
     return bool(param.ds_tensor.device.type == "cpu")
+
+
+def is_what_scripts_write_to(param: Parameter) -> bool:
+    """Of a partition that is DeepSpeed's alone: where one rank has it, on the host, a gathered parameter is its
+    partition, and nobody is told of writes to it."""
+    is_alone = dist.get_world_size(group=param.ds_process_group) == 1
+    return (is_alone and rank_device().is_host) or param.ds_tensor.device.type != "cpu"
 
 
 def held_bytes(params: Iterable[Parameter]) -> dict[str, int]:
@@ -172,6 +182,9 @@ class FuyouParameterSwapper:
         self._buffers: dict[int, torch.Tensor] = {}
         self._aside: dict[int, torch.Tensor] = {}  # by ds_id: gathered values of what is partitioned
         self._edits_wait: dict[int, Callable[[], object]] = {}  # by ds_id: of what is DeepSpeed's alone
+        self.as_taken: dict[int, int | None] = {}
+        """By ds_id: of what a checkpoint may leave out, a number for the values that the first engine found. None once
+        they are, or may be, others. See zero/frozen_base.py."""
         self._dram_left: int | None = None
         self._heap = HeapGuard()
 
@@ -312,6 +325,35 @@ class FuyouParameterSwapper:
         partition = self.partitions.get(param.ds_id)
         return partition.source if partition is not None and isinstance(partition.source, ParkedValues) else None
 
+    @contextmanager
+    def noting_edit(self, param: Parameter) -> Iterator[None]:
+        """Inside, the values of a parameter may become others (:attr:`as_taken`)."""
+        known = self.as_taken.get(param.ds_id)
+        if known is None:
+            yield
+            return
+        self.as_taken[param.ds_id] = None
+        before = self._published(param).clone()
+        yield
+        if _are_same(before, self._published(param)):
+            self.as_taken[param.ds_id] = known
+
+    def is_news(self, param: Parameter, values: torch.Tensor) -> bool:
+        """Whether the parameter has other values than these (1-D, this rank's part), which it will get; True where
+        nobody wants to know (:attr:`as_taken`)."""
+        if self.as_taken.get(param.ds_id) is None:
+            return True
+        if _are_same(self._published(param), values):
+            return False
+        self.as_taken[param.ds_id] = None
+        return True
+
+    def _published(self, param: Parameter) -> torch.Tensor:
+        """The partition's values as they are where it lives, whatever a gathered parameter has."""
+        partition = self.partitions.get(param.ds_id)
+        tensor: torch.Tensor = param.ds_tensor.data
+        return tensor if partition is None else partition.copy()
+
     def replace(self, param: Parameter, values: torch.Tensor) -> None:
         """The values := ``values`` (1-D, this rank's part), wherever they live; on storage alone if it is gathered."""
         partition = self.partitions[param.ds_id]
@@ -413,6 +455,12 @@ class FuyouParameterSwapper:
             PARTITION_TENSORS.away(partition)
 
 
+def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """To the bit."""
+    one, other = (values.detach().contiguous().view(-1) for values in (one, other.to(one.device, one.dtype)))
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 def _nothing() -> None:
     """There is nothing to wait for."""
 
@@ -440,16 +488,16 @@ def through_own_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, param: Parameter, buffer: Any = None, has_been_updated: bool = False, free_data: bool = True
     ) -> None:
         swapper, of_first = param.nvme_swapper, self.param_swapper
-        if isinstance(swapper, FuyouParameterSwapper):
-            if param.ds_tensor is None:
-                swapper.agree(param.ds_process_group)
-            if has_been_updated:
-                swapper.before_edit(param)
-            self.param_swapper = swapper
-        try:
+        with ExitStack() as ending:
+            if isinstance(swapper, FuyouParameterSwapper):
+                if param.ds_tensor is None:
+                    swapper.agree(param.ds_process_group)
+                if has_been_updated:
+                    ending.enter_context(swapper.noting_edit(param))
+                    swapper.before_edit(param)
+                self.param_swapper = swapper
+                ending.callback(setattr, self, "param_swapper", of_first)
             original(self, param, buffer, has_been_updated, free_data)
-        finally:
-            self.param_swapper = of_first
         if param.is_inference() and not param.numel():  # training may not use it, but asks for its node
             with normal_tensors():
                 param.data = torch.empty(0, dtype=param.dtype, device=param.device)

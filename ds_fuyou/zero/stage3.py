@@ -41,7 +41,7 @@ from ds_fuyou.zero.checkpoint_outline import outline_of
 from ds_fuyou.zero.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
 from ds_fuyou.zero.compute_spans import ComputeSpans
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.gathering import ends_gathers, for_training, release_gathered, watch_gathers
+from ds_fuyou.zero.gathering import ends_gathers, for_training, release_gathered, shapes_alone, watch_gathers
 from ds_fuyou.zero.gradient_flow import GradientFlow
 from ds_fuyou.zero.handover import owners
 from ds_fuyou.zero.hp_access import HpAccess
@@ -288,6 +288,10 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         return [groups[i] for i in self._group_of_sub_group]
 
     # ---- gradients: stock's hooks and ends, as GradientFlow serves them ------------------------------------
+
+    def create_reduce_and_remove_grad_hooks(self) -> None:
+        with shapes_alone(param for group in self.fp16_groups for param in group):
+            super().create_reduce_and_remove_grad_hooks()
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Parameter) -> None:
         self.gradient_flow.collect(param)

@@ -176,11 +176,11 @@ def test_three_slots_of_a_run_that_saves_behind_training_are_gone_on_from(tmp_pa
         assert differences(expected, torch.load(file, weights_only=False)) == [], file.name
 
 
-def end_of(path: Path, case: dict, name: str) -> tuple[int | None, str]:
-    """Status and output of a run on one rank."""
-    (process,), (log,) = launch(path, case, 1, name)
-    finish([process])
-    return process.exitcode, log.read_text(errors="replace")
+def end_of(path: Path, case: dict, name: str, world_size: int = 1) -> tuple[int | None, str]:
+    """Status and output of rank 0."""
+    processes, logs = launch(path, case, world_size, name)
+    finish(processes)
+    return processes[0].exitcode, logs[0].read_text(errors="replace")
 
 
 def stored_states(store: SlotStore) -> tuple[StateLayout, list[int]]:
@@ -279,7 +279,7 @@ def flip_p16(directory: Path) -> None:
 
 
 def test_what_taking_over_reads_and_writes_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """Everything on storage: nothing. P16 in memory is made of P32. (What DeepSpeed then gathers is read as ever.)"""
+    """Everything on storage: nothing. P16 in memory is made of P32."""
     moved = {}
     for num_layers in (3, 9):
         for parameters in ("nvme", "cpu"):
@@ -307,6 +307,16 @@ def test_what_taking_over_reads_and_writes_does_not_grow_with_the_model(tmp_path
             else:
                 assert read == 0
     assert moved[9, "cpu"] > 1.5 * moved[3, "cpu"], "the models differ"
+
+
+@pytest.mark.parametrize(("zero_init", "world_size"), [(False, 1), (True, 1), (True, 2)])
+def test_nothing_is_read_before_the_first_forward(zero_init: bool, world_size: int, tmp_path: Path) -> None:
+    """Everything on storage, frozen parameters, too; the values that are there are those that the forward reads."""
+    case = {"steps": STEPS, "zero_init": zero_init, "frozen": "blocks.1", "block": {**RESUME, **ALL_STORED}}
+    for step in (2, 3):
+        said = end_of(tmp_path, {**case, "die": {"0": [step, "after"]}}, str(step), world_size)[1]
+        assert ("going on from step 2, in place" in said) == (step == 3), said[-3000:]
+    assert re.findall(r"READ (\d+)", said) == ["0"]
 
 
 def test_state_files_of_other_tiers_are_not_gone_on_from(tmp_path: Path) -> None:

@@ -15,11 +15,13 @@ called, not the engine's. ``two``: changes of the case for each of two engines o
 before and after ``steps``.
 ``reload``: a checkpoint that is loaded into what was resumed; prints whether the generators stay as they are then.
 ``move_after``: by step, the share of states that is to be in host memory from then on, ``move_bytes`` of them a step.
-``poisoned``: a step after which P16 of the first chunk is NaN on storage. ``num_layers``: of the model.
+``poisoned``: a step after which P16 of the first chunk is NaN on storage. ``num_layers``: of the model,
+``zero_init``: which is built under ``zero.Init``.
 ``dies_removing``: SIGKILL when so many of its directories are removed. ``runs_out``: before the engine that trains
 another one is built, whose first forward runs out of memory, and is destroyed.
-Prints ``MOVED read written``, bytes on storage that it took to make states or to take them over, and, when a step has
-returned, ``LOSSES rank n ...``, in hexadecimal digits, and ``STEP n``.
+Prints ``MOVED read written``, bytes on storage that it took to make states or to take them over, ``READ n``, bytes of
+storage that the process has read before its first forward, and, when a step has returned, ``LOSSES rank n ...``, in
+hexadecimal digits, and ``STEP n``.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.storage.directory import RunDirectory
+from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.store import SlotStore
 from tests.harness.group import leave_group
 from tests.harness.meeting import Meeting
@@ -95,6 +98,18 @@ def tell_moved(name: str) -> None:
     setattr(OutOfCoreOptimizer, name, telling)
 
 
+def count_reads() -> list[int]:
+    """Of all that this process reads from now on, bytes."""
+    original, counted = IoLane.read, [0]
+
+    def counting(self: IoLane, extents: Any, *arguments: Any, **named: Any) -> Any:
+        counted[0] += sum(extent.num_bytes for extent in extents)
+        return original(self, extents, *arguments, **named)
+
+    IoLane.read = counting
+    return counted
+
+
 def build(path: str, case: dict, rank: int) -> Any:
     block = {"nvme_path": path, "optimizer": {"tier": "nvme"}, "io": {"engine": "threads"}}
     config = ds_config(fuyou={**block, **case.get("block", {})}, **case.get("config", {}))
@@ -103,7 +118,8 @@ def build(path: str, case: dict, rank: int) -> Any:
     torch.manual_seed(rank)
     random.seed(rank)
     numpy.random.seed(rank)
-    model = TinyGPT(**{**MODEL, "num_layers": case.get("num_layers", MODEL["num_layers"])})
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=case.get("zero_init", False)):
+        model = TinyGPT(**{**MODEL, "num_layers": case.get("num_layers", MODEL["num_layers"])})
     for name, param in model.named_parameters():
         param.requires_grad_(not ("frozen" in case and name.startswith(case["frozen"])))
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -205,6 +221,7 @@ def main(path: str, case: dict) -> None:
         train_two(path, case)
     for name in ("initialize", "resume"):
         tell_moved(name)
+    read = count_reads()
     if "runs_out" in case:
         run_out(build(path, case, rank))
     engine = build(path, case, rank)
@@ -224,6 +241,7 @@ def main(path: str, case: dict) -> None:
         torch.rand(5)  # a data loader draws its seed
         engine.fuyou_restore_random_states()
     accumulation = engine.gradient_accumulation_steps()
+    sys.stdout.write(f"READ {read[0]}\n")
     for step in range(engine.global_steps, case["steps"]):
         for micro in range(accumulation):
             factor = 1.0 + chance(case) if "draws_first" in case else None

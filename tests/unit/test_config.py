@@ -146,7 +146,7 @@ def test_paths_may_differ_between_nodes_and_ranks(monkeypatch: pytest.MonkeyPatc
             r"fuyou\.optimizer\.tier: must be 'auto', 'cpu' or 'nvme'; found 'ssd'",
         ),
         ({"optimizer": 3}, r"fuyou\.optimizer: must be an object with any of tier, overlap, .*; found 3 \(int\)"),
-        ({"checkpoint": "background"}, r"fuyou\.checkpoint: must be an object with any of save; found 'background'"),
+        ({"checkpoint": "background"}, r"fuyou\.checkpoint: must be an object with any of save, frozen; found"),
         ({"plan": {"residency": 0.5}}, r"fuyou\.plan\.residency: must be an object with any of parameters, "),
         ({"checksum": "yes"}, r"fuyou\.checksum: must be true or false; found 'yes' \(str\)"),
         ({"enabled": "true"}, r"fuyou\.enabled: must be true or false; found 'true' \(str\)"),

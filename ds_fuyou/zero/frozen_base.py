@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a checkpoint holds the frozen parameters: not where they are the base of an adapter, as the script built it.
+
+[Note: the base of an adapter]
+A run that loads such a checkpoint has the base as its script builds it again. So "auto" leaves it out only where that
+is what was trained with, as far as anybody can know:
+
+* a module of the model has PEFT's ``peft_config``, and parameters of an adapter that it names are trained;
+* every parameter that is frozen now lies in such a module, and is no adapter's (another adapter, or a part of one that
+  is not trained, has values that nobody builds again);
+* the adapter's making left the base as it was: PiSSA and its like subtract from it what the adapter begins with;
+* none of these was an optimizer's, was edited, or got other values from a checkpoint since an engine first had it
+  (``FuyouParameterSwapper.as_taken``).
+
+If one does not fit, all are saved: stock loads all frozen parameters of a checkpoint, or none. What is left out
+is left out as ``fuyou recover`` does: names stay, with the empty placeholders that ZeRO-3 saves of every parameter, so
+strict loading finds them, in stock, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from ds_fuyou.checkpoint.crc import crc32_of
+from ds_fuyou.log import log_once
+from ds_fuyou.zero.agreement import of_every_rank
+from ds_fuyou.zero.param_swapper import (
+    FuyouParameterSwapper,
+    is_what_scripts_write_to,
+    partition_bytes,
+    partition_of,
+)
+
+__all__ = ["left_out", "watch"]
+
+_KEEP_BASE = ("gaussian", "eva", "orthogonal", "mica")
+"""Of the ways by which PEFT's LoRA begins those that change nothing but the adapter."""
+
+
+def watch(engine: Any) -> None:
+    """The engine is built. From now on it is noted what changes the base of its adapters."""
+    state = engine.optimizer.rank_state
+    for param in state.model.trained:
+        param.nvme_swapper.as_taken[param.ds_id] = None
+    if state.activation.config.checkpoint.frozen == "auto":
+        for param in _base_of(engine):
+            if isinstance(getattr(param, "nvme_swapper", None), FuyouParameterSwapper):
+                param.nvme_swapper.as_taken.setdefault(param.ds_id, _sum_of(param))
+
+
+@contextmanager
+def left_out(engine: Any, *, is_asked: bool) -> Iterator[bool]:
+    """Inside, checkpoints of ``engine`` have no frozen parameters where the block says so. Gives True then, and where
+    the caller has asked for that in stock's way (``is_asked``), by which their names are left out, too. A collective.
+    """
+    if is_asked or not _leaves_out(engine):
+        yield is_asked
+        return
+    engine._get_zero_frozen_param_attributes = lambda attribute: None
+    try:
+        yield True
+    finally:
+        del engine._get_zero_frozen_param_attributes
+
+
+def _leaves_out(engine: Any) -> bool:
+    key = engine.optimizer.rank_state.activation.config.checkpoint.frozen
+    frozen = [p for p in engine.module.parameters() if not p.requires_grad and getattr(p, "ds_numel", p.numel())]
+    if key == "save" or not frozen:
+        return False
+    if key == "auto":
+        base = {param.ds_id for param in _base_of(engine)}
+        if not base:
+            return False
+        others = (p for p in frozen if getattr(p, "ds_id", None) not in base or not _is_as_taken(p))
+        found = of_every_rank(next((engine.param_names.get(param, "one without a name") for param in others), None))
+        other = next((name for name in found if name is not None), None)
+        if other is not None:
+            log_once(
+                logging.INFO,
+                f"checkpoints have the frozen parameters: {other} is not, or not any more, of an adapter's base as the "
+                'script built it (fuyou.checkpoint.frozen: "leave_out" leaves all of them out)',
+            )
+            return False
+    log_once(
+        logging.INFO,
+        f"checkpoints leave out {len(frozen)} frozen parameters ({sum(map(partition_bytes, frozen)) / 1e6:.1f} MB a "
+        'rank): who loads one has them as its script builds them (fuyou.checkpoint.frozen: "save" saves them)',
+    )
+    return True
+
+
+def _base_of(engine: Any) -> list[Parameter]:
+    """What adapters that are trained are laid over: see [Note: the base of an adapter]."""
+    trained = {param.ds_id for param in engine.optimizer.rank_state.model.trained}
+    found: dict[Parameter, None] = {}
+    for module in engine.module.modules():
+        configs = getattr(module, "peft_config", None)
+        if not isinstance(configs, Mapping) or any(map(_changes_base, configs.values())):
+            continue
+        named = list(module.named_parameters(remove_duplicate=False))
+        of_adapters = {param for name, param in named if not configs.keys().isdisjoint(name.split("."))}
+        if any(getattr(param, "ds_id", None) in trained for param in of_adapters):
+            found.update(dict.fromkeys(p for _, p in named if hasattr(p, "ds_id") and p not in of_adapters))
+    return list(found)
+
+
+def _changes_base(config: Any) -> bool:
+    begins = getattr(config, "init_lora_weights", True)
+    return (isinstance(begins, str) and begins.lower() not in _KEEP_BASE) or bool(getattr(config, "kasa_config", None))
+
+
+def _is_as_taken(param: Parameter) -> bool:
+    swapper = getattr(param, "nvme_swapper", None)
+    known = swapper.as_taken.get(param.ds_id) if isinstance(swapper, FuyouParameterSwapper) else None
+    return known is not None and known == _sum_of(param)
+
+
+def _sum_of(param: Parameter) -> int:
+    """Of values that a script can change without a word; of others, whose edits are noted, 0."""
+    if partition_of(param) is not None or not is_what_scripts_write_to(param):
+        return 0
+    values: torch.Tensor = param.ds_tensor.data.detach().cpu()
+    return crc32_of(values.contiguous().view(-1))
