@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ds_fuyou.errors import FuyouMemoryError, FuyouStorageError
 from ds_fuyou.storage.probe import enable_direct
@@ -28,6 +29,15 @@ __all__ = ["MappedFiles", "check_readable", "naming"]
 
 _MADV_POPULATE_READ = 22  # since Linux 5.14
 _EHWPOISON = 133
+_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}
+"""Those of other layouts are read when they are loaded."""
 _UNREADABLE = "reading a checkpoint failed: the disk is faulty, or the file is shorter than when it was opened"
 
 
@@ -100,6 +110,11 @@ def check_readable(values: torch.Tensor) -> None:
         FuyouStorageError: it cannot be read.
         FuyouMemoryError: there is no memory to read it to.
     """
+    parts = _parts(values)
+    if parts is not None:
+        for part in parts:
+            check_readable(part)
+        return
     if not values.numel():
         return
     storage = values.untyped_storage()
@@ -114,6 +129,16 @@ def check_readable(values: torch.Tensor) -> None:
     if number in (errno.EFAULT, _EHWPOISON):
         path = next((found.path for found in _file_mappings() if found.begin <= begin < found.end), None)
         raise FuyouStorageError(errno.EIO, _UNREADABLE, path)
+
+
+def _parts(values: torch.Tensor) -> list[torch.Tensor] | None:
+    """What a tensor without a memory of its own is made of; None if it has one."""
+    if is_traceable_wrapper_subclass(values):
+        names, _ = values.__tensor_flatten__()
+        return [getattr(values, name) for name in names]
+    if values.layout is torch.strided:
+        return None
+    return [getattr(values, part)() for part in _PARTS.get(values.layout, ())]
 
 
 @contextlib.contextmanager
