@@ -233,7 +233,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.training_state.forget_generators()
         core = self.rank_state.core
         if core.keeps_steps:
-            core.commits.replaced(self.training_state.take(engine))
+            core.commits.replaced(self.training_state.take(engine, begins_step=True))
 
     def _watch_modules(self, index: GatheredIndex) -> None:
         """Before DeepSpeed fetches a module's parameters, ours are made available and read-ahead moves on."""
