@@ -182,6 +182,7 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
                 exclude_frozen_parameters=exclude_frozen_parameters,
             )
         end_last_save(self)
+        save_dir = os.path.abspath(save_dir)  # behind training the script may have another working directory
         tag = _common_tag(str(tag if tag is not None else f"global_step{self.global_steps}"))
         folder, hidden = Path(save_dir), atomic.incomplete_tag(tag)
         lock = _prepare(self, folder, tag, exclude_frozen_parameters)
@@ -399,25 +400,35 @@ def _require_space(engine: Any, folder: Path, exclude_frozen_parameters: bool) -
 
 
 def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``load_module_state_dict``: frozen parameters on storage are written there, one by one."""
+    """``load_module_state_dict``: frozen parameters on storage are written there, one by one. After the module, as in
+    stock: they replace what the module's state dictionary, or the script's function, has said of them, and where that
+    failed they stay.
+    """
 
     @functools.wraps(original)
     def load_module_state_dict(self: Any, checkpoint: dict[str, Any], *arguments: Any, **named: Any) -> Any:
-        fragments = checkpoint.get(_FROZEN_FRAGMENTS) if isinstance(self.optimizer, FuyouStage3Optimizer) else None
-        if fragments:
-            fragments = dict(fragments)
-            for param in self.module.parameters():
-                name = self.param_names.get(param)
-                if param.requires_grad or name not in fragments:  # thawed since: the original leaves it, too
-                    continue
-                check_readable(fragments[name])
-                if partition_of(param) is None:
-                    if isinstance(getattr(param, "nvme_swapper", None), FuyouParameterSwapper):
-                        param.nvme_swapper.before_edit(param)
-                    continue
-                param.nvme_swapper.replace(param, fragments[name])
-                fragments[name] = param.ds_tensor.data  # what the original copies onto itself
-            checkpoint = {**checkpoint, _FROZEN_FRAGMENTS: fragments}
-        return original(self, checkpoint, *arguments, **named)
+        if not isinstance(self.optimizer, FuyouStage3Optimizer):
+            return original(self, checkpoint, *arguments, **named)
+        fragments = checkpoint.get(_FROZEN_FRAGMENTS)
+        original(self, {**checkpoint, _FROZEN_FRAGMENTS: None}, *arguments, **named)
+        if not fragments:
+            return None
+        fragments = dict(fragments)
+        for param in self.module.parameters():
+            name = self.param_names.get(param)
+            if param.requires_grad or name not in fragments:  # thawed since: the original leaves it, too
+                continue
+            check_readable(fragments[name])
+            if partition_of(param) is None:
+                if isinstance(getattr(param, "nvme_swapper", None), FuyouParameterSwapper):
+                    param.nvme_swapper.before_edit(param)
+                continue
+            param.nvme_swapper.replace(param, fragments[name])
+            fragments[name] = param.ds_tensor.data  # what the original copies onto itself
+        return original(self, {"module": {}, _FROZEN_FRAGMENTS: fragments}, custom_load_fn=_load_nothing)
 
     return load_module_state_dict
+
+
+def _load_nothing(src: Any, dst: Any) -> None:
+    """The module is loaded already."""

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A load gives what was saved under the tag that it names, or says why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.harness.forked import finish, start
+from tests.harness.ports import free_port
+from tests.harness.runner import HERE, ds_config, environment, with_fuyou
+from tests.parity.cases import block
+
+CASE: dict = {"steps": 0, "model": {}, "config": ds_config()}
+
+
+def said_by(case: dict, directory: Path) -> dict:
+    directory.mkdir(parents=True, exist_ok=True)
+    file, log = directory / "case.json", directory / "log"
+    file.write_text(json.dumps(case))
+    process = start(
+        HERE / "loading_worker.py", [str(file), str(directory / "folder")], environment(0, 1, free_port()), log
+    )
+    finish([process])
+    output = log.read_text()
+    assert process.exitcode == 0, output[-4000:]
+    found: dict = json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
+    return found
+
+
+def ours_of(case: dict, directory: Path, tiers: str = "all", **more: object) -> dict:
+    (directory / "swap").mkdir(parents=True, exist_ok=True)
+    return with_fuyou(case, {**block(str(directory / "swap"), tiers), **more})
+
+
+def test_frozen_parameters_are_those_of_the_tag(tmp_path: Path) -> None:
+    case = {**CASE, "tasks": ["frozen"]}
+    stock = said_by(case, tmp_path / "stock")["frozen"]
+    for tiers in ("all", "states"):
+        assert said_by(ours_of(case, tmp_path, tiers), tmp_path / tiers)["frozen"] == stock, tiers
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    directory = tmp_path_factory.mktemp("loads")
+    case = {**CASE, "tasks": ["client_state", "reordered", "other_tag", "changed_directory"]}
+    return said_by(ours_of(case, directory, checkpoint={"save": "background"}), directory)
+
+
+def test_client_state_of_tensors_without_a_memory_of_their_own(said: dict) -> None:
+    assert said["client_state"] == {"sparse": True, "dense": True}
+
+
+def test_states_of_other_parameters_are_refused_and_of_other_names_told(said: dict) -> None:
+    found = said["reordered"]
+    assert "where the model has blocks.0.norm.weight [72] the checkpoint has blocks.1.norm.weight" in found["swapped"]
+    assert found["renamed"] == found["as it is"] == found["by name"] == found["states given by the script"] == "nothing"
+    assert len(found["renamed told"]) == 1
+    assert found["as it is told"] == []
+    assert (
+        "where the model has tokens.weight [500, 72] the checkpoint has blocks.0.norm.weight" in found["other shapes"]
+    )
+
+
+def test_another_tag_than_stock_reads_is_told(said: dict) -> None:
+    assert [len(said["other_tag"][tag]) for tag in ("first", "second", "None")] == [1, 0, 0]
+    assert "'second'" in said["other_tag"]["first"][0]
+
+
+def test_a_relative_folder_is_that_of_the_call(said: dict) -> None:
+    assert said["changed_directory"]["found"] == ["relative", "relative/latest", "relative/tag"]
