@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import logging
 import os
 import tempfile
@@ -245,12 +246,15 @@ def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_ours(self.optimizer):
-            from ds_fuyou.zero.checkpoint_engine import end_last_save
+            from ds_fuyou.zero.checkpoint_engine import end_last_save, tell_of_latest
 
             end_last_save(self)
+            tell_of_latest(self, **signature.bind(self, *args, **kwargs).arguments)
         result = original(self, *args, **kwargs)
         if _is_ours(self.optimizer) and result[0] is not None:
             self.optimizer.checkpoint_loaded(self)

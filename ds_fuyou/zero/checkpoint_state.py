@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -65,6 +66,9 @@ class CheckpointState:
         """The last checkpoint that was begun and has not been ended by all ranks."""
         self.loaded_files: set[str] = set()
         """Real paths of files that the engine itself has loaded: nobody has written to what it gives us of them."""
+
+        self.saved_shapes: Sequence[Mapping[str, Sequence[int]]] | None = None
+        """By sub-group, as the checkpoint says that is being loaded; None if it does not."""
 
     # ---- saving -------------------------------------------------------------------------------------------
 
@@ -154,6 +158,9 @@ class CheckpointState:
                 f"the checkpoint's sub-groups hold {[t.numel() for t in fp32]} elements on this rank, the model's "
                 f"{list(core.layout.sub_group_numels)}; load it with the model and world size it was saved with"
             )
+        shapes, self.saved_shapes = self.saved_shapes, None
+        if shapes is not None:
+            self._require_order(shapes)
         saved = state_dict[OPTIMIZER_STATE] if load_optimizer_states else None
         if saved is not None:
             for group, values in zip(self._optimizer.param_groups, saved["param_groups"], strict=True):
@@ -162,6 +169,28 @@ class CheckpointState:
         self._write_all(fp32, moments)
         if saved is not None:
             self._restore_clock(state_dict, saved)
+
+    def _require_order(self, saved: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """States have no names in a checkpoint: what was saved first is the first parameter's. Where another parameter
+        would get it, that is refused; under another name it is loaded, as in stock.
+
+        Raises:
+            FuyouStateError: parameters of the same names in another order, or of other shapes.
+        """
+        theirs = [(name, tuple(shape)) for group in saved for name, shape in group.items()]
+        state = self._rank_state
+        params = map(state.param, state.layout.params)
+        ours = [(state.model.names[param], tuple(param.ds_shape)) for param in params]
+        if theirs == ours:
+            return
+        there, here = next(pair for pair in itertools.zip_longest(theirs, ours) if pair[0] != pair[1])
+        what = f"where the model has {_named(here)} the checkpoint has {_named(there)}"
+        if sorted(theirs) == sorted(ours) or [shape for _, shape in theirs] != [shape for _, shape in ours]:
+            raise FuyouStateError(
+                f"{what}, and states have no other names than their order: make the model and its parameter groups as "
+                "the saving script did, or load with load_optimizer_states=False, which goes by names"
+            )
+        log_once(logging.WARNING, f"{what}, of the same shape: it is taken for the same parameter under another name")
 
     def _saved_moments(self, saved: dict[str, Any]) -> list[list[torch.Tensor]] | None:
         """Moments by sub-group, None if the checkpoint was made before the first step."""
@@ -287,6 +316,10 @@ class CheckpointState:
             )
         for group, values in zip(present, groups, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
+
+
+def _named(param: tuple[str, tuple[int, ...]] | None) -> str:
+    return "no more" if param is None else f"{param[0]} {list(param[1])}"
 
 
 def read_universal_state(checkpoint_dir: str) -> dict[str, Any]:

@@ -231,6 +231,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def checkpoint_loaded(self, engine: Any) -> None:
         """``engine.load_checkpoint()`` has loaded one: random generators stay as the script has them now."""
         self.training_state.forget_generators()
+        self.checkpoint_state.saved_shapes = None
         core = self.rank_state.core
         if core.keeps_steps:
             core.commits.replaced(self.training_state.take(engine, begins_step=True))
