@@ -255,7 +255,11 @@ def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
             end_last_save(self)
             tell_of_latest(self, **signature.bind(self, *args, **kwargs).arguments)
-        result = original(self, *args, **kwargs)
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            if _is_ours(self.optimizer):
+                self.optimizer.checkpoint_state.loading_ended()
         if _is_ours(self.optimizer) and result[0] is not None:
             self.optimizer.checkpoint_loaded(self)
         return result

@@ -25,7 +25,8 @@ from torch.nn import Parameter
 from torch.utils import _pytree
 
 from ds_fuyou.checkpoint import atomic, streamed_file
-from ds_fuyou.checkpoint.mapped import check_readable, naming
+from ds_fuyou.checkpoint.file_sums import compare_file
+from ds_fuyou.checkpoint.mapped import Compared, naming
 from ds_fuyou.checkpoint.parts import Parts
 from ds_fuyou.checkpoint.streamed_file import StandIns, StreamedFile
 from ds_fuyou.checkpoint.unfinished import WritingLock
@@ -98,6 +99,8 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
         """Of each frozen parameter that is written behind the call: takes what an edit of it has to wait for."""
         self.loaded: set[str] = set()
         """Real paths of the files that were mapped."""
+        self.compares = True
+        """What is loaded, with the checksums in its files."""
 
     def begin(self) -> StandIns:
         """A new checkpoint: stand-ins made from now on belong to it."""
@@ -142,13 +145,20 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
         if is_mappable:
             self.loaded.add(os.path.realpath(path))
         with naming(path):
+            if is_mappable and self.compares:
+                compare_file(path, with_tensors=False)
             loaded = torch.load(path, map_location=map_location, weights_only=False, mmap=is_mappable)
         if isinstance(loaded, dict):  # what stock itself uses
             used = {key: part for key, part in loaded.items() if key not in (_FROZEN_FRAGMENTS, _OPTIMIZER)}
+            compared = self.compared()
             for leaf in _pytree.tree_leaves(used):
                 if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
-                    check_readable(leaf)
+                    compared.check(leaf)
         return loaded
+
+    def compared(self) -> Compared:
+        """For what is used of the files that were mapped so far."""
+        return Compared(self.loaded, sums=self.compares)
 
 
 def replace_writer(engine: Any) -> None:
@@ -160,6 +170,7 @@ def replace_writer(engine: Any) -> None:
     if type(present) is TorchCheckpointEngine and present.zipfile_serialization:
         engine.checkpoint_engine = writer = FuyouCheckpointEngine(engine._config)
         writer.loaded = engine.optimizer.checkpoint_state.loaded_files
+        writer.compares = engine.optimizer.rank_state.activation.config.checksum
     else:
         log_once(
             logging.WARNING,
@@ -441,12 +452,13 @@ def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, {**checkpoint, _FROZEN_FRAGMENTS: None}, *arguments, **named)
         if not fragments:
             return None
-        fragments = dict(fragments)
+        fragments, writer = dict(fragments), self.checkpoint_engine
+        compared = writer.compared() if isinstance(writer, FuyouCheckpointEngine) else Compared((), sums=False)
         for param in self.module.parameters():
             name = self.param_names.get(param)
             if param.requires_grad or name not in fragments:  # thawed since: the original leaves it, too
                 continue
-            check_readable(fragments[name])
+            compared.check(fragments[name])
             if partition_of(param) is None:
                 if isinstance(getattr(param, "nvme_swapper", None), FuyouParameterSwapper):
                     param.nvme_swapper.before_edit(param)

@@ -10,13 +10,15 @@ import functools
 import inspect
 import itertools
 import logging
+import zipfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Parameter
 
+from ds_fuyou.checkpoint.file_sums import FileSums, Place, compare_file
 from ds_fuyou.checkpoint.mapped import MappedFiles, check_readable, naming
 from ds_fuyou.checkpoint.stock_state import CLOCK_KEY, FLAT_GROUPS, OPTIMIZER_STATE, StateEntries
 from ds_fuyou.checkpoint.streamed_file import Clone, StandIns
@@ -35,6 +37,13 @@ from ds_fuyou.zero.rank_state import RankState
 __all__ = ["CheckpointState", "UniversalReader", "read_universal_state"]
 
 States = Generator[tuple[Chunk, list[torch.Tensor]]]
+
+
+class _Source(NamedTuple):
+    """Of a part of a new state: values, or where they lie; and where they come from, if they are compared then."""
+
+    values: torch.Tensor | Sequence[Extent]
+    place: Place | None = None
 
 
 class CheckpointState:
@@ -145,6 +154,11 @@ class CheckpointState:
 
     # ---- loading ------------------------------------------------------------------------------------------
 
+    def loading_ended(self) -> None:
+        """What the script gives from now on is its own: it may have read the same files and changed what it read."""
+        self.saved_shapes = None
+        self.loaded_files.clear()
+
     def load(self, state_dict: Mapping[str, Any], *, load_optimizer_states: bool) -> None:
         """What :meth:`entries` gave, or stock's file.
 
@@ -211,19 +225,31 @@ class CheckpointState:
 
     def _write_all(self, fp32: Sequence[torch.Tensor], moments: list[list[torch.Tensor]] | None) -> None:
         core, without = self._core, [None] * len(self._core.kind.moments)
+        sums = FileSums() if self._rank_state.activation.config.checksum else None
         with MappedFiles(self.loaded_files) as files:
 
-            def source(flat: torch.Tensor, chunk: Chunk) -> torch.Tensor | Sequence[Extent]:
+            def source(flat: torch.Tensor, chunk: Chunk) -> _Source:
                 values = flat.view(-1)[chunk.begin : chunk.end]
+                place = files.place(values) if sums is not None else None
                 extents = files.extents(values) if values.dtype == torch.float32 else None
-                if extents is None:
-                    check_readable(flat)
-                return values if extents is None else extents
+                if extents is not None:
+                    return _Source(extents, place)
+                check_readable(flat)
+                if sums is not None and place is not None:
+                    sums.add(place, values)
+                return _Source(values)
 
             def new_state(chunk: Chunk) -> NewState:
                 held = moments[chunk.sub_group] if moments is not None else ()
-                parts = [source(flat, chunk) for flat in (fp32[chunk.sub_group], *held)]
-                return NewState(chunk.index, [*parts, *without[len(held) :]], ROUNDED)
+                sources = [source(flat, chunk) for flat in (fp32[chunk.sub_group], *held)]
+
+                def compare(parts: Sequence[torch.Tensor]) -> None:
+                    for each, values in zip(sources, parts, strict=False):  # moments may be zeros
+                        if sums is not None and each.place is not None:
+                            sums.add(each.place, values)
+
+                parts = [each.values for each in sources]
+                return NewState(chunk.index, [*parts, *without[len(held) :]], ROUNDED, compare)
 
             core.states.write_all(map(new_state, core.layout.chunks), files.path_of)
         self._rank_state.step_applied()
@@ -322,7 +348,7 @@ def _named(param: tuple[str, tuple[int, ...]] | None) -> str:
     return "no more" if param is None else f"{param[0]} {list(param[1])}"
 
 
-def read_universal_state(checkpoint_dir: str) -> dict[str, Any]:
+def read_universal_state(checkpoint_dir: str, *, compares: bool = True) -> dict[str, Any]:
     """What a universal checkpoint holds beside its parameters.
 
     Raises:
@@ -332,6 +358,8 @@ def read_universal_state(checkpoint_dir: str) -> dict[str, Any]:
     if not file.is_file():
         raise FuyouStateError(f"{file} is missing: convert the checkpoint with ds_to_universal.py and load its output")
     with naming(file):
+        if compares and zipfile.is_zipfile(file):
+            compare_file(str(file), with_tensors=True)
         saved: dict[str, Any] = torch.load(file, weights_only=False, mmap=True, map_location="cpu")
     return saved
 
@@ -355,6 +383,7 @@ class UniversalReader:
         self._rank_state = rank_state
         self._folder = Path(checkpoint_dir, "zero")
         self._read_partition = read_partition
+        self._compares = rank_state.activation.config.checksum
         self._by_param = "param" in inspect.signature(read_partition).parameters  # since 0.19
         self._name_of = name_of
         self._param: Any = None
@@ -366,6 +395,9 @@ class UniversalReader:
             self._param, self._values = param, {}
         if key not in self._values:
             more = {"param": param} if self._by_param else {}
-            values = self._read_partition(str(self._folder / self._name_of[param]), key, **more)
+            folder = self._folder / self._name_of[param]
+            if self._compares and zipfile.is_zipfile(folder / f"{key}.pt"):
+                compare_file(str(folder / f"{key}.pt"), with_tensors=True)
+            values = self._read_partition(str(folder), key, **more)
             self._values[key] = values.view(-1).to(torch.float32)
         return self._values[key]

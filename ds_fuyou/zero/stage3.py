@@ -231,7 +231,6 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def checkpoint_loaded(self, engine: Any) -> None:
         """``engine.load_checkpoint()`` has loaded one: random generators stay as the script has them now."""
         self.training_state.forget_generators()
-        self.checkpoint_state.saved_shapes = None
         core = self.rank_state.core
         if core.keeps_steps:
             core.commits.replaced(self.training_state.take(engine, begins_step=True))
@@ -460,7 +459,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.checkpoint_state.restore_from_params()
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
-        saved = read_universal_state(checkpoint_dir)
+        compares = self.rank_state.activation.config.checksum
+        saved = read_universal_state(checkpoint_dir, compares=compares)
         self._load_global_state_stage3(saved)
         self.checkpoint_state.load_universal(saved, self._universal_reader(checkpoint_dir))
 

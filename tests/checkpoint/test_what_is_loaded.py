@@ -36,10 +36,26 @@ def ours_of(case: dict, directory: Path, tiers: str = "all", **more: object) -> 
 
 
 def test_frozen_parameters_are_those_of_the_tag(tmp_path: Path) -> None:
-    case = {**CASE, "tasks": ["frozen"]}
-    stock = said_by(case, tmp_path / "stock")["frozen"]
+    """And states that a script has read from a file and changed are those that it gives."""
+    case = {**CASE, "tasks": ["frozen", "given_by_script"]}
+    stock = said_by(case, tmp_path / "stock")
     for tiers in ("all", "states"):
-        assert said_by(ours_of(case, tmp_path, tiers), tmp_path / tiers)["frozen"] == stock, tiers
+        assert said_by(ours_of(case, tmp_path, tiers), tmp_path / tiers) == stock, tiers
+
+
+def test_a_bit_that_changed_in_a_file_is_not_loaded(tmp_path: Path) -> None:
+    """Whether the values are read past the page cache, as they are, or through mapped memory, rounded."""
+    case = {**CASE, "tasks": ["flipped"]}
+    narrow = {**case["config"], "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+    for tiers, config in (("all", case["config"]), ("none", case["config"]), ("states", narrow)):
+        found = said_by(ours_of({**case, "config": config}, tmp_path, tiers), tmp_path / tiers)["flipped"]
+        assert found.pop("whole") == "nothing"
+        assert len(found) == 8
+        for where, said in found.items():
+            assert "FuyouChecksumError: reading a checkpoint" in said, (tiers, where, said)
+            assert all(name in said for name in where.split()), (tiers, where, said)
+    said_nothing = said_by(ours_of(case, tmp_path, checksum=False), tmp_path / "unchecked")["flipped"]
+    assert "nothing" in said_nothing.values()
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,6 +81,49 @@ def frozen(case: dict, folder: Path) -> dict:
         engine.save_checkpoint(str(folder), tag="without", exclude_frozen_parameters=True)
         said["raised"] = raised(lambda: engine.load_checkpoint(str(folder), "b", load_optimizer_states=False))
         said["failed"] = found(engine)
+    return said
+
+
+def given_by_script(case: dict, folder: Path) -> dict:
+    """States that the script has read from the file of a checkpoint that was loaded before, and changed."""
+    with another(case) as engine:
+        train(engine, case, 1)
+        engine.save_checkpoint(str(folder))
+        engine.load_checkpoint(str(folder))
+        loaded = torch.load(next(folder.glob("*/*optim_states.pt")), mmap=True, weights_only=False)
+        states = loaded["optimizer_state_dict"]
+        states["fp32_flat_groups"][0].data.mul_(0.5)
+        engine.optimizer.load_state_dict([states])
+        return {"found": found(engine)}
+
+
+def flip(file: Path, at: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ 1]))
+
+
+def flipped(case: dict, folder: Path) -> dict:
+    """A bit of a checkpoint's files is another one: in the middle of each tensor that is used, and of each pickle."""
+    case, said = {**case, **FROZEN}, {}
+    with another(case) as engine:
+        train(engine, case, 1)
+        engine.save_checkpoint(str(folder))
+        engine.fuyou_wait_checkpoint()
+        for file in sorted(folder.glob("*/*_states.pt")):
+            with zipfile.ZipFile(file) as archive:
+                largest = sorted(archive.infolist(), key=lambda info: info.file_size)[-3:]
+                places = {}
+                for info in [*largest, archive.getinfo(f"{archive.namelist()[0].split('/')[0]}/data.pkl")]:
+                    with archive.open(info) as record:
+                        places[info.filename] = record._fileobj.tell() + info.file_size // 2
+            for name, at in places.items():
+                flip(file, at)
+                said[f"{file.name} {name}"] = raised(lambda: engine.load_checkpoint(str(folder)))
+                flip(file, at)
+        said["whole"] = raised(lambda: engine.load_checkpoint(str(folder)))
     return said
 
 
@@ -177,6 +221,8 @@ def changed_directory(case: dict, folder: Path) -> dict:
 
 
 TASKS = {
+    "flipped": flipped,
+    "given_by_script": given_by_script,
     "frozen": frozen,
     "client_state": client_state,
     "reordered": reordered,
