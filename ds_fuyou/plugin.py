@@ -250,17 +250,19 @@ def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_ours(self.optimizer):
-            from ds_fuyou.zero.checkpoint_engine import end_last_save, tell_of_latest
+        if not _is_ours(self.optimizer):
+            return original(self, *args, **kwargs)
+        from ds_fuyou.host.memory import normal_tensors
+        from ds_fuyou.zero.checkpoint_engine import end_last_save, tell_of_latest
 
-            end_last_save(self)
-            tell_of_latest(self, **signature.bind(self, *args, **kwargs).arguments)
+        end_last_save(self)
+        tell_of_latest(self, **signature.bind(self, *args, **kwargs).arguments)
         try:
-            result = original(self, *args, **kwargs)
+            with normal_tensors():  # parameters that stay gathered are trained with
+                result = original(self, *args, **kwargs)
         finally:
-            if _is_ours(self.optimizer):
-                self.optimizer.checkpoint_state.loading_ended()
-        if _is_ours(self.optimizer) and result[0] is not None:
+            self.optimizer.checkpoint_state.loading_ended()
+        if result[0] is not None:
             self.optimizer.checkpoint_loaded(self)
         return result
 

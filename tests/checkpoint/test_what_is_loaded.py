@@ -35,9 +35,13 @@ def ours_of(case: dict, directory: Path, tiers: str = "all", **more: object) -> 
     return with_fuyou(case, {**block(str(directory / "swap"), tiers), **more})
 
 
-def test_frozen_parameters_are_those_of_the_tag(tmp_path: Path) -> None:
-    """And states that a script has read from a file and changed are those that it gives."""
-    case = {**CASE, "tasks": ["frozen", "given_by_script"]}
+def test_as_stock_loads(tmp_path: Path) -> None:
+    """Frozen parameters are those of the tag, states that a script has read from a file and changed those that it
+    gives; a load under ``inference_mode`` leaves a model that can be trained.
+    """
+    exact = {"lr": 1e-3, "weight_decay": 0.1, "betas": [0.5, 0.75]}  # products of which a resumed stock has to the bit
+    config = ds_config(optimizer={"type": "AdamW", "params": exact})
+    case = {**CASE, "config": config, "tasks": ["frozen", "given_by_script", "within_inference"]}
     stock = said_by(case, tmp_path / "stock")
     for tiers in ("all", "states"):
         assert said_by(ours_of(case, tmp_path, tiers), tmp_path / tiers) == stock, tiers

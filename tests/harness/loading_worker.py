@@ -97,6 +97,18 @@ def given_by_script(case: dict, folder: Path) -> dict:
         return {"found": found(engine)}
 
 
+def within_inference(case: dict, folder: Path) -> dict:
+    """By the function that evaluates, which then goes back to the best checkpoint."""
+    with another(case) as engine:
+        train(engine, case, 1)
+        engine.save_checkpoint(str(folder))
+        train(engine, case, 1)
+        with torch.inference_mode():
+            engine.load_checkpoint(str(folder))
+        train(engine, case, 1)
+        return {"found": found(engine)}
+
+
 def flip(file: Path, at: int) -> None:
     with file.open("r+b") as opened:
         opened.seek(at)
@@ -224,6 +236,7 @@ def changed_directory(case: dict, folder: Path) -> dict:
 
 
 TASKS = {
+    "within_inference": within_inference,
     "flipped": flipped,
     "given_by_script": given_by_script,
     "frozen": frozen,
