@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import inspect
 import logging
 import os
 import tempfile
@@ -246,27 +245,9 @@ def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
+    from ds_fuyou.zero.loading import loading
 
-    @functools.wraps(original)
-    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_ours(self.optimizer):
-            return original(self, *args, **kwargs)
-        from ds_fuyou.host.memory import normal_tensors
-        from ds_fuyou.zero.checkpoint_engine import end_last_save, tell_of_latest
-
-        end_last_save(self)
-        tell_of_latest(self, **signature.bind(self, *args, **kwargs).arguments)
-        try:
-            with normal_tensors():  # parameters that stay gathered are trained with
-                result = original(self, *args, **kwargs)
-        finally:
-            self.optimizer.checkpoint_state.loading_ended()
-        if result[0] is not None:
-            self.optimizer.checkpoint_loaded(self)
-        return result
-
-    return load_checkpoint
+    return loading(original)
 
 
 def _load_module_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -389,7 +370,7 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.load_checkpoint",
-        "a checkpoint on its way is waited for; what was loaded is committed at once",
+        "a checkpoint on its way is waited for; all ranks load or none; what was loaded is committed at once",
         _load_checkpoint,
     ),
     PatchPoint(

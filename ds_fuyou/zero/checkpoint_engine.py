@@ -45,10 +45,8 @@ __all__ = [
     "loading_module",
     "replace_writer",
     "saving",
-    "tell_of_latest",
 ]
 
-logger = logging.getLogger("ds_fuyou")
 _FROZEN_FRAGMENTS, _OPTIMIZER, _SHAPES = "frozen_param_fragments", "optimizer_state_dict", "param_shapes"
 _WAIT = "fuyou_wait_checkpoint"  # of the engine
 _PIECE_BYTES = 8 << 20
@@ -419,24 +417,6 @@ def _require_space(engine: Any, folder: Path, exclude_frozen_parameters: bool) -
             raise FuyouStorageError(28, message, os.fspath(folder))
 
 
-def tell_of_latest(
-    engine: Any, load_dir: Any = "", tag: Any = None, load_optimizer_states: bool = True, **_others: Any
-) -> None:
-    """Without optimizer states DeepSpeed takes weights from the checkpoint that ``latest`` names, whatever the tag."""
-    latest = Path(load_dir, "latest")
-    if load_optimizer_states or tag is None or engine.load_universal_checkpoint() or not latest.is_file():
-        return
-    named = latest.read_text(encoding="utf-8").strip()
-    if named != str(tag):
-        logger.warning(
-            "load_optimizer_states=False: DeepSpeed reads weights of the checkpoint %r, which %s names, and not of %r; "
-            "let that file name the one that is wanted",
-            named,
-            latest,
-            str(tag),
-        )
-
-
 def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """``load_module_state_dict``: frozen parameters on storage are written there, one by one. After the module, as in
     stock: they replace what the module's state dictionary, or the script's function, has said of them, and where that
@@ -447,7 +427,7 @@ def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_module_state_dict(self: Any, checkpoint: dict[str, Any], *arguments: Any, **named: Any) -> Any:
         if not isinstance(self.optimizer, FuyouStage3Optimizer):
             return original(self, checkpoint, *arguments, **named)
-        self.optimizer.checkpoint_state.saved_shapes = checkpoint.get(_SHAPES)
+        self.optimizer.checkpoint_state.module_is_read(checkpoint.get(_SHAPES))
         fragments = checkpoint.get(_FROZEN_FRAGMENTS)
         original(self, {**checkpoint, _FROZEN_FRAGMENTS: None}, *arguments, **named)
         if not fragments:

@@ -13,7 +13,7 @@ import logging
 import zipfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import Parameter
@@ -33,6 +33,9 @@ from ds_fuyou.state_layout import FP32
 from ds_fuyou.storage.store import Extent
 from ds_fuyou.zero.background_save import Save
 from ds_fuyou.zero.rank_state import RankState
+
+if TYPE_CHECKING:
+    from ds_fuyou.zero.loading import LoadMeetings
 
 __all__ = ["CheckpointState", "UniversalReader", "read_universal_state"]
 
@@ -78,6 +81,10 @@ class CheckpointState:
 
         self.saved_shapes: Sequence[Mapping[str, Sequence[int]]] | None = None
         """By sub-group, as the checkpoint says that is being loaded; None if it does not."""
+        self.meetings: LoadMeetings | None = None
+        """While ``load_checkpoint`` runs."""
+        self._is_torn = False
+        """Some states are a checkpoint's, and nobody knows of all that they are."""
 
     # ---- saving -------------------------------------------------------------------------------------------
 
@@ -154,10 +161,42 @@ class CheckpointState:
 
     # ---- loading ------------------------------------------------------------------------------------------
 
+    def require_whole(self) -> None:
+        """Raises FuyouStateError if a load has failed when it had replaced states: their step would be of nothing."""
+        if self._is_torn:
+            raise FuyouStateError(
+                "a checkpoint was loaded in part when its load failed, on this rank or another, so there is nothing to "
+                "go on from: load one that is whole, or build the engine anew"
+            )
+
+    @contextlib.contextmanager
+    def _replacing(self) -> Iterator[None]:
+        """States of all chunks, and P16: what was read ahead of it is old on every rank alike, also where this fails."""
+        self._is_torn = True
+        try:
+            yield
+        finally:
+            self._rank_state.step_applied()
+        self._is_torn = self.meetings is not None  # it is whole when all ranks say so
+
+    def loaded(self) -> None:
+        """All ranks have loaded a checkpoint."""
+        self._is_torn = False
+
     def loading_ended(self) -> None:
         """What the script gives from now on is its own: it may have read the same files and changed what it read."""
-        self.saved_shapes = None
+        self.saved_shapes = self.meetings = None
         self.loaded_files.clear()
+
+    def module_is_read(self, shapes: Sequence[Mapping[str, Sequence[int]]] | None) -> None:
+        """This rank has its file of the module, which says this of all parameters' order; nothing was changed yet.
+
+        Raises:
+            FuyouStateError: another rank has not.
+        """
+        self.saved_shapes = shapes
+        if self.meetings is not None:
+            self.meetings.meet()
 
     def load(self, state_dict: Mapping[str, Any], *, load_optimizer_states: bool) -> None:
         """What :meth:`entries` gave, or stock's file.
@@ -176,10 +215,12 @@ class CheckpointState:
         if shapes is not None:
             self._require_order(shapes)
         saved = state_dict[OPTIMIZER_STATE] if load_optimizer_states else None
+        moments = self._saved_moments(saved) if saved is not None else None
+        if self.meetings is not None:
+            self.meetings.meet()
         if saved is not None:
             for group, values in zip(self._optimizer.param_groups, saved["param_groups"], strict=True):
                 group.update({k: v for k, v in values.items() if k != "params"})
-        moments = self._saved_moments(saved) if saved is not None else None
         self._write_all(fp32, moments)
         if saved is not None:
             self._restore_clock(state_dict, saved)
@@ -251,8 +292,8 @@ class CheckpointState:
                 parts = [each.values for each in sources]
                 return NewState(chunk.index, [*parts, *without[len(held) :]], ROUNDED, compare)
 
-            core.states.write_all(map(new_state, core.layout.chunks), files.path_of)
-        self._rank_state.step_applied()
+            with self._replacing():
+                core.states.write_all(map(new_state, core.layout.chunks), files.path_of)
 
     def _restore_clock(self, state_dict: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         core = self._core
@@ -287,7 +328,8 @@ class CheckpointState:
                 parts[0].copy_(gather(core.layout, chunk, present, torch.float32))
                 yield NewState(chunk.index, parts)
 
-        core.states.write_all(states())
+        with self._replacing():
+            core.states.write_all(states())
 
     # ---- universal checkpoints ----------------------------------------------------------------------------
 
@@ -313,10 +355,10 @@ class CheckpointState:
             ]
             return NewState(chunk.index, parts, ROUNDED)
 
-        core.states.write_all(map(new_state, core.layout.chunks))
+        with self._replacing():
+            core.states.write_all(map(new_state, core.layout.chunks))
         self._load_groups(saved[OPTIMIZER_STATE])
         self._restore_clock(saved, saved[OPTIMIZER_STATE])
-        self._rank_state.step_applied()
 
     def load_universal_module(self, reader: UniversalReader, *, load_from_fp32_weights: bool) -> None:
         """Parameters alone: P16 from the saved fp32 values; P32 from them too, or from P16."""
@@ -329,8 +371,8 @@ class CheckpointState:
                 parts[0].copy_(values if load_from_fp32_weights else params)
                 yield NewState(chunk.index, parts, params)
 
-        core.states.write_all(states())
-        self._rank_state.step_applied()
+        with self._replacing():
+            core.states.write_all(states())
 
     def _load_groups(self, saved: Mapping[str, Any]) -> None:
         """Hyperparameters group by group; stock gives those of the first group to all of them."""

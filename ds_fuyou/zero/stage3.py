@@ -311,6 +311,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def step(self, closure: Any = None) -> None:
         """One transaction: validate what backward prepared, publish it or redo it, or skip the step."""
         self.rank_state.require_parameters()
+        self.checkpoint_state.require_whole()
         self._raise_failed_save()
         trace, clock = self.rank_state.trace, self.rank_state.clock
         if self._compute_spans is not None:
@@ -474,6 +475,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         return UniversalReader(self.rank_state, checkpoint_dir, self.load_hp_checkpoint_state, self.param_names)
 
     def checkpoint_event_epilogue(self) -> None:
+        if self.checkpoint_state.meetings is not None:
+            return  # of a load: when all ranks have loaded theirs
         self._gather_persistent()
         self.invalidate_secondary_tensor()
 

@@ -17,15 +17,18 @@ CASE: dict = {"steps": 0, "model": {}, "config": ds_config()}
 
 
 def said_by(case: dict, directory: Path) -> dict:
+    """What rank 0 prints."""
     directory.mkdir(parents=True, exist_ok=True)
-    file, log = directory / "case.json", directory / "log"
+    file, world_size, port = directory / "case.json", case.get("world_size", 1), free_port()
     file.write_text(json.dumps(case))
-    process = start(
-        HERE / "loading_worker.py", [str(file), str(directory / "folder")], environment(0, 1, free_port()), log
-    )
-    finish([process])
-    output = log.read_text()
-    assert process.exitcode == 0, output[-4000:]
+    arguments, logs = [str(file), str(directory / "folder")], [directory / f"log{rank}" for rank in range(world_size)]
+    processes = [
+        start(HERE / "loading_worker.py", arguments, environment(rank, world_size, port), log)
+        for rank, log in enumerate(logs)
+    ]
+    finish(processes)
+    output = logs[0].read_text()
+    assert [process.exitcode for process in processes] == [0] * world_size, logs[-1].read_text()[-4000:]
     found: dict = json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
     return found
 
@@ -60,6 +63,25 @@ def test_a_bit_that_changed_in_a_file_is_not_loaded(tmp_path: Path) -> None:
             assert all(name in said for name in where.split()), (tiers, where, said)
     said_nothing = said_by(ours_of(case, tmp_path, checksum=False), tmp_path / "unchecked")["flipped"]
     assert "nothing" in said_nothing.values()
+
+
+@pytest.mark.parametrize("tiers", ["all", "states"])
+def test_where_one_rank_cannot_load_none_goes_on_with_its_own_part(tiers: str, tmp_path: Path) -> None:
+    """Scripts catch what a load raises, and begin anew: on all ranks, then, and with what they had."""
+    case = {**CASE, "tasks": ["one_rank"], "world_size": 2}
+    one, other = said_by(ours_of(case, tmp_path, tiers), tmp_path)["one_rank"]["ranks"]
+    for what in ("states", "module"):
+        assert one[what][0].startswith("FuyouStateError: rank 1 could not load its part"), one[what]
+        assert one[what][1:] == other[what][1:] == [True, "nothing"], what
+        assert "rank_1" in other[what][0] or what == "module"
+    assert one["tensor"][0].startswith("FuyouStateError: rank 1 could not load its part")
+    assert other["tensor"][0].startswith("FuyouChecksumError: reading a checkpoint")
+    assert "loaded in part" in one["tensor"][2]
+    assert "loaded in part" in other["tensor"][2]
+    assert one["elsewhere"] == other["elsewhere"]
+    assert "rank 1 found no checkpoint" in one["elsewhere"][0]
+    assert one["elsewhere"][1:] == [True, "nothing"]
+    assert one["nowhere"] == other["nowhere"] == ["nothing", True, "nothing"]
 
 
 @pytest.fixture(scope="module")

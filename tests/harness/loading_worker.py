@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -142,6 +143,51 @@ def flipped(case: dict, folder: Path) -> dict:
     return said
 
 
+def one_rank(case: dict, folder: Path) -> dict:
+    """Rank 1's part is missing, damaged or elsewhere; what each of the ranks says, and whether it can go on."""
+    said: dict = {}
+
+    def tried(what: str, path: Path) -> None:
+        text = "nothing"
+        try:
+            engine.load_checkpoint(str(path))
+        except Exception as error:  # stock asserts, where a file is missing
+            text = f"{type(error).__name__}: {error}"
+        before = found(engine)
+        after = raised(lambda: train(engine, case, 1))
+        said[what] = [text, before == unloaded, after]
+        if "Error" in after:
+            engine.load_checkpoint(str(folder / "whole"))
+            assert raised(lambda: train(engine, case, 1)) == "nothing"
+
+    with another(case) as engine:
+        rank = torch.distributed.get_rank()
+        train(engine, case, 1)
+        engine.save_checkpoint(str(folder / "whole"))
+        for what in ("states", "module", "tensor"):
+            if rank == 0:
+                shutil.copytree(folder / "whole", folder / what)
+                part = next(
+                    (folder / what).glob(f"*/*rank_1_*{'model' if what == 'module' else 'optim'}_states.pt"),
+                )
+                if what != "tensor":
+                    part.unlink()
+                else:
+                    with zipfile.ZipFile(part) as archive:
+                        flip(part, max(archive.infolist(), key=lambda info: info.file_size).header_offset + 9000)
+            torch.distributed.barrier()
+        for what in ("states", "module", "tensor"):
+            unloaded = found(engine)
+            tried(what, folder / what)
+        unloaded = found(engine)
+        tried("elsewhere", folder / ("whole" if rank == 0 else "nowhere"))
+        unloaded = found(engine)
+        tried("nowhere", folder / "nowhere")
+    every: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, said)
+    return {"ranks": every}
+
+
 def client_state(case: dict, folder: Path) -> dict:
     """Tensors without a memory of their own."""
     given = {"sparse": torch.eye(3).to_sparse(), "dense": torch.arange(70_000)}
@@ -236,6 +282,7 @@ def changed_directory(case: dict, folder: Path) -> dict:
 
 
 TASKS = {
+    "one_rank": one_rank,
     "within_inference": within_inference,
     "flipped": flipped,
     "given_by_script": given_by_script,
