@@ -171,7 +171,7 @@ class CheckpointState:
 
     @contextlib.contextmanager
     def _replacing(self) -> Iterator[None]:
-        """States of all chunks, and P16: what was read ahead of it is old on every rank alike, also where this fails."""
+        """States of all chunks, and P16: what was read ahead is old on every rank alike, also where this fails."""
         self._is_torn = True
         try:
             yield
