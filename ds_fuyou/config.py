@@ -349,7 +349,8 @@ class FuyouConfig(_Settings):
         True,
         description="Compare what is read back from storage with what was written there: P32 and moments by the "
         "chunk, the rest by the page of 4 KiB (8 bytes of host memory each): P16, G16, frozen parameters, swapped "
-        "activations; what a run goes on from, and states that `fuyou recover` takes out, by the commit record.",
+        "activations; what a run goes on from, and states that `fuyou recover` takes out, by the commit record; "
+        "and what a checkpoint is loaded from, by the sums in its files.",
     )
     trace: FileName | None = Field(None, description="File to write a lane trace to (opens in Perfetto).")
     keep_state: bool = Field(

@@ -215,18 +215,9 @@ def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_ours(self.optimizer):
-            from ds_fuyou.zero.checkpoint_engine import end_last_save
+    from ds_fuyou.zero.loading import loading
 
-            end_last_save(self)
-        result = original(self, *args, **kwargs)
-        if _is_ours(self.optimizer) and result[0] is not None:
-            self.optimizer.checkpoint_loaded(self)
-        return result
-
-    return load_checkpoint
+    return loading(original)
 
 
 VERIFY_VARIABLE = "DS_FUYOU_VERIFY"
@@ -329,7 +320,7 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.load_checkpoint",
-        "a checkpoint on its way is waited for; what was loaded is committed at once",
+        "a checkpoint on its way is waited for; all ranks load or none; what was loaded is committed at once",
         _load_checkpoint,
     ),
     PatchPoint(

@@ -35,6 +35,7 @@ __all__ = [
 logger = logging.getLogger("ds_fuyou")
 _PREFIX = ".incomplete-"
 _REPLACED = ".replaced-"
+_STATES = "_states.pt"  # ends the names of DeepSpeed's files of a checkpoint, of however many ranks
 
 
 def incomplete_tag(tag: str) -> str:
@@ -84,9 +85,13 @@ def require_space(folder: Path, num_bytes: int, of_others: int) -> str | None:
 
 
 def publish(incomplete: Path, final: Path) -> None:
-    """Gives the whole folder its name, replacing a folder of that name."""
+    """Gives the whole folder its name, replacing a folder of that name: what that holds beside a checkpoint's files (a
+    tokenizer, say, or checkpoints whose tags go on from this one) stays there, as in stock, which writes into it.
+    """
     if not incomplete.is_dir():
         raise FuyouStateError(f"{incomplete} should hold the checkpoint that was just written; it is not there")
+    if final.is_dir():
+        _keep_beside(final, incomplete)
     for folder, _, files in os.walk(incomplete):
         for name in files:
             flush(Path(folder, name))
@@ -97,6 +102,28 @@ def publish(incomplete: Path, final: Path) -> None:
     else:
         incomplete.rename(final)
     flush(final.parent)
+
+
+def _keep_beside(old: Path, new: Path) -> None:
+    """Files of ``old`` that are neither in ``new`` nor a checkpoint's come there, too: links, where there can be some.
+    What the exchange of folders then replaces loses nothing that the new one lacks.
+    """
+    for entry in os.scandir(old):
+        kept = new / entry.name
+        if entry.name.startswith((_PREFIX, _REPLACED)) or entry.name.endswith(_STATES) or os.path.lexists(kept):
+            if entry.is_dir(follow_symlinks=False) and kept.is_dir() and not kept.is_symlink():
+                _keep_beside(Path(entry.path), kept)
+        elif entry.is_dir(follow_symlinks=False):
+            shutil.copytree(entry.path, kept, symlinks=True, copy_function=_link)
+        else:
+            _link(entry.path, os.fspath(kept))
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def write_text(file: Path, text: str) -> None:

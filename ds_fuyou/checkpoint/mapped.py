@@ -19,15 +19,26 @@ from types import TracebackType
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ds_fuyou.checkpoint.file_sums import FileSums, Place
 from ds_fuyou.errors import FuyouMemoryError, FuyouStorageError
 from ds_fuyou.storage.probe import enable_direct
 from ds_fuyou.storage.types import PAGE_BYTES, Extent
 
-__all__ = ["MappedFiles", "check_readable", "naming"]
+__all__ = ["Compared", "MappedFiles", "check_readable", "naming"]
 
 _MADV_POPULATE_READ = 22  # since Linux 5.14
 _EHWPOISON = 133
+_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}
+"""Those of other layouts are read when they are loaded."""
 _UNREADABLE = "reading a checkpoint failed: the disk is faulty, or the file is shorter than when it was opened"
 
 
@@ -62,12 +73,10 @@ class MappedFiles:
         """Runs of the file, in order, that hold a contiguous tensor: whole pages past the page cache, where they are
         pages of the file and the filesystem can. None if it is not in these files, or one has lost its name.
         """
-        at = values.data_ptr()
-        index = bisect.bisect_right(self._begins, at) - 1
-        if index < 0 or at + values.nbytes > self._mappings[index].end or not values.is_contiguous():
+        mapping = self._mapping_of(values)
+        if mapping is None:
             return None
-        mapping = self._mappings[index]
-        offset, num_bytes = mapping.offset + at - mapping.begin, values.nbytes
+        offset, num_bytes = mapping.offset + values.data_ptr() - mapping.begin, values.nbytes
         try:
             buffered = self._open(mapping, is_direct=False)
             direct = self._open(mapping, is_direct=True) if offset % PAGE_BYTES == 0 else buffered
@@ -76,6 +85,20 @@ class MappedFiles:
         num_whole = num_bytes // PAGE_BYTES * PAGE_BYTES
         runs = [Extent(direct, offset, num_whole), Extent(buffered, offset + num_whole, num_bytes - num_whole)]
         return [run for run in runs if run.num_bytes]
+
+    def place(self, values: torch.Tensor) -> Place | None:
+        """Where a contiguous tensor begins; None if it is not in these files."""
+        mapping = self._mapping_of(values)
+        if mapping is None:
+            return None
+        return Place(mapping.path, mapping.inode, mapping.offset + values.data_ptr() - mapping.begin)
+
+    def _mapping_of(self, values: torch.Tensor) -> _Mapping | None:
+        at = values.data_ptr()
+        index = bisect.bisect_right(self._begins, at) - 1
+        if index < 0 or at + values.nbytes > self._mappings[index].end or not values.is_contiguous():
+            return None
+        return self._mappings[index]
 
     def path_of(self, fd: int) -> Path | None:
         """For messages."""
@@ -100,9 +123,33 @@ def check_readable(values: torch.Tensor) -> None:
         FuyouStorageError: it cannot be read.
         FuyouMemoryError: there is no memory to read it to.
     """
-    if not values.numel():
-        return
-    storage = values.untyped_storage()
+    for storage in _storages(values):
+        _check_readable(storage)
+
+
+class Compared:
+    """Tensors of these files that are used where they are mapped; their memory is compared with its checksum once."""
+
+    def __init__(self, paths: Collection[str], *, sums: bool) -> None:
+        """``paths``: real ones. ``sums``: whether anything is compared, not only read."""
+        self._files = MappedFiles(paths if sums else ())
+        self._sums = FileSums()
+        self._seen: set[int] = set()
+
+    def check(self, values: torch.Tensor) -> None:
+        """As :func:`check_readable`, and raises FuyouChecksumError if the bytes are not what was written."""
+        for storage in _storages(values):
+            _check_readable(storage)
+            if storage.data_ptr() in self._seen:
+                continue
+            self._seen.add(storage.data_ptr())
+            whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+            place = self._files.place(whole)
+            if place is not None:
+                self._sums.add(place, whole)
+
+
+def _check_readable(storage: torch.UntypedStorage) -> None:
     begin = storage.data_ptr() // PAGE_BYTES * PAGE_BYTES
     num_bytes = storage.data_ptr() + storage.nbytes() - begin
     libc = ctypes.CDLL(None, use_errno=True)
@@ -114,6 +161,20 @@ def check_readable(values: torch.Tensor) -> None:
     if number in (errno.EFAULT, _EHWPOISON):
         path = next((found.path for found in _file_mappings() if found.begin <= begin < found.end), None)
         raise FuyouStorageError(errno.EIO, _UNREADABLE, path)
+
+
+def _storages(values: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The memory of a tensor, or of those that it is made of, if it has none of its own."""
+    parts: list[torch.Tensor] = []
+    if is_traceable_wrapper_subclass(values):
+        names, _ = values.__tensor_flatten__()
+        parts = [getattr(values, name) for name in names]
+    elif values.layout is not torch.strided:
+        parts = [getattr(values, part)() for part in _PARTS.get(values.layout, ())]
+    elif values.numel() and values.device.type == "cpu":
+        yield values.untyped_storage()
+    for part in parts:
+        yield from _storages(part)
 
 
 @contextlib.contextmanager

@@ -39,12 +39,14 @@ ROUNDED = Rounded.ROUNDED
 
 class NewState(NamedTuple):
     """What takes a chunk's place. ``parts``: by P32 and each moment its values, fp32 and 1-D, or where a file holds
-    them, or None for zeros. ``params``: P16, None if it stays as it is.
+    them, or None for zeros. ``params``: P16, None if it stays as it is. ``compare``: is given the parts when they have
+    come, before anything is replaced, and may raise.
     """
 
     chunk: int
     parts: Sequence[torch.Tensor | Sequence[Extent] | None]
     params: torch.Tensor | Rounded | None = None
+    compare: Callable[[Sequence[torch.Tensor]], None] | None = None
 
 
 class _Coming(NamedTuple):
@@ -279,6 +281,8 @@ class StateAccess:
         core, index = self._core, coming.new.chunk
         for transfer in coming.transfers:
             transfer.wait()
+        if coming.new.compare is not None:
+            coming.new.compare(self.parts(core.layout.chunks[index], coming.state))
         writing: list[Transfer] = []
         place, chunk, resident = core.place, core.layout.chunks[index], core.place.state(index)
         layout = place.stored_of(chunk) if resident is None else place.resident_of(chunk)

@@ -25,7 +25,8 @@ from torch.nn import Parameter
 from torch.utils import _pytree
 
 from ds_fuyou.checkpoint import atomic, streamed_file
-from ds_fuyou.checkpoint.mapped import check_readable, naming
+from ds_fuyou.checkpoint.file_sums import compare_file
+from ds_fuyou.checkpoint.mapped import Compared, naming
 from ds_fuyou.checkpoint.parts import Parts
 from ds_fuyou.checkpoint.streamed_file import StandIns, StreamedFile
 from ds_fuyou.checkpoint.unfinished import WritingLock
@@ -43,9 +44,16 @@ from ds_fuyou.zero.param_swapper import (
 )
 from ds_fuyou.zero.stage3 import FuyouStage3Optimizer
 
-__all__ = ["CopiedScripts", "FuyouCheckpointEngine", "end_last_save", "loading_module", "replace_writer", "saving"]
+__all__ = [
+    "CopiedScripts",
+    "FuyouCheckpointEngine",
+    "end_last_save",
+    "loading_module",
+    "replace_writer",
+    "saving",
+]
 
-_FROZEN_FRAGMENTS, _OPTIMIZER = "frozen_param_fragments", "optimizer_state_dict"
+_FROZEN_FRAGMENTS, _OPTIMIZER, _SHAPES = "frozen_param_fragments", "optimizer_state_dict", "param_shapes"
 _WAIT = "fuyou_wait_checkpoint"  # of the engine
 _PIECE_BYTES = 8 << 20
 _SMALL_ENTRIES = 64 << 20  # room for what is not counted: scheduler, client state, recovery script
@@ -95,6 +103,8 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
         """Of each frozen parameter that is written behind the call: takes what an edit of it has to wait for."""
         self.loaded: set[str] = set()
         """Real paths of the files that were mapped."""
+        self.compares = True
+        """What is loaded, with the checksums in its files."""
 
     def begin(self) -> StandIns:
         """A new checkpoint: stand-ins made from now on belong to it."""
@@ -139,13 +149,20 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
         if is_mappable:
             self.loaded.add(os.path.realpath(path))
         with naming(path):
+            if is_mappable and self.compares:
+                compare_file(path, with_tensors=False)
             loaded = torch.load(path, map_location=map_location, weights_only=False, mmap=is_mappable)
         if isinstance(loaded, dict):  # what stock itself uses
             used = {key: part for key, part in loaded.items() if key not in (_FROZEN_FRAGMENTS, _OPTIMIZER)}
+            compared = self.compared()
             for leaf in _pytree.tree_leaves(used):
                 if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
-                    check_readable(leaf)
+                    compared.check(leaf)
         return loaded
+
+    def compared(self) -> Compared:
+        """For what is used of the files that were mapped so far."""
+        return Compared(self.loaded, sums=self.compares)
 
 
 def replace_writer(engine: Any) -> None:
@@ -158,6 +175,7 @@ def replace_writer(engine: Any) -> None:
     if type(present) is TorchCheckpointEngine and present.zipfile_serialization:
         engine.checkpoint_engine = writer = FuyouCheckpointEngine(engine._config)
         writer.loaded = engine.optimizer.checkpoint_state.loaded_files
+        writer.compares = engine.optimizer.rank_state.activation.config.checksum
     else:
         log_once(
             logging.WARNING,
@@ -178,6 +196,9 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
+        streams = bool(save_dir) and isinstance(self.checkpoint_engine, FuyouCheckpointEngine)
+        if streams:
+            save_dir = os.path.abspath(save_dir)  # behind training the script may have another working directory
         saved = functools.partial(
             original,
             self,
@@ -188,7 +209,7 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
         if not save_dir or not isinstance(self.optimizer, FuyouStage3Optimizer):
             return saved(tag=tag, save_latest=save_latest)
         with frozen_base.left_out(self, is_asked=exclude_frozen_parameters) as lacks_frozen:
-            if not isinstance(self.checkpoint_engine, FuyouCheckpointEngine):
+            if not streams:
                 return saved(tag=tag, save_latest=save_latest)
             return _save(self, saved, save_dir, tag, save_latest=save_latest, lacks_frozen=lacks_frozen)
 
@@ -396,37 +417,46 @@ def _require_space(engine: Any, folder: Path, lacks_frozen: bool) -> None:
 
 
 def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``load_module_state_dict``: frozen parameters on storage are written there, one by one. Those that a checkpoint
-    left out stay as they are, also where its weights alone are loaded: of these ``zero_to_fp32`` gives none, not even
-    names, which strict loading asks for."""
+    """``load_module_state_dict``: frozen parameters on storage are written there, one by one. After the module, as in
+    stock: they replace what the module's state dictionary, or the script's function, has said of them, and where that
+    failed they stay. Those that a checkpoint left out stay, too, also where its weights alone are loaded: of these
+    ``zero_to_fp32`` gives none, not even names, which strict loading asks for.
+    """
 
     @functools.wraps(original)
     def load_module_state_dict(self: Any, checkpoint: dict[str, Any], *arguments: Any, **named: Any) -> Any:
         if not isinstance(self.optimizer, FuyouStage3Optimizer):
             return original(self, checkpoint, *arguments, **named)
+        self.optimizer.checkpoint_state.module_is_read(checkpoint.get(_SHAPES))
         fragments = checkpoint.get(_FROZEN_FRAGMENTS)
-        if fragments:
-            fragments = dict(fragments)
-            for param in self.module.parameters():
-                name = self.param_names.get(param)
-                if param.requires_grad or name not in fragments:  # thawed since: the original leaves it, too
-                    continue
-                check_readable(fragments[name])
-                swapper = getattr(param, "nvme_swapper", None)
-                if not isinstance(swapper, FuyouParameterSwapper):
-                    continue
-                is_news = swapper.is_news(param, fragments[name])
-                if partition_of(param) is None:
-                    swapper.before_edit(param)
-                    continue
-                if is_news:
-                    swapper.replace(param, fragments[name])
-                fragments[name] = param.ds_tensor.data  # what the original copies onto itself
-            checkpoint = {**checkpoint, _FROZEN_FRAGMENTS: fragments}
-        elif named.get("fetch_z3_params"):
+        if not fragments and named.get("fetch_z3_params"):
             every = self.module.named_parameters(remove_duplicate=False)
             frozen = {name: param for name, param in every if not param.requires_grad}
             checkpoint = {**checkpoint, "module": {**frozen, **checkpoint["module"]}}
-        return original(self, checkpoint, *arguments, **named)
+        original(self, {**checkpoint, _FROZEN_FRAGMENTS: None}, *arguments, **named)
+        if not fragments:
+            return None
+        fragments, writer = dict(fragments), self.checkpoint_engine
+        compared = writer.compared() if isinstance(writer, FuyouCheckpointEngine) else Compared((), sums=False)
+        for param in self.module.parameters():
+            name = self.param_names.get(param)
+            if param.requires_grad or name not in fragments:  # thawed since: the original leaves it, too
+                continue
+            compared.check(fragments[name])
+            swapper = getattr(param, "nvme_swapper", None)
+            if not isinstance(swapper, FuyouParameterSwapper):
+                continue
+            is_news = swapper.is_news(param, fragments[name])
+            if partition_of(param) is None:
+                swapper.before_edit(param)
+                continue
+            if is_news:
+                swapper.replace(param, fragments[name])
+            fragments[name] = param.ds_tensor.data  # what the original copies onto itself
+        return original(self, {"module": {}, _FROZEN_FRAGMENTS: fragments}, custom_load_fn=_load_nothing)
 
     return load_module_state_dict
+
+
+def _load_nothing(src: Any, dst: Any) -> None:
+    """The module is loaded already."""

@@ -8,14 +8,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
+import zipfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import Parameter
 
+from ds_fuyou.checkpoint.file_sums import FileSums, Place, compare_file
 from ds_fuyou.checkpoint.mapped import MappedFiles, check_readable, naming
 from ds_fuyou.checkpoint.stock_state import CLOCK_KEY, FLAT_GROUPS, OPTIMIZER_STATE, StateEntries
 from ds_fuyou.checkpoint.streamed_file import Clone, StandIns
@@ -31,9 +34,19 @@ from ds_fuyou.storage.store import Extent
 from ds_fuyou.zero.background_save import Save
 from ds_fuyou.zero.rank_state import RankState
 
+if TYPE_CHECKING:
+    from ds_fuyou.zero.loading import LoadMeetings
+
 __all__ = ["CheckpointState", "UniversalReader", "read_universal_state"]
 
 States = Generator[tuple[Chunk, list[torch.Tensor]]]
+
+
+class _Source(NamedTuple):
+    """Of a part of a new state: values, or where they lie; and where they come from, if they are compared then."""
+
+    values: torch.Tensor | Sequence[Extent]
+    place: Place | None = None
 
 
 class CheckpointState:
@@ -65,6 +78,13 @@ class CheckpointState:
         """The last checkpoint that was begun and has not been ended by all ranks."""
         self.loaded_files: set[str] = set()
         """Real paths of files that the engine itself has loaded: nobody has written to what it gives us of them."""
+
+        self.saved_shapes: Sequence[Mapping[str, Sequence[int]]] | None = None
+        """By sub-group, as the checkpoint says that is being loaded; None if it does not."""
+        self.meetings: LoadMeetings | None = None
+        """While ``load_checkpoint`` runs."""
+        self._is_torn = False
+        """Some states are a checkpoint's, and nobody knows of all that they are."""
 
     # ---- saving -------------------------------------------------------------------------------------------
 
@@ -141,6 +161,43 @@ class CheckpointState:
 
     # ---- loading ------------------------------------------------------------------------------------------
 
+    def require_whole(self) -> None:
+        """Raises FuyouStateError if a load has failed when it had replaced states: their step would be of nothing."""
+        if self._is_torn:
+            raise FuyouStateError(
+                "a checkpoint was loaded in part when its load failed, on this rank or another, so there is nothing to "
+                "go on from: load one that is whole, or build the engine anew"
+            )
+
+    @contextlib.contextmanager
+    def _replacing(self) -> Iterator[None]:
+        """States of all chunks, and P16: what was read ahead is old on every rank alike, also where this fails."""
+        self._is_torn = True
+        try:
+            yield
+        finally:
+            self._rank_state.step_applied()
+        self._is_torn = self.meetings is not None  # it is whole when all ranks say so
+
+    def loaded(self) -> None:
+        """All ranks have loaded a checkpoint."""
+        self._is_torn = False
+
+    def loading_ended(self) -> None:
+        """What the script gives from now on is its own: it may have read the same files and changed what it read."""
+        self.saved_shapes = self.meetings = None
+        self.loaded_files.clear()
+
+    def module_is_read(self, shapes: Sequence[Mapping[str, Sequence[int]]] | None) -> None:
+        """This rank has its file of the module, which says this of all parameters' order; nothing was changed yet.
+
+        Raises:
+            FuyouStateError: another rank has not.
+        """
+        self.saved_shapes = shapes
+        if self.meetings is not None:
+            self.meetings.meet()
+
     def load(self, state_dict: Mapping[str, Any], *, load_optimizer_states: bool) -> None:
         """What :meth:`entries` gave, or stock's file.
 
@@ -154,14 +211,41 @@ class CheckpointState:
                 f"the checkpoint's sub-groups hold {[t.numel() for t in fp32]} elements on this rank, the model's "
                 f"{list(core.layout.sub_group_numels)}; load it with the model and world size it was saved with"
             )
+        shapes, self.saved_shapes = self.saved_shapes, None
+        if shapes is not None:
+            self._require_order(shapes)
         saved = state_dict[OPTIMIZER_STATE] if load_optimizer_states else None
+        moments = self._saved_moments(saved) if saved is not None else None
+        if self.meetings is not None:
+            self.meetings.meet()
         if saved is not None:
             for group, values in zip(self._optimizer.param_groups, saved["param_groups"], strict=True):
                 group.update({k: v for k, v in values.items() if k != "params"})
-        moments = self._saved_moments(saved) if saved is not None else None
         self._write_all(fp32, moments)
         if saved is not None:
             self._restore_clock(state_dict, saved)
+
+    def _require_order(self, saved: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """States have no names in a checkpoint: what was saved first is the first parameter's. Where another parameter
+        would get it, that is refused; under another name it is loaded, as in stock.
+
+        Raises:
+            FuyouStateError: parameters of the same names in another order, or of other shapes.
+        """
+        theirs = [(name, tuple(shape)) for group in saved for name, shape in group.items()]
+        state = self._rank_state
+        params = map(state.param, state.layout.params)
+        ours = [(state.model.names[param], tuple(param.ds_shape)) for param in params]
+        if theirs == ours:
+            return
+        there, here = next(pair for pair in itertools.zip_longest(theirs, ours) if pair[0] != pair[1])
+        what = f"where the model has {_named(here)} the checkpoint has {_named(there)}"
+        if sorted(theirs) == sorted(ours) or [shape for _, shape in theirs] != [shape for _, shape in ours]:
+            raise FuyouStateError(
+                f"{what}, and states have no other names than their order: make the model and its parameter groups as "
+                "the saving script did, or load with load_optimizer_states=False, which goes by names"
+            )
+        log_once(logging.WARNING, f"{what}, of the same shape: it is taken for the same parameter under another name")
 
     def _saved_moments(self, saved: dict[str, Any]) -> list[list[torch.Tensor]] | None:
         """Moments by sub-group, None if the checkpoint was made before the first step."""
@@ -182,22 +266,34 @@ class CheckpointState:
 
     def _write_all(self, fp32: Sequence[torch.Tensor], moments: list[list[torch.Tensor]] | None) -> None:
         core, without = self._core, [None] * len(self._core.kind.moments)
+        sums = FileSums() if self._rank_state.activation.config.checksum else None
         with MappedFiles(self.loaded_files) as files:
 
-            def source(flat: torch.Tensor, chunk: Chunk) -> torch.Tensor | Sequence[Extent]:
+            def source(flat: torch.Tensor, chunk: Chunk) -> _Source:
                 values = flat.view(-1)[chunk.begin : chunk.end]
+                place = files.place(values) if sums is not None else None
                 extents = files.extents(values) if values.dtype == torch.float32 else None
-                if extents is None:
-                    check_readable(flat)
-                return values if extents is None else extents
+                if extents is not None:
+                    return _Source(extents, place)
+                check_readable(flat)
+                if sums is not None and place is not None:
+                    sums.add(place, values)
+                return _Source(values)
 
             def new_state(chunk: Chunk) -> NewState:
                 held = moments[chunk.sub_group] if moments is not None else ()
-                parts = [source(flat, chunk) for flat in (fp32[chunk.sub_group], *held)]
-                return NewState(chunk.index, [*parts, *without[len(held) :]], ROUNDED)
+                sources = [source(flat, chunk) for flat in (fp32[chunk.sub_group], *held)]
 
-            core.states.write_all(map(new_state, core.layout.chunks), files.path_of)
-        self._rank_state.step_applied()
+                def compare(parts: Sequence[torch.Tensor]) -> None:
+                    for each, values in zip(sources, parts, strict=False):  # moments may be zeros
+                        if sums is not None and each.place is not None:
+                            sums.add(each.place, values)
+
+                parts = [each.values for each in sources]
+                return NewState(chunk.index, [*parts, *without[len(held) :]], ROUNDED, compare)
+
+            with self._replacing():
+                core.states.write_all(map(new_state, core.layout.chunks), files.path_of)
 
     def _restore_clock(self, state_dict: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         core = self._core
@@ -232,7 +328,8 @@ class CheckpointState:
                 parts[0].copy_(gather(core.layout, chunk, present, torch.float32))
                 yield NewState(chunk.index, parts)
 
-        core.states.write_all(states())
+        with self._replacing():
+            core.states.write_all(states())
 
     # ---- universal checkpoints ----------------------------------------------------------------------------
 
@@ -258,10 +355,10 @@ class CheckpointState:
             ]
             return NewState(chunk.index, parts, ROUNDED)
 
-        core.states.write_all(map(new_state, core.layout.chunks))
+        with self._replacing():
+            core.states.write_all(map(new_state, core.layout.chunks))
         self._load_groups(saved[OPTIMIZER_STATE])
         self._restore_clock(saved, saved[OPTIMIZER_STATE])
-        self._rank_state.step_applied()
 
     def load_universal_module(self, reader: UniversalReader, *, load_from_fp32_weights: bool) -> None:
         """Parameters alone: P16 from the saved fp32 values; P32 from them too, or from P16."""
@@ -274,8 +371,8 @@ class CheckpointState:
                 parts[0].copy_(values if load_from_fp32_weights else params)
                 yield NewState(chunk.index, parts, params)
 
-        core.states.write_all(states())
-        self._rank_state.step_applied()
+        with self._replacing():
+            core.states.write_all(states())
 
     def _load_groups(self, saved: Mapping[str, Any]) -> None:
         """Hyperparameters group by group; stock gives those of the first group to all of them."""
@@ -289,7 +386,11 @@ class CheckpointState:
             group.update({key: value for key, value in values.items() if key != "params"})
 
 
-def read_universal_state(checkpoint_dir: str) -> dict[str, Any]:
+def _named(param: tuple[str, tuple[int, ...]] | None) -> str:
+    return "no more" if param is None else f"{param[0]} {list(param[1])}"
+
+
+def read_universal_state(checkpoint_dir: str, *, compares: bool = True) -> dict[str, Any]:
     """What a universal checkpoint holds beside its parameters.
 
     Raises:
@@ -299,6 +400,8 @@ def read_universal_state(checkpoint_dir: str) -> dict[str, Any]:
     if not file.is_file():
         raise FuyouStateError(f"{file} is missing: convert the checkpoint with ds_to_universal.py and load its output")
     with naming(file):
+        if compares and zipfile.is_zipfile(file):
+            compare_file(str(file), with_tensors=True)
         saved: dict[str, Any] = torch.load(file, weights_only=False, mmap=True, map_location="cpu")
     return saved
 
@@ -322,6 +425,7 @@ class UniversalReader:
         self._rank_state = rank_state
         self._folder = Path(checkpoint_dir, "zero")
         self._read_partition = read_partition
+        self._compares = rank_state.activation.config.checksum
         self._by_param = "param" in inspect.signature(read_partition).parameters  # since 0.19
         self._name_of = name_of
         self._param: Any = None
@@ -333,6 +437,9 @@ class UniversalReader:
             self._param, self._values = param, {}
         if key not in self._values:
             more = {"param": param} if self._by_param else {}
-            values = self._read_partition(str(self._folder / self._name_of[param]), key, **more)
+            folder = self._folder / self._name_of[param]
+            if self._compares and zipfile.is_zipfile(folder / f"{key}.pt"):
+                compare_file(str(folder / f"{key}.pt"), with_tensors=True)
+            values = self._read_partition(str(folder), key, **more)
             self._values[key] = values.view(-1).to(torch.float32)
         return self._values[key]

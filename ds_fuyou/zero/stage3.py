@@ -243,7 +243,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.training_state.forget_generators()
         core = self.rank_state.core
         if core.keeps_steps:
-            core.commits.replaced(self.training_state.take(engine))
+            core.commits.replaced(self.training_state.take(engine, begins_step=True))
 
     def _watch_modules(self, index: GatheredIndex) -> None:
         """Before DeepSpeed fetches a module's parameters, ours are made available and read-ahead moves on."""
@@ -325,6 +325,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def step(self, closure: Any = None) -> None:
         """One transaction: validate what backward prepared, publish it or redo it, or skip the step."""
         self.rank_state.require_parameters()
+        self.checkpoint_state.require_whole()
         self._raise_failed_save()
         trace, clock = self.rank_state.trace, self.rank_state.clock
         if self._compute_spans is not None:
@@ -487,7 +488,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.checkpoint_state.restore_from_params()
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
-        saved = read_universal_state(checkpoint_dir)
+        compares = self.rank_state.activation.config.checksum
+        saved = read_universal_state(checkpoint_dir, compares=compares)
         self._load_global_state_stage3(saved)
         self.checkpoint_state.load_universal(saved, self._universal_reader(checkpoint_dir))
 
@@ -501,6 +503,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         return UniversalReader(self.rank_state, checkpoint_dir, self.load_hp_checkpoint_state, self.param_names)
 
     def checkpoint_event_epilogue(self) -> None:
+        if self.checkpoint_state.meetings is not None:
+            return  # of a load: when all ranks have loaded theirs
         self._gather_persistent()
         self.invalidate_secondary_tensor()
 

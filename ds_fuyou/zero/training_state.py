@@ -110,14 +110,19 @@ class TrainingState:
 
     # ---- taking -------------------------------------------------------------------------------------------
 
-    def take(self, engine: Any) -> JsonValue:
-        """For a record; None if it cannot be written down."""
+    def take(self, engine: Any, *, begins_step: bool = False) -> JsonValue:
+        """For a record; None if it cannot be written down. ``begins_step``: who goes on from it has no gradients of the
+        step that has begun, and makes all of it.
+        """
         pickled = self._pickled(engine)
         if pickled is None:
             return None
+        counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
+        if begins_step:
+            counters["micro_steps"] -= counters["micro_steps"] % self._accumulation
         return {
             "version": VERSION,
-            "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
+            "counters": counters,
             "accumulation": self._accumulation,
             "generators": {name: text(state) for name, state in self._generators().items()},
             "pickled": text(pickled),

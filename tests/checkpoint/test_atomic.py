@@ -57,6 +57,30 @@ def test_a_link_and_what_cannot_be_deleted_do_not_stop_a_save(tmp_path: Path, mo
     assert "could not be deleted" in caplog.text
 
 
+def test_what_a_script_keeps_in_the_folder_stays(tmp_path: Path) -> None:
+    """Beside the files of a checkpoint, of which there may be more, of more ranks, than in the new one."""
+    tag = tmp_path / "tag"
+    atomic.publish(written(tmp_path, "tag", "first"), tag)
+    (tag / "tokenizer.json").write_text("mine")
+    (tag / "link").symlink_to("tokenizer.json")
+    (tag / "nested" / "other").write_text("mine")
+    (tag / "zero_pp_rank_7_mp_rank_00_model_states.pt").write_text("old")
+    atomic.publish(written(tmp_path, "tag/step2", "below"), tag / "step2")
+    (tag / ".incomplete-step3").mkdir()
+    for text in ("second", "third"):
+        atomic.publish(written(tmp_path, "tag", text), tag)
+        found = {str(path.relative_to(tag)): path.read_text() for path in tag.rglob("*") if path.is_file()}
+        assert found == {
+            "nested/file": text,
+            "nested/other": "mine",
+            "tokenizer.json": "mine",
+            "link": "mine",
+            "step2/nested/file": "below",
+        }
+        assert (tag / "link").is_symlink()
+        assert [path.name for path in tmp_path.iterdir()] == ["tag"]
+
+
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_second_save_replaces_the_first(can_exchange: bool, tmp_path: Path, monkeypatch) -> None:
     if not can_exchange:

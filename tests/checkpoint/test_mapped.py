@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ds_fuyou.checkpoint.mapped import MappedFiles, check_readable, naming
 from ds_fuyou.checkpoint.streamed_file import StandIns, save
@@ -137,6 +138,22 @@ def test_what_cannot_be_read_is_an_error_before_somebody_touches_it(tmp_path: Pa
         loaded[0][1].sum()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGBUS
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_what_is_made_of_other_tensors_can_be_read(tmp_path: Path) -> None:
+    """Scripts put it into the client state of a checkpoint."""
+    path = tmp_path / "file.pt"
+    many = torch.sparse_coo_tensor(torch.arange(9000).expand(2, -1), torch.rand(9000))
+    small = torch.eye(8)
+    others = small.to_sparse_csr(), small.to_sparse_csc(), small.to_sparse_bsr((2, 2)), small.to_sparse_bsc((2, 2))
+    torch.save([many, *others, TwoTensor(torch.rand(3), torch.rand(3))], path)
+    loaded = torch.load(path, mmap=True, weights_only=False)
+    for values in loaded:
+        check_readable(values)
+    os.truncate(path, 4096)
+    with pytest.raises(FuyouStorageError, match="shorter than when it was opened"):
+        check_readable(loaded[0])
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -61,6 +61,17 @@ def buffers_of(taken: Any) -> set[str]:
     return set(torch.load(io.BytesIO(base64.b64decode(taken["pickled"])), weights_only=False)["buffers"])
 
 
+def test_a_step_that_a_load_came_into_is_begun_anew_by_who_goes_on() -> None:
+    """Its gradients are in no file."""
+    run, other = Run(accumulation=2), Run(accumulation=2)
+    run.engine.micro_steps = 7
+    other.state.put_back(other.engine, run.state.take(run.engine, begins_step=True))
+    assert other.engine.micro_steps == 6
+    assert run.engine.micro_steps == 7
+    other.state.put_back(other.engine, run.take())
+    assert other.engine.micro_steps == 7, "who counts micro-batches in another way"
+
+
 def test_of_large_buffers_those_that_changed_are_recorded() -> None:
     run = Run()
     small = len(run.take()["pickled"])

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``engine.load_checkpoint``: all ranks load one, or none goes on as if it had.
+
+[Note: meetings of a load]
+A rank whose file is missing or damaged raises. Scripts catch that and begin anew, and the other ranks, which have
+loaded theirs, would train on with it. So they meet: when every rank has read what the module needs, when each has found
+its states, before any is replaced, and in the end. A rank that fails comes to the next meeting of the others, once, and
+raises; there they raise, too. What a rank does alone fails between two meetings, where no other collective waits for
+it: what is gathered in the end is gathered after the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.host.memory import normal_tensors
+from ds_fuyou.zero.agreement import of_every_rank
+from ds_fuyou.zero.checkpoint_engine import end_last_save
+from ds_fuyou.zero.stage3 import FuyouStage3Optimizer
+
+__all__ = ["LoadMeetings", "loading"]
+
+logger = logging.getLogger("ds_fuyou")
+
+
+class LoadMeetings:
+    """Of one load, see [Note: meetings of a load]."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+
+    def meet(self, failure: Exception | None = None, *, is_there: bool = True) -> None:
+        """All ranks come here, each with its own outcome so far. ``is_there``: a checkpoint was found.
+
+        Raises:
+            FuyouStateError: another rank failed, or some have found a checkpoint and some have not.
+        """
+        if self._is_over:
+            return
+        mine = (is_there, None if failure is None else f"{type(failure).__name__}: {failure}")
+        said = of_every_rank(mine)
+        self._is_over = failure is not None or not all(there and text is None for there, text in said)
+        failed = next(((rank, text) for rank, (_, text) in enumerate(said) if text is not None), None)
+        if failure is not None:
+            return
+        if failed is not None:
+            raise FuyouStateError(
+                f"rank {failed[0]} could not load its part of the checkpoint, so this rank does not go on with its "
+                f"own: {failed[1]}"
+            )
+        without = [str(rank) for rank, (there, _) in enumerate(said) if not there]
+        if without and len(without) < len(said):
+            raise FuyouStateError(
+                f"rank {', '.join(without)} found no checkpoint where the others found one; load one that all ranks see"
+            )
+
+
+def loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``load_checkpoint``: a checkpoint on its way is waited for; what was loaded is committed at once."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = self.optimizer
+        if not isinstance(optimizer, FuyouStage3Optimizer):
+            return original(self, *args, **kwargs)
+        end_last_save(self)
+        _tell_of_latest(self, **signature.bind(self, *args, **kwargs).arguments)
+        state = optimizer.checkpoint_state
+        state.meetings = meetings = LoadMeetings()
+        try:
+            with normal_tensors():  # parameters that stay gathered are trained with
+                result = original(self, *args, **kwargs)
+                meetings.meet(is_there=result[0] is not None)
+        except Exception as error:
+            with contextlib.suppress(Exception):  # the first failure is the one to tell
+                meetings.meet(error)
+            raise
+        finally:
+            state.loading_ended()
+        if result[0] is not None:
+            state.loaded()
+            with normal_tensors():
+                optimizer.checkpoint_event_epilogue()
+            optimizer.checkpoint_loaded(self)
+        return result
+
+    return load_checkpoint
+
+
+def _tell_of_latest(
+    engine: Any, load_dir: Any = "", tag: Any = None, load_optimizer_states: bool = True, **_others: Any
+) -> None:
+    """Without optimizer states DeepSpeed takes weights from the checkpoint that ``latest`` names, whatever the tag."""
+    latest = Path(load_dir, "latest")
+    if load_optimizer_states or tag is None or engine.load_universal_checkpoint() or not latest.is_file():
+        return
+    named = latest.read_text(encoding="utf-8").strip()
+    if named != str(tag):
+        logger.warning(
+            "load_optimizer_states=False: DeepSpeed reads weights of the checkpoint %r, which %s names, and not of %r; "
+            "let that file name the one that is wanted",
+            named,
+            latest,
+            str(tag),
+        )

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A load gives what was saved under the tag that it names, or says why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.harness.forked import finish, start
+from tests.harness.ports import free_port
+from tests.harness.runner import HERE, ds_config, environment, with_fuyou
+from tests.parity.cases import block
+
+CASE: dict = {"steps": 0, "model": {}, "config": ds_config()}
+
+
+def said_by(case: dict, directory: Path) -> dict:
+    """What rank 0 prints."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file, world_size, port = directory / "case.json", case.get("world_size", 1), free_port()
+    file.write_text(json.dumps(case))
+    arguments, logs = [str(file), str(directory / "folder")], [directory / f"log{rank}" for rank in range(world_size)]
+    processes = [
+        start(HERE / "loading_worker.py", arguments, environment(rank, world_size, port), log)
+        for rank, log in enumerate(logs)
+    ]
+    finish(processes)
+    output = logs[0].read_text()
+    assert [process.exitcode for process in processes] == [0] * world_size, logs[-1].read_text()[-4000:]
+    found: dict = json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
+    return found
+
+
+def ours_of(case: dict, directory: Path, tiers: str = "all", **more: object) -> dict:
+    (directory / "swap").mkdir(parents=True, exist_ok=True)
+    return with_fuyou(case, {**block(str(directory / "swap"), tiers), **more})
+
+
+def test_as_stock_loads(tmp_path: Path) -> None:
+    """Frozen parameters are those of the tag, states that a script has read from a file and changed those that it
+    gives; a load under ``inference_mode`` leaves a model that can be trained.
+    """
+    exact = {"lr": 1e-3, "weight_decay": 0.1, "betas": [0.5, 0.75]}  # products of which a resumed stock has to the bit
+    config = ds_config(optimizer={"type": "AdamW", "params": exact})
+    case = {**CASE, "config": config, "tasks": ["frozen", "given_by_script", "within_inference"]}
+    stock = said_by(case, tmp_path / "stock")
+    for tiers in ("all", "states"):
+        assert said_by(ours_of(case, tmp_path, tiers), tmp_path / tiers) == stock, tiers
+
+
+def test_a_bit_that_changed_in_a_file_is_not_loaded(tmp_path: Path) -> None:
+    """Whether the values are read past the page cache, as they are, or through mapped memory, rounded."""
+    case = {**CASE, "tasks": ["flipped"]}
+    narrow = {**case["config"], "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+    for tiers, config in (("all", case["config"]), ("none", case["config"]), ("states", narrow)):
+        found = said_by(ours_of({**case, "config": config}, tmp_path, tiers), tmp_path / tiers)["flipped"]
+        assert found.pop("whole") == "nothing"
+        assert len(found) == 8
+        for where, said in found.items():
+            assert "FuyouChecksumError: reading a checkpoint" in said, (tiers, where, said)
+            assert all(name in said for name in where.split()), (tiers, where, said)
+    said_nothing = said_by(ours_of(case, tmp_path, checksum=False), tmp_path / "unchecked")["flipped"]
+    assert "nothing" in said_nothing.values()
+
+
+@pytest.mark.parametrize("tiers", ["all", "states"])
+def test_where_one_rank_cannot_load_none_goes_on_with_its_own_part(tiers: str, tmp_path: Path) -> None:
+    """Scripts catch what a load raises, and begin anew: on all ranks, then, and with what they had."""
+    case = {**CASE, "tasks": ["one_rank"], "world_size": 2}
+    one, other = said_by(ours_of(case, tmp_path, tiers), tmp_path)["one_rank"]["ranks"]
+    for what in ("states", "module"):
+        assert one[what][0].startswith("FuyouStateError: rank 1 could not load its part"), one[what]
+        assert one[what][1:] == other[what][1:] == [True, "nothing"], what
+        assert "rank_1" in other[what][0] or what == "module"
+    assert one["tensor"][0].startswith("FuyouStateError: rank 1 could not load its part")
+    assert other["tensor"][0].startswith("FuyouChecksumError: reading a checkpoint")
+    assert "loaded in part" in one["tensor"][2]
+    assert "loaded in part" in other["tensor"][2]
+    assert one["elsewhere"] == other["elsewhere"]
+    assert "rank 1 found no checkpoint" in one["elsewhere"][0]
+    assert one["elsewhere"][1:] == [True, "nothing"]
+    assert one["nowhere"] == other["nowhere"] == ["nothing", True, "nothing"]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    directory = tmp_path_factory.mktemp("loads")
+    case = {**CASE, "tasks": ["client_state", "reordered", "other_tag", "changed_directory"]}
+    return said_by(ours_of(case, directory, checkpoint={"save": "background"}), directory)
+
+
+def test_client_state_of_tensors_without_a_memory_of_their_own(said: dict) -> None:
+    assert said["client_state"] == {"sparse": True, "dense": True}
+
+
+def test_states_of_other_parameters_are_refused_and_of_other_names_told(said: dict) -> None:
+    found = said["reordered"]
+    assert "where the model has blocks.0.norm.weight [72] the checkpoint has blocks.1.norm.weight" in found["swapped"]
+    assert found["renamed"] == found["as it is"] == found["by name"] == found["states given by the script"] == "nothing"
+    assert len(found["renamed told"]) == 1
+    assert found["as it is told"] == []
+    assert (
+        "where the model has tokens.weight [500, 72] the checkpoint has blocks.0.norm.weight" in found["other shapes"]
+    )
+
+
+def test_another_tag_than_stock_reads_is_told(said: dict) -> None:
+    assert [len(said["other_tag"][tag]) for tag in ("first", "second", "None")] == [1, 0, 0]
+    assert "'second'" in said["other_tag"]["first"][0]
+
+
+def test_a_relative_folder_is_that_of_the_call(said: dict) -> None:
+    assert said["changed_directory"]["found"] == ["relative", "relative/latest", "relative/tag"]

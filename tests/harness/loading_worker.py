@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine has after loads of all kinds: ``loading_worker.py CASE_JSON FOLDER``; prints one JSON line.
+
+``tasks`` of the case: functions of :data:`TASKS`. What they find is hashed, so that it can be compared with what stock
+finds in the same places.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from save_worker import raised, train
+from train_worker import build_engine
+
+from tests.harness.group import leave_group
+
+FROZEN = {"model": {"frozen": ["blocks.0", "tokens"]}}
+
+
+def found(engine: Any) -> str:
+    """Of P16, P32 and moments of all parameters."""
+    sums = hashlib.sha256()
+    for _, param in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            sums.update(param.data.contiguous().view(torch.uint8).numpy().tobytes())
+        if param.requires_grad:
+            states = [safe_get_full_optimizer_state(param, moment) for moment in ("exp_avg", "exp_avg_sq")]
+            for values in [safe_get_full_fp32_param(param), *states]:
+                sums.update(b"" if values is None else values.contiguous().numpy().tobytes())
+    return sums.hexdigest()
+
+
+def edit_frozen(module: torch.nn.Module, value: float) -> None:
+    for param in module.parameters():
+        if not param.requires_grad:
+            with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+                param.data.fill_(value)
+
+
+@contextmanager
+def another(case: dict) -> Iterator[Any]:
+    """An engine like the first one that was not trained."""
+    engine = build_engine(case)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def frozen(case: dict, folder: Path) -> dict:
+    """Of the tag that is named: whatever ``latest``, which stock reads without optimizer states, and a function of the
+    script's have put there before. Where a load fails, as they were.
+    """
+    case, said = {**case, **FROZEN}, {}
+    with another(case) as engine:
+        train(engine, case, 1)
+        for tag, value in (("a", 0.25), ("b", 0.5)):
+            edit_frozen(engine.module, value)
+            engine.save_checkpoint(str(folder), tag=tag)
+        for tag in ("a", "b"):
+            for with_states in (True, False):
+                for function in (None, lambda src, dst: edit_frozen(dst, 0.75)):
+                    if function and not with_states:
+                        continue  # everything is gathered then
+                    engine.load_checkpoint(str(folder), tag, custom_load_fn=function, load_optimizer_states=with_states)
+                    said[f"{tag} {with_states} {function is not None}"] = found(engine)
+        edit_frozen(engine.module, 0.125)
+        engine.save_checkpoint(str(folder), tag="without", exclude_frozen_parameters=True)
+        said["raised"] = raised(lambda: engine.load_checkpoint(str(folder), "b", load_optimizer_states=False))
+        said["failed"] = found(engine)
+    return said
+
+
+def given_by_script(case: dict, folder: Path) -> dict:
+    """States that the script has read from the file of a checkpoint that was loaded before, and changed."""
+    with another(case) as engine:
+        train(engine, case, 1)
+        engine.save_checkpoint(str(folder))
+        engine.load_checkpoint(str(folder))
+        loaded = torch.load(next(folder.glob("*/*optim_states.pt")), mmap=True, weights_only=False)
+        states = loaded["optimizer_state_dict"]
+        states["fp32_flat_groups"][0].data.mul_(0.5)
+        engine.optimizer.load_state_dict([states])
+        return {"found": found(engine)}
+
+
+def within_inference(case: dict, folder: Path) -> dict:
+    """By the function that evaluates, which then goes back to the best checkpoint."""
+    with another(case) as engine:
+        train(engine, case, 1)
+        engine.save_checkpoint(str(folder))
+        train(engine, case, 1)
+        with torch.inference_mode():
+            engine.load_checkpoint(str(folder))
+        train(engine, case, 1)
+        return {"found": found(engine)}
+
+
+def flip(file: Path, at: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ 1]))
+
+
+def flipped(case: dict, folder: Path) -> dict:
+    """A bit of a checkpoint's files is another one: in the middle of each tensor that is used, and of each pickle."""
+    case, said = {**case, **FROZEN}, {}
+    with another(case) as engine:
+        train(engine, case, 1)
+        engine.save_checkpoint(str(folder))
+        engine.fuyou_wait_checkpoint()
+        for file in sorted(folder.glob("*/*_states.pt")):
+            with zipfile.ZipFile(file) as archive:
+                largest = sorted(archive.infolist(), key=lambda info: info.file_size)[-3:]
+                places = {}
+                for info in [*largest, archive.getinfo(f"{archive.namelist()[0].split('/')[0]}/data.pkl")]:
+                    with archive.open(info) as record:
+                        places[info.filename] = record._fileobj.tell() + info.file_size // 2
+            for name, at in places.items():
+                flip(file, at)
+                try:
+                    said[f"{file.name} {name}"] = raised(lambda: engine.load_checkpoint(str(folder)))
+                except Exception as error:  # whatever pickle makes of it, where nobody compares
+                    said[f"{file.name} {name}"] = repr(error)
+                flip(file, at)
+        said["whole"] = raised(lambda: engine.load_checkpoint(str(folder)))
+    return said
+
+
+def one_rank(case: dict, folder: Path) -> dict:
+    """Rank 1's part is missing, damaged or elsewhere; what each of the ranks says, and whether it can go on."""
+    said: dict = {}
+
+    def tried(what: str, path: Path) -> None:
+        text = "nothing"
+        try:
+            engine.load_checkpoint(str(path))
+        except Exception as error:  # stock asserts, where a file is missing
+            text = f"{type(error).__name__}: {error}"
+        before = found(engine)
+        after = raised(lambda: train(engine, case, 1))
+        said[what] = [text, before == unloaded, after]
+        if "Error" in after:
+            engine.load_checkpoint(str(folder / "whole"))
+            assert raised(lambda: train(engine, case, 1)) == "nothing"
+
+    with another(case) as engine:
+        rank = torch.distributed.get_rank()
+        train(engine, case, 1)
+        engine.save_checkpoint(str(folder / "whole"))
+        for what in ("states", "module", "tensor"):
+            if rank == 0:
+                shutil.copytree(folder / "whole", folder / what)
+                part = next(
+                    (folder / what).glob(f"*/*rank_1_*{'model' if what == 'module' else 'optim'}_states.pt"),
+                )
+                if what != "tensor":
+                    part.unlink()
+                else:
+                    with zipfile.ZipFile(part) as archive:
+                        flip(part, max(archive.infolist(), key=lambda info: info.file_size).header_offset + 9000)
+            torch.distributed.barrier()
+        for what in ("states", "module", "tensor"):
+            unloaded = found(engine)
+            tried(what, folder / what)
+        unloaded = found(engine)
+        tried("elsewhere", folder / ("whole" if rank == 0 else "nowhere"))
+        unloaded = found(engine)
+        tried("nowhere", folder / "nowhere")
+    every: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, said)
+    return {"ranks": every}
+
+
+def client_state(case: dict, folder: Path) -> dict:
+    """Tensors without a memory of their own."""
+    given = {"sparse": torch.eye(3).to_sparse(), "dense": torch.arange(70_000)}
+    with another(case) as engine:
+        train(engine, case, 1)
+        engine.save_checkpoint(str(folder), client_state=given)
+        _, loaded = engine.load_checkpoint(str(folder))
+        return {
+            "sparse": torch.equal(loaded["sparse"].to_dense(), torch.eye(3)),
+            "dense": torch.equal(loaded["dense"], given["dense"]),
+        }
+
+
+def reordered(case: dict, folder: Path) -> dict:
+    """The same parameters in another order, and under another name."""
+    said: dict = {}
+    with another(case) as engine:
+        train(engine, case, 1)
+        engine.save_checkpoint(str(folder))
+        engine.fuyou_wait_checkpoint()
+        file = next(folder.glob("*/*model_states.pt"))
+        saved = torch.load(file, weights_only=False)
+        shapes = saved["param_shapes"][0]
+        norms = [name for name in shapes if name.endswith("norm.weight")]
+        changes: dict[str, Callable[[str], str]] = {
+            "swapped": lambda name: {norms[0]: norms[1], norms[1]: norms[0]}.get(name, name),
+            "renamed": lambda name: name.replace("blocks.0.norm", "blocks.0.ln"),
+            "as it is": lambda name: name,
+        }
+        for what, change in changes.items():
+            renamed = collections.OrderedDict((change(name), shape) for name, shape in shapes.items())
+            torch.save({**saved, "param_shapes": [renamed]}, file)
+            records: list[str] = []
+            with recorded(records):
+                said[what] = raised(lambda: engine.load_checkpoint(str(folder)))
+            said[f"{what} told"] = [text for text in records if "another name" in text]
+        torch.save({**saved, "param_shapes": [dict([*list(shapes.items())[1:], ("other", [500, 72])])]}, file)
+        said["other shapes"] = raised(lambda: engine.load_checkpoint(str(folder)))
+        torch.save(saved, file)
+        said["by name"] = raised(lambda: engine.load_checkpoint(str(folder), load_optimizer_states=False))
+        said["states given by the script"] = raised(
+            lambda: engine.optimizer.load_state_dict([engine.optimizer.state_dict()])
+        )
+    return said
+
+
+@contextmanager
+def recorded(records: list[str]) -> Iterator[None]:
+    class Records(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record.getMessage())
+
+    handler = Records()
+    logging.getLogger("ds_fuyou").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("ds_fuyou").removeHandler(handler)
+
+
+def other_tag(case: dict, folder: Path) -> dict:
+    """Without optimizer states stock reads the weights of ``latest``, whatever tag is named."""
+    with another(case) as engine:
+        said: dict = {}
+        for tag in ("first", "second"):
+            train(engine, case, 1)
+            engine.save_checkpoint(str(folder), tag=tag)
+        for tag in ("first", "second", None):
+            records: list[str] = []
+            with recorded(records):
+                engine.load_checkpoint(str(folder), tag, load_optimizer_states=False)
+            said[str(tag)] = [text for text in records if "latest" in text]
+        return said
+
+
+def changed_directory(case: dict, folder: Path) -> dict:
+    """A relative folder is that of the call."""
+    (folder / "elsewhere").mkdir(parents=True)
+    before = Path.cwd()
+    with another(case) as engine:
+        train(engine, case, 1)
+        try:
+            os.chdir(folder)
+            engine.save_checkpoint("relative", tag="tag")
+            os.chdir("elsewhere")
+            train(engine, case, 1)
+            engine.fuyou_wait_checkpoint()
+        finally:
+            os.chdir(before)
+    paths = [path.relative_to(folder) for path in folder.rglob("*") if path.name in ("tag", "latest", "relative")]
+    return {"found": sorted(map(str, paths))}
+
+
+TASKS = {
+    "one_rank": one_rank,
+    "within_inference": within_inference,
+    "flipped": flipped,
+    "given_by_script": given_by_script,
+    "frozen": frozen,
+    "client_state": client_state,
+    "reordered": reordered,
+    "other_tag": other_tag,
+    "changed_directory": changed_directory,
+}
+
+
+def main() -> None:
+    case, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    said = {task: TASKS[task](case, folder / task) for task in case["tasks"]}
+    sys.stderr.write(json.dumps(said) + "\n")
+    leave_group()
+
+
+if __name__ == "__main__":
+    main()
