@@ -12,6 +12,7 @@ it: what is gathered in the end is gathered after the last one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import inspect
 import logging
@@ -19,7 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.checkpoint.mapped import naming
+from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.host.memory import normal_tensors
 from ds_fuyou.zero.agreement import of_every_rank
 from ds_fuyou.zero.checkpoint_engine import end_last_save
@@ -72,12 +74,13 @@ def loading(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(optimizer, FuyouStage3Optimizer):
             return original(self, *args, **kwargs)
         end_last_save(self)
-        _tell_of_latest(self, **signature.bind(self, *args, **kwargs).arguments)
+        call = signature.bind(self, *args, **kwargs)
         state = optimizer.checkpoint_state
         state.meetings = meetings = LoadMeetings()
         try:
             with normal_tensors():  # parameters that stay gathered are trained with
-                result = original(self, *args, **kwargs)
+                _find(self, call.arguments)
+                result = original(*call.args, **call.kwargs)
                 meetings.meet(is_there=result[0] is not None)
         except Exception as error:
             with contextlib.suppress(Exception):  # the first failure is the one to tell
@@ -95,15 +98,30 @@ def loading(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_checkpoint
 
 
-def _tell_of_latest(
-    engine: Any, load_dir: Any = "", tag: Any = None, load_optimizer_states: bool = True, **_others: Any
-) -> None:
-    """Without optimizer states DeepSpeed takes weights from the checkpoint that ``latest`` names, whatever the tag."""
-    latest = Path(load_dir, "latest")
-    if load_optimizer_states or tag is None or engine.load_universal_checkpoint() or not latest.is_file():
+def _find(engine: Any, call: dict[str, Any]) -> None:
+    """Gives a call without a tag the one that ``latest`` names: stock would read it, and say of a failure neither what
+    it was nor where. Tells of a call that names another one, without optimizer states: DeepSpeed takes weights from the
+    checkpoint that ``latest`` names, whatever the tag.
+
+    Raises:
+        FuyouStorageError: ``latest`` cannot be read, or is empty.
+    """
+    tag, is_universal = call.get("tag"), engine.load_universal_checkpoint()
+    is_asked = tag is None or (not call.get("load_optimizer_states", True) and not is_universal)
+    latest = Path(call["load_dir"], "latest_universal" if is_universal else "latest")
+    if not is_asked or not latest.is_file():
         return
-    named = latest.read_text(encoding="utf-8").strip()
-    if named != str(tag):
+    with naming(latest):
+        named = latest.read_text(encoding="utf-8").strip()
+    if not named:
+        raise FuyouStorageError(
+            errno.EIO,
+            "it names no checkpoint: it is empty, or reads as if it were; name the tag to be loaded",
+            str(latest),
+        )
+    if tag is None:
+        call["tag"] = named
+    elif named != str(tag):
         logger.warning(
             "load_optimizer_states=False: DeepSpeed reads weights of the checkpoint %r, which %s names, and not of %r; "
             "let that file name the one that is wanted",

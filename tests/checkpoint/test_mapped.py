@@ -157,10 +157,23 @@ def test_what_is_made_of_other_tensors_can_be_read(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """Reads of memory that is not there fail as those of a faulty disk; a file that is missing is named by Python."""
+    """Reads of memory that is not there fail as those of a faulty disk; a file that is missing is named by Python. What
+    torch says by errors of its own, and what an object in a file raises.
+    """
     failed = r"reading a checkpoint failed.*Input/output error.*/proc/self/mem"
     with pytest.raises(FuyouStorageError, match=failed), naming("/proc/self/mem"):
         torch.load("/proc/self/mem", weights_only=False)
     with pytest.raises(FileNotFoundError) as missing, naming(tmp_path / "none"):
         torch.load(tmp_path / "none", weights_only=False)
     assert not isinstance(missing.value, FuyouStorageError)
+    torch.save(torch.rand(3000), path := tmp_path / "cut")
+    os.truncate(path, 4096)
+    with pytest.raises(FuyouStorageError, match=r"reading a checkpoint failed.*cut"), naming(path):
+        torch.load(path, mmap=True, weights_only=False)
+    said = "unable to open file </a/b> in read-only mode: No space left on device (28)"
+    with pytest.raises(FuyouStorageError, match=r"No space left.*/a/b") as full, naming("/a/b"):
+        raise RuntimeError(said)
+    assert full.value.errno == 28
+    with pytest.raises(RuntimeError, match="own") as own, naming(path):
+        raise RuntimeError("an object's own")
+    assert not isinstance(own.value, FuyouStorageError)

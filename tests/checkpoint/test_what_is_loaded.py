@@ -111,5 +111,12 @@ def test_another_tag_than_stock_reads_is_told(said: dict) -> None:
     assert "'second'" in said["other_tag"]["first"][0]
 
 
+def test_files_that_read_as_empty_are_named(said: dict) -> None:
+    """Stock says nothing but AssertionError of the first."""
+    assert said["other_tag"]["None, empty"].startswith("FuyouStorageError: it names no checkpoint")
+    assert "latest]" in said["other_tag"]["None, empty"]
+    assert "model_states.pt" in said["other_tag"]["second, empty"]
+
+
 def test_a_relative_folder_is_that_of_the_call(said: dict) -> None:
     assert said["changed_directory"]["found"] == ["relative", "relative/latest", "relative/tag"]

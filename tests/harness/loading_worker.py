@@ -260,6 +260,13 @@ def other_tag(case: dict, folder: Path) -> dict:
             with recorded(records):
                 engine.load_checkpoint(str(folder), tag, load_optimizer_states=False)
             said[str(tag)] = [text for text in records if "latest" in text]
+        (folder / "latest").write_text("")
+        (folder / "second" / "zero_pp_rank_0_mp_rank_00_model_states.pt").write_bytes(b"")
+        for tag in (None, "second"):
+            try:
+                engine.load_checkpoint(str(folder), tag)
+            except Exception as error:
+                said[f"{tag}, empty"] = f"{type(error).__name__}: {error}"
         return said
 
 
