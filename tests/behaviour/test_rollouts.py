@@ -28,7 +28,7 @@ def test_tokens_read_nothing_twice_of_a_model_that_fits(tmp_path: Path) -> None:
 
 def test_tokens_read_what_three_quarters_of_the_pool_do_not_hold(tmp_path: Path) -> None:
     found = found_by("half", tmp_path)
-    steady = found["each"][2:]
+    steady = found["each"][3:]  # until then what stays is what steps before, and the first token, have left
     largest = 400 * 1024  # room for it may be cut
     assert max(token["bytes"] for token in steady) <= found["model"] - found["pool"] * 3 // 4 + 2 * largest
     assert max(token["bytes"] for token in steady) < 0.75 * found["model"]

@@ -342,9 +342,7 @@ def documents(root: Path) -> Iterator[Target]:
             load_activation(data)
 
     whole = ds_config(fuyou=BLOCK)
-    yield Target(
-        "plan document", PLAN.to_json(), put, (lambda: document.load(file), lambda: document.load(file, "f", 2))
-    )
+    yield Target("plan document", PLAN.to_json(), put, (lambda: document.load(file),))
     yield Target("configuration", whole, put, (lambda: read_ds_config(file),))
     yield Target("block", whole, put, (activation,))
     planned = {**whole, "fuyou": {"nvme_path": "/tmp", "plan": PLAN.to_json()}}
