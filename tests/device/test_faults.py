@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every call of the package that orders work is left out once: the device must find each, or it is not needed.
 
-The calls are those that a run comes by, so they follow the code. One engine of the device is slow at a time, until the
-fault shows: by a trip wire, by other bits, or by an error.
+The calls are those that a run comes by, so they follow the code. One engine of the device is slow at a time, and
+slower with each trial (the host may be slow itself), until the fault shows: by a trip wire, by other bits, or by an
+error.
 """
 
 from __future__ import annotations
@@ -52,21 +53,22 @@ def test_each_is_found(stock_run, tmp_path: Path) -> None:
     stock = stock_run(CASE)
     numbers = itertools.count()
 
-    def run(fault: str, placement: int, slow: str, seed: int = 1) -> dict:
+    def run(fault: str, placement: int, slow: str, trial: int = 1) -> dict:
         directory = tmp_path / f"run{next(numbers)}"
         fuyou = fuyou_of(directory / "swap", *PLACEMENTS[placement], **TWO_PARAMETERS)
         (directory / "swap").mkdir(parents=True)
-        device = {"seed": seed, "delay_secs": 0.002, "delayed_share": 0.2, "fault": fault, **SLOW[slow]}
+        slowness = {engine: secs * 5 ** (trial - 1) for engine, secs in SLOW[slow].items()}
+        device = {"seed": trial, "delay_secs": 0.002, "delayed_share": 0.2, "fault": fault, **slowness}
         return run_case(with_fuyou({**CASE, "device": device}, fuyou), directory, "ours")[0]
 
     def shows(fault: str) -> bool:
-        for seed, placement, slow in itertools.product(
+        for trial, placement, slow in itertools.product(
             (1, 2, 3), range(len(PLACEMENTS)), SLOW
         ):  # whether it shows is chance
             if fault not in sites[placement]:
                 continue
             try:
-                found = run(fault, placement, slow, seed)
+                found = run(fault, placement, slow, trial)
             except AssertionError:  # the run failed, or did not end
                 return True
             if found["trips"] or differences(stock, [found]):
