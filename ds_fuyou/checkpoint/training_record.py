@@ -38,6 +38,7 @@ class TrainingRecord:
         groups: hyperparameters of the parameter groups.
         buffers: those of the model's that were recorded.
         accumulation: micro-batches a step as the run was configured, which counters of them go by; None if not known.
+        frozen: a digest of the frozen parameters as the script had built them, on this rank; None if not known.
     """
 
     counters: Mapping[str, int]
@@ -48,6 +49,7 @@ class TrainingRecord:
     groups: Sequence[Mapping[str, Any]]
     buffers: Mapping[str, torch.Tensor]
     accumulation: int | None
+    frozen: str | None
     _client: bytes | None
     _client_of_format_1: object = None
 
@@ -70,6 +72,7 @@ class TrainingRecord:
             groups=parts["groups"],
             buffers={name: from_bytes(data) for name, data in parts["buffers"].items()},
             accumulation=taken.get("accumulation"),
+            frozen=taken.get("frozen"),
             _client=client if taken["version"] > 1 else None,
             _client_of_format_1=client if taken["version"] == 1 else None,
         )

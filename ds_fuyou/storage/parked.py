@@ -24,10 +24,13 @@ from ds_fuyou.storage.location import Location, StoredRun, ValuesRead
 from ds_fuyou.storage.swap_space import Lease, SwapSpace
 from ds_fuyou.storage.types import Extent
 
-__all__ = ["PIECE_BYTES", "ParkedSpace", "ParkedValues"]
+__all__ = ["HEAD_BYTES", "PIECE_BYTES", "ParkedSpace", "ParkedValues"]
 
 PIECE_BYTES = 8 * 1024 * 1024
 """Larger values are cut, so that all paths work at one read."""
+
+HEAD_BYTES = 256
+"""So many stay in memory, too: who wants to know whether these are the values of another process reads nothing."""
 
 _BEHIND = 1 << 62  # a priority: behind all that training reads
 
@@ -106,6 +109,8 @@ class ParkedValues:
         self._pieces = pieces
         self._lane: IoLane | None = None
         self._digest: int | None = None
+        self.head = torch.empty(0, dtype=dtype)
+        """The first :data:`HEAD_BYTES` of what was written last."""
         self._known_to: object = None  # the engine that knows what the pages hold
         self._before_write: Callable[[], object] = _nobody_reads
         self.num_bytes = sum(piece.extent.num_bytes for piece in pieces)
@@ -183,6 +188,7 @@ class ParkedValues:
         self._before_write()
         memory = aligned_tensor(self.num_bytes)
         self._location.view(memory).copy_(values.view(-1))
+        self.head = self._location.view(memory)[: HEAD_BYTES // self._location.dtype.itemsize].clone()
         lane, self._digest = self.io, None
         lane.write(self._extents, memory, f"writing {self._location.what}").wait()
         if self.space.checksum:

@@ -199,16 +199,14 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
         streams = bool(save_dir) and isinstance(self.checkpoint_engine, FuyouCheckpointEngine)
         if streams:
             save_dir = os.path.abspath(save_dir)  # behind training the script may have another working directory
-        saved = functools.partial(
-            original,
-            self,
-            save_dir,
-            client_state={} if client_state is None else client_state,
-            exclude_frozen_parameters=exclude_frozen_parameters,
-        )
+        client_state = {} if client_state is None else client_state
+        saved = functools.partial(original, self, save_dir, exclude_frozen_parameters=exclude_frozen_parameters)
         if not save_dir or not isinstance(self.optimizer, FuyouStage3Optimizer):
-            return saved(tag=tag, save_latest=save_latest)
+            return saved(tag=tag, client_state=client_state, save_latest=save_latest)
         with frozen_base.left_out(self, is_asked=exclude_frozen_parameters) as lacks_frozen:
+            if lacks_frozen and not exclude_frozen_parameters:
+                client_state = {**client_state, frozen_base.SUMS: frozen_base.sums_of(self)}
+            saved = functools.partial(saved, client_state=client_state)
             if not streams:
                 return saved(tag=tag, save_latest=save_latest)
             return _save(self, saved, save_dir, tag, save_latest=save_latest, lacks_frozen=lacks_frozen)
@@ -428,6 +426,7 @@ def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(self.optimizer, FuyouStage3Optimizer):
             return original(self, checkpoint, *arguments, **named)
         self.optimizer.checkpoint_state.module_is_read(checkpoint.get(_SHAPES))
+        frozen_base.compare(self, checkpoint)
         fragments = checkpoint.get(_FROZEN_FRAGMENTS)
         if not fragments and named.get("fetch_z3_params"):
             every = self.module.named_parameters(remove_duplicate=False)

@@ -15,19 +15,27 @@ is what was trained with, as far as anybody can know:
 If one does not fit, all are saved: stock loads all frozen parameters of a checkpoint, or none. What is left out
 is left out as ``fuyou recover`` does: names stay, with the empty placeholders that ZeRO-3 saves of every parameter, so
 strict loading finds them, in stock, too.
+
+A base that is built again from other random numbers, or other weights, would be trained over without a word, by a run
+that loads a checkpoint and by one that goes on from a dead run's states. So both have checksums of the beginning of
+each partition, where another base differs if it does anywhere, and who loads compares them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from torch.nn import Parameter
 
 from ds_fuyou.checkpoint.crc import crc32_of
+from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.log import log_once
 from ds_fuyou.zero.agreement import of_every_rank
 from ds_fuyou.zero.param_swapper import (
@@ -37,7 +45,10 @@ from ds_fuyou.zero.param_swapper import (
     partition_of,
 )
 
-__all__ = ["left_out", "watch"]
+__all__ = ["SUMS", "compare", "digest_of", "left_out", "sums_of", "watch"]
+
+SUMS = "ds_fuyou_frozen_sums"
+"""Key of a file that lacks frozen parameters: by name, elements of the rank's part and a CRC-32 of its beginning."""
 
 _KEEP_BASE = ("gaussian", "eva", "orthogonal", "mica")
 """Of the ways by which PEFT's LoRA begins those that change nothing but the adapter."""
@@ -67,6 +78,49 @@ def left_out(engine: Any, *, is_asked: bool) -> Iterator[bool]:
         yield True
     finally:
         del engine._get_zero_frozen_param_attributes
+
+
+def sums_of(engine: Any) -> dict[str, tuple[int, int]]:
+    """Of frozen parameters, for :data:`SUMS`."""
+    trained = {param.ds_id for param in engine.optimizer.rank_state.model.trained}
+    found = {}
+    for name, param in engine.module.named_parameters():
+        swapper = getattr(param, "nvme_swapper", None)
+        if param.ds_id in trained or not isinstance(swapper, FuyouParameterSwapper):
+            continue
+        if partition_of(param) is None or swapper.parked(param) is not None:  # no other engine's, which trains it
+            part = param.ds_tensor.ds_numel
+            numel = max(0, min(part, param.ds_numel - dist.get_rank(param.ds_process_group) * part))  # without padding
+            found[name] = (part, crc32_of(swapper.head(param).detach().cpu()[:numel]))
+    return found
+
+
+def digest_of(engine: Any) -> str:
+    """Of all that :func:`sums_of` says; "" where there is nothing frozen."""
+    found = sums_of(engine)
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16] if found else ""
+
+
+def compare(engine: Any, checkpoint: MutableMapping[str, Any]) -> None:
+    """Takes :data:`SUMS` out of a rank's file, and compares them with what the script has built.
+
+    Raises:
+        FuyouStateError: a parameter that the file lacks has other values.
+    """
+    there = checkpoint.pop(SUMS, None)
+    if not there or engine.optimizer.rank_state.activation.config.checkpoint.frozen == "leave_out":
+        return
+    here = sums_of(engine)
+    both = [name for name in there if name in here and here[name][0] == there[name][0]]
+    other = [name for name in both if here[name] != tuple(there[name])]
+    if other:
+        raise FuyouStateError(
+            f"the checkpoint holds no frozen parameters, and {len(other)} of {len(both)} that this script has built "
+            f"have other values than it was trained with ({other[0]} is the first): adapters would lie over another "
+            "base. Build it of the same weights, or of random numbers with the same seed, before initialize(); to load "
+            'the checkpoint nevertheless set fuyou.checkpoint.frozen to "leave_out". A run whose base is another each '
+            'time saves it with "save"'
+        )
 
 
 def _leaves_out(engine: Any) -> bool:

@@ -30,7 +30,7 @@ from ds_fuyou.host.memory import HeapGuard, aligned_tensor, normal_tensors, roun
 from ds_fuyou.parameters.partition import Partition, Presence, Source
 from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.planner.host_memory import available_host_bytes
-from ds_fuyou.storage.parked import ParkedValues
+from ds_fuyou.storage.parked import HEAD_BYTES, ParkedValues
 from ds_fuyou.zero.agreement import least
 from ds_fuyou.zero.budgets import local_ranks
 from ds_fuyou.zero.device import rank_device
@@ -324,6 +324,13 @@ class FuyouParameterSwapper:
         """What holds the values where no optimizer does and they are on storage, also while they are gathered."""
         partition = self.partitions.get(param.ds_id)
         return partition.source if partition is not None and isinstance(partition.source, ParkedValues) else None
+
+    def head(self, param: Parameter) -> torch.Tensor:
+        """The first values of a partition that no optimizer updates, ``HEAD_BYTES`` of them, as they are where it
+        lives. Nothing is read."""
+        parked = self.parked(param)
+        values: torch.Tensor = param.ds_tensor.data if parked is None else parked.head
+        return values.view(-1)[: HEAD_BYTES // values.element_size()]
 
     @contextmanager
     def noting_edit(self, param: Parameter) -> Iterator[None]:

@@ -39,6 +39,7 @@ from ds_fuyou.checkpoint.training_record import VERSION, TrainingRecord, text, t
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.log import log_once
 from ds_fuyou.storage.types import JsonValue
+from ds_fuyou.zero.frozen_base import digest_of
 
 __all__ = ["TrainingState"]
 
@@ -102,9 +103,11 @@ class TrainingState:
         self._pending: Mapping[str, Any] | None = None
         self._hook: Any = None
         self._told_large = False
+        self._frozen = ""
 
     def attach(self, engine: Any) -> None:
-        """What scripts find on an engine, resumed or not."""
+        """What scripts find on an engine, resumed or not; and frozen parameters are as they have built them."""
+        self._frozen = digest_of(engine)
         setattr(engine, _CLIENT_STATE, None)
         setattr(engine, _RESTORE, self.put_back_generators)
 
@@ -124,6 +127,7 @@ class TrainingState:
             "version": VERSION,
             "counters": counters,
             "accumulation": self._accumulation,
+            "frozen": self._frozen,
             "generators": {name: text(state) for name, state in self._generators().items()},
             "pickled": text(pickled),
         }
@@ -195,6 +199,8 @@ class TrainingState:
         schedules = _schedules(engine)
         if schedules.keys() != record.schedules.keys():
             raise _differs(f"it recorded {sorted(record.schedules)} of the data pipeline, this has {sorted(schedules)}")
+        if record.frozen is not None and record.frozen != self._frozen:
+            raise _differs("its script had built frozen parameters with other values, or frozen others")
         for name, values in record.buffers.items():
             if name not in buffers or buffers[name].shape != values.shape:
                 raise _differs(f"this run's model has no buffer {name} of shape {tuple(values.shape)}")

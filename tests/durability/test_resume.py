@@ -231,6 +231,20 @@ def test_state_files_that_do_not_fit_or_were_altered_stay_where_they_are(tmp_pat
     assert {directory} == set(tmp_path.glob("ds_fuyou/*"))
 
 
+@pytest.mark.parametrize(("block", "zero_init"), [({}, False), (ALL_STORED, False), (ALL_STORED, True)])
+def test_a_run_does_not_go_on_over_other_frozen_parameters(block: dict, zero_init: bool, tmp_path: Path) -> None:
+    """State files do not hold them: they are as the script builds them, which must be as the dead run's did."""
+    case = {"steps": STEPS, "die": {"0": [2, "after"]}, "frozen": "blocks.1", "block": {**RESUME, **block}}
+    case["zero_init"] = zero_init
+    status, said = end_of(tmp_path, case, "first")
+    assert status == -9, said[-3000:]
+    status, said = end_of(tmp_path, {**case, "seed": 1}, "other")
+    assert status not in (0, -9), said[-3000:]
+    assert "its script had built frozen parameters with other values" in said
+    status, said = end_of(tmp_path, {**case, "die": {"0": [3, "after"]}}, "again")
+    assert (status, "going on from step 2, in place" in said) == (-9, True), said[-3000:]
+
+
 @pytest.mark.parametrize("where", ["moments", "P16"])
 def test_what_changed_on_storage_ends_the_first_step_and_the_commit_stays(where: str, tmp_path: Path) -> None:
     case = {"steps": STEPS, "die": {"0": [2, "after"]}, "block": {**RESUME, **ALL_STORED}}

@@ -6,7 +6,8 @@ for none; ``others``: adapters that are added, and not trained; ``frozen``: part
 model is a part of another, with a frozen "teacher" beside it where it says so. ``int8``: weights of blocks are frozen
 codes. ``seed``: of the base. ``zero_init``. ``do``: a list of what happens, ``[name, arguments...]``, see :class:`Run`.
 
-OUT.RANK has ``losses``, ``p16`` and ``p32`` of all parameters, and ``saved``: by folder, what rank 0's file says.
+OUT.RANK has ``losses``, ``p16`` and ``p32`` of all parameters, ``client``: the client state of the last load, and
+``saved``: by folder, what rank 0's file says.
 """
 
 import json
@@ -81,6 +82,7 @@ class Run:
         self.engine = engine_of(model, config)
         self.losses: list[float] = []
         self.saved: dict[str, Any] = {}
+        self.client: dict[str, Any] = {}
 
     def train(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -103,7 +105,9 @@ class Run:
         }
 
     def load(self, folder: str, **named: Any) -> None:
-        assert self.engine.load_checkpoint(folder, **named)[0] is not None
+        path, client_state = self.engine.load_checkpoint(folder, **named)
+        assert path is not None
+        self.client = client_state
 
     def adapt(self, **named: Any) -> None:
         """What was trained as a whole is the base of an adapter from now on."""
@@ -128,7 +132,7 @@ class Run:
 
 
 def left(run: Run) -> dict[str, Any]:
-    found: dict[str, Any] = {"losses": run.losses, "saved": run.saved, "p16": {}, "p32": {}}
+    found: dict[str, Any] = {"losses": run.losses, "saved": run.saved, "client": run.client, "p16": {}, "p32": {}}
     in_optimizer = {id(p) for group in run.engine.optimizer.fp16_groups for p in group}
     for name, param in run.engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([param]):

@@ -16,7 +16,7 @@ before and after ``steps``.
 ``reload``: a checkpoint that is loaded into what was resumed; prints whether the generators stay as they are then.
 ``move_after``: by step, the share of states that is to be in host memory from then on, ``move_bytes`` of them a step.
 ``poisoned``: a step after which P16 of the first chunk is NaN on storage. ``num_layers``: of the model,
-``zero_init``: which is built under ``zero.Init``.
+``zero_init``: which is built under ``zero.Init``. ``seed``: of its first values.
 ``dies_removing``: SIGKILL when so many of its directories are removed. ``runs_out``: before the engine that trains
 another one is built, whose first forward runs out of memory, and is destroyed.
 Prints ``MOVED read written``, bytes on storage that it took to make states or to take them over, ``READ n``, bytes of
@@ -115,7 +115,7 @@ def build(path: str, case: dict, rank: int) -> Any:
     config = ds_config(fuyou={**block, **case.get("block", {})}, **case.get("config", {}))
     if "fp16" in config:
         get_accelerator().is_fp16_supported = lambda: True  # eager fp16 works on the CPU
-    torch.manual_seed(rank)
+    torch.manual_seed(case.get("seed", 0) + rank)
     random.seed(rank)
     numpy.random.seed(rank)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=case.get("zero_init", False)):

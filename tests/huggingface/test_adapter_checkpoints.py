@@ -152,6 +152,22 @@ def test_a_write_that_nobody_is_told_of(tiers: str, changes: bool, tmp_path: Pat
     assert lacks(found, "a") != changes
 
 
+@pytest.mark.parametrize(
+    ("saved_in", "loaded_in", "world_size"),
+    [("stored", "in memory", 1), ("in memory", "stored", 1), ("stored", "stored", 2), ("in memory", "in memory", 2)],
+)
+def test_another_base_is_refused(saved_in: str, loaded_in: str, world_size: int, tmp_path: Path) -> None:
+    """Built of other random numbers: no rank trains on, whatever tier the base is in. The same one is loaded."""
+    run(tmp_path, "first", [("train", 2), ("save", "a")], tiers=TIERS[saved_in], world_size=world_size)
+    loads: dict[str, Any] = {"do": [("load", "a"), ("train", 1)], "tiers": TIERS[loaded_in], "world_size": world_size}
+    same = run(tmp_path, "same", **loads)
+    assert same["client"]
+    assert not any("fuyou" in key for key in same["client"])
+    with pytest.raises(AssertionError, match="that this script has built have other values than it was trained with"):
+        run(tmp_path, "other", seed=5, **loads)
+    run(tmp_path, "nevertheless", seed=5, key="leave_out", **loads)
+
+
 def test_the_key_and_the_argument(tmp_path: Path) -> None:
     do = [("train", 1), ("save", "a"), ("save", "b", {"exclude_frozen_parameters": True})]
     frozen = {"adapter": None, "frozen": ["tokens", "blocks.0"]}
