@@ -2,7 +2,7 @@
 """What Python on the training thread costs a module: many small modules, on the host, in CPU time of that thread.
 
 python -m benchmarks.training_thread                        forward, backward, step and evaluation of each variant
-python -m benchmarks.training_thread --profile fuyou_all_nvme     where an evaluation's time goes, function by function
+python -m benchmarks.training_thread --profile fuyou_all_nvme --part backward     where its time goes, by function
 """
 
 from __future__ import annotations
@@ -27,48 +27,50 @@ PARTS = ("forward", "backward", "step", "evaluation")
 NUM_STEPS = 20
 
 
-def measure_thread(trainer: Any, *, num_steps: int, profile: bool) -> dict[str, Any]:
-    """Least seconds of each part, the number of modules, and a profile, in the process that trains."""
+def measure_thread(trainer: Any, *, num_steps: int, profile: str | None) -> dict[str, Any]:
+    """Least seconds of each part, the number of modules, and the profile of a part, in the process that trains."""
     import torch
 
     torch.set_num_threads(1)
     engine, found = trainer.engine, {part: [] for part in PARTS}
-    profiler = cProfile.Profile(time.thread_time) if profile else None
+    profiler = cProfile.Profile(time.thread_time)
+
+    def timed(part: str, call: Any, *arguments: Any) -> Any:
+        begin = time.thread_time()
+        told = (profiler.runcall if part == profile else _call)(call, *arguments)
+        found[part].append(time.thread_time() - begin)
+        return told
+
     for _ in range(num_steps):
         batch = trainer.batch()
-        marks = [time.thread_time()]
-        loss = engine(batch)
-        marks.append(time.thread_time())
-        engine.backward(loss)
-        marks.append(time.thread_time())
-        engine.step()
-        marks.append(time.thread_time())
-        for part, begin, end in zip(PARTS, marks, marks[1:], strict=False):
-            found[part].append(end - begin)
+        loss = timed("forward", engine, batch)
+        timed("backward", engine.backward, loss)
+        timed("step", engine.step)
     trainer.drain()
     engine.eval()
     with torch.no_grad():
-        for number in range(num_steps):
-            begin = time.thread_time()
-            if profiler is not None and number > num_steps // 2:
-                profiler.runcall(engine, batch)
-            else:
-                engine(batch)
-            found["evaluation"].append(time.thread_time() - begin)
+        for _ in range(num_steps):
+            timed("evaluation", engine, batch)
     engine.train()
     told = io.StringIO()
-    if profiler is not None:
-        pstats.Stats(profiler, stream=told).sort_stats("tottime").print_stats(45)
+    if profile is not None:
+        pstats.Stats(profiler, stream=told).sort_stats("tottime").print_stats(45).print_stats("ds_fuyou")
     num_modules = sum(1 for _ in engine.module.modules())
     least = {part: min(secs) for part, secs in found.items()}
     return {"least": {"num_modules": num_modules, **least}, "profile": told.getvalue()}
 
 
+def _call(call: Any, *arguments: Any) -> Any:
+    return call(*arguments)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", choices=VARIANTS)
+    parser.add_argument("--part", choices=PARTS, default="evaluation", help="what is profiled")
     parser.add_argument("--rounds", type=int, default=3, help="bursts a variant, in turns; the least counts")
     arguments = parser.parse_args()
+    profiled = None if arguments.profile is None else arguments.part
     variants = VARIANTS if arguments.profile is None else (arguments.profile,)
     with tempfile.TemporaryDirectory(prefix="fuyou-bench-") as scratch:
         specs = {}
@@ -80,7 +82,7 @@ def main() -> None:
             found: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}
             for _ in range(arguments.rounds):
                 for worker in workers:
-                    told = worker.ask(do="thread", steps=NUM_STEPS, profile=arguments.profile is not None)
+                    told = worker.ask(do="thread", steps=NUM_STEPS, profile=profiled)
                     print(told["profile"], end="")
                     found[worker.name].append(told["least"])
     least = {name: {key: min(each[key] for each in all_of) for key in all_of[0]} for name, all_of in found.items()}

@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 _MADV_WIPEONFORK, _MADV_KEEPONFORK = 18, 19
+_LOOK_BYTES = 1024 * 1024  # freed from one look at resident memory to the next: a look costs 7 µs
 _HUGE_BYTES = 8 * 1024 * 1024  # larger mappings ask for huge pages: fewer, larger disk requests
 
 
@@ -104,9 +105,16 @@ class HeapGuard:
         self._limit = limit_bytes
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._used = resident_bytes()
+        self._freed = 0
 
-    def check(self) -> None:
-        """Gives the holes back if resident memory is larger than any use explains so far."""
+    def check(self, freed_bytes: int = _LOOK_BYTES) -> None:
+        """Gives the holes back if resident memory is larger than any use explains so far. ``freed_bytes``: the most
+        that can have become holes since the last call; where it is little, nothing is looked at until it adds up.
+        """
+        self._freed += freed_bytes
+        if self._freed < _LOOK_BYTES:
+            return
+        self._freed = 0
         if self._trim is not None and resident_bytes() > self._used + min(self._used // 16, self._limit):
             self._trim(0)
             self._used = max(self._used, resident_bytes())

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -12,7 +12,7 @@ import torch
 
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.host.memory import PageLocks, aligned_tensor, round_up_to_page
-from ds_fuyou.optimizer.layout import FlatLayout, ParamSpan, overlap
+from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan, overlap
 from ds_fuyou.planner.plan import GRADIENT_BUFFERS
 from ds_fuyou.storage.io import IoLane, Transfer
 from ds_fuyou.storage.store import Extent
@@ -86,6 +86,7 @@ class DramGradients:
         itemsize = dtype.itemsize
         sizes = layout.sub_group_numels
         self._flat = [locks.lock(aligned_tensor(round_up_to_page(n * itemsize))).view(dtype)[:n] for n in sizes]
+        self._pieces = [[Piece(self._flat[span.sub_group][span.begin : span.end])] for span in layout.params]
 
     @property
     def may_wait(self) -> bool:
@@ -96,10 +97,10 @@ class DramGradients:
         return 0
 
     def pieces(self, span: ParamSpan) -> list[Piece]:
-        return [Piece(values) for values in self.values(span)]
+        return self._pieces[span.index]
 
     def values(self, span: ParamSpan) -> list[torch.Tensor]:
-        return [self._flat[span.sub_group][span.begin : span.end]]
+        return [piece.values for piece in self._pieces[span.index]]
 
     def pointer(self, chunk: int) -> int:
         spec = self._layout.chunks[chunk]
@@ -126,6 +127,7 @@ class DramGradients:
 
     def close(self, *, told: bool = False) -> None:
         """Nothing is in flight; the memory goes with its last view."""
+        self._pieces.clear()
         self._flat.clear()
 
 
@@ -134,6 +136,8 @@ class _Open:
     """A chunk's gradient in memory, to be changed."""
 
     memory: torch.Tensor
+    parts: Sequence[torch.Tensor]
+    """What of it each parameter of the chunk has."""
     reading: Transfer | None = None
     """Brings the sum so far from storage."""
     is_lent: bool = False
@@ -184,7 +188,8 @@ class StoredGradients:
         self.relieve: Callable[[], bool] = lambda: False
         self.waited_secs = 0.0
         self._is_last = False
-        self._kept: dict[int, torch.Tensor] = {}
+        self._numels = [[end - begin for begin, end in self._overlaps(chunk)] for chunk in layout.chunks]
+        self._kept: dict[int, _Open] = {}
         self._open: dict[int, _Open] = {}
         self._num_lent = 0  # of the open ones
         self._ahead: dict[int, _Open] = {}  # read ahead and not used yet: storage holds the same
@@ -200,7 +205,14 @@ class StoredGradients:
     def keep(self, chunks: Iterable[int]) -> None:
         """Gives these chunks memory for good. To be called before any gradient arrives."""
         for index in chunks:
-            self._kept[index] = self._locks.lock(aligned_tensor(self._num_bytes(index)))
+            self._kept[index] = self._entry(index, self._locks.lock(aligned_tensor(self._num_bytes(index))))
+
+    def _overlaps(self, chunk: Chunk) -> Iterator[tuple[int, int]]:
+        return (overlap(self._layout.params[index], chunk) for index in chunk.params)
+
+    def _entry(self, index: int, memory: torch.Tensor, *, is_lent: bool = False) -> _Open:
+        numels = self._numels[index]
+        return _Open(memory, memory.view(self._dtype)[: sum(numels)].split(numels), is_lent=is_lent)
 
     def _num_bytes(self, index: int) -> int:
         return round_up_to_page(self._layout.chunks[index].numel * self._dtype.itemsize)
@@ -219,8 +231,8 @@ class StoredGradients:
     def pieces(self, span: ParamSpan) -> list[Piece]:
         pieces = []
         for index in self._layout.chunks_of_param[span.index]:
-            memory, reading = self._to_change(index)
-            pieces.append(Piece(self._view(span, index, memory), reading))
+            entry = self._to_change(index)
+            pieces.append(Piece(entry.parts[span.index - self._layout.chunks[index].params[0]], entry.reading))
         return pieces
 
     def values(self, span: ParamSpan) -> list[torch.Tensor]:
@@ -235,18 +247,20 @@ class StoredGradients:
         """The chunk's gradient in DRAM, whatever it waits for there; None when it is on storage only."""
         if index in self._open:
             return self._open[index].memory
-        return self._sealed[index].memory if index in self._sealed else self._kept.get(index)
+        if index in self._sealed:
+            return self._sealed[index].memory
+        return self._kept[index].memory if index in self._kept else None
 
-    def _to_change(self, index: int) -> tuple[torch.Tensor, Transfer | None]:
+    def _to_change(self, index: int) -> _Open:
         """The chunk's open buffer, and what reads into it. A sealed one is taken back when its write has ended."""
         self._last_read = None
         if index in self._kept:
-            return self._kept[index], None
+            return self._kept[index]
         if index in self._sealed:
             sealed = self._sealed[index]
             self.waited_secs += sealed.writing.wait()
             if index in self._stored:
-                self._add_open(index, _Open(sealed.memory, is_lent=sealed.is_lent))
+                self._add_open(index, self._entry(index, sealed.memory, is_lent=sealed.is_lent))
             del self._sealed[index]
             if index not in self._open:  # of the step before
                 self._give_back(sealed.memory, sealed.is_lent)
@@ -263,7 +277,7 @@ class StoredGradients:
         if entry.reading is not None and entry.reading.done():
             entry.reading.wait()  # says if it failed
             entry.reading = None
-        return entry.memory, entry.reading
+        return entry
 
     def _add_open(self, index: int, entry: _Open) -> None:
         self._open[index] = entry
@@ -298,13 +312,13 @@ class StoredGradients:
         """A buffer for a chunk that is not in memory; its sum so far is on the way if there is one."""
         lent = None if self._is_last else self._lend(self._num_bytes(index))
         if lent is not None:
-            entry = _Open(lent, is_lent=True)
+            entry = self._entry(index, lent, is_lent=True)
         else:
             while len(self._open) - self._num_lent > 2 * self._max_buffers and self.relieve():
                 pass
             while len(self._sealed) >= self._max_buffers:
                 self._retire(next(iter(self._sealed)))
-            entry = _Open(self._buffer())
+            entry = self._entry(index, self._buffer())
         if index in self._stored:
             entry.reading = self._start_reading(index, entry.memory)
         return entry
@@ -340,7 +354,9 @@ class StoredGradients:
             if index in self._used or index in self._open or index in self._sealed or index not in self._stored:
                 continue
             memory = self._buffer()
-            self._ahead[index] = _Open(memory, self._start_reading(index, memory))
+            entry = self._entry(index, memory)
+            entry.reading = self._start_reading(index, memory)
+            self._ahead[index] = entry
 
     def pointer(self, chunk: int) -> int:
         there = self._memory(chunk)

@@ -80,18 +80,18 @@ class GradientIntake:
     # ---- the door -----------------------------------------------------------------------------------------
 
     def add(self, gradients: Sequence[tuple[ParamSpan, torch.Tensor]], *, last: bool) -> None:
-        """Adds partitions of parameters to what arrived in this window; ``last``: in its last micro-batch.
+        """Adds partitions of parameters (1-D) to what arrived in this window; ``last``: in its last micro-batch.
 
         From a device they must have been made on the current stream, or before it. A gradient that arrives for a chunk
         that was already prepared drops the prepared update.
         """
         if self._device.is_host:
             for span, gradient in gradients:
-                self._add_on_host(span, gradient.view(-1), last=last)
+                self._add_on_host(span, gradient, last=last)
                 self._settled(span)
             return
         for span, gradient in gradients:
-            if not self._add_from_device(span, gradient.view(-1), last=last):
+            if not self._add_from_device(span, gradient, last=last):
                 # An event each: where memory for the next one is short, it waits for the oldest of these.
                 self._in_flight.append((span, _EventCopy(self._device.record_event())))
                 self._num_in_flight[span.index] += 1
@@ -112,10 +112,8 @@ class GradientIntake:
 
     def _add_on_host(self, span: ParamSpan, gradient: torch.Tensor, *, last: bool) -> None:
         pieces, adds = self._open(span)
-        at = 0
-        for kept, reading in pieces:
-            part = gradient[at : at + kept.numel()]
-            at += kept.numel()
+        parts = [gradient] if len(pieces) == 1 else gradient.split([kept.numel() for kept, _ in pieces])
+        for (kept, reading), part in zip(pieces, parts, strict=True):
             if reading is not None:
                 self._memory.waited_secs += reading.wait()
             if adds:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -39,15 +40,15 @@ def _squares_by_torch(values: torch.Tensor) -> float:
     return sum(float(part.to(torch.float64).norm(2) ** 2.0) for part in values.view(-1).split(_PART_NUMEL))
 
 
+@functools.cache
+def _element_type(dtype: torch.dtype) -> Any:
+    types = load_core().ElementType
+    return {torch.float32: types.FLOAT32, torch.float16: types.FLOAT16, torch.bfloat16: types.BFLOAT16}[dtype]
+
+
 def _sum_of_squares(pieces: Sequence[torch.Tensor], num_lanes: int) -> float:
-    core = load_core()
-    types = {
-        torch.float32: core.ElementType.FLOAT32,
-        torch.float16: core.ElementType.FLOAT16,
-        torch.bfloat16: core.ElementType.BFLOAT16,
-    }
     runs = [(piece.data_ptr(), piece.numel()) for piece in pieces]
-    return float(core.sum_of_squares(types[pieces[0].dtype], runs, num_lanes))
+    return float(load_core().sum_of_squares(_element_type(pieces[0].dtype), runs, num_lanes))
 
 
 @functools.cache
@@ -75,8 +76,11 @@ def host_squares(pieces: Sequence[torch.Tensor]) -> float:
     return total
 
 
-def _parts(pieces: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+def _parts(pieces: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
     """The pieces anew, in runs of the size that stock takes at once."""
+    if 0 < sum(piece.numel() for piece in pieces) <= _PART_NUMEL:
+        yield pieces
+        return
     part: list[torch.Tensor] = []
     room = _PART_NUMEL
     for piece in pieces:
@@ -110,8 +114,8 @@ def rounds_safely(sums: Sequence[float], num_terms: Sequence[int]) -> bool:
     return bool(low == high)
 
 
-def _on_host(norm: float) -> torch.Tensor:
-    return torch.tensor(norm, dtype=torch.float64, device="cpu")
+def _tensors(norms: Sequence[float]) -> Sequence[torch.Tensor]:
+    return torch.tensor(norms, dtype=torch.float64, device="cpu").unbind()
 
 
 class GradientNorms:
@@ -120,7 +124,7 @@ class GradientNorms:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._norm: Norm | None = None
-        self._norms: dict[int, torch.Tensor] = {}
+        self._norms: dict[int, torch.Tensor | float] = {}  # numbers where the host took them in fp64
         self._squares: dict[int, tuple[float, int]] = {}
         self.num_retaken = 0
         """Norms that were taken a second time, on the device, since the start."""
@@ -132,14 +136,14 @@ class GradientNorms:
     def take(self, param: int, pieces: Sequence[torch.Tensor]) -> None:
         """Takes the norm where the pieces of the gradient lie. On a device nothing waits."""
         if self._norm is None:
-            self._norms[param] = _on_host(math.sqrt(host_squares(pieces)))
+            self._norms[param] = math.sqrt(host_squares(pieces))
         else:
             self._norms[param] = self._norm(pieces[0] if len(pieces) == 1 else torch.cat([*pieces]))
         self._squares.pop(param, None)
 
     def take_sum(self, param: int, squares: float, numel: int) -> None:
         """A gradient that was summed on the host, though stock sums it on the device."""
-        self._norms[param] = _on_host(math.sqrt(squares))
+        self._norms[param] = math.sqrt(squares)
         self._squares[param] = (squares, numel)
 
     def forget(self, param: int) -> None:
@@ -159,7 +163,9 @@ class GradientNorms:
 
         ``gradient(param)`` gives back what was summed on the host, to have its norm taken on the device.
         """
-        found = {param: self._norms[param] for param in params if param in self._norms}
+        taken = {param: self._norms[param] for param in params if param in self._norms}
+        numbers = iter(_tensors([norm for norm in taken.values() if isinstance(norm, float)]))
+        found = {param: next(numbers) if isinstance(norm, float) else norm for param, norm in taken.items()}
         elsewhere = [param for param, norm in found.items() if norm.device.type != "cpu"]
         if elsewhere:  # one copy for all; their sum is the same on the host
             norms = torch.stack([found[param] for param in elsewhere]).cpu()
@@ -174,7 +180,8 @@ class GradientNorms:
             param = by_width.pop()
             self.num_retaken += 1
             self.take(param, [gradient(param).to(self._device.torch_device)])
-            found[param] = self._norms[param].cpu()
+            norm = self._norms[param]
+            found[param] = _tensors([norm])[0] if isinstance(norm, float) else norm.cpu()
             values[param], terms[param] = float(found[param]) ** 2, 0
         return found
 
@@ -182,5 +189,8 @@ class GradientNorms:
         """Whether every norm is: a gradient is not finite exactly if its fp64 norm is not."""
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for norm in self._norms.values():
-            by_device.setdefault(norm.device, []).append(norm)
+            if not isinstance(norm, float):
+                by_device.setdefault(norm.device, []).append(norm)
+            elif not math.isfinite(norm):
+                return False
         return all(bool(torch.stack(norms).isfinite().all()) for norms in by_device.values())

@@ -84,6 +84,12 @@ class GradientFlow:
         self._stock, self._state, self._core = stock, state, state.core
         self._hypers, self._multiplier, self._holds_updates = hypers, multiplier, holds_updates
         blocks = {param.ds_id: block_of(name) for param, name in state.model.names.items()}
+        trained = [param for group in stock.fp16_groups for param in group]
+        self._alone = frozenset(param.ds_id for param in trained if _is_alone(stock, param))
+        num_ranks = dist.get_world_size()
+        self._over_all = frozenset(
+            param.ds_id for param in trained if dist.get_world_size(group=param.ds_process_group) == num_ranks
+        )
         self._cut = make_cut(stock, state.activation.config.gradients.reduce_by, blocks)
         self._stream = None if state.device.is_host else stock.reduce_and_partition_stream
         self._is_followed = False  # something that waits is
@@ -94,7 +100,7 @@ class GradientFlow:
         self._reducing_numel = 0
         self._most_reducing = 2 * max(_block_numels(stock, blocks))
         if self.reduce_by == "bucket":
-            numel = sum(param.ds_numel for group in stock.fp16_groups for param in group)
+            numel = sum(param.ds_numel for param in trained)
             self._most_reducing = max(self._most_reducing, min(stock.reduce_bucket_size, numel))
             self._tell_what_waits(numel)
         if not state.device.is_host or get_norm_dtype() != torch.float64:
@@ -123,15 +129,16 @@ class GradientFlow:
         if is_ready:
             if hasattr(self._stock, "_apply_autoep_folding_tp_correction"):
                 self._stock._apply_autoep_folding_tp_correction(param)
-            if param.grad is not None and not param.grad.is_contiguous():  # a hook's; stock copies it to its bucket
-                param.grad.data = param.grad.contiguous()
+            gradient = param.grad
+            if gradient is not None and not gradient.is_contiguous():  # a hook's; stock copies it to its bucket
+                gradient.data = gradient.contiguous()
             if self._stream is not None:
                 self._sweep()
                 computing = self._streams[param.ds_id] = self._state.device.current_stream()
                 self._stream.wait_stream(computing)
         if param in self._cut:
             return  # another phase of this backward: autograd added to the gradient that waits here
-        is_alone, is_followed = self._is_alone(param), _is_followed(param)
+        is_alone, is_followed = param.ds_id in self._alone, _is_followed(param)
         if is_alone:
             self._reduce_waiting()
         else:
@@ -153,15 +160,6 @@ class GradientFlow:
             queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
             queue_callback(partial(self._backwards.discard, number))
 
-    def _is_alone(self, param: Parameter) -> bool:
-        """One rank without scaling around the reduction: the gradient is its own average."""
-        return bool(
-            dist.get_world_size(group=param.ds_process_group) == 1
-            and self._stock.gradient_predivide_factor == 1.0
-            and self._stock.sequence_parallel_size == 1
-            and self._stock.all2all_process_group is None
-        )
-
     def flush(self) -> None:
         """Reduces what waits, as the script's hooks left it, and hands the partitions over."""
         if self._stream is not None and self._is_followed:
@@ -173,34 +171,38 @@ class GradientFlow:
         for params in self._cut.take_all():
             self._reduce(params)
 
-    @torch.no_grad()
     def _reduce(self, params: list[Parameter]) -> None:
         """One message. May put ``params`` in order."""
-        if any(param.grad is None and not self._is_alone(param) for param in params):
+        if any(param.grad is None and param.ds_id not in self._alone for param in params):
             raise FuyouStateError(_DROPPED)  # to leave it out would be another message than other ranks'
         params = [param for param in params if param.grad is not None]
         if not params:
             return
-        self._open_window_if_last()  # before the collective: see [Note: one generation of all ranks]
+        last = self._open_window_if_last()  # before the collective: see [Note: one generation of all ranks]
+        num_bytes = 0
         for param in params:
-            if param.grad.numel() != param.ds_numel:
+            gradient: Any = param.grad
+            if gradient.numel() != param.ds_numel:
                 raise RuntimeError(
-                    f"the gradient of a parameter with {param.ds_numel} elements has {param.grad.numel()} elements"
+                    f"the gradient of a parameter with {param.ds_numel} elements has {gradient.numel()} elements"
                 )
+            num_bytes += gradient.nbytes
         state = self._state
         waits = state.clock.within(Phase.GRADIENTS) if self._core.gradients.may_wait else nullcontext()
-        with waits, state.device.stream(self._stream):
-            self.hand_over(params, self._partitions(params))
-            if dist.get_world_size(group=params[0].ds_process_group) == dist.get_world_size():
+        # Inside of a backward autograd has turned gradients off already.
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), waits, state.device.stream(self._stream):
+            self._hand_over(params, self._partitions(params), last=last)
+            if params[0].ds_id in self._over_all:
                 self._core.summed_over_all()
-        state.bound_heap()  # of these gradients
+        state.bound_heap(num_bytes)  # of these gradients
 
     def _partitions(self, params: list[Parameter]) -> list[torch.Tensor]:
         """This rank's parts of the averaged gradients, in the accumulation dtype. May put ``params`` in order."""
         stock = self._stock
         comm_dtype = stock.get_param_comm_dtype(params[0])
-        if self._is_alone(params[0]):
-            return [p.grad.view(-1).to(comm_dtype).to(stock.gradient_accumulation_dtype) for p in params]
+        if params[0].ds_id in self._alone:
+            kept_dtype = stock.gradient_accumulation_dtype
+            return [_as_type(_as_type(p.grad.view(-1), comm_dtype), kept_dtype) for p in params]
         fits = sum(param.ds_numel for param in params) <= stock.reduce_bucket_size
         if stock.contiguous_gradients and not stock.reduce_scatter and fits:
             return self._all_reduce(params, comm_dtype)
@@ -228,8 +230,10 @@ class GradientFlow:
 
     @torch.no_grad()
     def hand_over(self, params: Sequence[Parameter], partitions: Sequence[torch.Tensor]) -> None:
-        """Partitions to the out-of-core optimizer, on the current stream; the gradients are let go."""
-        last = self._open_window_if_last()
+        """Partitions (1-D) to the out-of-core optimizer, on the current stream; the gradients are let go."""
+        self._hand_over(params, partitions, last=self._open_window_if_last())
+
+    def _hand_over(self, params: Sequence[Parameter], partitions: Sequence[torch.Tensor], *, last: bool) -> None:
         gradients = []
         for param, partition in zip(params, partitions, strict=True):
             span = self._state.span(param)
@@ -237,7 +241,7 @@ class GradientFlow:
                 self._stock._offload_boundary_param_ids.add(param.ds_id)
             if partition.numel() < span.numel:
                 # Padding carries zeros, and arrives where a rank's partition is nothing else: as in stock's buffer.
-                partition = torch.nn.functional.pad(partition.view(-1), (0, span.numel - partition.numel()))
+                partition = torch.nn.functional.pad(partition, (0, span.numel - partition.numel()))
             gradients.append((span, partition))
         self._core.add_gradients(gradients, last=last)
         self._let_go(params)
@@ -336,6 +340,21 @@ class GradientFlow:
                 param.grad = None
         self._core.forget_gradients()
         self._stock._offload_boundary_param_ids = set()
+
+
+def _is_alone(stock: Any, param: Parameter) -> bool:
+    """One rank without scaling around the reduction: the gradient is its own average."""
+    return bool(
+        dist.get_world_size(group=param.ds_process_group) == 1
+        and stock.gradient_predivide_factor == 1.0
+        and stock.sequence_parallel_size == 1
+        and stock.all2all_process_group is None
+    )
+
+
+def _as_type(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Asking torch costs 2 µs also where nothing changes."""
+    return values if values.dtype is dtype else values.to(dtype)
 
 
 def _is_followed(param: Parameter) -> bool:

@@ -63,7 +63,6 @@ class RankState:
         """``profile``: of an earlier run, the same on all ranks."""
         self.model, self.activation, self.device = model, model.activation, model.device
         self.num_params = model.num_params
-        self._index = {param.ds_id: i for i, param in enumerate(model.trained)}
         self._sums_bytes = STAGING_BYTES if model.accumulation > 1 and not self.device.is_host else 0
         designs = designs_of(model, profile)
         trace = self.activation.config.trace
@@ -80,6 +79,7 @@ class RankState:
             undo.callback(self.core.close)
             self._forget_closer = register_closer(self.core.close)
             undo.pop_all()
+        self._spans = {param.ds_id: span for param, span in zip(model.trained, self.layout.params, strict=True)}
         self._partitions: dict[int, Partition] = {}  # by ds_id: what is read, or waits for updates
         self._locks = PageLocks(self.device)
         self.parameters = ParameterStore(
@@ -237,20 +237,21 @@ class RankState:
         """Engines of this process that only infer."""
         return reads_of_inference()
 
-    def bound_heap(self) -> None:
-        """Called where temporaries of a parameter's size were freed: their holes must not add up over the model."""
-        self._heap.check()
+    def bound_heap(self, *freed_bytes: int) -> None:
+        """Called where temporaries of a parameter's size were freed, or of as many bytes as are given: their holes must
+        not add up over the model."""
+        self._heap.check(*freed_bytes)
 
     # ---- parameters ---------------------------------------------------------------------------------------
 
     def span(self, param: Parameter) -> ParamSpan:
-        return self.layout.params[self._index[param.ds_id]]
+        return self._spans[param.ds_id]
 
     def param(self, span: ParamSpan) -> Parameter:
         return self.model.trained[span.index]
 
     def owns(self, param: Parameter) -> bool:
-        return param.ds_id in self._index
+        return param.ds_id in self._spans
 
     def before_module(self, params: Iterable[Parameter]) -> None:
         """A module is about to run: makes what it needs available, then reads ahead. Comes before DeepSpeed's fetch."""
@@ -263,7 +264,7 @@ class RankState:
         num_reads = parameters.num_demand_reads + parameters.num_ahead_reads
         if num_reads != self._num_reads:
             self._num_reads = num_reads
-            self.bound_heap()
+            self.bound_heap(sum(partition.num_bytes for partition in partitions))
 
     def step_applied(self) -> None:
         """Every parameter may have changed: its next use waits for its update."""
@@ -276,8 +277,8 @@ class RankState:
         first_uses = [] if self._positions_known else self.parameters.trace.first_uses()
         if first_uses:
             self._positions_known = True
-            order = [self._index.get(partition.handle.ds_id) for partition in first_uses]
-            trainable = [index for index in order if index is not None]
+            order = [self._spans.get(partition.handle.ds_id) for partition in first_uses]
+            trainable = [span.index for span in order if span is not None]
             self.core.set_positions(zip(trainable, range(len(trainable)), strict=True))
 
     def move_to(

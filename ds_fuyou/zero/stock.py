@@ -40,8 +40,9 @@ def is_ours(optimizer: Any) -> bool:
 
 def iter_module_params(module: torch.nn.Module) -> Sequence[Parameter]:
     """The parameters DeepSpeed fetches with a module, in a fixed order."""
-    if z3_leaf_module(module) or getattr(module, "_external_params", True):
-        params = iter_params(module, recurse=z3_leaf_module(module))
+    is_leaf = bool(module._modules) and z3_leaf_module(module)  # without children it is all the same, and asking slow
+    if is_leaf or getattr(module, "_external_params", True):
+        params = iter_params(module, recurse=is_leaf)
     else:
         params = module._parameters.values()  # what iter_params() finds then, without its walk
     return [*{param.ds_id: param for param in params if param is not None}.values()]
