@@ -96,9 +96,16 @@ def sums_of(engine: Any) -> dict[str, tuple[int, int]]:
 
 
 def digest_of(engine: Any) -> str:
-    """Of all that :func:`sums_of` says; "" where there is nothing frozen."""
+    """Of all that :func:`sums_of` says on every rank, of an engine that was just built: where one rank has another
+    base, all have another digest. "" where there is nothing frozen. A collective.
+    """
     found = sums_of(engine)
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16] if found else ""
+    every = of_every_rank(_hash(found) if found else "")
+    return _hash(every) if any(every) else ""
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def compare(engine: Any, checkpoint: MutableMapping[str, Any]) -> None:
