@@ -38,7 +38,7 @@ class TrainingRecord:
         groups: hyperparameters of the parameter groups.
         buffers: those of the model's that were recorded.
         accumulation: micro-batches a step as the run was configured, which counters of them go by; None if not known.
-        frozen: a digest of the frozen parameters as the script had built them, on this rank; None if not known.
+        frozen: a digest of the frozen parameters as the script had built them, on every rank; None if not known.
     """
 
     counters: Mapping[str, int]

@@ -425,8 +425,8 @@ def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_module_state_dict(self: Any, checkpoint: dict[str, Any], *arguments: Any, **named: Any) -> Any:
         if not isinstance(self.optimizer, FuyouStage3Optimizer):
             return original(self, checkpoint, *arguments, **named)
+        frozen_base.compare(self, checkpoint)  # one rank alone may refuse: before the others gather anything
         self.optimizer.checkpoint_state.module_is_read(checkpoint.get(_SHAPES))
-        frozen_base.compare(self, checkpoint)
         fragments = checkpoint.get(_FROZEN_FRAGMENTS)
         if not fragments and named.get("fetch_z3_params"):
             every = self.module.named_parameters(remove_duplicate=False)

@@ -59,6 +59,7 @@ def watch(engine: Any) -> None:
     state = engine.optimizer.rank_state
     for param in state.model.trained:
         param.nvme_swapper.as_taken[param.ds_id] = None
+        param.nvme_swapper.as_built.pop(param.ds_id, None)
     if state.activation.config.checkpoint.frozen == "auto":
         for param in _base_of(engine):
             if isinstance(getattr(param, "nvme_swapper", None), FuyouParameterSwapper):
@@ -96,9 +97,24 @@ def sums_of(engine: Any) -> dict[str, tuple[int, int]]:
 
 
 def digest_of(engine: Any) -> str:
-    """Of all that :func:`sums_of` says; "" where there is nothing frozen."""
-    found = sums_of(engine)
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16] if found else ""
+    """Of all that :func:`sums_of` says on every rank, of an engine that was just built: where one rank has another
+    base, all have another digest. "" where there is nothing frozen. A collective.
+
+    An engine that takes the place of one that failed takes what that one found, too: behind it the script may have made
+    edits that it makes in every run.
+    """
+    found, named = sums_of(engine), dict(engine.module.named_parameters())
+    for name, here in found.items():
+        as_built = named[name].nvme_swapper.as_built
+        number, first = as_built.get(named[name].ds_id, (None, here))
+        found[name] = first if number == engine.optimizer.rank_state.number else here
+        as_built[named[name].ds_id] = (engine.optimizer.rank_state.number, found[name])
+    every = of_every_rank(_hash(found) if found else "")
+    return _hash(every) if any(every) else ""
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def compare(engine: Any, checkpoint: MutableMapping[str, Any]) -> None:

@@ -185,6 +185,8 @@ class FuyouParameterSwapper:
         self.as_taken: dict[int, int | None] = {}
         """By ds_id: of what a checkpoint may leave out, a number for the values that the first engine found. None once
         they are, or may be, others. See zero/frozen_base.py."""
+        self.as_built: dict[int, tuple[int | None, tuple[int, int]]] = {}
+        """By ds_id: of what an engine found frozen its number, and what ``sums_of`` there said then."""
         self._dram_left: int | None = None
         self._heap = HeapGuard()
 

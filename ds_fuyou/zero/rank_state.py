@@ -93,7 +93,8 @@ class RankState:
         )
         self._ended: str | None = None
         self._pid = os.getpid()
-        self._number: int | None = None
+        self.number: int | None = None
+        """Among the engines of this process with these paths; an engine that failed leaves it to the next."""
         self.has_begun = False  # to train
         self._lanes: PipelineLanes | None = None
         if self.trace is not None:
@@ -170,7 +171,7 @@ class RankState:
         self.parameters.trace.expect(in_use_order)
         self.bound_heap()
         if self.store is not None:
-            self._number = count_engine(self.model)
+            self.number = count_engine(self.model)
         planned_host_bytes[self] = self.planned_host_bytes
         if dist.get_rank() == 0:
             logger.debug(
@@ -396,8 +397,8 @@ class RankState:
 
     def _leave_number(self, why: str) -> None:
         """To the engine that is built in place of this one."""
-        if self._number is not None and (not why or (self.store is not None and self.store.has_failed)):
-            forget_engine(self.model, self._number)
+        if self.number is not None and (not why or (self.store is not None and self.store.has_failed)):
+            forget_engine(self.model, self.number)
 
     def close(self, why: str = "") -> None:
         """Stops everything of this rank and lets its files go; the model keeps its values. Idempotent.

@@ -41,6 +41,7 @@ from ds_fuyou.zero.checkpoint_outline import outline_of
 from ds_fuyou.zero.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
 from ds_fuyou.zero.compute_spans import ComputeSpans
 from ds_fuyou.zero.device import rank_device
+from ds_fuyou.zero.frozen_base import digest_of
 from ds_fuyou.zero.gathering import ends_gathers, for_training, release_gathered, shapes_alone, watch_gathers
 from ds_fuyou.zero.gradient_flow import GradientFlow
 from ds_fuyou.zero.handover import owners
@@ -225,7 +226,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def resume_engine(self, engine: Any) -> None:
         """The engine is built: what a resumed run was is put back, and its files are this one's."""
         state = self.rank_state
-        self.training_state.attach(engine)
+        self.training_state.attach(engine, digest_of(engine))
         resumed: Any = state.resumed
         if state.store is not None and state.core.options.num_slots >= 2:  # states may leave memory later
             try:

@@ -39,7 +39,6 @@ from ds_fuyou.checkpoint.training_record import VERSION, TrainingRecord, text, t
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.log import log_once
 from ds_fuyou.storage.types import JsonValue
-from ds_fuyou.zero.frozen_base import digest_of
 
 __all__ = ["TrainingState"]
 
@@ -105,9 +104,9 @@ class TrainingState:
         self._told_large = False
         self._frozen = ""
 
-    def attach(self, engine: Any) -> None:
-        """What scripts find on an engine, resumed or not; and frozen parameters are as they have built them."""
-        self._frozen = digest_of(engine)
+    def attach(self, engine: Any, frozen: str) -> None:
+        """What scripts find on an engine, resumed or not. ``frozen``: of the base they have built (``digest_of``)."""
+        self._frozen = frozen
         setattr(engine, _CLIENT_STATE, None)
         setattr(engine, _RESTORE, self.put_back_generators)
 

@@ -245,6 +245,33 @@ def test_a_run_does_not_go_on_over_other_frozen_parameters(block: dict, zero_ini
     assert (status, "going on from step 2, in place" in said) == (-9, True), said[-3000:]
 
 
+@pytest.mark.parametrize("block", [{}, ALL_STORED])
+def test_no_rank_goes_on_where_one_has_other_frozen_parameters(block: dict, tmp_path: Path) -> None:
+    """In its part alone. State files stay as they are on both: the right ones are gone on from afterwards."""
+    case = {"steps": STEPS, "frozen": "blocks.1", "block": {**RESUME, **block}}
+    status, said = end_of(tmp_path, {**case, "die": {"0": [2, "all"], "1": [2, "all"]}}, "first", 2)
+    assert status == -9, said[-3000:]
+    before = set(tmp_path.glob("ds_fuyou/*"))
+    processes, logs = launch(tmp_path, {**case, "odd": 1.0}, 2, "other")
+    finish(processes)
+    assert [process.exitcode for process in processes] == [1, 1]
+    assert all("had built frozen parameters with other values" in log.read_text() for log in logs)
+    assert set(tmp_path.glob("ds_fuyou/*")) == before
+    status, said = end_of(tmp_path, {**case, "ends": True}, "again", 2)
+    assert (status, "going on from step 2, in place" in said) == (0, True), said[-3000:]
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, True), (False, True), (True, False)])
+def test_edits_of_frozen_parameters_before_an_engine_is_built_again(first: bool, second: bool, tmp_path: Path) -> None:
+    """The script makes them in every run, also where the engine before ran out of memory, over the same parameters."""
+    case = {"steps": STEPS, "frozen": "blocks.1", "edits": 0.5, "block": RESUME}
+    runs_out = {"runs_out": "same model"}
+    status, said = end_of(tmp_path, {**case, **(runs_out if first else {}), "die": {"0": [2, "after"]}}, "first")
+    assert status == -9, said[-3000:]
+    status, said = end_of(tmp_path, {**case, **(runs_out if second else {}), "ends": True}, "second")
+    assert (status, "going on from step 2, in place" in said) == (0, True), said[-3000:]
+
+
 @pytest.mark.parametrize("where", ["moments", "P16"])
 def test_what_changed_on_storage_ends_the_first_step_and_the_commit_stays(where: str, tmp_path: Path) -> None:
     case = {"steps": STEPS, "die": {"0": [2, "after"]}, "block": {**RESUME, **ALL_STORED}}

@@ -118,12 +118,12 @@ class Run:
     def export(self, folder: str) -> None:
         self.engine.save_16bit_model(folder)
 
-    def edit(self, part: str, modifier: int | None = 0, by: float = 1.0) -> None:
+    def edit(self, part: str, modifier: int | None = 0, by: float = 1.0, at: int = -1) -> None:
         params = [param for name, param in self.engine.module.named_parameters() if part in name]
         assert params
         with torch.no_grad(), deepspeed.zero.GatheredParameters(params, modifier_rank=modifier):
             if self.rank == 0 or modifier is None:
-                params[0].data.view(-1)[-1:].add_(by)  # of the last rank's part
+                params[0].data.view(-1)[at].add_(by)  # the last one is of the last rank's part
 
     def thaw(self, part: str, value: bool = True) -> None:
         for name, param in self.engine.module.named_parameters():

@@ -16,9 +16,11 @@ before and after ``steps``.
 ``reload``: a checkpoint that is loaded into what was resumed; prints whether the generators stay as they are then.
 ``move_after``: by step, the share of states that is to be in host memory from then on, ``move_bytes`` of them a step.
 ``poisoned``: a step after which P16 of the first chunk is NaN on storage. ``num_layers``: of the model,
-``zero_init``: which is built under ``zero.Init``. ``seed``: of its first values.
+``zero_init``: which is built under ``zero.Init``. ``seed``: of its first values. ``odd``: added to the first element of
+what is frozen, before the engine is built. ``edits``: what it is
+set to behind the engine, gathered.
 ``dies_removing``: SIGKILL when so many of its directories are removed. ``runs_out``: before the engine that trains
-another one is built, whose first forward runs out of memory, and is destroyed.
+another one is built, whose first forward runs out of memory, and is destroyed; "same model": over its parameters.
 Prints ``MOVED read written``, bytes on storage that it took to make states or to take them over, ``READ n``, bytes of
 storage that the process has read before its first forward, and, when a step has returned, ``LOSSES rank n ...``, in
 hexadecimal digits, and ``STEP n``.
@@ -110,7 +112,8 @@ def count_reads() -> list[int]:
     return counted
 
 
-def build(path: str, case: dict, rank: int) -> Any:
+def build(path: str, case: dict, rank: int, model: torch.nn.Module | None = None) -> Any:
+    """``model``: of an engine that was destroyed."""
     block = {"nvme_path": path, "optimizer": {"tier": "nvme"}, "io": {"engine": "threads"}}
     config = ds_config(fuyou={**block, **case.get("block", {})}, **case.get("config", {}))
     if "fp16" in config:
@@ -118,13 +121,20 @@ def build(path: str, case: dict, rank: int) -> Any:
     torch.manual_seed(case.get("seed", 0) + rank)
     random.seed(rank)
     numpy.random.seed(rank)
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=case.get("zero_init", False)):
-        model = TinyGPT(**{**MODEL, "num_layers": case.get("num_layers", MODEL["num_layers"])})
+    if model is None:
+        with deepspeed.zero.Init(config_dict_or_path=config, enabled=case.get("zero_init", False)):
+            model = TinyGPT(**{**MODEL, "num_layers": case.get("num_layers", MODEL["num_layers"])})
     for name, param in model.named_parameters():
         param.requires_grad_(not ("frozen" in case and name.startswith(case["frozen"])))
+    frozen = [param for param in model.parameters() if not param.requires_grad]
+    if "odd" in case:
+        frozen[0].data.view(-1)[0] += case["odd"]
     trained = [param for param in model.parameters() if param.requires_grad]
     groups = [{"params": trained[::2], "lr": 2e-3}, {"params": trained[1::2]}]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    if "edits" in case:
+        with deepspeed.zero.GatheredParameters(frozen, modifier_rank=0):
+            frozen[0].data.view(-1)[0] = case["edits"]
     return engine
 
 
@@ -222,9 +232,12 @@ def main(path: str, case: dict) -> None:
     for name in ("initialize", "resume"):
         tell_moved(name)
     read = count_reads()
+    model = None
     if "runs_out" in case:
-        run_out(build(path, case, rank))
-    engine = build(path, case, rank)
+        failed = build(path, case, rank)
+        run_out(failed)
+        model = failed.module if case["runs_out"] == "same model" else None
+    engine = build(path, case, rank, model)
     if "signalled" in case:
         signal_in_step(engine, case["signalled"])
     if "reload" in case:

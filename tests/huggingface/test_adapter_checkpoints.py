@@ -167,6 +167,16 @@ def test_another_base_is_refused(saved_in: str, loaded_in: str, world_size: int,
     run(tmp_path, "nevertheless", seed=5, key="leave_out", **loads)
 
 
+@pytest.mark.parametrize("named", [{}, {"load_optimizer_states": False}])
+def test_a_base_that_is_another_in_one_ranks_part_alone_is_refused_by_all(named: dict, tmp_path: Path) -> None:
+    """No rank is left waiting for the one that has found it."""
+    run(tmp_path, "first", [("train", 1), ("save", "a")], world_size=2)
+    do = [("edit", "blocks.0.up.base_layer.weight", {"at": 0}), ("load", "a", named), ("train", 1)]
+    with pytest.raises(AssertionError, match=r"exited with \[1, 1\]") as failure:
+        run(tmp_path, "other", do, world_size=2)
+    assert str(failure.value).count("have other values than it was trained with (base_model.model.blocks.0.up") == 2
+
+
 def test_the_key_and_the_argument(tmp_path: Path) -> None:
     do = [("train", 1), ("save", "a"), ("save", "b", {"exclude_frozen_parameters": True})]
     frozen = {"adapter": None, "frozen": ["tokens", "blocks.0"]}

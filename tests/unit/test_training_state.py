@@ -39,7 +39,13 @@ class Run:
     """What TrainingState asks of an engine and of stage 3, without either."""
 
     def __init__(
-        self, *, scheduler: bool = True, num_groups: int = 1, mask_numel: int = 300_000, accumulation: int = 1
+        self,
+        *,
+        scheduler: bool = True,
+        num_groups: int = 1,
+        mask_numel: int = 300_000,
+        accumulation: int = 1,
+        frozen: str = "",
     ) -> None:
         self.model = Model(mask_numel)
         params = list(self.model.parameters())
@@ -51,7 +57,7 @@ class Run:
         self.engine.training_dataloader = None
         self.engine.random_ltd_enabled = self.engine.curriculum_learning_enabled = lambda: False
         self.state = TrainingState(self.stock, self.model, all_generators=False)
-        self.state.attach(self.engine)
+        self.state.attach(self.engine, frozen)
 
     def take(self) -> Any:
         return self.state.take(self.engine)
@@ -171,6 +177,7 @@ def test_a_scheduler_without_state_is_named_and_nothing_is_recorded(
         (Run(scheduler=False), "had a learning-rate scheduler and this one has none"),
         (Run(num_groups=2), "had 1 parameter groups, this one has 2"),
         (Run(mask_numel=200_000), r"no buffer mask of shape \(300000,\)"),
+        (Run(frozen="another"), "frozen parameters with other values"),
     ],
 )
 def test_what_differs_is_told_before_anything_is_put_back(other: Run, why: str) -> None:
@@ -184,6 +191,15 @@ def test_what_differs_is_told_before_anything_is_put_back(other: Run, why: str) 
     assert (other.engine.global_steps, other.engine.fuyou_client_state) == (0, None)
     assert other.stock.optimizer.param_groups[0]["lr"] == 1.0
     assert not other.model._forward_pre_hooks
+
+
+def test_a_record_from_before_digests_of_frozen_parameters_is_taken() -> None:
+    run, other = Run(frozen="one"), Run(frozen="another")
+    run.engine.global_steps = 7
+    taken = run.take()
+    del taken["frozen"]
+    other.state.put_back(other.engine, taken)
+    assert other.engine.global_steps == 7
 
 
 @pytest.mark.parametrize("how", ["called", "forward", "forgotten"])
