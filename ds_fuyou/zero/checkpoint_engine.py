@@ -205,7 +205,7 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
             return saved(tag=tag, client_state=client_state, save_latest=save_latest)
         with frozen_base.left_out(self, is_asked=exclude_frozen_parameters) as lacks_frozen:
             if lacks_frozen and not exclude_frozen_parameters:
-                client_state = {**client_state, frozen_base.SUMS: frozen_base.sums_of(self)}
+                client_state = {**dict(client_state), frozen_base.SUMS: frozen_base.sums_of(self)}
             saved = functools.partial(saved, client_state=client_state)
             if not streams:
                 return saved(tag=tag, save_latest=save_latest)

@@ -124,7 +124,11 @@ def compare(engine: Any, checkpoint: MutableMapping[str, Any]) -> None:
         FuyouStateError: a parameter that the file lacks has other values.
     """
     there = checkpoint.pop(SUMS, None)
-    if not there or engine.optimizer.rank_state.activation.config.checkpoint.frozen == "leave_out":
+    if (
+        not there
+        or checkpoint.get("frozen_param_fragments")
+        or engine.optimizer.rank_state.activation.config.checkpoint.frozen == "leave_out"
+    ):
         return
     here = sums_of(engine)
     both = [name for name in there if name in here and here[name][0] == there[name][0]]
