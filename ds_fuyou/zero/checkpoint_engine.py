@@ -205,7 +205,7 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
             return saved(tag=tag, client_state=client_state, save_latest=save_latest)
         with frozen_base.left_out(self, is_asked=exclude_frozen_parameters) as lacks_frozen:
             if lacks_frozen and not exclude_frozen_parameters:
-                client_state = {**dict(client_state), frozen_base.SUMS: frozen_base.sums_of(self)}
+                client_state = dict(client_state) | {frozen_base.SUMS: frozen_base.sums_of(self)}
             saved = functools.partial(saved, client_state=client_state)
             if not streams:
                 return saved(tag=tag, save_latest=save_latest)
@@ -425,9 +425,10 @@ def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_module_state_dict(self: Any, checkpoint: dict[str, Any], *arguments: Any, **named: Any) -> Any:
         if not isinstance(self.optimizer, FuyouStage3Optimizer):
             return original(self, checkpoint, *arguments, **named)
-        frozen_base.compare(self, checkpoint)  # one rank alone may refuse: before the others gather anything
+        fragments, sums = checkpoint.get(_FROZEN_FRAGMENTS), checkpoint.pop(frozen_base.SUMS, {})
+        if not fragments:  # one rank alone may refuse: before the others gather anything
+            frozen_base.compare(self, sums)
         self.optimizer.checkpoint_state.module_is_read(checkpoint.get(_SHAPES))
-        fragments = checkpoint.get(_FROZEN_FRAGMENTS)
         if not fragments and named.get("fetch_z3_params"):
             every = self.module.named_parameters(remove_duplicate=False)
             frozen = {name: param for name, param in every if not param.requires_grad}

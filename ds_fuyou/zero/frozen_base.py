@@ -18,7 +18,8 @@ strict loading finds them, in stock, too.
 
 A base that is built again from other random numbers, or other weights, would be trained over without a word, by a run
 that loads a checkpoint and by one that goes on from a dead run's states. So both have checksums of the beginning of
-each partition, where another base differs if it does anywhere, and who loads compares them.
+each partition, where bases of other weights or other random numbers differ, and who loads compares them. One that
+differs nowhere but further behind (rows that were appended to an embedding) is not noticed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,7 +88,7 @@ def sums_of(engine: Any) -> dict[str, tuple[int, int]]:
     found = {}
     for name, param in engine.module.named_parameters():
         swapper = getattr(param, "nvme_swapper", None)
-        if param.ds_id in trained or not isinstance(swapper, FuyouParameterSwapper):
+        if not isinstance(swapper, FuyouParameterSwapper) or param.ds_id in trained:
             continue
         if partition_of(param) is None or swapper.parked(param) is not None:  # no other engine's, which trains it
             part = param.ds_tensor.ds_numel
@@ -117,18 +118,13 @@ def _hash(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def compare(engine: Any, checkpoint: MutableMapping[str, Any]) -> None:
-    """Takes :data:`SUMS` out of a rank's file, and compares them with what the script has built.
+def compare(engine: Any, there: Mapping[str, Sequence[int]]) -> None:
+    """:data:`SUMS` of a rank's file that lacks frozen parameters against what the script has built.
 
     Raises:
         FuyouStateError: a parameter that the file lacks has other values.
     """
-    there = checkpoint.pop(SUMS, None)
-    if (
-        not there
-        or checkpoint.get("frozen_param_fragments")
-        or engine.optimizer.rank_state.activation.config.checkpoint.frozen == "leave_out"
-    ):
+    if not there or engine.optimizer.rank_state.activation.config.checkpoint.frozen == "leave_out":
         return
     here = sums_of(engine)
     both = [name for name in there if name in here and here[name][0] == there[name][0]]

@@ -17,8 +17,7 @@ before and after ``steps``.
 ``move_after``: by step, the share of states that is to be in host memory from then on, ``move_bytes`` of them a step.
 ``poisoned``: a step after which P16 of the first chunk is NaN on storage. ``num_layers``: of the model,
 ``zero_init``: which is built under ``zero.Init``. ``seed``: of its first values. ``odd``: added to the first element of
-what is frozen, before the engine is built. ``edits``: what it is
-set to behind the engine, gathered.
+what is frozen, before the engine is built. ``edits``: what it is set to behind the engine, gathered.
 ``dies_removing``: SIGKILL when so many of its directories are removed. ``runs_out``: before the engine that trains
 another one is built, whose first forward runs out of memory, and is destroyed; "same model": over its parameters.
 Prints ``MOVED read written``, bytes on storage that it took to make states or to take them over, ``READ n``, bytes of
