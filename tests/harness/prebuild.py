@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds every compiled operator that tests and benchmarks use, ours and stock's: no time limit includes a build.
-And byte code: where Python does not write it (``PYTHONDONTWRITEBYTECODE``) each process would compile the package, which
-is half of a short run.
+And byte code: where Python does not write it (``PYTHONDONTWRITEBYTECODE``) each process would compile the package,
+which is half of a short run.
 
 Locks that a killed build left are removed: stock would wait for them without end.
 """
