@@ -170,12 +170,12 @@ class StateLayout:
 
     # ---- bytes a parameter ---------------------------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def bytes_each(self) -> float:
         """In a slot."""
         return sum(num_bytes / each for _, num_bytes, each in self.fields if each)
 
-    @property
+    @functools.cached_property
     def resident_bytes_each(self) -> float:
         """In host memory."""
         return self.resident.bytes_each

@@ -167,17 +167,18 @@ def plan_activations(
         num_bytes, flops = ladder.at(rung)
         stays = min(ladder.left, max(0.0, num_bytes - ladder.rest * costs.input_bytes))
         swapped = num_bytes - stays + costs.outside_bytes
-        return replace(
-            place,
-            swapped_bytes=swapped,
-            kept_bytes=ladder.num_kept * costs.whole_bytes + stays,
-            dram_activation_bytes=min(swapped, max(0.0, in_dram)),
-            recompute_flops=flops,
-        )
+        kept = ladder.num_kept * costs.whole_bytes + stays
+        return place.with_activations(swapped, min(swapped, max(0.0, in_dram)), kept, flops)
+
+    known: dict[tuple[int, int], float] = {}
 
     def secs(ladder: _Ladder, rung: int) -> float:
-        found = tried(ladder, rung)
-        return float("inf") if rung > 0 and found.storage_activation_bytes > most_stored + 1 else secs_of(found)
+        key = ladder.num_kept, rung
+        if key not in known:
+            found = tried(ladder, rung)
+            too_many = rung > 0 and found.storage_activation_bytes > most_stored + 1
+            known[key] = float("inf") if too_many else secs_of(found)
+        return known[key]
 
     best, found = float("inf"), place
     for ladder in _ladders(costs, room if mode == "auto" else 0.0):

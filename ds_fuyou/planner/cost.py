@@ -8,8 +8,10 @@ those of one GPU, and storage, host memory and the CPU serve all of them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.hardware import Machine
@@ -21,6 +23,7 @@ __all__ = [
     "P16_BYTES",
     "ClosedForm",
     "Placement",
+    "StepCost",
     "Workload",
     "bound_lane",
     "closed_form",
@@ -100,6 +103,18 @@ class Placement:
     @property
     def storage_activation_bytes(self) -> float:
         return max(0.0, self.swapped_bytes - self.dram_activation_bytes)
+
+    def with_activations(self, swapped: float, in_dram: float, kept: float, recompute_flops: float) -> Placement:
+        """As ``dataclasses.replace``, which takes as long as predicting a step does."""
+        found = object.__new__(Placement)
+        found.__dict__.update(
+            self.__dict__,
+            swapped_bytes=swapped,
+            dram_activation_bytes=in_dram,
+            kept_bytes=kept,
+            recompute_flops=recompute_flops,
+        )
+        return found
 
 
 @dataclass(frozen=True)
@@ -186,8 +201,7 @@ def _lanes(
     return (gpu, down, up, read, write, cpu, thread)
 
 
-@dataclass(frozen=True)
-class _Phases:
+class _Phases(NamedTuple):
     """Work of the lanes, in seconds: of one micro-batch's forward and backward, of moving sums of gradients, of
     spilling gradients, and of the optimizer; ``resident`` is the part of it that waits for ``step()``, because its
     state is in host memory in one version. ``states_read``: bytes of states that updates read; ``sums_secs``: of adding
@@ -204,61 +218,179 @@ class _Phases:
     sums_secs: float
 
 
-def _phases(work: Workload, machine: Machine, policy: Policy, place: Placement) -> _Phases:
-    model, num_params = work.model, float(work.model.trainable_params)
-    blocks, head = _compute_secs(work, machine, policy)
-    recompute = place.recompute_flops / (machine.flops * policy.share_of_block_rate)
-    if not policy.fused:
-        recompute += model.layers * eager_bytes(work) / machine.gpu_memory_rate
-    grad = policy.gradient_bytes * num_params
-    stored = place.storage_activation_bytes * machine.num_gpus
-    p_bytes = policy.param_bytes * num_params * (1 - place.params)
-    states_read, states_written = _states_moved(policy, num_params, place)
-    late = place.states - place.states_twice  # their updates wait for step()
-    spilled = grad * (1 - place.grads) if policy.keeps_gradients else 0.0
-    # Classes are filled in one order: of gradients on storage, these belong to resident states, which wait for them.
-    waiting = grad * max(0.0, late - place.grads) if policy.keeps_gradients else 0.0
-    read_back = spilled if policy.reads_spilled else waiting
-    sums = grad * stored_sums(work, policy, place)
-    params_bytes = policy.param_bytes * num_params + model.frozen_bytes
-    staying = min(policy.staying_bytes, params_bytes) * (work.accumulation - 1) / work.accumulation
-    up = (params_bytes - staying) / machine.link_up
-    up_again = max(0.0, params_bytes - policy.reused_bytes) / machine.link_up
-    act_up = place.swapped_bytes / machine.link_up
-    read_forward, read_backward = _params_read(work, policy, place, p_bytes)
-    return _Phases(
-        forward=_lanes(
-            gpu=blocks + head,
-            up=up,
-            down=place.swapped_bytes / machine.link_down,
-            read=storage_secs(read_forward, machine.storage_read),
-            write=storage_secs(stored, machine.storage_write),
-            thread=machine.thread.forward,
-        ),
-        backward=_lanes(
-            gpu=machine.backward_over_forward * model.backward_over_forward / 2 * (blocks + head) + recompute,
-            up=up_again + act_up,
-            down=grad / machine.link_down,
-            read=storage_secs(read_backward + stored, machine.storage_read),
-            thread=machine.thread.backward,
-        ),
-        accumulate=_lanes(
-            read=storage_secs(sums, machine.storage_read), write=storage_secs(sums, machine.storage_write)
-        ),
-        spill=_lanes(write=storage_secs(spilled, machine.storage_write)),
-        optimizer=_lanes(
-            read=storage_secs(states_read + read_back + sums, machine.storage_read),
-            write=storage_secs(states_written + p_bytes, machine.storage_write),
-            cpu=num_params / machine.update_rate + num_params * policy.extra_pass_bytes / machine.pass_rate,
-        ),
-        resident=_lanes(
-            read=storage_secs(min(read_back, waiting), machine.storage_read),
-            write=storage_secs(min(p_bytes, policy.param_bytes * num_params * late), machine.storage_write),
-            cpu=num_params * late / machine.update_rate,
-        ),
-        states_read=states_read,
-        sums_secs=num_params / machine.sum_rate,
-    )
+class StepCost:
+    """The closed form of one workload on one machine under one policy. Activations are tried by the dozen for each
+    placement of the classes: what they do not change is kept from one placement to the next.
+    """
+
+    def __init__(self, work: Workload, machine: Machine, policy: Policy) -> None:
+        self._work, self._machine, self._policy = work, machine, policy
+        self._compute = _compute_secs(work, machine, policy)
+        self._flops = machine.flops * policy.share_of_block_rate
+        self._unfused = 0.0 if policy.fused else work.model.layers * eager_bytes(work) / machine.gpu_memory_rate
+        self._classes: tuple[float, ...] = ()
+
+    def form(self, place: Placement) -> ClosedForm:
+        """Lane times and iteration time of one step under a placement."""
+        p, machine, more = self._phases(place), self._machine, self._work.accumulation - 1
+        forward, backward, step, spent = self._step(p, place)
+        by_lane = [0.0] * len(Lane)
+        for lanes, secs in spent:
+            by_lane[bound_lane(lanes, machine.storage_duplex)] += secs
+        between = _lanes(thread=machine.thread.between, cpu=more * p.sums_secs)
+        micro_batches = [p.forward, p.backward] * (more + 1)
+        total = _together(*micro_batches, *[p.accumulate] * more, p.spill, p.optimizer, between)
+        return ClosedForm(forward, backward, step, dict(zip(Lane, total, strict=True)), bound_lane(by_lane, 1.0))
+
+    def secs(self, place: Placement) -> float:
+        """The iteration time alone."""
+        return self._step(self._phases(place), place)[2]
+
+    def _phases(self, place: Placement) -> _Phases:
+        machine = self._machine
+        classes = (
+            *(place.params, place.states, place.grads, place.frozen),
+            *(place.states_twice, place.staging_bytes, place.kept_param_bytes),
+        )
+        if classes != self._classes:
+            self._inside, self._read_backward = self._without_activations(place)
+            self._tail_secs = self._last_secs(place)
+            self._classes = classes
+        inside, swapped = self._inside, place.swapped_bytes
+        stored = place.storage_activation_bytes * machine.num_gpus
+        gpu, down, up, read, _, cpu, thread = inside.forward
+        write = storage_secs(stored, machine.storage_write)
+        forward = (gpu, swapped / machine.link_down, up, read, write, cpu, thread)
+        gpu, down, up, _, write, cpu, thread = inside.backward
+        gpu += place.recompute_flops / self._flops + self._unfused
+        read = storage_secs(self._read_backward + stored, machine.storage_read)
+        return inside._replace(
+            forward=forward, backward=(gpu, down, up + swapped / machine.link_up, read, write, cpu, thread)
+        )
+
+    def _without_activations(self, place: Placement) -> tuple[_Phases, float]:
+        """As if none left the device and nothing were computed again; and the bytes of parameters that a backward reads
+        from storage, for which that has no seconds yet.
+        """
+        work, machine, policy = self._work, self._machine, self._policy
+        model, num_params = work.model, float(work.model.trainable_params)
+        blocks, head = self._compute
+        grad = policy.gradient_bytes * num_params
+        p_bytes = policy.param_bytes * num_params * (1 - place.params)
+        states_read, states_written = _states_moved(policy, num_params, place)
+        late = place.states - place.states_twice  # their updates wait for step()
+        spilled = grad * (1 - place.grads) if policy.keeps_gradients else 0.0
+        # Classes are filled in one order: of gradients on storage, these are of resident states, which wait for them.
+        waiting = grad * max(0.0, late - place.grads) if policy.keeps_gradients else 0.0
+        read_back = spilled if policy.reads_spilled else waiting
+        sums = grad * stored_sums(work, policy, place)
+        params_bytes = policy.param_bytes * num_params + model.frozen_bytes
+        staying = min(policy.staying_bytes, params_bytes) * (work.accumulation - 1) / work.accumulation
+        read_forward, read_backward = _params_read(work, policy, place, p_bytes)
+        phases = _Phases(
+            forward=_lanes(
+                gpu=blocks + head,
+                up=(params_bytes - staying) / machine.link_up,
+                read=storage_secs(read_forward, machine.storage_read),
+                thread=machine.thread.forward,
+            ),
+            backward=_lanes(
+                gpu=machine.backward_over_forward * model.backward_over_forward / 2 * (blocks + head),
+                up=max(0.0, params_bytes - policy.reused_bytes) / machine.link_up,
+                down=grad / machine.link_down,
+                thread=machine.thread.backward,
+            ),
+            accumulate=_lanes(
+                read=storage_secs(sums, machine.storage_read), write=storage_secs(sums, machine.storage_write)
+            ),
+            spill=_lanes(write=storage_secs(spilled, machine.storage_write)),
+            optimizer=_lanes(
+                read=storage_secs(states_read + read_back + sums, machine.storage_read),
+                write=storage_secs(states_written + p_bytes, machine.storage_write),
+                cpu=num_params / machine.update_rate + num_params * policy.extra_pass_bytes / machine.pass_rate,
+            ),
+            resident=_lanes(
+                read=storage_secs(min(read_back, waiting), machine.storage_read),
+                write=storage_secs(min(p_bytes, policy.param_bytes * num_params * late), machine.storage_write),
+                cpu=num_params * late / machine.update_rate,
+            ),
+            states_read=states_read,
+            sums_secs=num_params / machine.sum_rate,
+        )
+        return phases, read_backward
+
+    def _step(self, p: _Phases, place: Placement) -> tuple[float, float, float, list[tuple[_Lanes, float]]]:
+        """Seconds of all forwards, of all backwards, of the step; and what they are made of, with the work of lanes."""
+        machine, policy, more = self._machine, self._policy, self._work.accumulation - 1
+        spent: list[tuple[_Lanes, float]] = []
+
+        def secs(count: int, *parts: _Lanes) -> float:
+            if count == 0:  # also where a phase would take for ever
+                return 0.0
+            lanes = _together(*parts)
+            took = count * (sum(lanes) if policy.in_a_row else _phase_secs(lanes, machine))
+            spent.append((lanes, took))
+            return took
+
+        # All micro-batches but the last. What is added on the host goes on beside both.
+        forward, backward = secs(more, p.forward), secs(more, p.backward, p.accumulate)
+        late = max(0.0, more * p.sums_secs - forward - backward)
+        spent.append((_lanes(cpu=late), late))
+        backward += late
+        if policy.updates is Updates.DEADLINE:
+            usual = self._beside_both_secs(p, place, spent)
+            again = 0.0
+            if policy.redo_share > 0:  # all that backward did beside its own work, and then once more beside forward
+                again = _phase_secs(_together(p.backward, p.spill), machine)
+                again += _phase_secs(_together(p.forward, p.optimizer), machine) + self._tail_secs
+            rest = (1 - policy.redo_share) * usual
+            return forward, backward, forward + backward + rest + policy.redo_share * max(usual, again), spent
+        if policy.updates is Updates.FORWARD:
+            beside_forward, beside_backward = _deferred(machine, place, p)
+            backward += secs(1, p.backward, p.spill, beside_backward)
+            turn = secs(1, p.forward, beside_forward)
+            return forward, backward, forward + backward + turn + self._tail_secs, spent
+        forward += secs(1, p.forward)
+        if policy.updates is Updates.BACKWARD:
+            backward += secs(1, p.backward, p.optimizer)
+            tail = self._tail_secs
+        else:
+            backward += secs(1, p.backward, p.spill)
+            tail = secs(1, p.optimizer)
+        return forward, backward, forward + backward + tail + machine.thread.between, spent
+
+    def _beside_both_secs(self, p: _Phases, place: Placement, spent: list[tuple[_Lanes, float]]) -> float:
+        """From a last backward's begin to the end of the next step's first forward. Updates run beside both, wherever
+        there is room, those of resident states beside forward alone; activations leave in forward and return in
+        backward.
+        """
+        machine = self._machine
+        phases = [_together(p.forward, p.resident), _together(p.backward, p.spill)]
+        once = _together(p.forward, p.backward, p.spill, p.optimizer)
+        took = [_phase_secs(lanes, machine) for lanes in phases]
+        apart, turn = sum(took), _phase_secs(once, machine)
+        spent += zip(phases, took, strict=True) if apart > turn else [(once, turn)]
+        return max(
+            max(apart, _phase_secs(once, machine, storage=False)) + self._tail_secs,
+            turn,  # storage goes on meanwhile
+            _between_gradients_secs(self._work, machine, place, p),
+        )
+
+    def _last_secs(self, place: Placement) -> float:
+        """From the last gradient to the first forward of the next step: the embedding's chain. Forward takes P16 out of
+        the update, so its write is not waited for; lanes that bound the step go on meanwhile, if it is storage. Where
+        all updates are done before, its reads and writes are counted already, as storage nearly always bounds there: so
+        the copy and the update remain.
+        """
+        down, read, update, up = _first_secs(self._work, self._machine, self._policy, place)
+        if self._policy.updates is Updates.BACKWARD:
+            return down + update
+        return down + read + update + up + self._machine.thread.between
+
+
+def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placement) -> ClosedForm:
+    """Lane times and iteration time of one step under a placement."""
+    return StepCost(work, machine, policy).form(place)
 
 
 def _params_read(work: Workload, policy: Policy, place: Placement, p_bytes: float) -> tuple[float, float]:
@@ -282,13 +414,18 @@ def _states_moved(policy: Policy, num_params: float, place: Placement) -> tuple[
 
 
 def _together(*parts: _Lanes) -> _Lanes:
-    return tuple(map(sum, zip(*parts, strict=True)))
+    total = parts[0]
+    for part in parts[1:]:
+        total = tuple(map(operator.add, total, part))
+    return total
 
 
 def _phase_secs(lanes: _Lanes, machine: Machine, *, storage: bool = True) -> float:
     """Of work that overlaps: what the busiest lane takes, or storage, or the cores; or all but storage."""
-    others = max(*(lanes[lane] for lane in _NOT_STORAGE), cores_secs(lanes, machine))
-    read, write = lanes[Lane.READ], lanes[Lane.WRITE]
+    gpu, down, up, read, write, cpu, thread = lanes
+    others = max(gpu, down, up, cpu, thread)
+    if machine.shares_cores:
+        others = max(others, cores_secs(lanes, machine))
     return max(others, shared_secs(read, write, machine.storage_duplex)) if storage else others
 
 
@@ -310,71 +447,8 @@ def _deferred(machine: Machine, place: Placement, p: _Phases) -> tuple[_Lanes, _
         beside_forward = _phase_secs(_together(p.forward, parts[0]), machine)
         return beside_forward + _phase_secs(_together(p.backward, p.spill, parts[1]), machine)
 
-    return min((split(most * step / _SHARES) for step in range(_SHARES + 1)), key=took)
-
-
-def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placement) -> ClosedForm:
-    """Lane times and iteration time of one step under a placement."""
-    p, k = _phases(work, machine, policy, place), work.accumulation
-    by_lane = [0.0] * len(Lane)
-
-    def secs(count: int, *parts: _Lanes) -> float:
-        if count == 0:  # also where a phase would take for ever
-            return 0.0
-        lanes = _together(*parts)
-        took = count * (sum(lanes) if policy.in_a_row else _phase_secs(lanes, machine))
-        by_lane[bound_lane(lanes, machine.storage_duplex)] += took
-        return took
-
-    def accumulated() -> tuple[float, float]:
-        """Forwards and backwards of all micro-batches but the last. What is added on the host goes on beside both."""
-        forward, backward = secs(k - 1, p.forward), secs(k - 1, p.backward, p.accumulate)
-        late = max(0.0, (k - 1) * p.sums_secs - forward - backward)
-        by_lane[Lane.CPU] += late
-        return forward, backward + late
-
-    between = _lanes(thread=machine.thread.between, cpu=(k - 1) * p.sums_secs)
-    total = _together(*[p.forward, p.backward] * k, *[p.accumulate] * (k - 1), p.spill, p.optimizer, between)
-    if policy.updates is Updates.DEADLINE:
-        # Updates run beside the last backward and the next step's first forward, wherever there is room, those of
-        # resident states beside forward alone; activations leave in forward and return in backward.
-        forward, backward = accumulated()
-        before = list(by_lane)
-        apart = secs(1, p.forward, p.resident) + secs(1, p.backward, p.spill)
-        phased, by_lane[:] = list(by_lane), before
-        turn = secs(1, p.forward, p.backward, p.spill, p.optimizer)
-        if apart > turn:
-            by_lane[:] = phased
-        tail = _turn_secs(work, machine, policy, place)
-        once = _together(p.forward, p.backward, p.spill, p.optimizer)
-        usual = max(
-            max(apart, _phase_secs(once, machine, storage=False)) + tail,
-            turn,  # storage goes on meanwhile
-            _between_gradients_secs(work, machine, place, p),
-        )
-        again = 0.0
-        if policy.redo_share > 0:  # all that backward did beside its own work, and then once more beside forward
-            again = _phase_secs(_together(p.backward, p.spill), machine)
-            again += _phase_secs(_together(p.forward, p.optimizer), machine) + tail
-        step = forward + backward + (1 - policy.redo_share) * usual + policy.redo_share * max(usual, again)
-    elif policy.updates is Updates.FORWARD:
-        beside_forward, beside_backward = _deferred(machine, place, p)
-        forward, backward = accumulated()
-        backward += secs(1, p.backward, p.spill, beside_backward)
-        turn = secs(1, p.forward, beside_forward)
-        tail = _turn_secs(work, machine, policy, place)
-        step = forward + backward + turn + tail
-    else:
-        forward, backward = accumulated()
-        forward += secs(1, p.forward)
-        if policy.updates is Updates.BACKWARD:
-            backward += secs(1, p.backward, p.optimizer)
-            tail = _drain_secs(work, machine, policy, place)
-        else:
-            backward += secs(1, p.backward, p.spill)
-            tail = secs(1, p.optimizer)
-        step = forward + backward + tail + machine.thread.between
-    return ClosedForm(forward, backward, step, dict(zip(Lane, total, strict=True)), bound_lane(by_lane, 1.0))
+    parts = _SHARES if most else 0
+    return min((split(most * step / _SHARES) for step in range(parts + 1)), key=took)
 
 
 def _between_gradients_secs(work: Workload, machine: Machine, place: Placement, p: _Phases) -> float:
@@ -390,7 +464,7 @@ def _between_gradients_secs(work: Workload, machine: Machine, place: Placement, 
     return shared_secs(read, write, machine.storage_duplex) + idle
 
 
-def _first_secs(work: Workload, machine: Machine, policy: Policy, place: Placement) -> dict[str, float]:
+def _first_secs(work: Workload, machine: Machine, policy: Policy, place: Placement) -> tuple[float, ...]:
     """Gradient out, state in, update and P16 up of the parameters before the first block: gradients of these arrive
     last, and they are needed first, so they are the first in host memory.
     """
@@ -398,25 +472,9 @@ def _first_secs(work: Workload, machine: Machine, policy: Policy, place: Placeme
     first = max(1.0, num_params) / max(1.0, float(work.model.trainable_params))
     near = replace(place, params=min(1.0, place.params / first), states=min(1.0, place.states / first))
     states, _ = _states_moved(policy, num_params, near)
-    return {
-        "down": policy.gradient_bytes * num_params / machine.link_down,
-        "read": storage_secs(states, machine.storage_read),
-        "update": num_params / machine.update_rate,
-        "up": policy.param_bytes * num_params / machine.link_up,
-    }
-
-
-def _drain_secs(work: Workload, machine: Machine, policy: Policy, place: Placement) -> float:
-    """The last chunk's own chain after the last gradient, less what the bound lane has counted already: reads and
-    writes where storage bounds (as it nearly always does here), so the copy and the update remain.
-    """
-    parts = _first_secs(work, machine, policy, place)
-    return parts["down"] + parts["update"]
-
-
-def _turn_secs(work: Workload, machine: Machine, policy: Policy, place: Placement) -> float:
-    """From the last gradient to the first forward of the next step: the embedding's chain. Forward takes P16 out of
-    the update, so its write is not waited for; lanes that bound the step go on meanwhile, if it is storage.
-    """
-    parts = _first_secs(work, machine, policy, place)
-    return parts["down"] + parts["read"] + parts["update"] + parts["up"] + machine.thread.between
+    return (
+        policy.gradient_bytes * num_params / machine.link_down,
+        storage_secs(states, machine.storage_read),
+        num_params / machine.update_rate,
+        policy.param_bytes * num_params / machine.link_up,
+    )

@@ -25,11 +25,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.activations import ActivationCosts, plan_activations
-from ds_fuyou.planner.cost import ClosedForm, Placement, Workload, closed_form
+from ds_fuyou.planner.cost import ClosedForm, Placement, StepCost, Workload
 from ds_fuyou.planner.document import Residency
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.lanes import Lane
@@ -75,11 +76,15 @@ class StepTime:
     activations: ActivationCosts | None = None
     mode: str = "auto"
 
+    @cached_property
+    def _cost(self) -> StepCost:
+        return StepCost(self.work, self.machine, self.policy)
+
     def predicted(self, place: Placement) -> ClosedForm:
-        return closed_form(self.work, self.machine, self.policy, place)
+        return self._cost.form(place)
 
     def secs(self, place: Placement) -> float:
-        return self.predicted(place).iteration_secs
+        return self._cost.secs(place)
 
     def moved_bytes(self, found: ClosedForm) -> float:
         """To and from storage in a step."""

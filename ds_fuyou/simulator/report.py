@@ -73,8 +73,10 @@ def _endurance_days(chosen: Chosen) -> float | None:
 
 def largest_batch(chosen: Chosen) -> int:
     """The largest of BATCHES (or the one asked for) that fits."""
-    fitting = [b for b in BATCHES if fits(replace(chosen.work, batch=b), chosen.machine, chosen.policy)]
-    return max([*fitting, chosen.work.batch])
+    larger = (batch for batch in reversed(BATCHES) if batch > chosen.work.batch)
+    works = (replace(chosen.work, batch=batch) for batch in larger)
+    fitting = (work.batch for work in works if fits(work, chosen.machine, chosen.policy))
+    return next(fitting, chosen.work.batch)
 
 
 def upgrades(chosen: Chosen) -> list[tuple[str, float]]:

@@ -9,31 +9,40 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
+from types import FrameType, FunctionType
 
 __all__ = ["Interrupts", "interrupted_in", "once_in"]
 
 
-def _is_in(functions: set[object]) -> bool:
+def _met(innermost: object, around: set[object]) -> FrameType | None:
     for frame in sys._current_frames().values():
-        missing, caller = functions.copy(), frame
+        inner, missing, caller = None, around | {innermost}, frame
         while caller is not None and missing:
+            if caller.f_code is innermost and inner is None:
+                inner = caller
             missing.discard(caller.f_code)
             caller = caller.f_back
         if not missing:
-            return True
-    return False
+            return inner
+    return None
 
 
 @contextmanager
-def once_in(call: Callable[[], object], *functions: FunctionType) -> Iterator[None]:
+def once_in(
+    call: Callable[[], object],
+    innermost: FunctionType,
+    *around: FunctionType,
+    when: Callable[[FrameType], bool] = lambda frame: True,
+) -> Iterator[None]:
     """Another thread makes the call as soon as one is in all of these functions, which call each other; when the block
-    ends at the latest, so that nothing stays held."""
-    places, over = {function.__code__ for function in functions}, threading.Event()
+    ends at the latest, so that nothing stays held. ``when`` is asked of the innermost one's frame."""
+    places, over = {function.__code__ for function in around}, threading.Event()
 
     def watch() -> None:
-        while not _is_in(places) and not over.wait(0.001):
-            pass
+        while not over.wait(0.001):
+            frame = _met(innermost.__code__, places)
+            if frame is not None and when(frame):
+                break
         call()
 
     thread = threading.Thread(target=watch)
