@@ -104,11 +104,13 @@ def run(arguments: argparse.Namespace) -> int:
     document = document_of(chosen)
     training = Training(arguments.tokens, arguments.price)
     rows = compared(work, machine, policy, training) if arguments.compare or arguments.price else []
-    if arguments.out is not None and arguments.out.suffix.lower() in (".html", ".htm"):
+    is_page = arguments.out is not None and arguments.out.suffix.lower() in (".html", ".htm")
+    text = plan_text(chosen) if is_page or not arguments.json else ""  # seconds: what it weighs is decided anew
+    if is_page:
         from ds_fuyou.telemetry.plan_page import render_plan
 
         with replacing(arguments.out) as part:
-            part.write_text(render_plan(chosen, plan_text(chosen), rows, training), encoding="utf-8")
+            part.write_text(render_plan(chosen, text, rows, training), encoding="utf-8")
     elif arguments.out is not None:
         save(document, arguments.out)
     if arguments.trace is not None:
@@ -121,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
         shown["predicted"]["upgrades"] = {what: round(secs, 4) for what, secs in upgrades(chosen)}
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
     else:
-        sys.stdout.write(plan_text(chosen) + "\n")
+        sys.stdout.write(text + "\n")
         if rows:
             sys.stdout.write(compared_text(rows, training) + "\n")
     return 0

@@ -105,7 +105,7 @@ class Placement:
         return max(0.0, self.swapped_bytes - self.dram_activation_bytes)
 
     def with_activations(self, swapped: float, in_dram: float, kept: float, recompute_flops: float) -> Placement:
-        """As ``dataclasses.replace``, which takes as long as predicting a step does."""
+        """As ``dataclasses.replace``, in a fifth of its time. It would take cached properties along: there are none."""
         found = object.__new__(Placement)
         found.__dict__.update(
             self.__dict__,
@@ -204,8 +204,9 @@ def _lanes(
 class _Phases(NamedTuple):
     """Work of the lanes, in seconds: of one micro-batch's forward and backward, of moving sums of gradients, of
     spilling gradients, and of the optimizer; ``resident`` is the part of it that waits for ``step()``, because its
-    state is in host memory in one version. ``states_read``: bytes of states that updates read; ``sums_secs``: of adding
-    a micro-batch's gradients on the host.
+    state is in host memory in one version. ``states_read``: bytes of states that updates read; ``params_read``: of
+    parameters that a backward reads from storage; ``sums_secs``: of adding a micro-batch's gradients on the host;
+    ``tail_secs``: from the last gradient to the next step's forward.
     """
 
     forward: _Lanes
@@ -215,7 +216,15 @@ class _Phases(NamedTuple):
     optimizer: _Lanes
     resident: _Lanes
     states_read: float
+    params_read: float
     sums_secs: float
+    tail_secs: float
+
+
+_CLASSES = operator.attrgetter(
+    *("params", "states", "grads", "frozen", "states_twice"), "staging_bytes", "kept_param_bytes"
+)
+"""Of a placement, what all but activations depends on."""
 
 
 class StepCost:
@@ -228,7 +237,7 @@ class StepCost:
         self._compute = _compute_secs(work, machine, policy)
         self._flops = machine.flops * policy.share_of_block_rate
         self._unfused = 0.0 if policy.fused else work.model.layers * eager_bytes(work) / machine.gpu_memory_rate
-        self._classes: tuple[float, ...] = ()
+        self._known: tuple[object, _Phases] | None = None
 
     def form(self, place: Placement) -> ClosedForm:
         """Lane times and iteration time of one step under a placement."""
@@ -247,31 +256,23 @@ class StepCost:
         return self._step(self._phases(place), place)[2]
 
     def _phases(self, place: Placement) -> _Phases:
-        machine = self._machine
-        classes = (
-            *(place.params, place.states, place.grads, place.frozen),
-            *(place.states_twice, place.staging_bytes, place.kept_param_bytes),
-        )
-        if classes != self._classes:
-            self._inside, self._read_backward = self._without_activations(place)
-            self._tail_secs = self._last_secs(place)
-            self._classes = classes
-        inside, swapped = self._inside, place.swapped_bytes
+        machine, classes, known = self._machine, _CLASSES(place), self._known
+        if known is None or known[0] != classes:
+            self._known = known = classes, self._without_activations(place)  # at once: threads may share it
+        inside, swapped = known[1], place.swapped_bytes
         stored = place.storage_activation_bytes * machine.num_gpus
         gpu, down, up, read, _, cpu, thread = inside.forward
         write = storage_secs(stored, machine.storage_write)
         forward = (gpu, swapped / machine.link_down, up, read, write, cpu, thread)
         gpu, down, up, _, write, cpu, thread = inside.backward
         gpu += place.recompute_flops / self._flops + self._unfused
-        read = storage_secs(self._read_backward + stored, machine.storage_read)
+        read = storage_secs(inside.params_read + stored, machine.storage_read)
         return inside._replace(
             forward=forward, backward=(gpu, down, up + swapped / machine.link_up, read, write, cpu, thread)
         )
 
-    def _without_activations(self, place: Placement) -> tuple[_Phases, float]:
-        """As if none left the device and nothing were computed again; and the bytes of parameters that a backward reads
-        from storage, for which that has no seconds yet.
-        """
+    def _without_activations(self, place: Placement) -> _Phases:
+        """As if none left the device and nothing were computed again; backward's reads are bytes as yet."""
         work, machine, policy = self._work, self._machine, self._policy
         model, num_params = work.model, float(work.model.trainable_params)
         blocks, head = self._compute
@@ -287,7 +288,7 @@ class StepCost:
         params_bytes = policy.param_bytes * num_params + model.frozen_bytes
         staying = min(policy.staying_bytes, params_bytes) * (work.accumulation - 1) / work.accumulation
         read_forward, read_backward = _params_read(work, policy, place, p_bytes)
-        phases = _Phases(
+        return _Phases(
             forward=_lanes(
                 gpu=blocks + head,
                 up=(params_bytes - staying) / machine.link_up,
@@ -315,12 +316,16 @@ class StepCost:
                 cpu=num_params * late / machine.update_rate,
             ),
             states_read=states_read,
+            params_read=read_backward,
             sums_secs=num_params / machine.sum_rate,
+            tail_secs=self._tail_secs(place),
         )
-        return phases, read_backward
+
+    def _together_secs(self, lanes: _Lanes) -> float:
+        return sum(lanes) if self._policy.in_a_row else _phase_secs(lanes, self._machine)
 
     def _step(self, p: _Phases, place: Placement) -> tuple[float, float, float, list[tuple[_Lanes, float]]]:
-        """Seconds of all forwards, of all backwards, of the step; and what they are made of, with the work of lanes."""
+        """Seconds of all forwards, of all backwards, of the step; and its parts, with what lanes do in them."""
         machine, policy, more = self._machine, self._policy, self._work.accumulation - 1
         spent: list[tuple[_Lanes, float]] = []
 
@@ -328,7 +333,7 @@ class StepCost:
             if count == 0:  # also where a phase would take for ever
                 return 0.0
             lanes = _together(*parts)
-            took = count * (sum(lanes) if policy.in_a_row else _phase_secs(lanes, machine))
+            took = count * self._together_secs(lanes)
             spent.append((lanes, took))
             return took
 
@@ -338,28 +343,29 @@ class StepCost:
         spent.append((_lanes(cpu=late), late))
         backward += late
         if policy.updates is Updates.DEADLINE:
-            usual = self._beside_both_secs(p, place, spent)
+            usual, parts = self._beside_both(p, place)
+            spent += parts
             again = 0.0
             if policy.redo_share > 0:  # all that backward did beside its own work, and then once more beside forward
                 again = _phase_secs(_together(p.backward, p.spill), machine)
-                again += _phase_secs(_together(p.forward, p.optimizer), machine) + self._tail_secs
+                again += _phase_secs(_together(p.forward, p.optimizer), machine) + p.tail_secs
             rest = (1 - policy.redo_share) * usual
             return forward, backward, forward + backward + rest + policy.redo_share * max(usual, again), spent
         if policy.updates is Updates.FORWARD:
             beside_forward, beside_backward = _deferred(machine, place, p)
             backward += secs(1, p.backward, p.spill, beside_backward)
             turn = secs(1, p.forward, beside_forward)
-            return forward, backward, forward + backward + turn + self._tail_secs, spent
+            return forward, backward, forward + backward + turn + p.tail_secs, spent
         forward += secs(1, p.forward)
         if policy.updates is Updates.BACKWARD:
             backward += secs(1, p.backward, p.optimizer)
-            tail = self._tail_secs
+            tail = p.tail_secs
         else:
             backward += secs(1, p.backward, p.spill)
             tail = secs(1, p.optimizer)
         return forward, backward, forward + backward + tail + machine.thread.between, spent
 
-    def _beside_both_secs(self, p: _Phases, place: Placement, spent: list[tuple[_Lanes, float]]) -> float:
+    def _beside_both(self, p: _Phases, place: Placement) -> tuple[float, list[tuple[_Lanes, float]]]:
         """From a last backward's begin to the end of the next step's first forward. Updates run beside both, wherever
         there is room, those of resident states beside forward alone; activations leave in forward and return in
         backward.
@@ -367,16 +373,16 @@ class StepCost:
         machine = self._machine
         phases = [_together(p.forward, p.resident), _together(p.backward, p.spill)]
         once = _together(p.forward, p.backward, p.spill, p.optimizer)
-        took = [_phase_secs(lanes, machine) for lanes in phases]
-        apart, turn = sum(took), _phase_secs(once, machine)
-        spent += zip(phases, took, strict=True) if apart > turn else [(once, turn)]
-        return max(
-            max(apart, _phase_secs(once, machine, storage=False)) + self._tail_secs,
+        took = [self._together_secs(lanes) for lanes in phases]
+        apart, turn = sum(took), self._together_secs(once)
+        secs = max(
+            max(apart, _phase_secs(once, machine, storage=False)) + p.tail_secs,
             turn,  # storage goes on meanwhile
             _between_gradients_secs(self._work, machine, place, p),
         )
+        return secs, list(zip(phases, took, strict=True)) if apart > turn else [(once, turn)]
 
-    def _last_secs(self, place: Placement) -> float:
+    def _tail_secs(self, place: Placement) -> float:
         """From the last gradient to the first forward of the next step: the embedding's chain. Forward takes P16 out of
         the update, so its write is not waited for; lanes that bound the step go on meanwhile, if it is storage. Where
         all updates are done before, its reads and writes are counted already, as storage nearly always bounds there: so
@@ -389,7 +395,7 @@ class StepCost:
 
 
 def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placement) -> ClosedForm:
-    """Lane times and iteration time of one step under a placement."""
+    """:meth:`StepCost.form` of one placement alone."""
     return StepCost(work, machine, policy).form(place)
 
 
@@ -423,9 +429,7 @@ def _together(*parts: _Lanes) -> _Lanes:
 def _phase_secs(lanes: _Lanes, machine: Machine, *, storage: bool = True) -> float:
     """Of work that overlaps: what the busiest lane takes, or storage, or the cores; or all but storage."""
     gpu, down, up, read, write, cpu, thread = lanes
-    others = max(gpu, down, up, cpu, thread)
-    if machine.shares_cores:
-        others = max(others, cores_secs(lanes, machine))
+    others = max(gpu, down, up, cpu, thread, cores_secs(lanes, machine))
     return max(others, shared_secs(read, write, machine.storage_duplex)) if storage else others
 
 
@@ -447,8 +451,8 @@ def _deferred(machine: Machine, place: Placement, p: _Phases) -> tuple[_Lanes, _
         beside_forward = _phase_secs(_together(p.forward, parts[0]), machine)
         return beside_forward + _phase_secs(_together(p.backward, p.spill, parts[1]), machine)
 
-    parts = _SHARES if most else 0
-    return min((split(most * step / _SHARES) for step in range(parts + 1)), key=took)
+    most_shares = _SHARES if most else 0
+    return min((split(most * share / _SHARES) for share in range(most_shares + 1)), key=took)
 
 
 def _between_gradients_secs(work: Workload, machine: Machine, place: Placement, p: _Phases) -> float:
@@ -464,7 +468,9 @@ def _between_gradients_secs(work: Workload, machine: Machine, place: Placement, 
     return shared_secs(read, write, machine.storage_duplex) + idle
 
 
-def _first_secs(work: Workload, machine: Machine, policy: Policy, place: Placement) -> tuple[float, ...]:
+def _first_secs(
+    work: Workload, machine: Machine, policy: Policy, place: Placement
+) -> tuple[float, float, float, float]:
     """Gradient out, state in, update and P16 up of the parameters before the first block: gradients of these arrive
     last, and they are needed first, so they are the first in host memory.
     """

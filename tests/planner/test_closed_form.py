@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
-from ds_fuyou.planner.cost import Placement, Workload, closed_form, shared_secs
+from ds_fuyou.planner.cost import Placement, StepCost, Workload, closed_form, shared_secs
 from ds_fuyou.planner.lanes import Lane
+from ds_fuyou.planner.policies import Updates
 from ds_fuyou.simulator.choose import Chosen, try_choose
 from ds_fuyou.simulator.models import with_adapters
 from ds_fuyou.simulator.simulate import simulate
@@ -161,3 +162,31 @@ def test_deadline_order_hides_the_optimizer_behind_forward_too() -> None:
     ]
     assert secs == sorted(secs)
     assert secs[0] < 0.9 * secs[1] < 0.9 * secs[2]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("updates", Updates)
+def test_what_is_kept_between_placements_changes_nothing(updates: Updates, accumulation: int) -> None:
+    """Each field of a placement, after another one."""
+    work, on, policy = Workload(model("13B"), 8, 1024, accumulation), machine(3, 96), find_policy("ds_fuyou")
+    policy = replace(policy, updates=updates, redo_share=0.2, staying_bytes=1e9)
+    places = [Placement(0.3, 0.2, 0.4, frozen=0.5, swapped_bytes=4e9, staging_bytes=1e9, kept_param_bytes=1e9)]
+    others = {"two_versions": True, "fates": (("qkv", 1, 2, 3),)}
+    for field in fields(Placement):
+        old = getattr(places[0], field.name)
+        changed = others[field.name] if field.name in others else old * 0.5 + 0.1
+        places += [replace(places[0], **{field.name: changed}), places[0]]
+    kept = StepCost(work, on, policy)
+    for place in places:
+        fresh = closed_form(work, on, policy, place)
+        assert (kept.form(place), kept.secs(place)) == (fresh, fresh.iteration_secs)
+    activations = {"swapped_bytes": 7e9, "dram_activation_bytes": 2e9, "kept_bytes": 3e9, "recompute_flops": 1e14}
+    assert places[0].with_activations(*activations.values()) == replace(places[0], **activations)
+
+
+@pytest.mark.parametrize("updates", Updates)
+def test_a_system_in_which_nothing_overlaps_takes_the_sum(updates: Updates) -> None:
+    policy = replace(find_policy("zero_infinity"), updates=updates)
+    assert policy.in_a_row
+    found = closed_form(Workload(model("13B"), 8, 1024, 2), machine(3, 96), policy, Placement())
+    assert found.iteration_secs >= sum(found.lane_secs.values()) * (1 - 1e-9)
