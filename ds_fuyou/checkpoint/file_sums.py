@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from ds_fuyou.checkpoint.crc import crc32_of, crc32_of_both
+from ds_fuyou.checkpoint.reading import naming
 from ds_fuyou.errors import FuyouChecksumError
 
 __all__ = ["FileSums", "Place", "compare_file"]
@@ -69,6 +70,7 @@ class FileSums:
 
         Raises:
             FuyouChecksumError: all of a tensor was read, and it is not what was written.
+            FuyouStorageError: the file's list of what is in it cannot be read.
         """
         key = place.path, place.inode
         if key not in self._records:
@@ -88,8 +90,9 @@ def compare_file(path: str, *, with_tensors: bool) -> None:
 
     Raises:
         FuyouChecksumError: it is not what was written.
+        FuyouStorageError: it cannot be read.
     """
-    with zipfile.ZipFile(path) as archive:
+    with naming(path), zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             if not info.CRC or (_is_of_tensor(info.filename) and not with_tensors):
                 continue
@@ -104,7 +107,7 @@ def compare_file(path: str, *, with_tensors: bool) -> None:
 def _records(place: Place) -> list[_Record]:
     """In order of their place; none if the file has another name by now."""
     found = []
-    with open(place.path, "rb") as file, zipfile.ZipFile(file) as archive:
+    with naming(place.path), open(place.path, "rb") as file, zipfile.ZipFile(file) as archive:
         if os.fstat(file.fileno()).st_ino != place.inode:
             return []
         for info in archive.infolist():

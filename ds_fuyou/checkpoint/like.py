@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from ds_fuyou.checkpoint.mapped import check_readable, naming
+from ds_fuyou.checkpoint.mapped import check_readable
+from ds_fuyou.checkpoint.reading import naming
 from ds_fuyou.checkpoint.training_record import TrainingRecord
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 

@@ -9,11 +9,9 @@ named by who loaded them.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import ctypes
 import errno
 import os
-import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -23,11 +21,12 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ds_fuyou.checkpoint.file_sums import FileSums, Place
-from ds_fuyou.errors import FuyouError, FuyouMemoryError, FuyouStorageError
+from ds_fuyou.checkpoint.reading import UNREADABLE
+from ds_fuyou.errors import FuyouMemoryError, FuyouStorageError
 from ds_fuyou.storage.probe import enable_direct
 from ds_fuyou.storage.types import PAGE_BYTES, Extent
 
-__all__ = ["Compared", "MappedFiles", "check_readable", "naming"]
+__all__ = ["Compared", "MappedFiles", "check_readable"]
 
 _MADV_POPULATE_READ = 22  # since Linux 5.14
 _EHWPOISON = 133
@@ -40,14 +39,6 @@ _PARTS = {
     torch.sparse_bsc: _COLUMNS,
 }
 """Those of other layouts are read when they are loaded."""
-_UNREADABLE = "reading a checkpoint failed: the disk is faulty, or the file is shorter than when it was opened"
-_TORCH_READS = (
-    "unable to open file",
-    "unable to mmap",
-    "PytorchStreamReader",
-    "mmap can only be used with files saved",
-)
-"""How torch's errors begin that are of a file and not of what is in it."""
 
 
 class _Mapping(NamedTuple):
@@ -168,7 +159,7 @@ def _check_readable(storage: torch.UntypedStorage) -> None:
         raise FuyouMemoryError(num_bytes)
     if number in (errno.EFAULT, _EHWPOISON):
         path = next((found.path for found in _file_mappings() if found.begin <= begin < found.end), None)
-        raise FuyouStorageError(errno.EIO, _UNREADABLE, path)
+        raise FuyouStorageError(errno.EIO, UNREADABLE, path)
 
 
 def _storages(values: torch.Tensor) -> Iterator[torch.UntypedStorage]:
@@ -183,29 +174,6 @@ def _storages(values: torch.Tensor) -> Iterator[torch.UntypedStorage]:
         yield values.untyped_storage()
     for part in parts:
         yield from _storages(part)
-
-
-@contextlib.contextmanager
-def naming(path: str | Path) -> Iterator[None]:
-    """Around whatever reads ``path`` by itself, ``torch.load`` first of all.
-
-    Raises:
-        FuyouStorageError: that failed. Python names no file where a read fails, and what torch raises where it cannot
-            open one, or does not find in it what it has written, is no error of a file.
-    """
-    try:
-        yield
-    except FuyouError:
-        raise
-    except OSError as error:
-        if error.filename is not None and type(error) is not OSError:  # a missing file, or one of somebody else's
-            raise
-        raise FuyouStorageError(error.errno or errno.EIO, _UNREADABLE, str(path)) from error
-    except (EOFError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not str(error).startswith(_TORCH_READS):
-            raise
-        number = re.search(r"\((\d+)\)$", str(error))
-        raise FuyouStorageError(int(number[1]) if number else errno.EIO, _UNREADABLE, str(path)) from error
 
 
 def _file_mappings() -> list[_Mapping]:

@@ -26,8 +26,9 @@ from torch.utils import _pytree
 
 from ds_fuyou.checkpoint import atomic, streamed_file
 from ds_fuyou.checkpoint.file_sums import compare_file
-from ds_fuyou.checkpoint.mapped import Compared, naming
+from ds_fuyou.checkpoint.mapped import Compared
 from ds_fuyou.checkpoint.parts import Parts
+from ds_fuyou.checkpoint.reading import naming
 from ds_fuyou.checkpoint.streamed_file import StandIns, StreamedFile
 from ds_fuyou.checkpoint.unfinished import WritingLock
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError

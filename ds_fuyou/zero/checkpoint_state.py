@@ -19,7 +19,8 @@ import torch
 from torch.nn import Parameter
 
 from ds_fuyou.checkpoint.file_sums import FileSums, Place, compare_file
-from ds_fuyou.checkpoint.mapped import MappedFiles, check_readable, naming
+from ds_fuyou.checkpoint.mapped import MappedFiles, check_readable
+from ds_fuyou.checkpoint.reading import naming
 from ds_fuyou.checkpoint.stock_state import CLOCK_KEY, FLAT_GROUPS, OPTIMIZER_STATE, StateEntries
 from ds_fuyou.checkpoint.streamed_file import Clone, StandIns
 from ds_fuyou.errors import FuyouStateError
@@ -440,6 +441,7 @@ class UniversalReader:
             folder = self._folder / self._name_of[param]
             if self._compares and zipfile.is_zipfile(folder / f"{key}.pt"):
                 compare_file(str(folder / f"{key}.pt"), with_tensors=True)
-            values = self._read_partition(str(folder), key, **more)
+            with naming(folder / f"{key}.pt"):
+                values = self._read_partition(str(folder), key, **more)
             self._values[key] = values.view(-1).to(torch.float32)
         return self._values[key]

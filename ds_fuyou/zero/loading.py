@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ds_fuyou.checkpoint.mapped import naming
+from ds_fuyou.checkpoint.reading import naming
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.host.memory import normal_tensors
 from ds_fuyou.zero.agreement import of_every_rank

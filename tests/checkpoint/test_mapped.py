@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
+import io
 import os
 import signal
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ds_fuyou.checkpoint.mapped import MappedFiles, check_readable, naming
+from ds_fuyou.checkpoint.file_sums import FileSums, Place, compare_file
+from ds_fuyou.checkpoint.mapped import MappedFiles, check_readable
+from ds_fuyou.checkpoint.reading import naming
 from ds_fuyou.checkpoint.streamed_file import StandIns, save
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
@@ -24,6 +29,13 @@ LAYOUT = build_layout(
     [[(name, name, 3 * CUT_ELEMENTS, place) for place, name in enumerate("abcd")], [("e", "e", 77, 5)]],
     LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS),
 )
+
+
+class Full(io.BytesIO):
+    """A read of it fails, with this error."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        raise OSError(errno.ENOSPC, "full")
 
 
 def flats(seed: int) -> list[list[torch.Tensor]]:
@@ -170,6 +182,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     os.truncate(path, 4096)
     with pytest.raises(FuyouStorageError, match=r"reading a checkpoint failed.*cut"), naming(path):
         torch.load(path, mmap=True, weights_only=False)
+    with pytest.raises(FuyouStorageError, match=r"reading a checkpoint failed.*Input/output error.*cut"), naming(path):
+        zipfile.ZipFile(path)
+    with pytest.raises(FuyouStorageError, match=r"No space left.*/a/b"), naming("/a/b"):
+        zipfile.ZipFile(Full())
     said = "unable to open file </a/b> in read-only mode: No space left on device (28)"
     with pytest.raises(FuyouStorageError, match=r"No space left.*/a/b") as full, naming("/a/b"):
         raise RuntimeError(said)
@@ -177,3 +193,15 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="own") as own, naming(path):
         raise RuntimeError("an object's own")
     assert not isinstance(own.value, FuyouStorageError)
+
+
+@pytest.mark.parametrize("num_left", [0, 5000])
+def test_a_file_that_became_shorter_is_named_where_its_sums_are_looked_up(num_left: int, tmp_path: Path) -> None:
+    """After it was mapped: what is read of it then is the list of what is in it."""
+    torch.save(torch.rand(3000), path := tmp_path / "cut")
+    place = Place(str(path), path.stat().st_ino, 64)
+    os.truncate(path, num_left)
+    with pytest.raises(FuyouStorageError, match=r"reading a checkpoint failed.*cut"):
+        FileSums().add(place, torch.rand(10))
+    with pytest.raises(FuyouStorageError, match=r"reading a checkpoint failed.*cut"):
+        compare_file(str(path), with_tensors=True)
