@@ -13,9 +13,10 @@ from pathlib import Path
 
 from ds_fuyou.errors import FuyouError, FuyouStorageError
 
-__all__ = ["UNREADABLE", "naming"]
+__all__ = ["UNREADABLE", "is_archive", "naming"]
 
 UNREADABLE = "reading a checkpoint failed: the disk is faulty, or the file is shorter than when it was opened"
+_ARCHIVE = b"PK\x03\x04"
 _TORCH_READS = (
     "unable to open file",
     "unable to mmap",
@@ -46,6 +47,16 @@ def naming(path: str | Path) -> Iterator[None]:
         if isinstance(error, RuntimeError) and not str(error).startswith(_TORCH_READS):
             raise
         raise FuyouStorageError(_number_of(error), UNREADABLE, str(path)) from error
+
+
+def is_archive(path: str | Path) -> bool:
+    """Whether torch has written it so that it can be mapped and has checksums: as torch tells it, by the first bytes.
+
+    Raises:
+        FuyouStorageError: they cannot be read. ``zipfile.is_zipfile`` says then that it is none.
+    """
+    with naming(path), open(path, "rb") as file:
+        return file.read(len(_ARCHIVE)) == _ARCHIVE
 
 
 def _number_of(error: Exception) -> int:

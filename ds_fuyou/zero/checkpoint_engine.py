@@ -12,7 +12,6 @@ import functools
 import logging
 import os
 import secrets
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ from ds_fuyou.checkpoint import atomic, streamed_file
 from ds_fuyou.checkpoint.file_sums import compare_file
 from ds_fuyou.checkpoint.mapped import Compared
 from ds_fuyou.checkpoint.parts import Parts
-from ds_fuyou.checkpoint.reading import naming
+from ds_fuyou.checkpoint.reading import is_archive, naming
 from ds_fuyou.checkpoint.streamed_file import StandIns, StreamedFile
 from ds_fuyou.checkpoint.unfinished import WritingLock
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
@@ -146,7 +145,7 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """As stock's, but bytes come from the mapped file when they are used, not all at once."""
-        is_mappable = zipfile.is_zipfile(path)
+        is_mappable = is_archive(path)
         if is_mappable:
             self.loaded.add(os.path.realpath(path))
         with naming(path):

@@ -10,7 +10,6 @@ import functools
 import inspect
 import itertools
 import logging
-import zipfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +19,7 @@ from torch.nn import Parameter
 
 from ds_fuyou.checkpoint.file_sums import FileSums, Place, compare_file
 from ds_fuyou.checkpoint.mapped import MappedFiles, check_readable
-from ds_fuyou.checkpoint.reading import naming
+from ds_fuyou.checkpoint.reading import is_archive, naming
 from ds_fuyou.checkpoint.stock_state import CLOCK_KEY, FLAT_GROUPS, OPTIMIZER_STATE, StateEntries
 from ds_fuyou.checkpoint.streamed_file import Clone, StandIns
 from ds_fuyou.errors import FuyouStateError
@@ -401,7 +400,7 @@ def read_universal_state(checkpoint_dir: str, *, compares: bool = True) -> dict[
     if not file.is_file():
         raise FuyouStateError(f"{file} is missing: convert the checkpoint with ds_to_universal.py and load its output")
     with naming(file):
-        if compares and zipfile.is_zipfile(file):
+        if compares and is_archive(file):
             compare_file(str(file), with_tensors=True)
         saved: dict[str, Any] = torch.load(file, weights_only=False, mmap=True, map_location="cpu")
     return saved
@@ -439,7 +438,7 @@ class UniversalReader:
         if key not in self._values:
             more = {"param": param} if self._by_param else {}
             folder = self._folder / self._name_of[param]
-            if self._compares and zipfile.is_zipfile(folder / f"{key}.pt"):
+            if self._compares and is_archive(folder / f"{key}.pt"):
                 compare_file(str(folder / f"{key}.pt"), with_tensors=True)
             with naming(folder / f"{key}.pt"):
                 values = self._read_partition(str(folder), key, **more)
