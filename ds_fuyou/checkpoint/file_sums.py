@@ -113,7 +113,8 @@ def _records(place: Place) -> list[_Record]:
         for info in archive.infolist():
             if not info.CRC or not _is_of_tensor(info.filename) or info.compress_type != zipfile.ZIP_STORED:
                 continue
-            header = os.pread(file.fileno(), _LOCAL_HEADER.size, info.header_offset)
+            file.seek(info.header_offset)
+            header = file.read(_LOCAL_HEADER.size)  # goes on where a read gives less
             begin = info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
             found.append(_Record(info.filename, begin, begin + info.file_size, info.CRC))
     return sorted(found, key=lambda record: record.begin)
