@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import errno
 import os
-import struct
 import zipfile
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,13 +18,12 @@ from typing import NamedTuple
 import torch
 
 from ds_fuyou.checkpoint.crc import crc32_of, crc32_of_both
-from ds_fuyou.checkpoint.reading import naming
+from ds_fuyou.checkpoint.reading import naming, record_begin
 from ds_fuyou.errors import FuyouChecksumError
 
 __all__ = ["FileSums", "Place", "compare_file"]
 
 _READ_BYTES = 1 << 20
-_LOCAL_HEADER = struct.Struct("<26xHH")
 
 
 class Place(NamedTuple):
@@ -113,9 +111,7 @@ def _records(place: Place) -> list[_Record]:
         for info in archive.infolist():
             if not info.CRC or not _is_of_tensor(info.filename) or info.compress_type != zipfile.ZIP_STORED:
                 continue
-            file.seek(info.header_offset)
-            header = file.read(_LOCAL_HEADER.size)  # goes on where a read gives less
-            begin = info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
+            begin = record_begin(file.fileno(), info)
             found.append(_Record(info.filename, begin, begin + info.file_size, info.CRC))
     return sorted(found, key=lambda record: record.begin)
 

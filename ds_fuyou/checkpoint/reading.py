@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch and Python say where a checkpoint's file cannot be read, as the package's errors, which name it."""
+"""Reading files of torch.save: where records begin, and what torch and Python say where a file cannot be read, as the
+package's errors, which name it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
 import struct
 import zipfile
@@ -13,10 +16,11 @@ from pathlib import Path
 
 from ds_fuyou.errors import FuyouError, FuyouStorageError
 
-__all__ = ["UNREADABLE", "is_archive", "naming"]
+__all__ = ["UNREADABLE", "is_archive", "naming", "read_at", "record_begin"]
 
 UNREADABLE = "reading a checkpoint failed: the disk is faulty, or the file is shorter than when it was opened"
 _ARCHIVE = b"PK\x03\x04"
+_LOCAL_HEADER = struct.Struct("<26xHH")
 _TORCH_READS = (
     "unable to open file",
     "unable to mmap",
@@ -65,3 +69,20 @@ def _number_of(error: Exception) -> int:
         return error.__context__.errno or errno.EIO
     told = re.search(r"\((\d+)\)$", str(error))
     return int(told[1]) if told else errno.EIO
+
+
+def read_at(fd: int, num_bytes: int, at: int) -> bytes:
+    """All of them; OSError if the file ends before."""
+    found = b""
+    while len(found) < num_bytes:
+        piece = os.pread(fd, num_bytes - len(found), at + len(found))
+        if not piece:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        found += piece
+    return found
+
+
+def record_begin(fd: int, info: zipfile.ZipInfo) -> int:
+    """Where in the file the bytes of a record begin, behind its local header."""
+    header = read_at(fd, _LOCAL_HEADER.size, info.header_offset)
+    return info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))

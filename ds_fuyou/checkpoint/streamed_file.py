@@ -39,6 +39,7 @@ from torch.serialization import skip_data
 from torch.utils import _pytree
 
 from ds_fuyou.checkpoint.crc import crc32_of, crc32_of_both
+from ds_fuyou.checkpoint.reading import read_at, record_begin
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.data_file import NO_FALLOCATE, allocate_blocks
 from ds_fuyou.storage.probe import enable_direct
@@ -67,7 +68,6 @@ _FICLONERANGE = 0x4020940D
 _CLONE_RANGE = struct.Struct("qQQQ")
 _NO_CLONES = (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.EPERM, errno.ENOSYS)
 
-_LOCAL_HEADER = struct.Struct("<4s2B4HL2L2H")
 _CENTRAL_ENTRY = struct.Struct("<4s4B4HL2L5H2L")
 
 
@@ -480,17 +480,6 @@ def _read_back(path: Path, mode: str) -> Iterator[tuple[zipfile.ZipFile, int]]:
             raise FuyouStorageError(number, "reading a checkpoint back that was laid out", os.fspath(path)) from error
 
 
-def _pread(fd: int, num_bytes: int, at: int) -> bytes:
-    """All of them; OSError if the file ends before."""
-    found = b""
-    while len(found) < num_bytes:
-        piece = os.pread(fd, num_bytes - len(found), at + len(found))
-        if not piece:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        found += piece
-    return found
-
-
 def _pwrite(fd: int, data: bytes | memoryview, at: int) -> None:
     """All of it; OSError if the disk is full, failed, or takes nothing."""
     while data:
@@ -508,10 +497,7 @@ def _holes(path: Path) -> dict[int, _Hole]:
             folder, _, name = info.filename.rpartition("/")
             if folder.rpartition("/")[2] != "data" or not name.isdigit():
                 continue
-            header = _pread(fd, _LOCAL_HEADER.size, info.header_offset)
-            *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
-            offset = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
-            holes[int(name)] = _Hole(info, offset)
+            holes[int(name)] = _Hole(info, record_begin(fd, info))
     return holes
 
 
@@ -521,9 +507,9 @@ def _write_checksums(path: Path, filled: Iterable[_Hole]) -> None:
     with _read_back(path, "r+b") as (archive, fd):
         at = archive.start_dir
         for _ in archive.infolist():
-            entry = _CENTRAL_ENTRY.unpack(_pread(fd, _CENTRAL_ENTRY.size, at))
+            entry = _CENTRAL_ENTRY.unpack(read_at(fd, _CENTRAL_ENTRY.size, at))
             name_bytes, extra_bytes, comment_bytes = entry[12:15]
-            name = _pread(fd, name_bytes, at + _CENTRAL_ENTRY.size).decode()
+            name = read_at(fd, name_bytes, at + _CENTRAL_ENTRY.size).decode()
             hole = holes.get(name)
             if hole is not None:
                 crc = struct.pack("<L", hole.crc())

@@ -222,7 +222,7 @@ class _Phases(NamedTuple):
 
 
 _CLASSES = operator.attrgetter(
-    *("params", "states", "grads", "frozen", "states_twice"), "staging_bytes", "kept_param_bytes"
+    "params", "states", "grads", "frozen", "states_twice", "staging_bytes", "kept_param_bytes"
 )
 """Of a placement, what all but activations depends on."""
 

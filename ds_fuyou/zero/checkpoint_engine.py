@@ -148,9 +148,9 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
         is_mappable = is_archive(path)
         if is_mappable:
             self.loaded.add(os.path.realpath(path))
+        if is_mappable and self.compares:
+            compare_file(path, with_tensors=False)
         with naming(path):
-            if is_mappable and self.compares:
-                compare_file(path, with_tensors=False)
             loaded = torch.load(path, map_location=map_location, weights_only=False, mmap=is_mappable)
         if isinstance(loaded, dict):  # what stock itself uses
             used = {key: part for key, part in loaded.items() if key not in (_FROZEN_FRAGMENTS, _OPTIMIZER)}

@@ -399,9 +399,9 @@ def read_universal_state(checkpoint_dir: str, *, compares: bool = True) -> dict[
     file = Path(checkpoint_dir, "zero", "optimizer_state.pt")
     if not file.is_file():
         raise FuyouStateError(f"{file} is missing: convert the checkpoint with ds_to_universal.py and load its output")
+    if compares and is_archive(file):
+        compare_file(str(file), with_tensors=True)
     with naming(file):
-        if compares and is_archive(file):
-            compare_file(str(file), with_tensors=True)
         saved: dict[str, Any] = torch.load(file, weights_only=False, mmap=True, map_location="cpu")
     return saved
 
