@@ -430,7 +430,6 @@ def main() -> int:
     parser.add_argument("--table", type=Path)
     add_arguments(parser, "crash.jsonl", 600.0)
     args = parser.parse_args()
-    os.environ["FUYOU_TEST_LOADED"] = "1"  # half of a short run is looking up and loading
     outcomes = Outcomes(args.outcomes, args.minutes)
     crash_stores(args, outcomes)
     root = Path(tempfile.mkdtemp(prefix="fuyou-crash-", dir=args.path))

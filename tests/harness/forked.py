@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts in processes that are forked from a server which has imported torch and DeepSpeed, and done nothing else.
+"""Scripts in processes that are forked from a server which has imported torch, DeepSpeed and the package, nothing else.
 
 Importing takes several seconds a process, training a small model one. What depends on launchers, command lines or the
 order of imports is started as users start it; what only needs a process of its own is started here.

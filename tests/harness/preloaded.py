@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server of forked.py imports. Its children begin as fresh interpreters do, except that what a run only looks
-up is known already: the kind of CPU, for which DeepSpeed starts two processes and waits for seconds, and, where
-``FUYOU_TEST_LOADED`` is set, the compiled operators and the package.
+"""What the server of forked.py imports, the package and its compiled operators among it: looking up and loading is half
+of a short run. What a run only looks up is known already: the kind of CPU, for which DeepSpeed starts two processes and
+waits for seconds.
 """
 
 # ruff: noqa: F401
@@ -9,6 +9,7 @@ up is known already: the kind of CPU, for which DeepSpeed starts two processes a
 import functools
 import importlib.util
 import os
+import pkgutil
 
 # Read when huggingface_hub is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,7 +18,13 @@ import cpuinfo
 import deepspeed.module_inject
 import deepspeed.runtime.zero.muon.muon_optimizer
 import deepspeed.runtime.zero.stage3
+import setuptools
 import torch._dynamo
+
+import ds_fuyou
+import tests.harness.models
+import tests.harness.runner
+from ds_fuyou.ops.core import load_core
 
 if importlib.util.find_spec("transformers") is not None:
     import accelerate.utils.deepspeed
@@ -29,18 +36,8 @@ if importlib.util.find_spec("transformers") is not None:
 
 cpuinfo.get_cpu_info = functools.partial(dict, cpuinfo.get_cpu_info())
 
-if os.environ.get("FUYOU_TEST_LOADED"):
-    import pkgutil
-
-    import setuptools
-
-    import ds_fuyou
-    import tests.harness.models
-    import tests.harness.runner
-    from ds_fuyou.ops.core import load_core
-
-    for found in pkgutil.walk_packages([f"{ds_fuyou.__path__[0]}/zero"], "ds_fuyou.zero."):
-        importlib.import_module(found.name)
-    load_core()
-    deepspeed.ops.__compatible_ops__  # noqa: B018  (each is probed, one by compiling)
-    deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
+for found in pkgutil.walk_packages([f"{ds_fuyou.__path__[0]}/zero"], "ds_fuyou.zero."):
+    importlib.import_module(found.name)
+load_core()
+deepspeed.ops.__compatible_ops__  # noqa: B018  (each is probed, one by compiling)
+deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
