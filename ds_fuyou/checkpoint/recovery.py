@@ -220,7 +220,7 @@ class _RankParts:
 
     def _model(self, like: Like | None) -> dict[str, Any]:
         record, model = self.record, dict(self._outline["model"])
-        model["module"].update(record.buffers)
+        model["module"].update({**record.buffers, **record.extra})
         model.update(record.schedules)
         for name, value in record.counters.items():
             if name in model:

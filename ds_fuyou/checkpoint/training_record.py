@@ -2,10 +2,11 @@
 """What a commit record holds of a run beside its states, as zero/training_state.py takes it: coding, and its formats.
 
 [Note: formats of the state of training]
-Format 2, which is written, has what the script handed over as bytes of its own, so that the rest can be read without
-the script, whose classes it may hold. Format 1 had it among the rest; it is still read. A newer format is refused.
+Since format 2 what the script handed over is bytes of its own, so that the rest can be read without the script, whose
+classes it may hold. Format 1 had it among the rest; it is still read. A newer format is refused.
 Early records of format 2 have no schedules of the data pipeline: the runs that had some made others later. Nor do they
-say how many micro-batches a step had in their run's configuration.
+say how many micro-batches a step had in their run's configuration. Format 3 has what modules give as extra states; who
+knows format 2 alone would go on without them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ds_fuyou.errors import FuyouStateError
 
 __all__ = ["VERSION", "TrainingRecord", "from_bytes", "raw", "text", "to_bytes"]
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class TrainingRecord:
         scaler: loss scaler, whether it is dynamic.
         groups: hyperparameters of the parameter groups.
         buffers: those of the model's that were recorded.
+        extra: what its modules gave as extra states, by the names that a state dictionary has for them.
         accumulation: micro-batches a step as the run was configured, which counters of them go by; None if not known.
         frozen: a digest of the frozen parameters as the script had built them, on every rank; None if not known.
     """
@@ -48,6 +50,7 @@ class TrainingRecord:
     scaler: tuple[Any, bool]
     groups: Sequence[Mapping[str, Any]]
     buffers: Mapping[str, torch.Tensor]
+    extra: Mapping[str, Any]
     accumulation: int | None
     frozen: str | None
     _client: bytes | None
@@ -71,6 +74,7 @@ class TrainingRecord:
             scaler=parts["scaler"],
             groups=parts["groups"],
             buffers={name: from_bytes(data) for name, data in parts["buffers"].items()},
+            extra=parts.get("extra", {}),
             accumulation=taken.get("accumulation"),
             frozen=taken.get("frozen"),
             _client=client if taken["version"] > 1 else None,

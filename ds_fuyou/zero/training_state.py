@@ -3,9 +3,9 @@
 record, and put back by a run that resumes.
 
 Counters of the engine, the loss scaler, hyperparameters of the groups, the learning-rate scheduler, schedules of
-DeepSpeed's data pipeline (curriculum, random-LTD), states of random generators, persistent buffers of the model, and
-what the script handed over as ``engine.fuyou_client_state`` (anything that can be pickled, as ``client_state`` of a
-checkpoint). Kilobytes, as a rule: it is written in every step.
+DeepSpeed's data pipeline (curriculum, random-LTD), states of random generators, persistent buffers of the model, what
+its modules give as ``get_extra_state()``, and what the script handed over as ``engine.fuyou_client_state`` (anything
+that can be pickled, as ``client_state`` of a checkpoint). Kilobytes, as a rule: it is written in every step.
 
 [Note: what cannot be recorded]
 A scheduler, or what the script handed over, may hold what pickle refuses, and a scheduler may have no ``state_dict``.
@@ -15,7 +15,9 @@ weights can be taken out all the same.
 [Note: buffers of the model]
 Most never change, and some are large (masks): the script makes them again. So a record holds small ones, and of the
 large ones those that the script replaced or wrote to since the engine was built, by PyTorch's own count of writes,
-which leaves out what goes by way of ``.data``.
+which leaves out what goes by way of ``.data``. One that was not there when the engine was built, or had another shape,
+gets into a recovered checkpoint; a run that goes on in place has nowhere to put it and is refused, as stock refuses to
+load it strictly: that is told when it is recorded first.
 
 [Note: when generators are put back]
 Where the script says so (``engine.fuyou_restore_random_states()``), at the latest before the first forward in training
@@ -28,7 +30,7 @@ from __future__ import annotations
 import logging
 import random
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import numpy
@@ -46,6 +48,7 @@ _CLIENT_STATE, _RESTORE = "fuyou_client_state", "fuyou_restore_random_states"  #
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _LARGE_BYTES = 1 << 20
 _SMALL_BUFFER_BYTES = 64 << 10
+_EXTRA_STATE = "_extra_state"  # of a module, in torch's state dictionaries
 
 
 class _Buffers:
@@ -53,22 +56,25 @@ class _Buffers:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._names = [
-            f"{prefix}.{name}" if prefix else name
-            for prefix, owner in module.named_modules()
-            for name in owner._buffers.keys() - owner._non_persistent_buffers_set
-        ]
         self._built = {name: _mark(buffer) for name, buffer in self.all().items()}
+        self._shapes = {name: buffer.shape for name, buffer in self.all().items()}
         self._saved: dict[str, tuple[Callable[[torch.Tensor], bool], bytes]] = {}
 
     def all(self) -> dict[str, torch.Tensor]:
-        buffers = dict(self._module.named_buffers()) if self._names else {}
-        return {name: buffers[name] for name in self._names if name in buffers}
+        """As there are now, by all names that a state dictionary has for them."""
+        return {
+            prefix + name: buffer
+            for prefix, owner in _modules(self._module)
+            for name, buffer in owner._buffers.items()
+            if buffer is not None and name not in owner._non_persistent_buffers_set
+        }
 
     def changed(self) -> dict[str, bytes]:
         """Those that a record holds, pickled. Large ones are copied when they changed since the last call."""
         found = {}
         for name, buffer in self.all().items():
+            if self._shapes.get(name) != buffer.shape:
+                _tell_late(name)
             if buffer.nbytes <= _SMALL_BUFFER_BYTES:
                 found[name] = to_bytes(buffer.detach().cpu())
             elif name not in self._built or not self._built[name](buffer):
@@ -78,6 +84,29 @@ class _Buffers:
                     self._saved[name] = _mark(buffer), data
                 found[name] = data
         return found
+
+
+def _tell_late(name: str) -> None:
+    log_once(
+        logging.WARNING,
+        f"buffer {name} was not there, or had another shape, when the engine was built: no run goes on from this one's "
+        "state files in place unless its script has made it before deepspeed.initialize(); what fuyou recover makes of "
+        "them has it",
+    )
+
+
+def _modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """It and those in it, by every name that they have, as a prefix."""
+    for name, owner in module.named_modules(remove_duplicate=False):
+        yield f"{name}." if name else "", owner
+
+
+def _with_extra_state(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Those that put something into a state dictionary beside parameters and buffers, by its names."""
+    nothing = torch.nn.Module.get_extra_state
+    return {
+        prefix + _EXTRA_STATE: owner for prefix, owner in _modules(module) if type(owner).get_extra_state is not nothing
+    }
 
 
 def _mark(buffer: torch.Tensor) -> Callable[[torch.Tensor], bool]:
@@ -100,6 +129,7 @@ class TrainingState:
         self._buffers = _Buffers(module)
         self._accumulation = int(optimizer.gradient_accumulation_steps)
         self._pending: Mapping[str, Any] | None = None
+        self._resumed_at = 0
         self._hook: Any = None
         self._told_large = False
         self._frozen = ""
@@ -146,6 +176,10 @@ class TrainingState:
             "the loss scaler": ("scaler", lambda: (stock.loss_scaler, stock.dynamic_loss_scale)),
             "hyperparameters": ("groups", lambda: [_hypers(group) for group in stock.optimizer.param_groups]),
             "buffers of the model": ("buffers", self._buffers.changed),
+            "what modules of the model give as get_extra_state()": (
+                "extra",
+                lambda: {name: owner.get_extra_state() for name, owner in _with_extra_state(self._module).items()},
+            ),
         }
         try:
             found = to_bytes({key: take() for key, take in parts.values()})
@@ -202,12 +236,21 @@ class TrainingState:
             raise _differs("its script had built frozen parameters with other values, or frozen others")
         for name, values in record.buffers.items():
             if name not in buffers or buffers[name].shape != values.shape:
-                raise _differs(f"this run's model has no buffer {name} of shape {tuple(values.shape)}")
+                raise _differs(f"this run's model has no buffer {name} of shape {tuple(values.shape)} when it is built")
+        takers = _with_extra_state(self._module)
+        without = sorted(record.extra.keys() - takers.keys())
+        if without:
+            raise _differs(f"no module of this run's model takes {', '.join(without)}")
         if scheduler is not None and record.scheduler is not None:  # first: it may refuse
             try:
                 scheduler.load_state_dict(*record.scheduler)
             except Exception as error:  # the script's own class
                 raise _differs(f"the learning-rate scheduler does not take its state ({error!r})") from error
+        for name, values in record.extra.items():
+            try:
+                takers[name].set_extra_state(values)
+            except Exception as error:  # the script's own class
+                raise _differs(f"{name} is not taken by its module ({error!r})") from error
         for name, schedule in schedules.items():
             if schedule is not None:
                 schedule.load_state_dict(record.schedules[name])
@@ -224,7 +267,7 @@ class TrainingState:
             for name, values in record.buffers.items():
                 buffers[name].copy_(values)
         setattr(engine, _CLIENT_STATE, client)
-        self._pending = record.generator_states()
+        self._pending, self._resumed_at = record.generator_states(), counters["global_steps"]
         self._hook = self._module.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def _before_forward(self, module: torch.nn.Module, _inputs: Any) -> None:
@@ -234,12 +277,21 @@ class TrainingState:
     def put_back_generators(self) -> None:
         """Random generators are as at the end of the step that was gone on from. Once; nothing in a run that begins."""
         states = self._pending
-        self.forget_generators()
+        self._forget_generators()
         if states is not None:
             _put_back_generators(states)
 
-    def forget_generators(self) -> None:
-        """They stay as they are."""
+    def loaded_over(self, engine: Any) -> None:
+        """A checkpoint, whatever was resumed: random generators stay as the script has them now."""
+        if self._pending is not None:
+            log_once(
+                logging.WARNING,
+                f"a checkpoint was loaded over step {self._resumed_at}, which this run had gone on from in place: it "
+                f"goes on from what was loaded, at step {engine.global_steps}",
+            )
+        self._forget_generators()
+
+    def _forget_generators(self) -> None:
         self._pending = None
         if self._hook is not None:
             self._hook.remove()

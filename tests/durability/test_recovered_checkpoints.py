@@ -35,7 +35,7 @@ recovery.recover_checkpoint([Path(sys.argv[2])], Path(sys.argv[1]))
 """
 
 CASES = {
-    "clipped": ({"config": {"gradient_clipping": 0.5, "scheduler": WARMUP}}, 1),
+    "clipped": ({"config": {"gradient_clipping": 0.5, "scheduler": WARMUP}, "model": {"counts": True}}, 1),
     "scaled, accumulated": ({"config": {**SCALED, "gradient_accumulation_steps": 2}}, 1),
     "stored, frozen, two ranks": ({"block": STORED, "frozen": "blocks.1", "config": {"scheduler": WARMUP}}, 2),
     "stock's bf16 masters": ({"config": {"gradient_clipping": 0.5, **BF16_MASTERS}}, 1),

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 from ds_fuyou.checkpoint.training_record import TrainingRecord, from_bytes, raw, text, to_bytes
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.zero.training_state import TrainingState
+from tests.harness.models import TinyCount
 
 
 class Model(torch.nn.Module):
@@ -93,6 +94,45 @@ def test_of_large_buffers_those_that_changed_are_recorded() -> None:
     run = Run()
     run.model.mask = torch.ones(300_000)
     assert buffers_of(run.take()) == {"mask", "count"}
+
+
+def test_a_buffer_that_comes_late_is_recorded_and_told_and_not_gone_on_without(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run, other = Run(), Run()
+    logger = logging.getLogger("ds_fuyou")
+    logger.addHandler(caplog.handler)
+    try:
+        run.model.linear.register_buffer("late", torch.ones(3))
+        taken = run.take()
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert buffers_of(taken) == {"count", "linear.late"}
+    assert "buffer linear.late was not there, or had another shape, when the engine was built" in caplog.text
+    with pytest.raises(FuyouStateError, match=r"no buffer linear.late of shape \(3,\) when it is built"):
+        other.state.put_back(other.engine, taken)
+    other.model.linear.register_buffer("late", torch.zeros(3))
+    other.state.put_back(other.engine, taken)
+    assert other.model.linear.late.eq(1).all()
+
+
+def test_extra_states_of_modules_are_put_back_where_there_is_one_to_take_them() -> None:
+    run, other = Run(), Run()
+    run.model.counted = run.model.again = TinyCount()
+    run.model.counted.calls = 5
+    taken = run.take()
+    five = {"calls": 5}
+    assert TrainingRecord.decode(taken).extra == {"counted._extra_state": five, "again._extra_state": five}
+    other.model.counted = other.model.again = torch.nn.Module()
+    other.model.counted.register_buffer("seen", torch.zeros((), dtype=torch.long))
+    with pytest.raises(FuyouStateError, match=r"no module of this run's model takes again\._extra_state, counted"):
+        other.state.put_back(other.engine, taken)
+    other.model.counted, other.model.again = TinyCount(), TinyCount()
+    other.state.put_back(other.engine, taken)
+    assert other.model.counted.calls == other.model.again.calls == 5
+    other.model.counted.set_extra_state = None  # what the script's own raises
+    with pytest.raises(FuyouStateError, match=r"again\._extra_state is not taken|counted\._extra_state is not taken"):
+        other.state.put_back(other.engine, taken)
 
 
 @pytest.mark.parametrize(("recorded_by", "then", "begun"), [(3, 3, 7), (3, 4, 4), (None, 4, 7)])
@@ -214,7 +254,7 @@ def test_generators_are_put_back_once_where_the_script_says_so(how: str) -> None
     if how == "called":
         other.engine.fuyou_restore_random_states()
     elif how == "forgotten":
-        other.state.forget_generators()
+        other.state.loaded_over(other.engine)
     else:
         other.model.eval()(x)
         other.model.train()(x)
@@ -263,11 +303,12 @@ def test_a_record_of_format_1_is_read_and_a_newer_one_refused() -> None:
     run.engine.global_steps, run.engine.fuyou_client_state = 7, {"epoch": 3}
     taken = run.take()
     parts = from_bytes(raw(taken["pickled"]))
+    del parts["extra"]  # came later
     older = {**taken, "version": 1, "pickled": text(to_bytes({**parts, "client": from_bytes(parts["client"])}))}
     other.state.put_back(other.engine, older)
     assert (other.engine.global_steps, other.engine.fuyou_client_state) == (7, {"epoch": 3})
-    with pytest.raises(FuyouStateError, match="is of format 3, 2 is known; use the ds_fuyou that wrote it"):
-        other.state.put_back(other.engine, {**taken, "version": 3})
+    with pytest.raises(FuyouStateError, match="is of format 4, 3 is known; use the ds_fuyou that wrote it"):
+        other.state.put_back(other.engine, {**taken, "version": 4})
 
 
 TOKENS = {"min_value": 8, "max_value": 64, "schedule_type": "fixed_linear"}
