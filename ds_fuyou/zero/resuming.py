@@ -14,7 +14,7 @@ ranks, which these do not find themselves where ranks were given to other machin
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,9 +92,10 @@ class _Refused:
 @dataclass(frozen=True)
 class _Seen:
     """What a rank sees beside what fits: ``met`` are the runs of which its own part is there, ``elsewhere`` parts of
-    other ranks, which no process uses."""
+    other ranks, which no process uses, ``others`` are of other engines of the script."""
 
     refused: list[_Refused] = field(default_factory=list)
+    others: list[Path] = field(default_factory=list)
     met: set[str] = field(default_factory=set)
     elsewhere: list[StateDirectory] = field(default_factory=list)
 
@@ -102,13 +103,10 @@ class _Seen:
         self.refused.append(_Refused(state.run_id, state.started, state.path, why, holds))
 
 
-def find_resumable(
-    paths: Sequence[Path], identity: RunIdentity, fitting: Sequence[Fitting], fingerprint_of: Callable[[int], str]
-) -> Resumable | None:
+def find_resumable(paths: Sequence[Path], identity: RunIdentity, fitting: Sequence[Fitting]) -> Resumable | None:
     """The latest of them, None if there is none; says why what is there does not serve. A collective.
 
-    ``fitting``: what would do, by layout of states, this run's own first. ``fingerprint_of``: the model's, on so many
-    ranks.
+    ``fitting``: what would do, by layout of states, this run's own first.
 
     Raises:
         FuyouStateError: files of this model that hold later steps do not serve, on this rank or another.
@@ -120,7 +118,7 @@ def find_resumable(
     failure: Exception | None = None
     try:
         try:
-            for run_id, store in _opened(paths, identity, fitting, fingerprint_of, seen):
+            for run_id, store in _opened(paths, identity, fitting, seen):
                 opened[run_id] = store
         except Exception as error:  # the others wait for an answer
             failure = error
@@ -136,6 +134,8 @@ def find_resumable(
         _refuse_misplaced(seen, [met for _, _, met in said], lost)
         _tell_older(every, opened, best)
         _tell(seen.refused, best)
+        for path in seen.others:  # where all engines of the script that died are built again, each has its own
+            _warn(path, _OTHER_ENGINE, is_expected=best is not None)
         chosen = best
     finally:
         for run_id, store in opened.items():
@@ -167,7 +167,6 @@ def _opened(
     paths: Sequence[Path],
     identity: RunIdentity,
     fitting: Sequence[Fitting],
-    fingerprint_of: Callable[[int], str],
     seen: _Seen,
 ) -> Iterator[tuple[str, SlotStore]]:
     """State files of this rank that fit, by run. What else there is of this model goes to ``seen``."""
@@ -178,9 +177,7 @@ def _opened(
             seen.met.add(state.run_id)
         if state.path in mine:
             continue
-        same_world = state.world_size == identity.world_size
-        wanted = identity.model_fingerprint if same_world else fingerprint_of(max(1, state.world_size))
-        if state.model_fingerprint != wanted:
+        if state.model_fingerprint != identity.model_fingerprint:
             if is_of_rank and not state.model_fingerprint and not state.alive:
                 why = "its manifest is missing or cannot be read"
                 seen.refuse(state, why, (state.path / COMMIT_NAME).exists())
@@ -192,7 +189,7 @@ def _opened(
         if state.alive and not state.closed_here:
             seen.refuse(state, "a process uses it, or the one that made it still runs", holds_steps(state))
             continue
-        if not same_world:
+        if state.world_size != identity.world_size:
             seen.refuse(state, _other_world(state), holds_steps(state))
             continue
         try:
@@ -211,7 +208,7 @@ def _opened(
             yield state.run_id, store
             continue
         if why == _OTHER_ENGINE:
-            logger.info("%s is of this model, but this engine cannot go on from it: %s", state.path, why)
+            seen.others.append(state.path)
         else:
             seen.refuse(state, why, holds_steps(state))
         store.close(remove=False)
@@ -390,8 +387,8 @@ def _tell(refused: Sequence[_Refused], chosen: _Chosen | None) -> None:
         )
 
 
-def _warn(path: Path, why: str) -> None:
-    level = logging.WARNING if dist.get_rank() == 0 else logging.INFO
+def _warn(path: Path, why: str, *, is_expected: bool = False) -> None:
+    level = logging.WARNING if dist.get_rank() == 0 and not is_expected else logging.INFO
     logger.log(level, "%s is of this model, but this run cannot go on from it: %s", path, why)
 
 

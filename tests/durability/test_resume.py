@@ -71,6 +71,7 @@ CASES = {
     "fp16, skipped steps": ({"config": {**FP16, **WARMUP}}, 1),
     "all generators": ({"generators": "all", "block": {"random_states": "all"}}, 1),
     "drawn before the forward": ({"draws_first": True}, 1),
+    "extra state": ({"model": {"counts": True}, "config": WARMUP}, 1),
     "random-LTD": ({"config": RANDOM_LTD}, 1),
     "two ranks": ({"config": {"gradient_clipping": 0.5, **WARMUP}, "slow": {"1": 4e6}}, 2),
 }
@@ -212,6 +213,10 @@ def test_state_files_that_do_not_fit_or_were_altered_stay_where_they_are(tmp_pat
     status, said = end_of(tmp_path, other, "other")
     assert status not in (0, -9), said[-3000:]
     assert f"so it does not begin anew, either: {directory}: its dtype, optimizer or groups are others" in said
+    for number, regrouped in enumerate(({"groups": -1}, {"frozen": "blocks.1"})):
+        status, said = end_of(tmp_path, {**case, **regrouped}, f"regrouped{number}")
+        assert status not in (0, -9), said[-3000:]
+        assert f"so it does not begin anew, either: {directory}: its dtype, optimizer or groups are others" in said
     whole = (directory / MANIFEST_NAME).read_bytes()
     (directory / MANIFEST_NAME).write_bytes(whole[:-1])
     status, said = end_of(tmp_path, case, "torn")
@@ -325,7 +330,7 @@ def test_what_taking_over_reads_and_writes_does_not_grow_with_the_model(tmp_path
     for num_layers in (3, 9):
         for parameters in ("nvme", "cpu"):
             path = tmp_path / f"{num_layers}-{parameters}"
-            case = {"steps": STEPS, "num_layers": num_layers, "die": {"0": [2, "after"]}}
+            case = {"steps": STEPS, "model": {"num_layers": num_layers}, "die": {"0": [2, "after"]}}
             case["block"] = {
                 **RESUME,
                 **ALL_STORED,
@@ -511,6 +516,7 @@ def test_a_checkpoint_that_was_loaded_is_a_commit(tmp_path: Path) -> None:
     said = end_of(killed, {**case, "reload": str(tmp_path / "checkpoint")}, "reloaded")[1]
     assert "going on from step 2, in place" in said
     assert "GENERATORS STAY True" in said, said[-3000:]
+    assert "a checkpoint was loaded over step 2, which this run had gone on from in place" in said
 
 
 @pytest.mark.parametrize("seed", range(2))

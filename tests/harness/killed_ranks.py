@@ -15,8 +15,9 @@ called, not the engine's. ``two``: changes of the case for each of two engines o
 before and after ``steps``.
 ``reload``: a checkpoint that is loaded into what was resumed; prints whether the generators stay as they are then.
 ``move_after``: by step, the share of states that is to be in host memory from then on, ``move_bytes`` of them a step.
-``poisoned``: a step after which P16 of the first chunk is NaN on storage. ``num_layers``: of the model,
-``zero_init``: which is built under ``zero.Init``. ``seed``: of its first values. ``odd``: added to the first element of
+``poisoned``: a step after which P16 of the first chunk is NaN on storage. ``model``: changes of it,
+``zero_init``: which is built under ``zero.Init``. ``groups``: -1 turns their order
+round. ``seed``: of its first values. ``odd``: added to the first element of
 what is frozen, before the engine is built. ``edits``: what it is set to behind the engine, gathered.
 ``dies_removing``: SIGKILL when so many of its directories are removed. ``runs_out``: before the engine that trains
 another one is built, whose first forward runs out of memory, and is destroyed; "same model": over its parameters.
@@ -122,14 +123,14 @@ def build(path: str, case: dict, rank: int, model: torch.nn.Module | None = None
     numpy.random.seed(rank)
     if model is None:
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=case.get("zero_init", False)):
-            model = TinyGPT(**{**MODEL, "num_layers": case.get("num_layers", MODEL["num_layers"])})
+            model = TinyGPT(**{**MODEL, **case.get("model", {})})
     for name, param in model.named_parameters():
         param.requires_grad_(not ("frozen" in case and name.startswith(case["frozen"])))
     frozen = [param for param in model.parameters() if not param.requires_grad]
     if "odd" in case:
         frozen[0].data.view(-1)[0] += case["odd"]
     trained = [param for param in model.parameters() if param.requires_grad]
-    groups = [{"params": trained[::2], "lr": 2e-3}, {"params": trained[1::2]}]
+    groups = [{"params": trained[::2], "lr": 2e-3}, {"params": trained[1::2]}][:: case.get("groups", 1)]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     if "edits" in case:
         with deepspeed.zero.GatheredParameters(frozen, modifier_rank=0):
