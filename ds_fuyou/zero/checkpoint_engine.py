@@ -8,6 +8,7 @@ and checkpoint/atomic.py.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import os
@@ -53,7 +54,7 @@ __all__ = [
     "saving",
 ]
 
-_FROZEN_FRAGMENTS, _OPTIMIZER, _SHAPES = "frozen_param_fragments", "optimizer_state_dict", "param_shapes"
+_FROZEN_FRAGMENTS, _OPTIMIZER = "frozen_param_fragments", "optimizer_state_dict"
 _WAIT = "fuyou_wait_checkpoint"  # of the engine
 _PIECE_BYTES = 8 << 20
 _SMALL_ENTRIES = 64 << 20  # room for what is not counted: scheduler, client state, recovery script
@@ -428,12 +429,19 @@ def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
         fragments, sums = checkpoint.get(_FROZEN_FRAGMENTS), checkpoint.pop(frozen_base.SUMS, {})
         if not fragments:  # one rank alone may refuse: before the others gather anything
             frozen_base.compare(self, sums)
-        self.optimizer.checkpoint_state.module_is_read(checkpoint.get(_SHAPES))
+        state: CheckpointState = self.optimizer.checkpoint_state
+        state.module_is_read(checkpoint)
         if not fragments and named.get("fetch_z3_params"):
             every = self.module.named_parameters(remove_duplicate=False)
             frozen = {name: param for name, param in every if not param.requires_grad}
             checkpoint = {**checkpoint, "module": {**frozen, **checkpoint["module"]}}
-        original(self, {**checkpoint, _FROZEN_FRAGMENTS: None}, *arguments, **named)
+        if named.get("fetch_z3_params"):
+            state.replaces()
+        with _put_back_if_it_fails(self.module):
+            original(self, {**checkpoint, _FROZEN_FRAGMENTS: None}, *arguments, **named)
+            if state.meetings is not None:
+                state.meetings.meet()
+        state.replaces()
         if not fragments:
             return None
         fragments, writer = dict(fragments), self.checkpoint_engine
@@ -456,6 +464,25 @@ def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, {"module": {}, _FROZEN_FRAGMENTS: fragments}, custom_load_fn=_load_nothing)
 
     return load_module_state_dict
+
+
+@contextmanager
+def _put_back_if_it_fails(module: torch.nn.Module) -> Iterator[None]:
+    """What a module holds beside parameters, of which stage 3 loads none this way. torch replaces what it finds before
+    it raises for what it misses.
+    """
+    params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    before = {
+        name: held.detach().to("cpu", copy=True) if isinstance(held, torch.Tensor) else copy.deepcopy(held)
+        for name, held in module.state_dict().items()
+        if name not in params
+    }
+    try:
+        yield
+    except BaseException:
+        if before:
+            module.load_state_dict(before, strict=False)
+        raise
 
 
 def _load_nothing(src: Any, dst: Any) -> None:

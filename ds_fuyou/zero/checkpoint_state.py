@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointState", "UniversalReader", "read_universal_state"]
 
+_SHAPES = "param_shapes"  # in stock's file of a module
 States = Generator[tuple[Chunk, list[torch.Tensor]]]
 
 
@@ -79,12 +80,14 @@ class CheckpointState:
         self.loaded_files: set[str] = set()
         """Real paths of files that the engine itself has loaded: nobody has written to what it gives us of them."""
 
-        self.saved_shapes: Sequence[Mapping[str, Sequence[int]]] | None = None
-        """By sub-group, as the checkpoint says that is being loaded; None if it does not."""
         self.meetings: LoadMeetings | None = None
         """While ``load_checkpoint`` runs."""
+        self.read_states: Callable[[Mapping[str, Any]], None] | None = None
+        """While one runs that loads states, too: reads and checks them, given the module's file."""
+        self._saved_shapes: Sequence[Mapping[str, Sequence[int]]] | None = None
+        """By sub-group, as the checkpoint says that is being loaded; None if it does not."""
         self._is_torn = False
-        """Some states are a checkpoint's, and nobody knows of all that they are."""
+        """Something is a checkpoint's, and nobody knows of all that it is."""
 
     # ---- saving -------------------------------------------------------------------------------------------
 
@@ -162,7 +165,7 @@ class CheckpointState:
     # ---- loading ------------------------------------------------------------------------------------------
 
     def require_whole(self) -> None:
-        """Raises FuyouStateError if a load has failed when it had replaced states: their step would be of nothing."""
+        """Raises FuyouStateError if a load has failed when it had replaced something: a step would be of a mixture."""
         if self._is_torn:
             raise FuyouStateError(
                 "a checkpoint was loaded in part when its load failed, on this rank or another, so there is nothing to "
@@ -185,21 +188,30 @@ class CheckpointState:
 
     def loading_ended(self) -> None:
         """What the script gives from now on is its own: it may have read the same files and changed what it read."""
-        self.saved_shapes = self.meetings = None
+        self._saved_shapes = self.meetings = self.read_states = None
         self.loaded_files.clear()
 
-    def module_is_read(self, shapes: Sequence[Mapping[str, Sequence[int]]] | None) -> None:
-        """This rank has its file of the module, which says this of all parameters' order; nothing was changed yet.
+    def module_is_read(self, checkpoint: Mapping[str, Any]) -> None:
+        """This rank has its file of the module; nothing was changed yet. See [Note: what a failed load leaves] in
+        loading.py.
 
         Raises:
-            FuyouStateError: another rank has not.
+            FuyouStateError: another rank has not, or states are missing or others.
         """
-        self.saved_shapes = shapes
+        self._saved_shapes = checkpoint.get(_SHAPES)
+        if self.read_states is not None:
+            self.read_states(checkpoint)
         if self.meetings is not None:
             self.meetings.meet()
 
-    def load(self, state_dict: Mapping[str, Any], *, load_optimizer_states: bool) -> None:
-        """What :meth:`entries` gave, or stock's file.
+    def replaces(self) -> None:
+        """On all ranks: what a load replaces from now on is not put back if it fails."""
+        self._is_torn = self.meetings is not None
+
+    def check(
+        self, state_dict: Mapping[str, Any], *, load_optimizer_states: bool = True
+    ) -> list[list[torch.Tensor]] | None:
+        """Whether :meth:`load` takes it; the moments in it, by sub-group.
 
         Raises:
             FuyouStateError: another model, world size or optimizer.
@@ -211,17 +223,22 @@ class CheckpointState:
                 f"the checkpoint's sub-groups hold {[t.numel() for t in fp32]} elements on this rank, the model's "
                 f"{list(core.layout.sub_group_numels)}; load it with the model and world size it was saved with"
             )
-        shapes, self.saved_shapes = self.saved_shapes, None
-        if shapes is not None:
-            self._require_order(shapes)
+        if self._saved_shapes is not None:
+            self._require_order(self._saved_shapes)
+        if not load_optimizer_states:
+            return None
+        saved = state_dict[OPTIMIZER_STATE]
+        self._require_groups(saved["param_groups"])
+        return self._saved_moments(saved)
+
+    def load(self, state_dict: Mapping[str, Any], *, load_optimizer_states: bool) -> None:
+        """What :meth:`entries` gave, or stock's file. Raises as :meth:`check`."""
+        moments = self.check(state_dict, load_optimizer_states=load_optimizer_states)
+        self._saved_shapes = None
         saved = state_dict[OPTIMIZER_STATE] if load_optimizer_states else None
-        moments = self._saved_moments(saved) if saved is not None else None
-        if self.meetings is not None:
-            self.meetings.meet()
         if saved is not None:
-            for group, values in zip(self._optimizer.param_groups, saved["param_groups"], strict=True):
-                group.update({k: v for k, v in values.items() if k != "params"})
-        self._write_all(fp32, moments)
+            self._load_groups(saved)
+        self._write_all(state_dict[FLAT_GROUPS], moments)
         if saved is not None:
             self._restore_clock(state_dict, saved)
 
@@ -375,15 +392,19 @@ class CheckpointState:
             core.states.write_all(states())
 
     def _load_groups(self, saved: Mapping[str, Any]) -> None:
-        """Hyperparameters group by group; stock gives those of the first group to all of them."""
-        groups, present = saved["param_groups"], self._optimizer.param_groups
-        if len(groups) != len(present):
-            raise FuyouStateError(
-                f"the checkpoint was saved with {len(groups)} parameter groups, this run has {len(present)}; make "
-                "them as the saving script did"
-            )
-        for group, values in zip(present, groups, strict=True):
+        """Hyperparameters group by group; stock gives those of the first group of a universal checkpoint to all."""
+        groups = saved["param_groups"]
+        self._require_groups(groups)
+        for group, values in zip(self._optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
+
+    def _require_groups(self, groups: Sequence[object]) -> None:
+        present = len(self._optimizer.param_groups)
+        if len(groups) != present:
+            raise FuyouStateError(
+                f"the checkpoint was saved with {len(groups)} parameter groups, this run has {present}; make them as "
+                "the saving script did"
+            )
 
 
 def _named(param: tuple[str, tuple[int, ...]] | None) -> str:

@@ -3,10 +3,16 @@
 
 [Note: meetings of a load]
 A rank whose file is missing or damaged raises. Scripts catch that and begin anew, and the other ranks, which have
-loaded theirs, would train on with it. So they meet: when every rank has read what the module needs, when each has found
-its states, before any is replaced, and in the end. A rank that fails comes to the next meeting of the others, once, and
-raises; there they raise, too. What a rank does alone fails between two meetings, where no other collective waits for
-it: what is gathered in the end is gathered after the last one.
+loaded theirs, would train on with it. So they meet: when every rank has read what the module needs and has found its
+states, when each has loaded its module, and in the end. A rank that fails comes to the next meeting of the others,
+once, and raises; there they raise, too. What a rank does alone fails between two meetings, where no other collective
+waits for it: what is gathered in the end is gathered after the last one.
+
+[Note: what a failed load leaves]
+Stock loads the module, frozen parameters, scheduler and counters before it opens the file of states. Here that is read
+and looked at first: a checkpoint that is not whole, or is another model's, changes nothing. Until the module is loaded
+on all ranks what it has changed (buffers, what torch takes before it finds a name that it misses) is put back. What
+fails later leaves a mixture, and no step is made of one.
 """
 
 from __future__ import annotations
@@ -16,9 +22,11 @@ import errno
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from deepspeed import comm as dist
 
 from ds_fuyou.checkpoint.reading import naming
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
@@ -30,6 +38,7 @@ from ds_fuyou.zero.stage3 import FuyouStage3Optimizer
 __all__ = ["LoadMeetings", "loading"]
 
 logger = logging.getLogger("ds_fuyou")
+_READS_STATES = "_get_all_zero_checkpoints"  # of the engine
 
 
 class LoadMeetings:
@@ -77,9 +86,13 @@ def loading(original: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(self, *args, **kwargs)
         state = optimizer.checkpoint_state
         state.meetings = meetings = LoadMeetings()
+        if call.arguments.get("load_optimizer_states", True) and not call.arguments.get("load_module_only", False):
+            state.read_states = functools.partial(_read_states, self, call.arguments)
         try:
             with normal_tensors():  # parameters that stay gathered are trained with
                 _find(self, call.arguments)
+                if self.load_universal_checkpoint() and _is_there(call.arguments):
+                    state.replaces()  # counters first; stock has no step between that and its states
                 result = original(*call.args, **call.kwargs)
                 meetings.meet(is_there=result[0] is not None)
         except Exception as error:
@@ -88,6 +101,7 @@ def loading(original: Callable[..., Any]) -> Callable[..., Any]:
             raise
         finally:
             state.loading_ended()
+            vars(self).pop(_READS_STATES, None)
         if result[0] is not None:
             state.loaded()
             with normal_tensors():
@@ -96,6 +110,31 @@ def loading(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return load_checkpoint
+
+
+def _is_there(call: Mapping[str, Any]) -> bool:
+    return call.get("tag") is not None and Path(call["load_dir"], str(call["tag"])).is_dir()
+
+
+def _read_states(engine: Any, call: dict[str, Any], checkpoint: Mapping[str, Any]) -> None:
+    """What stock does when the module is loaded, which then finds what was read. ``checkpoint``: of the module.
+
+    Raises:
+        FuyouStateError: of other ranks, or as :meth:`CheckpointState.check`.
+    """
+    if engine.load_universal_checkpoint():
+        return
+    ranks = checkpoint["dp_world_size"]
+    if ranks != engine.seq_dp_world_size:
+        raise FuyouStateError(
+            f"the checkpoint is of {ranks} ranks, this run has {engine.seq_dp_world_size}: DeepSpeed's "
+            "ds_to_universal.py makes one of it for any number"
+        )
+    engine.loaded_checkpoint_dp_world_size = ranks
+    found = engine._get_all_zero_checkpoints(call["load_dir"], str(call["tag"]))
+    optimizer = engine.optimizer
+    optimizer.checkpoint_state.check(found[dist.get_rank(group=optimizer.dp_process_group)])
+    setattr(engine, _READS_STATES, lambda *_: found)
 
 
 def _find(engine: Any, call: dict[str, Any]) -> None:

@@ -240,8 +240,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             state.store.adopt(keep=state.activation.config.keep_state)
 
     def checkpoint_loaded(self, engine: Any) -> None:
-        """``engine.load_checkpoint()`` has loaded one: random generators stay as the script has them now."""
-        self.training_state.forget_generators()
+        """``engine.load_checkpoint()`` has loaded one."""
+        self.training_state.loaded_over(engine)
         core = self.rank_state.core
         if core.keeps_steps:
             core.commits.replaced(self.training_state.take(engine, begins_step=True))
@@ -480,10 +480,10 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         return {ZERO_STAGE: ZeroStageEnum.weights, PARTITION_COUNT: self.partition_count}
 
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
+        self.checkpoint_state.load(state_dict, load_optimizer_states=load_optimizer_states)
         self.loss_scaler = state_dict[LOSS_SCALER]
         self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
         self.overflow = state_dict["overflow"]
-        self.checkpoint_state.load(state_dict, load_optimizer_states=load_optimizer_states)
 
     def _restore_from_bit16_weights(self) -> None:
         self.checkpoint_state.restore_from_params()

@@ -68,12 +68,16 @@ def test_a_bit_that_changed_in_a_file_is_not_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tiers", ["all", "states"])
 def test_where_one_rank_cannot_load_none_goes_on_with_its_own_part(tiers: str, tmp_path: Path) -> None:
     """Scripts catch what a load raises, and begin anew: on all ranks, then, and with what they had."""
-    case = {**CASE, "tasks": ["one_rank"], "world_size": 2}
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 50}}
+    case = {**CASE, "config": ds_config(scheduler=schedule), "tasks": ["one_rank"], "world_size": 2}
     one, other = said_by(ours_of(case, tmp_path, tiers), tmp_path)["one_rank"]["ranks"]
     for what in ("states", "module"):
         assert one[what][0].startswith("FuyouStateError: rank 1 could not load its part"), one[what]
         assert one[what][1:] == other[what][1:] == [True, "nothing"], what
         assert "rank_1" in other[what][0] or what == "module"
+    assert one["surplus"] == other["surplus"]
+    assert 'Unexpected key(s) in state_dict: "surplus"' in one["surplus"][0]
+    assert one["surplus"][1:] == [True, "nothing"], "torch has replaced what it knows when it raises"
     assert one["tensor"][0].startswith("FuyouStateError: rank 1 could not load its part")
     assert other["tensor"][0].startswith("FuyouChecksumError: reading a checkpoint")
     assert "loaded in part" in one["tensor"][2]
@@ -82,6 +86,18 @@ def test_where_one_rank_cannot_load_none_goes_on_with_its_own_part(tiers: str, t
     assert "rank 1 found no checkpoint" in one["elsewhere"][0]
     assert one["elsewhere"][1:] == [True, "nothing"]
     assert one["nowhere"] == other["nowhere"] == ["nothing", True, "nothing"]
+
+
+def test_no_step_is_made_of_what_a_failed_load_left(tmp_path: Path) -> None:
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 50}}
+    case = {**CASE, "config": ds_config(scheduler=schedule), "tasks": ["failed_midway"]}
+    found = said_by(ours_of(case, tmp_path), tmp_path)["failed_midway"]
+    assert found["scheduler"][0] == "TypeError: 'int' object is not subscriptable"
+    assert found["weights"][0] == "ValueError: half of it"
+    assert found["universal"][0].startswith("FuyouStateError: ")
+    for what in ("scheduler", "weights", "universal"):
+        assert "a checkpoint was loaded in part when its load failed" in found[what][1], what
+        assert found[what][2:] in (["nothing"], []), what
 
 
 @pytest.fixture(scope="module")

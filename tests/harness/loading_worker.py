@@ -44,6 +44,15 @@ def found(engine: Any) -> str:
     return sums.hexdigest()
 
 
+def all_of(engine: Any) -> str:
+    """And what a load replaces beside them."""
+    module, scheduler, stock = engine.module, engine.lr_scheduler, engine.optimizer
+    beside = {name: held for name, held in module.state_dict().items() if name.startswith("count.")}
+    counters = [engine.global_steps, engine.global_samples, engine.skipped_steps, stock.loss_scale]
+    rates = [{k: v for k, v in group.items() if k != "params"} for group in stock.param_groups]
+    return f"{found(engine)} {beside} {counters} {scheduler.state_dict() if scheduler else None} {rates}"
+
+
 def edit_frozen(module: torch.nn.Module, value: float) -> None:
     for param in module.parameters():
         if not param.requires_grad:
@@ -153,17 +162,20 @@ def one_rank(case: dict, folder: Path) -> dict:
             engine.load_checkpoint(str(path))
         except Exception as error:  # stock asserts, where a file is missing
             text = f"{type(error).__name__}: {error}"
-        before = found(engine)
+        before = all_of(engine)
         after = raised(lambda: train(engine, case, 1))
         said[what] = [text, before == unloaded, after]
         if "Error" in after:
             engine.load_checkpoint(str(folder / "whole"))
             assert raised(lambda: train(engine, case, 1)) == "nothing"
 
+    case = {**case, "model": {**FROZEN["model"], "counts": True}}
     with another(case) as engine:
         rank = torch.distributed.get_rank()
         train(engine, case, 1)
         engine.save_checkpoint(str(folder / "whole"))
+        edit_frozen(engine.module, 0.5)
+        train(engine, case, 1)
         for what in ("states", "module", "tensor"):
             if rank == 0:
                 shutil.copytree(folder / "whole", folder / what)
@@ -176,16 +188,64 @@ def one_rank(case: dict, folder: Path) -> dict:
                     with zipfile.ZipFile(part) as archive:
                         flip(part, max(archive.infolist(), key=lambda info: info.file_size).header_offset + 9000)
             torch.distributed.barrier()
-        for what in ("states", "module", "tensor"):
-            unloaded = found(engine)
+        if rank == 0:
+            shutil.copytree(folder / "whole", folder / "surplus")
+            for part in (folder / "surplus").glob("*/*model_states.pt"):
+                held = torch.load(part, weights_only=False)
+                held["module"]["surplus"] = torch.zeros(1)
+                torch.save(held, part)
+        torch.distributed.barrier()
+        for what in ("states", "module", "surplus", "tensor"):
+            unloaded = all_of(engine)
             tried(what, folder / what)
-        unloaded = found(engine)
+        unloaded = all_of(engine)
         tried("elsewhere", folder / ("whole" if rank == 0 else "nowhere"))
-        unloaded = found(engine)
+        unloaded = all_of(engine)
         tried("nowhere", folder / "nowhere")
     every: list = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, said)
     return {"ranks": every}
+
+
+def failed_midway(case: dict, folder: Path) -> dict:
+    """Loads that have replaced something when they fail."""
+    said: dict = {}
+    with another(case) as engine:
+        train(engine, case, 1)
+        engine.save_checkpoint(str(folder), tag="first")
+        part = next(folder.glob("first/*model_states.pt"))
+        held = torch.load(part, weights_only=False)
+        held["lr_scheduler"] = 3
+        torch.save(held, part)
+        train(engine, case, 1)
+        engine.save_checkpoint(str(folder), tag="whole")
+        ways: dict[str, Any] = {
+            "scheduler": lambda: engine.load_checkpoint(str(folder), "first"),
+            "weights": lambda: engine.load_checkpoint(str(folder), load_optimizer_states=False, custom_load_fn=halfway),
+        }
+        for what, load in ways.items():
+            said[what] = [attempted(load), raised(lambda: train(engine, case, 1))]
+            engine.load_checkpoint(str(folder), "whole")
+            said[what].append(raised(lambda: train(engine, case, 1)))
+    (folder / "latest_universal").write_text("whole")
+    with another({**case, "config": {**case["config"], "checkpoint": {"load_universal": True}}}) as engine:
+        said["universal"] = [attempted(lambda: engine.load_checkpoint(str(folder)))]
+        said["universal"].append(raised(lambda: train(engine, case, 1)))
+    return said
+
+
+def attempted(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:  # the script's own among them
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def halfway(src: Any, dst: torch.nn.Module) -> None:
+    for param in list(dst.parameters())[:2]:
+        param.data.zero_()
+    raise ValueError("half of it")
 
 
 def client_state(case: dict, folder: Path) -> dict:
@@ -290,6 +350,7 @@ def changed_directory(case: dict, folder: Path) -> dict:
 
 TASKS = {
     "one_rank": one_rank,
+    "failed_midway": failed_midway,
     "within_inference": within_inference,
     "flipped": flipped,
     "given_by_script": given_by_script,
