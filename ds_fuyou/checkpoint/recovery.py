@@ -14,6 +14,7 @@ made them, in stock as here, and ``zero_to_fp32.py`` gives the others.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import math
@@ -32,7 +33,7 @@ from ds_fuyou.checkpoint.state_files import RankFiles, opened_ranks
 from ds_fuyou.checkpoint.stock_state import StateEntries
 from ds_fuyou.checkpoint.training_record import TrainingRecord, from_bytes, raw
 from ds_fuyou.checkpoint.unfinished import WritingLock
-from ds_fuyou.errors import FuyouStateError, FuyouStorageError
+from ds_fuyou.errors import FuyouError, FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.records import CONTENTS_NAME
 
 __all__ = ["Recovered", "RecoveredCheckpoint", "recover_checkpoint", "recover_weights"]
@@ -179,7 +180,8 @@ class _RankParts:
                 "(it could not be pickled, a checkpoint was just loaded, or optimizer.step() was called and not "
                 "engine.step()); weights alone can be taken out: --weights FILE"
             )
-        self.record = TrainingRecord.decode(training)
+        with _read_without_the_script(files.store.directories[0]):
+            self.record = TrainingRecord.decode(training)
         self._client: Any = None
         self._client_failed = ""
         try:
@@ -287,8 +289,23 @@ def _outline_of(files: RankFiles) -> dict[str, Any]:
             f"{where}: no checkpoint can be made of it, since {why}. Go on from it in place "
             '("resume": "auto") and save one; or take weights alone out: --weights FILE'
         )
-    outline: dict[str, Any] = from_bytes(raw(found["pickled"]))
+    with _read_without_the_script(where):
+        outline: dict[str, Any] = from_bytes(raw(found["pickled"]))
     return outline
+
+
+@contextlib.contextmanager
+def _read_without_the_script(where: Path) -> Iterator[None]:
+    """Extra states of modules, schedulers and configurations may hold its classes."""
+    try:
+        yield
+    except FuyouError:
+        raise
+    except Exception as error:  # whatever unpickling raises
+        raise FuyouStateError(
+            f"{where}: its state of training cannot be read without the script ({error!r}). Go on from it in place "
+            '("resume": "auto") and save a checkpoint; or take weights alone out: --weights FILE'
+        ) from error
 
 
 def _require_space(folder: Path, num_bytes: int) -> None:

@@ -435,7 +435,7 @@ def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
             every = self.module.named_parameters(remove_duplicate=False)
             frozen = {name: param for name, param in every if not param.requires_grad}
             checkpoint = {**checkpoint, "module": {**frozen, **checkpoint["module"]}}
-        if named.get("fetch_z3_params"):
+        if named.get("fetch_z3_params") or named.get("custom_load_fn"):  # parameters, too
             state.replaces()
         with _put_back_if_it_fails(self.module):
             original(self, {**checkpoint, _FROZEN_FRAGMENTS: None}, *arguments, **named)

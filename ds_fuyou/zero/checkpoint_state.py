@@ -206,7 +206,8 @@ class CheckpointState:
 
     def replaces(self) -> None:
         """On all ranks: what a load replaces from now on is not put back if it fails."""
-        self._is_torn = self.meetings is not None
+        if self.meetings is not None:
+            self._is_torn = True
 
     def check(
         self, state_dict: Mapping[str, Any], *, load_optimizer_states: bool = True

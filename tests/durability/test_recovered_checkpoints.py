@@ -12,6 +12,7 @@ import torch
 
 from ds_fuyou.checkpoint.recovery import recover_checkpoint
 from ds_fuyou.cli import main
+from ds_fuyou.errors import FuyouStateError
 from tests.durability.runs import launch
 from tests.harness.forked import finish, start
 from tests.harness.runner import differences, ds_config, environment, run_case, with_fuyou
@@ -116,6 +117,13 @@ def test_what_a_killed_recovery_leaves_is_cleaned(tmp_path: Path) -> None:
     made = recover_checkpoint([directory], out)
     names = {file.name for file in (saved / "global_step5").iterdir()}
     assert {file.name for file in made.folder.iterdir()} == names
+
+
+def test_what_cannot_be_read_without_the_script_is_told(tmp_path: Path) -> None:
+    (directory,), _ = dead_run(tmp_path, {"model": {"counts": True}, "own_class": True}, 1)
+    with pytest.raises(FuyouStateError, match=r"cannot be read without the script \(.*OwnCount"):
+        recover_checkpoint([directory], tmp_path / "recovered")
+    assert not (tmp_path / "recovered").exists()
 
 
 def test_without_another_checkpoint_frozen_parameters_are_left_out(tmp_path: Path) -> None:

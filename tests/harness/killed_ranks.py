@@ -16,6 +16,7 @@ before and after ``steps``.
 ``reload``: a checkpoint that is loaded into what was resumed; prints whether the generators stay as they are then.
 ``move_after``: by step, the share of states that is to be in host memory from then on, ``move_bytes`` of them a step.
 ``poisoned``: a step after which P16 of the first chunk is NaN on storage. ``model``: changes of it,
+``own_class``: what counts in it gives a class of this script as extra state,
 ``zero_init``: which is built under ``zero.Init``. ``groups``: -1 turns their order
 round. ``seed``: of its first values. ``odd``: added to the first element of
 what is frozen, before the engine is built. ``edits``: what it is set to behind the engine, gathered.
@@ -51,10 +52,14 @@ from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.store import SlotStore
 from tests.harness.group import leave_group
 from tests.harness.meeting import Meeting
-from tests.harness.models import TinyGPT, make_batch
+from tests.harness.models import TinyCount, TinyGPT, make_batch
 from tests.harness.runner import ds_config
 
 MODEL = {"num_layers": 3, "width": 32, "vocabulary": 101}
+
+
+class OwnCount(dict):
+    """Not there without this script."""
 
 
 def die_in_commit(rank: int, die: Mapping[str, Any], path: str) -> None:
@@ -118,6 +123,8 @@ def build(path: str, case: dict, rank: int, model: torch.nn.Module | None = None
     config = ds_config(fuyou={**block, **case.get("block", {})}, **case.get("config", {}))
     if "fp16" in config:
         get_accelerator().is_fp16_supported = lambda: True  # eager fp16 works on the CPU
+    if case.get("own_class"):
+        TinyCount.get_extra_state = lambda self: OwnCount(calls=self.calls)
     torch.manual_seed(case.get("seed", 0) + rank)
     random.seed(rank)
     numpy.random.seed(rank)

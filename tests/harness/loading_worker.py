@@ -221,6 +221,7 @@ def failed_midway(case: dict, folder: Path) -> dict:
         engine.save_checkpoint(str(folder), tag="whole")
         ways: dict[str, Any] = {
             "scheduler": lambda: engine.load_checkpoint(str(folder), "first"),
+            "function": lambda: engine.load_checkpoint(str(folder), custom_load_fn=halfway),
             "weights": lambda: engine.load_checkpoint(str(folder), load_optimizer_states=False, custom_load_fn=halfway),
         }
         for what, load in ways.items():
