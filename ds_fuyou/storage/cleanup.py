@@ -28,7 +28,7 @@ from ds_fuyou.storage.probe import is_on_network
 from ds_fuyou.storage.records import Manifest, ProcessMark, read_manifest
 from ds_fuyou.storage.store import CommitRecord, commits_in
 from ds_fuyou.storage.store_files import read_directory_manifest
-from ds_fuyou.storage.types import DIRECTORY_FLAGS, RunIdentity
+from ds_fuyou.storage.types import DIRECTORY_FLAGS
 
 __all__ = [
     "StateDirectory",
@@ -142,20 +142,17 @@ def lost_state(paths: Sequence[Path]) -> set[Path]:
 
 
 def settle_stale(
-    paths: Sequence[Path],
-    logger: logging.Logger,
-    clean: RunIdentity | None = None,
-    only: Collection[Path] | None = None,
+    paths: Sequence[Path], logger: logging.Logger, clean: str = "", only: Collection[Path] | None = None
 ) -> None:
-    """Names state of dead runs and the command that removes it, or removes what is of the model of ``clean``, on as
-    many ranks; see [Note: what a run cleans]. Skips paths in error. ``only``: what else stays, whatever it is.
+    """Names state of dead runs and the command that removes it, or removes what is of the model with the fingerprint
+    ``clean``; see [Note: what a run cleans]. Skips paths in error. ``only``: what else stays, whatever it is.
     """
     for path in reversed(paths):  # what holds the record goes last: the rest without it looks like a disk that is gone
         with contextlib.suppress(OSError):
             for state in find_state(path):
                 if state.alive:
                     continue
-                if clean is not None and _may_clean(state, path, clean) and (only is None or state.path in only):
+                if clean and _may_clean(state, path, clean) and (only is None or state.path in only):
                     try:
                         remove_state(state)
                         logger.info("%s: %.1f MiB removed (on_stale)", state.path, state.num_bytes / 2**20)
@@ -174,8 +171,8 @@ def stale_bytes(paths: Sequence[Path]) -> int:
     return total
 
 
-def _may_clean(state: StateDirectory, path: Path, of: RunIdentity) -> bool:
-    if state.kept or (state.model_fingerprint, state.world_size) != (of.model_fingerprint, of.world_size):
+def _may_clean(state: StateDirectory, path: Path, fingerprint: str) -> bool:
+    if state.kept or state.model_fingerprint != fingerprint:
         return False
     return state.host == os.uname().nodename or not is_on_network(path)
 

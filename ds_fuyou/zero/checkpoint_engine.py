@@ -8,7 +8,6 @@ and checkpoint/atomic.py.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 import os
@@ -30,6 +29,7 @@ from ds_fuyou.checkpoint.mapped import Compared
 from ds_fuyou.checkpoint.parts import Parts
 from ds_fuyou.checkpoint.reading import is_archive, naming
 from ds_fuyou.checkpoint.streamed_file import StandIns, StreamedFile
+from ds_fuyou.checkpoint.training_record import from_bytes, to_bytes
 from ds_fuyou.checkpoint.unfinished import WritingLock
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.log import log_once
@@ -430,6 +430,7 @@ def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
         if not fragments:  # one rank alone may refuse: before the others gather anything
             frozen_base.compare(self, sums)
         state: CheckpointState = self.optimizer.checkpoint_state
+        before = _beside_parameters(self.module)  # one rank alone may fail in that, too
         state.module_is_read(checkpoint)
         if not fragments and named.get("fetch_z3_params"):
             every = self.module.named_parameters(remove_duplicate=False)
@@ -437,10 +438,16 @@ def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
             checkpoint = {**checkpoint, "module": {**frozen, **checkpoint["module"]}}
         if named.get("fetch_z3_params") or named.get("custom_load_fn"):  # parameters, too
             state.replaces()
-        with _put_back_if_it_fails(self.module):
+        try:
             original(self, {**checkpoint, _FROZEN_FRAGMENTS: None}, *arguments, **named)
             if state.meetings is not None:
                 state.meetings.meet()
+        except BaseException:
+            try:
+                self.module.load_state_dict(before, strict=False)
+            except Exception:  # the first failure is the one to tell
+                state.replaces()
+            raise
         state.replaces()
         if not fragments:
             return None
@@ -466,23 +473,15 @@ def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_module_state_dict
 
 
-@contextmanager
-def _put_back_if_it_fails(module: torch.nn.Module) -> Iterator[None]:
-    """What a module holds beside parameters, of which stage 3 loads none this way. torch replaces what it finds before
-    it raises for what it misses.
+def _beside_parameters(module: torch.nn.Module) -> dict[str, Any]:
+    """A copy of what a module holds beside parameters, of which stage 3 loads none with it: torch replaces what it
+    finds before it raises for what it misses.
     """
-    params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    before = {
-        name: held.detach().to("cpu", copy=True) if isinstance(held, torch.Tensor) else copy.deepcopy(held)
-        for name, held in module.state_dict().items()
-        if name not in params
-    }
-    try:
-        yield
-    except BaseException:
-        if before:
-            module.load_state_dict(before, strict=False)
-        raise
+    found = module.state_dict()
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        found.pop(name, None)
+    copied: dict[str, Any] = from_bytes(to_bytes(found))
+    return copied
 
 
 def _load_nothing(src: Any, dst: Any) -> None:

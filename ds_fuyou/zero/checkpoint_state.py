@@ -86,7 +86,7 @@ class CheckpointState:
         """While one runs that loads states, too: reads and checks them, given the module's file."""
         self._saved_shapes: Sequence[Mapping[str, Sequence[int]]] | None = None
         """By sub-group, as the checkpoint says that is being loaded; None if it does not."""
-        self._is_torn = False
+        self._is_torn = self._was_torn = False
         """Something is a checkpoint's, and nobody knows of all that it is."""
 
     # ---- saving -------------------------------------------------------------------------------------------
@@ -182,9 +182,13 @@ class CheckpointState:
             self._rank_state.step_applied()
         self._is_torn = self.meetings is not None  # it is whole when all ranks say so
 
-    def loaded(self) -> None:
-        """All ranks have loaded a checkpoint."""
-        self._is_torn = False
+    def loaded(self, *, with_states: bool) -> None:
+        """All ranks have loaded a checkpoint; without states the moments of one that failed before stay as they are."""
+        self._is_torn = self._was_torn and not with_states
+
+    def begins(self, meetings: LoadMeetings) -> None:
+        """A load."""
+        self.meetings, self._was_torn = meetings, self._is_torn
 
     def loading_ended(self) -> None:
         """What the script gives from now on is its own: it may have read the same files and changed what it read."""

@@ -12,7 +12,8 @@ waits for it: what is gathered in the end is gathered after the last one.
 Stock loads the module, frozen parameters, scheduler and counters before it opens the file of states. Here that is read
 and looked at first: a checkpoint that is not whole, or is another model's, changes nothing. Until the module is loaded
 on all ranks what it has changed (buffers, what torch takes before it finds a name that it misses) is put back. What
-fails later leaves a mixture, and no step is made of one.
+fails later leaves a mixture, and no step is made of one; weights alone, loaded over it, leave its moments. A universal
+checkpoint is not looked at before: until its states are replaced, counters and scheduler are as in stock.
 """
 
 from __future__ import annotations
@@ -85,14 +86,15 @@ def loading(original: Callable[..., Any]) -> Callable[..., Any]:
         end_last_save(self)
         call = signature.bind(self, *args, **kwargs)
         state = optimizer.checkpoint_state
-        state.meetings = meetings = LoadMeetings()
-        if call.arguments.get("load_optimizer_states", True) and not call.arguments.get("load_module_only", False):
+        meetings = LoadMeetings()
+        state.begins(meetings)
+        asked = call.arguments
+        with_states = asked.get("load_optimizer_states", True) and not asked.get("load_module_only", False)
+        if with_states:
             state.read_states = functools.partial(_read_states, self, call.arguments)
         try:
             with normal_tensors():  # parameters that stay gathered are trained with
                 _find(self, call.arguments)
-                if self.load_universal_checkpoint() and _is_there(call.arguments):
-                    state.replaces()  # counters first; stock has no step between that and its states
                 result = original(*call.args, **call.kwargs)
                 meetings.meet(is_there=result[0] is not None)
         except Exception as error:
@@ -103,17 +105,13 @@ def loading(original: Callable[..., Any]) -> Callable[..., Any]:
             state.loading_ended()
             vars(self).pop(_READS_STATES, None)
         if result[0] is not None:
-            state.loaded()
+            state.loaded(with_states=with_states)
             with normal_tensors():
                 optimizer.checkpoint_event_epilogue()
             optimizer.checkpoint_loaded(self)
         return result
 
     return load_checkpoint
-
-
-def _is_there(call: Mapping[str, Any]) -> bool:
-    return call.get("tag") is not None and Path(call["load_dir"], str(call["tag"])).is_dir()
 
 
 def _read_states(engine: Any, call: dict[str, Any], checkpoint: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ ranks, which these do not find themselves where ranks were given to other machin
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,10 +103,13 @@ class _Seen:
         self.refused.append(_Refused(state.run_id, state.started, state.path, why, holds))
 
 
-def find_resumable(paths: Sequence[Path], identity: RunIdentity, fitting: Sequence[Fitting]) -> Resumable | None:
+def find_resumable(
+    paths: Sequence[Path], identity: RunIdentity, fitting: Sequence[Fitting], fingerprint_of: Callable[[int], str]
+) -> Resumable | None:
     """The latest of them, None if there is none; says why what is there does not serve. A collective.
 
-    ``fitting``: what would do, by layout of states, this run's own first.
+    ``fitting``: what would do, by layout of states, this run's own first. ``fingerprint_of``: the model's, on so many
+    ranks.
 
     Raises:
         FuyouStateError: files of this model that hold later steps do not serve, on this rank or another.
@@ -118,7 +121,7 @@ def find_resumable(paths: Sequence[Path], identity: RunIdentity, fitting: Sequen
     failure: Exception | None = None
     try:
         try:
-            for run_id, store in _opened(paths, identity, fitting, seen):
+            for run_id, store in _opened(paths, identity, fitting, fingerprint_of, seen):
                 opened[run_id] = store
         except Exception as error:  # the others wait for an answer
             failure = error
@@ -167,6 +170,7 @@ def _opened(
     paths: Sequence[Path],
     identity: RunIdentity,
     fitting: Sequence[Fitting],
+    fingerprint_of: Callable[[int], str],
     seen: _Seen,
 ) -> Iterator[tuple[str, SlotStore]]:
     """State files of this rank that fit, by run. What else there is of this model goes to ``seen``."""
@@ -177,7 +181,9 @@ def _opened(
             seen.met.add(state.run_id)
         if state.path in mine:
             continue
-        if state.model_fingerprint != identity.model_fingerprint:
+        same_world = state.world_size == identity.world_size
+        wanted = identity.model_fingerprint if same_world else fingerprint_of(max(1, state.world_size))
+        if state.model_fingerprint != wanted:
             if is_of_rank and not state.model_fingerprint and not state.alive:
                 why = "its manifest is missing or cannot be read"
                 seen.refuse(state, why, (state.path / COMMIT_NAME).exists())
@@ -189,7 +195,7 @@ def _opened(
         if state.alive and not state.closed_here:
             seen.refuse(state, "a process uses it, or the one that made it still runs", holds_steps(state))
             continue
-        if state.world_size != identity.world_size:
+        if not same_world:
             seen.refuse(state, _other_world(state), holds_steps(state))
             continue
         try:

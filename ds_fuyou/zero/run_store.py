@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import itertools
 import logging
@@ -74,15 +75,15 @@ def open_store(designs: Sequence[RunDesign]) -> OpenedStore:
     run_id = _run_id()
     model = design.model
     config, paths = model.activation.config, model.paths
-    identity = RunIdentity(_fingerprint(design.model), dist.get_rank(), dist.get_world_size(), run_id)
+    identity = RunIdentity(_fingerprint(design), dist.get_rank(), dist.get_world_size(), run_id)
     found = _taken_over(designs, identity) if config.resume == "auto" and paths else None
     if found is None and not design.residency.needs_storage:
         if dist.get_rank() == 0 and (paths or config.relies_on_slots):
             tell_durability(design.residency.states, 1, is_wanted=config.relies_on_slots)
         return OpenedStore(None, 1, design, None)
     # Where a run may go on, what holds a step stays: it may be another engine's, or another start's to go on from.
-    clean = identity if config.on_stale == "clean" else None
-    bytes_stale = _settle_stale(paths, clean, resumes=config.resume != "off")
+    cleaned = identity.model_fingerprint if config.on_stale == "clean" else ""
+    bytes_stale = _settle_stale(paths, cleaned, resumes=config.resume != "off")
     if found is not None:
         return found
     budget_bytes = None if config.nvme_budget_bytes == "auto" else int(config.nvme_budget_bytes)
@@ -112,7 +113,7 @@ def _taken_over(designs: Sequence[RunDesign], identity: RunIdentity) -> OpenedSt
     model = designs[0].model
     engine = _next_number(model)
     would_do = [Fitting(design.contents(engine), _regions_of_whole_states(design)) for design in designs]
-    found = find_resumable(model.paths, identity, would_do)
+    found = find_resumable(model.paths, identity, would_do, functools.partial(_fingerprint_on, designs[0]))
     if found is None:
         return None
     design = designs[found.which]
@@ -176,11 +177,15 @@ def _most_slots(design: RunDesign) -> int:
     return int(least(most)[0])
 
 
-def _fingerprint(model: TrainedModel) -> str:
-    """The same however its parameters are grouped, frozen and partitioned: states that a run cannot go on from for that
-    are still its model's.
-    """
-    text = ";".join(sorted(f"{name}:{param.ds_numel}" for param, name in model.names.items()))
+def _fingerprint(design: RunDesign) -> str:
+    text = ";".join(f"{span.name}:{span.numel}" for span in design.layout.params)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _fingerprint_on(design: RunDesign, world_size: int) -> str:
+    """What :func:`_fingerprint` is where the model is partitioned among so many ranks."""
+    numels = {name: param.ds_numel for param, name in design.model.names.items()}
+    text = ";".join(f"{span.name}:{-(-numels[span.name] // world_size)}" for span in design.layout.params)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -211,17 +216,17 @@ def tell_durability(are_resident: Sequence[bool], num_slots: int, *, is_wanted: 
     log_once(level, f"{where}: this run is as durable as its last checkpoint; {to_do} kept on storage")
 
 
-def _settle_stale(paths: Sequence[Path], clean: RunIdentity | None, *, resumes: bool) -> int:
+def _settle_stale(paths: Sequence[Path], clean: str, *, resumes: bool) -> int:
     """State of dead runs is told or removed, on every disk of every machine by one rank: bytes of it that stay in this
     rank's paths. A collective: no rank goes on before all have looked.
 
-    ``clean``: of what model, and how many ranks, it is removed; none is without. ``resumes``: but for what a run may
-    go on from.
+    ``clean``: fingerprint of the model whose state is removed; none is without. ``resumes``: but for what a run may go
+    on from.
     """
     host = os.uname().nodename
     users = of_every_rank((host, [str(path) for path in paths]))
     mine = [path for path in paths if _first_user(users, host, str(path)) == dist.get_rank()]
-    lost = lost_state(mine) if clean is not None and resumes else None
+    lost = lost_state(mine) if clean and resumes else None
     of_every_rank(None)  # what a directory holds is said in the first of its run, which may be another rank's to remove
     settle_stale(mine, logger, clean, lost)
     of_every_rank(None)

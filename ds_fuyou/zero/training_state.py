@@ -215,7 +215,8 @@ class TrainingState:
 
     def put_back(self, engine: Any, taken: Mapping[str, Any]) -> None:
         """Raises FuyouStateError, and leaves all as it is, if a newer version of this package took it, it cannot be
-        read here, or this run has another scheduler, other groups or other buffers."""
+        read here, or this run has another scheduler, other groups or other buffers. (Where a module refuses its extra
+        state, what comes before is put back already: the engine is not built then.)"""
         try:
             record = TrainingRecord.decode(taken)
             client, counters = record.client(), {name: int(record.counters[name]) for name in _COUNTERS}
@@ -246,11 +247,6 @@ class TrainingState:
                 scheduler.load_state_dict(*record.scheduler)
             except Exception as error:  # the script's own class
                 raise _differs(f"the learning-rate scheduler does not take its state ({error!r})") from error
-        for name, values in record.extra.items():
-            try:
-                takers[name].set_extra_state(values)
-            except Exception as error:  # the script's own class
-                raise _differs(f"{name} is not taken by its module ({error!r})") from error
         for name, schedule in schedules.items():
             if schedule is not None:
                 schedule.load_state_dict(record.schedules[name])
@@ -266,6 +262,11 @@ class TrainingState:
         with torch.no_grad():
             for name, values in record.buffers.items():
                 buffers[name].copy_(values)
+        for name, values in record.extra.items():  # behind buffers, as torch does
+            try:
+                takers[name].set_extra_state(values)
+            except Exception as error:  # the script's own class
+                raise _differs(f"{name} is not taken by its module ({error!r})") from error
         setattr(engine, _CLIENT_STATE, client)
         self._pending, self._resumed_at = record.generator_states(), counters["global_steps"]
         self._hook = self._module.register_forward_pre_hook(self._before_forward, prepend=True)

@@ -94,10 +94,10 @@ def test_no_step_is_made_of_what_a_failed_load_left(tmp_path: Path) -> None:
     found = said_by(ours_of(case, tmp_path), tmp_path)["failed_midway"]
     assert found["scheduler"][0] == "TypeError: 'int' object is not subscriptable"
     assert found["function"][0] == found["weights"][0] == "ValueError: half of it"
-    assert found["universal"][0].startswith("FuyouStateError: ")
-    for what in ("scheduler", "function", "weights", "universal"):
+    assert "a checkpoint was loaded in part" in found["weights over it"], "its moments are still a mixture"
+    for what in ("scheduler", "function", "weights"):
         assert "a checkpoint was loaded in part when its load failed" in found[what][1], what
-        assert found[what][2:] in (["nothing"], []), what
+        assert found[what][2:] == ["nothing"], what
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from ds_fuyou.log import get_logger
 from ds_fuyou.storage import probe
 from ds_fuyou.storage.cleanup import StateDirectory, find_state, remove_state, settle_stale, stale_bytes
 from ds_fuyou.storage.records import MANIFEST_NAME, read_record, write_record
-from ds_fuyou.storage.store import RegionSpec, RunIdentity, SlotStore
+from ds_fuyou.storage.store import RegionSpec, SlotStore
 from tests.harness.limits import HANG_SECS
 from tests.unit.storage_support import PAGE, all_files, identity
 
@@ -120,16 +120,14 @@ def test_of_dead_runs_that_of_the_same_model_is_removed_unless_it_was_kept(
 ) -> None:
     SlotStore.create([tmp_path], REGIONS, identity("kept"), keep=True).close()
     living = SlotStore.create([tmp_path], REGIONS, identity("living"))
-    for other in (RunIdentity("another", 0, 1, "mine"), RunIdentity("model", 0, 2, "mine")):
-        settle_stale([tmp_path], get_logger(), clean=other)
-        assert dead.path.exists()
-    mine = RunIdentity("model", 0, 1, "mine")
+    settle_stale([tmp_path], get_logger(), clean="another")
+    assert dead.path.exists()
     monkeypatch.setattr(probe, "filesystem_type", lambda fd: "nfs4")
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(os, "uname", lambda: SimpleNamespace(nodename="elsewhere"))
-        settle_stale([tmp_path], get_logger(), clean=mine)
+        settle_stale([tmp_path], get_logger(), clean="model")
     assert dead.path.exists(), "its machine may still use it"
-    settle_stale([tmp_path], get_logger(), clean=mine)
+    settle_stale([tmp_path], get_logger(), clean="model")
     assert {path.name for path in (tmp_path / "ds_fuyou").iterdir()} == {"kept-rank0", "living-rank0"}
     assert f"{dead.path}: " in told()
     assert "removed (on_stale)" in told()
