@@ -56,8 +56,9 @@ class _Buffers:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._built = {name: _mark(buffer) for name, buffer in self.all().items()}
-        self._shapes = {name: buffer.shape for name, buffer in self.all().items()}
+        present = self.all()
+        self._built = {name: _mark(buffer) for name, buffer in present.items()}
+        self._shapes = {name: buffer.shape for name, buffer in present.items()}
         self._saved: dict[str, tuple[Callable[[torch.Tensor], bool], bytes]] = {}
 
     def all(self) -> dict[str, torch.Tensor]:

@@ -157,11 +157,7 @@ def one_rank(case: dict, folder: Path) -> dict:
     said: dict = {}
 
     def tried(what: str, path: Path) -> None:
-        text = "nothing"
-        try:
-            engine.load_checkpoint(str(path))
-        except Exception as error:  # stock asserts, where a file is missing
-            text = f"{type(error).__name__}: {error}"
+        text = attempted(lambda: engine.load_checkpoint(str(path)))
         before = all_of(engine)
         after = raised(lambda: train(engine, case, 1))
         said[what] = [text, before == unloaded, after]
@@ -237,7 +233,7 @@ def failed_midway(case: dict, folder: Path) -> dict:
 def attempted(call: Callable[[], object]) -> str:
     try:
         call()
-    except Exception as error:  # the script's own among them
+    except Exception as error:  # the script's own among them, and stock asserts where a file is missing
         return f"{type(error).__name__}: {error}"
     return "nothing"
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import base64
 import io
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +66,17 @@ class Run:
         return self.state.take(self.engine)
 
 
+@contextmanager
+def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """The package's logger hands nothing on to the root's."""
+    logger = logging.getLogger("ds_fuyou")
+    logger.addHandler(caplog.handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(caplog.handler)
+
+
 def buffers_of(taken: Any) -> set[str]:
     return set(torch.load(io.BytesIO(base64.b64decode(taken["pickled"])), weights_only=False)["buffers"])
 
@@ -100,13 +113,9 @@ def test_a_buffer_that_comes_late_is_recorded_and_told_and_not_gone_on_without(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run, other = Run(), Run()
-    logger = logging.getLogger("ds_fuyou")
-    logger.addHandler(caplog.handler)
-    try:
+    with heard(caplog):
         run.model.linear.register_buffer("late", torch.ones(3))
         taken = run.take()
-    finally:
-        logger.removeHandler(caplog.handler)
     assert buffers_of(taken) == {"count", "linear.late"}
     assert "buffer linear.late was not there, or had another shape, when the engine was built" in caplog.text
     with pytest.raises(FuyouStateError, match=r"no buffer linear.late of shape \(3,\) when it is built"):
@@ -173,14 +182,10 @@ def test_a_large_buffer_is_copied_when_it_changed(monkeypatch: pytest.MonkeyPatc
 
 def test_large_records_are_told_once_by_what_is_large(caplog: pytest.LogCaptureFixture) -> None:
     run = Run()
-    logger = logging.getLogger("ds_fuyou")
-    logger.addHandler(caplog.handler)
-    try:
+    with heard(caplog):
         for number in range(4):
             run.engine.fuyou_client_state = bytes(2_000_000 + 100 * number)
             run.take()
-    finally:
-        logger.removeHandler(caplog.handler)
     (said,) = [record.getMessage() for record in caplog.records]
     assert "most of them what the script handed over (engine.fuyou_client_state)" in said
 
@@ -202,12 +207,8 @@ def test_a_scheduler_without_state_is_named_and_nothing_is_recorded(
 ) -> None:
     run = Run(scheduler=False)
     run.engine.lr_scheduler = scheduler
-    logger = logging.getLogger("ds_fuyou")
-    logger.addHandler(caplog.handler)
-    try:
+    with heard(caplog):
         assert run.take() is None
-    finally:
-        logger.removeHandler(caplog.handler)
     assert "the learning-rate scheduler cannot be pickled" in caplog.text
 
 
