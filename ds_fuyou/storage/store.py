@@ -56,6 +56,7 @@ __all__ = [
     "SlotStore",
     "choose_num_slots",
     "commits_in",
+    "contents_in",
 ]
 
 logger = logging.getLogger("ds_fuyou")
@@ -576,6 +577,15 @@ def commits_in(directory: Path) -> list[CommitRecord]:
     fd = os.open(directory, DIRECTORY_FLAGS)
     try:
         return _read_commits(fd, directory, manifest)
+    finally:
+        os.close(fd)
+
+
+def contents_in(directory: Path) -> dict[str, Any] | None:
+    """As :func:`commits_in`: what :meth:`SlotStore.contents` would give; None if its run ended before that."""
+    fd = os.open(directory, DIRECTORY_FLAGS)
+    try:
+        return read_record(fd, directory, CONTENTS_NAME)
     finally:
         os.close(fd)
 

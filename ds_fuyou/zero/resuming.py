@@ -7,6 +7,11 @@ made again because a setting changed, a process outlived its launcher or a disk 
 the warning. So it does not begin. Files that hold no step, or a step whose states went with host memory, are told of
 alone; so is what began before the run that is gone on from, and what another engine of the script made.
 
+A model is known by the names and sizes of what it trains, in that order. A run with another order, or that freezes
+others, has another fingerprint, and would begin anew; so what files of its rank hold is looked at (:func:`_kinship`).
+They may as well be of an experiment beside this one: files in use are no hindrance, nor are any if this run has its own
+to go on from.
+
 What is looked at: every path, for the directory with the record may be on a disk that is not there; and parts of other
 ranks, which these do not find themselves where ranks were given to other machines, or where there are fewer of them.
 """
@@ -27,7 +32,7 @@ from ds_fuyou.state_layout import BF16, FP32, WHOLE
 from ds_fuyou.storage.cleanup import StateDirectory, find_state, holds_steps, is_fault
 from ds_fuyou.storage.lifetime import open_stores
 from ds_fuyou.storage.records import COMMIT_NAME, well_formed
-from ds_fuyou.storage.store import CommitRecord, JsonValue, RegionSpec, RunIdentity, SlotStore
+from ds_fuyou.storage.store import CommitRecord, JsonValue, RegionSpec, RunIdentity, SlotStore, contents_in
 from ds_fuyou.storage.store_files import read_directory_manifest
 from ds_fuyou.zero.agreement import of_every_rank
 
@@ -80,13 +85,14 @@ class _Offer:
 
 @dataclass(frozen=True)
 class _Refused:
-    """Files that this run cannot go on from. ``holds_steps``: see [Note: what a run must not begin beside]."""
+    """Files that this run cannot go on from; see [Note: what a run must not begin beside]."""
 
     run_id: str
     started: float
     path: Path
     why: str
     holds_steps: bool
+    is_kin: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,8 +105,8 @@ class _Seen:
     met: set[str] = field(default_factory=set)
     elsewhere: list[StateDirectory] = field(default_factory=list)
 
-    def refuse(self, state: StateDirectory, why: str, holds: bool) -> None:
-        self.refused.append(_Refused(state.run_id, state.started, state.path, why, holds))
+    def refuse(self, state: StateDirectory, why: str, holds: bool, is_kin: bool = False) -> None:
+        self.refused.append(_Refused(state.run_id, state.started, state.path, why, holds, is_kin))
 
 
 def find_resumable(
@@ -184,9 +190,13 @@ def _opened(
         same_world = state.world_size == identity.world_size
         wanted = identity.model_fingerprint if same_world else fingerprint_of(max(1, state.world_size))
         if state.model_fingerprint != wanted:
-            if is_of_rank and not state.model_fingerprint and not state.alive:
+            if not is_of_rank or state.alive:
+                continue
+            if not state.model_fingerprint:
                 why = "its manifest is missing or cannot be read"
                 seen.refuse(state, why, (state.path / COMMIT_NAME).exists())
+            elif why := _kinship(state, paths, fitting[0].contents):
+                seen.refuse(state, why, holds_steps(state), is_kin=True)
             continue
         if not is_of_rank:
             if not state.alive:
@@ -218,6 +228,29 @@ def _opened(
         else:
             seen.refuse(state, why, holds_steps(state))
         store.close(remove=False)
+
+
+def _kinship(state: StateDirectory, paths: Sequence[Path], ours: Mapping[str, JsonValue]) -> str:
+    """What differs between this run and one of the same model that has another fingerprint; empty if it is of another
+    model, or of another engine of the script, or does not say. Disks that this run does not use are left alone.
+    """
+    try:
+        first = Path(read_directory_manifest(state.path).directories[0])
+        found = contents_in(first) if first.parent.parent in paths else None
+        if found is None or found.get("engine") != ours["engine"]:
+            return ""
+        with well_formed(first):
+            if _trained_shapes(found) == _trained_shapes(ours):
+                return "its parameters are grouped or ordered otherwise"
+    except OSError as error:
+        if is_fault(error):
+            raise
+        return ""
+    return "others of its parameters are frozen" if found.get("shapes") == ours["shapes"] else ""
+
+
+def _trained_shapes(contents: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(shape) for name, shape, *_ in contents["params"]}
 
 
 def _states_in(paths: Sequence[Path]) -> list[StateDirectory]:
@@ -274,7 +307,8 @@ def _mismatch(store: SlotStore, fitting: Sequence[Fitting]) -> str:
         return _other_layout(found.get("states"), fitting[0].contents.get("states"))
     if not alike[0].choices:
         return "it was made with all states on storage, and this run keeps some in host memory (tiers, budgets)"
-    if found != alike[0].contents:
+    # Whether what is frozen is as it was is looked at when the engine is built; older files do not say its shapes.
+    if {**found, "shapes": ""} != {**alike[0].contents, "shapes": ""}:
         return "its dtype, optimizer or groups are others, or its parameters are cut into other chunks (chunk_bytes)"
     wanted = [{region.name: region for region in regions} for regions in alike[0].choices]
     if store.regions not in wanted:
@@ -378,7 +412,11 @@ def _tell(refused: Sequence[_Refused], chosen: _Chosen | None) -> None:
     Raises:
         FuyouStateError: see [Note: what a run must not begin beside].
     """
-    stops = [each for each in refused if each.holds_steps and (chosen is None or each.started > chosen.started)]
+    stops = [
+        each
+        for each in refused
+        if each.holds_steps and (chosen is None or (each.started > chosen.started and not each.is_kin))
+    ]
     for each in refused:
         if each not in stops:
             _warn(each.path, each.why)

@@ -32,7 +32,7 @@ from ds_fuyou.planner.applied import require_params
 from ds_fuyou.planner.decide import Decision, StepTime
 from ds_fuyou.planner.host_memory import available_host_bytes, copied_later_bytes
 from ds_fuyou.planner.plan import MIB, Plan, PlanInput, under_block
-from ds_fuyou.planner.profile import RunProfile
+from ds_fuyou.planner.profile import RunProfile, fingerprint_of
 from ds_fuyou.planner.profiled import placed_under
 from ds_fuyou.state_layout import FP32, SPLIT, WHOLE, StateLayout, layout_of, masters_of, moments_of
 from ds_fuyou.storage.io import IoSettings
@@ -105,6 +105,11 @@ class TrainedModel:
     @property
     def num_params(self) -> int:
         return sum(param.ds_numel for param in self.names)
+
+    @property
+    def shapes(self) -> str:
+        """Short: of all parameters by name, whichever are trained, and in which groups."""
+        return fingerprint_of(*sorted((name, tuple(param.ds_shape)) for param, name in self.names.items()))
 
     @property
     def paths(self) -> list[Path]:
@@ -249,6 +254,7 @@ class RunDesign:
             "dtype": str(self.model.param_dtype),
             "optimizer": self.model.kind.name,
             "engine": engine,
+            "shapes": self.model.shapes,
         }
 
 

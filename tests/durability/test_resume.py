@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import random
 import re
 import shutil
@@ -18,7 +19,7 @@ import torch
 
 from ds_fuyou.checkpoint.recovery import recover_checkpoint, recover_weights
 from ds_fuyou.state_layout import WHOLE, StateLayout, layout_of
-from ds_fuyou.storage.records import MANIFEST_NAME
+from ds_fuyou.storage.records import CONTENTS_NAME, MANIFEST_NAME, read_record, write_record
 from ds_fuyou.storage.store import SlotStore
 from tests.durability.runs import kill_some, launch, run_to_end, steps_in, wait_for_step
 from tests.harness.damage import flip_bit
@@ -370,6 +371,67 @@ def test_state_files_of_other_tiers_are_not_gone_on_from(tmp_path: Path) -> None
         assert (status == -9) == (parameters == "nvme"), said[-3000:]
         assert ("it was made with other tiers, budgets or slots" in said) == (parameters == "cpu")
         assert ("going on from step 2, in place" in said) == (number == 2)
+
+
+def forget(directory: Path, what: str) -> None:
+    """In what state files say of themselves, as older versions left it."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        contents = read_record(fd, directory, CONTENTS_NAME)
+        assert contents is not None
+        write_record(fd, directory, CONTENTS_NAME, {name: value for name, value in contents.items() if name != what})
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("change", "world_size", "why"),
+    [
+        ({"turned": True}, 1, "its parameters are grouped or ordered otherwise"),
+        ({"turned": True}, 2, "its parameters are grouped or ordered otherwise"),
+        ({"frozen": "blocks.1"}, 1, "others of its parameters are frozen"),
+        ({"frozen": "blocks.1", "block": {**RESUME, **ALL_STORED}, "zero_init": True}, 2, "others of its parameters"),
+    ],
+)
+def test_no_run_begins_beside_its_files_with_other_groups_or_others_frozen(
+    change: dict, world_size: int, why: str, tmp_path: Path
+) -> None:
+    """It would be another model's by the order of what it trains. Also where they are of another number of ranks. Those
+    of older versions do not say what was frozen, and are gone on from as they are."""
+    case = {"steps": STEPS, "block": RESUME, "ends": True}
+    status, said = end_of(tmp_path, {**case, "die": {"0": [2, "all"], "1": [2, "all"]}}, "first", 2)
+    assert status == -9, said[-3000:]
+    before = sorted(tmp_path.glob("ds_fuyou/*"))
+    status, said = end_of(tmp_path, {**case, **change}, "changed", world_size)
+    assert (status, "STEP" in said) == (1, False), said[-3000:]
+    assert f"does not begin anew, either: {before[0]}: {why}" in said
+    assert sorted(tmp_path.glob("ds_fuyou/*")) == before
+    for directory in before:
+        forget(directory, "shapes")
+    status, said = end_of(tmp_path, case, "again", 2)
+    assert (status, "going on from step 2, in place" in said) == (0, True), said[-3000:]
+
+
+def test_models_that_have_parameters_in_common_are_others(tmp_path: Path) -> None:
+    """One with fewer layers, all of which are in the other."""
+    case = {"steps": 2, "block": RESUME, "ends": True}
+    assert end_of(tmp_path, {**case, "die": {"0": [2, "after"]}, "model": {"num_layers": 2}}, "less")[0] == -9
+    status, said = end_of(tmp_path, case, "more")
+    assert (status, "STEP 2" in said, "is of this model" in said) == (0, True, False), said[-3000:]
+
+
+def test_experiments_with_others_frozen_run_beside_each_other(tmp_path: Path) -> None:
+    """What the other one left when it died later hinders nobody who goes on from files of his own."""
+    case = {"steps": 2, "block": RESUME}
+    processes, logs = launch(tmp_path, case, 1)
+    wait_for_step(2, processes, logs)
+    status, said = end_of(tmp_path, {**case, "die": {"0": [1, "after"]}, "frozen": "blocks.1"}, "beside")
+    assert (status, "is of this model" in said) == (-9, False), said[-3000:]
+    assert processes[0].is_alive(), "it waits to be killed"
+    finish(processes, 0)
+    status, said = end_of(tmp_path, {**case, "steps": 3, "ends": True}, "again")
+    assert (status, "going on from step 2, in place" in said) == (0, True), said[-3000:]
+    assert "is of this model, but this run cannot go on from it: others of its parameters are frozen" in said
 
 
 def test_no_run_begins_beside_state_files_in_use_or_without_a_rank(tmp_path: Path) -> None:

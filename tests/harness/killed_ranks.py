@@ -17,7 +17,8 @@ before and after ``steps``.
 ``move_after``: by step, the share of states that is to be in host memory from then on, ``move_bytes`` of them a step.
 ``poisoned``: a step after which P16 of the first chunk is NaN on storage. ``model``: changes of it,
 ``own_class``: what counts in it gives a class of this script as extra state,
-``zero_init``: which is built under ``zero.Init``. ``seed``: of its first values. ``odd``: added to the first element of
+``zero_init``: which is built under ``zero.Init``. ``turned``: its parameter groups come in another
+order. ``seed``: of its first values. ``odd``: added to the first element of
 what is frozen, before the engine is built. ``edits``: what it is set to behind the engine, gathered.
 ``dies_removing``: SIGKILL when so many of its directories are removed. ``runs_out``: before the engine that trains
 another one is built, whose first forward runs out of memory, and is destroyed; "same model": over its parameters.
@@ -136,7 +137,7 @@ def build(path: str, case: dict, rank: int, model: torch.nn.Module | None = None
     if "odd" in case:
         frozen[0].data.view(-1)[0] += case["odd"]
     trained = [param for param in model.parameters() if param.requires_grad]
-    groups = [{"params": trained[::2], "lr": 2e-3}, {"params": trained[1::2]}]
+    groups = [{"params": trained[::2], "lr": 2e-3}, {"params": trained[1::2]}][:: -1 if case.get("turned") else 1]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     if "edits" in case:
         with deepspeed.zero.GatheredParameters(frozen, modifier_rank=0):
