@@ -74,6 +74,15 @@ class SavedStep:
             return self.device_bytes
         return max(0.0, self.device_bytes - WORKING_BLOCKS * self.block_bytes)
 
+    def room_for(self, saved: float, beside: float, fixed_bytes: float) -> float:
+        """Bytes of the device that activations of another forward may hold, which saves ``saved`` times as much as the
+        mean of these, and needs ``beside`` times as much beside them, but for ``fixed_bytes``.
+        """
+        room = max(0.0, self.device_bytes - (beside - 1) * max(0.0, self.beside_bytes - fixed_bytes))
+        if room >= saved * (self.num_blocks * self.block_bytes + self.outside_bytes):
+            return room
+        return max(0.0, room - (saved - 1) * WORKING_BLOCKS * self.block_bytes)
+
     def planned(self, place: Placement, secs_of: Callable[[Placement], float]) -> Choice:
         """The fates that make a step of ``place`` shortest."""
         costs = self.costs()

@@ -69,6 +69,7 @@ class ActivationSession:
         self._cached_configs: list[Any] = []
         self._depth = 0
         self._handles: list[RemovableHandle] = []
+        self._model = weakref.ref(model)
         self._watch(model, self._enter_model, self._leave_model)
         if swapper is not None:
             for block in blocks:
@@ -182,6 +183,18 @@ class ActivationSession:
                 "blocks that are recomputed are not compiled, so results differ in rounding from those of the compiled "
                 "model; set activations.mode to swap for the same results",
             )
+
+    def watch_inputs(self, see: Callable[[Any], None]) -> None:
+        """``see`` is told what every forward in training mode is given, before it saves anything."""
+        model, own = self._model(), self._model
+
+        @torch.compiler.disable
+        def before(called: nn.Module, args: Any, kwargs: Any) -> None:
+            if called.training and called is own() and torch.is_grad_enabled():
+                see((args, kwargs))
+
+        if model is not None:
+            self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
 
     def observe(self, observer: AbstractContextManager[Any]) -> None:
         """The next forward in training mode runs inside of ``observer``, once."""

@@ -6,6 +6,11 @@ activations, that is done instead.
 Until it has decided nothing leaves the device that fits there: of the budget, less what the device holds when a forward
 begins, half is for saved tensors, the other half for what backward and gradients need, which nobody knows yet. What
 goes beyond that is swapped, and what storage has no room for stays on the device all the same.
+
+Afterwards a batch that is longer than those of the measured step keeps less on the device than was decided, and swaps
+the rest: logits and whatever else grows with it need the room (:meth:`SavedStep.room_for`; not where a plan document
+decides, which knows what fits). Nothing says how long an input is that holds no token ids; it is taken to be as long as
+the others.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from ds_fuyou.activations.auto import WORKING_BLOCKS, Choice, OutputCost, SavedStep
 from ds_fuyou.activations.named_outputs import planned_choice, require_blocks
@@ -24,6 +30,7 @@ from ds_fuyou.host.device import Device
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
 from ds_fuyou.zero.agreement import decided_by_rank_0, least, of_rank_0
+from ds_fuyou.zero.monitoring import tokens_in
 
 __all__ = ["AutoActivations"]
 
@@ -54,14 +61,18 @@ class AutoActivations:
         self._device = device
         self._budget_bytes = budget_bytes
         self._planned = planned
+        self._lengths: list[int] = []  # of the measured step's micro-batches, in tokens
+        self._fixed_bytes = math.inf  # of the device when their forwards begin, but for activations
         self.room: float | None = None
         """Bytes of the device for activations that stay, as seen when it was last decided by them."""
         self._begin()
+        session.watch_inputs(self._forward_begins)
 
     def _begin(self) -> None:
         self.is_decided = False
         self.device_bytes: float | None = None
         """The most that this rank will hold on the device by what was decided; None: not known."""
+        self._decided_by: SavedStep | None = None
         self._num_steps = 0
         self._at = self._look_anew()
         swapper = self._session.swapper
@@ -82,6 +93,22 @@ class AutoActivations:
         with recorder:
             yield
 
+    def _forward_begins(self, inputs: Any) -> None:
+        """Notes how long batches of the measured step are, and makes room for longer ones."""
+        swapper, measured = self._session.swapper, self._decided_by
+        if swapper is None or (self.is_decided and measured is None):
+            return
+        tokens = tokens_in(inputs)
+        if measured is None:
+            self._lengths.append(tokens)
+            self._fixed_bytes = min(self._fixed_bytes, max(0, self._device.allocated_bytes() - swapper.held.now))
+            return
+        longest = max(self._lengths, default=0)
+        swapper.keep_bytes = measured.device_bytes
+        if tokens > longest > 0:
+            mean = sum(self._lengths) / len(self._lengths)
+            swapper.keep_bytes = measured.room_for(tokens / mean, tokens / longest, self._fixed_bytes)
+
     def _first_room(self) -> int:
         """For saved tensors, while nothing is known of the rest. On the host other budgets count the rest."""
         room = max(0, self._budget_bytes - self._device.allocated_bytes())
@@ -94,6 +121,7 @@ class AutoActivations:
 
     def _look_anew(self) -> dict[str, float]:
         """As :meth:`_look`, where a step begins that may be the measured one: its peaks are its own."""
+        self._lengths, self._fixed_bytes = [], math.inf
         self._device.reset_peak()
         if self._session.swapper is not None:
             self._session.swapper.held.mark()
@@ -131,8 +159,7 @@ class AutoActivations:
             self.room = measured.room
             choice = decided_by_rank_0(lambda: plan(measured))
             self.device_bytes = None if choice is None else measured.beside_bytes + choice.device_bytes
-            if self._session.swapper is not None:  # a longer batch must not fill the device with what this one leaves
-                self._session.swapper.keep_bytes = measured.device_bytes
+            self._decided_by = measured
         if choice is None:
             return
         self.is_decided = True

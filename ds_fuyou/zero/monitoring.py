@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ds_fuyou.telemetry.report import BOUND_LANES, LaneTimes
 from ds_fuyou.telemetry.tier_bytes import TierBytes
 from ds_fuyou.zero.rank_state import RankState
 
-__all__ = ["StepMonitor", "count_tokens"]
+__all__ = ["StepMonitor", "count_tokens", "tokens_in"]
 
 
 def count_tokens(rank_state: RankState, module: torch.nn.Module) -> RemovableHandle:
@@ -31,13 +31,13 @@ def count_tokens(rank_state: RankState, module: torch.nn.Module) -> RemovableHan
         known = state()
         if known is not None and called.training and torch.is_grad_enabled():
             known.has_begun = True
-            known.num_tokens += _num_tokens(tree_leaves((args, kwargs)))
+            known.num_tokens += tokens_in((args, kwargs))
 
     return module.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def _num_tokens(values: Iterable[Any]) -> int:
-    for value in values:
+def tokens_in(inputs: Any) -> int:
+    for value in tree_leaves(inputs):
         if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.dtype in (torch.int64, torch.int32):
             return value.numel()
     return 0

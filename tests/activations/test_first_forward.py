@@ -15,6 +15,7 @@ from ds_fuyou.activations.auto import Choice, Counts, SavedStep
 from ds_fuyou.host.device import Device, HostDevice
 from ds_fuyou.planner.cost import Placement
 from ds_fuyou.zero.auto_activations import AutoActivations
+from tests.activations.late import LateCopies
 from tests.activations.support import MIB, Attached, Plain, attached, gradients
 from tests.activations.test_measured_peak import CountedDevice
 
@@ -165,6 +166,39 @@ def test_half_of_what_is_free_when_the_forward_begins(model: Plain, tmp_path: Pa
         device.hold(300 * MIB)
         model(IDS).backward()
         assert swapped.swapper.keep_bytes == 250 * MIB
+
+
+def test_a_longer_batch_keeps_less(model: Plain, tmp_path: Path) -> None:
+    """What training takes beside activations grows with it, but for what was there when the forward began."""
+    device = CountedDevice()
+    with attached(model, tmp_path, copies=LateCopies(2)) as swapped:
+        auto = auto_of(swapped, 800 * MIB, device)
+
+        def step(num_rows: int) -> float:
+            device.hold(100 * MIB)
+            loss = model(IDS.repeat(num_rows, 1))
+            room = swapped.swapper.keep_bytes
+            device.hold(400 * MIB)
+            loss.backward()
+            auto.step_applied(planned)
+            return room
+
+        step(1)
+        step(1)
+        assert auto.is_decided
+        measured = auto._decided_by
+        assert measured is not None
+        assert step(1) == measured.device_bytes > 390 * MIB
+        grown = 2 * measured.block_bytes * measured.num_blocks + 2 * measured.outside_bytes
+        assert grown < 100 * MIB, "all of it stays"
+        assert step(2) == measured.device_bytes - (measured.beside_bytes - 100 * MIB)
+        assert step(4) == max(0.0, measured.device_bytes - 3 * (measured.beside_bytes - 100 * MIB))
+        assert step(1) == measured.device_bytes
+        auto.decide_anew()
+        step(4)
+        step(4)
+        assert auto._decided_by is not measured
+        assert step(4) == auto._decided_by.device_bytes > 0
 
 
 def test_what_was_kept_is_no_part_of_the_rest(model: Plain, tmp_path: Path) -> None:
