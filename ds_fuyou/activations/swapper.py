@@ -130,7 +130,7 @@ class Swapper:
         tier: SwapTier | None,
         parameters: ParameterIndex,
         *,
-        device_type: str,
+        device: torch.device,
         smallest_bytes: int = 64 * 1024,
         resident: Callable[[], Collection[int]] = frozenset,
         clock: ComputeClock | None = None,
@@ -148,7 +148,7 @@ class Swapper:
         self._in_backward = False
         self.num_saved_parameters = 0
         self.saved_bytes: Counter[str] = Counter()  # of what is large enough to be moved, by block, since the start
-        self._device_type = device_type
+        self._device = device
         self._smallest_bytes = smallest_bytes
         self._resident_of = resident
         self._resident: Collection[int] = frozenset()
@@ -176,7 +176,7 @@ class Swapper:
 
         Once backward has begun, what is saved is for second derivatives, or no part of this training: it stays.
         """
-        if self._in_backward or not is_movable(tensor, self._device_type):
+        if self._in_backward or not is_movable(tensor, self._device):
             return KeptTensor(tensor, self.held, 0)
         saved = self.parameters.find(tensor)
         if saved is not None:
@@ -201,7 +201,7 @@ class Swapper:
         """An operator's output that a recomputation will not compute again; no parameter, and not saved by autograd.
         ``begun_at``: :attr:`num_moved` when the block began.
         """
-        if not is_movable(tensor, self._device_type):
+        if not is_movable(tensor, self._device):
             return KeptTensor(tensor, self.held, 0)
         view = ViewSpec.of(tensor)
         span = view.bytes()

@@ -9,9 +9,9 @@ import torch
 
 __all__ = ["ALIGN_BYTES", "ByteRange", "ViewSpec", "byte_view", "is_movable"]
 
-ALIGN_BYTES = 64
+ALIGN_BYTES = 512
 """Ranges begin at multiples of it, so a tensor that comes back lies as it lay before in a cache line and a vector
-register: kernels then take the same path and round alike."""
+register, or in what CUDA's allocator gives: kernels then take the same path and round alike."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,12 @@ def byte_view(tensor: torch.Tensor, span: ByteRange) -> torch.Tensor:
     return flat.set_(tensor.untyped_storage(), span.begin, (span.num_bytes,), (1,))
 
 
-def is_movable(tensor: torch.Tensor, device_type: str) -> bool:
+def is_movable(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether the tensor is plain strided memory on the device: no subclass, sparse, quantised or lazy tensor."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.device.type == device_type
+        and tensor.device.type == device.type
+        and device.index in (None, tensor.device.index)  # a script may have others in use
         and tensor.layout == torch.strided
         and not tensor.is_quantized
         and not tensor.is_nested

@@ -168,7 +168,7 @@ def attach_activations(
     swapper = Swapper(
         tier,
         index,
-        device_type=given.device.torch_device.type,
+        device=given.device.torch_device,
         smallest_bytes=given.smallest_bytes,
         resident=lambda: {b.untyped_storage()._cdata for b in module.buffers() if b.layout == torch.strided},
         clock=given.clock,

@@ -160,7 +160,7 @@ def attached(
     swapper = Swapper(
         tier,
         ResidentParameters(model.parameters()),
-        device_type="cpu",
+        device=torch.device("cpu"),
         smallest_bytes=smallest_bytes,
     )
     blocks = find_blocks(model)

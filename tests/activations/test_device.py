@@ -44,7 +44,7 @@ def test_gradients_on_the_device(arena_bytes: int, on_storage: bool, tmp_path: P
         arena_bytes, copy_lane(rank_device()), StorageHome(io, space) if on_storage else None, rank_device()
     )
     index = ResidentParameters(model.parameters())
-    swapper = Swapper(tier, index, device_type=device.type, smallest_bytes=4096)
+    swapper = Swapper(tier, index, device=device, smallest_bytes=4096)
     session = ActivationSession(model, find_blocks(model), swapper)
     for _ in range(3):
         found = gradients(model, step)
@@ -73,7 +73,7 @@ def test_any_mixture_of_fates_on_the_device(tmp_path: Path) -> None:
     io = IoLane(IoSettings(), space.path_of)
     tier = SwapTier(4 * MIB, copy_lane(rank_device()), StorageHome(io, space), rank_device())
     index = ResidentParameters(model.parameters())
-    swapper = Swapper(tier, index, device_type=device.type, smallest_bytes=4096)
+    swapper = Swapper(tier, index, device=device, smallest_bytes=4096)
     session = ActivationSession(model, find_blocks(model), swapper)
     drawn = random.Random(0)
     for _ in range(4):
@@ -98,7 +98,7 @@ def test_device_memory_is_flat_in_layers(tmp_path: Path) -> None:
         space = SwapSpace([tmp_path])
         io = IoLane(IoSettings(), space.path_of)
         tier = SwapTier(512 * MIB, copy_lane(rank_device()), StorageHome(io, space), rank_device())
-        swapper = Swapper(tier, ResidentParameters(model.parameters()), device_type=device.type)
+        swapper = Swapper(tier, ResidentParameters(model.parameters()), device=device)
         session = ActivationSession(model, find_blocks(model), swapper)
         model(ids).backward()
         rank_device().synchronize()

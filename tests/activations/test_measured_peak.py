@@ -39,7 +39,7 @@ class CountedDevice(HostDevice):
     def __init__(self) -> None:
         self.now = self.peak = 0
 
-    def record_event(self, *, timed: bool = False) -> Moment:
+    def record_event(self, *, timed: bool = False, blocking: bool = False) -> Moment:
         return Moment()
 
     def total_bytes(self) -> int:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.policy import BlockFate, Fate
+from ds_fuyou.activations.views import is_movable
 from tests.activations.support import attached, gradients
 
 WIDTH = 48
@@ -238,3 +239,10 @@ def test_what_is_given_inside_of_others_is_refused_once_it_has_changed(tmp_path:
         loss = model(inputs())
         with pytest.raises(RuntimeError, match=r"in-?place operation"):
             loss.backward()
+
+
+def test_what_lies_on_another_device_of_the_script_stays() -> None:
+    """A teacher's outputs, say: what is copied on this rank's streams would be ordered behind the wrong device's."""
+    values = inputs()
+    assert is_movable(values, torch.device("cpu"))
+    assert not is_movable(values, torch.device("cpu", 1))
