@@ -61,8 +61,9 @@ class Device(Protocol):
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Work that is issued inside goes to ``stream``."""
 
-    def record_event(self, *, timed: bool = False) -> Any:
-        """A new event, recorded on the current stream."""
+    def record_event(self, *, timed: bool = False, blocking: bool = False) -> Any:
+        """A new event, recorded on the current stream. ``blocking``: a thread that waits for it takes no processor
+        time, where the device can do that; it goes on some tens of microseconds later."""
 
     def synchronize(self) -> None:
         """Until all work has ended."""
@@ -113,7 +114,7 @@ class HostDevice:
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def record_event(self, *, timed: bool = False) -> Any:
+    def record_event(self, *, timed: bool = False, blocking: bool = False) -> Any:
         raise TypeError("the host has no streams: ask is_host before an event is recorded")
 
     def synchronize(self) -> None:

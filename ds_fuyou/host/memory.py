@@ -136,13 +136,17 @@ class PageLocks:
         self._locked: list[torch.Tensor] = []
         self._is_paused = False
 
+    @property
+    def pins(self) -> bool:
+        return self._device.pins
+
     def lock(self, tensor: torch.Tensor) -> torch.Tensor:
         """Registers the pages of a contiguous tensor, which no other registered tensor may share; returns it.
 
         Raises:
             FuyouStateError: the device refuses.
         """
-        if self._device.pins and tensor.numel():
+        if self.pins and tensor.numel():
             if not self._is_paused:
                 self._register(tensor)
             self._locked.append(tensor)

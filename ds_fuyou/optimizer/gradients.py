@@ -185,6 +185,8 @@ class StoredGradients:
         self._layout, self._dtype, self._io, self._extents = layout, dtype, io, extents
         self._detach, self._locks, self._lend = detach, locks, lend
         self._max_buffers = max_buffers
+        # A parameter opens all of its chunks. To register memory costs a device milliseconds: it keeps them.
+        self._most_free = max(max_buffers, *map(len, layout.chunks_of_param)) if locks.pins else max_buffers
         self.relieve: Callable[[], bool] = lambda: False
         self.waited_secs = 0.0
         self._is_last = False
@@ -330,7 +332,7 @@ class StoredGradients:
         if is_lent:
             return
         self._free.append(memory)
-        while len(self._free) > self._max_buffers:
+        while len(self._free) > self._most_free:
             self._locks.unlock(self._free.pop())
 
     def _retire(self, index: int) -> None:

@@ -147,7 +147,7 @@ class GradientIntake:
             at += target.numel()
             wants_norm = last and adds and number == len(cut) - 1
             whole = [piece.values for piece in pieces] if wants_norm else []
-            event = self._device.record_event()
+            event = self._device.record_event(blocking=True)  # the thread that waits would take a core from updates
             one = HostSum(target, staging, event, reading, adds=adds, gradient=whole)
             self._in_flight.append((span, self._sums.submit(one)))
             self._num_in_flight[span.index] += 1

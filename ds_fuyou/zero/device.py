@@ -127,10 +127,20 @@ class AcceleratorDevice:
         context: AbstractContextManager[Any] = self._accelerator.stream(stream)
         return context
 
-    def record_event(self, *, timed: bool = False) -> Any:
-        event = self._accelerator.Event(enable_timing=timed)
+    def record_event(self, *, timed: bool = False, blocking: bool = False) -> Any:
+        more = {"blocking": True} if blocking and self._events_block else {}
+        event = self._accelerator.Event(enable_timing=timed, **more)
         event.record(self.current_stream())
         return event
+
+    @functools.cached_property
+    def _events_block(self) -> bool:
+        """Intel's and others' events have no such argument."""
+        try:
+            self._accelerator.Event(blocking=True)
+        except TypeError:
+            return False
+        return True
 
     def synchronize(self) -> None:
         self._accelerator.synchronize()

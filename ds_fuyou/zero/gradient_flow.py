@@ -9,8 +9,8 @@ As in stock, gradients are reduced and copied on a stream of their own if ``over
 hook. Memory of a gradient belongs to the stream that was the computing one when it came (a model may have branches on
 streams of its own): it is let go when the event that follows its reduction has passed, or, when as much as two of the
 largest block (or one bucket) is kept, when that stream has waited for that event, on the device. So the host waits for
-nothing, and gradients of no more than three blocks (or two buckets) are on the device. ``step()`` waits for both
-streams.
+nothing, and gradients of no more than three blocks (or two buckets) are on the device. What is left of a micro-batch
+is let go in the forward of the next. ``step()`` waits for both streams.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class GradientFlow:
             if gradient is not None and not gradient.is_contiguous():  # a hook's; stock copies it to its bucket
                 gradient.data = gradient.contiguous()
             if self._stream is not None:
-                self._sweep()
+                self.sweep()
                 computing = self._streams[param.ds_id] = self._state.device.current_stream()
                 self._stream.wait_stream(computing)
         if param in self._cut:
@@ -269,8 +269,9 @@ class GradientFlow:
         self._reducing.append(reducing)
         self._reducing_numel += reducing.numel
 
-    def _sweep(self) -> None:
-        """Lets go of gradients whose reduction has ended, or comes before what is issued from now on."""
+    def sweep(self) -> None:
+        """Lets go of gradients whose reduction has ended, or comes before what is issued from now on. Waits for
+        nothing. To be called in the next forward, too, which has no use for them."""
         while self._reducing:
             oldest = self._reducing[0]
             if not oldest.event.query():

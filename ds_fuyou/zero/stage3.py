@@ -258,10 +258,13 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         clock = state.clock
         compute = None if state.trace is None else ComputeSpans(state.trace, self.module, self._tier_bytes, clock)
         self._compute_spans = compute
+        sweep = None if state.device.is_host else self.gradient_flow.sweep
 
         def fetch_sub_module(current_submodule: torch.nn.Module, forward: bool) -> None:
             if compute is not None:
                 compute.enter(current_submodule, forward)
+            if forward and sweep is not None:
+                sweep()
             params = iter_module_params(current_submodule)
             recorder = self.run_plan.recorder
             waits = any(param.ds_status is not ZeroParamStatus.AVAILABLE for param in params)

@@ -60,7 +60,9 @@ def sound() -> Iterator[None]:
     assert device.take_trips() == []
 
 
-def make_engine(swap: Path, tiers: str, activations: str, *, is_gathered: bool = False, **more: Any) -> Any:
+def make_engine(
+    swap: Path, tiers: str, activations: str, *, is_gathered: bool = False, accumulation: int = 1, **more: Any
+) -> Any:
     """Three small blocks, updates behind the next forward. ``is_gathered``: all parameters, from step to step; ``more``
     is added to the block.
     """
@@ -69,7 +71,7 @@ def make_engine(swap: Path, tiers: str, activations: str, *, is_gathered: bool =
     zero |= {"offload_param": {"device": "cpu", "pin_memory": True}}
     if is_gathered:
         zero["stage3_param_persistence_threshold"] = 1_000_000
-    config = ds_config(gradient_clipping=1.0, zero_optimization=zero)
+    config = ds_config(gradient_clipping=1.0, gradient_accumulation_steps=accumulation, zero_optimization=zero)
     config["fuyou"] = fuyou_of(swap, tiers, "auto", "backward_and_forward", 2, activations) | more
     torch.manual_seed(0)
     model = build_model({})
@@ -210,6 +212,34 @@ def test_steps_hold_as_much_of_the_device_as_is_planned(
     engine.destroy()
     assert f"device memory: at most {shown_bytes(held)} in use, planned were {shown_bytes(planned)}" in told()
     assert json.loads(file.read_text())["update_rate"] == reached < 1e12
+
+
+def test_a_longer_batch_than_the_measured_ones_fits_the_device(tmp_path: Path) -> None:
+    """Logits need more of it then, so less is kept."""
+    budget = 1_000_000  # 0.83 of it are in use before
+    engine = make_engine(tmp_path / "swap", "all", "auto", gpu_budget_bytes=budget)
+    device = engine.optimizer.rank_state.device
+    for batch in batches(3):
+        train(engine, batch)
+    device.reset_peak()
+    for batch in batches(3):
+        train(engine, {**batch, "ids": batch["ids"].repeat(2, 1)})
+    assert budget / 2 < device.peak_bytes() <= budget
+    engine.destroy()
+
+
+def test_gradients_of_a_micro_batch_are_let_go_in_the_next_forward(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path / "swap", "all", "none", accumulation=2)
+    flow = engine.optimizer.gradient_flow
+    first, second = batches(2)
+    train(engine, first)
+    assert flow._reducing
+    torch.standin.synchronize()
+    loss = engine(**second)
+    assert not flow._reducing
+    engine.backward(loss)
+    engine.step()
+    engine.destroy()
 
 
 # ---- a copy that fails ----------------------------------------------------------------------------------------
@@ -442,7 +472,7 @@ def test_memory_of_a_gradient_goes_behind_the_stream_that_it_belongs_to(tmp_path
             copied.copy_(came.grad, non_blocking=True)
             flow._let_go([came])
         with device.stream(other):
-            flow._sweep()
+            flow.sweep()
         assert not flow._reducing
         again = torch.full((numel,), 7.0, device="standin")
     device.synchronize()

@@ -56,6 +56,6 @@ class TimedDevice(HostDevice):
         """As ``step()`` does, whoever measures."""
         self.host_secs = max(self.host_secs, self.stream_secs)
 
-    def record_event(self, *, timed: bool = False) -> Any:
+    def record_event(self, *, timed: bool = False, blocking: bool = False) -> Any:
         self.stream_secs = max(self.stream_secs, self.host_secs)
         return TimedEvent(self, self.stream_secs, timed)

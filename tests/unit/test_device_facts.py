@@ -74,6 +74,29 @@ def test_memory_is_what_torch_counts_and_others_leave(
     assert device_budget(FuyouConfig(gpu_budget_bytes=7), device) == 7
 
 
+def test_waits_take_no_processor_time_where_events_can_do_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's take it unless they are told not to; Intel's know no such argument."""
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+
+    class Event:
+        def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+            self.made_with = (enable_timing, blocking)
+
+        def record(self, stream: object) -> None:
+            """At once."""
+
+    class PollingEvent(Event):
+        def __init__(self, enable_timing: bool = False) -> None:
+            super().__init__(enable_timing)
+
+    for event, blocks in ((Event, True), (PollingEvent, False)):
+        named = {"current_device_name": lambda: "meta", "current_stream": lambda: None}
+        device = AcceleratorDevice(accelerator(Event=event, **named), pin_memory=True)
+        assert device.record_event().made_with == (False, False)
+        assert device.record_event(timed=True).made_with == (True, False)
+        assert device.record_event(blocking=True).made_with == (False, blocks)
+
+
 def test_devices_whose_module_counts_nothing_are_asked_through_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
     assert AcceleratorDevice(accelerator(available_memory=lambda: 5), pin_memory=True).free_bytes() == 5
@@ -112,7 +135,7 @@ class _Link(TimedDevice):
 
     num_events = 0
 
-    def record_event(self, *, timed: bool = False) -> object:
+    def record_event(self, *, timed: bool = False, blocking: bool = False) -> object:
         if self.num_events % 2:
             self.compute(0.25 if self.num_events < 6 else 0.5)
         self.num_events += 1

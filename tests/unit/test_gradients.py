@@ -26,6 +26,21 @@ UNLOCKED = PageLocks(HostDevice())
 CHUNK_BYTES = round_up_to_page(2 * CUT_ELEMENTS * 2)
 
 
+class Registering(HostDevice):
+    pins = True
+
+    def __init__(self) -> None:
+        self.registered: set[int] = set()
+        self.num_asked = 0
+
+    def register(self, address: int, num_bytes: int) -> None:
+        self.registered.add(address)
+        self.num_asked += 1
+
+    def unregister(self, address: int) -> None:
+        self.registered.remove(address)
+
+
 @pytest.fixture
 def io(tmp_path: Path) -> Iterator[IoLane]:
     lane = IoLane(IoSettings(engine="threads"), lambda fd: tmp_path / "gradients")
@@ -88,6 +103,36 @@ def test_dram_gradients_are_one_piece_and_have_an_address() -> None:
     assert all(len(memory.pieces(span)) == 1 for span in LAYOUT.params)
     first, second = LAYOUT.chunks[:2]
     assert memory.pointer(1) - memory.pointer(0) == 2 * (second.begin - first.begin)
+
+
+def test_buffers_of_a_large_parameter_are_registered_once(io: IoLane, tmp_path: Path) -> None:
+    """Its chunks are open together; a device takes milliseconds for each of them, and would wait in every backward."""
+    layout = build_layout(
+        [[("head", "head", 12 * CUT_ELEMENTS, 0), ("block0.weight", "block0", CUT_ELEMENTS, 1)]],
+        LayoutLimits(max_elements=2 * CUT_ELEMENTS, min_elements=CUT_ELEMENTS),
+    )
+    device = Registering()
+    fd = os.open(tmp_path / "gradients", os.O_RDWR | os.O_CREAT)
+    os.truncate(fd, CHUNK_BYTES * len(layout.chunks))
+
+    def extents(chunk: int) -> tuple[Extent, ...]:
+        return (Extent(fd, chunk * CHUNK_BYTES, round_up_to_page(layout.chunks[chunk].numel * 2)),)
+
+    locks = PageLocks(device)
+    memory = StoredGradients(layout, torch.bfloat16, io, extents, lambda *_: None, locks, max_buffers=2)
+    asked = []
+    for _ in range(3):
+        for span in layout.params:
+            memory.pieces(span)
+        memory.seal_all()
+        memory.end_step()
+        asked.append(device.num_asked)
+    assert asked[0] >= 6
+    assert asked == [asked[0]] * 3
+    memory.close()
+    os.close(fd)
+    locks.release()
+    assert not device.registered
 
 
 def test_sealed_gradients_come_back_from_storage(stored: tuple[StoredGradients, list[int]]) -> None:

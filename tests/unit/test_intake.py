@@ -65,7 +65,7 @@ class LateDevice(HostDevice):
     def make_current(self) -> None:
         self._current.is_made = True
 
-    def record_event(self, *, timed: bool = False) -> Late:
+    def record_event(self, *, timed: bool = False, blocking: bool = False) -> Late:
         self.events.append(Late(self._current))
         return self.events[-1]
 
