@@ -18,10 +18,14 @@ _CASES = {
     "balanced": "balanced (batch 2, sequence 256), no clipping",
     "balanced_clip1": "balanced, clipped at norm 1.0",
     "storage_bound": "storage-bound (batch 1, sequence 32)",
+    "masters": "storage-bound, split masters",
+    "moments": "storage-bound, moments of 8 bits",
     "compute_bound": "compute-bound (batch 8, sequence 256)",
     "dram": "everything in host memory",
     "activations": "gradient checkpointing in the script, batch 2",
     "activations_batch8": "gradient checkpointing in the script, batch 8",
+    "rollout": "64 tokens generated",
+    "saving": "values taken out, all on NVMe",
     "trace": "lane trace, balanced with activations on NVMe",
 }
 _NAMES = {
@@ -35,7 +39,18 @@ _NAMES = {
     "fuyou_off_beside_io": "this without optimizer, beside fio",
     "stock_off": "stock without optimizer",
     "fuyou_off": "this without optimizer",
+    "fuyou_optimizer_nvme_whole": "the same, whole masters and fp32 moments",
+    "fuyou_optimizer_nvme_int8": "this, optimizer on NVMe",
+    "fuyou_all_nvme_whole": "the same, whole masters and fp32 moments",
+    "fuyou_all_nvme_int8": "this, all on NVMe",
+    "fuyou_dram_int8": "this, all in host memory",
+    "zero_offload_gathered": "ZeRO-Offload, parameters gathered once",
+    "fuyou_all_nvme_gathered": "this, all on NVMe, gathered once",
+    "fuyou_all_nvme_read_once": "their bytes read once",
+    "fuyou_all_nvme_merge": "adapters merged",
+    "fuyou_all_nvme_evaluate": "an evaluation",
 }
+_NAMES_IN = {("saving", "fuyou_all_nvme"): "`state_dict`", ("moments", "fuyou_dram"): "the same, fp32 moments"}
 
 
 def table(results: dict[str, Any], source: str) -> str:
@@ -49,20 +64,21 @@ def _lines(results: dict[str, Any], source: str) -> Iterator[str]:
     yield (
         f"Measured on {at['date']}: {at['num_cores']} cores ({at['cpu']}), {at['memory_gib']:.0f} GiB, "
         f"{at['storage']}, torch {at['torch']}, DeepSpeed {at['deepspeed']}. GPT of 98 M parameters, bf16, AdamW. "
-        f"Seconds a step, interleaved; ratio: median (quartiles). Everything else, with the configurations: "
-        f"[{source}](benchmarks/results/{source})."
+        f"Seconds (of a step, where nothing else is said), interleaved; ratio: median (quartiles). Everything else, "
+        f"with the configurations: [{source}](benchmarks/results/{source})."
     )
     if foreign > 0.1:
         yield ""
         yield f"Other processes used up to {foreign:.1f} cores meanwhile, so these times are only an indication."
     yield ""
-    yield "| case | compared | s a step | ratio |"
+    yield "| case | compared | s | ratio |"
     yield "|---|---|---|---|"
     for case in results["cases"]:
         for ratio in case["ratios"]:
-            ours, theirs = (case["variants"][ratio[key]]["step_secs"]["median"] for key in ("of", "to"))
+            name, pair = case["case"]["name"], (ratio["of"], ratio["to"])
+            ours, theirs = (case["variants"][each]["step_secs"]["median"] for each in pair)
             yield (
-                f"| {_CASES[case['case']['name']]} | {_NAMES[ratio['of']]} / {_NAMES[ratio['to']]} | "
+                f"| {_CASES[name]} | {' / '.join(_NAMES_IN.get((name, each), _NAMES[each]) for each in pair)} | "
                 f"{ours:.2f} / {theirs:.2f} | {ratio['median']:.2f} "
                 f"({ratio['quartile_1']:.2f} to {ratio['quartile_3']:.2f}) |"
             )
