@@ -335,8 +335,8 @@ class FuyouConfig(_Settings):
     gpu_budget_bytes: ByteBudget = Field(
         "auto",
         description="Device memory this rank may use; `activations.mode: auto` fills it, and what is left bounds the "
-        "parameters that stay between micro-batches. Default: 90 % of what others leave of the device, and no swapping "
-        "where the device is the host.",
+        "parameters that stay between micro-batches, and swapped activations that have not left the device. Default: "
+        "90 % of what others leave of the device, and no swapping where the device is the host.",
     )
     nvme_budget_bytes: ByteBudget = Field("auto", description="Storage this rank may use.")
     parameters: ParameterSettings = ParameterSettings()

@@ -103,7 +103,7 @@ class DeviceCopies:
         self._out.wait_event(after)
         with self._device.stream(self._out):
             target.copy_(source, non_blocking=True)
-            event = self._device.record_event()
+            event = self._device.record_event(blocking=True)
         return InFlightCopy(event, ((source, target),))
 
     def new_target(self, num_bytes: int) -> torch.Tensor:

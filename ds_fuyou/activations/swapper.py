@@ -21,6 +21,7 @@ from ds_fuyou.activations.records import HeldBytes, Record
 from ds_fuyou.activations.tier import SwapTier
 from ds_fuyou.activations.views import ALIGN_BYTES, ByteRange, ViewSpec, byte_view, is_movable
 from ds_fuyou.host.compute_clock import ComputeClock, HostClock, Phase
+from ds_fuyou.host.run_ahead import RunAhead
 from ds_fuyou.log import log_once
 
 __all__ = ["PACKED", "KeptTensor", "MovedTensor", "Packed", "Swapper", "Tape"]
@@ -123,6 +124,7 @@ class Swapper:
         smallest_bytes: tensors that cover less stay on the device.
         tier: None where nothing is ever moved: the device is the host, and host memory is the tier.
         clock: told of what the device may have to wait for.
+        ahead: told of what comes back, which backward lets go at once; None: the device is the host.
     """
 
     def __init__(
@@ -134,8 +136,11 @@ class Swapper:
         smallest_bytes: int = 64 * 1024,
         resident: Callable[[], Collection[int]] = frozenset,
         clock: ComputeClock | None = None,
+        ahead: RunAhead | None = None,
     ) -> None:
         self.tier = tier
+        self._ahead = ahead
+        self._told_bytes = 0  # to it
         self.clock = clock if clock is not None else HostClock()
         self.parameters = parameters
         self.held = tier.held if tier is not None else HeldBytes()
@@ -143,7 +148,10 @@ class Swapper:
         self.block = ""
         self.fates: Mapping[str, Fate] | None = None
         """Of what each block saves, "" for what lies around blocks; what is not named is kept. None: all is swapped."""
-        self.keep_bytes = math.inf  # a choice to keep holds as long as no more than this is on the device
+        self.room_bytes = math.inf
+        """Of the device, for all that forward leaves there: a choice to keep holds as long as there is room, and what
+        leaves is waited for."""
+        self.keeps_all = False  # a choice to keep holds, whatever room there is
         self.keeps_what_storage_refuses = False
         self._in_backward = False
         self.num_saved_parameters = 0
@@ -240,7 +248,7 @@ class Swapper:
         if is_small_part or not whole.covers(span):  # take no more than that
             whole = span
         whole = ByteRange(whole.begin // ALIGN_BYTES * ALIGN_BYTES, whole.end)
-        if self.tier is None or (fate is Fate.KEEP and self._has_room(key, whole.num_bytes)):
+        if self.tier is None or (fate is Fate.KEEP and self._has_room(self.tier, key, whole.num_bytes)):
             return self._keep(key, tensor, whole.num_bytes)
         if self.keeps_what_storage_refuses and not self.tier.has_storage_for(whole.num_bytes):
             log_once(
@@ -257,6 +265,7 @@ class Swapper:
                 self._name(tensor),
                 lambda: alias._version == version,
                 made_after=made_after,
+                room_bytes=self.room_bytes,
             )
         if record is None:
             log_once(
@@ -276,9 +285,12 @@ class Swapper:
         known = self._kept.get(key)
         return known is not None and known() is not None
 
-    def _has_room(self, key: tuple[int, int], num_bytes: int) -> bool:
+    def _has_room(self, tier: SwapTier, key: tuple[int, int], num_bytes: int) -> bool:
         """Batches may be larger than those that the choice to keep was made for."""
-        return self._is_kept(key) or self.held.now + num_bytes <= self.keep_bytes
+        if self._is_kept(key) or self.held.now + num_bytes <= self.room_bytes:
+            return True
+        with self.clock.within(Phase.ACTIVATIONS):
+            return tier.let_leave(num_bytes, self.room_bytes) or self.keeps_all
 
     def _keep(self, key: tuple[int, int], tensor: torch.Tensor, num_bytes: int) -> KeptTensor:
         """What several operators save is on the device once, and counts once."""
@@ -300,7 +312,13 @@ class Swapper:
         value = self._value(packed)
         if isinstance(packed, MovedTensor) and self.tier is not None:
             self.tier.read_ahead(packed.tape.before(packed.place), packed.tape.soon(packed.place))
+            self._let_go(self.tier)
         return value
+
+    def _let_go(self, tier: SwapTier) -> None:
+        if self._ahead is not None:
+            told, self._told_bytes = self._told_bytes, tier.counters.in_bytes
+            self._ahead.let_go(self._told_bytes - told)
 
     def _value(self, packed: Packed) -> torch.Tensor:
         if isinstance(packed, KeptTensor):
@@ -330,6 +348,7 @@ class Swapper:
             records = [item.record for item in moved]
             first = min(moved, key=lambda item: item.place)
             self.tier.read_ahead(chain(records, first.tape.before(first.place)), records)
+            self._let_go(self.tier)
 
     def _parameter(self, saved: SavedParameter) -> torch.Tensor:
         values = self.parameters.values(saved)

@@ -16,15 +16,18 @@ they lie on all paths in turn. Nothing has to fit the arena but a piece. What a 
 [Note: who waits, and why nothing deadlocks]
 Host memory is the arena and nothing else. What leaves a device and finds none is WAITING: it stays where it is, and the
 hook goes on; a later one sends it. So :meth:`put` waits only when more than the arena holds, beside the record itself,
-is still on the device on its behalf (and, where the device is the host, when the arena is full: there nothing can
-stay). Reads ahead never wait. A read that backward waits for does, for as much of the arena as one piece
+is still on the device on its behalf; or when all that forward leaves there is more than the device has room for, a few
+records excepted: the host runs ahead, and would launch a whole pass before anything has left. (Where the device is the
+host nothing can stay, so it waits when the arena is full.)
+
+Reads ahead never wait. A read that backward waits for does, for as much of the arena as one piece
 (:meth:`SwapTier._make_room`). A wait is for the oldest write, copy or read in flight. Each of these ends by itself: the
 engine and the streams need neither the lock nor the waiting thread, streams wait only for what was issued before, and
 what has ended can be moved on or forgotten. Every byte of the arena is in one of: a copy out (then it is written), a
 write or a read (then it is clean), clean (then it is forgotten), a copy in (then it is free). So after finitely many
 waits the arena is empty, and a piece fits an empty arena. What a device is given back lies in the device's memory;
 where that is the host, in the arena if there is a run for it, or in memory of its own, as it lay before it was saved.
-Where there is no storage nothing waits: a record that does not fit is not taken.
+Where there is no storage nothing waits for host memory: a record that does not fit is not taken.
 
 Activations share the I/O engine with parameters and optimizer states. Transfers in flight are bounded on each path, so
 that what something waits for never queues behind many of them; demand reads go first.
@@ -33,6 +36,7 @@ that what something waits for never queues behind many of them; demand reads go 
 from __future__ import annotations
 
 import heapq
+import math
 import threading
 import time
 import weakref
@@ -151,10 +155,16 @@ class SwapTier:
         return self._next_sequence
 
     def put(
-        self, source: torch.Tensor, what: str, unchanged: Callable[[], bool], *, made_after: int | None = None
+        self,
+        source: torch.Tensor,
+        what: str,
+        unchanged: Callable[[], bool],
+        *,
+        made_after: int | None = None,
+        room_bytes: float = math.inf,
     ) -> Record | None:
         """Starts moving ``source`` (flat bytes on the device) out; who waits is told above. ``made_after``: for a
-        recomputation of a block that began after so many.
+        recomputation of a block that began after so many. ``room_bytes``: of the device, for all that is held there.
 
         ``unchanged`` tells whether the source was left alone since this call. Returns None when there is no room and
         no storage: the caller then leaves the tensor where it is.
@@ -174,7 +184,7 @@ class SwapTier:
             if self.copies.device_is_host:
                 has_room = self._put_on_host(record, source)
             else:
-                has_room = self._put_from_device(record, source, unchanged)
+                has_room = self._put_from_device(record, source, unchanged, room_bytes)
             if not has_room:
                 return None
             if self._trace is not None:
@@ -208,9 +218,11 @@ class SwapTier:
             self._write_more()
         return True
 
-    def _put_from_device(self, record: Record, source: torch.Tensor, unchanged: Callable[[], bool]) -> bool:
-        """Sends what host memory is free for. Where there is storage the rest follows, and this waits as long as more
-        than the arena holds, beside this record, is still on the device.
+    def _put_from_device(
+        self, record: Record, source: torch.Tensor, unchanged: Callable[[], bool], room_bytes: float
+    ) -> bool:
+        """Sends what host memory is free for. Where there is storage the rest follows. Waits as long as too much beside
+        this record is still on the device.
         """
         if self.storage is None:
             memories = [self._arena.try_allocate(piece.num_bytes) for piece in record.pieces]
@@ -222,11 +234,29 @@ class SwapTier:
         self._on_device_bytes += record.num_bytes
         self._waiting.append(record.reference)
         self._leave_more()
-        while self.storage is not None and self._on_device_bytes > self._arena.capacity_bytes + record.num_bytes:
-            if not (self._make_room() if self._waiting else self._wait_for_copy_out()):
-                break
-            self._progress()
+        most = self._arena.capacity_bytes if self.storage is not None else math.inf
+
+        def is_enough() -> bool:
+            beside = self._on_device_bytes - record.num_bytes
+            return beside <= most and (beside <= self._soon_bytes or self.held.now <= room_bytes)
+
+        self._let_leave(is_enough)
         return True
+
+    def let_leave(self, num_bytes: int, room_bytes: float) -> bool:
+        """Whether the device, which has ``room_bytes`` for all that is held there, has them for so much more; waits for
+        what is leaving it.
+        """
+        with self._lock:
+            self._let_leave(lambda: self.held.now + num_bytes <= room_bytes or self._on_device_bytes == 0)
+        return self.held.now + num_bytes <= room_bytes
+
+    def _let_leave(self, is_enough: Callable[[], bool]) -> None:
+        """Waits until it is, or nothing is leaving."""
+        while not is_enough():
+            if not (self._wait_for_copy_out() or (self._waiting and self._make_room())):
+                return
+            self._progress()
 
     def _leave_more(self) -> None:
         """Starts copies of what waits on the device, in order, as far as there is host memory for it."""

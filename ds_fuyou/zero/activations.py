@@ -26,13 +26,14 @@ from ds_fuyou.config import FuyouConfig
 from ds_fuyou.ds_json import Activation
 from ds_fuyou.host.compute_clock import ComputeClock
 from ds_fuyou.host.device import Device
+from ds_fuyou.host.run_ahead import run_ahead
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.plan import handles_activations
 from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.swap_space import SwapSpace
 from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.auto_activations import AutoActivations
-from ds_fuyou.zero.budgets import device_budget
+from ds_fuyou.zero.budgets import device_budget, unmeasured_room
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.gathering import settle
 from ds_fuyou.zero.striping import path_weights
@@ -172,8 +173,17 @@ def attach_activations(
         smallest_bytes=given.smallest_bytes,
         resident=lambda: {b.untyped_storage()._cdata for b in module.buffers() if b.layout == torch.strided},
         clock=given.clock,
+        ahead=run_ahead(given.device),
     )
-    return ActivationSession(module, blocks, swapper, (), _POINTS)
+    session = ActivationSession(module, blocks, swapper, (), _POINTS)
+    if settings.mode == "swap" and not given.device.is_host:
+        budget_bytes = device_budget(given.activation.config, given.device)
+
+        def forward_begins(inputs: Any) -> None:
+            swapper.room_bytes = unmeasured_room(budget_bytes, given.device, swapper.held.now)
+
+        session.watch_inputs(forward_begins)
+    return session
 
 
 def _planned(config: FuyouConfig) -> Mapping[str, Mapping[str, int]] | None:

@@ -30,6 +30,7 @@ from ds_fuyou.host.device import Device
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
 from ds_fuyou.zero.agreement import decided_by_rank_0, least, of_rank_0
+from ds_fuyou.zero.budgets import unmeasured_room
 from ds_fuyou.zero.monitoring import tokens_in
 
 __all__ = ["AutoActivations"]
@@ -83,20 +84,24 @@ class AutoActivations:
         self._once: dict[str, str] = {}
         self._session.observe(self._watched(self.recorder))
         if swapper is not None:
-            swapper.fates, swapper.keeps_what_storage_refuses = {}, True
+            swapper.fates, swapper.keeps_what_storage_refuses, swapper.keeps_all = {}, True, False
 
     @contextmanager
     def _watched(self, recorder: OperatorRecorder) -> Iterator[None]:
         """The first forward: what it may keep is known when it begins."""
         if self._session.swapper is not None:
-            self._session.swapper.keep_bytes = self._first_room()
+            self._session.swapper.room_bytes = unmeasured_room(self._budget_bytes, self._device)
         with recorder:
             yield
 
     def _forward_begins(self, inputs: Any) -> None:
         """Notes how long batches of the measured step are, and makes room for longer ones."""
         swapper, measured = self._session.swapper, self._decided_by
-        if swapper is None or (self.is_decided and measured is None):
+        if swapper is None:
+            return
+        if self.is_decided and measured is None:  # the plan knows what fits
+            beside = self._device.allocated_bytes() - swapper.held.now
+            swapper.room_bytes = max(0, self._budget_bytes - beside)
             return
         tokens = tokens_in(inputs)
         if measured is None:
@@ -104,15 +109,10 @@ class AutoActivations:
             self._fixed_bytes = min(self._fixed_bytes, max(0, self._device.allocated_bytes() - swapper.held.now))
             return
         longest = max(self._lengths, default=0)
-        swapper.keep_bytes = measured.device_bytes
+        swapper.room_bytes = measured.device_bytes
         if tokens > longest > 0:
             mean = sum(self._lengths) / len(self._lengths)
-            swapper.keep_bytes = measured.room_for(tokens / mean, tokens / longest, self._fixed_bytes)
-
-    def _first_room(self) -> int:
-        """For saved tensors, while nothing is known of the rest. On the host other budgets count the rest."""
-        room = max(0, self._budget_bytes - self._device.allocated_bytes())
-        return room if self._device.is_host else room // 2
+            swapper.room_bytes = measured.room_for(tokens / mean, tokens / longest, self._fixed_bytes)
 
     def decide_anew(self) -> None:
         """As in the first steps, until the next one has been measured. On all ranks after the same step."""
@@ -151,7 +151,7 @@ class AutoActivations:
             if self._planned is not None:
                 choice = of_rank_0(self._by_plan(self._planned))
             if choice is not None and self._session.swapper is not None:
-                self._session.swapper.keep_bytes = math.inf  # the plan knows what fits
+                self._session.swapper.keeps_all = True
             self._at = self._look_anew()
         else:
             now = self._look()

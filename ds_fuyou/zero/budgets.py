@@ -24,6 +24,7 @@ __all__ = [
     "local_ranks",
     "planned_host_bytes",
     "share_of_cores",
+    "unmeasured_room",
 ]
 
 planned_host_bytes: WeakKeyDictionary[object, int] = WeakKeyDictionary()
@@ -110,6 +111,14 @@ def device_budget(config: FuyouConfig, device: Device) -> int:
     """Bytes of the device for this rank: the block's, or most of what others leave it; the rest is the allocator's."""
     budget = config.gpu_budget_bytes
     return int(_OF_DEVICE * device.usable_bytes()) if budget == "auto" else int(budget)
+
+
+def unmeasured_room(budget_bytes: int, device: Device, held_bytes: int = 0) -> int:
+    """Bytes of the device for saved tensors when a forward begins, of which it holds ``held_bytes`` already, while
+    nothing is known of the rest: half of what is left of its budget. On the host other budgets count the rest.
+    """
+    room = max(0, budget_bytes - device.allocated_bytes() + held_bytes)
+    return room if device.is_host else room // 2
 
 
 def _too_much(key: str, wanted: str, where: str, have: int) -> FuyouConfigError:

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from ds_fuyou.ds_json import Activation
 from ds_fuyou.host.device import failure_of
 from ds_fuyou.host.memory import HeapGuard
+from ds_fuyou.host.run_ahead import run_ahead
 from ds_fuyou.parameters.partition import Partition
 from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.planner.host_memory import available_host_bytes
@@ -34,7 +35,7 @@ from ds_fuyou.zero.budgets import local_ranks, planned_host_bytes
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.gathering import for_training, in_use_order, release_gathered, watch_gathers
 from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, held_bytes, partition_of, stores_of
-from ds_fuyou.zero.stock import bound_gathered, iter_module_params, without_prefetch_to_host
+from ds_fuyou.zero.stock import bound_gathered, iter_module_params, watch_releases, without_prefetch_to_host
 
 __all__ = ["InferenceReads", "end_reads", "reads_of_inference", "watch"]
 
@@ -249,7 +250,10 @@ def watch(engine: Any, offload: Any, activation: Activation) -> None:
     coordinator.fetch_sub_module = for_training(fetch_sub_module)
     without_prefetch_to_host(coordinator)
     coordinator.reset_step, offload.destroy = reset_step, destroy
-    if rank_device().is_host:
+    ahead = run_ahead(rank_device(pin_memory=activation.absorbed.pin_memory))
+    if ahead is not None:
+        watch_releases(coordinator, ahead.let_go)
+    else:
 
         def bound(parameters: ParameterStore) -> None:
             bound_gathered(coordinator, parameters, offload.dtype.itemsize)

@@ -28,6 +28,7 @@ from ds_fuyou.ds_json import Activation, current_activation
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.host.compute_clock import Phase
 from ds_fuyou.host.device import failure_of
+from ds_fuyou.host.run_ahead import run_ahead
 from ds_fuyou.log import get_logger
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.rules import GroupHyper, optimizer_kind
@@ -66,6 +67,7 @@ from ds_fuyou.zero.stock import (
     iter_module_params,
     reused_numel,
     staying_numel,
+    watch_releases,
     without_prefetch_to_host,
 )
 from ds_fuyou.zero.training_state import TrainingState
@@ -195,8 +197,10 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         )
         state.activations = attach_activations(self.module, index, given)
         auto = attach_auto(state.activations, given)
-        if not state.device.is_host:
+        ahead = run_ahead(state.device)
+        if ahead is not None:
             coordinator = self.parameter_offload.get_param_coordinator()
+            watch_releases(coordinator, ahead.let_go)  # before what stays is left out of them
             self._across_batches = AcrossBatches(coordinator, state.device, lambda: is_boundary(self))
         self.run_plan = RunPlan(state, self.module, auto, self._leave_out, self._known, self._across_batches)
         return index

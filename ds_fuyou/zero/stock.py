@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime import utils as ds_utils
 from deepspeed.runtime.zero import utils as zero_utils
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 from torch.nn import Parameter
@@ -27,6 +28,7 @@ __all__ = [
     "reused_numel",
     "set_of_coordinator",
     "staying_numel",
+    "watch_releases",
     "without_prefetch_to_host",
 ]
 
@@ -89,6 +91,20 @@ def staying_numel(coordinator: Any) -> int:
     """Elements of parameters that may stay from one micro-batch to the next beside those that are gathered ahead."""
     most, ahead = (of_coordinator(coordinator, name) for name in ("max_n_available_params", "prefetch_bucket_sz"))
     return max(0, int(most) - int(ahead))
+
+
+def watch_releases(coordinator: Any, let_go: Callable[[int], None]) -> None:
+    """``let_go`` is told, behind each release of a parameter, how many bytes of gathered values that let go."""
+    stock_release = of_coordinator(coordinator, "release_param")
+
+    @torch.compiler.disable
+    def release(param: Parameter, free_data: bool = True) -> None:
+        num_bytes = param.data.nbytes if param.ds_status is ZeroParamStatus.AVAILABLE else 0
+        stock_release(param, free_data)
+        if num_bytes and param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+            let_go(num_bytes)
+
+    set_of_coordinator(coordinator, "release_param", release)
 
 
 def combined_grad_norm(norm_groups: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:

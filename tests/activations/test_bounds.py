@@ -205,7 +205,7 @@ def test_a_longer_batch_is_swapped_where_a_shorter_one_could_be_kept(tmp_path: P
         room = swapped.tier.held.now
         moved = swapped.tier.counters.out_bytes
         loss.backward()
-        swapped.swapper.keep_bytes = room
+        swapped.swapper.room_bytes = room
         swapped.tier.held.peak = 0
         found = gradients(model, lambda model: model(short).backward())
         assert (swapped.tier.counters.out_bytes, swapped.tier.held.peak) == (moved, room), "what fitted is kept as ever"

@@ -165,7 +165,7 @@ def test_half_of_what_is_free_when_the_forward_begins(model: Plain, tmp_path: Pa
         auto_of(swapped, 800 * MIB, device)
         device.hold(300 * MIB)
         model(IDS).backward()
-        assert swapped.swapper.keep_bytes == 250 * MIB
+        assert swapped.swapper.room_bytes == 250 * MIB
 
 
 def test_a_longer_batch_keeps_less(model: Plain, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_longer_batch_keeps_less(model: Plain, tmp_path: Path) -> None:
         def step(num_rows: int) -> float:
             device.hold(100 * MIB)
             loss = model(IDS.repeat(num_rows, 1))
-            room = swapped.swapper.keep_bytes
+            room = swapped.swapper.room_bytes
             device.hold(400 * MIB)
             loss.backward()
             auto.step_applied(planned)

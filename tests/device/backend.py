@@ -112,6 +112,8 @@ def _memory_stats() -> dict[str, int]:
     return {
         "allocated_bytes.all.current": now["allocated"],
         "allocated_bytes.all.peak": now["peak"],
+        "active_bytes.all.current": now["active"],
+        "active_bytes.all.peak": now["peak_active"],
         "reserved_bytes.all.current": now["reserved"],
         "reserved_bytes.all.peak": now["peak_reserved"],
         "num_alloc_retries": now["num_flushes"],

@@ -50,6 +50,7 @@ from script_actions import (
     wrapped,
 )
 
+from ds_fuyou.host import run_ahead
 from ds_fuyou.parameters.partition import Presence
 from tests.device import faults
 from tests.device.accelerator import install_from
@@ -305,6 +306,7 @@ def param_reads(engine) -> tuple[int, int] | None:
 def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as handle:
         case = json.load(handle)
+    run_ahead._MOST_BYTES = case.get("most_ahead_bytes", run_ahead._MOST_BYTES)
     install_from(os.environ)
     if get_accelerator().device_name() == "cuda":
         repeatable()

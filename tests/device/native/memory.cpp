@@ -68,6 +68,8 @@ c10::DataPtr DeviceMemory::allocate(size_t bytes)
                          now_.allocated, " of ", settings.capacity, " bytes are allocated");
         now_.allocated += int64_t(size);
         now_.peak = std::max(now_.peak, now_.allocated);
+        now_.active += int64_t(size);
+        now_.peak_active = std::max(now_.peak_active, now_.active);
     }
     return {place, place, &free, c10::Device(c10::kPrivateUse1, c10::DeviceIndex(settings.index))};
 }
@@ -142,6 +144,7 @@ void DeviceMemory::make_free(char* place)
         push(at->second.stream, std::move(work));
     }
     at->second.is_free = true;
+    now_.active -= int64_t(at->second.bytes);
     free_[at->second.stream].insert({at->second.bytes, place});
     join_next(at);
     if (at != blocks_.begin()) join_next(std::prev(at));
@@ -219,6 +222,7 @@ void DeviceMemory::reset_peaks()
     Lock hold(mutex_);
     now_.peak = now_.allocated;
     now_.peak_reserved = now_.reserved;
+    now_.peak_active = now_.active;
 }
 
 // ---- host memory ------------------------------------------------------------------------------

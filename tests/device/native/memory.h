@@ -36,6 +36,7 @@ class DeviceMemory final : public c10::Allocator {
 
     struct Statistics {
         int64_t allocated = 0, peak = 0, reserved = 0, peak_reserved = 0, num_flushes = 0;
+        int64_t active = 0, peak_active = 0;  // what other streams still use, too
     };
     Statistics statistics();
     void reset_peaks();

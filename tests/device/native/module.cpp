@@ -263,6 +263,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module)
         return std::map<std::string, int64_t>{
             {"allocated", now.allocated},     {"peak", now.peak},
             {"reserved", now.reserved},       {"peak_reserved", now.peak_reserved},
+            {"active", now.active},           {"peak_active", now.peak_active},
             {"num_flushes", now.num_flushes}, {"capacity", settings.capacity}};
     });
     module.def("num_flights", [] { return host_memory.num_flights(); });
