@@ -58,7 +58,9 @@ from ds_fuyou.telemetry.trace import Lane, LaneTrace
 
 __all__ = ["StorageHome", "SwapCounters", "SwapTier"]
 
-_SOON_BYTES = 128 * 1024 * 1024  # of the device, for what comes back before backward asks; one record may exceed it
+_SOON_BYTES = 128 * 1024 * 1024
+"""Of the device, for what comes back before backward asks, and for what leaves it where there is no room; one record
+may exceed it."""
 
 _CHANGED = (
     "a tensor needed for gradient computation was modified by an in-place operation after it had been saved; do not "
@@ -244,12 +246,17 @@ class SwapTier:
         return True
 
     def let_leave(self, num_bytes: int, room_bytes: float) -> bool:
-        """Whether the device, which has ``room_bytes`` for all that is held there, has them for so much more; waits for
-        what is leaving it.
+        """Whether the device, which has ``room_bytes`` for all that is held there, has them for so much more, beside a
+        few records that are leaving it; waits for the others of these.
         """
         with self._lock:
-            self._let_leave(lambda: self.held.now + num_bytes <= room_bytes or self._on_device_bytes == 0)
-        return self.held.now + num_bytes <= room_bytes
+            self._note_ended()
+            if self.held.now - self._on_device_bytes + num_bytes > room_bytes:
+                return False
+            self._let_leave(
+                lambda: self._on_device_bytes <= self._soon_bytes or self.held.now + num_bytes <= room_bytes
+            )
+        return True
 
     def _let_leave(self, is_enough: Callable[[], bool]) -> None:
         """Waits until it is, or nothing is leaving."""

@@ -20,8 +20,6 @@ __all__ = ["Device", "HostDevice", "failure_of"]
 class Device(Protocol):
     """One rank's device. Streams and events are those of PyTorch; sizes in bytes."""
 
-    def __hash__(self) -> int: ...
-
     @property
     def name(self) -> str:
         """Of the hardware, for people and for fingerprints."""

@@ -10,10 +10,11 @@ waits for all work, gives its blocks back to the driver and asks for them again.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import deque
 from typing import Any
+
+import torch
 
 from ds_fuyou.host.device import Device
 
@@ -40,7 +41,7 @@ class RunAhead:
         self._marked_bytes = self._open_bytes = 0
 
     def let_go(self, num_bytes: int) -> None:
-        """The host keeps so many bytes no longer, and launched work on them on the current stream, or is about to.
+        """So many bytes are there for work that was launched on the current stream, or is about to be, and no longer.
         Waits until the device has passed what came before the last :attr:`most_bytes`.
         """
         passed = []
@@ -59,7 +60,9 @@ class RunAhead:
             event.synchronize()
 
 
-@functools.cache
+_known: dict[torch.device, RunAhead] = {}
+
+
 def run_ahead(device: Device) -> RunAhead | None:
     """The one of a device; None where that is the host."""
-    return None if device.is_host else RunAhead(device)
+    return None if device.is_host else _known.setdefault(device.torch_device, RunAhead(device))

@@ -18,8 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ds_fuyou.activations.auto import WORKING_BLOCKS, Choice, OutputCost, SavedStep
@@ -82,26 +81,18 @@ class AutoActivations:
         self.profiles: tuple[BlockProfile, ...] = ()
         self._profile: BlockProfile | None = None
         self._once: dict[str, str] = {}
-        self._session.observe(self._watched(self.recorder))
+        self._session.observe(self.recorder)
         if swapper is not None:
             swapper.fates, swapper.keeps_what_storage_refuses, swapper.keeps_all = {}, True, False
 
-    @contextmanager
-    def _watched(self, recorder: OperatorRecorder) -> Iterator[None]:
-        """The first forward: what it may keep is known when it begins."""
-        if self._session.swapper is not None:
-            self._session.swapper.room_bytes = unmeasured_room(self._budget_bytes, self._device)
-        with recorder:
-            yield
-
     def _forward_begins(self, inputs: Any) -> None:
-        """Notes how long batches of the measured step are, and makes room for longer ones."""
+        """Says what room it has. Notes how long batches of the measured step are, and makes room for longer ones."""
         swapper, measured = self._session.swapper, self._decided_by
         if swapper is None:
             return
-        if self.is_decided and measured is None:  # the plan knows what fits
-            beside = self._device.allocated_bytes() - swapper.held.now
-            swapper.room_bytes = max(0, self._budget_bytes - beside)
+        if measured is None:  # with a plan document it stays so: what is leaving is bounded by this, not what is kept
+            swapper.room_bytes = unmeasured_room(self._budget_bytes, self._device, swapper.held.now)
+        if self.is_decided and measured is None:
             return
         tokens = tokens_in(inputs)
         if measured is None:

@@ -113,12 +113,11 @@ def device_budget(config: FuyouConfig, device: Device) -> int:
     return int(_OF_DEVICE * device.usable_bytes()) if budget == "auto" else int(budget)
 
 
-def unmeasured_room(budget_bytes: int, device: Device, held_bytes: int = 0) -> int:
+def unmeasured_room(budget_bytes: int, device: Device, held_bytes: int) -> int:
     """Bytes of the device for saved tensors when a forward begins, of which it holds ``held_bytes`` already, while
     nothing is known of the rest: half of what is left of its budget. On the host other budgets count the rest.
     """
-    room = max(0, budget_bytes - device.allocated_bytes() + held_bytes)
-    return room if device.is_host else room // 2
+    return budget_bytes if device.is_host else max(0, budget_bytes - device.allocated_bytes() + held_bytes) // 2
 
 
 def _too_much(key: str, wanted: str, where: str, have: int) -> FuyouConfigError:

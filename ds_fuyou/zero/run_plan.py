@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import enum
 import logging
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +31,7 @@ from ds_fuyou.planner.cost import Placement
 from ds_fuyou.planner.decide import StepTime
 from ds_fuyou.planner.document import PlanDocument
 from ds_fuyou.planner.explain import class_lines, class_rows, run_document
+from ds_fuyou.planner.hardware import ThreadSecs
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
 from ds_fuyou.planner.policies import Updates
 from ds_fuyou.planner.profile import (
@@ -68,6 +71,7 @@ _SMALLEST_PROBE, _LARGEST_PROBE = 4 << 20, 256 << 20
 _LINK_BYTES, _LINK_BYTES_ON_HOST = 64 << 20, 8 << 20  # the latter is host memory twice: little, for any model
 _TIMED_STEP = 2
 _NEWS = 0.05  # of steps: worth writing the profile again
+_FEWEST_STEPS, _LAST_STEPS = 5, 20  # that say what threads do themselves
 _FLOOR = 0.02  # of the machine's memory: with less than that available states leave it, until twice as much is
 
 
@@ -125,6 +129,7 @@ class RunPlan:
         self._blocks: tuple[BlockCost, ...] = ()
         self._update_rate = self._sum_rate = 0.0  # parameters, gradients a second: the best that was seen
         self._added = (0.0, 0)
+        self._threads: deque[ThreadSecs] = deque(maxlen=_LAST_STEPS)  # of steps that were compared
         self._kept: RunProfile | None = None  # on rank 0: what the next run finds
         self._may_leave = True
         self._most_states = 1.0  # in host memory, since that became scarce
@@ -315,8 +320,8 @@ class RunPlan:
         return self.auto.profiles if self.auto is not None else ()
 
     def close(self) -> None:
-        """What only many steps tell is kept for the next run: how often updates were done again, and at what rate they
-        run beside a device. Idempotent.
+        """What only many steps tell is kept for the next run: how often updates were done again, and beside a device at
+        what rate they run, and what threads do themselves when nothing is recorded any more. Idempotent.
         """
         self.clock.close()
         kept, self._kept = self._kept, None
@@ -329,6 +334,10 @@ class RunPlan:
         is_alone = dist.get_world_size() == 1 and not kept.device_is_host  # else others' rates count, or cores' alone
         if rate is not None and is_alone and abs(rate / kept.update_rate - 1) > _NEWS:
             found = replace(found, update_rate=rate)
+        if is_alone and len(self._threads) >= _FEWEST_STEPS:
+            threads = ThreadSecs(*map(statistics.median, zip(*map(astuple, self._threads), strict=True)))
+            if abs(sum(astuple(threads)) - sum(astuple(kept.thread))) > _NEWS * sum(astuple(kept.thread)):
+                found = replace(found, thread=threads)
         if found is not kept:
             save_profile(found)
 
@@ -571,6 +580,7 @@ class RunPlan:
         now, current, num_updated, _ = self._look()
         step = current.since(lanes)
         secs = now - began
+        self._threads.append(times.thread)
         found = watch.step(
             StepMeasurement(
                 secs=secs,

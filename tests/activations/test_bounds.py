@@ -16,6 +16,7 @@ from ds_fuyou.activations.policy import BlockFate, Fate
 from ds_fuyou.host.memory import resident_bytes
 from ds_fuyou.host.waiting import wait_reporting
 from ds_fuyou.ops.core import load_core
+from tests.activations.late import LateCopies
 from tests.activations.support import MIB, Plain, attached, gradients
 from tests.harness.limits import HANG_SECS
 from tests.harness.waits import once_in
@@ -217,6 +218,51 @@ def test_a_longer_batch_is_swapped_where_a_shorter_one_could_be_kept(tmp_path: P
         found = gradients(model, lambda model: model(long).backward())
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
         assert swapped.nothing_is_left()
+
+
+def test_what_cannot_be_kept_is_swapped_without_a_wait(tmp_path: Path) -> None:
+    """No copy that ends makes room where what is kept has all of it."""
+    torch.manual_seed(0)
+    model = Plain(num_layers=8).train()
+    ids = torch.randint(300, (4, 33))
+    expected = gradients(copy.deepcopy(model), lambda model: model(ids).backward())
+    copies = LateCopies(1 << 30)  # until somebody waits
+    with attached(model, tmp_path, arena_bytes=64 * MIB, copies=copies) as swapped:
+        swapped.session.decide({name: BlockFate(Fate.KEEP) for name in ("", *(f"blocks.{i}" for i in range(8)))})
+        swapped.swapper.room_bytes = MIB
+        loss = model(ids)
+        assert swapped.tier.counters.out_bytes > 2 * MIB
+        assert copies.out.num_waits == 0
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        found = gradients(model, lambda model: model(ids).backward())
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("keeps_all", [False, True])
+def test_what_leaves_is_waited_for_where_that_makes_room(keeps_all: bool, tmp_path: Path) -> None:
+    """The first blocks are swapped, the last are kept in their place."""
+    torch.manual_seed(0)
+    model = Plain(num_layers=8).train()
+    ids = torch.randint(300, (4, 33))
+    fates = {name: BlockFate(Fate.KEEP) for name in ("", *(f"blocks.{i}" for i in range(8)))}
+    with attached(model, tmp_path, arena_bytes=64 * MIB) as swapped:
+        swapped.session.decide(fates)
+        loss = model(ids)
+        whole = swapped.tier.held.now
+        loss.backward()
+    copies = LateCopies(1 << 30)
+    with attached(model, tmp_path, arena_bytes=64 * MIB, copies=copies) as swapped:
+        swapped.session.decide(fates | {f"blocks.{i}": BlockFate(Fate.SWAP) for i in range(4)})
+        if not keeps_all:
+            swapped.tier._soon_bytes = 0
+        swapped.swapper.keeps_all, swapped.swapper.room_bytes = keeps_all, 0 if keeps_all else int(0.7 * whole)
+        loss = model(ids)
+        kept = swapped.swapper.kept.now
+        assert 0.3 * whole < kept < 0.7 * whole
+        assert (copies.out.num_waits > 0) == (not keeps_all)
+        assert keeps_all or swapped.tier.held.peak <= 0.75 * whole
+        loss.backward()
 
 
 def test_host_memory_is_given_back_although_the_session_is_still_known(tmp_path: Path) -> None:

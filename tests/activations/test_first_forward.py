@@ -168,6 +168,25 @@ def test_half_of_what_is_free_when_the_forward_begins(model: Plain, tmp_path: Pa
         assert swapped.swapper.room_bytes == 250 * MIB
 
 
+def test_what_a_plan_keeps_is_kept_and_what_leaves_has_half_of_the_room(model: Plain, tmp_path: Path) -> None:
+    names = ("block_input", "qkv", "attention", "attention_projection", "mlp_up", "mlp_activation", "mlp_down")
+    rows = {name: {"keep": 2, "swap": 2, "recompute": 0} for name in names}
+    device = CountedDevice()
+    with attached(model, tmp_path, copies=LateCopies(2)) as swapped:
+        auto = AutoActivations(swapped.session, device, 800 * MIB, rows)
+        for held in (300, 100, 850):
+            device.hold(held * MIB)
+            loss = model(IDS)
+            assert swapped.swapper.room_bytes == max(0, 800 - held) // 2 * MIB
+            kept = swapped.swapper.kept.now
+            loss.backward()
+            auto.step_applied(planned)
+            assert auto.is_decided
+        assert kept > swapped.swapper.room_bytes == 0
+        auto.decide_anew()
+        assert not swapped.swapper.keeps_all
+
+
 def test_a_longer_batch_keeps_less(model: Plain, tmp_path: Path) -> None:
     """What training takes beside activations grows with it, but for what was there when the forward began."""
     device = CountedDevice()

@@ -21,6 +21,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 
 import ds_fuyou
 from ds_fuyou.cli import main
@@ -29,6 +30,8 @@ from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.gradients import StoredGradients
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
+from ds_fuyou.planner.hardware import ThreadSecs
+from ds_fuyou.planner.profile import load_profile
 from ds_fuyou.planner.watch import LASTING, Cause
 from ds_fuyou.storage.io import Transfer
 from ds_fuyou.telemetry.placement import shown_bytes
@@ -212,6 +215,46 @@ def test_steps_hold_as_much_of_the_device_as_is_planned(
     engine.destroy()
     assert f"device memory: at most {shown_bytes(held)} in use, planned were {shown_bytes(planned)}" in told()
     assert json.loads(file.read_text())["update_rate"] == reached < 1e12
+
+
+def test_what_threads_do_themselves_is_kept_of_steps_that_record_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The measured step still takes down orders, which costs them time."""
+    monkeypatch.setenv("DS_FUYOU_PROFILES", str(tmp_path / "profiles"))
+
+    def kept_after(num_steps: int, name: str) -> ThreadSecs:
+        engine = make_engine(tmp_path / name, "states", "none")
+        for batch in batches(num_steps):
+            train(engine, batch)
+        plan = engine.optimizer.run_plan
+        assert plan._kept is not None
+        plan._kept = replace(plan._kept, thread=ThreadSecs(8.0, 8.0, 8.0))
+        facts = plan._facts
+        engine.destroy()
+        profile = load_profile(facts.machine, facts.model)
+        assert profile is not None
+        return profile.thread
+
+    assert kept_after(4, "short").forward < 8.0, "as it was measured"
+    long = kept_after(12, "long")
+    assert all(0.0 <= secs < 4.0 for secs in (long.forward, long.backward, long.between))
+    assert long.forward > 0.0
+
+
+def test_swapping_has_half_of_what_the_device_has_left(tmp_path: Path) -> None:
+    """For what has not left it: the host launches a forward before the device has computed it."""
+    budget = 1 << 30
+    engine = make_engine(tmp_path / "swap", "all", "swap-nvme", gpu_budget_bytes=budget)
+    swapper = engine.optimizer.rank_state.activations.swapper
+    (batch,) = batches(1)
+    for beside in (0, budget // 4, 2 * budget):
+        ballast = torch.empty(beside, dtype=torch.uint8, device=get_accelerator().current_device_name())
+        there = torch.standin.memory_allocated()
+        train(engine, batch)
+        assert swapper.room_bytes == max(0, budget - there) // 2
+        del ballast
+    engine.destroy()
 
 
 def test_a_longer_batch_than_the_measured_ones_fits_the_device(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from ds_fuyou.host.device import HostDevice
 from ds_fuyou.host.run_ahead import RunAhead, run_ahead
@@ -23,6 +24,8 @@ class Event:
 
 class Recorder(HostDevice):
     """Events by their numbers, from 1 on."""
+
+    torch_device = torch.device("meta")
 
     def __init__(self, total_bytes: int) -> None:
         self.total, self.num_events, self.waited = total_bytes, 0, list[int]()
