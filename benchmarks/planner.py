@@ -64,8 +64,8 @@ class Scenario:
         experts = 4 if self.kind == "moe" else 1
         base = layers * (4 + 8 * experts) * width * width + 2 * vocabulary * width
         adapters = layers * 18 * 8 * width
-        # P16 in two versions, states, G16; adapters and their base.
-        everything = 16 * adapters + 2 * base if self.kind == "lora" else 18 * base
+        # P16 in two versions, states with split masters, G16; adapters and their base.
+        everything = 16 * adapters + 2 * base if self.kind == "lora" else 16 * base
         lanes = 48 << 20
         level = LEVELS[self.level] if self.kind != "lora" else (0.2, 0.4, 0.6, 0.8)[self.level]
         flops, link, storage = {
