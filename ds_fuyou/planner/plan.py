@@ -10,7 +10,7 @@ of the budget, and whatever the other classes leave.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ __all__ = [
     "most_prefetch_bytes",
     "resident_bytes",
     "save_bytes",
+    "spread_evenly",
     "stored_bytes",
     "under_block",
     "whole_bytes",
@@ -281,6 +282,25 @@ def most_prefetch_bytes(left_bytes: int) -> int:
 def kept_param_bytes(pool_bytes: int, largest_bytes: int) -> int:
     """Of a pool of parameters what is not for those read ahead: a quarter, at least the largest."""
     return max(0, pool_bytes - max(pool_bytes // 4, largest_bytes))
+
+
+def spread_evenly(sizes: Sequence[int], room_bytes: float) -> list[bool]:
+    """Which of parameters of these bytes, in the order of use, are in host memory, that has so much room for them: as
+    much of any stretch as of all. So what is read beside a pass is read from its begin to its end; if all of it came
+    last, storage would be idle before, as far as look-ahead does not reach.
+    """
+    room = room_bytes * (1 + 1e-9)
+    share, passed, kept = room_bytes / max(1, sum(sizes)), 0, 0
+    stays = []
+    for size in sizes:
+        passed += size
+        stays.append(kept + size <= room and kept + size / 2 <= share * passed)
+        kept += size if stays[-1] else 0
+    for index, size in enumerate(sizes):  # what is left of the room
+        if not stays[index] and kept + size <= room:
+            stays[index] = True
+            kept += size
+    return stays
 
 
 def whole_bytes(stored_bytes: float) -> int:

@@ -32,7 +32,7 @@ from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.optimizer.rules import GroupHyper
 from ds_fuyou.parameters.partition import Lost, Partition
 from ds_fuyou.parameters.store import ParameterStore
-from ds_fuyou.planner.plan import Plan, PlanInput
+from ds_fuyou.planner.plan import Plan, PlanInput, spread_evenly
 from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.parked import ParkedValues
@@ -189,14 +189,13 @@ class RankState:
             PARTITION_TENSORS.here(partition, memory)
 
     def _place_frozen(self) -> None:
-        """As many bytes of frozen parameters as planned are in host memory, those that forward needs first; the same on
-        every rank, for their sizes are. ``zero.Init`` had put them where they fell.
+        """As many bytes of frozen parameters as planned are in host memory, the same on every rank.
+        ``zero.Init`` had put them where they fell.
         """
-        left = self.plan.residency.frozen * self.plan_input.frozen_bytes
-        for param in self.model.planned_frozen():
-            size, partition = partition_bytes(param), partition_of(param)
-            stays = size <= left * (1 + 1e-9)
-            left -= size if stays else 0
+        params = self.model.planned_frozen()
+        room_bytes = self.plan.residency.frozen * self.plan_input.frozen_bytes
+        for param, stays in zip(params, spread_evenly([*map(partition_bytes, params)], room_bytes), strict=True):
+            partition = partition_of(param)
             if stays and partition is not None:
                 param.nvme_swapper.give_back(param, partition.copy())
             elif not stays and partition is None and is_in_host_memory(param):
