@@ -236,7 +236,8 @@ class IoEngineSettings(_Settings):
 class ResidentShares(_Settings):
     """Shares of the classes in host memory, 0 to 1, where `tier` is "auto"; the rest lives on storage.
 
-    Whole chunks stay, those first that the next forward needs first.
+    Whole chunks stay, those first that the next forward needs first; of frozen parameters as many of any stretch of
+    the model as of all.
     """
 
     parameters: Share | None = Field(None, description="Of P16.")

@@ -402,15 +402,18 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
 def _params_read(work: Workload, policy: Policy, place: Placement, p_bytes: float) -> tuple[float, float]:
     """Bytes of parameters on storage that a forward and a backward read; ``p_bytes`` of them are trained. What is used
     last in a pass is used first in the next one, and is still there as far as memory reaches: of trained ones but for
-    a step's first forward, which needs new values. They are filled in the order of forward, so its end is on storage.
+    a step's first forward, which needs new values. They are filled in the order of forward, so its end is on storage;
+    of frozen ones as much as of any stretch.
     """
     frozen = work.model.frozen_bytes * (1 - place.frozen)
     stored = p_bytes + frozen
+    trained = P16_BYTES * float(work.model.trainable_params)
+    of_end = (trained + frozen) / max(1.0, trained + work.model.frozen_bytes)  # is on storage, if trained ones are
     kept, kept_frozen = min(place.kept_param_bytes, stored), min(place.kept_param_bytes, frozen)
     others = (work.accumulation - 1) / work.accumulation
-    found = max(kept, min(policy.staying_bytes, stored))  # the same ones are in host memory and on the device
+    found = max(kept, min(of_end * policy.staying_bytes, stored))  # the same ones are in host memory and on the device
     forward = stored - kept_frozen - others * (found - kept_frozen)
-    return forward, max(0.0, stored - place.kept_param_bytes - policy.reused_bytes)
+    return forward, max(0.0, stored - place.kept_param_bytes - of_end * policy.reused_bytes)
 
 
 def _states_moved(policy: Policy, num_params: float, place: Placement) -> tuple[float, float]:

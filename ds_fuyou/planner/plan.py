@@ -287,19 +287,29 @@ def kept_param_bytes(pool_bytes: int, largest_bytes: int) -> int:
 def spread_evenly(sizes: Sequence[int], room_bytes: float) -> list[bool]:
     """Which of parameters of these bytes, in the order of use, are in host memory, that has so much room for them: as
     much of any stretch as of all. So what is read beside a pass is read from its begin to its end; if all of it came
-    last, storage would be idle before, as far as look-ahead does not reach.
+    last, storage would be idle before, as far as look-ahead does not reach. First come those that are far larger than
+    others (embeddings): memory for reads has to hold two of the largest on storage.
     """
-    room = room_bytes * (1 + 1e-9)
-    share, passed, kept = room_bytes / max(1, sum(sizes)), 0, 0
-    stays = []
-    for size in sizes:
-        passed += size
-        stays.append(kept + size <= room and kept + size / 2 <= share * passed)
-        kept += size if stays[-1] else 0
-    for index, size in enumerate(sizes):  # what is left of the room
-        if not stays[index] and kept + size <= room:
-            stays[index] = True
-            kept += size
+    room, total = room_bytes * (1 + 1e-9), sum(sizes)
+    large = 2 * sum(size * size for size in sizes) / max(1, total)
+    stays, kept = [False] * len(sizes), 0
+
+    def keep(index: int) -> None:
+        nonlocal kept
+        if not stays[index] and kept + sizes[index] <= room:
+            stays[index], kept = True, kept + sizes[index]
+
+    for index, size in enumerate(sizes):
+        if size > large:
+            keep(index)
+    before, passed = kept, 0
+    share = (room_bytes - kept) / max(1, total - kept)
+    for index, size in enumerate(sizes):
+        passed += 0 if stays[index] else size
+        if kept - before + size / 2 <= share * passed:
+            keep(index)
+    for index in range(len(sizes)):  # what is left of the room
+        keep(index)
     return stays
 
 

@@ -336,7 +336,8 @@ class RunPlan:
             found = replace(found, update_rate=rate)
         if is_alone and len(self._threads) >= _FEWEST_STEPS:
             threads = ThreadSecs(*map(statistics.median, zip(*map(astuple, self._threads), strict=True)))
-            if abs(sum(astuple(threads)) - sum(astuple(kept.thread))) > _NEWS * sum(astuple(kept.thread)):
+            both = zip(astuple(threads), astuple(kept.thread), strict=True)
+            if any(abs(now - then) > _NEWS * then > 0 for now, then in both):
                 found = replace(found, thread=threads)
         if found is not kept:
             save_profile(found)
@@ -552,6 +553,7 @@ class RunPlan:
     def _adopt(self, profile: RunProfile, prediction: Prediction) -> None:
         """What steps are compared with from the next one on."""
         self.prediction, self._stage = prediction, _Stage.WATCHES
+        self._threads.clear()
         if self._state.trace is not None:
             self._state.trace.planned({**prediction.lane_secs, "iteration": prediction.iteration_secs})
         self._watch = LaneWatch(prediction, prediction.thread_secs, profile.num_elements, self._usual, self._patience)

@@ -265,6 +265,14 @@ def test_a_budget_that_engines_without_an_optimizer_hold_is_told_with_what_they_
         make_plan(replace(GIVEN, dram_budget_bytes=24 * MIB, lent_bytes=1000 * MIB), {})
 
 
+def test_the_largest_are_in_memory_where_they_fit() -> None:
+    """Memory for reads holds two of the largest on storage: a small share must not send an embedding there."""
+    sizes = [400] + [60] * 30 + [400]
+    assert [index for index, stay in enumerate(spread_evenly(sizes, 500)) if stay] == [0, 11]
+    assert spread_evenly(sizes, 1000)[:: len(sizes) - 1] == [True, True]
+    assert not spread_evenly(sizes, 399)[0]
+
+
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.68, 0.9, 1.0])
 @pytest.mark.parametrize("sizes", [[100] * 32, [8, 1, 6, 1, 8, 2] * 12, [1, 1000, 1, 1]], ids=["even", "blocks", "one"])
 def test_parameters_in_memory_are_spread_over_the_model(sizes: list[int], share: float) -> None:
