@@ -92,13 +92,11 @@ class AutoActivations:
             return
         if measured is None:  # with a plan document it stays so: what is leaving is bounded by this, not what is kept
             swapper.room_bytes = unmeasured_room(self._budget_bytes, self._device, swapper.held.now)
-        if self.is_decided and measured is None:
+            if not self.is_decided:
+                self._lengths.append(tokens_in(inputs))
+                self._fixed_bytes = min(self._fixed_bytes, max(0, self._device.allocated_bytes() - swapper.held.now))
             return
         tokens = tokens_in(inputs)
-        if measured is None:
-            self._lengths.append(tokens)
-            self._fixed_bytes = min(self._fixed_bytes, max(0, self._device.allocated_bytes() - swapper.held.now))
-            return
         longest = max(self._lengths, default=0)
         swapper.room_bytes = measured.device_bytes
         if tokens > longest > 0:
