@@ -236,8 +236,8 @@ class IoEngineSettings(_Settings):
 class ResidentShares(_Settings):
     """Shares of the classes in host memory, 0 to 1, where `tier` is "auto"; the rest lives on storage.
 
-    Whole chunks stay, those first that the next forward needs first; of frozen parameters as many of any stretch of
-    the model as of all.
+    Whole chunks stay: of states and gradients those that the next forward needs first, of parameters, frozen ones
+    included, as many of any stretch of the model as of all.
     """
 
     parameters: Share | None = Field(None, description="Of P16.")
@@ -288,7 +288,7 @@ class PlanOverrides(_Settings):
     residency: ResidentShares | None = Field(
         None,
         description="Shares of `parameters`, `optimizer` and `gradients` in host memory, 0 to 1, where their `tier` is "
-        '"auto"; the rest lives on storage. Whole chunks stay, those first that the next forward needs first.',
+        '"auto"; the rest lives on storage.',
     )
     _document: PlanDocument | None = PrivateAttr(default=None)
 

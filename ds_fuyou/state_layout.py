@@ -195,9 +195,9 @@ class StateLayout:
         return self.bytes_each - (2 if self.is_split and not params_in_memory else 0)
 
     def moved_bytes(self, params: float, states: float) -> tuple[float, float]:
-        """Read and written in a step, with these shares of P16 and of states in memory, which are filled in one
-        order."""
-        beside, alone = max(0.0, params - states), 1 - max(params, states)
+        """Read and written in a step, with these shares of P16 and of states in memory: of P16 the same share of any
+        stretch."""
+        beside, alone = params * (1 - states), (1 - params) * (1 - states)
         return (
             beside * self.read_bytes(params_in_memory=True) + alone * self.read_bytes(params_in_memory=False),
             beside * self.written_bytes(params_in_memory=True) + alone * self.written_bytes(params_in_memory=False),

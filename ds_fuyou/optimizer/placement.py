@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.host.memory import PAGE_BYTES, PageLocks, aligned_tensor, own_storage, round_up_to_page
+from ds_fuyou.host.memory import PageLocks, aligned_tensor, own_storage, round_up_to_page
 from ds_fuyou.optimizer.coded_states import native
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan
 from ds_fuyou.optimizer.options import CoreOptions
@@ -50,35 +52,27 @@ def regions_for(layout: FlatLayout, options: CoreOptions, num_moments: int, num_
 
 
 class _Params:
-    """One version of P16 of a sub-group: memory that spans its resident chunks, the elements [begin, end).
-
-    Chunks become resident in deadline order, so they lie side by side where that is the flat order. Pages of others
-    between them are never touched and take no memory.
+    """One version of P16 of a sub-group: its resident chunks, one behind the other in one memory. Those that are
+    neighbours in the sub-group are neighbours there, so a parameter that is in memory as a whole is one tensor.
     """
 
     def __init__(self, chunks: Sequence[Chunk], dtype: torch.dtype) -> None:
-        self.begin = min(chunk.begin for chunk in chunks)
-        self.end = max(chunk.end for chunk in chunks)
-        numel = self.end - self.begin
-        self._values = aligned_tensor(round_up_to_page(numel * dtype.itemsize)).view(dtype)[:numel]
-
-    def lock(self, chunks: Sequence[Chunk], locks: PageLocks) -> None:
-        """Registers the pages of the resident chunks, run by run: those between would take memory."""
-        page = PAGE_BYTES // self._values.element_size()
-        runs: list[list[int]] = []
-        for chunk in sorted(chunks, key=lambda one: one.begin):
-            begin = (chunk.begin - self.begin) // page * page
-            end = min(-(-(chunk.end - self.begin) // page) * page, len(self._values))
-            if runs and begin <= runs[-1][1]:
-                runs[-1][1] = end
-            else:
-                runs.append([begin, end])
-        for begin, end in runs:
-            locks.lock(self._values[begin:end])
+        chunks = sorted(chunks, key=lambda chunk: chunk.begin)
+        self._begins = [chunk.begin for chunk in chunks]
+        self._places = [*itertools.accumulate((chunk.numel for chunk in chunks), initial=0)]
+        num_bytes = round_up_to_page(self._places[-1] * dtype.itemsize)
+        self.values = aligned_tensor(num_bytes).view(dtype)[: self._places[-1]]
 
     def range(self, begin: int, end: int) -> torch.Tensor:
-        """Elements [begin, end) of the sub-group."""
-        return self._values[begin - self.begin : end - self.begin]
+        """Elements [begin, end) of the sub-group, of chunks that are all here."""
+        place = self._place(begin)
+        if end > begin and self._place(end - 1) - place != end - 1 - begin:
+            raise FuyouStateError(f"P16 of elements {begin} to {end} of a sub-group is not in one place in host memory")
+        return self.values[place : place + end - begin]
+
+    def _place(self, element: int) -> int:
+        found = bisect.bisect_right(self._begins, element) - 1
+        return self._places[found] + element - self._begins[found]
 
 
 class ChunkPlacement:
@@ -128,8 +122,8 @@ class ChunkPlacement:
             if self.residency.params[chunk.index]:
                 found.setdefault(chunk.sub_group, []).append(chunk)
         params = {sub_group: _Params(chunks, self._options.param_dtype) for sub_group, chunks in found.items()}
-        for sub_group, chunks in found.items():
-            params[sub_group].lock(chunks, self._locks)
+        for held in params.values():
+            self._locks.lock(held.values)
         return params
 
     # ---- host memory --------------------------------------------------------------------------------------

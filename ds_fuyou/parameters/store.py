@@ -345,7 +345,7 @@ class ParameterStore:
         self.waited_secs += read.wait()
         if self._lanes is not None:
             ended_ns = time.perf_counter_ns()
-            self._lanes.add(Lane.STORAGE_READ, read.what, partition.started_ns, ended_ns, partition.num_bytes)
+            self._lanes.add(Lane.STORAGE_READ, read.what, partition.started_ns, ended_ns, read.num_bytes)
         return read.values
 
     def _start(self, partition: Partition, memory: torch.Tensor, priority: int, *, is_pooled: bool) -> None:

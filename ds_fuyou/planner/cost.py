@@ -281,7 +281,7 @@ class StepCost:
         states_read, states_written = _states_moved(policy, num_params, place)
         late = place.states - place.states_twice  # their updates wait for step()
         spilled = grad * (1 - place.grads) if policy.keeps_gradients else 0.0
-        # Classes are filled in one order: of gradients on storage, these are of resident states, which wait for them.
+        # States and gradients are filled in one order: of those on storage, these are of resident states, which wait.
         waiting = grad * max(0.0, late - place.grads) if policy.keeps_gradients else 0.0
         read_back = spilled if policy.reads_spilled else waiting
         sums = grad * stored_sums(work, policy, place)
@@ -312,7 +312,7 @@ class StepCost:
             ),
             resident=_lanes(
                 read=storage_secs(min(read_back, waiting), machine.storage_read),
-                write=storage_secs(min(p_bytes, policy.param_bytes * num_params * late), machine.storage_write),
+                write=storage_secs(p_bytes * late, machine.storage_write),
                 cpu=num_params * late / machine.update_rate,
             ),
             states_read=states_read,
@@ -402,13 +402,13 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
 def _params_read(work: Workload, policy: Policy, place: Placement, p_bytes: float) -> tuple[float, float]:
     """Bytes of parameters on storage that a forward and a backward read; ``p_bytes`` of them are trained. What is used
     last in a pass is used first in the next one, and is still there as far as memory reaches: of trained ones but for
-    a step's first forward, which needs new values. They are filled in the order of forward, so its end is on storage;
-    of frozen ones as much as of any stretch.
+    a step's first forward, which needs new values. Of any stretch as much is taken to be on storage as of all
+    (embeddings are not, where memory reaches).
     """
     frozen = work.model.frozen_bytes * (1 - place.frozen)
     stored = p_bytes + frozen
     trained = P16_BYTES * float(work.model.trainable_params)
-    of_end = (trained + frozen) / max(1.0, trained + work.model.frozen_bytes)  # is on storage, if trained ones are
+    of_end = stored / max(1.0, trained + work.model.frozen_bytes)  # is on storage
     kept, kept_frozen = min(place.kept_param_bytes, stored), min(place.kept_param_bytes, frozen)
     others = (work.accumulation - 1) / work.accumulation
     found = max(kept, min(of_end * policy.staying_bytes, stored))  # the same ones are in host memory and on the device
@@ -475,11 +475,11 @@ def _first_secs(
     work: Workload, machine: Machine, policy: Policy, place: Placement
 ) -> tuple[float, float, float, float]:
     """Gradient out, state in, update and P16 up of the parameters before the first block: gradients of these arrive
-    last, and they are needed first, so they are the first in host memory.
+    last, and they are needed first, so their states are the first in host memory.
     """
     num_params = float(work.model.first_trained_params)
     first = max(1.0, num_params) / max(1.0, float(work.model.trainable_params))
-    near = replace(place, params=min(1.0, place.params / first), states=min(1.0, place.states / first))
+    near = replace(place, states=min(1.0, place.states / first))
     states, _ = _states_moved(policy, num_params, near)
     return (
         policy.gradient_bytes * num_params / machine.link_down,

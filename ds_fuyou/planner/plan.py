@@ -10,7 +10,7 @@ of the budget, and whatever the other classes leave.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,7 +40,6 @@ __all__ = [
     "most_prefetch_bytes",
     "resident_bytes",
     "save_bytes",
-    "spread_evenly",
     "stored_bytes",
     "under_block",
     "whole_bytes",
@@ -61,6 +60,7 @@ _ARENA_BYTES = 256 * MIB  # at least, where the budget has eight times as much
 _ARENA_PATH_BYTES = 128 * MIB  # pieces of one path: leaving, being written, being read, on their way up
 _ARENA_BLOCK_BYTES = 2048 * MIB  # for what a block saves, where that is not known
 _SMALLEST_SWAPPED_BYTES = 64 * 1024
+_PARTLY_HELD = 1 / 8  # of P16 on storage: as much is in memory, too, in parameters of which the rest is not
 
 
 @dataclass(frozen=True)
@@ -284,35 +284,6 @@ def kept_param_bytes(pool_bytes: int, largest_bytes: int) -> int:
     return max(0, pool_bytes - max(pool_bytes // 4, largest_bytes))
 
 
-def spread_evenly(sizes: Sequence[int], room_bytes: float) -> list[bool]:
-    """Which of parameters of these bytes, in the order of use, are in host memory, that has so much room for them: as
-    much of any stretch as of all. So what is read beside a pass is read from its begin to its end; if all of it came
-    last, storage would be idle before, as far as look-ahead does not reach. First come those that are far larger than
-    others (embeddings): memory for reads has to hold two of the largest on storage.
-    """
-    room, total = room_bytes * (1 + 1e-9), sum(sizes)
-    large = 2 * sum(size * size for size in sizes) / max(1, total)
-    stays, kept = [False] * len(sizes), 0
-
-    def keep(index: int) -> None:
-        nonlocal kept
-        if not stays[index] and kept + sizes[index] <= room:
-            stays[index], kept = True, kept + sizes[index]
-
-    for index, size in enumerate(sizes):
-        if size > large:
-            keep(index)
-    before, passed = kept, 0
-    share = (room_bytes - kept) / max(1, total - kept)
-    for index, size in enumerate(sizes):
-        passed += 0 if stays[index] else size
-        if kept - before + size / 2 <= share * passed:
-            keep(index)
-    for index in range(len(sizes)):  # what is left of the room
-        keep(index)
-    return stays
-
-
 def whole_bytes(stored_bytes: float) -> int:
     """Host memory in which so many bytes of parameters find room in whatever pieces, rounded to pages."""
     return int(1.25 * stored_bytes)
@@ -320,6 +291,8 @@ def whole_bytes(stored_bytes: float) -> int:
 
 def _read_whole_bytes(given: PlanInput, residency: Residency) -> int:
     params = given.param_bytes_each * given.numel * (1 - residency.parameters)
+    if residency.parameters > 0:
+        params *= 1 + _PARTLY_HELD
     return whole_bytes(params + given.frozen_bytes * (1 - residency.frozen))
 
 

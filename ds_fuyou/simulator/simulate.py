@@ -158,7 +158,8 @@ def _units(work: Workload, machine: Machine, policy: Policy, place: Placement) -
 
 
 class _Pieces:
-    """Of one unit after the other, in the order of forward: host memory holds the first ones of each class."""
+    """Of one unit after the other, in the order of forward: host memory holds the first ones of each class, and of
+    parameters the same share of all."""
 
     def __init__(self, work: Workload, machine: Machine, policy: Policy, place: Placement) -> None:
         self._machine, self._policy = machine, policy
@@ -167,9 +168,9 @@ class _Pieces:
         num_params = float(model.trainable_params)
         self._trained = num_params / model.params  # of each unit; adapters lie evenly
         self._frozen = model.frozen_bytes / model.params
-        self._frozen_stored = 1 - place.frozen
+        self._params_stored, self._frozen_stored = 1 - place.params, 1 - place.frozen
         late = place.states - place.states_twice
-        self._left = {"params": place.params, "states": place.states, "grads": place.grads, "late": late}
+        self._left = {"states": place.states, "grads": place.grads, "late": late}
         self._left = {name: share * num_params for name, share in self._left.items()}
 
     def _stored(self, name: str, params: float) -> float:
@@ -185,8 +186,7 @@ class _Pieces:
         grad = policy.gradient_bytes * params
         stored = self._stored("states", params)
         spilled = policy.gradient_bytes * self._stored("grads", params) if policy.keeps_gradients else 0.0
-        stored_params = self._stored("params", params)
-        p16, beside = P16_BYTES * stored_params, max(0.0, stored - stored_params)
+        p16, beside = P16_BYTES * params * self._params_stored, stored * (1 - self._params_stored)
         moved = [
             how(params_in_memory=True) * beside + how(params_in_memory=False) * (stored - beside)
             for how in (policy.layout.read_bytes, policy.layout.written_bytes)

@@ -30,6 +30,8 @@ class ValuesRead:
     transfers: tuple[Transfer, ...]
     values: torch.Tensor
     what: str
+    num_bytes: int
+    """Of storage; what was in memory is not counted."""
 
     def done(self) -> bool:
         return all(transfer.done() for transfer in self.transfers)
@@ -65,7 +67,7 @@ class Location:
             values[begin : begin + part.numel()].copy_(part)
         what = f"reading {self.what}"
         reads = [io.read(run.extents, memory[run.begin : run.end], what, priority=priority) for run in self.runs]
-        return ValuesRead(tuple(reads), values, self.what)
+        return ValuesRead(tuple(reads), values, self.what, sum(run.end - run.begin for run in self.runs))
 
     def read(self, io: IoLane) -> torch.Tensor:
         """The values, in memory of their own."""

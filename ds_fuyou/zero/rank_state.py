@@ -28,11 +28,11 @@ from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.host_sums import STAGING_BYTES
 from ds_fuyou.optimizer.layout import FlatLayout, ParamSpan
 from ds_fuyou.optimizer.param_access import PublishedSpan
-from ds_fuyou.optimizer.residency import ChunkResidency
+from ds_fuyou.optimizer.residency import ChunkResidency, spread_evenly
 from ds_fuyou.optimizer.rules import GroupHyper
 from ds_fuyou.parameters.partition import Lost, Partition
 from ds_fuyou.parameters.store import ParameterStore
-from ds_fuyou.planner.plan import Plan, PlanInput, spread_evenly
+from ds_fuyou.planner.plan import Plan, PlanInput
 from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.parked import ParkedValues
@@ -194,7 +194,8 @@ class RankState:
         """
         params = self.model.planned_frozen()
         room_bytes = self.plan.residency.frozen * self.plan_input.frozen_bytes
-        for param, stays in zip(params, spread_evenly([*map(partition_bytes, params)], room_bytes), strict=True):
+        stay = spread_evenly([*map(partition_bytes, params)], [(place,) for place in range(len(params))], room_bytes)
+        for param, stays in zip(params, stay, strict=True):
             partition = partition_of(param)
             if stays and partition is not None:
                 param.nvme_swapper.give_back(param, partition.copy())
@@ -296,7 +297,7 @@ class RankState:
         mover, config = self.core.mover, self.activation.config
         if states_share > 0 and config.durable:
             raise FuyouStateError('fuyou.durable is true: states stay on storage, "optimizer.tier" is "nvme"')
-        states = ChunkResidency.by_deadline(self.layout, 0.0, states_share, 0.0).states
+        states = ChunkResidency.of_shares(self.layout, 0.0, states_share, 0.0).states
         budget = config.nvme_budget_bytes
         refused = False
         try:

@@ -44,8 +44,8 @@ _OTHER_ENGINE = "the script built another number of engines with these paths bef
 
 @dataclass(frozen=True)
 class Fitting:
-    """What the state files of a run hold, with one layout of states: ``choices`` are the regions that it may create,
-    none where it would not keep all states on storage."""
+    """What the state files of a run hold, placed in one way: ``choices`` are the regions that it may create, none where
+    it would not keep all states on storage."""
 
     contents: Mapping[str, JsonValue]
     choices: Sequence[Sequence[RegionSpec]]
@@ -114,7 +114,7 @@ def find_resumable(
 ) -> Resumable | None:
     """The latest of them, None if there is none; says why what is there does not serve. A collective.
 
-    ``fitting``: what would do, by layout of states, this run's own first. ``fingerprint_of``: the model's, on so many
+    ``fitting``: what would do, this run's own way first. ``fingerprint_of``: the model's, on so many
     ranks.
 
     Raises:
@@ -154,8 +154,7 @@ def find_resumable(
         return None
     store = opened[chosen.run_id]
     (commit,) = [commit for commit in store.commits() if commit.key == chosen.commit]
-    layouts = [each.contents.get("states") for each in fitting]
-    return Resumable(store, commit, layouts.index(store.contents().get("states")))
+    return Resumable(store, commit, next(which for which, each in enumerate(fitting) if _fits(store, each)))
 
 
 def _agree_that_none_failed(failure: Exception | None) -> None:
@@ -310,12 +309,20 @@ def _mismatch(store: SlotStore, fitting: Sequence[Fitting]) -> str:
     # Whether what is frozen is as it was is looked at when the engine is built; older files do not say its shapes.
     if {**found, "shapes": ""} != {**alike[0].contents, "shapes": ""}:
         return "its dtype, optimizer or groups are others, or its parameters are cut into other chunks (chunk_bytes)"
-    wanted = [{region.name: region for region in regions} for regions in alike[0].choices]
-    if store.regions not in wanted:
+    if not any(_fits(store, each) for each in alike):
         # Also where it has more than this run needs: that would stay as it is, and be old for the next run.
-        name = min(name for name, _ in store.regions.items() ^ wanted[0].items())
+        name = min(name for name, _ in store.regions.items() ^ _by_name(alike[0].choices[0]).items())
         return f"it was made with other tiers, budgets or slots, and holds other bytes of {name}"
     return ""
+
+
+def _fits(store: SlotStore, fitting: Fitting) -> bool:
+    is_alike = store.contents().get("states") == fitting.contents.get("states")
+    return is_alike and any(store.regions == _by_name(regions) for regions in fitting.choices)
+
+
+def _by_name(regions: Sequence[RegionSpec]) -> dict[str, RegionSpec]:
+    return {region.name: region for region in regions}
 
 
 def _other_layout(found: Any, wanted: Any) -> str:

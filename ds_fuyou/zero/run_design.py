@@ -203,13 +203,16 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class RunDesign:
-    """A run with one layout of states: how it is placed, by what, and its chunks."""
+    """A run with one layout of states: how it is placed, by what, and its chunks. ``spreads_params``: P16 in memory is
+    not the first of the model, as in files of earlier versions.
+    """
 
     model: TrainedModel
     given: PlanInput
     decision: Decision
     decided_by: StepTime
     layout: FlatLayout
+    spreads_params: bool = True
 
     @property
     def plan(self) -> Plan:
@@ -218,8 +221,13 @@ class RunDesign:
     @functools.cached_property
     def residency(self) -> ChunkResidency:
         shares = self.plan.residency
-        return ChunkResidency.by_deadline(
-            self.layout, shares.parameters, shares.optimizer, shares.gradients, shares.optimizer_twice
+        return ChunkResidency.of_shares(
+            self.layout,
+            shares.parameters,
+            shares.optimizer,
+            shares.gradients,
+            shares.optimizer_twice,
+            spreads_params=self.spreads_params,
         )
 
     def core_options(self, num_slots: int) -> CoreOptions:
@@ -259,7 +267,7 @@ class RunDesign:
 
 
 def designs_of(model: TrainedModel, profile: RunProfile | None) -> list[RunDesign]:
-    """As this run begins, first; if it may go on from state files, with the masters that they may have, too.
+    """As this run begins, first; if it may go on from state files, with masters and P16 as they may have them, too.
 
     ``profile``: of an earlier run, the same on all ranks. A collective.
 
@@ -284,6 +292,8 @@ def designs_of(model: TrainedModel, profile: RunProfile | None) -> list[RunDesig
     for masters in _other_masters(model, given.layout.masters):
         with suppress(FuyouConfigError):  # what does not fit has left no files
             found.append(designed(replace(given, layout=replace(given.layout, masters=masters))))
+    if config.resume == "auto":
+        found += [replace(design, spreads_params=False) for design in found]
     return found
 
 

@@ -109,7 +109,7 @@ def open_store(designs: Sequence[RunDesign]) -> OpenedStore:
 
 
 def _taken_over(designs: Sequence[RunDesign], identity: RunIdentity) -> OpenedStore | None:
-    """State files to go on from, in the layout that they have: this run then is as they say. A collective."""
+    """State files to go on from, as they are: this run then is as they say. A collective."""
     model = designs[0].model
     engine = _next_number(model)
     would_do = [Fitting(design.contents(engine), _regions_of_whole_states(design)) for design in designs]
@@ -117,7 +117,7 @@ def _taken_over(designs: Sequence[RunDesign], identity: RunIdentity) -> OpenedSt
     if found is None:
         return None
     design = designs[found.which]
-    if design is not designs[0] and dist.get_rank() == 0:
+    if design.given.layout.masters != designs[0].given.layout.masters and dist.get_rank() == 0:
         logger.info("masters stay %s, as in the files that this run goes on from", design.given.layout.masters)
     num_slots = max(region.num_slots for region in found.store.regions.values())
     return OpenedStore(found.store, num_slots, design, found.commit)

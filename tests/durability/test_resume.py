@@ -142,6 +142,32 @@ def test_a_run_goes_on_in_the_masters_of_the_files(
         assert differences(expected, torch.load(file, weights_only=False)) == [], file.name
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_keeps_in_memory_what_its_files_lack(world_size: int, tmp_path: Path) -> None:
+    """P16 that earlier versions kept there is the first of the model; a run of these begins with another part of it."""
+    shares = {"plan": {"chunk_bytes": 16384, "residency": {"parameters": 0.5, "gradients": 1.0}}}
+    case = {"steps": STEPS, "config": WARMUP, "block": {**RESUME, **shares}}
+    undisturbed, killed, anew, out = (tmp_path / name for name in ("undisturbed", "killed", "anew", "out"))
+    out.mkdir()
+    run_to_end(undisturbed, {**case, "out": str(undisturbed)}, world_size)
+    stored = []
+    for path, changes in ((anew, {}), (killed, {"first_stay": True}), (killed, {})):
+        dies = {"die": {"0": [3 if path.exists() else 2, "all"]}}
+        processes, logs = launch(path, {**case, **changes, **dies}, world_size, f"killed{len(stored)}.")
+        finish(processes)
+        assert processes[0].exitcode == -9, logs[0].read_text()[-3000:]
+        (directory,) = path.glob("ds_fuyou/*-rank0")
+        with contextlib.closing(SlotStore.open([directory], None)) as store:
+            stored.append({name for name in store.regions if name.startswith("param16/")})
+    assert stored[0] != stored[1] == stored[2]
+    said = run_to_end(killed, {**case, "out": str(out)}, world_size, "resumed")
+    assert "going on from step 3, in place" in said
+    assert "masters stay" not in said
+    for file in out.iterdir():
+        expected = torch.load(undisturbed / file.name, weights_only=False)
+        assert differences(expected, torch.load(file, weights_only=False)) == [], file.name
+
+
 def test_a_run_does_not_go_on_from_moments_of_another_kind(tmp_path: Path) -> None:
     case = {"steps": STEPS, "die": {"0": [2, "after"]}}
     of = {

@@ -22,6 +22,7 @@ order. ``seed``: of its first values. ``odd``: added to the first element of
 what is frozen, before the engine is built. ``edits``: what it is set to behind the engine, gathered.
 ``dies_removing``: SIGKILL when so many of its directories are removed. ``runs_out``: before the engine that trains
 another one is built, whose first forward runs out of memory, and is destroyed; "same model": over its parameters.
+``first_stay``: P16 in host memory is the first of the model, as in earlier versions.
 Prints ``MOVED read written``, bytes on storage that it took to make states or to take them over, ``READ n``, bytes of
 storage that the process has read before its first forward, and, when a step has returned, ``LOSSES rank n ...``, in
 hexadecimal digits, and ``STEP n``.
@@ -50,6 +51,7 @@ from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.storage.directory import RunDirectory
 from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.store import SlotStore
+from ds_fuyou.zero import rank_state
 from tests.harness.group import leave_group
 from tests.harness.meeting import Meeting
 from tests.harness.models import TinyCount, TinyGPT, make_batch
@@ -115,6 +117,11 @@ def count_reads() -> list[int]:
 
     IoLane.read = counting
     return counted
+
+
+def keep_first() -> None:
+    designs_of = rank_state.designs_of
+    rank_state.designs_of = lambda *given: [design for design in designs_of(*given) if not design.spreads_params]
 
 
 def build(path: str, case: dict, rank: int, model: torch.nn.Module | None = None) -> Any:
@@ -232,6 +239,8 @@ def main(path: str, case: dict) -> None:
     die_in_commit(rank, case.get("die", {}), path)
     if "dies_removing" in case:
         die_removing(case["dies_removing"])
+    if "first_stay" in case:
+        keep_first()
     all_saved = Meeting(path, "saved")
     deepspeed.init_distributed("gloo")
     if "two" in case:

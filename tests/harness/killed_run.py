@@ -38,7 +38,7 @@ def main(paths: list[Path], share: float, slots: int, end: str) -> None:
     groups = [[("a", "a", numels[0], 0), ("b", "b", numels[1], 1)], [("c", "c", numels[2], 2)]]
     layout = build_layout(groups, LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS))
     options = CoreOptions(
-        residency=ChunkResidency.by_deadline(layout, 1.0, share, 1.0),
+        residency=ChunkResidency.of_shares(layout, 1.0, share, 1.0),
         num_slots=slots,
         overlap=Overlap.NONE,
         clip_policy="defer",

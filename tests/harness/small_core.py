@@ -48,7 +48,7 @@ def options_of(
     num_update_threads: int = 1,
 ) -> CoreOptions:
     return CoreOptions(
-        residency=ChunkResidency.by_deadline(layout, *residency),
+        residency=ChunkResidency.of_shares(layout, *residency),
         num_slots=num_slots,
         overlap=Overlap.BACKWARD_AND_FORWARD,
         clip_policy=clip_policy,

@@ -37,7 +37,7 @@ STATE_BYTES = 3 * CUT_ELEMENTS * 4  # of every chunk but the last, which is smal
 
 
 def move(core: OutOfCoreOptimizer, share: float, step_bytes: int = 4 * STATE_BYTES) -> None:
-    core.mover.move_to(ChunkResidency.by_deadline(LAYOUT, 0.0, share, 0.0).states, step_bytes)
+    core.mover.move_to(ChunkResidency.of_shares(LAYOUT, 0.0, share, 0.0).states, step_bytes)
 
 
 def in_memory(core: OutOfCoreOptimizer) -> int:

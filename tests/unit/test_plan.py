@@ -11,7 +11,7 @@ import pytest
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import Residency
-from ds_fuyou.planner.plan import MIB, Plan, PlanInput, spread_evenly, whole_bytes
+from ds_fuyou.planner.plan import MIB, Plan, PlanInput, whole_bytes
 from ds_fuyou.planner.profiled import placed
 from ds_fuyou.state_layout import StateLayout
 
@@ -263,24 +263,3 @@ def test_what_a_given_budget_leaves_keeps_parameters_that_were_read(gib: int, wh
 def test_a_budget_that_engines_without_an_optimizer_hold_is_told_with_what_they_hold() -> None:
     with pytest.raises(FuyouConfigError, match="dram_budget_bytes is 1024 MiB, 1000 of them held by engines without"):
         make_plan(replace(GIVEN, dram_budget_bytes=24 * MIB, lent_bytes=1000 * MIB), {})
-
-
-def test_the_largest_are_in_memory_where_they_fit() -> None:
-    """Memory for reads holds two of the largest on storage: a small share must not send an embedding there."""
-    sizes = [400] + [60] * 30 + [400]
-    assert [index for index, stay in enumerate(spread_evenly(sizes, 500)) if stay] == [0, 11]
-    assert spread_evenly(sizes, 1000)[:: len(sizes) - 1] == [True, True]
-    assert not spread_evenly(sizes, 399)[0]
-
-
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.68, 0.9, 1.0])
-@pytest.mark.parametrize("sizes", [[100] * 32, [8, 1, 6, 1, 8, 2] * 12, [1, 1000, 1, 1]], ids=["even", "blocks", "one"])
-def test_parameters_in_memory_are_spread_over_the_model(sizes: list[int], share: float) -> None:
-    """Of any stretch as much as of all, give or take two of the largest; and no room is left that one would fit."""
-    room = share * sum(sizes)
-    stays = spread_evenly(sizes, room)
-    kept = [size if stay else 0 for size, stay in zip(sizes, stays, strict=True)]
-    assert sum(kept) <= room * (1 + 1e-9)
-    assert all(size > room * (1 + 1e-9) - sum(kept) for size, stay in zip(sizes, stays, strict=True) if not stay)
-    for begin, end in itertools.combinations(range(0, len(sizes) + 1, 3), 2):
-        assert abs(sum(kept[begin:end]) - share * sum(sizes[begin:end])) <= 2 * max(sizes)

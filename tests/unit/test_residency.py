@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,12 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.host.device import HostDevice
+from ds_fuyou.host.memory import PageLocks
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.optimizer.options import CoreOptions
-from ds_fuyou.optimizer.placement import regions_for
-from ds_fuyou.optimizer.residency import ChunkResidency
+from ds_fuyou.optimizer.placement import ChunkPlacement, regions_for
+from ds_fuyou.optimizer.residency import ChunkResidency, spread_evenly
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.store import RunIdentity, SlotStore
@@ -35,23 +39,101 @@ def test_chunks_stay_in_deadline_order_and_never_more_than_the_share() -> None:
     ]
     layout = build_layout(groups, LIMITS)
     assert [chunk.position for chunk in layout.chunks] == [5, 5, 9, 0, 1][: len(layout.chunks)]
-    found = ChunkResidency.by_deadline(layout, 0.5, 0.0, 1.0)
-    kept = [layout.chunks[i].position for i, resident in enumerate(found.params) if resident]
+    found = ChunkResidency.of_shares(layout, 0.0, 0.5, 1.0)
+    kept = [layout.chunks[i].position for i, resident in enumerate(found.states) if resident]
     assert sorted(kept) == [0, 1, 5][: len(kept)]
-    assert sum(layout.chunks[i].numel for i, resident in enumerate(found.params) if resident) <= layout.numel / 2
-    assert not any(found.states)
+    assert sum(layout.chunks[i].numel for i, resident in enumerate(found.states) if resident) <= layout.numel / 2
+    assert not any(found.params)
     assert all(found.grads)
     assert found.needs_storage
-    assert not ChunkResidency.by_deadline(layout, 1.0, 1.0, 1.0).needs_storage
+    assert not ChunkResidency.of_shares(layout, 1.0, 1.0, 1.0).needs_storage
+    earlier = ChunkResidency.of_shares(layout, 0.5, 0.0, 1.0, spreads_params=False)
+    assert earlier.params == found.states
 
 
-@contextmanager
-def open_core(
-    directory: Path, params: float, states: float, grads: float, *, policy: str = "speculate"
-) -> Iterator[OutOfCoreOptimizer]:
+def spread(sizes: list[int], room: float) -> list[bool]:
+    return spread_evenly(sizes, [(place,) for place in range(len(sizes))], room)
+
+
+def test_the_largest_are_in_memory_where_they_fit() -> None:
+    """Memory for reads holds two of the largest on storage: a small share must not send an embedding there."""
+    sizes = [400] + [60] * 30 + [400]
+    assert [index for index, stay in enumerate(spread(sizes, 500)) if stay] == [0, 11]
+    assert spread(sizes, 1000)[:: len(sizes) - 1] == [True, True]
+    assert not spread(sizes, 399)[0]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.68, 0.9, 1.0])
+@pytest.mark.parametrize("sizes", [[100] * 32, [8, 1, 6, 1, 8, 2] * 12, [1, 1000, 1, 1]], ids=["even", "blocks", "one"])
+def test_parameters_in_memory_are_spread_over_the_model(sizes: list[int], share: float) -> None:
+    """Of any stretch as much as of all, give or take two of the largest; and no room is left that one would fit."""
+    room = share * sum(sizes)
+    stays = spread(sizes, room)
+    kept = [size if stay else 0 for size, stay in zip(sizes, stays, strict=True)]
+    assert sum(kept) <= room * (1 + 1e-9)
+    assert all(size > room * (1 + 1e-9) - sum(kept) for size, stay in zip(sizes, stays, strict=True) if not stay)
+    for begin, end in itertools.combinations(range(0, len(sizes) + 1, 3), 2):
+        assert abs(sum(kept[begin:end]) - share * sum(sizes[begin:end])) <= 2 * max(sizes)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 0.5, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("split", [1, 4])
+def test_chunks_of_parameters_in_memory_are_spread_over_the_model(split: int, share: float) -> None:
+    """Of blocks whose parameters begin and end amid chunks, in sub-groups that come in any order; and what is in memory
+    is so as a whole.
+    """
+    shapes = [("norm", 100), ("qkv", 9 * K), ("out", 3 * K + 500), ("up", 12 * K), ("down", 12 * K), ("bias", 700)]
+    blocks = [
+        [(f"{block}.{name}", str(block), numel, 10 * block + place) for place, (name, numel) in enumerate(shapes)]
+        for block in range(24)
+    ]
+    groups = [[entry for block in blocks[first::split] for entry in block] for first in range(split)]
+    layout = build_layout(groups, LayoutLimits(max_elements=4 * K, min_elements=K))
+    found = ChunkResidency.of_shares(layout, share, 0.0, 1.0).params
+    resident = {index for index, stays in enumerate(found) if stays}
+    held = sum(layout.chunks[index].numel for index in resident)
+    assert share * layout.numel - 4 * K <= held <= share * layout.numel
+    order = sorted(layout.chunks, key=lambda chunk: chunk.position)
+    for begin, end in itertools.combinations(range(0, len(order) + 1, 9), 2):
+        stretch = order[begin:end]
+        numel = sum(chunk.numel for chunk in stretch)
+        kept = sum(chunk.numel for chunk in stretch if chunk.index in resident)
+        assert abs(kept - share * numel) <= 60 * K, (begin, end)  # of some 870 in all
+    whole = [span for span in layout.params if resident.issuperset(layout.chunks_of_param[span.index])]
+    needed = {index for span in whole if span.numel > 500 for index in layout.chunks_of_param[span.index]}
+    assert len(resident - needed) <= 4, "what was left of the room"
+
+
+def test_versions_of_parameters_in_memory_lie_beside_each_other() -> None:
+    """Of chunks that are apart in the sub-group; and what is on storage between them is not to be had."""
+    layout = build_layout(
+        [[(f"{block}.{name}", str(block), 5 * K, 2 * block + place) for place, name in enumerate("ab")]
+         for block in range(2)],
+        LIMITS,
+    )  # fmt: skip
+    params = tuple(chunk.index in (0, 1, 2, 3, 4, 8, 9, 15, 16, 17, 18, 19) for chunk in layout.chunks)
+    nothing = (False,) * len(params)
+    options = core_options(ChunkResidency(params, nothing, nothing))
+    place = ChunkPlacement(layout, options, 2, None, PageLocks(HostDevice()))
+    assert place.num_param_versions == 2
+    whole = [span for span in layout.params if place.is_in_memory(span)]
+    assert [span.name for span in whole] == ["0.a", "1.b"]
+    for version in range(2):
+        for chunk in layout.chunks:
+            if params[chunk.index]:
+                place.chunk_params(chunk, version).fill_(100 * version + chunk.index)
+    for version, span in itertools.product(range(2), whole):
+        expected = [100 * version + index for index in layout.chunks_of_param[span.index] for _ in range(K)]
+        assert place.span_params(span, version).tolist() == expected
+    with pytest.raises(FuyouStateError, match="elements 10240 to 20480 of a sub-group is not in one place"):
+        place.span_params(layout.params[1], 0)
+    place.close()
+
+
+def core_options(residency: ChunkResidency, policy: str = "speculate") -> CoreOptions:
     """Staging memory holds two chunks."""
-    options = CoreOptions(
-        residency=ChunkResidency.by_deadline(LAYOUT, params, states, grads),
+    return CoreOptions(
+        residency=residency,
         num_slots=2,
         overlap=Overlap.BACKWARD_AND_FORWARD,
         clip_policy=policy,
@@ -61,6 +143,13 @@ def open_core(
         num_update_threads=1,
         io=IoSettings(engine="threads"),
     )
+
+
+@contextmanager
+def open_core(
+    directory: Path, params: float, states: float, grads: float, *, policy: str = "speculate"
+) -> Iterator[OutOfCoreOptimizer]:
+    options = core_options(ChunkResidency.of_shares(LAYOUT, params, states, grads), policy)
     regions = regions_for(LAYOUT, options, 2, 2)
     directory.mkdir()
     store = SlotStore.create([directory], regions, RunIdentity("test", 0, 1, "run")) if regions else None

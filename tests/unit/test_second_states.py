@@ -28,7 +28,7 @@ def run(path: Path, moves: dict[int, float], **options: Any) -> list[torch.Tenso
     with small_core(path, LAYOUT, **options) as core:
         for seed in range(12):
             if seed in moves:
-                core.mover.move_to(ChunkResidency.by_deadline(LAYOUT, 0.0, moves[seed], 0.0).states, 1 << 20)
+                core.mover.move_to(ChunkResidency.of_shares(LAYOUT, 0.0, moves[seed], 0.0).states, 1 << 20)
             if seed == 5:
                 backward(core, seed)
                 core.skip()
@@ -88,7 +88,7 @@ def test_a_spare_block_goes_with_the_state_that_leaves_memory(tmp_path: Path) ->
 
 
 def test_the_last_of_those_in_memory_have_spare_blocks() -> None:
-    found = ChunkResidency.by_deadline(LAYOUT, 1.0, 0.7, 1.0, 0.3)
+    found = ChunkResidency.of_shares(LAYOUT, 1.0, 0.7, 1.0, 0.3)
     twice = [chunk.position for chunk in LAYOUT.chunks if found.spares[chunk.index]]
     once = [c.position for c in LAYOUT.chunks if found.states[c.index] and not found.spares[c.index]]
     assert twice

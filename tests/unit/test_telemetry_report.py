@@ -33,7 +33,7 @@ class State:
         self.lanes = {"read": lane, "write": SimpleNamespace(busy_secs=0.0, num_bytes=0)}
         self.updates = SimpleNamespace(update_busy_secs=0.0)
         options = CoreOptions(
-            residency=ChunkResidency.by_deadline(LAYOUT, params, states, grads),
+            residency=ChunkResidency.of_shares(LAYOUT, params, states, grads),
             num_slots=2,
             overlap=Overlap.BACKWARD,
             clip_policy="auto",

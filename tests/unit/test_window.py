@@ -32,7 +32,7 @@ def core(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OutOfCoreOp
     """One chunk of two parameters; its state is on storage, P16 and gradients are where the parameter says."""
     rest = {"cpu": 1.0, "nvme": 0.0}[request.param]
     options = CoreOptions(
-        residency=ChunkResidency.by_deadline(LAYOUT, rest, 0.0, rest),
+        residency=ChunkResidency.of_shares(LAYOUT, rest, 0.0, rest),
         num_slots=2,
         overlap=Overlap.BACKWARD_AND_FORWARD,
         clip_policy="speculate",
