@@ -30,7 +30,7 @@ from ds_fuyou.optimizer.layout import Chunk, FlatLayout, overlap
 
 __all__ = ["ChunkResidency", "spread_evenly"]
 
-_RUN_CHUNKS = 8
+_RUN_CHUNKS = 4
 """Of neighbours that P16 is kept of together, where there are as many runs."""
 
 

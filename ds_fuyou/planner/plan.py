@@ -60,7 +60,7 @@ _ARENA_BYTES = 256 * MIB  # at least, where the budget has eight times as much
 _ARENA_PATH_BYTES = 128 * MIB  # pieces of one path: leaving, being written, being read, on their way up
 _ARENA_BLOCK_BYTES = 2048 * MIB  # for what a block saves, where that is not known
 _SMALLEST_SWAPPED_BYTES = 64 * 1024
-_PARTLY_HELD = 1 / 8  # of P16 on storage: as much is in memory, too, in parameters of which the rest is not
+_PARTLY_HELD = 1 / 4  # of P16 on storage: as much is in memory, too, in parameters of which the rest is not
 
 
 @dataclass(frozen=True)
