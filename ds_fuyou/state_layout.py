@@ -139,6 +139,11 @@ class StateLayout:
         named: dict[str, int | str] = {"version": self.version, "masters": self.masters, "moments": self.num_moments}
         return named if self.moments == FP32 else {**named, "moment_type": self.moments}
 
+    @property
+    def said(self) -> dict[str, int | str] | None:
+        """What state files say of it: nothing of version 1, which older ones have."""
+        return None if self.version == 1 else self.as_json()
+
     def native(self, numel: int) -> dict[str, object]:
         """As ``BlockLayout`` of the C++ core takes it."""
         at = self.offsets(numel)

@@ -39,14 +39,15 @@ def contents_of(
     layout: FlatLayout, shapes: Sequence[Sequence[int]], states: StateLayout | None = None
 ) -> dict[str, JsonValue]:
     """What a rank's files hold: ``shapes`` are those of the whole parameters, by index; ``states``: how blocks of
-    states are laid out, fp32 without. That is said where it is not version 1, which older files have.
+    states are laid out, fp32 without.
     """
     params: list[JsonValue] = [
         [span.name, list(shapes[span.index]), span.sub_group, span.begin, span.end] for span in layout.params
     ]
     chunks: list[JsonValue] = [[chunk.sub_group, chunk.begin, chunk.end] for chunk in layout.chunks]
     found: dict[str, JsonValue] = {"params": params, "chunks": chunks}
-    return found if states is None or states.version == 1 else {**found, "states": states.as_json()}
+    said = None if states is None else states.said
+    return found if said is None else {**found, "states": said}
 
 
 class RankFiles:

@@ -47,23 +47,15 @@ class ChunkResidency:
 
     @classmethod
     def of_shares(
-        cls,
-        layout: FlatLayout,
-        params: float,
-        states: float,
-        grads: float,
-        spares: float = 0.0,
-        *,
-        spreads_params: bool = True,
+        cls, layout: FlatLayout, params: float, states: float, grads: float, spares: float = 0.0
     ) -> ChunkResidency:
         """As many chunks of each class as its share (0 to 1, of the elements) holds; spare blocks for those states in
-        memory whose gradients come first. ``spreads_params``: False for P16 in deadline order, as in earlier versions.
+        memory whose gradients come first.
 
         Never more than the share: chunks are at most ``chunk_bytes``, so what is lost is less than one of them.
         """
         resident = _first(layout, states)
-        held = _spread(layout, params) if spreads_params else _first(layout, params)
-        return cls(held, resident, _first(layout, grads), _last_of(layout, resident, spares))
+        return cls(_spread(layout, params), resident, _first(layout, grads), _last_of(layout, resident, spares))
 
     def keeps_slots(self, chunk: int) -> bool:
         """Whether a part of the chunk lives in slots on storage."""

@@ -45,7 +45,7 @@ from ds_fuyou.zero.compute_spans import computed
 from ds_fuyou.zero.inference import InferenceReads, reads_of_inference
 from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, held_bytes, is_in_host_memory, partition_bytes, partition_of
 from ds_fuyou.zero.resuming import tell_start
-from ds_fuyou.zero.run_design import TrainedModel, designs_of
+from ds_fuyou.zero.run_design import TrainedModel, design_of
 from ds_fuyou.zero.run_store import count_engine, forget_engine, open_store, tell_durability
 from ds_fuyou.zero.skipped_steps import SkippedSteps
 from ds_fuyou.zero.striping import parked_space, shares_of_machine
@@ -64,13 +64,13 @@ class RankState:
         self.model, self.activation, self.device = model, model.activation, model.device
         self.num_params = model.num_params
         self._sums_bytes = STAGING_BYTES if model.accumulation > 1 and not self.device.is_host else 0
-        designs = designs_of(model, profile)
+        design = design_of(model, profile)
         trace = self.activation.config.trace
         with ExitStack() as undo:  # what fails leaves no file and no thread
             self.trace = None if trace is None else LaneTrace.at(trace)
             if self.trace is not None:
                 undo.callback(self.trace.close)
-            self.store, num_slots, self.design, self.resumed = open_store(designs)
+            self.store, num_slots, self.design, self.resumed = open_store(design)
             if self.store is not None:
                 undo.callback(self.store.close)
             self.planned(self.design.plan)

@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 from deepspeed import comm as dist
 
 from ds_fuyou.checkpoint.contents import check_resumable
-from ds_fuyou.errors import FuyouError, FuyouStateError, shown
-from ds_fuyou.state_layout import BF16, FP32, WHOLE
+from ds_fuyou.errors import FuyouError, FuyouStateError
 from ds_fuyou.storage.cleanup import StateDirectory, find_state, holds_steps, is_fault
 from ds_fuyou.storage.lifetime import open_stores
 from ds_fuyou.storage.records import COMMIT_NAME, well_formed
@@ -44,21 +43,19 @@ _OTHER_ENGINE = "the script built another number of engines with these paths bef
 
 @dataclass(frozen=True)
 class Fitting:
-    """What the state files of a run hold, placed in one way: ``choices`` are the regions that it may create, none where
-    it would not keep all states on storage."""
+    """What a run's own state files would hold, and ``reason``: why such contents and regions do not serve it, empty if
+    they do."""
 
     contents: Mapping[str, JsonValue]
-    choices: Sequence[Sequence[RegionSpec]]
+    reason: Callable[[Mapping[str, Any], Mapping[str, RegionSpec]], str]
 
 
 @dataclass(frozen=True)
 class Resumable:
-    """One rank's part of what a run goes on from: its files, taken over, and the commit that all ranks have made.
-    ``which`` of what would fit they are, the same on all ranks."""
+    """One rank's part of what a run goes on from: its files, taken over, and the commit that all ranks have made."""
 
     store: SlotStore
     commit: CommitRecord
-    which: int
 
 
 class _Chosen(NamedTuple):
@@ -110,12 +107,11 @@ class _Seen:
 
 
 def find_resumable(
-    paths: Sequence[Path], identity: RunIdentity, fitting: Sequence[Fitting], fingerprint_of: Callable[[int], str]
+    paths: Sequence[Path], identity: RunIdentity, fitting: Fitting, fingerprint_of: Callable[[int], str]
 ) -> Resumable | None:
     """The latest of them, None if there is none; says why what is there does not serve. A collective.
 
-    ``fitting``: what would do, this run's own way first. ``fingerprint_of``: the model's, on so many
-    ranks.
+    ``fingerprint_of``: the model's, on so many ranks.
 
     Raises:
         FuyouStateError: files of this model that hold later steps do not serve, on this rank or another.
@@ -154,7 +150,7 @@ def find_resumable(
         return None
     store = opened[chosen.run_id]
     (commit,) = [commit for commit in store.commits() if commit.key == chosen.commit]
-    return Resumable(store, commit, next(which for which, each in enumerate(fitting) if _fits(store, each)))
+    return Resumable(store, commit)
 
 
 def _agree_that_none_failed(failure: Exception | None) -> None:
@@ -174,7 +170,7 @@ def _agree_that_none_failed(failure: Exception | None) -> None:
 def _opened(
     paths: Sequence[Path],
     identity: RunIdentity,
-    fitting: Sequence[Fitting],
+    fitting: Fitting,
     fingerprint_of: Callable[[int], str],
     seen: _Seen,
 ) -> Iterator[tuple[str, SlotStore]]:
@@ -194,7 +190,7 @@ def _opened(
             if not state.model_fingerprint:
                 why = "its manifest is missing or cannot be read"
                 seen.refuse(state, why, (state.path / COMMIT_NAME).exists())
-            elif why := _kinship(state, paths, fitting[0].contents):
+            elif why := _kinship(state, paths, fitting.contents):
                 seen.refuse(state, why, holds_steps(state), is_kin=True)
             continue
         if not is_of_rank:
@@ -284,7 +280,7 @@ def _open(state: StateDirectory, paths: Sequence[Path], identity: RunIdentity) -
     return SlotStore.open(directories, identity)
 
 
-def _mismatch(store: SlotStore, fitting: Sequence[Fitting]) -> str:
+def _mismatch(store: SlotStore, fitting: Fitting) -> str:
     """Why the files do not serve this run; empty if they do."""
     if not store.commits():
         return "no commit stands in it"
@@ -292,7 +288,7 @@ def _mismatch(store: SlotStore, fitting: Sequence[Fitting]) -> str:
         return "P32 and moments were in host memory when it ended"
     try:
         found = store.contents()
-        if found.get("engine") != fitting[0].contents["engine"] and isinstance(found.get("engine"), int):
+        if found.get("engine") != fitting.contents["engine"] and isinstance(found.get("engine"), int):
             return _OTHER_ENGINE  # whatever else is another: that engine goes on from it
         with well_formed(store.directories[0] / COMMIT_NAME):
             for commit in filter(_is_complete, store.commits()):
@@ -301,51 +297,7 @@ def _mismatch(store: SlotStore, fitting: Sequence[Fitting]) -> str:
         if is_fault(error):
             raise
         return str(error)
-    alike = [each for each in fitting if found.get("states") == each.contents.get("states")]
-    if not alike:
-        return _other_layout(found.get("states"), fitting[0].contents.get("states"))
-    if not alike[0].choices:
-        return "it was made with all states on storage, and this run keeps some in host memory (tiers, budgets)"
-    # Whether what is frozen is as it was is looked at when the engine is built; older files do not say its shapes.
-    if {**found, "shapes": ""} != {**alike[0].contents, "shapes": ""}:
-        return "its dtype, optimizer or groups are others, or its parameters are cut into other chunks (chunk_bytes)"
-    if not any(_fits(store, each) for each in alike):
-        # Also where it has more than this run needs: that would stay as it is, and be old for the next run.
-        name = min(name for name, _ in store.regions.items() ^ _by_name(alike[0].choices[0]).items())
-        return f"it was made with other tiers, budgets or slots, and holds other bytes of {name}"
-    return ""
-
-
-def _fits(store: SlotStore, fitting: Fitting) -> bool:
-    is_alike = store.contents().get("states") == fitting.contents.get("states")
-    return is_alike and any(store.regions == _by_name(regions) for regions in fitting.choices)
-
-
-def _by_name(regions: Sequence[RegionSpec]) -> dict[str, RegionSpec]:
-    return {region.name: region for region in regions}
-
-
-def _other_layout(found: Any, wanted: Any) -> str:
-    """Moments of other bits are other moments: what a run rounds it goes on to round, and what it does not it must not
-    begin to, unless somebody says so.
-    """
-    theirs, ours = (_said(layout, "moment_type", FP32) for layout in (found, wanted))
-    if theirs != ours and _said(wanted, "masters", WHOLE) == shown(BF16, 20):
-        return f"its moments are {theirs}, and bf16.bf16_optimizer_states with fuyou.optimizer.moments says {ours}"
-    if theirs != ours:
-        return (
-            f"its moments are {theirs}, and fuyou.optimizer.moments says {ours}: say {theirs} to go on from it, or "
-            f"make a checkpoint of it with fuyou recover, which is loaded under any"
-        )
-    masters = _said(found, "masters", WHOLE)
-    return (
-        f"its masters are {masters} (split ones need bfloat16 parameters and fuyou.checksum, bf16 ones "
-        f"bf16.bf16_master_weights_and_grads), or its optimizer is of another kind"
-    )
-
-
-def _said(layout: Any, name: str, otherwise: str) -> str:
-    return shown(layout.get(name, otherwise) if isinstance(layout, Mapping) else otherwise, 20)
+    return fitting.reason(found, store.regions)
 
 
 def _offer_of(store: SlotStore) -> _Offer:

@@ -7,8 +7,7 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from torch.nn import Parameter
 
 from ds_fuyou.checkpoint.state_files import contents_of
 from ds_fuyou.ds_json import Activation
-from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import log_once
 from ds_fuyou.optimizer.clip_policy import Overlap
@@ -34,7 +32,7 @@ from ds_fuyou.planner.host_memory import available_host_bytes, copied_later_byte
 from ds_fuyou.planner.plan import MIB, Plan, PlanInput, under_block
 from ds_fuyou.planner.profile import RunProfile, fingerprint_of
 from ds_fuyou.planner.profiled import placed_under
-from ds_fuyou.state_layout import FP32, SPLIT, WHOLE, StateLayout, layout_of, masters_of, moments_of
+from ds_fuyou.state_layout import FP32, StateLayout, layout_of, masters_of, moments_of
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.parked import ParkedValues
 from ds_fuyou.storage.probe import probe_path, shares_blocks
@@ -45,7 +43,7 @@ from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, free_of_rank, lo
 from ds_fuyou.zero.inference import reads_of_inference
 from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, is_in_host_memory, partition_bytes, partition_of
 
-__all__ = ["RunDesign", "TrainedModel", "designs_of"]
+__all__ = ["RunDesign", "TrainedModel", "design_of", "laid_out"]
 
 
 @dataclass(frozen=True)
@@ -203,16 +201,14 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class RunDesign:
-    """A run with one layout of states: how it is placed, by what, and its chunks. ``spreads_params``: P16 in memory is
-    not the first of the model, as in files of earlier versions.
-    """
+    """How a run is placed, by what, and its chunks. ``taken``: where these are in the files that it goes on from."""
 
     model: TrainedModel
     given: PlanInput
     decision: Decision
     decided_by: StepTime
     layout: FlatLayout
-    spreads_params: bool = True
+    taken: ChunkResidency | None = None
 
     @property
     def plan(self) -> Plan:
@@ -221,13 +217,8 @@ class RunDesign:
     @functools.cached_property
     def residency(self) -> ChunkResidency:
         shares = self.plan.residency
-        return ChunkResidency.of_shares(
-            self.layout,
-            shares.parameters,
-            shares.optimizer,
-            shares.gradients,
-            shares.optimizer_twice,
-            spreads_params=self.spreads_params,
+        return self.taken or ChunkResidency.of_shares(
+            self.layout, shares.parameters, shares.optimizer, shares.gradients, shares.optimizer_twice
         )
 
     def core_options(self, num_slots: int) -> CoreOptions:
@@ -266,10 +257,8 @@ class RunDesign:
         }
 
 
-def designs_of(model: TrainedModel, profile: RunProfile | None) -> list[RunDesign]:
-    """As this run begins, first; if it may go on from state files, with masters and P16 as they may have them, too.
-
-    ``profile``: of an earlier run, the same on all ranks. A collective.
+def design_of(model: TrainedModel, profile: RunProfile | None) -> RunDesign:
+    """As a run is that goes on from nothing. ``profile``: of an earlier one, the same on all ranks. A collective.
 
     Raises:
         FuyouConfigError: the model does not fit the block's budgets, or its plan document is another model's.
@@ -278,31 +267,14 @@ def designs_of(model: TrainedModel, profile: RunProfile | None) -> list[RunDesig
     given = model.plan_input()
     if config.plan is not None and config.plan.document is not None:
         require_params(config.plan.document, model.num_params)
-
-    def designed(given: PlanInput) -> RunDesign:
-        decision, decided_by = placed_under(config, given, profile, model.accumulation)
-        chunk_bytes = decision.plan.chunk_bytes
-        limits = LayoutLimits(
-            max_elements=max(CUT_ELEMENTS, chunk_bytes // 4),
-            min_elements=min(512 * 1024, max(CUT_ELEMENTS, chunk_bytes // 8)),
-        )
-        return RunDesign(model, given, decision, decided_by, build_layout(model.entries, limits))
-
-    found = [designed(given)]
-    for masters in _other_masters(model, given.layout.masters):
-        with suppress(FuyouConfigError):  # what does not fit has left no files
-            found.append(designed(replace(given, layout=replace(given.layout, masters=masters))))
-    if config.resume == "auto":
-        found += [replace(design, spreads_params=False) for design in found]
-    return found
+    decision, decided_by = placed_under(config, given, profile, model.accumulation)
+    return RunDesign(model, given, decision, decided_by, laid_out(model, decision.plan.chunk_bytes))
 
 
-def _other_masters(model: TrainedModel, masters: str) -> Iterator[str]:
-    """Those that state files of this run may have, beside its own."""
-    config = model.activation.config
-    if config.resume != "auto":
-        return
-    if masters == SPLIT:
-        yield WHOLE
-    elif masters == WHOLE and model.param_dtype is torch.bfloat16 and config.checksum:
-        yield SPLIT
+def laid_out(model: TrainedModel, chunk_bytes: int) -> FlatLayout:
+    """With chunks of at most so many bytes of fp32."""
+    limits = LayoutLimits(
+        max_elements=max(CUT_ELEMENTS, chunk_bytes // 4),
+        min_elements=min(512 * 1024, max(CUT_ELEMENTS, chunk_bytes // 8)),
+    )
+    return build_layout(model.entries, limits)

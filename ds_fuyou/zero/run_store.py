@@ -12,13 +12,13 @@ import os
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deepspeed import comm as dist
 
-from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.plan import handles_activations
 from ds_fuyou.storage.cleanup import lost_state, settle_stale, stale_bytes
@@ -28,6 +28,7 @@ from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
 from ds_fuyou.zero.resuming import Fitting, find_resumable
 from ds_fuyou.zero.run_design import RunDesign, TrainedModel
 from ds_fuyou.zero.striping import path_weights
+from ds_fuyou.zero.taken_design import design_in, tell_taken
 
 __all__ = ["OpenedStore", "count_engine", "forget_engine", "open_store", "tell_durability"]
 
@@ -39,8 +40,8 @@ failed leaves its number to the engine that is built in its place."""
 
 
 class OpenedStore(NamedTuple):
-    """``store``: None where nothing lives on storage. ``design``: of those that it was opened for, the run's;
-    ``resumed``: the commit that the run goes on from, None at the begin of one."""
+    """``store``: None where nothing lives on storage. ``design``: the run's; ``resumed``: the commit that it goes on
+    from, None at the begin of one."""
 
     store: SlotStore | None
     num_slots: int
@@ -65,18 +66,17 @@ def _next_number(model: TrainedModel) -> int:
     return next(number for number in itertools.count() if number not in taken)
 
 
-def open_store(designs: Sequence[RunDesign]) -> OpenedStore:
-    """For the first of ``designs``; for another if state files to go on from have its layout. A collective.
+def open_store(design: RunDesign) -> OpenedStore:
+    """For ``design``, or for what state files to go on from make of it. A collective.
 
     Raises:
         FuyouStorageError: the disks have no room, or for one slot alone where the block says ``durable``.
     """
-    design = designs[0]
     run_id = _run_id()
     model = design.model
     config, paths = model.activation.config, model.paths
     identity = RunIdentity(_fingerprint(design), dist.get_rank(), dist.get_world_size(), run_id)
-    found = _taken_over(designs, identity) if config.resume == "auto" and paths else None
+    found = _taken_over(design, identity) if config.resume == "auto" and paths else None
     if found is None and not design.residency.needs_storage:
         if dist.get_rank() == 0 and (paths or config.relies_on_slots):
             tell_durability(design.residency.states, 1, is_wanted=config.relies_on_slots)
@@ -108,27 +108,25 @@ def open_store(designs: Sequence[RunDesign]) -> OpenedStore:
     return OpenedStore(store, num_slots, design, None)
 
 
-def _taken_over(designs: Sequence[RunDesign], identity: RunIdentity) -> OpenedStore | None:
+def _taken_over(own: RunDesign, identity: RunIdentity) -> OpenedStore | None:
     """State files to go on from, as they are: this run then is as they say. A collective."""
-    model = designs[0].model
-    engine = _next_number(model)
-    would_do = [Fitting(design.contents(engine), _regions_of_whole_states(design)) for design in designs]
-    found = find_resumable(model.paths, identity, would_do, functools.partial(_fingerprint_on, designs[0]))
+    engine = _next_number(own.model)
+
+    def reason(contents: Mapping[str, Any], regions: Mapping[str, RegionSpec]) -> str:
+        try:
+            design_in(own, contents, regions, engine)
+        except FuyouStateError as error:
+            return str(error)
+        return ""
+
+    fitting = Fitting(own.contents(engine), reason)
+    found = find_resumable(own.model.paths, identity, fitting, functools.partial(_fingerprint_on, own))
     if found is None:
         return None
-    design = designs[found.which]
-    if design.given.layout.masters != designs[0].given.layout.masters and dist.get_rank() == 0:
-        logger.info("masters stay %s, as in the files that this run goes on from", design.given.layout.masters)
-    num_slots = max(region.num_slots for region in found.store.regions.values())
-    return OpenedStore(found.store, num_slots, design, found.commit)
-
-
-def _regions_of_whole_states(design: RunDesign) -> list[list[RegionSpec]]:
-    """Those with which all states are on storage after every step; none if some are in host memory."""
-    residency = design.residency
-    if design.plan.slots < 2 or not residency.needs_storage or any(residency.states):
-        return []
-    return [design.regions(2), design.regions(3)]
+    regions = found.store.regions
+    design = design_in(own, found.store.contents(), regions, engine)
+    tell_taken(own, design)
+    return OpenedStore(found.store, max(region.num_slots for region in regions.values()), design, found.commit)
 
 
 def _chosen_slots(design: RunDesign, budget_bytes: int | None, bytes_stale: int) -> int:

@@ -35,6 +35,7 @@ INT8 = {"optimizer": {"tier": "nvme", "masters": "split", "moments": "int8"}}
 ALL_STORED = {"parameters": {"tier": "nvme"}, "gradients": {"tier": "nvme"}}
 BF16_MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
 BF16_STATES = {"bf16": {**BF16_MASTERS["bf16"], "bf16_optimizer_states": True}}
+UNPLACED = {"zero_optimization": {"offload_param": {"device": "none"}}}
 FP16 = {
     "bf16": None,
     "fp16": {"enabled": True, "initial_scale_power": 14, "loss_scale_window": 2, "hysteresis": 1},
@@ -166,6 +167,45 @@ def test_a_run_keeps_in_memory_what_its_files_lack(world_size: int, tmp_path: Pa
     for file in out.iterdir():
         expected = torch.load(undisturbed / file.name, weights_only=False)
         assert differences(expected, torch.load(file, weights_only=False)) == [], file.name
+
+
+@pytest.mark.parametrize(("world_size", "little", "enough"), [(1, 240 << 10, 1 << 26), (2, 180 << 10, 1 << 26)])
+def test_a_run_goes_on_from_its_files_whatever_memory_is_free(
+    world_size: int, little: int, enough: int, tmp_path: Path
+) -> None:
+    """A part of P16 and G16 is in memory because there was little of it, in chunks of a size that suited that."""
+    case: dict[str, Any] = {"steps": STEPS, "config": {"gradient_clipping": 0.5, **WARMUP, **UNPLACED}}
+    undisturbed, killed, out = tmp_path / "undisturbed", tmp_path / "killed", tmp_path / "out"
+    out.mkdir()
+    run_to_end(undisturbed, {**case, "out": str(undisturbed)}, world_size)
+    for number, (budget, sizes) in enumerate(((little, [16384]), (enough, [32768, 16384]), (enough, [32768, 16384]))):
+        case |= {"block": {**RESUME, "dram_budget_bytes": budget}, "chunk_sizes": sizes}
+        if number == 2:
+            said = run_to_end(killed, {**case, "out": str(out)}, world_size, "resumed")
+            break
+        processes, logs = launch(killed, {**case, "die": {"0": [2 + number, "all"]}}, world_size, f"killed{number}.")
+        finish(processes)
+        said = logs[0].read_text()
+        assert processes[0].exitcode == -9, said[-3000:]
+        assert ("chunks stay as in the files that this run goes on from" in said) == bool(number), said[-3000:]
+        (directory,) = killed.glob("ds_fuyou/*-rank0")
+        with contextlib.closing(SlotStore.open([directory], None)) as store:
+            num_chunks = sum(name.startswith("state/") for name in store.regions)
+            assert 0 < sum(name.startswith("param16/") for name in store.regions) < num_chunks
+    assert "going on from step 3, in place" in said
+    for file in out.iterdir():
+        expected = torch.load(undisturbed / file.name, weights_only=False)
+        assert differences(expected, torch.load(file, weights_only=False)) == [], file.name
+
+
+def test_a_run_does_not_go_on_with_more_in_memory_than_fits(tmp_path: Path) -> None:
+    case = {"steps": STEPS, "config": UNPLACED, "chunk_sizes": [16384]}
+    for number, budget in enumerate((1 << 26, 240 << 10, 1 << 26)):
+        block = {**RESUME, "dram_budget_bytes": budget}
+        status, said = end_of(tmp_path, {**case, "block": block, "die": {"0": [2 + number, "after"]}}, str(number))
+        assert (status == -9) == (number != 1), said[-3000:]
+        assert ("what it keeps in host memory does not fit there" in said) == (number == 1)
+        assert ("going on from step 2, in place" in said) == (number == 2)
 
 
 def test_a_run_does_not_go_on_from_moments_of_another_kind(tmp_path: Path) -> None:

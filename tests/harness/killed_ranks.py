@@ -22,7 +22,8 @@ order. ``seed``: of its first values. ``odd``: added to the first element of
 what is frozen, before the engine is built. ``edits``: what it is set to behind the engine, gathered.
 ``dies_removing``: SIGKILL when so many of its directories are removed. ``runs_out``: before the engine that trains
 another one is built, whose first forward runs out of memory, and is destroyed; "same model": over its parameters.
-``first_stay``: P16 in host memory is the first of the model, as in earlier versions.
+``first_stay``: P16 in host memory is the first of the model, as in earlier versions. ``chunk_sizes``: of which a plan
+may choose.
 Prints ``MOVED read written``, bytes on storage that it took to make states or to take them over, ``READ n``, bytes of
 storage that the process has read before its first forward, and, when a step has returned, ``LOSSES rank n ...``, in
 hexadecimal digits, and ``STEP n``.
@@ -47,11 +48,13 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+from ds_fuyou.optimizer import residency
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
+from ds_fuyou.planner import decide
 from ds_fuyou.storage.directory import RunDirectory
 from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.store import SlotStore
-from ds_fuyou.zero import rank_state
+from ds_fuyou.zero import taken_design
 from tests.harness.group import leave_group
 from tests.harness.meeting import Meeting
 from tests.harness.models import TinyCount, TinyGPT, make_batch
@@ -117,11 +120,6 @@ def count_reads() -> list[int]:
 
     IoLane.read = counting
     return counted
-
-
-def keep_first() -> None:
-    designs_of = rank_state.designs_of
-    rank_state.designs_of = lambda *given: [design for design in designs_of(*given) if not design.spreads_params]
 
 
 def build(path: str, case: dict, rank: int, model: torch.nn.Module | None = None) -> Any:
@@ -240,7 +238,9 @@ def main(path: str, case: dict) -> None:
     if "dies_removing" in case:
         die_removing(case["dies_removing"])
     if "first_stay" in case:
-        keep_first()
+        residency._spread = residency._first
+    if "chunk_sizes" in case:
+        decide.CHUNK_BYTES = taken_design.CHUNK_BYTES = tuple(case["chunk_sizes"])
     all_saved = Meeting(path, "saved")
     deepspeed.init_distributed("gloo")
     if "two" in case:

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run as the state files have it that it goes on from.
+
+[Note: who decides] Files say where P16 and G16 of every chunk are, how large chunks are, and how masters are kept.
+None of that changes a bit, and what a run would choose by itself depends on memory that is free when it starts. So what
+files have is taken, as far as the block does not say otherwise (tiers, shares, ``chunk_bytes``) and host memory holds
+it; lanes are planned anew. Moments of other bits are other numbers: those the block alone decides.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+
+from ds_fuyou.errors import FuyouConfigError, FuyouStateError, shown
+from ds_fuyou.optimizer.layout import FlatLayout
+from ds_fuyou.optimizer.placement import grad_region, param_region, state_region
+from ds_fuyou.optimizer.residency import ChunkResidency
+from ds_fuyou.planner.plan import CHUNK_BYTES, TWICE, PlanInput
+from ds_fuyou.planner.profiled import expert_values, placed
+from ds_fuyou.state_layout import BF16, FP32, SPLIT, WHOLE, StateLayout
+from ds_fuyou.storage.types import RegionSpec
+from ds_fuyou.zero.run_design import RunDesign, laid_out
+
+__all__ = ["design_in", "tell_taken"]
+
+logger = logging.getLogger("ds_fuyou")
+
+
+def design_in(own: RunDesign, contents: Mapping[str, Any], regions: Mapping[str, RegionSpec], engine: int) -> RunDesign:
+    """As files with these ``contents`` and ``regions`` have it; ``own`` is what the run would do by itself, ``engine``
+    its number. The same on all ranks, whose files are alike. No collective.
+
+    Raises:
+        FuyouStateError: the run cannot go on from such files: why.
+    """
+    design = _cut_as(own, replace(own.given, layout=_layout_of(own, contents.get("states"))), contents, engine)
+    layout = design.layout
+    residency = ChunkResidency(*(_in_memory(layout, regions, of) for of in (param_region, state_region, grad_region)))
+    shares = {
+        "parameters": _share(layout, residency.params),
+        "optimizer": _share(layout, residency.states),
+        "gradients": _share(layout, residency.grads),
+    }
+    _require_wanted(own, layout, shares)
+    config = own.model.activation.config
+    given = replace(design.given, shares={**design.given.shares, **shares, TWICE: 0.0})
+    try:
+        overrides = {**expert_values(config), "chunk_bytes": design.plan.chunk_bytes}
+        decision, decided_by = placed(given, overrides, mode=config.activations.mode)
+    except FuyouConfigError as error:
+        raise FuyouStateError(f"what it keeps in host memory does not fit there: {error}") from error
+    found = replace(design, given=given, decision=decision, decided_by=decided_by, taken=residency)
+    if found.plan.slots < 2 or not any(
+        {region.name: region for region in found.regions(num_slots)} == regions for num_slots in (2, 3)
+    ):
+        raise FuyouStateError("it was made with other slots, or holds other regions than this run has")
+    return found
+
+
+def tell_taken(own: RunDesign, found: RunDesign) -> None:
+    """On rank 0: what the files decided otherwise."""
+    if dist.get_rank() != 0:
+        return
+    if found.given.layout.masters != own.given.layout.masters:
+        logger.info("masters stay %s, as in the files that this run goes on from", found.given.layout.masters)
+    if found.residency != own.residency or found.layout != own.layout:
+        shares = found.plan.residency
+        logger.info(
+            "chunks stay as in the files that this run goes on from: %.0f %% of P16 and %.0f %% of G16 in host memory",
+            100 * shares.parameters,
+            100 * shares.gradients,
+        )
+
+
+def _layout_of(own: RunDesign, said: Any) -> StateLayout:
+    """Of states, as files say it."""
+    ours = own.given.layout
+    for masters in (ours.masters, *_other_masters(own, ours.masters)):
+        layout = replace(ours, masters=masters)
+        if said == layout.said:
+            return layout
+    raise FuyouStateError(_other_layout(said, ours.said))
+
+
+def _other_masters(own: RunDesign, masters: str) -> Iterator[str]:
+    """Those that files may have, beside the run's own."""
+    if masters == SPLIT:
+        yield WHOLE
+    elif masters == WHOLE and own.model.param_dtype is torch.bfloat16 and own.model.activation.config.checksum:
+        yield SPLIT
+
+
+def _other_layout(found: Any, wanted: Any) -> str:
+    """Moments of other bits are other moments: what a run rounds it goes on to round, and what it does not it must not
+    begin to, unless somebody says so.
+    """
+    theirs, ours = (_said(layout, "moment_type", FP32) for layout in (found, wanted))
+    if theirs != ours and _said(wanted, "masters", WHOLE) == shown(BF16, 20):
+        return f"its moments are {theirs}, and bf16.bf16_optimizer_states with fuyou.optimizer.moments says {ours}"
+    if theirs != ours:
+        return (
+            f"its moments are {theirs}, and fuyou.optimizer.moments says {ours}: say {theirs} to go on from it, or "
+            f"make a checkpoint of it with fuyou recover, which is loaded under any"
+        )
+    masters = _said(found, "masters", WHOLE)
+    return (
+        f"its masters are {masters} (split ones need bfloat16 parameters and fuyou.checksum, bf16 ones "
+        f"bf16.bf16_master_weights_and_grads), or its optimizer is of another kind"
+    )
+
+
+def _said(layout: Any, name: str, otherwise: str) -> str:
+    return shown(layout.get(name, otherwise) if isinstance(layout, Mapping) else otherwise, 20)
+
+
+def _cut_as(own: RunDesign, given: PlanInput, contents: Mapping[str, Any], engine: int) -> RunDesign:
+    """With chunks as large as the files', of the sizes that a plan may choose. Whether what is frozen is as it was is
+    looked at when the engine is built; older files do not say its shapes.
+    """
+    sizes = [own.plan.chunk_bytes]
+    if expert_values(own.model.activation.config).get("chunk_bytes") is None:
+        sizes += [size for size in CHUNK_BYTES if size not in sizes]
+    for chunk_bytes in sizes:
+        decision = replace(own.decision, plan=replace(own.plan, chunk_bytes=chunk_bytes))
+        design = replace(own, given=given, decision=decision, layout=laid_out(own.model, chunk_bytes))
+        if {**contents, "shapes": ""} == {**design.contents(engine), "shapes": ""}:
+            return design
+    raise FuyouStateError(
+        "its dtype, optimizer or groups are others, or its parameters are cut into other chunks (chunk_bytes)"
+    )
+
+
+def _in_memory(
+    layout: FlatLayout, regions: Mapping[str, RegionSpec], region_of: Callable[[int], str]
+) -> tuple[bool, ...]:
+    return tuple(region_of(chunk.index) not in regions for chunk in layout.chunks)
+
+
+def _share(layout: FlatLayout, resident: Sequence[bool]) -> float:
+    return sum(chunk.numel for chunk in layout.chunks if resident[chunk.index]) / layout.numel
+
+
+def _require_wanted(own: RunDesign, layout: FlatLayout, shares: Mapping[str, float]) -> None:
+    """What the block fixes is as it says; a share of it to a chunk or two."""
+    fixed, near = own.given.fixed_shares(), 2 * max(chunk.numel for chunk in layout.chunks) / layout.numel
+    if fixed.get("optimizer", 0.0) > 0:
+        raise FuyouStateError(
+            "it was made with all states on storage, and this run keeps some in host memory (tiers, budgets)"
+        )
+    for name, share in shares.items():
+        wanted = fixed.get(name, share)
+        if abs(share - wanted) > (near if 0 < wanted < 1 else 0):
+            raise FuyouStateError(
+                f"it was made with other tiers, budgets or slots: of {name} {100 * share:.0f} % are in host memory, "
+                f"not {100 * wanted:.0f} %"
+            )
