@@ -367,7 +367,7 @@ class FuyouConfig(_Settings):
     )
     resume: Literal["off", "auto"] = Field(
         "off",
-        description="`auto`: a run that finds in `nvme_path` the state files of the same model, world and plan, left "
+        description="`auto`: a run that finds in `nvme_path` the state files of the same model and world, left "
         "by one that was killed or kept by `keep_state`, goes on from their last step, in place: parameters, moments, "
         "counters, scheduler and random states are those after it. One that finds none begins; one that finds steps "
         "of this model and cannot go on from them (a setting changed, a process uses them) ends with an error.",

@@ -76,6 +76,10 @@ class FlatLayout:
     def numel(self) -> int:
         return sum(self.sub_group_numels)
 
+    def share_of(self, resident: Sequence[bool]) -> float:
+        """Of a class, by elements; ``resident`` is by chunk."""
+        return sum(chunk.numel for chunk in self.chunks if resident[chunk.index]) / self.numel
+
 
 def overlap(span: ParamSpan, chunk: Chunk) -> tuple[int, int]:
     """[begin, end) of the elements that a parameter and a chunk share, counted from the sub-group's start."""

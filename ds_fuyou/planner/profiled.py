@@ -256,11 +256,9 @@ def expert_values(config: Any) -> dict[str, int | None]:
 def placed_under(
     config: Any, given: PlanInput, profile: RunProfile | None, accumulation: int = 1
 ) -> tuple[Decision, StepTime]:
-    """As :func:`placed`, under a ``FuyouConfig``: what a run does, and what the command says that it does. Files of a
-    run that is gone on from are found where one that knew nothing would place them.
+    """As :func:`placed`, under a ``FuyouConfig``: what a run does that begins anew, and what the command says that it
+    does. One that goes on from state files takes their placement (zero/taken_design.py).
     """
-    if config.resume == "auto" or config.durable:
-        profile, accumulation = None, 1
     return placed(given, expert_values(config), profile, accumulation, config.activations.mode)
 
 

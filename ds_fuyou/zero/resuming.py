@@ -31,7 +31,7 @@ from ds_fuyou.errors import FuyouError, FuyouStateError
 from ds_fuyou.storage.cleanup import StateDirectory, find_state, holds_steps, is_fault
 from ds_fuyou.storage.lifetime import open_stores
 from ds_fuyou.storage.records import COMMIT_NAME, well_formed
-from ds_fuyou.storage.store import CommitRecord, JsonValue, RegionSpec, RunIdentity, SlotStore, contents_in
+from ds_fuyou.storage.store import CommitRecord, JsonValue, RunIdentity, SlotStore, contents_in
 from ds_fuyou.storage.store_files import read_directory_manifest
 from ds_fuyou.zero.agreement import of_every_rank
 
@@ -43,11 +43,11 @@ _OTHER_ENGINE = "the script built another number of engines with these paths bef
 
 @dataclass(frozen=True)
 class Fitting:
-    """What a run's own state files would hold, and ``reason``: why such contents and regions do not serve it, empty if
+    """What a run's own state files would hold, and ``reason``: why files with these contents do not serve it, empty if
     they do."""
 
     contents: Mapping[str, JsonValue]
-    reason: Callable[[Mapping[str, Any], Mapping[str, RegionSpec]], str]
+    reason: Callable[[SlotStore, Mapping[str, Any]], str]
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ def _mismatch(store: SlotStore, fitting: Fitting) -> str:
         if is_fault(error):
             raise
         return str(error)
-    return fitting.reason(found, store.regions)
+    return fitting.reason(store, found)
 
 
 def _offer_of(store: SlotStore) -> _Offer:

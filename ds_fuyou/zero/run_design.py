@@ -201,13 +201,16 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class RunDesign:
-    """How a run is placed, by what, and its chunks. ``taken``: where these are in the files that it goes on from."""
+    """How a run is placed, by what, and its chunks. ``profile``: of an earlier run; ``taken``: where chunks are in the
+    files that it goes on from.
+    """
 
     model: TrainedModel
     given: PlanInput
     decision: Decision
     decided_by: StepTime
     layout: FlatLayout
+    profile: RunProfile | None
     taken: ChunkResidency | None = None
 
     @property
@@ -268,7 +271,7 @@ def design_of(model: TrainedModel, profile: RunProfile | None) -> RunDesign:
     if config.plan is not None and config.plan.document is not None:
         require_params(config.plan.document, model.num_params)
     decision, decided_by = placed_under(config, given, profile, model.accumulation)
-    return RunDesign(model, given, decision, decided_by, laid_out(model, decision.plan.chunk_bytes))
+    return RunDesign(model, given, decision, decided_by, laid_out(model, decision.plan.chunk_bytes), profile)
 
 
 def laid_out(model: TrainedModel, chunk_bytes: int) -> FlatLayout:

@@ -16,7 +16,6 @@ from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.log import current_rank
 from ds_fuyou.optimizer.clip_policy import Overlap, UpdateStart
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
-from ds_fuyou.optimizer.layout import FlatLayout
 from ds_fuyou.planner.cost import Placement
 from ds_fuyou.planner.policies import Updates
 from ds_fuyou.planner.profile import RunProfile, fingerprint_of, load_profile, machine_fingerprint, profile_directory
@@ -132,7 +131,7 @@ def placement_of_run(rank_state: RankState, profile: RunProfile, activations: Ac
     """The placement as it was built; None where it is on storage and the profile has no rates of that."""
     core = rank_state.core
     residency, frozen = core.place.residency, rank_state.frozen_bytes()
-    params, states, grads = (_share(core.layout, r) for r in (residency.params, residency.states, residency.grads))
+    params, states, grads = map(core.layout.share_of, (residency.params, residency.states, residency.grads))
     twice = [core.place.has_spare(index) for index in range(len(core.layout.chunks))]
     if (min(params, states, grads) < 1 or frozen["nvme"]) and profile.storage is None:
         return None
@@ -141,7 +140,7 @@ def placement_of_run(rank_state: RankState, profile: RunProfile, activations: Ac
         states,
         grads,
         two_versions=core.options.num_param_versions == 2,
-        states_twice=_share(core.layout, twice),
+        states_twice=core.layout.share_of(twice),
         frozen=frozen["cpu"] / max(1, sum(frozen.values())) if frozen["nvme"] else 1.0,
         swapped_bytes=activations.written_bytes / max(1, activations.num_forwards),
         staging_bytes=core.staging.capacity_bytes,
@@ -154,8 +153,3 @@ def updates_of_run(core: OutOfCoreOptimizer) -> Updates:
     """When the next step's updates run; it changes with how often gradients are clipped."""
     speculated, deferred = _STARTS[core.options.overlap]
     return speculated if core.policy.choose() is UpdateStart.SPECULATE else deferred
-
-
-def _share(layout: FlatLayout, resident: Sequence[bool]) -> float:
-    """Of a class, by elements."""
-    return sum(chunk.numel for chunk in layout.chunks if resident[chunk.index]) / layout.numel

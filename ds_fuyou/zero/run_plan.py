@@ -158,8 +158,8 @@ class RunPlan:
 
     @property
     def _moves(self) -> bool:
-        """Whether states may change their tier. Where a run may be gone on from nothing moves: its files are looked for
-        where a run that begins places them.
+        """Whether states may change their tier. Where a run may be gone on from none does: what is in host memory would
+        be lost with it.
         """
         state, config = self._state, self._state.activation.config
         is_open = config.optimizer.tier == "auto" and "optimizer" not in state.plan_input.shares

@@ -23,7 +23,7 @@ from ds_fuyou.log import log_once
 from ds_fuyou.planner.plan import handles_activations
 from ds_fuyou.storage.cleanup import lost_state, settle_stale, stale_bytes
 from ds_fuyou.storage.probe import probe_path
-from ds_fuyou.storage.store import CommitRecord, RegionSpec, RunIdentity, SlotStore, choose_num_slots
+from ds_fuyou.storage.store import CommitRecord, RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
 from ds_fuyou.zero.resuming import Fitting, find_resumable
 from ds_fuyou.zero.run_design import RunDesign, TrainedModel
@@ -111,10 +111,11 @@ def open_store(design: RunDesign) -> OpenedStore:
 def _taken_over(own: RunDesign, identity: RunIdentity) -> OpenedStore | None:
     """State files to go on from, as they are: this run then is as they say. A collective."""
     engine = _next_number(own.model)
+    designs: dict[SlotStore, RunDesign] = {}
 
-    def reason(contents: Mapping[str, Any], regions: Mapping[str, RegionSpec]) -> str:
+    def reason(store: SlotStore, contents: Mapping[str, Any]) -> str:
         try:
-            design_in(own, contents, regions, engine)
+            designs[store] = design_in(own, contents, store.regions, engine)
         except FuyouStateError as error:
             return str(error)
         return ""
@@ -123,10 +124,9 @@ def _taken_over(own: RunDesign, identity: RunIdentity) -> OpenedStore | None:
     found = find_resumable(own.model.paths, identity, fitting, functools.partial(_fingerprint_on, own))
     if found is None:
         return None
-    regions = found.store.regions
-    design = design_in(own, found.store.contents(), regions, engine)
+    store, design = found.store, designs[found.store]
     tell_taken(own, design)
-    return OpenedStore(found.store, max(region.num_slots for region in regions.values()), design, found.commit)
+    return OpenedStore(store, max(region.num_slots for region in store.regions.values()), design, found.commit)
 
 
 def _chosen_slots(design: RunDesign, budget_bytes: int | None, bytes_stale: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,8 @@ from ds_fuyou.errors import FuyouConfigError, FuyouStateError, shown
 from ds_fuyou.optimizer.layout import FlatLayout
 from ds_fuyou.optimizer.placement import grad_region, param_region, state_region
 from ds_fuyou.optimizer.residency import ChunkResidency
-from ds_fuyou.planner.plan import CHUNK_BYTES, TWICE, PlanInput
+from ds_fuyou.planner.document import Residency
+from ds_fuyou.planner.plan import CHUNK_BYTES, MIB, TWICE, resident_bytes
 from ds_fuyou.planner.profiled import expert_values, placed
 from ds_fuyou.state_layout import BF16, FP32, SPLIT, WHOLE, StateLayout
 from ds_fuyou.storage.types import RegionSpec
@@ -39,23 +41,16 @@ def design_in(own: RunDesign, contents: Mapping[str, Any], regions: Mapping[str,
     Raises:
         FuyouStateError: the run cannot go on from such files: why.
     """
-    design = _cut_as(own, replace(own.given, layout=_layout_of(own, contents.get("states"))), contents, engine)
-    layout = design.layout
-    residency = ChunkResidency(*(_in_memory(layout, regions, of) for of in (param_region, state_region, grad_region)))
+    cut = replace(own, given=replace(own.given, layout=_layout_of(own, contents.get("states"))))
+    sizes, cut = _cut_as(cut, contents, engine)
+    residency = _residency_in(cut.layout, regions)
     shares = {
-        "parameters": _share(layout, residency.params),
-        "optimizer": _share(layout, residency.states),
-        "gradients": _share(layout, residency.grads),
+        "parameters": cut.layout.share_of(residency.params),
+        "optimizer": 0.0,
+        "gradients": cut.layout.share_of(residency.grads),
     }
-    _require_wanted(own, layout, shares)
-    config = own.model.activation.config
-    given = replace(design.given, shares={**design.given.shares, **shares, TWICE: 0.0})
-    try:
-        overrides = {**expert_values(config), "chunk_bytes": design.plan.chunk_bytes}
-        decision, decided_by = placed(given, overrides, mode=config.activations.mode)
-    except FuyouConfigError as error:
-        raise FuyouStateError(f"what it keeps in host memory does not fit there: {error}") from error
-    found = replace(design, given=given, decision=decision, decided_by=decided_by, taken=residency)
+    _require_wanted(cut, shares)
+    found = _planned(replace(cut, taken=residency), shares, sizes)
     if found.plan.slots < 2 or not any(
         {region.name: region for region in found.regions(num_slots)} == regions for num_slots in (2, 3)
     ):
@@ -72,7 +67,8 @@ def tell_taken(own: RunDesign, found: RunDesign) -> None:
     if found.residency != own.residency or found.layout != own.layout:
         shares = found.plan.residency
         logger.info(
-            "chunks stay as in the files that this run goes on from: %.0f %% of P16 and %.0f %% of G16 in host memory",
+            "chunks stay as in the files that this run goes on from: %.0f %% of P16 and %.0f %% of G16 are in host "
+            "memory, P32 and moments on storage",
             100 * shares.parameters,
             100 * shares.gradients,
         )
@@ -119,44 +115,63 @@ def _said(layout: Any, name: str, otherwise: str) -> str:
     return shown(layout.get(name, otherwise) if isinstance(layout, Mapping) else otherwise, 20)
 
 
-def _cut_as(own: RunDesign, given: PlanInput, contents: Mapping[str, Any], engine: int) -> RunDesign:
-    """With chunks as large as the files', of the sizes that a plan may choose. Whether what is frozen is as it was is
-    looked at when the engine is built; older files do not say its shapes.
+def _cut_as(own: RunDesign, contents: Mapping[str, Any], engine: int) -> tuple[list[int], RunDesign]:
+    """With chunks as the files have them, and from which sizes they follow, of those that a plan may choose, the
+    largest first: smaller ones leave more memory. Whether what is frozen is as it was is looked at when the engine is
+    built; older files do not say its shapes.
     """
-    sizes = [own.plan.chunk_bytes]
-    if expert_values(own.model.activation.config).get("chunk_bytes") is None:
-        sizes += [size for size in CHUNK_BYTES if size not in sizes]
-    for chunk_bytes in sizes:
-        decision = replace(own.decision, plan=replace(own.plan, chunk_bytes=chunk_bytes))
-        design = replace(own, given=given, decision=decision, layout=laid_out(own.model, chunk_bytes))
+    given = expert_values(own.model.activation.config).get("chunk_bytes")
+    tried: dict[FlatLayout, list[int]] = {}
+    for chunk_bytes in (given,) if given is not None else CHUNK_BYTES:
+        tried.setdefault(laid_out(own.model, chunk_bytes), []).append(chunk_bytes)
+    for layout, sizes in tried.items():
+        design = replace(own, layout=layout)
         if {**contents, "shapes": ""} == {**design.contents(engine), "shapes": ""}:
-            return design
+            return sizes, design
     raise FuyouStateError(
         "its dtype, optimizer or groups are others, or its parameters are cut into other chunks (chunk_bytes)"
     )
 
 
-def _in_memory(
-    layout: FlatLayout, regions: Mapping[str, RegionSpec], region_of: Callable[[int], str]
-) -> tuple[bool, ...]:
-    return tuple(region_of(chunk.index) not in regions for chunk in layout.chunks)
+def _residency_in(layout: FlatLayout, regions: Mapping[str, RegionSpec]) -> ChunkResidency:
+    def in_memory(region_of: Callable[[int], str]) -> tuple[bool, ...]:
+        return tuple(region_of(chunk.index) not in regions for chunk in layout.chunks)
+
+    states = in_memory(state_region)
+    if any(states):
+        raise FuyouStateError(f"P32 and moments of {sum(states)} chunks are not in it")
+    return ChunkResidency(in_memory(param_region), states, in_memory(grad_region), states)
 
 
-def _share(layout: FlatLayout, resident: Sequence[bool]) -> float:
-    return sum(chunk.numel for chunk in layout.chunks if resident[chunk.index]) / layout.numel
-
-
-def _require_wanted(own: RunDesign, layout: FlatLayout, shares: Mapping[str, float]) -> None:
+def _require_wanted(own: RunDesign, shares: Mapping[str, float]) -> None:
     """What the block fixes is as it says; a share of it to a chunk or two."""
-    fixed, near = own.given.fixed_shares(), 2 * max(chunk.numel for chunk in layout.chunks) / layout.numel
+    fixed, layout = own.given.fixed_shares(), own.layout
+    near = 2 * max(chunk.numel for chunk in layout.chunks) / layout.numel
     if fixed.get("optimizer", 0.0) > 0:
-        raise FuyouStateError(
-            "it was made with all states on storage, and this run keeps some in host memory (tiers, budgets)"
-        )
+        raise FuyouStateError("it was made with all states on storage, and this run keeps some in host memory (tiers)")
     for name, share in shares.items():
         wanted = fixed.get(name, share)
         if abs(share - wanted) > (near if 0 < wanted < 1 else 0):
             raise FuyouStateError(
-                f"it was made with other tiers, budgets or slots: of {name} {100 * share:.0f} % are in host memory, "
-                f"not {100 * wanted:.0f} %"
+                f"it was made with other tiers or shares: of {name} {100 * share:.1f} % are in host memory, not "
+                f"{100 * wanted:.1f} %"
             )
+
+
+def _planned(design: RunDesign, shares: Mapping[str, float], sizes: Sequence[int]) -> RunDesign:
+    """With what host memory leaves to the lanes. What storage has room for is no question: the files are there."""
+    config, given = design.model.activation.config, design.given
+    given = replace(given, shares={**given.shares, **shares, TWICE: 0.0})
+    unbounded = replace(given, storage_budget_bytes=float("inf"))
+    for chunk_bytes in sizes:
+        overrides = {**expert_values(config), "chunk_bytes": chunk_bytes}
+        with suppress(FuyouConfigError):
+            decision, decided_by = placed(
+                unbounded, overrides, design.profile, design.model.accumulation, config.activations.mode
+            )
+            return replace(design, given=given, decision=decision, decided_by=decided_by)
+    held = resident_bytes(given, Residency(shares["parameters"], 0.0, shares["gradients"]))
+    raise FuyouStateError(
+        f"of host memory it holds {held / MIB:.1f} MiB and what is on its way to storage and back, and this run may "
+        f"use {given.dram_budget_bytes / MIB:.1f} MiB: free some, or set dram_budget_bytes"
+    )

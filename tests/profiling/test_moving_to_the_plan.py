@@ -25,7 +25,7 @@ def test_states_leave_memory_unless_a_run_may_be_gone_on_from(resume: str, tmp_p
     (line,) = [line for line in log.splitlines() if line.startswith("RESULT ")]
     found = json.loads(line.removeprefix("RESULT "))
     before, after = found["planned"]
-    if resume == "auto":  # whoever goes on looks for files where a run that begins puts them
+    if resume == "auto":  # what is in host memory would be lost with the run
         assert (before, found["moved"]) == (after, 0)
         return
     assert after + 0.3 < before < 1
