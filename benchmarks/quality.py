@@ -37,7 +37,7 @@ TEXTS = ("manual", "library")
 _BETAS, _EPS, _WEIGHT_DECAY, _CLIP = [0.9, 0.95], 1e-8, 0.1, 1.0
 _SMOOTH = 20  # steps that a point of the curve is the mean of
 _HELD_OUT = 0.1  # of the text, its end
-_BATCHES = 16  # of it
+_BATCHES = 64  # of it
 
 
 def main() -> None:
