@@ -7,9 +7,9 @@ A run at its start, a run that plans again, ``fuyou plan`` and ``fuyou init`` al
 Of the placements that fit the budgets the one with the shortest predicted step. Seconds are those of the closed form
 (``cost.py``), so which lane is the bound decides what a byte of host memory is worth. Where nothing is known of the
 computing, it takes no time, and where nothing is known of the machine, its storage is the bound: then the placement
-that moves the fewest bytes is the fastest. Of placements within 2 % of the fastest, which predictions do not tell apart,
-the one that moves fewest bytes to and from storage is taken: whatever else holds a step up, waits for reads are fewer,
-and it wears the disks least.
+that moves the fewest bytes is the fastest. Of placements within 2 % of the fastest, which predictions do not tell
+apart, the one that moves fewest bytes to and from storage is taken: whatever else holds a step up, waits for reads are
+fewer, and it wears the disks least.
 
 Host memory is filled by classes in every order, the last one in part: with a single lane as the bound each class saves
 a fixed number of seconds a byte, and one of the orders is best. With several lanes the best lies between: from the best
