@@ -106,13 +106,13 @@ def spread_evenly(sizes: Sequence[int], uses: Sequence[Sequence[int]], room: flo
 def _spread(layout: FlatLayout, share: float) -> tuple[bool, ...]:
     """By runs of parameters, each of which has most of a chunk: they are in memory with the chunks at both ends."""
     most = max(1, min(_RUN_CHUNKS, len(layout.chunks) // _RUN_CHUNKS))
-    runs: list[list[int]] = []
+    runs: list[dict[int, None]] = []
     for owner in dict.fromkeys(_owner(layout, chunk) for chunk in _in_order(layout)):
         if not runs or len(runs[-1]) >= most:
-            runs.append([])
-        runs[-1] += [index for index in layout.chunks_of_param[owner] if index not in runs[-1]]
+            runs.append({})
+        runs[-1].update(dict.fromkeys(layout.chunks_of_param[owner]))  # neighbours may have a chunk in common
     room = round(share * layout.numel)
-    return tuple(spread_evenly([chunk.numel for chunk in layout.chunks], runs, room))
+    return tuple(spread_evenly([chunk.numel for chunk in layout.chunks], [*map(tuple, runs)], room))
 
 
 def _owner(layout: FlatLayout, chunk: Chunk) -> int:

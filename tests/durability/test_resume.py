@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,28 @@ def same(one: object, other: object) -> bool:
 def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     assert expected.keys() == found.keys()
     return [name for name in expected if not same(expected[name], found[name])]
+
+
+def require_same(undisturbed: Path, out: Path) -> None:
+    """Whatever ``out`` has of a step."""
+    for file in out.iterdir():
+        expected = torch.load(undisturbed / file.name, weights_only=False)
+        assert differences(expected, torch.load(file, weights_only=False)) == [], file.name
+
+
+def killed_at(step: int, path: Path, case: dict[str, Any], world_size: int) -> str:
+    """What rank 0 said before it died of that step, which all ranks have committed."""
+    status, said = end_of(path, {**case, "die": {"0": [step, "all"]}}, f"killed{step}.", world_size)
+    assert status == -9, said[-3000:]
+    return said
+
+
+@contextlib.contextmanager
+def state_files(path: Path) -> Iterator[SlotStore]:
+    """Rank 0's, of the only run that left some."""
+    (directory,) = path.glob("ds_fuyou/*-rank0")
+    with contextlib.closing(SlotStore.open([directory], None)) as store:
+        yield store
 
 
 CASES = {
@@ -129,19 +152,13 @@ def test_a_run_goes_on_in_the_masters_of_the_files(
         if number == 2:
             said = run_to_end(killed, {**case, "out": str(out)}, world_size, "resumed")
             break
-        processes, logs = launch(killed, {**case, "die": {"0": [2 + number, "all"]}}, world_size, f"killed{number}.")
-        finish(processes)
-        said = logs[0].read_text()
-        assert processes[0].exitcode == -9, said[-3000:]
+        said = killed_at(2 + number, killed, case, world_size)
         theirs = "whole" if first == "whole" else "split"
         assert (f"masters stay {theirs}, as in the files that this run goes on from" in said) == bool(number)
-        (directory,) = killed.glob("ds_fuyou/*-rank0")
-        with contextlib.closing(SlotStore.open([directory], None)) as store:
+        with state_files(killed) as store:
             assert stored_states(store)[0].masters == theirs
     assert "going on from step 3, in place" in said
-    for file in out.iterdir():
-        expected = torch.load(undisturbed / file.name, weights_only=False)
-        assert differences(expected, torch.load(file, weights_only=False)) == [], file.name
+    require_same(undisturbed, out)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -154,20 +171,14 @@ def test_a_run_keeps_in_memory_what_its_files_lack(world_size: int, tmp_path: Pa
     run_to_end(undisturbed, {**case, "out": str(undisturbed)}, world_size)
     stored = []
     for path, changes in ((anew, {}), (killed, {"first_stay": True}), (killed, {})):
-        dies = {"die": {"0": [3 if path.exists() else 2, "all"]}}
-        processes, logs = launch(path, {**case, **changes, **dies}, world_size, f"killed{len(stored)}.")
-        finish(processes)
-        assert processes[0].exitcode == -9, logs[0].read_text()[-3000:]
-        (directory,) = path.glob("ds_fuyou/*-rank0")
-        with contextlib.closing(SlotStore.open([directory], None)) as store:
+        killed_at(3 if path.exists() else 2, path, {**case, **changes}, world_size)
+        with state_files(path) as store:
             stored.append({name for name in store.regions if name.startswith("param16/")})
     assert stored[0] != stored[1] == stored[2]
     said = run_to_end(killed, {**case, "out": str(out)}, world_size, "resumed")
     assert "going on from step 3, in place" in said
     assert "masters stay" not in said
-    for file in out.iterdir():
-        expected = torch.load(undisturbed / file.name, weights_only=False)
-        assert differences(expected, torch.load(file, weights_only=False)) == [], file.name
+    require_same(undisturbed, out)
 
 
 @pytest.mark.parametrize(
@@ -192,20 +203,14 @@ def test_a_run_goes_on_from_its_files_whatever_memory_is_free(
         if number == 2:
             said = run_to_end(killed, {**case, "out": str(out)}, world_size, "resumed")
             break
-        processes, logs = launch(killed, {**case, "die": {"0": [2 + number, "all"]}}, world_size, f"killed{number}.")
-        finish(processes)
-        said = logs[0].read_text()
-        assert processes[0].exitcode == -9, said[-3000:]
+        said = killed_at(2 + number, killed, case, world_size)
         assert ("chunks stay as in the files that this run goes on from" in said) == bool(number), said[-3000:]
-        (directory,) = killed.glob("ds_fuyou/*-rank0")
-        with contextlib.closing(SlotStore.open([directory], None)) as store:
+        with state_files(killed) as store:
             num_chunks = sum(name.startswith("state/") for name in store.regions)
             assert 0 < sum(name.startswith("param16/") for name in store.regions) < num_chunks
             assert sum(name.startswith("grad16/") for name in store.regions) == num_chunks
     assert "going on from step 3, in place" in said
-    for file in out.iterdir():
-        expected = torch.load(undisturbed / file.name, weights_only=False)
-        assert differences(expected, torch.load(file, weights_only=False)) == [], file.name
+    require_same(undisturbed, out)
 
 
 def test_a_run_does_not_go_on_with_more_in_memory_than_fits(tmp_path: Path) -> None:
@@ -249,9 +254,7 @@ def test_three_slots_of_a_run_that_saves_behind_training_are_gone_on_from(tmp_pa
             assert {region.num_slots for region in store.regions.values()} == {3}
     said = run_to_end(killed, {**case, "out": str(out)}, 1, "resumed")
     assert "going on from step 5, in place" in said
-    for file in out.iterdir():
-        expected = torch.load(undisturbed / file.name, weights_only=False)
-        assert differences(expected, torch.load(file, weights_only=False)) == [], file.name
+    require_same(undisturbed, out)
 
 
 def end_of(path: Path, case: dict, name: str, world_size: int = 1) -> tuple[int | None, str]:
