@@ -21,6 +21,7 @@ __all__ = [
     "HostPool",
     "PageLocks",
     "aligned_tensor",
+    "give_back_pages",
     "normal_tensors",
     "own_storage",
     "resident_bytes",
@@ -65,6 +66,12 @@ def aligned_tensor(num_bytes: int) -> torch.Tensor:
 def _advise(address: int, num_bytes: int, advice: int) -> None:
     """Tells the system what becomes of whole pages. A hint: one that it does not know changes nothing."""
     ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice)
+
+
+def give_back_pages(tensor: torch.Tensor) -> None:
+    """The pages that a contiguous tensor begins with and fills, to the system; of an :func:`aligned_tensor`. They are
+    zeros for whoever reads them after that."""
+    _advise(tensor.data_ptr(), round_up_to_page(tensor.nbytes), mmap.MADV_DONTNEED)
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -159,6 +166,12 @@ class PageLocks:
     def _unregister(self, tensor: torch.Tensor) -> None:
         self._device.unregister(tensor.data_ptr())
         _advise(tensor.data_ptr(), tensor.nbytes, _MADV_KEEPONFORK)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is registered, or will be when they are resumed; True where nothing is to be."""
+        if not self.pins or not tensor.numel():
+            return True
+        return any(locked.data_ptr() == tensor.data_ptr() for locked in self._locked)
 
     def pause(self) -> None:
         """Takes all registrations back until :meth:`resume`. No device copy may be in flight."""

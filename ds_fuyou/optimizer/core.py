@@ -44,6 +44,7 @@ from ds_fuyou.optimizer.moving import ChunkMover
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.param_access import ParamAccess
 from ds_fuyou.optimizer.placement import ChunkPlacement, state_region
+from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind, RuleClock
 from ds_fuyou.optimizer.snapshot import Snapshot
 from ds_fuyou.optimizer.state_access import StateAccess
@@ -128,7 +129,7 @@ class OutOfCoreOptimizer:
             self._chunk_generation = [0] * len(layout.chunks)
             self.states = StateAccess(self)
             self.params = ParamAccess(self)
-            self._values = ChunkValues(layout, self.place, self.io, self.slot, self._replaced_p32, options.param_dtype)
+            self.values = ChunkValues(layout, self.place, self.io, self.slot, self._replaced_p32, options.param_dtype)
             self._taken_over = TakenOver(self)
             self._norm_of_overrides = False
             self._snapshot: Snapshot | None = None
@@ -210,7 +211,7 @@ class OutOfCoreOptimizer:
         ``source(span)`` returns the present values of a parameter partition, 1-D, in the model dtype.
         ``progress`` is called with the number of elements done.
         """
-        self._values.initialize(source, progress)
+        self.values.initialize(source, progress)
         self.commits.now()
 
     def resume(self, progress: Callable[[int], None]) -> None:
@@ -230,7 +231,7 @@ class OutOfCoreOptimizer:
         self.clock.replay(meta["clock"])
         self.missed.restore(meta["missed_steps"])
         self.commits.begin(meta["training"])
-        self._taken_over.take(commit, self._values, progress)
+        self._taken_over.take(commit, self.values, progress)
         store.go_back_to(commit)
 
     # ---- gradients ----------------------------------------------------------------------------------------
@@ -453,6 +454,10 @@ class OutOfCoreOptimizer:
 
     # ---- readers ------------------------------------------------------------------------------------------
 
+    def fail(self, what: str, error: BaseException) -> None:
+        """No step is made any more: something was left half done."""
+        self._worker.fail(what, error)
+
     def check(self) -> None:
         """Raises what a worker met, as an exception of the training thread."""
         self._worker.check()
@@ -532,6 +537,7 @@ class OutOfCoreOptimizer:
 
     def placed_anew(self) -> None:
         """Chunks are elsewhere than before."""
+        self.published.num_param_versions = self.place.num_param_versions
         self.policy.possible = self.options.can_speculate(self.place.residency)
         self._two_jobs_bytes = None
 
@@ -540,22 +546,21 @@ class OutOfCoreOptimizer:
         self.wait_all()
         self.gradients.return_lent()
 
-    def staging_bytes(self, states: tuple[bool, ...], wanted_bytes: int | None = None) -> int:
-        """Staging memory for states in these places, and in those of now. See :meth:`ChunkPlaces.staging_bytes`."""
-        places = (self.place.residency, replace(self.place.residency, states=states))
-        return max(self.place.staging_bytes(place, wanted_bytes) for place in places)
+    def staging_bytes(self, residency: ChunkResidency, wanted_bytes: int | None = None) -> int:
+        """Staging memory for chunks in these places, and in those of now. See :meth:`ChunkPlacement.staging_bytes`."""
+        return max(self.place.staging_bytes(place, wanted_bytes) for place in (self.place.residency, residency))
 
-    def fit_staging(self, states: tuple[bool, ...], room_bytes: int | None = None) -> None:
-        """Makes staging memory as large as states in these places, and in those of now, need it: then it waits for all
+    def fit_staging(self, residency: ChunkResidency, room_bytes: int | None = None) -> None:
+        """Makes staging memory as large as chunks in these places, and in those of now, need it: then it waits for all
         updates. Between steps. ``room_bytes``: of host memory; it becomes no larger, but as large as it must be.
 
         Raises:
             FuyouMemoryError: the system refuses; it is as it was.
             FuyouStorageError: a read that was dropped still uses it; it is as it was.
         """
-        num_bytes = self.staging_bytes(states)
+        num_bytes = self.staging_bytes(residency)
         if room_bytes is not None:
-            num_bytes = self.staging_bytes(states, min(num_bytes, max(room_bytes, self.staging.capacity_bytes)))
+            num_bytes = self.staging_bytes(residency, min(num_bytes, max(room_bytes, self.staging.capacity_bytes)))
         if num_bytes == self.staging.capacity_bytes:
             return
         self.return_lent()
@@ -605,7 +610,7 @@ class OutOfCoreOptimizer:
     def replace_params(self, chunk: Chunk, params: torch.Tensor) -> list[Transfer]:
         """P16 of a chunk := ``params`` (1-D, model dtype), in its place; to be waited for before it is read."""
         self.params.replaced(chunk.params)
-        return self._values.put_params(chunk, params)
+        return self.values.put_params(chunk, params)
 
     def set_positions(self, positions: Iterable[tuple[int, int]]) -> None:
         """Deadlines as observed: (parameter, forward position); a chunk takes the smallest of its parameters."""

@@ -77,7 +77,8 @@ class HostSum:
                 self.squares = host_squares(self._gradient)
         except BaseException as error:
             self._error = error
-        finally:
+        finally:  # memory that was lent for the gradient may go back
+            del self._target, self._staging, self._event, self._reading, self._gradient
             self._ended.set()
 
     def done(self) -> bool:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ds_fuyou.errors import FuyouError, FuyouStateError
@@ -112,7 +112,7 @@ class ChunkMover:
         specs = [self._place.state_spec(chunk) for chunk in leaving]
         core.store.reserve([spec for spec in specs if spec.name not in core.store.regions], budget_bytes)
         try:
-            core.fit_staging(states, None if room is None else room())
+            core.fit_staging(replace(self._place.residency, states=states), None if room is None else room())
         except FuyouError:
             self._end(None)
             raise
@@ -255,7 +255,7 @@ class ChunkMover:
             return
         self._ends = False
         try:
-            self._core.fit_staging(self._place.residency.states, None if self._room is None else self._room())
+            self._core.fit_staging(self._place.residency, None if self._room is None else self._room())
         except FuyouError as error:
             logger.warning("staging memory stays as large as it is: %s", error)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.host.memory import PageLocks, aligned_tensor, own_storage, round_up_to_page
+from ds_fuyou.host.memory import PageLocks, aligned_tensor, give_back_pages, own_storage, round_up_to_page
 from ds_fuyou.optimizer.coded_states import native
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan
 from ds_fuyou.optimizer.options import CoreOptions
@@ -20,7 +20,7 @@ from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.state_layout import StateLayout
 from ds_fuyou.storage.store import Extent, RegionSpec, SlotStore
 
-__all__ = ["ChunkPlacement", "param_region", "regions_for", "state_region"]
+__all__ = ["ChunkPlacement", "ParamMemory", "param_region", "regions_for", "state_region"]
 
 
 def state_region(chunk: int) -> str:
@@ -58,21 +58,31 @@ class _Params:
 
     def __init__(self, chunks: Sequence[Chunk], dtype: torch.dtype) -> None:
         chunks = sorted(chunks, key=lambda chunk: chunk.begin)
-        self._begins = [chunk.begin for chunk in chunks]
+        self._begins, self._ends = [chunk.begin for chunk in chunks], [chunk.end for chunk in chunks]
         self._places = [*itertools.accumulate((chunk.numel for chunk in chunks), initial=0)]
         num_bytes = round_up_to_page(self._places[-1] * dtype.itemsize)
         self.values = aligned_tensor(num_bytes).view(dtype)[: self._places[-1]]
 
+    def forget(self, chunk: Chunk) -> None:
+        """The chunk's pages go back to the system; whoever reads them finds zeros."""
+        give_back_pages(self.range(chunk.begin, chunk.end))
+
     def range(self, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of the sub-group, of chunks that are all here."""
-        place = self._place(begin)
-        if end > begin and self._place(end - 1) - place != end - 1 - begin:
+        place, last = self._place(begin), self._place(max(begin, end - 1))
+        if place is None or last is None or last - place != max(0, end - 1 - begin):
             raise FuyouStateError(f"P16 of elements {begin} to {end} of a sub-group is not in one place in host memory")
         return self.values[place : place + end - begin]
 
-    def _place(self, element: int) -> int:
+    def _place(self, element: int) -> int | None:
         found = bisect.bisect_right(self._begins, element) - 1
+        if found < 0 or element >= self._ends[found]:
+            return None
         return self._places[found] + element - self._begins[found]
+
+
+ParamMemory = list[dict[int, _Params]]
+"""P16 in host memory, by version and sub-group."""
 
 
 class ChunkPlacement:
@@ -90,9 +100,9 @@ class ChunkPlacement:
         self._locks = locks
         self.residency = options.residency
         """As it is now: chunks move."""
-        self._params: list[dict[int, _Params]] = [self._allocate_params() for _ in range(options.num_param_versions)]
-        self.num_param_versions = len(self._params) if any(self.residency.params) else 0
-        """Of P16 in DRAM; 0 where all of it is on storage."""
+        self._params: ParamMemory = []
+        self.set_params(self.residency.params, self.param_memory(self.residency.params))
+        self.pin_params()
         self._states = {
             chunk.index: aligned_tensor(self.resident_of(chunk).num_bytes(chunk.numel))
             for chunk in layout.chunks
@@ -104,9 +114,6 @@ class ChunkPlacement:
             if has_spare
         }
         self._published_at: Callable[[int], int] | None = None
-        self._in_memory = [
-            all(self.residency.params[index] for index in layout.chunks_of_param[span.index]) for span in layout.params
-        ]
 
     def stored_of(self, chunk: Chunk) -> StateLayout:
         """Of a chunk's state in a slot; :attr:`stored` is what all have in common."""
@@ -116,17 +123,58 @@ class ChunkPlacement:
         """Of a chunk's state in memory."""
         return self.resident.of(chunk.param_begins)
 
-    def _allocate_params(self) -> dict[int, _Params]:
-        found: dict[int, list[Chunk]] = {}
-        for chunk in self._layout.chunks:
-            if self.residency.params[chunk.index]:
-                found.setdefault(chunk.sub_group, []).append(chunk)
-        params = {sub_group: _Params(chunks, self._options.param_dtype) for sub_group, chunks in found.items()}
-        for held in params.values():
-            self._locks.lock(held.values)
-        return params
-
     # ---- host memory --------------------------------------------------------------------------------------
+
+    def param_memory(self, params: Sequence[bool]) -> ParamMemory:
+        """For P16 of these chunks: that of now where a sub-group has as many as now, else new, whose pages are taken
+        when they are written.
+
+        Raises:
+            FuyouMemoryError: the system refuses.
+        """
+        now = self.residency.params
+        found: dict[int, list[Chunk]] = {}
+        changed = {chunk.sub_group for chunk in self._layout.chunks if params[chunk.index] != now[chunk.index]}
+        for chunk in self._layout.chunks:
+            if params[chunk.index]:
+                found.setdefault(chunk.sub_group, []).append(chunk)
+        memory: ParamMemory = []
+        for version in range(self._options.num_param_versions):
+            kept = self._params[version] if self._params else {}
+            memory.append(
+                {
+                    sub_group: kept[sub_group]
+                    if sub_group in kept and sub_group not in changed
+                    else _Params(chunks, self._options.param_dtype)
+                    for sub_group, chunks in found.items()
+                }
+            )
+        return memory
+
+    def set_params(self, params: tuple[bool, ...], memory: ParamMemory) -> ParamMemory:
+        """P16 of these chunks is in ``memory`` from now on, that of the others on storage. Gives the memory of before,
+        of which none is registered with the device any more."""
+        before = self._params
+        for version in before:
+            for sub_group, held in version.items():
+                if not any(new.get(sub_group) is held for new in memory):
+                    self._locks.unlock(held.values)
+        self._params, self.residency = memory, replace(self.residency, params=params)
+        layout = self._layout
+        self._in_memory = [all(params[index] for index in layout.chunks_of_param[span.index]) for span in layout.params]
+        return before
+
+    @property
+    def num_param_versions(self) -> int:
+        """Of P16 in DRAM; 0 where all of it is on storage."""
+        return len(self._params) if any(self.residency.params) else 0
+
+    def pin_params(self) -> None:
+        """Registers with the device what of P16 in host memory is not. Raises FuyouStateError if it refuses."""
+        for version in self._params:
+            for held in version.values():
+                if not self._locks.has(held.values):
+                    self._locks.lock(held.values)
 
     def is_in_memory(self, span: ParamSpan) -> bool:
         """Whether a parameter's P16 is in DRAM as a whole. One whose chunks are apart is read like one on storage."""
@@ -188,11 +236,19 @@ class ChunkPlacement:
 
     # ---- storage ------------------------------------------------------------------------------------------
 
+    def param_spec(self, chunk: Chunk) -> RegionSpec:
+        """The region of a chunk's P16, where it is on storage."""
+        num_bytes = round_up_to_page(chunk.numel * self._options.param_dtype.itemsize)
+        return RegionSpec(param_region(chunk.index), num_bytes, self._options.num_slots)
+
     def state_spec(self, chunk: Chunk) -> RegionSpec:
         """The region of a chunk's state, where it is on storage."""
         return RegionSpec(
             state_region(chunk.index), self.stored_of(chunk).num_bytes(chunk.numel), self._options.num_slots
         )
+
+    def extents(self, spec: RegionSpec, slot: int) -> tuple[Extent, ...]:
+        return self._need_store().extents(spec.name, slot)
 
     def state_extents(self, index: int, slot: int) -> tuple[Extent, ...]:
         return self._need_store().extents(state_region(index), slot)

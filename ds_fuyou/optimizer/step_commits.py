@@ -154,6 +154,18 @@ class StepCommits:
             self._wait()
             self._committer.withdraw()
 
+    def withdraw_last(self) -> None:
+        """As :meth:`withdraw`, between steps. One that is applied and not ordered yet stays so: it is committed after
+        what is written meanwhile, with its training."""
+        if self._committer is not None:
+            self._wait()
+            self._committer.withdraw()
+
+    def put_back(self) -> None:
+        """After :meth:`withdraw_last`: what is on storage is the last step again."""
+        if self._unordered is None:
+            self.now()
+
     def forget_params(self) -> None:
         """Before P16 on storage is edited in place. Waits until the steps that were ordered are committed. One that is
         not ordered yet is committed after the edit, hence with what it leaves; to order it here would commit it

@@ -109,8 +109,11 @@ class ParameterStore:
         self._is_settled = False  # all that is expected is shown, so there is nothing to read, to keep or to offer
         self._look_at = 0  # the place from which on it is worth looking again whether that is so
 
-    def take(self, partitions: Iterable[Partition]) -> None:
-        """Serves these from here on. Once, because the pools are sized by them."""
+    def take(self, partitions: Iterable[Partition], read_bytes: int | None = None) -> None:
+        """Serves these from here on. Once, because the pools are sized by them; or again after :meth:`let_go`, with
+        ``read_bytes``."""
+        if read_bytes is not None:
+            self._read_bytes = read_bytes
         self.partitions = list(partitions)
         stored = [partition for partition in self.partitions if partition.num_bytes]
         small = [partition for partition in stored if partition.num_bytes < SMALL_BYTES]
@@ -673,6 +676,41 @@ class ParameterStore:
         self.trace.end_step()
         self.look_ahead()
 
+    def let_go(self) -> None:
+        """Of all that was read; between two steps, until :meth:`take`, for sources that become others. Waits for what
+        is in flight, reads and copies. Values that somebody has stay where they are, and do not come back.
+        """
+        for partition in self.partitions:
+            if partition.presence in (Presence.READING, Presence.KEPT) or (
+                partition.presence is Presence.HERE and partition.num_bytes and self._borrower.is_idle(partition)
+            ):
+                is_idle = self._borrower.is_idle(partition)
+                self._leave(partition)
+                if is_idle:
+                    self._borrower.away(partition)
+                else:
+                    partition.presence = Presence.GATHERED
+            partition.is_pooled = False
+        self._end_reads(self._dropped)
+        for size_class in self._size_classes:
+            while size_class.memory.wait_for_copy():
+                pass
+            self._io.forget_memory(size_class.memory.pool)
+            size_class.memory.close()
+        self._forget_order()
+
+    def _end_reads(self, reads: Iterable[ValuesRead]) -> None:
+        for read in reads:
+            for transfer in read.transfers:
+                transfer.wait_ended()
+
+    def _forget_order(self) -> None:
+        self._offers = Ahead(self.trace, self._may_offer)
+        for held in (self._dropped, self._offered, self._size_class_of, self._size_classes):
+            held.clear()
+        self._offered_bytes = 0
+        self._is_settled, self._turn, self._look_at = False, -1, 0
+
     def unpin(self) -> None:
         """Takes the pools' registrations back, until :meth:`pin`. No copy may be in flight."""
         for size_class in self._size_classes:
@@ -691,14 +729,11 @@ class ParameterStore:
                     self._borrower.away(partition)
                 partition.move(partition.source)
                 partition.store = None
-        for read in reads:
-            for transfer in read.transfers:
-                transfer.wait_ended()
+        self._end_reads(reads)
         for size_class in self._size_classes:
             size_class.kept.clear()
             size_class.memory.close()
         # A destroyed engine may be referenced for long, and with it this object: no values go with it.
         self.trace = AccessTrace()
-        self._offers = Ahead(self.trace, self._may_offer)
-        for held in (self.partitions, self._dropped, self._offered, self._size_class_of, self._size_classes):
-            held.clear()
+        self.partitions.clear()
+        self._forget_order()

@@ -18,7 +18,7 @@ from ds_fuyou.planner.explain import bound_by
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
-from ds_fuyou.planner.plan import TWICE, Plan, PlanInput
+from ds_fuyou.planner.plan import TWICE, Plan, PlanInput, has_two_versions, kept_param_bytes
 from ds_fuyou.planner.policies import Fates, Policy, Tiers, Updates
 from ds_fuyou.planner.profile import RunProfile
 
@@ -263,28 +263,57 @@ def placed_under(
 
 
 def placed_again(
-    given: PlanInput, overrides: Mapping[str, int | None], profile: RunProfile, plan: Plan, mode: str = "auto"
+    given: PlanInput,
+    overrides: Mapping[str, int | None],
+    profile: RunProfile,
+    plan: Plan,
+    mode: str = "auto",
+    *,
+    moves_params: bool = False,
 ) -> Decision | None:
-    """Where states should be that a run under ``plan`` may move, by what was measured of it: everything else, and the
-    memory of the lanes, stays. None unless a step becomes clearly shorter.
+    """Where states, and P16 if it may move, should be of a run under ``plan``, by what was measured of it: everything
+    else, and the memory of the lanes, stays. None unless a step becomes clearly shorter; P16 stays, too, unless it
+    becomes clearly shorter still: it moves in a pause.
     """
+    found, secs = _placed_again(given, overrides, profile, plan, mode, stays=True)
+    if moves_params and "parameters" not in given.fixed_shares():
+        other, _ = _placed_again(given, overrides, profile, plan, mode, stays=False)
+        if other is not None and other.secs < (1 - _WORTH_MOVING) * (secs if found is None else found.secs):
+            return other
+    return found
+
+
+def _placed_again(
+    given: PlanInput, overrides: Mapping[str, int | None], profile: RunProfile, plan: Plan, mode: str, *, stays: bool
+) -> tuple[Decision | None, float]:
+    """What is better, and the seconds of a step as it is. ``stays``: P16."""
     now = plan.residency
-    stay = {"parameters": now.parameters, "gradients": now.gradients, "frozen": now.frozen, TWICE: now.optimizer_twice}
-    fixed = replace(given, params_tier="auto", gradients_tier="auto", shares={**given.shares, **stay})
+    fixed = {"gradients": now.gradients, "frozen": now.frozen, TWICE: now.optimizer_twice}
     lanes: dict[str, int | None] = {
         "chunk_bytes": plan.chunk_bytes,
         "staging_bytes": plan.staging_bytes,
-        "prefetch_bytes": plan.prefetch_bytes,
         "activation_bytes": plan.activation_bytes,
     }
-    fixed, time = _known(profile, fixed, mode)
+    if stays:
+        fixed["parameters"], lanes["prefetch_bytes"] = now.parameters, plan.prefetch_bytes
+    there = replace(given, params_tier="auto", gradients_tier="auto", shares={**given.shares, **fixed})
+    there, time = _known(profile, there, mode)
     try:
-        found = decide(fixed, {**overrides, **lanes}, time)
+        found = decide(there, {**overrides, **lanes}, time)
     except FuyouConfigError:
-        return None
-    before = time.secs(replace(found.place, states=now.optimizer, states_twice=now.optimizer_twice))
+        return None, float("inf")
+    two_versions = has_two_versions(given, now)
+    as_it_is = replace(
+        found.place,
+        params=now.parameters,
+        states=now.optimizer,
+        states_twice=now.optimizer_twice,
+        two_versions=two_versions,
+        kept_param_bytes=kept_param_bytes(plan.prefetch_bytes, given.largest_param_numel * given.param_bytes_each),
+    )
+    before = time.secs(as_it_is)
     fits = found.plan.host_bytes(given) <= max(given.dram_budget_bytes, plan.host_bytes(given))
-    return found if fits and found.secs < (1 - _WORTH_MOVING) * before else None
+    return (found if fits and found.secs < (1 - _WORTH_MOVING) * before else None), before
 
 
 def predict(time: StepTime, place: Placement) -> Prediction:

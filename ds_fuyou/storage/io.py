@@ -161,6 +161,11 @@ class IoLane:
         self.pin(pool)
         self._registered.append(pool)
 
+    def forget_memory(self, pool: HostPool) -> None:
+        """Takes :meth:`register_memory` back. Nothing may be in flight there."""
+        self.engine.unregister_buffer(pool.pool.base, pool.capacity_bytes)
+        self._registered = [one for one in self._registered if one is not pool]
+
     def pin(self, pool: HostPool) -> None:
         """Registers memory that outlives the engine with the kernel, so that requests need not look it up each time.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.nn import Parameter
 from tqdm import tqdm
 
@@ -27,6 +28,7 @@ from ds_fuyou.host.memory import HeapGuard, PageLocks, aligned_tensor, round_up_
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.host_sums import STAGING_BYTES
 from ds_fuyou.optimizer.layout import FlatLayout, ParamSpan
+from ds_fuyou.optimizer.moving_params import ParamMove
 from ds_fuyou.optimizer.param_access import PublishedSpan
 from ds_fuyou.optimizer.residency import ChunkResidency, spread_evenly
 from ds_fuyou.optimizer.rules import GroupHyper
@@ -96,6 +98,8 @@ class RankState:
         self.number: int | None = None
         """Among the engines of this process with these paths; an engine that failed leaves it to the next."""
         self.has_begun = False  # to train
+        self.params_placed: Callable[[], None] = lambda: None
+        """Told when P16 has got another home."""
         self._lanes: PipelineLanes | None = None
         if self.trace is not None:
             self._lanes = PipelineLanes(
@@ -311,6 +315,56 @@ class RankState:
             return True
         mover.stop()
         return False
+
+    @property
+    def may_place_params(self) -> bool:
+        """Whether it is between two steps, nothing else of the state moves or is copied to a checkpoint, and the script
+        has no parameter gathered."""
+        core = self.core
+        is_idle = core.window.is_empty and core.mover.is_idle and not core.has_snapshot
+        return is_idle and all(param.ds_status is ZeroParamStatus.NOT_AVAILABLE for param in self.model.trained)
+
+    def place_params(self, share: float, prefetch_bytes: int | None = None) -> float | None:
+        """Now, P16 of as many chunks as the share holds comes to host memory, or stays there; that of the others leaves
+        it. ``prefetch_bytes``: what parameters on storage are read to from now on; None: as many as before.
+
+        A collective, in the training thread, where all ranks may (:attr:`may_place_params`). The seconds that it took;
+        None if nothing moved on any rank, because one, which tells it, has no room.
+
+        Raises:
+            FuyouStorageError: something could not be read or written.
+        """
+        trained, budget = self.model.trained, self.activation.config.nvme_budget_bytes
+        begin = time.perf_counter()
+        params = ChunkResidency.of_shares(self.layout, share, 0.0, 0.0).params
+        move: ParamMove | None = None
+        try:
+            move = ParamMove(self.core, params, None if budget == "auto" else int(budget))
+        except FuyouError as error:
+            logger.warning("P16 stays where it is, training goes on: %s", error)
+        if move is None or not least(float(move is not None))[0]:
+            if move is not None:
+                move.give_up()
+            return None
+        self.device.synchronize()  # nothing is copied from memory that goes
+        self.parameters.let_go()
+        why = "they were on their way to another home, which was cut short"
+        for param in trained:
+            self._partitions[param.ds_id].move(Lost(f"parameter {self.span(param).name}", why))
+            PARTITION_TENSORS.stand_in(param.ds_tensor)
+        if self._lanes is not None:
+            self._lanes.collect()
+        move.make()
+        for param in trained:
+            partition = self._partitions[param.ds_id]
+            partition.move(PublishedSpan(self.core, self.span(param)))
+            PARTITION_TENSORS.away(partition)
+        read_bytes = self.parameters.read_bytes if prefetch_bytes is None else prefetch_bytes
+        self.parameters.take(self.parameters.partitions, read_bytes)
+        self.parameters.look_ahead()
+        self.params_placed()
+        self.bound_heap()
+        return time.perf_counter() - begin
 
     def step_skipped(self) -> None:
         """A step was not applied. Raises FuyouChecksumError if that will be so for ever, for what is on storage."""

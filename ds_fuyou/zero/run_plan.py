@@ -32,7 +32,7 @@ from ds_fuyou.planner.decide import StepTime
 from ds_fuyou.planner.document import PlanDocument
 from ds_fuyou.planner.explain import class_lines, class_rows, run_document
 from ds_fuyou.planner.hardware import ThreadSecs
-from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
+from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.policies import Updates
 from ds_fuyou.planner.profile import (
     BlockCost,
@@ -43,7 +43,7 @@ from ds_fuyou.planner.profile import (
     save_profile,
     slowest,
 )
-from ds_fuyou.planner.profiled import Prediction, expert_values, placed_again, predict, profile_line, run_time
+from ds_fuyou.planner.profiled import Prediction, predict, profile_line, run_time
 from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement, with_finding
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
@@ -52,7 +52,7 @@ from ds_fuyou.telemetry.placement import shown_bytes
 from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.zero.across_batches import AcrossBatches
 from ds_fuyou.zero.activations import model_blocks
-from ds_fuyou.zero.agreement import decided_by_rank_0, least, of_every_rank, of_rank_0
+from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
 from ds_fuyou.zero.auto_activations import AutoActivations
 from ds_fuyou.zero.budgets import device_budget
 from ds_fuyou.zero.rank_state import RankState
@@ -63,6 +63,7 @@ from ds_fuyou.zero.run_facts import (
     recomputed_flops,
     updates_of_run,
 )
+from ds_fuyou.zero.run_moves import RunMoves
 from ds_fuyou.zero.step_clock import StepClock, StepTimes
 
 __all__ = ["RunPlan"]
@@ -72,7 +73,6 @@ _LINK_BYTES, _LINK_BYTES_ON_HOST = 64 << 20, 8 << 20  # the latter is host memor
 _TIMED_STEP = 2
 _NEWS = 0.05  # of steps: worth writing the profile again
 _FEWEST_STEPS, _LAST_STEPS = 5, 20  # that say what threads do themselves
-_FLOOR = 0.02  # of the machine's memory: with less than that available states leave it, until twice as much is
 
 
 class _Stage(enum.Enum):
@@ -131,8 +131,7 @@ class RunPlan:
         self._added = (0.0, 0)
         self._threads: deque[ThreadSecs] = deque(maxlen=_LAST_STEPS)  # of steps that were compared
         self._kept: RunProfile | None = None  # on rank 0: what the next run finds
-        self._may_leave = True
-        self._most_states = 1.0  # in host memory, since that became scarce
+        self.moves = RunMoves(rank_state, known.local_ranks, leave_out)
         self._at = self._look()
         rank_state.device.reset_peak()  # of building the engine
         self.profile = known.profile
@@ -155,15 +154,6 @@ class RunPlan:
     def _planning(self) -> _Stage:
         """A plan is to be made: once activations have their fates for a whole step."""
         return _Stage.PLANS if self.auto is None else _Stage.SETTLES
-
-    @property
-    def _moves(self) -> bool:
-        """Whether states may change their tier. Where a run may be gone on from none does: what is in host memory would
-        be lost with it.
-        """
-        state, config = self._state, self._state.activation.config
-        is_open = config.optimizer.tier == "auto" and "optimizer" not in state.plan_input.shares
-        return state.store is not None and is_open and config.resume != "auto" and not config.durable
 
     def _look(self) -> tuple[float, LaneTimes, int, ActivationWork]:
         """Counters since the start."""
@@ -213,12 +203,12 @@ class RunPlan:
             anew = self._compare(self._watch, times)
         self._let_auto_decide(times)
         if stage is _Stage.MEASURES and self._stage is not stage:
-            self._move()
+            self.moves.move(self.profile)
         if self._watch is not None and self.profile is not None and self.prediction is not None:
             self._follow_updates(self.profile, self._watch, self.prediction)
-        self._follow(anew, self._is_short_of_memory())
+        self._follow(anew, self._num_steps > 1 and self.moves.is_short)
         self._let_stay()
-        if self.profile is not None and self._state.core.mover.is_idle:
+        if self.profile is not None and self.moves.is_idle:
             if self._stage is _Stage.PLANS:
                 self._begin(self.profile)
             elif self._stage is _Stage.SETTLES and (self.auto is None or self.auto.is_decided):
@@ -257,12 +247,13 @@ class RunPlan:
 
     def _follow(self, anew: bool, scarce: bool) -> None:
         """What one rank asks all do: plan anew, or leave memory. A collective, on all ranks after the same steps."""
-        auto = self.auto
-        if not (self._moves or (auto is not None and self._facts.keeps)):  # nothing follows that all ranks do
+        auto, moves = self.auto, self.moves
+        if not (moves.may_move or (auto is not None and self._facts.keeps)):  # nothing follows that all ranks do
             if anew:
                 self._plan_anew()
             return
-        anew, scarce = (value < 0 for value in least(-float(anew), -float(scarce)))
+        waits = moves.brings and not moves.is_ready
+        anew, scarce, waits = (value < 0 for value in least(-float(anew), -float(scarce), -float(waits)))
         if anew:
             profiles = [profile for profile in of_every_rank(self.profile) if profile is not None]
             self.profile = slowest(profiles)
@@ -272,48 +263,25 @@ class RunPlan:
                 if current_rank() == 0:
                     get_logger().info("activations are decided anew within the next steps")
         if scarce:
-            self._leave_memory()
+            moves.leave_memory()
         elif anew:
-            self._move()
+            moves.move(self.profile)
+        elif moves.brings and not waits:
+            moves.bring()
+        else:
+            return
+        self._moved()
+
+    def _moved(self) -> None:
+        """What steps take is predicted anew when everything has arrived."""
+        if self._stage is _Stage.WATCHES:
+            self._watch, self._stage = None, _Stage.PLANS
 
     def _plan_anew(self) -> None:
         """Predicts, tells and watches by what is true now."""
         if self._watch is not None:
             self._usual = self._watch.usual()
         self._watch, self._stage, self._origin = None, self._planning(), _Origin.ANEW
-
-    def _is_short_of_memory(self) -> bool:
-        """Whether this machine has so little left that the system may soon end a process."""
-        idle = self._moves and self._state.core.mover.is_idle and self._num_steps > 1
-        if not idle or not self._may_leave or self._state.plan.residency.optimizer <= 0:
-            return False
-        return available_host_bytes() < _FLOOR * total_host_bytes()
-
-    def _room_bytes(self) -> int:
-        """A rank's part of what this machine has beyond twice the floor; negative where it lacks."""
-        return int(available_host_bytes() - 2 * _FLOOR * total_host_bytes()) // self._facts.local_ranks
-
-    def _leave_memory(self) -> None:
-        """States leave host memory until there is twice the floor, on all ranks as many as the one needs that is worst
-        off. Told once.
-        """
-        state = self._state
-        core = state.core
-        grows = core.staging_bytes((False,) * len(core.layout.chunks)) - core.staging.capacity_bytes
-        lacking = max(0.0, -self._room_bytes() + max(0, grows))
-        lacking = -least(-lacking)[0]
-        size = float(state.plan_input.layout.resident_bytes_each * state.plan_input.numel)
-        share = max(0.0, state.plan.residency.optimizer - lacking / size)
-        self._most_states = share
-        log_once(
-            logging.WARNING,
-            f"host memory is scarce: P32 and moments of {100 * (state.plan.residency.optimizer - share):.0f} % of the "
-            f"parameters leave it for storage over the next steps, and stay there",
-        )
-        # Staging memory for what leaves is taken when there is least: as little as will do, until memory is given back.
-        self._may_leave = state.move_to(share, room=lambda: max(0, self._room_bytes()))
-        if self._may_leave:
-            self._moved_to(share)
 
     def _profiles(self) -> tuple[BlockProfile, ...]:
         """What mode "auto" recorded of the first forward; empty without it."""
@@ -477,53 +445,6 @@ class RunPlan:
         if self._across is None or self._state.model.accumulation == 1:
             return known
         return known + self._across.most_bytes
-
-    def _move(self) -> None:
-        """States go to where what was measured says they should be, over the next steps. A collective: rank 0 knows."""
-        if not self._moves:
-            return
-        state = self._state
-        found = decided_by_rank_0(self._better_states)
-        if found is None:
-            return
-        was, (share, secs) = state.plan.residency.optimizer, found
-        if state.move_to(share):
-            self._moved_to(share)
-            if current_rank() == 0:
-                get_logger().info(
-                    "P32 and moments move over the next steps: %.0f %% of them in host memory instead of %.0f %%, with "
-                    "which %.3f s a step are predicted",
-                    100 * share,
-                    100 * was,
-                    secs,
-                )
-
-    def _moved_to(self, share: float) -> None:
-        """The plan says so, and what steps take is predicted anew when everything has arrived. States with a second
-        version leave first, and come back without.
-        """
-        state, now = self._state, self._state.plan.residency
-        twice = max(0.0, now.optimizer_twice - max(0.0, now.optimizer - share))
-        state.planned(replace(state.plan, residency=replace(now, optimizer=share, optimizer_twice=twice)))
-        if self._stage is _Stage.WATCHES:
-            self._watch, self._stage = None, _Stage.PLANS
-
-    def _better_states(self) -> tuple[float, float] | None:
-        """(share in host memory, predicted seconds), if a step becomes clearly shorter. Chunks that leave memory are
-        updated in backward only where there is a spare slot, and P16 in memory has two versions or is none.
-        """
-        state, options = self._state, self._state.core.options
-        if self.profile is None:
-            return None
-        versions = options.num_param_versions == 2 or state.plan.residency.parameters == 0
-        may_speculate = state.plan_input.may_speculate and options.num_slots >= 2 and versions
-        given = replace(state.plan_input, may_speculate=may_speculate, durable=options.num_slots >= 2)
-        config = state.activation.config
-        found = placed_again(given, expert_values(config), self.profile, state.plan, config.activations.mode)
-        if found is None:
-            return None
-        share = min(found.plan.residency.optimizer, self._most_states)
-        return None if share == state.plan.residency.optimizer else (share, found.secs)
 
     def _choice(self, saved: SavedStep, times: StepTimes) -> Choice:
         """What becomes of activations, by predicted time where this run can predict. On rank 0."""

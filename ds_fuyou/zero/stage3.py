@@ -152,12 +152,13 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def _build_on(self, activation: Activation) -> None:
         """Fills the rank state and takes the places of stock's buffers and hooks."""
         self.rank_state.initialize(lambda param: param.nvme_swapper.values(param))
-        for sub_group, ids in enumerate(self.fp16_partitioned_groups_flat_id):
+        for ids in self.fp16_partitioned_groups_flat_id:
             placeholder = torch.empty(0, dtype=self.master_weights_and_grads_dtype, device="cpu")
             placeholder.ds_id = f"{ids[0]}_{ids[-1]}"
             placeholder.requires_grad = True
             self.fp32_partitioned_groups_flat.append(placeholder)
-            self.fp16_partitioned_groups_flat[sub_group] = self.rank_state.core.flat_params(sub_group)
+        self._show_params()
+        self.rank_state.params_placed = self._params_placed
         for group in self.optimizer.param_groups:
             group["params"] = []
         hide_states(self.optimizer)
@@ -177,6 +178,21 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.training_state = TrainingState(self, self.module, all_generators=generators == "all")
         self.hp_access = HpAccess(self.rank_state, self.master_weights_and_grads_dtype, lambda: is_boundary(self))
         self._watch_modules(self._attach_activations(activation))
+
+    def _show_params(self) -> None:
+        for sub_group in range(len(self.fp16_groups)):
+            self.fp16_partitioned_groups_flat[sub_group] = self.rank_state.core.flat_params(sub_group)
+
+    def _params_placed(self) -> None:
+        """Where stock, and its coordinator, look for parameters."""
+        self._show_params()
+        self._bound_gathered()
+
+    def _bound_gathered(self) -> None:
+        state = self.rank_state
+        if state.reads_parameters and state.device.is_host:
+            coordinator = self.parameter_offload.get_param_coordinator()
+            bound_gathered(coordinator, state.parameters, self.dtype.itemsize)
 
     def _attach_activations(self, activation: Activation) -> GatheredIndex:
         """Swapping or recomputing as configured; the index learns where parameters are gathered."""
@@ -287,8 +303,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
 
         coordinator.fetch_sub_module = for_training(fetch_sub_module)
         without_prefetch_to_host(coordinator)
-        if state.reads_parameters and state.device.is_host:
-            bound_gathered(coordinator, state.parameters, self.dtype.itemsize)
+        self._bound_gathered()
 
     def _hypers(self) -> list[GroupHyper]:
         """The hyperparameters of every sub-group as they are now."""
@@ -375,12 +390,12 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         core.apply(self._hypers(), multiplier, expected_multiplier=self._multiplier(None))
         self.rank_state.step_applied()
         self.reset_cpu_buffers()
-        self._gather_persistent()
-        self.invalidate_secondary_tensor()
         self.rank_state.report.step(self.rank_state)
         if self._monitor is not None:
             self._monitor.step_applied()
-        self.run_plan.step_applied()
+        self.run_plan.step_applied()  # in which P16 may move: nothing is gathered
+        self._gather_persistent()
+        self.invalidate_secondary_tensor()
 
     def _overflow_check_and_loss_scale_update_compat(self) -> None:
         """Stock's order of decisions: raw overflow, norm, invalid norm, loss scale, clean-up, global norm."""

@@ -213,6 +213,25 @@ def test_a_run_goes_on_from_its_files_whatever_memory_is_free(
     require_same(undisturbed, out)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_goes_on_from_where_p16_has_moved_to(world_size: int, tmp_path: Path) -> None:
+    """The step in which it moves is committed after that, with its state of training."""
+    case: dict[str, Any] = {"steps": STEPS, "config": {"gradient_clipping": 0.5, **WARMUP, **UNPLACED}}
+    case |= {"block": {**RESUME, "dram_budget_bytes": 1 << 26}, "chunk_sizes": [16384]}
+    undisturbed, killed, out = tmp_path / "undisturbed", tmp_path / "killed", tmp_path / "out"
+    out.mkdir()
+    run_to_end(undisturbed, {**case, "out": str(undisturbed)}, world_size)
+    for step, shares in ((2, {"1": 0.5}), (3, {"3": 0.0}), (4, {"4": 0.7})):
+        killed_at(step, killed, {**case, "params_after": shares}, world_size)
+        with state_files(killed) as store:
+            num_chunks = sum(name.startswith("state/") for name in store.regions)
+            stored = sum(name.startswith("param16/") for name in store.regions)
+            assert (1 - next(iter(shares.values()))) * num_chunks == pytest.approx(stored, abs=1.5)
+    said = run_to_end(killed, {**case, "out": str(out)}, world_size, "resumed")
+    assert "going on from step 4, in place" in said
+    require_same(undisturbed, out)
+
+
 def test_a_run_does_not_go_on_with_more_in_memory_than_fits(tmp_path: Path) -> None:
     case = {"steps": STEPS, "config": UNPLACED, "chunk_sizes": [16384]}
     for number, budget in enumerate((1 << 26, 240 << 10, 1 << 26)):

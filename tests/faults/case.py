@@ -2,12 +2,12 @@
 """Runs with one fault each, many in one process: ``case.py ORDERS``, a JSON object, with preload.c preloaded.
 
 A run trains a few steps with everything on storage, from its beginning or from what another one left, and ends; or its
-states go to host memory meanwhile and come back, so that its files shrink and grow; or a checkpoint is saved behind
+states, or P16, go to host memory meanwhile and come back, so that its files shrink and grow; or a checkpoint is saved behind
 training, or loaded first. The fault strikes its operation number n. A run that ends with an exception is started again,
 without a fault; it goes on in place and must end as if nothing had happened. A checkpoint is there as a whole, with its
 bits, or not at all, and then somebody said so.
 
-``path``: where; emptied for every run. ``engines``, ``starts`` (fresh, resumed, moving, saving, loading), ``effects``;
+``path``: where; emptied for every run. ``engines``, ``starts`` (fresh, resumed, moving, placing, saving, loading), ``effects``;
 ``late_secs``.
 ``first``: the first n; or ``numbers``: these alone; or ``sample`` and ``seed``: so many at random of each combination.
 Prints one JSON object a run, see :class:`Outcome`; before it, ``{"begin": n}``: a process that says no more then hangs,
@@ -48,9 +48,9 @@ from tests.harness.models import make_batch
 
 STEPS, STEPS_BEFORE = 3, 2
 SAVED = "saved"
-MOVES = {1: 1.0, 2: 0.0}  # after a step: the share of states that is to be in host memory
+MOVES = {1: 1.0, 2: 0.0}  # after a step: the share of states, or P16, that is to be in host memory
 STEPS_MOVING = 4
-NOTHING_PROMISED = ("moving", "loading")  # states were in host memory, or being replaced
+NOTHING_PROMISED = ("moving", "placing", "loading")  # states were in host memory, or P16 or they on their way
 ERROR = 1
 EFFECTS = {
     "EIO": (ERROR, errno.EIO),
@@ -122,7 +122,8 @@ class Run:
         config = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
         self.case = {"block": block, "config": config, "num_layers": 1}
         self.path, self.faults, self.saved = path, faults, path / SAVED
-        self.moves = MOVES if start == "moving" else {}
+        self.moves = MOVES if start in ("moving", "placing") else {}
+        self.places = start == "placing"
         self.saves, self.loads = start == "saving", start == "loading"
         self.steps = STEPS_MOVING if self.moves else STEPS
         self.step = self.begun_at = self.struck_in = 0
@@ -146,7 +147,8 @@ class Run:
                 engine.step()
             self.step = step + 1
             if self.step in self.moves:
-                engine.optimizer.rank_state.move_to(self.moves[self.step])
+                state = engine.optimizer.rank_state
+                (state.place_params if self.places else state.move_to)(self.moves[self.step])
             if self.saves and self.step == STEPS_BEFORE - 1:
                 engine.save_checkpoint(str(self.saved))
             self._note_struck()

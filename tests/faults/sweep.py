@@ -31,7 +31,7 @@ from tests.harness.runner import environment
 HERE = Path(__file__).parent
 ENGINES, STARTS, EFFECTS = (
     ("io_uring", "threads"),
-    ("fresh", "resumed", "moving", "saving", "loading"),
+    ("fresh", "resumed", "moving", "placing", "saving", "loading"),
     ("EIO", "ENOSPC", "short", "zero", "late", "memory"),
 )
 

@@ -58,6 +58,7 @@ from ds_fuyou.zero import taken_design
 from tests.harness.group import leave_group
 from tests.harness.meeting import Meeting
 from tests.harness.models import TinyCount, TinyGPT, make_batch
+from tests.harness.moving import place_params_in_step
 from tests.harness.runner import ds_config
 
 MODEL = {"num_layers": 3, "width": 32, "vocabulary": 101}
@@ -272,6 +273,8 @@ def main(path: str, case: dict) -> None:
     accumulation = engine.gradient_accumulation_steps()
     sys.stdout.write(f"READ {read[0]}\n")
     for step in range(engine.global_steps, case["steps"]):
+        if str(step + 1) in case.get("params_after", {}):
+            place_params_in_step(engine, case["params_after"][str(step + 1)])
         for micro in range(accumulation):
             factor = 1.0 + chance(case) if "draws_first" in case else None
             loss = engine(**make_batch(MODEL, step * accumulation + micro, rank))

@@ -56,6 +56,7 @@ from tests.device import faults
 from tests.device.accelerator import install_from
 from tests.harness.gpu import repeatable
 from tests.harness.group import leave_group
+from tests.harness.moving import place_params_in_step
 
 MOMENTS = {
     "AdamW": ("exp_avg", "exp_avg_sq"),
@@ -212,6 +213,8 @@ def train(engine, case: dict, first: int, last: int, result: dict) -> None:
         accumulation = engine.gradient_accumulation_steps() if managed else case["micro_batches"]
         one_step = case.get("set_boundary") or not managed
         prepare_step(engine, case, step, result)
+        if str(step + 1) in case.get("params_after", {}):
+            place_params_in_step(engine, case["params_after"][str(step + 1)])
         for micro in range(accumulation):
             index = step * accumulation + micro
             is_last = micro == accumulation - 1

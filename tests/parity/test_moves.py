@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States that move between host memory and storage while training runs: every bit is stock's, on the CPU and on the
-stand-in device, and a checkpoint that is saved meanwhile is one."""
+"""States and P16 that move between host memory and storage while training runs: every bit is stock's, on the CPU and on
+the stand-in device, and a checkpoint that is saved meanwhile is one."""
 
 from __future__ import annotations
 
@@ -49,6 +49,54 @@ def test_a_run_in_which_states_move_equals_stock(
     share = list(shares.values())[-1]
     assert ours[0]["shares"]["optimizer"] == pytest.approx(share, abs=0.15)
     assert not [path for path in swap.glob("**/*") if path.is_file()]
+
+
+# (stock case, tiers, clip_policy, overlap, slots, shares of P16 in memory after steps, those of states)
+PARAM_CASES = [
+    ("bf16-off-1-one", "states", "speculate", "backward_and_forward", 2, {"1": 0.5, "3": 0.0, "6": 0.7}, {}),
+    ("bf16-rarely-3-two_lrs", "all", "speculate", "backward", 2, {"1": 0.6, "4": 1.0, "7": 0.0}, {"2": 0.5}),
+    ("fp16-rarely-3-two", "half", "auto", "backward_and_forward", 2, {"2": 0.0, "5": 1.0}, FROM_MEMORY_AND_BACK),
+    ("fp16-off-1-one", "most", "defer", "none", 1, {"1": 1.0, "2": 0.0, "3": 0.4}, {}),
+    ("fp32-always-1-two_lrs", "all", "auto", "backward_and_forward", 2, {"1": 1.0, "5": 0.3}, {}),
+    ("bf16-rarely-1-two-2ranks", "states", "speculate", "backward_and_forward", 2, {"1": 0.0, "4": 0.6}, {"6": 0.4}),
+    ("fp16-always-3-one-2ranks", "half", "auto", "backward_and_forward", 2, {"1": 1.0, "3": 0.2, "6": 0.9}, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "tiers", "policy", "overlap", "slots", "params", "states"), PARAM_CASES)
+def test_a_run_in_which_p16_moves_equals_stock(
+    name: str,
+    tiers: str,
+    policy: str,
+    overlap: str,
+    slots: int,
+    params: dict,
+    states: dict,
+    stock_run: Stock,
+    tmp_path: Path,
+) -> None:
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    fuyou = block(str(swap), tiers, policy, overlap, slots)
+    case = moving(with_fuyou(STOCK[name], fuyou), states) | {"params_after": params}
+    ours = run_case(case, tmp_path, "ours")
+    assert differences(stock_run(STOCK[name]), ours) == []
+    assert ours[0]["shares"]["parameters"] == pytest.approx(list(params.values())[-1], abs=0.15)
+    assert not [path for path in swap.glob("**/*") if path.is_file()]
+
+
+@pytest.mark.parametrize(("name", "tiers"), [("bf16-rarely-3-two_lrs", "all"), ("fp16-always-3-one-2ranks", "half")])
+def test_p16_on_the_stand_in_device(name: str, tiers: str, stock_run: Stock, tmp_path: Path) -> None:
+    """Pages that were copied go back at once; whoever read them later would find zeros."""
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    case = {**case_of(name, zero_init=True), "steps": 10}
+    fuyou = block(str(swap), tiers, "speculate", "backward_and_forward", 2)
+    ours = with_fuyou(case, fuyou) | {"device": {"seed": 11, "delay_secs": 0.002}}
+    ours["params_after"] = {"1": 0.6, "3": 1.0, "5": 0.0, "8": 0.4}
+    found = run_case(ours, tmp_path, "ours")
+    assert differences(stock_run(case), found) == []
+    assert found[0]["trips"] == []
 
 
 @pytest.mark.parametrize(("name", "tiers"), [("bf16-rarely-3-two_lrs", "all"), ("fp16-always-3-one-2ranks", "half")])

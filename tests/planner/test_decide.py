@@ -150,6 +150,30 @@ def test_states_move_where_a_measured_step_says_so_and_nothing_else_does() -> No
     assert placed_again(given, {}, replace(USUAL, **BOUNDS["storage"]), blind) is None, "it is where it should be"
 
 
+def test_p16_moves_where_that_makes_a_step_clearly_shorter_still() -> None:
+    """Eight micro-batches read it sixteen times; where the block fixes it, or nothing is gained, it stays."""
+    given = replace(GIVEN, dram_budget_bytes=8 * GIB)
+    often = replace(USUAL, **BOUNDS["storage"], forward_secs=0.01, backward_secs=0.02, accumulation=8)
+    blind = placed(given, {})[0].plan
+    assert blind.residency.parameters < 0.5 < blind.residency.optimizer
+    found = placed_again(given, {}, often, blind, moves_params=True)
+    assert found is not None
+    assert found.plan.residency.parameters > 0.95
+    assert found.plan.residency.optimizer < blind.residency.optimizer
+    assert found.plan.residency.gradients == blind.residency.gradients
+    assert found.plan.host_bytes(given) <= given.dram_budget_bytes
+    there = placed_again(given, {}, often, found.plan, moves_params=True)
+    assert there is None, "it is where it should be"
+    for fixed in (replace(given, params_tier="nvme"), replace(given, shares={"parameters": 0.0})):
+        plan = placed(fixed, {})[0].plan
+        stays = placed_again(fixed, {}, often, plan, moves_params=True)
+        assert stays is None or stays.plan.residency.parameters == 0.0
+    stays = placed_again(given, {}, often, blind)
+    assert stays is None or stays.plan.residency.parameters == blind.residency.parameters
+    computing = replace(often, forward_secs=20.0, backward_secs=40.0)
+    assert placed_again(given, {}, computing, blind, moves_params=True) is None
+
+
 def test_activations_get_host_memory_where_that_is_worth_most() -> None:
     """Storage is the bound and activations cross it twice in each micro-batch."""
     given = replace(GIVEN, swaps_activations=True, dram_budget_bytes=12 * GIB)

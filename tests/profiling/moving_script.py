@@ -7,12 +7,14 @@ Run by test_moving_to_the_plan.py with a directory and the block's "resume"; pri
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 
 import deepspeed
 import torch
 
+import ds_fuyou.zero.run_moves as run_moves
 from ds_fuyou.planner.plan import stored_bytes
 from ds_fuyou.planner.profile import RunProfile, StorageRates, save_profile
 from tests.harness.models import TinyGPT, make_batch
@@ -47,7 +49,19 @@ def second_start(kept: RunProfile, nvme_budget_bytes: int) -> list[float]:
     return [share, *losses]
 
 
-def engine_of(resume: str, nvme_budget_bytes: int | str = "auto") -> deepspeed.DeepSpeedEngine:
+def read_often(found: RunProfile) -> RunProfile:
+    """A device that computes fast, behind slow storage, and has eight micro-batches a step: each reads P16 twice."""
+    return replace(
+        slow_adam(found),
+        forward_secs=1e-4,
+        backward_secs=2e-4,
+        update_rate=1e12,
+        storage=StorageRates(1e8, 1e8, 1e8, 0.0, 0.0),
+        accumulation=8,
+    )
+
+
+def engine_of(resume: str, nvme_budget_bytes: int | str = "auto", **more: object) -> deepspeed.DeepSpeedEngine:
     directory = sys.argv[1]
     fuyou = {
         "nvme_path": directory,
@@ -57,13 +71,49 @@ def engine_of(resume: str, nvme_budget_bytes: int | str = "auto") -> deepspeed.D
         "plan": {"chunk_bytes": 65536, "staging_bytes": 1 << 20, "prefetch_bytes": 1 << 20},
         "resume": resume,
         "nvme_budget_bytes": nvme_budget_bytes,
+        **more,
     }
     torch.manual_seed(0)
     model = TinyGPT(**MODEL)
     config = ds_config(gradient_clipping=0.0, fuyou=fuyou)
-    del config["zero_optimization"]["offload_optimizer"]  # it would say where states are
+    for name in ("offload_optimizer", "offload_param"):  # they would say where states and P16 are
+        config["zero_optimization"].pop(name, None)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     return engine
+
+
+def moves_of_params() -> dict[str, object]:
+    """Of P16 and states, which a run has placed that knows nothing: P16 comes when states have left, leaves again, and
+    leaves for good when there is no memory."""
+    os.environ["DS_FUYOU_PROFILES"] += "-of-a-run-that-knows-nothing"
+    engine = engine_of("off", parameters={"tier": "auto"}, plan={"chunk_bytes": 65536, "staging_bytes": 1 << 20})
+    state, plan = engine.optimizer.rank_state, engine.optimizer.run_plan
+    found: dict[str, list[object]] = {"losses": train(engine, 0, 3), "planned": [], "resident": [], "regions": []}
+
+    def look() -> None:
+        residency, place = state.plan.residency, state.core.place.residency
+        found["planned"].append([residency.parameters, residency.optimizer])
+        found["resident"].append([state.layout.share_of(place.params), state.layout.share_of(place.states)])
+        found["regions"].append(sum(name.startswith("param16/") for name in state.store.regions))
+
+    look()
+    measured = plan.profile
+    for first, profile in ((3, read_often(measured)), (8, slow_adam(measured))):
+        plan.profile = profile
+        plan.moves.move(profile)
+        plan._moved()
+        found["losses"] += train(engine, first, first + 5)
+        state.core.wait_all()
+        look()
+    plan.moves.move(read_often(measured))
+    found["losses"] += train(engine, 13, 17)
+    look()
+    run_moves.available_host_bytes = lambda: 4096
+    found["losses"] += train(engine, 17, 20)
+    look()
+    found["watched"] = plan.prediction is not None
+    engine.destroy()
+    return found
 
 
 def train(engine: deepspeed.DeepSpeedEngine, first: int, last: int) -> list[float]:
@@ -85,7 +135,8 @@ def main() -> None:
     assert plan.profile is not None
     measured = plan.profile
     plan.profile = slow_adam(measured)
-    plan._move()
+    plan.moves.move(plan.profile)
+    plan._moved()
     losses += train(engine, 3, 8)
     state.core.wait_all()
     shares = state.core.place.residency.states
@@ -101,6 +152,7 @@ def main() -> None:
     if resume == "off":
         found["roomy"] = second_start(slow_adam(measured), 1 << 30)
         found["small"] = second_start(slow_adam(measured), int(1.15 * stored))
+        found["params"] = moves_of_params()
     sys.stdout.write(f"RESULT {json.dumps(found)}\n")
 
 

@@ -13,6 +13,7 @@ import sys
 import deepspeed
 import torch
 
+import ds_fuyou.zero.run_moves as run_moves
 import ds_fuyou.zero.run_plan as run_plan
 from tests.harness.models import TinyGPT, make_batch
 from tests.harness.runner import ds_config
@@ -21,7 +22,7 @@ MODEL = {"num_layers": 3, "width": 72, "vocabulary": 500}
 RATES, LATER = (60e6, 20e6), (60e6, 5e6)  # bytes a second, of ranks 0 and 1
 
 
-def broken() -> None:
+def broken(*_: object) -> None:
     raise ValueError("no decision today")
 
 
@@ -65,17 +66,17 @@ def main() -> None:
     found["causes"] = [finding.cause.name for finding in plan.findings]
     found["shares"].append(state.plan.residency.optimizer)
     if rank == 1:
-        little = int(run_plan._FLOOR * run_plan.total_host_bytes()) - 1
-        run_plan.available_host_bytes = lambda: little
+        little = int(run_moves._FLOOR * run_moves.total_host_bytes()) - 1
+        run_moves.available_host_bytes = lambda: little
     steps(4)
     state.core.wait_all()
     found["shares"].append(state.plan.residency.optimizer)
     resident = state.core.place.residency.states
     found["resident"] = sum(resident) / len(resident)
     if rank == 0:
-        plan._better_states = broken
+        plan.moves._better = broken
     try:
-        plan._move()
+        plan.moves.move(plan.profile)
     except Exception as error:
         found["raised"] = type(error).__name__
     steps(1)

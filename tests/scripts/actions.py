@@ -239,6 +239,12 @@ def move(run: Run, engine: int, share: float) -> None:
         state.move_to(share, 60_000)
 
 
+def place(run: Run, engine: int, share: float) -> None:
+    state = run.engines[engine].optimizer.rank_state
+    if state.store is not None and run.num_steps[engine] and state.may_place_params:
+        state.place_params(share)
+
+
 def sleep(run: Run, engine: int, *, pin: bool) -> None:
     if not run.has_gradients:
         run.engines[engine].offload_states(pin_memory=pin)
@@ -249,6 +255,6 @@ _EVERYBODY: tuple[Callable[..., None], ...] = (
     *(micro, evaluate, read, edit, get_states, set_states, get_gradients, set_gradients, change, change_clip),
     *(freeze, fail_in_forward, state_dict, save, load, release),
 )
-_OURS: tuple[Callable[..., None], ...] = (fail_in_backward, move, sleep)
+_OURS: tuple[Callable[..., None], ...] = (fail_in_backward, move, place, sleep)
 ACTIONS = {action.__name__: action for action in (*_EVERYBODY, *_OURS)}
 OURS_ALONE = frozenset(action.__name__ for action in _OURS)

@@ -137,7 +137,7 @@ def _rounds_states(chance: random.Random, engines: list[dict]) -> bool:
 # ---- actions -------------------------------------------------------------------------------------------------------
 
 BETWEEN = ("evaluate", "read", "edit", "get_states", "set_states", "change", "change_clip", "fail_in_forward")
-BETWEEN += ("state_dict", "save", "load", "release", "fail_in_backward", "move", "sleep", "freeze")
+BETWEEN += ("state_dict", "save", "load", "release", "fail_in_backward", "move", "place", "sleep", "freeze")
 WITHIN = ("evaluate", "read", "get_states")
 AFTER = ("evaluate", "read", "edit", "get_states", "get_gradients", "set_gradients", "change", "fail_in_forward")
 AFTER += ("state_dict", "save")
@@ -193,7 +193,7 @@ class _Drawer:
             return {"inference": chance.random() < 0.3}
         if name == "change_clip":
             return {"value": chance.choice([0.0, 0.3, 1.0])}
-        if name == "move":
+        if name in ("move", "place"):
             return {"share": chance.choice([0.0, 0.4, 1.0])}
         if name == "sleep":
             return {"pin": chance.random() < 0.5}

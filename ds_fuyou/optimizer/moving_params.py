@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P16 of chunks changes its home between two steps.
+
+[Note: how P16 moves]
+In a pause. States take fourteen bytes of a parameter and move behind training ([Note: how a state moves]); P16 takes
+two and is read in every pass, by tensors that others have: so all updates end first, then published values are copied,
+chunk by chunk, and training goes on. Nobody may have a parameter gathered, or a read of one in flight.
+
+What files hold tells whoever goes on from them where P16 is, so no record stands while that is not true: from before
+room is taken on storage until values are there, and their old places are given back. What a slot holds is complete by
+itself before P16 that completed it goes. Room on storage, and memory, are taken before anything moves: until then it
+may be given up, which changes nothing. Whatever cuts it short after that fails the pipeline for good.
+
+Host memory holds no P16 twice where a device has copies of its own: the pages of a chunk go back when it was copied.
+Where the device is the host a script may have a tensor that is such memory: that goes with the last of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import islice, product
+from typing import TYPE_CHECKING
+
+import torch
+
+from ds_fuyou.errors import FuyouError, FuyouStateError
+from ds_fuyou.host.memory import aligned_tensor
+from ds_fuyou.optimizer.layout import Chunk
+from ds_fuyou.optimizer.placement import ParamMemory
+from ds_fuyou.storage.io import Transfer
+
+if TYPE_CHECKING:
+    from ds_fuyou.optimizer.core import OutOfCoreOptimizer
+
+__all__ = ["ParamMove"]
+
+logger = logging.getLogger("ds_fuyou")
+
+_AT_ONCE = 4  # chunks that are read, or written
+
+
+class ParamMove:
+    """P16 of the chunks that ``params`` says is to be in host memory, that of all others on storage. Training thread,
+    between two steps. Prepared when it is built: then :meth:`make` it, or :meth:`give_up`.
+    """
+
+    def __init__(self, core: OutOfCoreOptimizer, params: tuple[bool, ...], budget_bytes: int | None = None) -> None:
+        """Waits for all updates. ``budget_bytes``: the most on storage.
+
+        Raises:
+            FuyouStorageError: no room on storage.
+            FuyouMemoryError: none for P16 that comes, or for staging memory.
+            FuyouStateError: within a step, while states move or are copied to a checkpoint, or there is no store.
+        """
+        self._core, self._params = core, params
+        core.check()
+        if core.store is None:
+            raise FuyouStateError("this run has no state files: everything was built in host memory")
+        if not core.window.is_empty or not core.mover.is_idle or core.has_snapshot:
+            raise FuyouStateError("P16 changes its home between steps only, while nothing else of the state moves")
+        now = core.place.residency.params
+        self._moving = [chunk for chunk in core.layout.chunks if params[chunk.index] != now[chunk.index]]
+        if not self._moving:
+            return
+        core.wait_all()
+        for chunk in core.layout.chunks:
+            core.wait_idle(chunk.index)  # what a step dropped may still be read, or written
+        self._reserved = [core.place.param_spec(chunk) for chunk in self._moving if now[chunk.index]]
+        self._memory = core.place.param_memory(params)
+        core.commits.withdraw_last()
+        try:
+            core.store.reserve(self._reserved, budget_bytes)
+        except BaseException:
+            core.commits.put_back()
+            raise
+        try:
+            core.fit_staging(replace(core.place.residency, params=params))
+        except BaseException:
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """Everything stays where it is. Raises FuyouStorageError if room that was taken on storage cannot be given
+        back: then no step is committed any more."""
+        core, self._memory = self._core, []
+        if core.store is None or not self._moving:
+            return
+        with self._or_fails():
+            core.store.release(spec.name for spec in self._reserved)
+            core.commits.put_back()
+        with suppress(FuyouError):  # it is larger than it has to be
+            core.fit_staging(core.place.residency)
+
+    def make(self) -> int:
+        """Waits until everything is there; how many bytes of P16 changed their home.
+
+        Raises:
+            FuyouStorageError: something could not be read or written; the pipeline has failed.
+        """
+        if self._moving:
+            with self._or_fails():
+                self._make()
+        return sum(chunk.numel for chunk in self._moving) * self._core.options.param_dtype.itemsize
+
+    @contextmanager
+    def _or_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:  # an interrupt, too: half of it is elsewhere
+            self._core.fail("P16 that changes its home was cut short", error)
+            raise
+
+    def _make(self) -> None:
+        core, place, all_chunks = self._core, self._core.place, self._core.layout.chunks
+        now = place.residency.params
+        coming = [chunk.index for chunk in self._moving if not now[chunk.index]]
+        for begin in range(0, len(coming), _AT_ONCE):
+            core.before_params_change(coming[begin : begin + _AT_ONCE])
+        touched = {chunk.sub_group for chunk in self._moving}
+        affected = [c for c in all_chunks if c.sub_group in touched and (now[c.index] or self._params[c.index])]
+        before, self._memory = place.set_params(self._params, self._memory), []
+        if core.options.checksum:
+            for spec, slot in product(self._reserved, range(core.options.num_slots)):
+                core.io.watch(place.extents(spec, slot))
+        gives_back, writing = not core.options.device.is_host, deque[Transfer]()
+        for chunk, values in self._published(affected, now, before):
+            core.pipeline.set_param_places(chunk.index, core.spec_of(chunk, place.state(chunk.index)))
+            writing.extend(core.values.put_params(chunk, values))
+            for version in before if gives_back and now[chunk.index] else ():
+                version[chunk.sub_group].forget(chunk)
+            while len(writing) > _AT_ONCE:
+                writing.popleft().wait()
+        for write in writing:
+            write.wait()
+        self._pin()
+        core.placed_anew()
+        if core.store is not None:
+            core.store.release(place.param_spec(all_chunks[index]).name for index in coming)
+        core.commits.put_back()
+
+    def _published(
+        self, chunks: Sequence[Chunk], was_in_memory: Sequence[bool], before: ParamMemory
+    ) -> Iterator[tuple[Chunk, torch.Tensor]]:
+        """Chunks and their values, out of the memory that they were in, or read from storage, ahead."""
+        core, version = self._core, self._core.param_version
+        stored = iter([chunk for chunk in chunks if not was_in_memory[chunk.index]])
+        reading = deque(map(self._start_reading, islice(stored, _AT_ONCE)))
+        for chunk in chunks:
+            if was_in_memory[chunk.index]:
+                yield chunk, before[version][chunk.sub_group].range(chunk.begin, chunk.end)
+                continue
+            read = reading.popleft()
+            read.wait()
+            reading.extend(map(self._start_reading, islice(stored, 1)))
+            yield chunk, read.memory.view(core.options.param_dtype)[: chunk.numel]
+
+    def _start_reading(self, chunk: Chunk) -> Transfer:
+        core = self._core
+        extents = core.place.param_extents(chunk.index, core.slot(chunk.index))
+        memory = aligned_tensor(sum(extent.num_bytes for extent in extents))
+        return core.io.read(extents, memory, f"reading P16 of chunk {chunk.index}")
+
+    def _pin(self) -> None:
+        """Memory that the device refuses is copied from all the same."""
+        try:
+            self._core.place.pin_params()
+        except FuyouStateError as error:
+            logger.warning("P16 that came to host memory is copied from by way of the driver's own: %s", error)

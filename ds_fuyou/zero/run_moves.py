@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where states and P16 of a run should be, by what was measured of it and by the memory that is left; their way there.
+
+[Note: the order of moves]
+P16 that leaves host memory does so at once, between two steps, then states move behind training, those that leave
+first, and when all has arrived P16 comes, in a pause again: memory holds no more than before or after. All ranks do as
+rank 0 decides, and wait for one another before P16 moves.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ds_fuyou.log import current_rank, get_logger, log_once
+from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
+from ds_fuyou.planner.plan import bytes_each
+from ds_fuyou.planner.profile import RunProfile
+from ds_fuyou.planner.profiled import expert_values, placed_again
+from ds_fuyou.telemetry.report import LaneTimes
+from ds_fuyou.zero.agreement import decided_by_rank_0, least
+from ds_fuyou.zero.rank_state import RankState
+
+__all__ = ["RunMoves"]
+
+_FLOOR = 0.02  # of the machine's memory: with less than that available states leave it, until twice as much is
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Shares in host memory, and bytes of look-ahead with them; seconds of a step that are predicted."""
+
+    states: float
+    params: float
+    prefetch_bytes: int
+    secs: float
+
+
+class RunMoves:
+    """Of one rank. All of it but :attr:`may_move`, :attr:`is_idle` and :attr:`is_short` is a collective.
+
+    ``leave_out``: seconds and work of lanes that a pause took, to be left out of reports.
+    """
+
+    def __init__(
+        self, rank_state: RankState, num_local_ranks: int, leave_out: Callable[[float, LaneTimes], None]
+    ) -> None:
+        self._state, self._num_local_ranks, self._leave_out = rank_state, num_local_ranks, leave_out
+        self._may_leave = True
+        self._most = {"optimizer": 1.0, "parameters": 1.0}  # in host memory, since that became scarce
+        self._comes: _Target | None = None
+        """P16 that comes when states have arrived."""
+
+    def _is_open(self, name: str, tier: str) -> bool:
+        return tier == "auto" and name not in self._state.plan_input.shares
+
+    @property
+    def _moves_states(self) -> bool:
+        return self.may_move and self._is_open("optimizer", self._state.activation.config.optimizer.tier)
+
+    @property
+    def _moves_params(self) -> bool:
+        return self.may_move and self._is_open("parameters", self._state.activation.config.parameters.tier)
+
+    @property
+    def may_move(self) -> bool:
+        """Whether anything may change its tier. Where a run may be gone on from nothing does: states that are in host
+        memory would be lost with it, and its files say where P16 is.
+        """
+        state, config = self._state, self._state.activation.config
+        tiers = (("optimizer", config.optimizer.tier), ("parameters", config.parameters.tier))
+        is_open = any(self._is_open(name, tier) for name, tier in tiers)
+        return state.store is not None and is_open and config.resume != "auto" and not config.durable
+
+    @property
+    def is_idle(self) -> bool:
+        """Everything is where it shall be."""
+        return self._comes is None and self._state.core.mover.is_idle
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether P16 of this rank may move now."""
+        return self._state.may_place_params
+
+    # ---- by what was measured -----------------------------------------------------------------------------
+
+    def move(self, profile: RunProfile | None) -> None:
+        """To where what was measured says it should be, over the next steps."""
+        target = decided_by_rank_0(lambda: self._better(profile)) if self.may_move else None
+        if target is None:
+            return
+        now, self._comes = self._state.plan.residency, None
+        if target.params < now.parameters and not self._place_params(target):
+            return
+        if target.states != now.optimizer:
+            if not self._move_states(target.states):
+                return
+            if current_rank() == 0:
+                get_logger().info(
+                    "P32 and moments move over the next steps: %.0f %% of them in host memory instead of %.0f %%, with "
+                    "which %.3f s a step are predicted",
+                    100 * target.states,
+                    100 * now.optimizer,
+                    target.secs,
+                )
+        if target.params > now.parameters:
+            self._comes = target
+
+    def _better(self, profile: RunProfile | None) -> _Target | None:
+        """If a step becomes clearly shorter. Chunks that leave memory are updated in backward only where there is a
+        spare slot, and P16 in memory has two versions or is none.
+        """
+        state, options = self._state, self._state.core.options
+        if profile is None:
+            return None
+        has_two = options.num_param_versions == 2
+        may_speculate = state.plan_input.may_speculate and options.num_slots >= 2
+        may_speculate = may_speculate and (has_two or state.plan.residency.parameters == 0)
+        given = replace(state.plan_input, may_speculate=may_speculate, durable=options.num_slots >= 2)
+        config = state.activation.config
+        found = placed_again(
+            given,
+            expert_values(config),
+            profile,
+            state.plan,
+            config.activations.mode,
+            moves_params=has_two and self._moves_params,
+        )
+        if found is None:
+            return None
+        now, residency = state.plan.residency, found.plan.residency
+        states = min(residency.optimizer, self._most["optimizer"])
+        params = min(residency.parameters, self._most["parameters"])
+        is_news = (states, params) != (now.optimizer, now.parameters)
+        return _Target(states, params, found.plan.prefetch_bytes, found.secs) if is_news else None
+
+    def bring(self) -> None:
+        """P16 that was to come when states have arrived; to be called when they have on all ranks."""
+        target, self._comes = self._comes, None
+        if target is not None:
+            self._place_params(target)
+
+    @property
+    def brings(self) -> bool:
+        """Whether P16 is to come, the same on all ranks."""
+        return self._comes is not None
+
+    # ---- by what is left ------------------------------------------------------------------------------------
+
+    @property
+    def is_short(self) -> bool:
+        """Whether this machine has so little left that the system may soon end a process, and something could leave."""
+        now = self._state.plan.residency
+        held = now.optimizer * self._moves_states + now.parameters * self._moves_params
+        if not self._may_leave or held <= 0 or not self._state.core.mover.is_idle:
+            return False
+        return available_host_bytes() < _FLOOR * total_host_bytes()
+
+    def _room_bytes(self) -> int:
+        """A rank's part of what this machine has beyond twice the floor; negative where it lacks."""
+        return int(available_host_bytes() - 2 * _FLOOR * total_host_bytes()) // self._num_local_ranks
+
+    def leave_memory(self) -> None:
+        """States leave host memory until there is twice the floor, and where that is not enough P16 does; on all ranks
+        as much as the one needs that is worst off. Told once.
+        """
+        state = self._state
+        core, now, given = state.core, state.plan.residency, state.plan_input
+        away = replace(core.place.residency, states=(False,) * len(core.layout.chunks))
+        grows = core.staging_bytes(away) - core.staging.capacity_bytes if now.optimizer > 0 else 0
+        lacking = max(0.0, -self._room_bytes() + max(0, grows))
+        lacking = -least(-lacking)[0]
+        states = now.optimizer
+        if self._moves_states:
+            size = bytes_each(given, "optimizer", False) * given.numel
+            states = max(0.0, now.optimizer - lacking / size)
+            lacking -= (now.optimizer - states) * size
+        params = now.parameters
+        if self._moves_params and lacking > 0:
+            size = bytes_each(given, "parameters", core.options.num_param_versions == 2) * given.numel
+            # Where the device is the host what stays is held twice while it moves.
+            params = 0.0 if state.device.is_host else max(0.0, now.parameters - lacking / size)
+        self._most, self._comes = {"optimizer": states, "parameters": params}, None
+        log_once(
+            logging.WARNING,
+            f"host memory is scarce: P32 and moments of {100 * (now.optimizer - states):.0f} % of the parameters leave "
+            f"it for storage over the next steps, P16 of {100 * (now.parameters - params):.0f} % now, and stay there",
+        )
+        if params < now.parameters:
+            self._may_leave = self._place_params(_Target(states, params, state.plan.prefetch_bytes, 0.0))
+        if states < now.optimizer and self._may_leave:
+            # Staging memory for what leaves is taken when there is least: as little as will do, until memory is back.
+            self._may_leave = self._move_states(states, lambda: max(0, self._room_bytes()))
+
+    # ---- both -----------------------------------------------------------------------------------------------
+
+    def _place_params(self, target: _Target) -> bool:
+        """Now, if it can be on all ranks."""
+        state = self._state
+        if not least(float(self.is_ready))[0]:
+            return False
+        now, lanes, began = state.plan.residency, LaneTimes.of(state), time.perf_counter()
+        if not state.place_params(target.params, target.prefetch_bytes):
+            return False
+        residency = replace(now, parameters=target.params)
+        state.planned(replace(state.plan, residency=residency, prefetch_bytes=target.prefetch_bytes))
+        secs = time.perf_counter() - began
+        self._leave_out(secs, LaneTimes.of(state).since(lanes))
+        if current_rank() == 0:
+            get_logger().info(
+                "P16 has moved in %.1f s: %.0f %% of it are in host memory instead of %.0f %%",
+                secs,
+                100 * target.params,
+                100 * now.parameters,
+            )
+        return True
+
+    def _move_states(self, share: float, room: Callable[[], int] | None = None) -> bool:
+        """Over the next steps. Those with a second version leave first, and come back without."""
+        state, now = self._state, self._state.plan.residency
+        if not state.move_to(share, room=room):
+            return False
+        twice = max(0.0, now.optimizer_twice - max(0.0, now.optimizer - share))
+        state.planned(replace(state.plan, residency=replace(now, optimizer=share, optimizer_twice=twice)))
+        return True

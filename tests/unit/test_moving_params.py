@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P16 that changes its home between two steps: the same bits, the right records, bytes and pages."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_fuyou.checkpoint.recovery import recover_weights
+from ds_fuyou.errors import FuyouChecksumError, FuyouMemoryError, FuyouStateError, FuyouStorageError
+from ds_fuyou.optimizer.core import OutOfCoreOptimizer
+from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
+from ds_fuyou.optimizer.moving_params import ParamMove
+from ds_fuyou.optimizer.placement import param_region
+from ds_fuyou.optimizer.residency import ChunkResidency
+from ds_fuyou.state_layout import BF16, FP32, INT8, SPLIT, WHOLE
+from tests.harness.moving import come_to_rest
+from tests.harness.small_core import ADAMW, Disk, apply, backward, everything, hypers, small_core, step
+
+LAYOUT = build_layout(
+    [[(name, name, 3 * CUT_ELEMENTS + 5, place) for place, name in enumerate("abcd", 1)], [("e", "e", 77, 0)]],
+    LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS),
+)
+NUM_CHUNKS = len(LAYOUT.chunks)
+P16_BYTES = 2 * LAYOUT.numel
+
+
+def params_of(share: float) -> tuple[bool, ...]:
+    return ChunkResidency.of_shares(LAYOUT, share, 0.0, 0.0).params
+
+
+def place(core: OutOfCoreOptimizer, share: float) -> int:
+    return ParamMove(core, params_of(share)).make()
+
+
+def run(path: Path, moves: dict[int, float], states: dict[int, float] | None = None, **options: Any) -> list[Any]:
+    """Twelve steps, some clipped, one skipped, two without some gradients, two edits; before some of them P16 moves,
+    or states begin to."""
+    path.mkdir()
+    with small_core(path, LAYOUT, **options) as core:
+        moved = 0
+        for seed in range(12):
+            if seed in moves:
+                come_to_rest(core)
+                moved += place(core, moves[seed])
+                assert core.place.residency.params == params_of(moves[seed])
+            if states and seed in states:
+                core.mover.move_to(ChunkResidency.of_shares(LAYOUT, 0.0, states[seed], 0.0).states, 1 << 30)
+            if seed in (3, 8):
+                core.params.edited(LAYOUT.params[1])
+                core.params.write(LAYOUT.params[1], torch.full((LAYOUT.params[1].numel,), 0.1 * seed).bfloat16())
+            if seed == 5:
+                backward(core, seed)
+                core.skip()
+            else:
+                apply(core, seed, 0.5 if seed % 3 == 0 else 1.0, ["b", "e"] if seed in (3, 7) else [])
+        assert bool(moved) == bool(moves)
+        return everything(core)
+
+
+PLACES = [
+    pytest.param((0.0, 0.0, 0.0), "speculate", 2, WHOLE, FP32, id="all on storage"),
+    pytest.param((1.0, 0.0, 1.0), "speculate", 2, WHOLE, FP32, id="P16 in memory"),
+    pytest.param((0.5, 0.0, 0.5), "speculate", 2, SPLIT, FP32, id="half of it, split masters"),
+    pytest.param((1.0, 0.0, 1.0), "speculate", 2, SPLIT, FP32, id="P16 in memory, split masters"),
+    pytest.param((0.0, 0.0, 0.0), "defer", 2, SPLIT, INT8, id="one version, split masters, codes"),
+    pytest.param((0.4, 0.3, 1.0), "speculate", 3, SPLIT, INT8, id="some states in memory, three slots"),
+    pytest.param((0.6, 0.5, 0.0), "defer", 1, WHOLE, FP32, id="one slot"),
+    pytest.param((0.3, 0.0, 1.0), "speculate", 2, BF16, BF16, id="16-bit masters"),
+    pytest.param((1.0, 0.5, 1.0, 0.5), "speculate", 2, SPLIT, FP32, id="states twice in memory"),
+]
+
+
+@pytest.mark.parametrize(("residency", "clip_policy", "num_slots", "masters", "moments"), PLACES)
+def test_a_run_in_which_p16_moves_equals_one_in_which_it_does_not(
+    residency: tuple[float, ...], clip_policy: str, num_slots: int, masters: str, moments: str, tmp_path: Path
+) -> None:
+    kept_as = (BF16, BF16) if masters == BF16 else (FP32, FP32)
+    options = {
+        "kind": replace(ADAMW, kept_as=kept_as),
+        "residency": residency,
+        "clip_policy": clip_policy,
+        "num_slots": num_slots,
+        "masters": masters,
+        "moments": moments,
+    }
+    expected = run(tmp_path / "one", {}, **options)
+    moves = {1: 0.5, 2: 0.0, 4: 1.0, 5: 0.3, 8: 0.7, 9: 0.0, 11: 1.0}
+    if residency[0] == 0.5:
+        moves[1] = 0.8
+    assert all(map(torch.equal, expected, run(tmp_path / "other", moves, **options)))
+    states = {0: 0.6, 3: 0.0, 6: 1.0, 10: 0.2}
+    assert all(map(torch.equal, expected, run(tmp_path / "third", moves, states, **options)))
+
+
+def regions(core: OutOfCoreOptimizer) -> set[int]:
+    """Chunks whose P16 has a place on storage."""
+    assert core.store is not None
+    return {chunk.index for chunk in LAYOUT.chunks if param_region(chunk.index) in core.store.regions}
+
+
+def test_what_moves_is_counted_and_its_old_place_is_given_back(tmp_path: Path) -> None:
+    with small_core(tmp_path, LAYOUT, residency=(0.0, 0.0, 1.0), masters=SPLIT) as core:
+        assert core.store is not None
+        step(core, 0)
+        whole = core.store.total_bytes
+        assert place(core, 1.0) == P16_BYTES
+        assert regions(core) == set()
+        freed = 2 * sum(core.place.param_spec(chunk).num_bytes for chunk in LAYOUT.chunks)
+        assert core.store.total_bytes == whole - freed
+        step(core, 1)
+        assert place(core, 1.0) == 0, "it is there"
+        half = params_of(0.5)
+        moved = place(core, 0.5)
+        assert moved == 2 * sum(chunk.numel for chunk in LAYOUT.chunks if not half[chunk.index])
+        assert regions(core) == {chunk.index for chunk in LAYOUT.chunks if not half[chunk.index]}
+        step(core, 2)
+        assert place(core, 0.0) == P16_BYTES - moved
+        assert core.store.total_bytes == whole
+        assert core.place.num_param_versions == core.published.num_param_versions == 0
+
+
+@pytest.mark.parametrize("masters", [WHOLE, SPLIT])
+def test_the_state_of_the_last_step_can_be_recovered_after_every_move(masters: str, tmp_path: Path) -> None:
+    """With P16 that completed split masters gone from its slot, and with P16 there that no update wrote."""
+    for share in (0.0, 1.0):
+        path = tmp_path / f"{share}"
+        path.mkdir()
+        with small_core(path, LAYOUT, residency=(share, 0.0, 1.0), masters=masters, keep=True) as core:
+            for seed in range(3):
+                step(core, seed)
+            place(core, 1.0 - share)
+            expected = [parts[0].clone() for _, parts in core.states.read_all(range(NUM_CHUNKS))]
+            assert core.store is not None
+            directories = core.store.directories
+        assert recover_weights(directories, tmp_path / "out.pt").verified
+        weights = torch.cat([value.view(-1) for value in torch.load(tmp_path / "out.pt").values()])
+        assert torch.equal(weights, torch.cat(expected))
+
+
+def test_what_cannot_be_prepared_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No room on storage, or in memory; within a step, while states move or are copied."""
+    with small_core(tmp_path, LAYOUT, residency=(0.5, 0.0, 1.0), masters=SPLIT) as core:
+        assert core.store is not None
+        step(core, 0)
+        was, before, num_bytes = core.place.residency, regions(core), core.store.total_bytes
+        staging = core.staging.capacity_bytes
+        with pytest.raises(FuyouStorageError, match="nvme_budget_bytes"):
+            ParamMove(core, params_of(0.0), num_bytes + 4096)
+        with monkeypatch.context() as patch:
+
+            def refuse(num_bytes: int, *_: object, **__: object) -> None:
+                raise FuyouMemoryError(num_bytes)
+
+            patch.setattr("ds_fuyou.optimizer.placement.aligned_tensor", refuse)
+            with pytest.raises(FuyouMemoryError):
+                ParamMove(core, params_of(1.0))
+            patch.undo()
+            patch.setattr("ds_fuyou.optimizer.core.HostPool", refuse)
+            with pytest.raises(FuyouMemoryError):
+                ParamMove(core, params_of(0.0))
+        ParamMove(core, params_of(0.0)).give_up()
+        assert (core.place.residency, regions(core), core.store.total_bytes) == (was, before, num_bytes)
+        assert core.staging.capacity_bytes == staging
+        backward(core, 1)
+        with pytest.raises(FuyouStateError, match="between steps"):
+            ParamMove(core, params_of(0.0))
+        core.apply(hypers(LAYOUT), 1.0, expected_multiplier=1.0)
+        core.mover.move_to((True,) * NUM_CHUNKS, 1)
+        with pytest.raises(FuyouStateError, match="between steps"):
+            ParamMove(core, params_of(0.0))
+        come_to_rest(core)
+        snapshot = core.snapshot()
+        with pytest.raises(FuyouStateError, match="between steps"):
+            ParamMove(core, params_of(0.0))
+        snapshot.close()
+        step(core, 2)
+        assert place(core, 0.0) > 0
+
+
+def test_p16_that_was_written_by_a_move_is_compared_when_it_is_read(tmp_path: Path) -> None:
+    with small_core(tmp_path, LAYOUT, residency=(1.0, 0.0, 1.0)) as core:
+        step(core, 0)
+        place(core, 0.0)
+        Disk(core, param_region(5), core.slot(5)).flip(77)
+        with pytest.raises(FuyouChecksumError, match="parameter b"):
+            core.params.read(LAYOUT.params[1])
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_move_that_fails_ends_training_and_leaves_no_record_that_lies(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_core(tmp_path, LAYOUT, residency=(1.0 - share, 0.0, 1.0), masters=SPLIT, keep=True) as core:
+        assert core.store is not None
+        step(core, 0)
+        move = ParamMove(core, params_of(share))
+        lane, count = core.io, 0
+        whole = type(lane)._submit
+
+        def submit(self: Any, kind: Any, extents: Any, memory: Any, what: str, priority: int) -> Any:
+            nonlocal count
+            if "P16" in what and (count := count + 1) == 5:
+                extents = [extent._replace(fd=tmp_fd) for extent in extents]
+            return whole(self, kind, extents, memory, what, priority)
+
+        (tmp_path / "empty").touch()
+        with open(tmp_path / "empty", "rb") as empty:
+            tmp_fd = empty.fileno()
+            monkeypatch.setitem(core.store._paths, tmp_fd, tmp_path / "empty")
+            monkeypatch.setattr(type(lane), "_submit", submit)
+            with pytest.raises(FuyouStorageError) as told:
+                move.make()
+        assert told.value.errno in (errno.EBADF, errno.ENODATA)
+        with pytest.raises(FuyouStorageError):
+            core.check()
+        assert core.store.last_commit() is None
