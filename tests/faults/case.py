@@ -2,13 +2,13 @@
 """Runs with one fault each, many in one process: ``case.py ORDERS``, a JSON object, with preload.c preloaded.
 
 A run trains a few steps with everything on storage, from its beginning or from what another one left, and ends; or its
-states, or P16, go to host memory meanwhile and come back, so that its files shrink and grow; or a checkpoint is saved behind
-training, or loaded first. The fault strikes its operation number n. A run that ends with an exception is started again,
-without a fault; it goes on in place and must end as if nothing had happened. A checkpoint is there as a whole, with its
-bits, or not at all, and then somebody said so.
+states, or P16, go to host memory meanwhile and come back, so that its files shrink and grow; or a checkpoint is saved
+behind training, or loaded first. The fault strikes its operation number n. A run that ends with an exception is started
+again, without a fault; it goes on in place and must end as if nothing had happened. A checkpoint is there as a whole,
+with its bits, or not at all, and then somebody said so.
 
-``path``: where; emptied for every run. ``engines``, ``starts`` (fresh, resumed, moving, placing, saving, loading), ``effects``;
-``late_secs``.
+``path``: where; emptied for every run. ``engines``, ``starts`` (fresh, resumed, moving, placing, saving, loading),
+``effects``; ``late_secs``.
 ``first``: the first n; or ``numbers``: these alone; or ``sample`` and ``seed``: so many at random of each combination.
 Prints one JSON object a run, see :class:`Outcome`; before it, ``{"begin": n}``: a process that says no more then hangs,
 or has crashed.
