@@ -41,6 +41,7 @@ __all__ = ["ParamMove"]
 logger = logging.getLogger("ds_fuyou")
 
 _AT_ONCE = 4  # chunks that are read, or written
+_BATCH_ELEMENTS = 16 << 20
 
 
 class ParamMove:
@@ -118,8 +119,8 @@ class ParamMove:
         core, place, all_chunks = self._core, self._core.place, self._core.layout.chunks
         now = place.residency.params
         coming = [chunk.index for chunk in self._moving if not now[chunk.index]]
-        for begin in range(0, len(coming), _AT_ONCE):
-            core.before_params_change(coming[begin : begin + _AT_ONCE])
+        for some in self._batches(coming):
+            core.before_params_change(some)
         touched = {chunk.sub_group for chunk in self._moving}
         affected = [c for c in all_chunks if c.sub_group in touched and (now[c.index] or self._params[c.index])]
         before, self._memory = place.set_params(self._params, self._memory), []
@@ -129,7 +130,10 @@ class ParamMove:
         gives_back, writing = not core.options.device.is_host, deque[Transfer]()
         for chunk, values in self._published(affected, now, before):
             core.pipeline.set_param_places(chunk.index, core.spec_of(chunk, place.state(chunk.index)))
-            writing.extend(core.values.put_params(chunk, values))
+            if self._params[chunk.index]:  # of two versions the other one is written by the next step
+                place.chunk_params(chunk, core.param_version).copy_(values)
+            else:
+                writing.extend(core.values.put_params(chunk, values))
             for version in before if gives_back and now[chunk.index] else ():
                 version[chunk.sub_group].forget(chunk)
             while len(writing) > _AT_ONCE:
@@ -141,6 +145,19 @@ class ParamMove:
         if core.store is not None:
             core.store.release(place.param_spec(all_chunks[index]).name for index in coming)
         core.commits.put_back()
+
+    def _batches(self, chunks: Sequence[int]) -> Iterator[list[int]]:
+        """As many as upper halves of are worth a wait for the disk."""
+        batch: list[int] = []
+        num_elements = 0
+        for index in chunks:
+            batch.append(index)
+            num_elements += self._core.layout.chunks[index].numel
+            if num_elements >= _BATCH_ELEMENTS:
+                yield batch
+                batch, num_elements = [], 0
+        if batch:
+            yield batch
 
     def _published(
         self, chunks: Sequence[Chunk], was_in_memory: Sequence[bool], before: ParamMemory
