@@ -109,8 +109,8 @@ class ChunkMover:
         now = self._place.residency.states
         self._await_releases()
         leaving = [c for c in core.layout.chunks if now[c.index] and not states[c.index]]
-        specs = [self._place.state_spec(chunk) for chunk in leaving]
-        core.store.reserve([spec for spec in specs if spec.name not in core.store.regions], budget_bytes)
+        specs, regions = [self._place.state_spec(chunk) for chunk in leaving], core.store.regions
+        core.store.reserve([spec for spec in specs if spec.name not in regions], budget_bytes)
         try:
             core.fit_staging(replace(self._place.residency, states=states), None if room is None else room())
         except FuyouError:
@@ -275,10 +275,11 @@ class ChunkMover:
     def _unused(self) -> Iterator[str]:
         """Regions of states that are in memory and do not leave it."""
         store, now, target = self._core.store, self._place.residency.states, self._target
-        for chunk in self._core.layout.chunks if store is not None else ():
+        regions = {} if store is None else store.regions
+        for chunk in self._core.layout.chunks if regions else ():
             name = self._place.state_spec(chunk).name
             leaves = chunk.index in self._moving or (target is not None and not target[chunk.index])
-            if now[chunk.index] and not leaves and store is not None and name in store.regions:
+            if now[chunk.index] and not leaves and name in regions:
                 yield name
 
     def _release(self) -> None:

@@ -41,7 +41,7 @@ __all__ = ["ParamMove"]
 logger = logging.getLogger("ds_fuyou")
 
 _AT_ONCE = 4  # chunks that are read, or written
-_BATCH_ELEMENTS = 16 << 20
+_BATCH_ELEMENTS = 4 << 20
 
 
 class ParamMove:
@@ -72,11 +72,13 @@ class ParamMove:
             core.wait_idle(chunk.index)  # what a step dropped may still be read, or written
         self._reserved = [core.place.param_spec(chunk) for chunk in self._moving if now[chunk.index]]
         self._memory = core.place.param_memory(params)
-        core.commits.withdraw_last()
+        with self._or_fails():
+            core.commits.withdraw(orders=False)
         try:
             core.store.reserve(self._reserved, budget_bytes)
         except BaseException:
-            core.commits.put_back()
+            with self._or_fails():
+                core.commits.now()
             raise
         try:
             core.fit_staging(replace(core.place.residency, params=params))
@@ -92,12 +94,12 @@ class ParamMove:
             return
         with self._or_fails():
             core.store.release(spec.name for spec in self._reserved)
-            core.commits.put_back()
+            core.commits.now()
         with suppress(FuyouError):  # it is larger than it has to be
             core.fit_staging(core.place.residency)
 
-    def make(self) -> int:
-        """Waits until everything is there; how many bytes of P16 changed their home.
+    def make(self) -> None:
+        """Waits until everything is there.
 
         Raises:
             FuyouStorageError: something could not be read or written; the pipeline has failed.
@@ -105,7 +107,6 @@ class ParamMove:
         if self._moving:
             with self._or_fails():
                 self._make()
-        return sum(chunk.numel for chunk in self._moving) * self._core.options.param_dtype.itemsize
 
     @contextmanager
     def _or_fails(self) -> Iterator[None]:
@@ -124,6 +125,9 @@ class ParamMove:
         touched = {chunk.sub_group for chunk in self._moving}
         affected = [c for c in all_chunks if c.sub_group in touched and (now[c.index] or self._params[c.index])]
         before, self._memory = place.set_params(self._params, self._memory), []
+        for version in range(len(before)):
+            if version != core.param_version:
+                before[version] = {}  # nobody reads it any more
         if core.options.checksum:
             for spec, slot in product(self._reserved, range(core.options.num_slots)):
                 core.io.watch(place.extents(spec, slot))
@@ -134,8 +138,8 @@ class ParamMove:
                 place.chunk_params(chunk, core.param_version).copy_(values)
             else:
                 writing.extend(core.values.put_params(chunk, values))
-            for version in before if gives_back and now[chunk.index] else ():
-                version[chunk.sub_group].forget(chunk)
+            if gives_back and now[chunk.index]:
+                before[core.param_version][chunk.sub_group].give_back(chunk)
             while len(writing) > _AT_ONCE:
                 writing.popleft().wait()
         for write in writing:
@@ -144,10 +148,12 @@ class ParamMove:
         core.placed_anew()
         if core.store is not None:
             core.store.release(place.param_spec(all_chunks[index]).name for index in coming)
-        core.commits.put_back()
+        core.commits.now()
+        with suppress(FuyouError):  # it is larger than it has to be
+            core.fit_staging(place.residency)
 
     def _batches(self, chunks: Sequence[int]) -> Iterator[list[int]]:
-        """As many as upper halves of are worth a wait for the disk."""
+        """As many as may pass through memory at once."""
         batch: list[int] = []
         num_elements = 0
         for index in chunks:

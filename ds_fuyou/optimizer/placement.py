@@ -63,14 +63,16 @@ class _Params:
         num_bytes = round_up_to_page(self._places[-1] * dtype.itemsize)
         self.values = aligned_tensor(num_bytes).view(dtype)[: self._places[-1]]
 
-    def forget(self, chunk: Chunk) -> None:
+    def give_back(self, chunk: Chunk) -> None:
         """The chunk's pages go back to the system; whoever reads them finds zeros."""
         give_back_pages(self.range(chunk.begin, chunk.end))
 
     def range(self, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of the sub-group, of chunks that are all here."""
-        place, last = self._place(begin), self._place(max(begin, end - 1))
-        if place is None or last is None or last - place != max(0, end - 1 - begin):
+        if begin == end:
+            return self.values[:0]
+        place, last = self._place(begin), self._place(end - 1)
+        if place is None or last is None or last - place != end - 1 - begin:
             raise FuyouStateError(f"P16 of elements {begin} to {end} of a sub-group is not in one place in host memory")
         return self.values[place : place + end - begin]
 

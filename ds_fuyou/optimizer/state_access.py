@@ -321,12 +321,11 @@ class StateAccess:
             core.drop_prepared(index)
             core.wait_idle(index)
         core.mover.settle()
-        written: list[tuple[int, torch.Tensor]] = []
-        for index in mine:
-            if core.place.state(index) is not None or core.pipeline.has_high(index):
-                continue
+        lacking = [i for i in mine if core.place.state(i) is None and not core.pipeline.has_high(i)]
+        if lacking:
             core.wait_copied()
-            read = self._start_reading(index, with_moments=False)
+        written: list[tuple[int, torch.Tensor]] = []
+        for index, read in [(index, self._start_reading(index, with_moments=False)) for index in lacking]:
             self._finish_reading(read)
             halves = encode(core.place.stored.master_alone, read.chunk.numel, read.state, read.block)
             written.append((index, halves))
@@ -337,7 +336,7 @@ class StateAccess:
             core.pipeline.set_has_high(index)
 
     def _write_parts(self, parts: Sequence[tuple[int, int, torch.Tensor]]) -> None:
-        """(chunk, first byte in its block, bytes); durable when it returns."""
+        """(chunk, first byte in its block, bytes); durable when it returns, where a record stands."""
         core = self._core
         writes = [
             core.io.write(
@@ -347,7 +346,7 @@ class StateAccess:
         ]
         for write in writes:
             write.wait()
-        if writes and core.store is not None:
+        if writes and core.store is not None and not core.commits.is_withdrawn:
             core.store.sync_data()
 
     def read_param(self, span: ParamSpan, part: int) -> torch.Tensor:

@@ -81,9 +81,10 @@ class StepCommits:
         }
 
     def now(self) -> None:
-        """In this thread; nothing is in flight."""
+        """In this thread; nothing is in flight. A step that is not ordered yet lacks its training until it is."""
         if self._committer is not None:
-            self._committer.commit_now(self._core.generation, self._said(), opens=not self._has_peers)
+            said = self._said() if self._unordered is None else {**self._said(), "training": None}
+            self._committer.commit_now(self._core.generation, said, opens=not self._has_peers)
 
     def replaced(self, training: JsonValue) -> None:
         """A checkpoint was loaded: what it brought is committed at once, with what it left of the run."""
@@ -147,24 +148,19 @@ class StepCommits:
 
     # ---- writes in place -----------------------------------------------------------------------------------
 
-    def withdraw(self) -> None:
-        """Before states on storage are overwritten in place; see [Note: states replaced in place]. Waits."""
+    def withdraw(self, *, orders: bool = True) -> None:
+        """Before states on storage are overwritten in place; see [Note: states replaced in place]. Waits. A step that
+        is not ordered yet is, unless ``orders`` is False: then :meth:`now` comes before it is."""
         if self._committer is not None:
-            self.order(None)
+            if orders:
+                self.order(None)
             self._wait()
             self._committer.withdraw()
 
-    def withdraw_last(self) -> None:
-        """As :meth:`withdraw`, between steps. One that is applied and not ordered yet stays so: it is committed after
-        what is written meanwhile, with its training."""
-        if self._committer is not None:
-            self._wait()
-            self._committer.withdraw()
-
-    def put_back(self) -> None:
-        """After :meth:`withdraw_last`: what is on storage is the last step again."""
-        if self._unordered is None:
-            self.now()
+    @property
+    def is_withdrawn(self) -> bool:
+        """No record stands."""
+        return self._committer is None or self._committer.is_withdrawn
 
     def forget_params(self) -> None:
         """Before P16 on storage is edited in place. Waits until the steps that were ordered are committed. One that is

@@ -681,17 +681,9 @@ class ParameterStore:
         is in flight, reads and copies. Values that somebody has stay where they are, and do not come back.
         """
         for partition in self.partitions:
-            if partition.presence in (Presence.READING, Presence.KEPT) or (
-                partition.presence is Presence.HERE and partition.num_bytes and self._borrower.is_idle(partition)
-            ):
-                is_idle = self._borrower.is_idle(partition)
-                self._leave(partition)
-                if is_idle:
-                    self._borrower.away(partition)
-                else:
-                    partition.presence = Presence.GATHERED
-            partition.is_pooled = False
+            self.forget(partition)
         self._end_reads(self._dropped)
+        self._dropped.clear()  # pages of a pool go back when nothing of it is in use
         for size_class in self._size_classes:
             while size_class.memory.wait_for_copy():
                 pass

@@ -278,8 +278,9 @@ def placed_again(
     found, secs = _placed_again(given, overrides, profile, plan, mode, stays=True)
     if moves_params and "parameters" not in given.fixed_shares():
         other, _ = _placed_again(given, overrides, profile, plan, mode, stays=False)
-        if other is not None and other.secs < (1 - _WORTH_MOVING) * (secs if found is None else found.secs):
-            return other
+        if other is not None and other.plan.residency.parameters != plan.residency.parameters:
+            best = secs if found is None else found.secs
+            found = other if other.secs < (1 - _WORTH_MOVING) * best else found
     return found
 
 

@@ -164,7 +164,7 @@ class IoLane:
     def forget_memory(self, pool: HostPool) -> None:
         """Takes :meth:`register_memory` back. Nothing may be in flight there."""
         self.engine.unregister_buffer(pool.pool.base, pool.capacity_bytes)
-        self._registered = [one for one in self._registered if one is not pool]
+        self._registered[:] = [one for one in self._registered if one is not pool]  # all lanes of the engine have it
 
     def pin(self, pool: HostPool) -> None:
         """Registers memory that outlives the engine with the kernel, so that requests need not look it up each time.

@@ -324,29 +324,42 @@ class RankState:
         is_idle = core.window.is_empty and core.mover.is_idle and not core.has_snapshot
         return is_idle and all(param.ds_status is ZeroParamStatus.NOT_AVAILABLE for param in self.model.trained)
 
-    def place_params(self, share: float, prefetch_bytes: int | None = None) -> float | None:
+    def place_params(self, share: float, prefetch_bytes: int | None = None) -> bool:
         """Now, P16 of as many chunks as the share holds comes to host memory, or stays there; that of the others leaves
         it. ``prefetch_bytes``: what parameters on storage are read to from now on; None: as many as before.
 
-        A collective, in the training thread, where all ranks may (:attr:`may_place_params`). The seconds that it took;
-        None if nothing moved on any rank, because one, which tells it, has no room.
+        A collective, in the training thread, where all ranks may (:attr:`may_place_params`). False if nothing moved on
+        any rank, because one, which tells it, has no room.
 
         Raises:
             FuyouStorageError: something could not be read or written.
         """
-        trained, budget = self.model.trained, self.activation.config.nvme_budget_bytes
-        begin = time.perf_counter()
+        budget = self.activation.config.nvme_budget_bytes
         params = ChunkResidency.of_shares(self.layout, share, 0.0, 0.0).params
         move: ParamMove | None = None
         try:
             move = ParamMove(self.core, params, None if budget == "auto" else int(budget))
         except FuyouError as error:
             logger.warning("P16 stays where it is, training goes on: %s", error)
-        if move is None or not least(float(move is not None))[0]:
-            if move is not None:
+        is_agreed = False
+        try:
+            is_agreed = bool(least(float(move is not None))[0])
+        finally:
+            if move is not None and not is_agreed:
                 move.give_up()
-            return None
-        self.device.synchronize()  # nothing is copied from memory that goes
+        if move is None or not is_agreed:
+            self.core.check()  # no step may be committed any more
+            return False
+        try:
+            self.device.synchronize()  # nothing is copied from memory that goes
+            self._move_params(move, self.parameters.read_bytes if prefetch_bytes is None else prefetch_bytes)
+        except BaseException as error:
+            self.core.fail("P16 that changes its home was cut short", error)
+            raise
+        return True
+
+    def _move_params(self, move: ParamMove, read_bytes: int) -> None:
+        trained = self.model.trained
         self.parameters.let_go()
         why = "they were on their way to another home, which was cut short"
         for param in trained:
@@ -359,12 +372,10 @@ class RankState:
             partition = self._partitions[param.ds_id]
             partition.move(PublishedSpan(self.core, self.span(param)))
             PARTITION_TENSORS.away(partition)
-        read_bytes = self.parameters.read_bytes if prefetch_bytes is None else prefetch_bytes
         self.parameters.take(self.parameters.partitions, read_bytes)
         self.parameters.look_ahead()
         self.params_placed()
         self.bound_heap()
-        return time.perf_counter() - begin
 
     def step_skipped(self) -> None:
         """A step was not applied. Raises FuyouChecksumError if that will be so for ever, for what is on storage."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
-from ds_fuyou.planner.plan import bytes_each
+from ds_fuyou.planner.plan import bytes_each, has_two_versions
 from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.planner.profiled import expert_values, placed_again
 from ds_fuyou.telemetry.report import LaneTimes
@@ -25,6 +25,7 @@ from ds_fuyou.zero.rank_state import RankState
 
 __all__ = ["RunMoves"]
 
+_MOST_WAITS = 50  # steps
 _FLOOR = 0.02  # of the machine's memory: with less than that available states leave it, until twice as much is
 
 
@@ -48,10 +49,12 @@ class RunMoves:
         self, rank_state: RankState, num_local_ranks: int, leave_out: Callable[[float, LaneTimes], None]
     ) -> None:
         self._state, self._num_local_ranks, self._leave_out = rank_state, num_local_ranks, leave_out
-        self._may_leave = True
-        self._most = {"optimizer": 1.0, "parameters": 1.0}  # in host memory, since that became scarce
+        self._is_refused = {"optimizer": False, "parameters": False}  # by storage, when they were to leave
+        self._most_states = 1.0  # in host memory, since that became scarce
+        self._was_short = False
         self._comes: _Target | None = None
         """P16 that comes when states have arrived."""
+        self._num_waits = 0
 
     def _is_open(self, name: str, tier: str) -> bool:
         return tier == "auto" and name not in self._state.plan_input.shares
@@ -91,7 +94,7 @@ class RunMoves:
         target = decided_by_rank_0(lambda: self._better(profile)) if self.may_move else None
         if target is None:
             return
-        now, self._comes = self._state.plan.residency, None
+        now, self._comes, self._num_waits = self._state.plan.residency, None, 0
         if target.params < now.parameters and not self._place_params(target):
             return
         if target.states != now.optimizer:
@@ -126,21 +129,27 @@ class RunMoves:
             profile,
             state.plan,
             config.activations.mode,
-            moves_params=has_two and self._moves_params,
+            moves_params=has_two and self._moves_params and not self._was_short,
         )
         if found is None:
             return None
         now, residency = state.plan.residency, found.plan.residency
-        states = min(residency.optimizer, self._most["optimizer"])
-        params = min(residency.parameters, self._most["parameters"])
-        is_news = (states, params) != (now.optimizer, now.parameters)
-        return _Target(states, params, found.plan.prefetch_bytes, found.secs) if is_news else None
+        if has_two and not has_two_versions(given, residency):  # it stays twice in memory, as it was built
+            once = bytes_each(given, "parameters", False) * given.numel * residency.parameters
+            if found.plan.host_bytes(given) + once > max(given.dram_budget_bytes, state.plan.host_bytes(given)):
+                return None
+        states = min(residency.optimizer, self._most_states)
+        is_news = (states, residency.parameters) != (now.optimizer, now.parameters)
+        return _Target(states, residency.parameters, found.plan.prefetch_bytes, found.secs) if is_news else None
 
-    def bring(self) -> None:
-        """P16 that was to come when states have arrived; to be called when they have on all ranks."""
-        target, self._comes = self._comes, None
-        if target is not None:
+    def bring(self, *, waits: bool) -> None:
+        """P16 that was to come when states have arrived. ``waits``: on some rank they have not, or it has no quiet."""
+        self._num_waits += waits
+        if self._comes is not None and not waits:
+            target, self._comes = self._comes, None
             self._place_params(target)
+        elif self._num_waits > _MOST_WAITS:  # they gave up, or a script has parameters gathered between steps
+            self._comes = None
 
     @property
     def brings(self) -> bool:
@@ -153,46 +162,52 @@ class RunMoves:
     def is_short(self) -> bool:
         """Whether this machine has so little left that the system may soon end a process, and something could leave."""
         now = self._state.plan.residency
-        held = now.optimizer * self._moves_states + now.parameters * self._moves_params
-        if not self._may_leave or held <= 0 or not self._state.core.mover.is_idle:
+        held = now.optimizer * self._leaves("optimizer") + now.parameters * self._leaves("parameters")
+        if held <= 0 or not self._state.core.mover.is_idle:
             return False
         return available_host_bytes() < _FLOOR * total_host_bytes()
+
+    def _leaves(self, name: str) -> bool:
+        may = self._moves_states if name == "optimizer" else self._moves_params
+        return may and not self._is_refused[name]
 
     def _room_bytes(self) -> int:
         """A rank's part of what this machine has beyond twice the floor; negative where it lacks."""
         return int(available_host_bytes() - 2 * _FLOOR * total_host_bytes()) // self._num_local_ranks
 
     def leave_memory(self) -> None:
-        """States leave host memory until there is twice the floor, and where that is not enough P16 does; on all ranks
-        as much as the one needs that is worst off. Told once.
+        """States leave host memory until there is twice the floor, over the next steps, and where there are none P16
+        does, as soon as it can; on all ranks as much as the one needs that is worst off. Told once.
         """
         state = self._state
         core, now, given = state.core, state.plan.residency, state.plan_input
+        self._was_short, self._comes = True, None
         away = replace(core.place.residency, states=(False,) * len(core.layout.chunks))
-        grows = core.staging_bytes(away) - core.staging.capacity_bytes if now.optimizer > 0 else 0
+        grows = core.staging_bytes(away) - core.staging.capacity_bytes if self._leaves("optimizer") else 0
         lacking = max(0.0, -self._room_bytes() + max(0, grows))
         lacking = -least(-lacking)[0]
-        states = now.optimizer
-        if self._moves_states:
+        if self._leaves("optimizer") and now.optimizer > 0:
             size = bytes_each(given, "optimizer", False) * given.numel
-            states = max(0.0, now.optimizer - lacking / size)
-            lacking -= (now.optimizer - states) * size
-        params = now.parameters
-        if self._moves_params and lacking > 0:
-            size = bytes_each(given, "parameters", core.options.num_param_versions == 2) * given.numel
-            # Where the device is the host what stays is held twice while it moves.
-            params = 0.0 if state.device.is_host else max(0.0, now.parameters - lacking / size)
-        self._most, self._comes = {"optimizer": states, "parameters": params}, None
-        log_once(
-            logging.WARNING,
-            f"host memory is scarce: P32 and moments of {100 * (now.optimizer - states):.0f} % of the parameters leave "
-            f"it for storage over the next steps, P16 of {100 * (now.parameters - params):.0f} % now, and stay there",
-        )
-        if params < now.parameters:
-            self._may_leave = self._place_params(_Target(states, params, state.plan.prefetch_bytes, 0.0))
-        if states < now.optimizer and self._may_leave:
+            share = self._most_states = max(0.0, now.optimizer - lacking / size)
+            lacking -= (now.optimizer - share) * size
             # Staging memory for what leaves is taken when there is least: as little as will do, until memory is back.
-            self._may_leave = self._move_states(states, lambda: max(0, self._room_bytes()))
+            if self._move_states(share, lambda: max(0, self._room_bytes())):
+                gone = 100 * (now.optimizer - share)
+                self._tell(f"P32 and moments of {gone:.0f} % of the parameters leave it for storage")
+            else:
+                self._is_refused["optimizer"] = True
+        elif self._leaves("parameters") and lacking > 0 and least(float(self.is_ready))[0]:
+            size = bytes_each(given, "parameters", core.options.num_param_versions == 2) * given.numel
+            lacking += max(0, state.plan.prefetch_bytes - state.parameters.capacity_bytes)
+            # Where the device is the host what stays is held twice while it moves.
+            share = 0.0 if state.device.is_host else max(0.0, now.parameters - lacking / size)
+            if self._place_params(_Target(now.optimizer, share, state.plan.prefetch_bytes, 0.0)):
+                self._tell(f"P16 of {100 * (now.parameters - share):.0f} % of the parameters has left it for storage")
+            else:
+                self._is_refused["parameters"] = True
+
+    def _tell(self, what: str) -> None:
+        log_once(logging.WARNING, f"host memory is scarce: {what}, and stays there")
 
     # ---- both -----------------------------------------------------------------------------------------------
 

@@ -266,8 +266,8 @@ class RunPlan:
             moves.leave_memory()
         elif anew:
             moves.move(self.profile)
-        elif moves.brings and not waits:
-            moves.bring()
+        elif moves.brings:
+            moves.bring(waits=waits)
         else:
             return
         self._moved()

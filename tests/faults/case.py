@@ -2,10 +2,10 @@
 """Runs with one fault each, many in one process: ``case.py ORDERS``, a JSON object, with preload.c preloaded.
 
 A run trains a few steps with everything on storage, from its beginning or from what another one left, and ends; or its
-states, or P16, go to host memory meanwhile and come back, so that its files shrink and grow; or a checkpoint is saved
-behind training, or loaded first. The fault strikes its operation number n. A run that ends with an exception is started
-again, without a fault; it goes on in place and must end as if nothing had happened. A checkpoint is there as a whole,
-with its bits, or not at all, and then somebody said so.
+states go to host memory meanwhile and come back, so that its files shrink and grow, or P16 goes to storage and comes
+back; or a checkpoint is saved behind training, or loaded first. The fault strikes its operation number n. A run that
+ends with an exception is started again, without a fault; it goes on in place and must end as if nothing had happened. A
+checkpoint is there as a whole, with its bits, or not at all, and then somebody said so.
 
 ``path``: where; emptied for every run. ``engines``, ``starts`` (fresh, resumed, moving, placing, saving, loading),
 ``effects``; ``late_secs``.
@@ -43,12 +43,16 @@ from ds_fuyou.storage import ending, lifetime
 from ds_fuyou.storage.records import ProcessMark
 from ds_fuyou.zero import run_store
 from tests.durability.test_recovered_checkpoints import unequal
+from tests.durability.test_resume import UNPLACED
 from tests.harness.killed_ranks import MODEL, build
 from tests.harness.models import make_batch
 
 STEPS, STEPS_BEFORE = 3, 2
 SAVED = "saved"
-MOVES = {1: 1.0, 2: 0.0}  # after a step: the share of states, or P16, that is to be in host memory
+MOVES = {  # after a step: the share of states, or P16, that is to be in host memory
+    "moving": {1: 1.0, 2: 0.0},
+    "placing": {1: 0.0, 2: 1.0},
+}
 STEPS_MOVING = 4
 NOTHING_PROMISED = ("moving", "placing", "loading")  # states were in host memory, or P16 or they on their way
 ERROR = 1
@@ -119,10 +123,13 @@ class Run:
         block: dict[str, Any] = {"io": {"engine": io_engine}, "parameters": NVME, "gradients": NVME, "resume": "auto"}
         if start == "saving":
             block["checkpoint"] = {"save": "background"}
-        config = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+        config: dict[str, Any] = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+        if start == "placing":  # where P16 is must be open for the next run to begin where this one has moved it to
+            config |= UNPLACED
+            block |= {"parameters": {"tier": "auto"}, "optimizer": NVME}
         self.case = {"block": block, "config": config, "num_layers": 1}
         self.path, self.faults, self.saved = path, faults, path / SAVED
-        self.moves = MOVES if start in ("moving", "placing") else {}
+        self.moves = MOVES.get(start, {})
         self.places = start == "placing"
         self.saves, self.loads = start == "saving", start == "loading"
         self.steps = STEPS_MOVING if self.moves else STEPS

@@ -35,7 +35,12 @@ def params_of(share: float) -> tuple[bool, ...]:
 
 
 def place(core: OutOfCoreOptimizer, share: float) -> int:
-    return ParamMove(core, params_of(share)).make()
+    """Bytes that moved."""
+    was = core.place.residency.params
+    ParamMove(core, params_of(share)).make()
+    now = core.place.residency.params
+    assert now == params_of(share)
+    return 2 * sum(chunk.numel for chunk in LAYOUT.chunks if was[chunk.index] != now[chunk.index])
 
 
 def run(path: Path, moves: dict[int, float], states: dict[int, float] | None = None, **options: Any) -> list[Any]:
@@ -48,7 +53,6 @@ def run(path: Path, moves: dict[int, float], states: dict[int, float] | None = N
             if seed in moves:
                 come_to_rest(core)
                 moved += place(core, moves[seed])
-                assert core.place.residency.params == params_of(moves[seed])
             if states and seed in states:
                 core.mover.move_to(ChunkResidency.of_shares(LAYOUT, 0.0, states[seed], 0.0).states, 1 << 30)
             if seed in (3, 8):
