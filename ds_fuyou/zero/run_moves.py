@@ -84,8 +84,8 @@ class RunMoves:
 
     @property
     def is_ready(self) -> bool:
-        """Whether P16 of this rank may move now."""
-        return self._state.may_place_params
+        """Whether P16 of this rank may move now; if it is to come, states have left as they should."""
+        return self._state.may_place_params and (not self.brings or self._state.core.mover.failure is None)
 
     # ---- by what was measured -----------------------------------------------------------------------------
 
@@ -182,14 +182,17 @@ class RunMoves:
         state = self._state
         core, now, given = state.core, state.plan.residency, state.plan_input
         self._was_short, self._comes = True, None
-        away = replace(core.place.residency, states=(False,) * len(core.layout.chunks))
-        grows = core.staging_bytes(away) - core.staging.capacity_bytes if self._leaves("optimizer") else 0
+        states_leave = self._leaves("optimizer") and now.optimizer > 0
+        if states_leave:
+            away = replace(core.place.residency, states=(False,) * len(core.layout.chunks))
+            grows = core.staging_bytes(away) - core.staging.capacity_bytes
+        else:
+            grows = state.plan.prefetch_bytes - state.parameters.capacity_bytes
         lacking = max(0.0, -self._room_bytes() + max(0, grows))
         lacking = -least(-lacking)[0]
-        if self._leaves("optimizer") and now.optimizer > 0:
+        if states_leave:
             size = bytes_each(given, "optimizer", False) * given.numel
             share = self._most_states = max(0.0, now.optimizer - lacking / size)
-            lacking -= (now.optimizer - share) * size
             # Staging memory for what leaves is taken when there is least: as little as will do, until memory is back.
             if self._move_states(share, lambda: max(0, self._room_bytes())):
                 gone = 100 * (now.optimizer - share)
@@ -198,7 +201,6 @@ class RunMoves:
                 self._is_refused["optimizer"] = True
         elif self._leaves("parameters") and lacking > 0 and least(float(self.is_ready))[0]:
             size = bytes_each(given, "parameters", core.options.num_param_versions == 2) * given.numel
-            lacking += max(0, state.plan.prefetch_bytes - state.parameters.capacity_bytes)
             # Where the device is the host what stays is held twice while it moves.
             share = 0.0 if state.device.is_host else max(0.0, now.parameters - lacking / size)
             if self._place_params(_Target(now.optimizer, share, state.plan.prefetch_bytes, 0.0)):
