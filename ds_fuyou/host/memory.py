@@ -140,7 +140,7 @@ class PageLocks:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._locked: list[torch.Tensor] = []
+        self._locked: dict[int, torch.Tensor] = {}  # by address
         self._is_paused = False
 
     @property
@@ -156,7 +156,7 @@ class PageLocks:
         if self.pins and tensor.numel():
             if not self._is_paused:
                 self._register(tensor)
-            self._locked.append(tensor)
+            self._locked[tensor.data_ptr()] = tensor
         return tensor
 
     def _register(self, tensor: torch.Tensor) -> None:
@@ -171,12 +171,12 @@ class PageLocks:
         """Whether a tensor is registered, or will be when they are resumed; True where nothing is to be."""
         if not self.pins or not tensor.numel():
             return True
-        return any(locked.data_ptr() == tensor.data_ptr() for locked in self._locked)
+        return tensor.data_ptr() in self._locked
 
     def pause(self) -> None:
         """Takes all registrations back until :meth:`resume`. No device copy may be in flight."""
         if not self._is_paused:
-            for tensor in self._locked:
+            for tensor in self._locked.values():
                 self._unregister(tensor)
         self._is_paused = True
 
@@ -184,7 +184,7 @@ class PageLocks:
         """Raises FuyouStateError if the device refuses; nothing is registered then."""
         if self._is_paused:
             with ExitStack() as undo:
-                for tensor in self._locked:
+                for tensor in self._locked.values():
                     self._register(tensor)
                     undo.callback(self._unregister, tensor)
                 undo.pop_all()
@@ -192,17 +192,14 @@ class PageLocks:
 
     def unlock(self, tensor: torch.Tensor) -> None:
         """Takes one registration back and lets the tensor go. No device copy may be in flight from or to it."""
-        for at, locked in enumerate(self._locked):
-            if locked.data_ptr() == tensor.data_ptr():
-                if not self._is_paused:
-                    self._unregister(locked)
-                del self._locked[at]
-                return
+        locked = self._locked.pop(tensor.data_ptr(), None)
+        if locked is not None and not self._is_paused:
+            self._unregister(locked)
 
     def release(self) -> None:
         """Takes all registrations back. No device copy may be in flight."""
         while self._locked:
-            tensor = self._locked.pop()
+            _, tensor = self._locked.popitem()
             if not self._is_paused:
                 self._unregister(tensor)
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
-from ds_fuyou.host.device import failure_of
+from ds_fuyou.host.device import Device, failure_of
 from ds_fuyou.host.memory import HostPool, PageLocks
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.chunk_values import ChunkValues
@@ -85,9 +85,7 @@ class OutOfCoreOptimizer:
         with ExitStack() as undo:  # what fails leaves no memory registered with the device
             undo.callback(self._locks.release)
             self.place = ChunkPlacement(layout, options, len(kind.moments), store, self._locks)
-            # Sums of gradients may lie in it for a while, to which the device copies.
-            copied_to = None if all(options.residency.grads) else options.device
-            self.staging = HostPool(self.place.staging_bytes(), copied_to)
+            self.staging = HostPool(self.place.staging_bytes(), self._copied_to)
             undo.callback(self.staging.unpin)
             self.io.pin(self.staging)
             slots = {} if resumed is None else resumed.slots
@@ -115,6 +113,7 @@ class OutOfCoreOptimizer:
                 self.mover,
             )
             self.gradients = self._make_gradients()
+            self._grads_next: tuple[bool, ...] | None = None
             self.intake = GradientIntake(
                 layout,
                 self.gradients,
@@ -189,9 +188,14 @@ class OutOfCoreOptimizer:
             **self.place.of_chunk(chunk, state, first_slot=self._first_slot[chunk.index]),
         )
 
+    @property
+    def _copied_to(self) -> Device | None:
+        """What copies to staging memory: sums of gradients may lie in it for a while."""
+        return None if all(self.place.residency.grads) else self.options.device
+
     def _make_gradients(self) -> GradientMemory:
         options, place = self.options, self.place
-        if all(options.residency.grads):
+        if all(place.residency.grads):
             return DramGradients(self.layout, options.grad_dtype, self._locks)
         stored = StoredGradients(
             self.layout,
@@ -202,7 +206,7 @@ class OutOfCoreOptimizer:
             self._locks,
             lend=self._lend,
         )
-        stored.keep(index for index, resident in enumerate(options.residency.grads) if resident)
+        stored.keep(index for index, resident in enumerate(place.residency.grads) if resident)
         return stored
 
     def initialize(self, source: Callable[[ParamSpan], torch.Tensor], progress: Callable[[int], None]) -> None:
@@ -241,6 +245,7 @@ class OutOfCoreOptimizer:
         window = self.window
         if window.rules is not None:
             return
+        self._move_grads()
         self.commits.window_opens()
         start = self.policy.choose() if managed else UpdateStart.DEFER
         window.begin_last(self.clock.prepare(hypers), multiplier, start)
@@ -274,6 +279,8 @@ class OutOfCoreOptimizer:
     def add_gradients(self, gradients: Sequence[tuple[ParamSpan, torch.Tensor]], *, last: bool = True) -> None:
         """The door: see :meth:`GradientIntake.add`."""
         self._ended = None
+        if self._grads_next is not None and self.window.is_empty:
+            self._move_grads()
         self.intake.add(gradients, last=last)
 
     def summed_over_all(self) -> None:
@@ -543,8 +550,15 @@ class OutOfCoreOptimizer:
 
     def return_lent(self) -> None:
         """Staging memory that sums of gradients were lent, between steps. Waits for all updates."""
-        self.wait_all()
+        self.wait_all_idle()
         self.gradients.return_lent()
+
+    def wait_all_idle(self) -> None:
+        """Until nothing works on any chunk: for all updates, and for what is read or written of those that were
+        dropped."""
+        self.wait_all()
+        for chunk in self.layout.chunks:
+            self.wait_idle(chunk.index)
 
     def staging_bytes(self, residency: ChunkResidency, wanted_bytes: int | None = None) -> int:
         """Staging memory for chunks in these places, and in those of now. See :meth:`ChunkPlacement.staging_bytes`."""
@@ -566,13 +580,80 @@ class OutOfCoreOptimizer:
         self.return_lent()
         if self.staging.used_bytes:  # by a read that nobody wants any more, say
             raise FuyouStorageError(errno.EBUSY, "staging memory is in use by a read that nobody waits for; ask again")
-        old, copied_to = self.staging, None if all(self.options.residency.grads) else self.options.device
-        new = HostPool(num_bytes, copied_to)
+        self._renew_staging(num_bytes)
+
+    def _renew_staging(self, num_bytes: int) -> None:
+        """Nothing uses that of before."""
+        old, new = self.staging, HostPool(num_bytes, self._copied_to)
         self.io.engine.unregister_buffer(old.pool.base, old.capacity_bytes)
         self.pipeline.set_staging(new.pool)
         self.staging = new
         self.io.pin(new)
         old.give_back()
+
+    def set_places(self, chunk: Chunk) -> None:
+        """Tells the pipeline where P16 and G16 of a chunk are now, on which nothing works."""
+        self.pipeline.set_places(chunk.index, self.spec_of(chunk, self.place.state(chunk.index)))
+
+    def place_grads(self, grads: tuple[bool, ...], budget_bytes: int | None = None) -> None:
+        """From the next window on G16 of these chunks is in host memory, that of the others on storage, where room is
+        taken for it now. Between steps. ``budget_bytes``: the most on storage.
+
+        Raises:
+            FuyouStorageError: no room; nothing changes.
+            FuyouMemoryError: none for staging memory; nothing changes.
+            FuyouStateError: there is no store.
+        """
+        self.check()
+        if self.store is None:
+            raise FuyouStateError("this run has no state files: everything was built in host memory")
+        regions = self.store.regions
+        specs = [self.place.grad_spec(c) for c in self.layout.chunks if not grads[c.index]]
+        specs = [spec for spec in specs if spec.name not in regions]
+        self.store.reserve(specs, budget_bytes)
+        try:
+            self.fit_staging(replace(self.place.residency, grads=grads))
+        except BaseException:
+            self.store.release(spec.name for spec in specs)
+            raise
+        self._grads_next = grads
+
+    @property
+    def moves_grads(self) -> bool:
+        """Whether G16 is to have another home from the next window on."""
+        return self._grads_next is not None
+
+    def _move_grads(self) -> None:
+        """A window begins: what gradients were is needed no more. Waits for the updates that read them. If anything
+        else moves, or is copied to a checkpoint, a later window does it."""
+        grads = self._grads_next
+        if grads is None or self.has_snapshot or not self.window.is_empty:
+            return
+        self.return_lent()
+        if self.mover.is_moving or self.staging.used_bytes or self.store is None:
+            return
+        self._grads_next, self._ended = None, None
+        copied_to, was = self._copied_to, self.place.residency.grads
+        try:
+            if grads != was:
+                self.gradients.let_go()
+                self.place.set_grads(grads)
+                for chunk in self.layout.chunks if self.options.checksum else ():
+                    if was[chunk.index] and not grads[chunk.index]:
+                        self.io.watch(self.place.grad_extents(chunk.index))
+                if self._copied_to is not copied_to:
+                    self._renew_staging(self.staging.capacity_bytes)
+                for chunk in self.layout.chunks:
+                    self.set_places(chunk)
+                self.gradients = self._make_gradients()
+                self.intake.use(self.gradients)
+            regions = self.store.regions
+            unused = [self.place.grad_spec(c).name for c in self.layout.chunks if grads[c.index]]
+            self.store.release(name for name in unused if name in regions)
+        except BaseException as error:  # an interrupt, too: half of it is elsewhere
+            self.fail("gradients that change their home were cut short", error)
+            raise
+        self.placed_anew()
 
     @property
     def has_snapshot(self) -> bool:

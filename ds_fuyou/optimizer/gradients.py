@@ -72,6 +72,9 @@ class GradientMemory(Protocol):
     def return_lent(self) -> None:
         """Between steps, when no update works: memory that others lent is theirs again."""
 
+    def let_go(self) -> None:
+        """Between two windows, when no update works: the memory goes, and none is registered with a device any more."""
+
     def close(self, *, told: bool = False) -> None:
         """Waits for transfers in flight and lets the memory go. Logs what failed, unless it was ``told`` before."""
 
@@ -80,7 +83,7 @@ class DramGradients:
     """The whole class in DRAM: one flat tensor a sub-group."""
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, locks: PageLocks) -> None:
-        self._layout = layout
+        self._layout, self._locks = layout, locks
         self.waited_secs = 0.0
         self.relieve: Callable[[], bool] = lambda: False
         itemsize = dtype.itemsize
@@ -124,6 +127,11 @@ class DramGradients:
 
     def return_lent(self) -> None:
         """Nobody lends."""
+
+    def let_go(self) -> None:
+        for flat in self._flat:
+            self._locks.unlock(flat)
+        self.close()
 
     def close(self, *, told: bool = False) -> None:
         """Nothing is in flight; the memory goes with its last view."""
@@ -419,6 +427,13 @@ class StoredGradients:
     def return_lent(self) -> None:
         for index in [index for index, entry in self._sealed.items() if entry.is_lent]:
             self._retire(index)
+
+    def let_go(self) -> None:
+        for index in list(self._sealed):
+            self._retire(index)
+        for memory in (*self._free, *(entry.memory for entry in (*self._open.values(), *self._kept.values()))):
+            self._locks.unlock(memory)
+        self.close()
 
     def close(self, *, told: bool = False) -> None:
         for sealed in self._sealed.values():

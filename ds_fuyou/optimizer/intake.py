@@ -77,6 +77,11 @@ class GradientIntake:
         self.added = (0.0, 0)
         """Seconds since the start in which gradients from a device were added on the host, and of how many elements."""
 
+    def use(self, memory: GradientMemory) -> None:
+        """From the next gradient on, between two windows."""
+        memory.waited_secs, memory.relieve = self._memory.waited_secs, self.settle_oldest
+        self._memory = memory
+
     # ---- the door -----------------------------------------------------------------------------------------
 
     def add(self, gradients: Sequence[tuple[ParamSpan, torch.Tensor]], *, last: bool) -> None:

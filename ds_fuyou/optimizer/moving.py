@@ -135,6 +135,11 @@ class ChunkMover:
         return is_still and all(release.ended.is_set() for release in self._releases)
 
     @property
+    def is_moving(self) -> bool:
+        """Whether any update moves its chunk now."""
+        return bool(self._moving)
+
+    @property
     def staying(self) -> tuple[bool, ...]:
         """By chunk: its state is in memory, and will not have left by the next step."""
         now, target = self._place.residency.states, self._target or self._place.residency.states

@@ -67,9 +67,7 @@ class ParamMove:
         self._moving = [chunk for chunk in core.layout.chunks if params[chunk.index] != now[chunk.index]]
         if not self._moving:
             return
-        core.wait_all()
-        for chunk in core.layout.chunks:
-            core.wait_idle(chunk.index)  # what a step dropped may still be read, or written
+        core.wait_all_idle()
         self._reserved = [core.place.param_spec(chunk) for chunk in self._moving if now[chunk.index]]
         self._memory = core.place.param_memory(params)
         with self._or_fails():
@@ -133,7 +131,7 @@ class ParamMove:
                 core.io.watch(place.extents(spec, slot))
         gives_back, writing = not core.options.device.is_host, deque[Transfer]()
         for chunk, values in self._published(affected, now, before):
-            core.pipeline.set_param_places(chunk.index, core.spec_of(chunk, place.state(chunk.index)))
+            core.set_places(chunk)
             if self._params[chunk.index]:  # of two versions the other one is written by the next step
                 place.chunk_params(chunk, core.param_version).copy_(values)
             else:

@@ -166,6 +166,10 @@ class ChunkPlacement:
         self._in_memory = [all(params[index] for index in layout.chunks_of_param[span.index]) for span in layout.params]
         return before
 
+    def set_grads(self, grads: tuple[bool, ...]) -> None:
+        """G16 of these chunks is in host memory from now on, that of the others on storage."""
+        self.residency = replace(self.residency, grads=grads)
+
     @property
     def num_param_versions(self) -> int:
         """Of P16 in DRAM; 0 where all of it is on storage."""
@@ -247,6 +251,12 @@ class ChunkPlacement:
         """The region of a chunk's state, where it is on storage."""
         return RegionSpec(
             state_region(chunk.index), self.stored_of(chunk).num_bytes(chunk.numel), self._options.num_slots
+        )
+
+    def grad_spec(self, chunk: Chunk) -> RegionSpec:
+        """The region of a chunk's G16, where it is on storage."""
+        return RegionSpec(
+            grad_region(chunk.index), round_up_to_page(chunk.numel * self._options.grad_dtype.itemsize), 1
         )
 
     def extents(self, spec: RegionSpec, slot: int) -> tuple[Extent, ...]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -269,34 +269,41 @@ def placed_again(
     plan: Plan,
     mode: str = "auto",
     *,
-    moves_params: bool = False,
+    others: Collection[str] = (),
 ) -> Decision | None:
-    """Where states, and P16 if it may move, should be of a run under ``plan``, by what was measured of it: everything
-    else, and the memory of the lanes, stays. None unless a step becomes clearly shorter; P16 stays, too, unless it
-    becomes clearly shorter still: it moves in a pause.
+    """Where states, and ``others`` that may move (of parameters and gradients), should be of a run under ``plan``, by
+    what was measured of it: everything else, and staging memory, stays. None unless a step becomes clearly shorter; the
+    others stay, too, unless it becomes clearly shorter still: P16 moves in a pause.
     """
-    found, secs = _placed_again(given, overrides, profile, plan, mode, stays=True)
-    if moves_params and "parameters" not in given.fixed_shares():
-        other, _ = _placed_again(given, overrides, profile, plan, mode, stays=False)
-        if other is not None and other.plan.residency.parameters != plan.residency.parameters:
+    stays = {"parameters": plan.residency.parameters, "gradients": plan.residency.gradients}
+    found, secs = _placed_again(given, overrides, profile, plan, mode, stays)
+    leaves = {name: share for name, share in stays.items() if name not in others or name in given.fixed_shares()}
+    if leaves != stays:
+        other, _ = _placed_again(given, overrides, profile, plan, mode, leaves)
+        if other is not None and any(getattr(other.plan.residency, name) != share for name, share in stays.items()):
             best = secs if found is None else found.secs
             found = other if other.secs < (1 - _WORTH_MOVING) * best else found
     return found
 
 
 def _placed_again(
-    given: PlanInput, overrides: Mapping[str, int | None], profile: RunProfile, plan: Plan, mode: str, *, stays: bool
+    given: PlanInput,
+    overrides: Mapping[str, int | None],
+    profile: RunProfile,
+    plan: Plan,
+    mode: str,
+    stays: Mapping[str, float],
 ) -> tuple[Decision | None, float]:
-    """What is better, and the seconds of a step as it is. ``stays``: P16."""
+    """What is better, and the seconds of a step as it is. ``stays``: shares of P16 and G16 that do."""
     now = plan.residency
-    fixed = {"gradients": now.gradients, "frozen": now.frozen, TWICE: now.optimizer_twice}
+    fixed = {**stays, "frozen": now.frozen, TWICE: now.optimizer_twice}
     lanes: dict[str, int | None] = {
         "chunk_bytes": plan.chunk_bytes,
         "staging_bytes": plan.staging_bytes,
         "activation_bytes": plan.activation_bytes,
     }
-    if stays:
-        fixed["parameters"], lanes["prefetch_bytes"] = now.parameters, plan.prefetch_bytes
+    if "parameters" in stays:
+        lanes["prefetch_bytes"] = plan.prefetch_bytes
     there = replace(given, params_tier="auto", gradients_tier="auto", shares={**given.shares, **fixed})
     there, time = _known(profile, there, mode)
     try:
@@ -308,6 +315,7 @@ def _placed_again(
         found.place,
         params=now.parameters,
         states=now.optimizer,
+        grads=now.gradients,
         states_twice=now.optimizer_twice,
         two_versions=two_versions,
         kept_param_bytes=kept_param_bytes(plan.prefetch_bytes, given.largest_param_numel * given.param_bytes_each),

@@ -377,6 +377,25 @@ class RankState:
         self.params_placed()
         self.bound_heap()
 
+    def place_grads(self, share: float) -> bool:
+        """From the next step's first gradient on G16 of as many chunks as the share holds is in host memory, that of
+        the others on storage: nothing is copied, no gradient outlives its step. A collective, between two steps. False
+        if a rank has no room, which is told: then it stays on all.
+        """
+        core, budget = self.core, self.activation.config.nvme_budget_bytes
+        refused = False
+        try:
+            grads = ChunkResidency.of_shares(self.layout, 0.0, 0.0, share).grads
+            core.place_grads(grads, None if budget == "auto" else int(budget))
+        except FuyouError as error:
+            refused = True
+            logger.warning("G16 stays where it is, training goes on: %s", error)
+        if least(float(not refused))[0]:
+            return True
+        if not refused:
+            core.place_grads(core.place.residency.grads)
+        return False
+
     def step_skipped(self) -> None:
         """A step was not applied. Raises FuyouChecksumError if that will be so for ever, for what is on storage."""
         self._skipped.step_skipped(self._partitions.values())

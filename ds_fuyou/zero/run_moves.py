@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where states and P16 of a run should be, by what was measured of it and by the memory that is left; their way there.
+"""Where states, P16 and G16 of a run should be, by what was measured and by the memory that is left; their way there.
 
 [Note: the order of moves]
-P16 that leaves host memory does so at once, between two steps, then states move behind training, those that leave
-first, and when all has arrived P16 comes, in a pause again: memory holds no more than before or after. All ranks do as
-rank 0 decides, and wait for one another before P16 moves.
+P16 and G16 that leave host memory do so at once, between two steps, then states move behind training, those that leave
+first, and when all has arrived P16 and G16 come: memory holds no more than before or after. All ranks do as rank 0
+decides, and wait for one another before P16 moves.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ds_fuyou.log import current_rank, get_logger, log_once
+from ds_fuyou.planner.document import CLASSES
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
 from ds_fuyou.planner.plan import bytes_each, has_two_versions
 from ds_fuyou.planner.profile import RunProfile
@@ -35,7 +36,9 @@ class _Target:
 
     states: float
     params: float
+    grads: float
     prefetch_bytes: int
+    gradient_buffer_bytes: int
     secs: float
 
 
@@ -49,23 +52,17 @@ class RunMoves:
         self, rank_state: RankState, num_local_ranks: int, leave_out: Callable[[float, LaneTimes], None]
     ) -> None:
         self._state, self._num_local_ranks, self._leave_out = rank_state, num_local_ranks, leave_out
-        self._is_refused = {"optimizer": False, "parameters": False}  # by storage, when they were to leave
+        self._is_refused = {"optimizer": False, "parameters": False, "gradients": False}  # by storage, to leave
         self._most_states = 1.0  # in host memory, since that became scarce
         self._was_short = False
         self._comes: _Target | None = None
         """P16 that comes when states have arrived."""
         self._num_waits = 0
 
-    def _is_open(self, name: str, tier: str) -> bool:
-        return tier == "auto" and name not in self._state.plan_input.shares
-
-    @property
-    def _moves_states(self) -> bool:
-        return self.may_move and self._is_open("optimizer", self._state.activation.config.optimizer.tier)
-
-    @property
-    def _moves_params(self) -> bool:
-        return self.may_move and self._is_open("parameters", self._state.activation.config.parameters.tier)
+    def _is_open(self, name: str) -> bool:
+        """Whether the block leaves it open where a class is."""
+        section = getattr(self._state.activation.config, name)
+        return section.tier == "auto" and name not in self._state.plan_input.shares
 
     @property
     def may_move(self) -> bool:
@@ -73,14 +70,14 @@ class RunMoves:
         memory would be lost with it, and its files say where P16 is.
         """
         state, config = self._state, self._state.activation.config
-        tiers = (("optimizer", config.optimizer.tier), ("parameters", config.parameters.tier))
-        is_open = any(self._is_open(name, tier) for name, tier in tiers)
-        return state.store is not None and is_open and config.resume != "auto" and not config.durable
+        if state.store is None or config.resume == "auto" or config.durable:
+            return False
+        return any(self._is_open(name) for name in CLASSES)
 
     @property
     def is_idle(self) -> bool:
         """Everything is where it shall be."""
-        return self._comes is None and self._state.core.mover.is_idle
+        return self._comes is None and self._state.core.mover.is_idle and not self._state.core.moves_grads
 
     @property
     def is_ready(self) -> bool:
@@ -95,6 +92,8 @@ class RunMoves:
         if target is None:
             return
         now, self._comes, self._num_waits = self._state.plan.residency, None, 0
+        if target.grads < now.gradients and not self._place_grads(target):
+            return
         if target.params < now.parameters and not self._place_params(target):
             return
         if target.states != now.optimizer:
@@ -108,7 +107,7 @@ class RunMoves:
                     100 * now.optimizer,
                     target.secs,
                 )
-        if target.params > now.parameters:
+        if target.params > now.parameters or target.grads > now.gradients:
             self._comes = target
 
     def _better(self, profile: RunProfile | None) -> _Target | None:
@@ -129,7 +128,7 @@ class RunMoves:
             profile,
             state.plan,
             config.activations.mode,
-            moves_params=has_two and self._moves_params and not self._was_short,
+            others=[] if self._was_short else ["parameters", "gradients"] if has_two else ["gradients"],
         )
         if found is None:
             return None
@@ -139,21 +138,27 @@ class RunMoves:
             if found.plan.host_bytes(given) + once > max(given.dram_budget_bytes, state.plan.host_bytes(given)):
                 return None
         states = min(residency.optimizer, self._most_states)
-        is_news = (states, residency.parameters) != (now.optimizer, now.parameters)
-        return _Target(states, residency.parameters, found.plan.prefetch_bytes, found.secs) if is_news else None
+        params, grads = residency.parameters, residency.gradients
+        if (states, params, grads) == (now.optimizer, now.parameters, now.gradients):
+            return None
+        return _Target(states, params, grads, found.plan.prefetch_bytes, found.plan.gradient_buffer_bytes, found.secs)
 
     def bring(self, *, waits: bool) -> None:
-        """P16 that was to come when states have arrived. ``waits``: on some rank they have not, or it has no quiet."""
+        """What was to come when states have arrived. ``waits``: on some rank they have not, or it has no quiet."""
         self._num_waits += waits
         if self._comes is not None and not waits:
             target, self._comes = self._comes, None
-            self._place_params(target)
+            now = self._state.plan.residency
+            if target.params > now.parameters:
+                self._place_params(target)
+            if target.grads > now.gradients:
+                self._place_grads(target)
         elif self._num_waits > _MOST_WAITS:  # they gave up, or a script has parameters gathered between steps
             self._comes = None
 
     @property
     def brings(self) -> bool:
-        """Whether P16 is to come, the same on all ranks."""
+        """Whether P16 or G16 is to come, the same on all ranks."""
         return self._comes is not None
 
     # ---- by what is left ------------------------------------------------------------------------------------
@@ -162,14 +167,13 @@ class RunMoves:
     def is_short(self) -> bool:
         """Whether this machine has so little left that the system may soon end a process, and something could leave."""
         now = self._state.plan.residency
-        held = now.optimizer * self._leaves("optimizer") + now.parameters * self._leaves("parameters")
+        held = sum(getattr(now, name) * self._leaves(name) for name in CLASSES)
         if held <= 0 or not self._state.core.mover.is_idle:
             return False
         return available_host_bytes() < _FLOOR * total_host_bytes()
 
     def _leaves(self, name: str) -> bool:
-        may = self._moves_states if name == "optimizer" else self._moves_params
-        return may and not self._is_refused[name]
+        return self.may_move and self._is_open(name) and not self._is_refused[name]
 
     def _room_bytes(self) -> int:
         """A rank's part of what this machine has beyond twice the floor; negative where it lacks."""
@@ -177,7 +181,7 @@ class RunMoves:
 
     def leave_memory(self) -> None:
         """States leave host memory until there is twice the floor, over the next steps, and where there are none P16
-        does, as soon as it can; on all ranks as much as the one needs that is worst off. Told once.
+        does, as soon as it can, then G16; on all ranks as much as the one needs that is worst off. Told once.
         """
         state = self._state
         core, now, given = state.core, state.plan.residency, state.plan_input
@@ -199,14 +203,30 @@ class RunMoves:
                 self._tell(f"P32 and moments of {gone:.0f} % of the parameters leave it for storage")
             else:
                 self._is_refused["optimizer"] = True
-        elif self._leaves("parameters") and lacking > 0 and least(float(self.is_ready))[0]:
+        elif self._leaves("parameters") and now.parameters > 0:
             size = bytes_each(given, "parameters", core.options.num_param_versions == 2) * given.numel
             # Where the device is the host what stays is held twice while it moves.
             share = 0.0 if state.device.is_host else max(0.0, now.parameters - lacking / size)
-            if self._place_params(_Target(now.optimizer, share, state.plan.prefetch_bytes, 0.0)):
+            if not least(float(self.is_ready))[0]:
+                return  # a later step finds it ready
+            if self._place_params(replace(self._as_it_is, params=share)):
                 self._tell(f"P16 of {100 * (now.parameters - share):.0f} % of the parameters has left it for storage")
             else:
                 self._is_refused["parameters"] = True
+        elif self._leaves("gradients"):
+            share = max(0.0, now.gradients - lacking / (bytes_each(given, "gradients", False) * given.numel))
+            if self._place_grads(replace(self._as_it_is, grads=share)):
+                self._tell(f"G16 of {100 * (now.gradients - share):.0f} % of the parameters leaves it for storage")
+            else:
+                self._is_refused["gradients"] = True
+
+    @property
+    def _as_it_is(self) -> _Target:
+        plan = self._state.plan
+        now = plan.residency
+        return _Target(
+            now.optimizer, now.parameters, now.gradients, plan.prefetch_bytes, plan.gradient_buffer_bytes, 0.0
+        )
 
     def _tell(self, what: str) -> None:
         log_once(logging.WARNING, f"host memory is scarce: {what}, and stays there")
@@ -231,6 +251,21 @@ class RunMoves:
                 secs,
                 100 * target.params,
                 100 * now.parameters,
+            )
+        return True
+
+    def _place_grads(self, target: _Target) -> bool:
+        """With the next step's first gradient."""
+        state, now = self._state, self._state.plan.residency
+        if not state.place_grads(target.grads):
+            return False
+        plan = replace(state.plan, residency=replace(now, gradients=target.grads))
+        state.planned(replace(plan, gradient_buffer_bytes=target.gradient_buffer_bytes))
+        if current_rank() == 0:
+            get_logger().info(
+                "G16 moves with the next step: %.0f %% of it will be in host memory instead of %.0f %%",
+                100 * target.grads,
+                100 * now.gradients,
             )
         return True
 

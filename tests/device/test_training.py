@@ -350,7 +350,7 @@ def test_nothing_is_unpinned_while_it_is_copied(fault: str, tmp_path: Path) -> N
     gates: list[Callable[[], None]] = []
     goes_on = contextlib.nullcontext() if fault else once_in(lambda: gates.pop()(), OutOfCoreOptimizer.close)
     with goes_on, small_core(tmp_path, layout, device=rank_device()) as core:
-        kept = list(core._locks._locked)  # a fault shows as a trip, not as a write into memory that is gone
+        kept = list(core._locks._locked.values())  # a fault shows as a trip, not as a write into memory that is gone
         core.intake.norms.take_by(lambda gradient: gradient.double().norm(2))
         core.open_window(hypers(layout), 1.0, managed=True)
         gradients = [(span, values(span, 1).to("standin")) for span in layout.params]

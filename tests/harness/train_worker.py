@@ -249,6 +249,8 @@ def train(engine, case: dict, first: int, last: int, result: dict) -> None:
         if str(step + 1) in case.get("move_after", {}):
             rank_state = engine.optimizer.rank_state
             assert rank_state.move_to(case["move_after"][str(step + 1)], case.get("move_bytes", 1 << 20))
+        if str(step + 1) in case.get("grads_after", {}):
+            assert engine.optimizer.rank_state.place_grads(case["grads_after"][str(step + 1)])
         if step + 1 == case.get("save_after"):
             for _ in range(2):  # the second time replaces the first
                 engine.save_checkpoint(case["save_to"])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States and P16 that move between host memory and storage while training runs: every bit is stock's, on the CPU and on
-the stand-in device, and a checkpoint that is saved meanwhile is one."""
+"""States, P16 and G16 that move between host memory and storage while training runs: every bit is stock's, on the CPU
+and on the stand-in device, and a checkpoint that is saved meanwhile is one."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def test_a_run_in_which_states_move_equals_stock(
     assert not [path for path in swap.glob("**/*") if path.is_file()]
 
 
+GRADS = {"2": 1.0, "4": 0.0, "7": 0.6}
 # (stock case, tiers, clip_policy, overlap, slots, shares of P16 in memory after steps, those of states)
 PARAM_CASES = [
     ("bf16-off-1-one", "states", "speculate", "backward_and_forward", 2, {"1": 0.5, "3": 0.0, "6": 0.7}, {}),
@@ -78,9 +79,10 @@ def test_a_run_in_which_p16_moves_equals_stock(
     swap = tmp_path / "swap"
     swap.mkdir()
     fuyou = block(str(swap), tiers, policy, overlap, slots)
-    case = moving(with_fuyou(STOCK[name], fuyou), states) | {"params_after": params}
+    case = moving(with_fuyou(STOCK[name], fuyou), states) | {"params_after": params, "grads_after": GRADS}
     ours = run_case(case, tmp_path, "ours")
     assert differences(stock_run(STOCK[name]), ours) == []
+    assert ours[0]["shares"]["gradients"] == pytest.approx(list(GRADS.values())[-1], abs=0.2)
     assert ours[0]["shares"]["parameters"] == pytest.approx(list(params.values())[-1], abs=0.15)
     assert not [path for path in swap.glob("**/*") if path.is_file()]
 
@@ -93,7 +95,7 @@ def test_p16_on_the_stand_in_device(name: str, tiers: str, stock_run: Stock, tmp
     case = {**case_of(name, zero_init=True), "steps": 10}
     fuyou = block(str(swap), tiers, "speculate", "backward_and_forward", 2)
     ours = with_fuyou(case, fuyou) | {"device": {"seed": 11, "delay_secs": 0.002}}
-    ours["params_after"] = {"1": 0.6, "3": 1.0, "5": 0.0, "8": 0.4}
+    ours |= {"params_after": {"1": 0.6, "3": 1.0, "5": 0.0, "8": 0.4}, "grads_after": GRADS}
     found = run_case(ours, tmp_path, "ours")
     assert differences(stock_run(case), found) == []
     assert found[0]["trips"] == []

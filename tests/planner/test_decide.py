@@ -156,22 +156,21 @@ def test_p16_moves_where_that_makes_a_step_clearly_shorter_still() -> None:
     often = replace(USUAL, **BOUNDS["storage"], forward_secs=0.01, backward_secs=0.02, accumulation=8)
     blind = placed(given, {})[0].plan
     assert blind.residency.parameters < 0.5 < blind.residency.optimizer
-    found = placed_again(given, {}, often, blind, moves_params=True)
+    found = placed_again(given, {}, often, blind, others=["parameters", "gradients"])
     assert found is not None
     assert found.plan.residency.parameters > 0.95
     assert found.plan.residency.optimizer < blind.residency.optimizer
-    assert found.plan.residency.gradients == blind.residency.gradients
     assert found.plan.host_bytes(given) <= given.dram_budget_bytes
-    there = placed_again(given, {}, often, found.plan, moves_params=True)
+    there = placed_again(given, {}, often, found.plan, others=["parameters", "gradients"])
     assert there is None, "it is where it should be"
     for fixed in (replace(given, params_tier="nvme"), replace(given, shares={"parameters": 0.0})):
         plan = placed(fixed, {})[0].plan
-        stays = placed_again(fixed, {}, often, plan, moves_params=True)
+        stays = placed_again(fixed, {}, often, plan, others=["parameters", "gradients"])
         assert stays is None or stays.plan.residency.parameters == 0.0
     stays = placed_again(given, {}, often, blind)
     assert stays is None or stays.plan.residency.parameters == blind.residency.parameters
     computing = replace(often, forward_secs=20.0, backward_secs=40.0)
-    assert placed_again(given, {}, computing, blind, moves_params=True) is None
+    assert placed_again(given, {}, computing, blind, others=["parameters", "gradients"]) is None
 
 
 def test_activations_get_host_memory_where_that_is_worth_most() -> None:

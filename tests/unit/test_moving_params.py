@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P16 that changes its home between two steps: the same bits, the right records, bytes and pages."""
+"""P16 and G16 that change their home between two steps: the same bits, the right records, bytes and pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ds_fuyou.optimizer.placement import param_region
 from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.state_layout import BF16, FP32, INT8, SPLIT, WHOLE
 from tests.harness.moving import come_to_rest
-from tests.harness.small_core import ADAMW, Disk, apply, backward, everything, hypers, small_core, step
+from tests.harness.small_core import ADAMW, Disk, apply, backward, everything, hypers, small_core, step, values
 
 LAYOUT = build_layout(
     [[(name, name, 3 * CUT_ELEMENTS + 5, place) for place, name in enumerate("abcd", 1)], [("e", "e", 77, 0)]],
@@ -43,9 +43,19 @@ def place(core: OutOfCoreOptimizer, share: float) -> int:
     return 2 * sum(chunk.numel for chunk in LAYOUT.chunks if was[chunk.index] != now[chunk.index])
 
 
-def run(path: Path, moves: dict[int, float], states: dict[int, float] | None = None, **options: Any) -> list[Any]:
-    """Twelve steps, some clipped, one skipped, two without some gradients, two edits; before some of them P16 moves,
-    or states begin to."""
+def place_grads(core: OutOfCoreOptimizer, share: float) -> None:
+    core.place_grads(ChunkResidency.of_shares(LAYOUT, 0.0, 0.0, share).grads)
+
+
+def run(
+    path: Path,
+    moves: dict[int, float],
+    states: dict[int, float] | None = None,
+    grads: dict[int, float] | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Twelve steps, some clipped, one skipped, two without some gradients, two edits; before some of them P16 or G16
+    moves, or states begin to."""
     path.mkdir()
     with small_core(path, LAYOUT, **options) as core:
         moved = 0
@@ -55,6 +65,8 @@ def run(path: Path, moves: dict[int, float], states: dict[int, float] | None = N
                 moved += place(core, moves[seed])
             if states and seed in states:
                 core.mover.move_to(ChunkResidency.of_shares(LAYOUT, 0.0, states[seed], 0.0).states, 1 << 30)
+            if grads and seed in grads:
+                place_grads(core, grads[seed])
             if seed in (3, 8):
                 core.params.edited(LAYOUT.params[1])
                 core.params.write(LAYOUT.params[1], torch.full((LAYOUT.params[1].numel,), 0.1 * seed).bfloat16())
@@ -100,6 +112,9 @@ def test_a_run_in_which_p16_moves_equals_one_in_which_it_does_not(
     assert all(map(torch.equal, expected, run(tmp_path / "other", moves, **options)))
     states = {0: 0.6, 3: 0.0, 6: 1.0, 10: 0.2}
     assert all(map(torch.equal, expected, run(tmp_path / "third", moves, states, **options)))
+    grads = {0: 0.4, 1: 0.0, 5: 1.0, 7: 0.5, 8: 0.0, 10: 1.0}
+    assert all(map(torch.equal, expected, run(tmp_path / "fourth", {}, {}, grads, **options)))
+    assert all(map(torch.equal, expected, run(tmp_path / "fifth", moves, states, grads, **options)))
 
 
 def regions(core: OutOfCoreOptimizer) -> set[int]:
@@ -127,6 +142,43 @@ def test_what_moves_is_counted_and_its_old_place_is_given_back(tmp_path: Path) -
         assert place(core, 0.0) == P16_BYTES - moved
         assert core.store.total_bytes == whole
         assert core.place.num_param_versions == core.published.num_param_versions == 0
+
+
+def test_g16_moves_when_the_next_step_s_first_gradient_comes(tmp_path: Path) -> None:
+    """Until then a script may ask what gradients were; room on storage is taken at once, and given back then."""
+    with small_core(tmp_path, LAYOUT, residency=(1.0, 0.0, 1.0)) as core:
+        assert core.store is not None
+        step(core, 0)
+        whole, span = core.store.total_bytes, LAYOUT.params[1]
+        before = core.last_gradient(span, torch.float32)
+        place_grads(core, 0.0)
+        assert core.store.total_bytes == whole + sum(core.place.grad_spec(chunk).num_bytes for chunk in LAYOUT.chunks)
+        after = core.last_gradient(span, torch.float32)
+        assert before is not None
+        assert after is not None
+        assert torch.equal(before, after)
+        assert all(core.place.residency.grads)
+        core.mover.move_to((True,) * NUM_CHUNKS, 1)  # a chunk moves when the next step has begun
+        step(core, 1)
+        assert not any(core.place.residency.grads)
+        for seed in (2, 3):
+            core.wait_all()
+            assert torch.equal(core.last_gradient(span, torch.bfloat16), values(span, seed - 1))
+            place_grads(core, 0.5)
+            step(core, seed)
+        come_to_rest(core)
+        step(core, 4)
+        assert sum(core.place.residency.grads) in range(NUM_CHUNKS // 3, NUM_CHUNKS)
+        snapshot = core.snapshot()
+        place_grads(core, 1.0)
+        backward(core, 5)
+        assert not all(core.place.residency.grads), "states are being copied"
+        snapshot.close()
+        core.apply(hypers(LAYOUT), 1.0, expected_multiplier=1.0)
+        assert core.moves_grads
+        step(core, 6)
+        assert all(core.place.residency.grads)
+        assert not any(name.startswith("grad16/") for name in core.store.regions)
 
 
 @pytest.mark.parametrize("masters", [WHOLE, SPLIT])

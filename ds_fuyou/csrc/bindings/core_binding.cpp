@@ -398,7 +398,7 @@ void bind_pipeline(py::module_& m)
              py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
         .def("add_chunk", &ChunkPipeline::add_chunk)
         .def("set_destination", &ChunkPipeline::set_destination)
-        .def("set_param_places", &ChunkPipeline::set_param_places)
+        .def("set_places", &ChunkPipeline::set_places)
         .def("wait_moved", &ChunkPipeline::wait_moved, NoGil())
         .def("is_resident", &ChunkPipeline::is_resident)
         .def("resident_state",

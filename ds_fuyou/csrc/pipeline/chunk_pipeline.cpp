@@ -55,17 +55,18 @@ void ChunkPipeline::set_destination(std::size_t index, const ChunkSpec& places)
     chunk.destination = std::make_shared<const ChunkSpec>(places);
 }
 
-void ChunkPipeline::set_param_places(std::size_t index, const ChunkSpec& places)
+void ChunkPipeline::set_places(std::size_t index, const ChunkSpec& places)
 {
     std::lock_guard<std::mutex> lock(mutex_);
     Chunk& chunk = chunks_.at(index);
     if (chunk.job || !chunk.waiting.empty() || chunk.destination || chunk.keep != Keep::kNot)
-        throw std::logic_error("P16 of a chunk that something works on stays where it is");
+        throw std::logic_error("a chunk that something works on stays where it is");
     Chunk moved;
     moved.spec = places;
     require_staging(*staging_, moved.staging_bytes(places));
     chunk.spec.param_slots = places.param_slots;
     chunk.spec.param_memory = places.param_memory;
+    chunk.spec.grad_slot = places.grad_slot;
     chunk.spec.num_slots = places.num_slots;
 }
 

@@ -174,9 +174,9 @@ class ChunkPipeline {
     // are two slots. It must be published already, for what moves cannot be dropped.
     void set_destination(std::size_t chunk, const ChunkSpec& places);
     bool wait_moved(std::size_t chunk, double timeout_secs);  // it does not move any more
-    // P16 is where `places` says from now on, and as many slots count: its published values are
-    // there. Nothing works on the chunk, and its state stays where it is.
-    void set_param_places(std::size_t chunk, const ChunkSpec& places);
+    // P16 and G16 are where `places` says from now on, and as many slots count: published values
+    // of P16 are there. Nothing works on the chunk, and its state stays where it is.
+    void set_places(std::size_t chunk, const ChunkSpec& places);
     // Whether the state is in memory.
     bool is_resident(std::size_t chunk) const;
     // Where the published state is in memory, null on storage; to be asked while no published
