@@ -173,3 +173,58 @@ TEST(staging_is_exchanged_when_none_is_in_use)
     world.pipeline->stop();
     for (std::size_t i = 0; i < 3; ++i) CHECK(holds(&world, i, in_memory[i], -2.0F, 2.0F));
 }
+
+TEST(p16_and_g16_are_elsewhere_between_two_updates)
+{
+    for (const Masters masters : {Masters::kWhole, Masters::kBFloat16}) {
+        WorldOptions options;
+        options.num_chunks = 3;
+        options.params = options.gradients = Place::kStorage;
+        options.masters = masters;
+        options.bfloat16_params = true;
+        World world(options);
+        world.pipeline->set_checksum(true);  // without, upper halves have to be in the slot
+        std::vector<std::uint16_t> halves(world.short_part / 2, 0x3C00);
+        for (std::size_t i = 0; i < 3; ++i) world.store_gradient(i, 0x3C00);
+        world.pipeline->publish(1);
+        world.enqueue_all(1);
+        world.finish(1);
+        for (std::size_t i = 0; i < 3; ++i) {  // to memory
+            char* memory = reinterpret_cast<char*>(world.params[i].data());
+            std::vector<char> values(world.short_part);
+            world.read_file(world.param_range(i, world.pipeline->slot(i)), values.data());
+            std::memcpy(memory, values.data(), 2 * world.given.numel);
+            ChunkSpec made = world.spec(i);
+            made.param_slots = {};
+            made.grad_slot = {};
+            made.param_memory = {memory, nullptr};
+            world.pipeline->set_places(i, made);
+        }
+        world.pipeline->publish(2);
+        for (std::size_t i = 0; i < 3; ++i) {
+            ChunkUpdate update = world.update(i, 2);
+            update.gradient = reinterpret_cast<const char*>(halves.data());
+            world.pipeline->enqueue(update);
+        }
+        world.finish(2);
+        for (std::size_t i = 0; i < 3; ++i) {  // and back
+            const auto* values = reinterpret_cast<const std::uint16_t*>(world.params[i].data());
+            CHECK(values[0] == 0xC000 && values[world.given.numel - 1] == 0xC000);
+            std::vector<std::uint16_t> written(world.short_part / 2, 0xC000);
+            world.write_file(world.param_range(i, world.pipeline->slot(i)),
+                             reinterpret_cast<const char*>(written.data()));
+            world.pipeline->set_places(i, world.spec(i));
+        }
+        world.pipeline->publish(3);
+        world.enqueue_all(3);
+        world.finish(3);
+        for (std::size_t i = 0; i < 3; ++i) CHECK(world.stored_param_is(i, 0xC040));
+        ChunkUpdate held = world.update(0, 4);
+        held.held = true;
+        world.pipeline->enqueue(held);
+        CHECK_THROWS(std::logic_error, world.pipeline->set_places(0, world.spec(0)));
+        world.pipeline->invalidate(0);
+        CHECK(world.pipeline->wait_idle(0, kPatienceSecs));
+        world.pipeline->set_places(0, world.spec(0));
+    }
+}
