@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice, product
@@ -30,7 +30,7 @@ import torch
 from ds_fuyou.errors import FuyouError, FuyouStateError
 from ds_fuyou.host.memory import aligned_tensor
 from ds_fuyou.optimizer.layout import Chunk
-from ds_fuyou.optimizer.placement import ParamMemory
+from ds_fuyou.optimizer.placement import ParamsOfSubGroup
 from ds_fuyou.storage.io import Transfer
 
 if TYPE_CHECKING:
@@ -49,8 +49,15 @@ class ParamMove:
     between two steps. Prepared when it is built: then :meth:`make` it, or :meth:`give_up`.
     """
 
-    def __init__(self, core: OutOfCoreOptimizer, params: tuple[bool, ...], budget_bytes: int | None = None) -> None:
-        """Waits for all updates. ``budget_bytes``: the most on storage.
+    def __init__(
+        self,
+        core: OutOfCoreOptimizer,
+        params: tuple[bool, ...],
+        budget_bytes: int | None = None,
+        num_versions: int | None = None,
+    ) -> None:
+        """Waits for all updates. ``budget_bytes``: the most on storage. ``num_versions``: of P16 in host memory; None:
+        as many as now.
 
         Raises:
             FuyouStorageError: no room on storage.
@@ -58,6 +65,7 @@ class ParamMove:
             FuyouStateError: within a step, while states move or are copied to a checkpoint, or there is no store.
         """
         self._core, self._params = core, params
+        self._num_versions = core.place.num_versions if num_versions is None else num_versions
         core.check()
         if core.store is None:
             raise FuyouStateError("this run has no state files: everything was built in host memory")
@@ -65,11 +73,12 @@ class ParamMove:
             raise FuyouStateError("P16 changes its home between steps only, while nothing else of the state moves")
         now = core.place.residency.params
         self._moving = [chunk for chunk in core.layout.chunks if params[chunk.index] != now[chunk.index]]
-        if not self._moving:
+        self._is_nothing = not self._moving and self._num_versions == core.place.num_versions
+        if self._is_nothing:
             return
         core.wait_all_idle()
         self._reserved = [core.place.param_spec(chunk) for chunk in self._moving if now[chunk.index]]
-        self._memory = core.place.param_memory(params)
+        self._memory = core.place.param_memory(params, self._num_versions)
         with self._or_fails():
             core.commits.withdraw(orders=False)
         try:
@@ -88,7 +97,7 @@ class ParamMove:
         """Everything stays where it is. Raises FuyouStorageError if room that was taken on storage cannot be given
         back: then no step is committed any more."""
         core, self._memory = self._core, []
-        if core.store is None or not self._moving:
+        if core.store is None or self._is_nothing:
             return
         with self._or_fails():
             core.store.release(spec.name for spec in self._reserved)
@@ -102,7 +111,7 @@ class ParamMove:
         Raises:
             FuyouStorageError: something could not be read or written; the pipeline has failed.
         """
-        if self._moving:
+        if not self._is_nothing:
             with self._or_fails():
                 self._make()
 
@@ -120,12 +129,13 @@ class ParamMove:
         coming = [chunk.index for chunk in self._moving if not now[chunk.index]]
         for some in self._batches(coming):
             core.before_params_change(some)
-        touched = {chunk.sub_group for chunk in self._moving}
+        is_same, version = self._num_versions == place.num_versions, core.param_version
+        touched = {chunk.sub_group for chunk in (self._moving if is_same else all_chunks)}
         affected = [c for c in all_chunks if c.sub_group in touched and (now[c.index] or self._params[c.index])]
-        before, self._memory = place.set_params(self._params, self._memory), []
-        for version in range(len(before)):
-            if version != core.param_version:
-                before[version] = {}  # nobody reads it any more
+        before = place.set_params(self._params, self._memory)[version]  # nobody reads the other one any more
+        self._memory = []
+        if not is_same:
+            core.published.param_version = 0
         if core.options.checksum:
             for spec, slot in product(self._reserved, range(core.options.num_slots)):
                 core.io.watch(place.extents(spec, slot))
@@ -137,7 +147,7 @@ class ParamMove:
             else:
                 writing.extend(core.values.put_params(chunk, values))
             if gives_back and now[chunk.index]:
-                before[core.param_version][chunk.sub_group].give_back(chunk)
+                before[chunk.sub_group].give_back(chunk)
             while len(writing) > _AT_ONCE:
                 writing.popleft().wait()
         for write in writing:
@@ -164,15 +174,15 @@ class ParamMove:
             yield batch
 
     def _published(
-        self, chunks: Sequence[Chunk], was_in_memory: Sequence[bool], before: ParamMemory
+        self, chunks: Sequence[Chunk], was_in_memory: Sequence[bool], before: Mapping[int, ParamsOfSubGroup]
     ) -> Iterator[tuple[Chunk, torch.Tensor]]:
         """Chunks and their values, out of the memory that they were in, or read from storage, ahead."""
-        core, version = self._core, self._core.param_version
+        core = self._core
         stored = iter([chunk for chunk in chunks if not was_in_memory[chunk.index]])
         reading = deque(map(self._start_reading, islice(stored, _AT_ONCE)))
         for chunk in chunks:
             if was_in_memory[chunk.index]:
-                yield chunk, before[version][chunk.sub_group].range(chunk.begin, chunk.end)
+                yield chunk, before[chunk.sub_group].range(chunk.begin, chunk.end)
                 continue
             read = reading.popleft()
             read.wait()

@@ -50,7 +50,7 @@ class CoreOptions:
 
     @property
     def num_param_versions(self) -> int:
-        """Versions of P16 in DRAM: two where an update may come before ``step()`` has published it. It stays so for the
-        run: with one, chunks with P16 in memory wait for ``step()`` even when their state has left memory.
+        """Versions of P16 in DRAM in the beginning: two where an update may come before ``step()`` has published it.
+        With one, chunks with P16 in memory wait for ``step()`` even when their state has left memory.
         """
         return 2 if self.can_speculate(self.residency) and self.clip_policy != "defer" else 1

@@ -20,7 +20,7 @@ from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.state_layout import StateLayout
 from ds_fuyou.storage.store import Extent, RegionSpec, SlotStore
 
-__all__ = ["ChunkPlacement", "ParamMemory", "param_region", "regions_for", "state_region"]
+__all__ = ["ChunkPlacement", "ParamMemory", "ParamsOfSubGroup", "param_region", "regions_for", "state_region"]
 
 
 def state_region(chunk: int) -> str:
@@ -51,7 +51,7 @@ def regions_for(layout: FlatLayout, options: CoreOptions, num_moments: int, num_
     return regions
 
 
-class _Params:
+class ParamsOfSubGroup:
     """One version of P16 of a sub-group: its resident chunks, one behind the other in one memory. Those that are
     neighbours in the sub-group are neighbours there, so a parameter that is in memory as a whole is one tensor.
     """
@@ -83,7 +83,7 @@ class _Params:
         return self._places[found] + element - self._begins[found]
 
 
-ParamMemory = list[dict[int, _Params]]
+ParamMemory = list[dict[int, ParamsOfSubGroup]]
 """P16 in host memory, by version and sub-group."""
 
 
@@ -103,7 +103,7 @@ class ChunkPlacement:
         self.residency = options.residency
         """As it is now: chunks move."""
         self._params: ParamMemory = []
-        self.set_params(self.residency.params, self.param_memory(self.residency.params))
+        self.set_params(self.residency.params, self.param_memory(self.residency.params, options.num_param_versions))
         self.pin_params()
         self._states = {
             chunk.index: aligned_tensor(self.resident_of(chunk).num_bytes(chunk.numel))
@@ -127,27 +127,28 @@ class ChunkPlacement:
 
     # ---- host memory --------------------------------------------------------------------------------------
 
-    def param_memory(self, params: Sequence[bool]) -> ParamMemory:
+    def param_memory(self, params: Sequence[bool], num_versions: int) -> ParamMemory:
         """For P16 of these chunks: that of now where a sub-group has as many as now, else new, whose pages are taken
-        when they are written.
+        when they are written; all of it if versions are more or fewer.
 
         Raises:
             FuyouMemoryError: the system refuses.
         """
         now = self.residency.params
         found: dict[int, list[Chunk]] = {}
-        changed = {chunk.sub_group for chunk in self._layout.chunks if params[chunk.index] != now[chunk.index]}
+        is_same = num_versions == self.num_versions
+        changed = {c.sub_group for c in self._layout.chunks if not is_same or params[c.index] != now[c.index]}
         for chunk in self._layout.chunks:
             if params[chunk.index]:
                 found.setdefault(chunk.sub_group, []).append(chunk)
         memory: ParamMemory = []
-        for version in range(self._options.num_param_versions):
-            kept = self._params[version] if self._params else {}
+        for version in range(num_versions):
+            kept = self._params[version] if is_same else {}
             memory.append(
                 {
                     sub_group: kept[sub_group]
                     if sub_group in kept and sub_group not in changed
-                    else _Params(chunks, self._options.param_dtype)
+                    else ParamsOfSubGroup(chunks, self._options.param_dtype)
                     for sub_group, chunks in found.items()
                 }
             )
@@ -169,6 +170,11 @@ class ChunkPlacement:
     def set_grads(self, grads: tuple[bool, ...]) -> None:
         """G16 of these chunks is in host memory from now on, that of the others on storage."""
         self.residency = replace(self.residency, grads=grads)
+
+    @property
+    def num_versions(self) -> int:
+        """Of P16 in DRAM, if there is any."""
+        return len(self._params)
 
     @property
     def num_param_versions(self) -> int:

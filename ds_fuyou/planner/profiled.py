@@ -270,15 +270,18 @@ def placed_again(
     mode: str = "auto",
     *,
     others: Collection[str] = (),
+    may_speculate: bool | None = None,
 ) -> Decision | None:
     """Where states, and ``others`` that may move (of parameters and gradients), should be of a run under ``plan``, by
     what was measured of it: everything else, and staging memory, stays. None unless a step becomes clearly shorter; the
-    others stay, too, unless it becomes clearly shorter still: P16 moves in a pause.
+    others stay, too, unless it becomes clearly shorter still: P16 moves in a pause. ``may_speculate``: if it does.
     """
     stays = {"parameters": plan.residency.parameters, "gradients": plan.residency.gradients}
     found, secs = _placed_again(given, overrides, profile, plan, mode, stays)
     leaves = {name: share for name, share in stays.items() if name not in others or name in given.fixed_shares()}
     if leaves != stays:
+        if may_speculate is not None and "parameters" not in leaves:
+            given = replace(given, may_speculate=may_speculate)
         other, _ = _placed_again(given, overrides, profile, plan, mode, leaves)
         if other is not None and any(getattr(other.plan.residency, name) != share for name, share in stays.items()):
             best = secs if found is None else found.secs

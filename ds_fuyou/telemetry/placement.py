@@ -54,7 +54,7 @@ def placement_of(rank_state: Any) -> list[Placed]:
     """
     core = rank_state.core
     options, residency = core.options, core.place.residency
-    slots, versions = options.num_slots, options.num_param_versions
+    slots, versions = options.num_slots, core.place.num_versions
     on_storage = f"{slots} slot{'s' if slots > 1 else ''}"
     in_memory = f"{versions} version{'s' if versions > 1 else ''}"
     rows = _split("P16 (parameters)", core.layout, residency.params, options.param_dtype.itemsize).rows(

@@ -324,9 +324,10 @@ class RankState:
         is_idle = core.window.is_empty and core.mover.is_idle and not core.has_snapshot
         return is_idle and all(param.ds_status is ZeroParamStatus.NOT_AVAILABLE for param in self.model.trained)
 
-    def place_params(self, share: float, prefetch_bytes: int | None = None) -> bool:
+    def place_params(self, share: float, prefetch_bytes: int | None = None, num_versions: int | None = None) -> bool:
         """Now, P16 of as many chunks as the share holds comes to host memory, or stays there; that of the others leaves
-        it. ``prefetch_bytes``: what parameters on storage are read to from now on; None: as many as before.
+        it. ``prefetch_bytes``: what parameters on storage are read to from now on; ``num_versions``: of P16 in memory.
+        None: as many as before.
 
         A collective, in the training thread, where all ranks may (:attr:`may_place_params`). False if nothing moved on
         any rank, because one, which tells it, has no room.
@@ -338,7 +339,7 @@ class RankState:
         params = ChunkResidency.of_shares(self.layout, share, 0.0, 0.0).params
         move: ParamMove | None = None
         try:
-            move = ParamMove(self.core, params, None if budget == "auto" else int(budget))
+            move = ParamMove(self.core, params, None if budget == "auto" else int(budget), num_versions)
         except FuyouError as error:
             logger.warning("P16 stays where it is, training goes on: %s", error)
         is_agreed = False

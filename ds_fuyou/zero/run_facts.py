@@ -139,7 +139,7 @@ def placement_of_run(rank_state: RankState, profile: RunProfile, activations: Ac
         params,
         states,
         grads,
-        two_versions=core.options.num_param_versions == 2,
+        two_versions=core.place.num_versions == 2,
         states_twice=core.layout.share_of(twice),
         frozen=frozen["cpu"] / max(1, sum(frozen.values())) if frozen["nvme"] else 1.0,
         swapped_bytes=activations.written_bytes / max(1, activations.num_forwards),

@@ -32,10 +32,11 @@ _FLOOR = 0.02  # of the machine's memory: with less than that available states l
 
 @dataclass(frozen=True)
 class _Target:
-    """Shares in host memory, and bytes of look-ahead with them; seconds of a step that are predicted."""
+    """Shares in host memory, versions of P16 there, bytes of the lanes with them; predicted seconds of a step."""
 
     states: float
     params: float
+    num_versions: int
     grads: float
     prefetch_bytes: int
     gradient_buffer_bytes: int
@@ -112,15 +113,15 @@ class RunMoves:
 
     def _better(self, profile: RunProfile | None) -> _Target | None:
         """If a step becomes clearly shorter. Chunks that leave memory are updated in backward only where there is a
-        spare slot, and P16 in memory has two versions or is none.
+        spare slot, and P16 in memory has two versions or is none; it gets as many as it needs where it moves.
         """
         state, options = self._state, self._state.core.options
         if profile is None:
             return None
-        has_two = options.num_param_versions == 2
+        has_two = state.core.place.num_versions == 2
         may_speculate = state.plan_input.may_speculate and options.num_slots >= 2
-        may_speculate = may_speculate and (has_two or state.plan.residency.parameters == 0)
-        given = replace(state.plan_input, may_speculate=may_speculate, durable=options.num_slots >= 2)
+        may_now = may_speculate and (has_two or state.plan.residency.parameters == 0)
+        given = replace(state.plan_input, may_speculate=may_now, durable=options.num_slots >= 2)
         config = state.activation.config
         found = placed_again(
             given,
@@ -128,20 +129,24 @@ class RunMoves:
             profile,
             state.plan,
             config.activations.mode,
-            others=[] if self._was_short else ["parameters", "gradients"] if has_two else ["gradients"],
+            others=[] if self._was_short else ["parameters", "gradients"],
+            may_speculate=may_speculate,
         )
         if found is None:
             return None
         now, residency = state.plan.residency, found.plan.residency
-        if has_two and not has_two_versions(given, residency):  # it stays twice in memory, as it was built
-            once = bytes_each(given, "parameters", False) * given.numel * residency.parameters
+        if residency.parameters == now.parameters and has_two and not has_two_versions(given, residency):
+            once = bytes_each(given, "parameters", False) * given.numel * residency.parameters  # it stays twice
             if found.plan.host_bytes(given) + once > max(given.dram_budget_bytes, state.plan.host_bytes(given)):
                 return None
         states = min(residency.optimizer, self._most_states)
         params, grads = residency.parameters, residency.gradients
         if (states, params, grads) == (now.optimizer, now.parameters, now.gradients):
             return None
-        return _Target(states, params, grads, found.plan.prefetch_bytes, found.plan.gradient_buffer_bytes, found.secs)
+        moved = replace(given, may_speculate=may_speculate)
+        versions = 2 if has_two_versions(moved, replace(residency, optimizer=states)) else 1
+        plan = found.plan
+        return _Target(states, params, versions, grads, plan.prefetch_bytes, plan.gradient_buffer_bytes, found.secs)
 
     def bring(self, *, waits: bool) -> None:
         """What was to come when states have arrived. ``waits``: on some rank they have not, or it has no quiet."""
@@ -204,7 +209,7 @@ class RunMoves:
             else:
                 self._is_refused["optimizer"] = True
         elif self._leaves("parameters") and now.parameters > 0:
-            size = bytes_each(given, "parameters", core.options.num_param_versions == 2) * given.numel
+            size = bytes_each(given, "parameters", core.place.num_versions == 2) * given.numel
             # Where the device is the host what stays is held twice while it moves.
             share = 0.0 if state.device.is_host else max(0.0, now.parameters - lacking / size)
             if not least(float(self.is_ready))[0]:
@@ -222,11 +227,9 @@ class RunMoves:
 
     @property
     def _as_it_is(self) -> _Target:
-        plan = self._state.plan
-        now = plan.residency
-        return _Target(
-            now.optimizer, now.parameters, now.gradients, plan.prefetch_bytes, plan.gradient_buffer_bytes, 0.0
-        )
+        plan, versions = self._state.plan, self._state.core.place.num_versions
+        now, lanes = plan.residency, (plan.prefetch_bytes, plan.gradient_buffer_bytes)
+        return _Target(now.optimizer, now.parameters, versions, now.gradients, *lanes, 0.0)
 
     def _tell(self, what: str) -> None:
         log_once(logging.WARNING, f"host memory is scarce: {what}, and stays there")
@@ -239,7 +242,7 @@ class RunMoves:
         if not least(float(self.is_ready))[0]:
             return False
         now, lanes, began = state.plan.residency, LaneTimes.of(state), time.perf_counter()
-        if not state.place_params(target.params, target.prefetch_bytes):
+        if not state.place_params(target.params, target.prefetch_bytes, target.num_versions):
             return False
         residency = replace(now, parameters=target.params)
         state.planned(replace(state.plan, residency=residency, prefetch_bytes=target.prefetch_bytes))

@@ -19,7 +19,7 @@ def come_to_rest(core: OutOfCoreOptimizer) -> None:
 
 
 def place_params_in_step(engine: Any, share: float) -> None:
-    """At the end of the next ``step()`` that is applied."""
+    """At the end of the next ``step()`` that is applied, in other versions than before where it stays apart."""
     plan, rank_state = engine.optimizer.run_plan, engine.optimizer.rank_state
 
     def step_applied() -> None:
@@ -27,6 +27,7 @@ def place_params_in_step(engine: Any, share: float) -> None:
         plan.step_applied()
         come_to_rest(rank_state.core)
         assert rank_state.may_place_params
-        assert rank_state.place_params(share)
+        versions = 3 - rank_state.core.place.num_versions if 0.0 < share < 1.0 else None
+        assert rank_state.place_params(share, num_versions=versions)
 
     plan.step_applied = step_applied  # of steps that were skipped the last one counts

@@ -34,13 +34,19 @@ def params_of(share: float) -> tuple[bool, ...]:
     return ChunkResidency.of_shares(LAYOUT, share, 0.0, 0.0).params
 
 
-def place(core: OutOfCoreOptimizer, share: float) -> int:
+def place(core: OutOfCoreOptimizer, share: float, num_versions: int | None = None) -> int:
     """Bytes that moved."""
     was = core.place.residency.params
-    ParamMove(core, params_of(share)).make()
+    ParamMove(core, params_of(share), num_versions=num_versions).make()
+    assert num_versions in (None, core.place.num_versions)
     now = core.place.residency.params
     assert now == params_of(share)
     return 2 * sum(chunk.numel for chunk in LAYOUT.chunks if was[chunk.index] != now[chunk.index])
+
+
+def residency_of(options: dict[str, Any]) -> float:
+    """The share of P16 that a core begins with."""
+    return float(options["residency"][0])
 
 
 def place_grads(core: OutOfCoreOptimizer, share: float) -> None:
@@ -52,6 +58,7 @@ def run(
     moves: dict[int, float],
     states: dict[int, float] | None = None,
     grads: dict[int, float] | None = None,
+    versions: dict[int, int] | None = None,
     **options: Any,
 ) -> list[Any]:
     """Twelve steps, some clipped, one skipped, two without some gradients, two edits; before some of them P16 or G16
@@ -62,7 +69,7 @@ def run(
         for seed in range(12):
             if seed in moves:
                 come_to_rest(core)
-                moved += place(core, moves[seed])
+                moved += place(core, moves[seed], None if versions is None else versions[seed])
             if states and seed in states:
                 core.mover.move_to(ChunkResidency.of_shares(LAYOUT, 0.0, states[seed], 0.0).states, 1 << 30)
             if grads and seed in grads:
@@ -75,7 +82,7 @@ def run(
                 core.skip()
             else:
                 apply(core, seed, 0.5 if seed % 3 == 0 else 1.0, ["b", "e"] if seed in (3, 7) else [])
-        assert bool(moved) == bool(moves)
+        assert moved or not moves or residency_of(options) == 1.0
         return everything(core)
 
 
@@ -114,7 +121,11 @@ def test_a_run_in_which_p16_moves_equals_one_in_which_it_does_not(
     assert all(map(torch.equal, expected, run(tmp_path / "third", moves, states, **options)))
     grads = {0: 0.4, 1: 0.0, 5: 1.0, 7: 0.5, 8: 0.0, 10: 1.0}
     assert all(map(torch.equal, expected, run(tmp_path / "fourth", {}, {}, grads, **options)))
-    assert all(map(torch.equal, expected, run(tmp_path / "fifth", moves, states, grads, **options)))
+    versions = {seed: 1 + number % 2 for number, seed in enumerate(moves)}
+    assert all(map(torch.equal, expected, run(tmp_path / "fifth", moves, states, grads, versions, **options)))
+    moves = {1: 1.0, 3: 1.0, 4: 1.0, 9: 0.5, 10: 0.5}
+    versions = {1: 1, 3: 2, 4: 1, 9: 2, 10: 1}
+    assert all(map(torch.equal, expected, run(tmp_path / "sixth", moves, states, {}, versions, **options)))
 
 
 def regions(core: OutOfCoreOptimizer) -> set[int]:
