@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from ds_fuyou.errors import FuyouStateError, FuyouStorageError
+from ds_fuyou.errors import FuyouError, FuyouStateError, FuyouStorageError
 from ds_fuyou.host.device import Device, failure_of
 from ds_fuyou.host.memory import HostPool, PageLocks
 from ds_fuyou.ops.core import load_core
@@ -561,8 +561,14 @@ class OutOfCoreOptimizer:
             self.wait_idle(chunk.index)
 
     def staging_bytes(self, residency: ChunkResidency, wanted_bytes: int | None = None) -> int:
-        """Staging memory for chunks in these places, and in those of now. See :meth:`ChunkPlacement.staging_bytes`."""
-        return max(self.place.staging_bytes(place, wanted_bytes) for place in (self.place.residency, residency))
+        """Staging memory for chunks in these places, in those of now, and in those that they are on their way to. See
+        :meth:`ChunkPlacement.staging_bytes`."""
+        places = [self.place.residency, residency]
+        if self._grads_next is not None:
+            places += [replace(place, grads=self._grads_next) for place in places]
+        if self.mover.target is not None:
+            places += [replace(place, states=self.mover.target) for place in places]
+        return max(self.place.staging_bytes(place, wanted_bytes) for place in places)
 
     def fit_staging(self, residency: ChunkResidency, room_bytes: int | None = None) -> None:
         """Makes staging memory as large as chunks in these places, and in those of now, need it: then it waits for all
@@ -607,21 +613,29 @@ class OutOfCoreOptimizer:
         self.check()
         if self.store is None:
             raise FuyouStateError("this run has no state files: everything was built in host memory")
-        regions = self.store.regions
+        if not self.window.is_empty:
+            raise FuyouStateError("G16 gets another home between steps only: a backward has begun")
+        regions, before = self.store.regions, self._grads_next
         specs = [self.place.grad_spec(c) for c in self.layout.chunks if not grads[c.index]]
         specs = [spec for spec in specs if spec.name not in regions]
-        self.store.reserve(specs, budget_bytes)
-        try:
-            self.fit_staging(replace(self.place.residency, grads=grads))
-        except BaseException:
-            self.store.release(spec.name for spec in specs)
-            raise
+        if specs:
+            self.store.reserve(specs, budget_bytes)
         self._grads_next = grads
+        try:
+            self.fit_staging(self.place.residency)
+        except BaseException:
+            self.undo_place_grads(before)
+            raise
+
+    def undo_place_grads(self, before: tuple[bool, ...] | None) -> None:
+        """What was wanted of G16 ``before``, if anything, is wanted again. The next window gives back what that does
+        not need."""
+        self._grads_next = self.place.residency.grads if before is None else before
 
     @property
-    def moves_grads(self) -> bool:
-        """Whether G16 is to have another home from the next window on."""
-        return self._grads_next is not None
+    def grads_next(self) -> tuple[bool, ...] | None:
+        """By chunk: whether G16 is to be in host memory from the next window on; None where it stays as it is."""
+        return self._grads_next
 
     def _move_grads(self) -> None:
         """A window begins: what gradients were is needed no more. Waits for the updates that read them. If anything
@@ -632,28 +646,42 @@ class OutOfCoreOptimizer:
         self.return_lent()
         if self.mover.is_moving or self.staging.used_bytes or self.store is None:
             return
-        self._grads_next, self._ended = None, None
-        copied_to, was = self._copied_to, self.place.residency.grads
+        self._grads_next = None
+        if grads != self.place.residency.grads:
+            self._ended = None
+            try:
+                self._change_grads(grads)
+            except BaseException as error:  # an interrupt, too: half of it is elsewhere
+                self.fail("gradients that change their home were cut short", error)
+                raise
+            self.placed_anew()
+        regions, now = self.store.regions, self.place.residency.grads
+        unused = [self.place.grad_spec(c).name for c in self.layout.chunks if now[c.index]]
         try:
-            if grads != was:
-                self.gradients.let_go()
-                self.place.set_grads(grads)
-                for chunk in self.layout.chunks if self.options.checksum else ():
-                    if was[chunk.index] and not grads[chunk.index]:
-                        self.io.watch(self.place.grad_extents(chunk.index))
-                if self._copied_to is not copied_to:
-                    self._renew_staging(self.staging.capacity_bytes)
-                for chunk in self.layout.chunks:
-                    self.set_places(chunk)
-                self.gradients = self._make_gradients()
-                self.intake.use(self.gradients)
-            regions = self.store.regions
-            unused = [self.place.grad_spec(c).name for c in self.layout.chunks if grads[c.index]]
             self.store.release(name for name in unused if name in regions)
-        except BaseException as error:  # an interrupt, too: half of it is elsewhere
-            self.fail("gradients that change their home were cut short", error)
-            raise
-        self.placed_anew()
+        except FuyouStorageError as error:
+            logger.warning("space on storage that gradients do not need any more stays taken: %s", error)
+
+    def _change_grads(self, grads: tuple[bool, ...]) -> None:
+        copied_to, was = self._copied_to, self.place.residency.grads
+        self.options.device.synchronize()  # nothing is copied to memory that goes
+        self.gradients.let_go()
+        self.place.set_grads(grads)
+        try:
+            self.gradients = self._make_gradients()
+        except FuyouError as error:
+            logger.warning("gradients stay where they are, training goes on: %s", error)
+            self.place.set_grads(was)
+            self.gradients = self._make_gradients()
+        self.intake.use(self.gradients)
+        now = self.place.residency.grads
+        for chunk in self.layout.chunks if self.options.checksum else ():
+            if was[chunk.index] and not now[chunk.index]:
+                self.io.watch(self.place.grad_extents(chunk.index))
+        if self._copied_to is not copied_to:
+            self._renew_staging(self.staging.capacity_bytes)
+        for chunk in self.layout.chunks:
+            self.set_places(chunk)
 
     @property
     def has_snapshot(self) -> bool:

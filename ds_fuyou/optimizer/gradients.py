@@ -87,8 +87,15 @@ class DramGradients:
         self.waited_secs = 0.0
         self.relieve: Callable[[], bool] = lambda: False
         itemsize = dtype.itemsize
-        sizes = layout.sub_group_numels
-        self._flat = [locks.lock(aligned_tensor(round_up_to_page(n * itemsize))).view(dtype)[:n] for n in sizes]
+        self._flat: list[torch.Tensor] = []
+        try:
+            for numel in layout.sub_group_numels:
+                memory = locks.lock(aligned_tensor(round_up_to_page(numel * itemsize)))
+                self._flat.append(memory.view(dtype)[:numel])
+        except BaseException:
+            for flat in self._flat:
+                locks.unlock(flat)
+            raise
         self._pieces = [[Piece(self._flat[span.sub_group][span.begin : span.end])] for span in layout.params]
 
     @property

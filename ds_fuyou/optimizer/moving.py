@@ -135,6 +135,11 @@ class ChunkMover:
         return is_still and all(release.ended.is_set() for release in self._releases)
 
     @property
+    def target(self) -> tuple[bool, ...] | None:
+        """By chunk: whether its state is to be in host memory; None where nothing more moves than what does."""
+        return self._target
+
+    @property
     def is_moving(self) -> bool:
         """Whether any update moves its chunk now."""
         return bool(self._moving)

@@ -278,14 +278,18 @@ def placed_again(
     """
     stays = {"parameters": plan.residency.parameters, "gradients": plan.residency.gradients}
     found, secs = _placed_again(given, overrides, profile, plan, mode, stays)
-    leaves = {name: share for name, share in stays.items() if name not in others or name in given.fixed_shares()}
-    if leaves != stays:
-        if may_speculate is not None and "parameters" not in leaves:
+    best = secs if found is None else found.secs
+    for moving in (("gradients",), ("parameters",), ("parameters", "gradients")):  # what moves least first
+        if not all(name in others and name not in given.fixed_shares() for name in moving):
+            continue
+        leaves = {name: share for name, share in stays.items() if name not in moving}
+        if "parameters" in moving and may_speculate is not None:
             given = replace(given, may_speculate=may_speculate)
         other, _ = _placed_again(given, overrides, profile, plan, mode, leaves)
-        if other is not None and any(getattr(other.plan.residency, name) != share for name, share in stays.items()):
-            best = secs if found is None else found.secs
-            found = other if other.secs < (1 - _WORTH_MOVING) * best else found
+        if other is None or getattr(other.plan.residency, moving[0]) == stays[moving[0]]:
+            continue
+        if other.secs < (1 - _WORTH_MOVING) * best:
+            found, best = other, other.secs
     return found
 
 

@@ -384,7 +384,7 @@ class RankState:
         if a rank has no room, which is told: then it stays on all.
         """
         core, budget = self.core, self.activation.config.nvme_budget_bytes
-        refused = False
+        refused, before = False, core.grads_next
         try:
             grads = ChunkResidency.of_shares(self.layout, 0.0, 0.0, share).grads
             core.place_grads(grads, None if budget == "auto" else int(budget))
@@ -393,8 +393,7 @@ class RankState:
             logger.warning("G16 stays where it is, training goes on: %s", error)
         if least(float(not refused))[0]:
             return True
-        if not refused:
-            core.place_grads(core.place.residency.grads)
+        core.undo_place_grads(before)
         return False
 
     def step_skipped(self) -> None:

@@ -78,12 +78,14 @@ class RunMoves:
     @property
     def is_idle(self) -> bool:
         """Everything is where it shall be."""
-        return self._comes is None and self._state.core.mover.is_idle and not self._state.core.moves_grads
+        return self._comes is None and self._state.core.mover.is_idle and self._state.core.grads_next is None
 
     @property
     def is_ready(self) -> bool:
-        """Whether P16 of this rank may move now; if it is to come, states have left as they should."""
-        return self._state.may_place_params and (not self.brings or self._state.core.mover.failure is None)
+        """Whether P16 of this rank may move now; if it is to come, states and G16 have left as they should."""
+        core = self._state.core
+        have_left = core.mover.failure is None and core.grads_next is None
+        return self._state.may_place_params and (have_left or not self.brings)
 
     # ---- by what was measured -----------------------------------------------------------------------------
 
@@ -93,9 +95,9 @@ class RunMoves:
         if target is None:
             return
         now, self._comes, self._num_waits = self._state.plan.residency, None, 0
-        if target.grads < now.gradients and not self._place_grads(target):
-            return
         if target.params < now.parameters and not self._place_params(target):
+            return
+        if target.grads < now.gradients and not self._place_grads(target):
             return
         if target.states != now.optimizer:
             if not self._move_states(target.states):
@@ -173,7 +175,8 @@ class RunMoves:
         """Whether this machine has so little left that the system may soon end a process, and something could leave."""
         now = self._state.plan.residency
         held = sum(getattr(now, name) * self._leaves(name) for name in CLASSES)
-        if held <= 0 or not self._state.core.mover.is_idle:
+        core = self._state.core
+        if held <= 0 or not core.mover.is_idle or core.grads_next is not None:
             return False
         return available_host_bytes() < _FLOOR * total_host_bytes()
 
@@ -192,13 +195,14 @@ class RunMoves:
         core, now, given = state.core, state.plan.residency, state.plan_input
         self._was_short, self._comes = True, None
         states_leave = self._leaves("optimizer") and now.optimizer > 0
-        if states_leave:
-            away = replace(core.place.residency, states=(False,) * len(core.layout.chunks))
-            grows = core.staging_bytes(away) - core.staging.capacity_bytes
-        else:
-            grows = state.plan.prefetch_bytes - state.parameters.capacity_bytes
-        lacking = max(0.0, -self._room_bytes() + max(0, grows))
-        lacking = -least(-lacking)[0]
+        nothing = (False,) * len(core.layout.chunks)
+        away = replace(core.place.residency, **{"states" if states_leave else "params": nothing})
+        grows = max(0, core.staging_bytes(away) - core.staging.capacity_bytes)
+        if not states_leave:
+            grows += max(0, state.plan.prefetch_bytes - state.parameters.capacity_bytes)
+        lacking = -least(-max(0.0, float(grows - self._room_bytes())))[0]
+        if lacking <= 0:
+            return
         if states_leave:
             size = bytes_each(given, "optimizer", False) * given.numel
             share = self._most_states = max(0.0, now.optimizer - lacking / size)

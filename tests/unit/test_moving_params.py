@@ -186,7 +186,7 @@ def test_g16_moves_when_the_next_step_s_first_gradient_comes(tmp_path: Path) -> 
         assert not all(core.place.residency.grads), "states are being copied"
         snapshot.close()
         core.apply(hypers(LAYOUT), 1.0, expected_multiplier=1.0)
-        assert core.moves_grads
+        assert core.grads_next is not None
         step(core, 6)
         assert all(core.place.residency.grads)
         assert not any(name.startswith("grad16/") for name in core.store.regions)
@@ -287,3 +287,22 @@ def test_a_move_that_fails_ends_training_and_leaves_no_record_that_lies(
         with pytest.raises(FuyouStorageError):
             core.check()
         assert core.store.last_commit() is None
+
+
+def test_staging_memory_is_as_large_as_what_is_on_its_way_needs(tmp_path: Path) -> None:
+    """G16 that is to leave, P16 that comes meanwhile: nothing else is on storage then; and states that leave after it."""
+    with small_core(tmp_path, LAYOUT, residency=(0.5, 1.0, 1.0)) as core:
+        step(core, 0)
+        place_grads(core, 0.0)
+        place(core, 1.0)
+        step(core, 1)
+        assert not any(core.place.residency.grads)
+        core.mover.move_to((False,) * NUM_CHUNKS, 1)
+        place_grads(core, 1.0)
+        for seed in range(2, 4 + NUM_CHUNKS):
+            step(core, seed)
+        assert not any(core.place.residency.states)
+        assert all(core.place.residency.grads)
+        backward(core, 0)
+        with pytest.raises(FuyouStateError, match="a backward has begun"):
+            place_grads(core, 0.0)
