@@ -290,7 +290,7 @@ def test_a_move_that_fails_ends_training_and_leaves_no_record_that_lies(
 
 
 def test_staging_memory_is_as_large_as_what_is_on_its_way_needs(tmp_path: Path) -> None:
-    """G16 that is to leave, P16 that comes meanwhile: nothing else is on storage then; and states that leave after it."""
+    """G16 that is to leave, P16 that comes meanwhile: nothing else is on storage then; and states that leave later."""
     with small_core(tmp_path, LAYOUT, residency=(0.5, 1.0, 1.0)) as core:
         step(core, 0)
         place_grads(core, 0.0)
