@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from ds_fuyou.errors import FuyouError, FuyouStateError, FuyouStorageError
+from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.host.device import Device, failure_of
 from ds_fuyou.host.memory import HostPool, PageLocks
 from ds_fuyou.ops.core import load_core
@@ -41,6 +41,7 @@ from ds_fuyou.optimizer.intake import GradientIntake
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan
 from ds_fuyou.optimizer.missed_steps import MissedSteps, Run
 from ds_fuyou.optimizer.moving import ChunkMover
+from ds_fuyou.optimizer.moving_grads import GradMover
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.param_access import ParamAccess
 from ds_fuyou.optimizer.placement import ChunkPlacement, state_region
@@ -85,7 +86,7 @@ class OutOfCoreOptimizer:
         with ExitStack() as undo:  # what fails leaves no memory registered with the device
             undo.callback(self._locks.release)
             self.place = ChunkPlacement(layout, options, len(kind.moments), store, self._locks)
-            self.staging = HostPool(self.place.staging_bytes(), self._copied_to)
+            self.staging = HostPool(self.place.staging_bytes(), self.copied_to)
             undo.callback(self.staging.unpin)
             self.io.pin(self.staging)
             slots = {} if resumed is None else resumed.slots
@@ -100,6 +101,7 @@ class OutOfCoreOptimizer:
             self.window = Window(layout)
             self._ended: EndedWindow | None = None
             self.mover = ChunkMover(self, self._worker)
+            self.grad_mover = GradMover(self)
             self.missed = MissedSteps(layout, self.clock)
             self._updates = WindowUpdates(
                 layout,
@@ -112,8 +114,7 @@ class OutOfCoreOptimizer:
                 self._types,
                 self.mover,
             )
-            self.gradients = self._make_gradients()
-            self._grads_next: tuple[bool, ...] | None = None
+            self.gradients = self.make_gradients()
             self.intake = GradientIntake(
                 layout,
                 self.gradients,
@@ -189,11 +190,11 @@ class OutOfCoreOptimizer:
         )
 
     @property
-    def _copied_to(self) -> Device | None:
+    def copied_to(self) -> Device | None:
         """What copies to staging memory: sums of gradients may lie in it for a while."""
         return None if all(self.place.residency.grads) else self.options.device
 
-    def _make_gradients(self) -> GradientMemory:
+    def make_gradients(self) -> GradientMemory:
         options, place = self.options, self.place
         if all(place.residency.grads):
             return DramGradients(self.layout, options.grad_dtype, self._locks)
@@ -245,7 +246,7 @@ class OutOfCoreOptimizer:
         window = self.window
         if window.rules is not None:
             return
-        self._move_grads()
+        self.grad_mover.window_begins()
         self.commits.window_opens()
         start = self.policy.choose() if managed else UpdateStart.DEFER
         window.begin_last(self.clock.prepare(hypers), multiplier, start)
@@ -279,8 +280,7 @@ class OutOfCoreOptimizer:
     def add_gradients(self, gradients: Sequence[tuple[ParamSpan, torch.Tensor]], *, last: bool = True) -> None:
         """The door: see :meth:`GradientIntake.add`."""
         self._ended = None
-        if self._grads_next is not None and self.window.is_empty:
-            self._move_grads()
+        self.grad_mover.window_begins()
         self.intake.add(gradients, last=last)
 
     def summed_over_all(self) -> None:
@@ -311,6 +311,10 @@ class OutOfCoreOptimizer:
         self.intake.settle(wait=True)
         views = self._gradient_pieces(span, stored=stored)
         return views[0] if len(views) == 1 else torch.cat([*views])
+
+    def forget_last_gradients(self) -> None:
+        """Nobody asks any more what gradients the last step used."""
+        self._ended = None
 
     def last_gradient(self, span: ParamSpan, dtype: torch.dtype) -> torch.Tensor | None:
         """A copy of what the last step made of the gradient, unscaled and clipped, or of it as it came if the step was
@@ -564,8 +568,8 @@ class OutOfCoreOptimizer:
         """Staging memory for chunks in these places, in those of now, and in those that they are on their way to. See
         :meth:`ChunkPlacement.staging_bytes`."""
         places = [self.place.residency, residency]
-        if self._grads_next is not None:
-            places += [replace(place, grads=self._grads_next) for place in places]
+        if self.grad_mover.target is not None:
+            places += [replace(place, grads=self.grad_mover.target) for place in places]
         if self.mover.target is not None:
             places += [replace(place, states=self.mover.target) for place in places]
         return max(self.place.staging_bytes(place, wanted_bytes) for place in places)
@@ -586,11 +590,11 @@ class OutOfCoreOptimizer:
         self.return_lent()
         if self.staging.used_bytes:  # by a read that nobody wants any more, say
             raise FuyouStorageError(errno.EBUSY, "staging memory is in use by a read that nobody waits for; ask again")
-        self._renew_staging(num_bytes)
+        self.renew_staging(num_bytes)
 
-    def _renew_staging(self, num_bytes: int) -> None:
+    def renew_staging(self, num_bytes: int) -> None:
         """Nothing uses that of before."""
-        old, new = self.staging, HostPool(num_bytes, self._copied_to)
+        old, new = self.staging, HostPool(num_bytes, self.copied_to)
         self.io.engine.unregister_buffer(old.pool.base, old.capacity_bytes)
         self.pipeline.set_staging(new.pool)
         self.staging = new
@@ -600,88 +604,6 @@ class OutOfCoreOptimizer:
     def set_places(self, chunk: Chunk) -> None:
         """Tells the pipeline where P16 and G16 of a chunk are now, on which nothing works."""
         self.pipeline.set_places(chunk.index, self.spec_of(chunk, self.place.state(chunk.index)))
-
-    def place_grads(self, grads: tuple[bool, ...], budget_bytes: int | None = None) -> None:
-        """From the next window on G16 of these chunks is in host memory, that of the others on storage, where room is
-        taken for it now. Between steps. ``budget_bytes``: the most on storage.
-
-        Raises:
-            FuyouStorageError: no room; nothing changes.
-            FuyouMemoryError: none for staging memory; nothing changes.
-            FuyouStateError: there is no store.
-        """
-        self.check()
-        if self.store is None:
-            raise FuyouStateError("this run has no state files: everything was built in host memory")
-        if not self.window.is_empty:
-            raise FuyouStateError("G16 gets another home between steps only: a backward has begun")
-        regions, before = self.store.regions, self._grads_next
-        specs = [self.place.grad_spec(c) for c in self.layout.chunks if not grads[c.index]]
-        specs = [spec for spec in specs if spec.name not in regions]
-        if specs:
-            self.store.reserve(specs, budget_bytes)
-        self._grads_next = grads
-        try:
-            self.fit_staging(self.place.residency)
-        except BaseException:
-            self.undo_place_grads(before)
-            raise
-
-    def undo_place_grads(self, before: tuple[bool, ...] | None) -> None:
-        """What was wanted of G16 ``before``, if anything, is wanted again. The next window gives back what that does
-        not need."""
-        self._grads_next = self.place.residency.grads if before is None else before
-
-    @property
-    def grads_next(self) -> tuple[bool, ...] | None:
-        """By chunk: whether G16 is to be in host memory from the next window on; None where it stays as it is."""
-        return self._grads_next
-
-    def _move_grads(self) -> None:
-        """A window begins: what gradients were is needed no more. Waits for the updates that read them. If anything
-        else moves, or is copied to a checkpoint, a later window does it."""
-        grads = self._grads_next
-        if grads is None or self.has_snapshot or not self.window.is_empty:
-            return
-        self.return_lent()
-        if self.mover.is_moving or self.staging.used_bytes or self.store is None:
-            return
-        self._grads_next = None
-        if grads != self.place.residency.grads:
-            self._ended = None
-            try:
-                self._change_grads(grads)
-            except BaseException as error:  # an interrupt, too: half of it is elsewhere
-                self.fail("gradients that change their home were cut short", error)
-                raise
-            self.placed_anew()
-        regions, now = self.store.regions, self.place.residency.grads
-        unused = [self.place.grad_spec(c).name for c in self.layout.chunks if now[c.index]]
-        try:
-            self.store.release(name for name in unused if name in regions)
-        except FuyouStorageError as error:
-            logger.warning("space on storage that gradients do not need any more stays taken: %s", error)
-
-    def _change_grads(self, grads: tuple[bool, ...]) -> None:
-        copied_to, was = self._copied_to, self.place.residency.grads
-        self.options.device.synchronize()  # nothing is copied to memory that goes
-        self.gradients.let_go()
-        self.place.set_grads(grads)
-        try:
-            self.gradients = self._make_gradients()
-        except FuyouError as error:
-            logger.warning("gradients stay where they are, training goes on: %s", error)
-            self.place.set_grads(was)
-            self.gradients = self._make_gradients()
-        self.intake.use(self.gradients)
-        now = self.place.residency.grads
-        for chunk in self.layout.chunks if self.options.checksum else ():
-            if was[chunk.index] and not now[chunk.index]:
-                self.io.watch(self.place.grad_extents(chunk.index))
-        if self._copied_to is not copied_to:
-            self._renew_staging(self.staging.capacity_bytes)
-        for chunk in self.layout.chunks:
-            self.set_places(chunk)
 
     @property
     def has_snapshot(self) -> bool:

@@ -384,16 +384,16 @@ class RankState:
         if a rank has no room, which is told: then it stays on all.
         """
         core, budget = self.core, self.activation.config.nvme_budget_bytes
-        refused, before = False, core.grads_next
+        refused, before = False, core.grad_mover.target
         try:
             grads = ChunkResidency.of_shares(self.layout, 0.0, 0.0, share).grads
-            core.place_grads(grads, None if budget == "auto" else int(budget))
+            core.grad_mover.move_to(grads, None if budget == "auto" else int(budget))
         except FuyouError as error:
             refused = True
             logger.warning("G16 stays where it is, training goes on: %s", error)
         if least(float(not refused))[0]:
             return True
-        core.undo_place_grads(before)
+        core.grad_mover.undo(before)
         return False
 
     def step_skipped(self) -> None:

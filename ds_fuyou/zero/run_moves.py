@@ -78,13 +78,13 @@ class RunMoves:
     @property
     def is_idle(self) -> bool:
         """Everything is where it shall be."""
-        return self._comes is None and self._state.core.mover.is_idle and self._state.core.grads_next is None
+        return self._comes is None and self._state.core.mover.is_idle and self._state.core.grad_mover.target is None
 
     @property
     def is_ready(self) -> bool:
         """Whether P16 of this rank may move now; if it is to come, states and G16 have left as they should."""
         core = self._state.core
-        have_left = core.mover.failure is None and core.grads_next is None
+        have_left = core.mover.failure is None and core.grad_mover.target is None
         return self._state.may_place_params and (have_left or not self.brings)
 
     # ---- by what was measured -----------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class RunMoves:
         now = self._state.plan.residency
         held = sum(getattr(now, name) * self._leaves(name) for name in CLASSES)
         core = self._state.core
-        if held <= 0 or not core.mover.is_idle or core.grads_next is not None:
+        if held <= 0 or not core.mover.is_idle or core.grad_mover.target is not None:
             return False
         return available_host_bytes() < _FLOOR * total_host_bytes()
 

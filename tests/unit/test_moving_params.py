@@ -50,7 +50,7 @@ def residency_of(options: dict[str, Any]) -> float:
 
 
 def place_grads(core: OutOfCoreOptimizer, share: float) -> None:
-    core.place_grads(ChunkResidency.of_shares(LAYOUT, 0.0, 0.0, share).grads)
+    core.grad_mover.move_to(ChunkResidency.of_shares(LAYOUT, 0.0, 0.0, share).grads)
 
 
 def run(
@@ -186,7 +186,7 @@ def test_g16_moves_when_the_next_step_s_first_gradient_comes(tmp_path: Path) -> 
         assert not all(core.place.residency.grads), "states are being copied"
         snapshot.close()
         core.apply(hypers(LAYOUT), 1.0, expected_multiplier=1.0)
-        assert core.grads_next is not None
+        assert core.grad_mover.target is not None
         step(core, 6)
         assert all(core.place.residency.grads)
         assert not any(name.startswith("grad16/") for name in core.store.regions)
