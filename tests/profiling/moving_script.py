@@ -82,19 +82,21 @@ def engine_of(resume: str, nvme_budget_bytes: int | str = "auto", **more: object
     return engine
 
 
-def moves_of_params() -> dict[str, object]:
-    """Of P16 and states, which a run has placed that knows nothing: P16 comes when states have left, leaves again, and
-    leaves for good when there is no memory."""
+def moves_of_all() -> dict[str, object]:
+    """Of P16, states and G16, which a run has placed that knows nothing: P16 comes when states have left, and all leave
+    when there is no memory, one class after the other."""
     os.environ["DS_FUYOU_PROFILES"] += "-of-a-run-that-knows-nothing"
-    engine = engine_of("off", parameters={"tier": "auto"}, plan={"chunk_bytes": 65536, "staging_bytes": 1 << 20})
+    open_tiers = {"parameters": {"tier": "auto"}, "gradients": {"tier": "auto"}}
+    engine = engine_of("off", **open_tiers, plan={"chunk_bytes": 65536, "staging_bytes": 1 << 20})
     state, plan = engine.optimizer.rank_state, engine.optimizer.run_plan
     found: dict[str, list[object]] = {"losses": train(engine, 0, 3), "planned": [], "resident": [], "regions": []}
 
     def look() -> None:
         residency, place = state.plan.residency, state.core.place.residency
-        found["planned"].append([residency.parameters, residency.optimizer])
-        found["resident"].append([state.layout.share_of(place.params), state.layout.share_of(place.states)])
-        found["regions"].append(sum(name.startswith("param16/") for name in state.store.regions))
+        found["planned"].append([residency.parameters, residency.optimizer, residency.gradients])
+        found["resident"].append([state.layout.share_of(share) for share in (place.params, place.states, place.grads)])
+        names = ("param16/", "grad16/")
+        found["regions"].append([sum(region.startswith(name) for region in state.store.regions) for name in names])
 
     look()
     measured = plan.profile
@@ -109,7 +111,7 @@ def moves_of_params() -> dict[str, object]:
     found["losses"] += train(engine, 13, 17)
     look()
     run_moves.available_host_bytes = lambda: 4096
-    found["losses"] += train(engine, 17, 20)
+    found["losses"] += train(engine, 17, 24)
     look()
     found["watched"] = plan.prediction is not None
     engine.destroy()
@@ -152,7 +154,7 @@ def main() -> None:
     if resume == "off":
         found["roomy"] = second_start(slow_adam(measured), 1 << 30)
         found["small"] = second_start(slow_adam(measured), int(1.15 * stored))
-        found["params"] = moves_of_params()
+        found["all"] = moves_of_all()
     sys.stdout.write(f"RESULT {json.dumps(found)}\n")
 
 
