@@ -51,7 +51,12 @@ class State:
         self.clock = HostClock(lambda: report.waited_secs(self))
         self.core = SimpleNamespace(
             options=options,
-            place=SimpleNamespace(residency=options.residency, stored=StateLayout(WHOLE, 2), spare_bytes=0),
+            place=SimpleNamespace(
+                residency=options.residency,
+                num_versions=options.num_param_versions,
+                stored=StateLayout(WHOLE, 2),
+                spare_bytes=0,
+            ),
             layout=LAYOUT,
             kind=SimpleNamespace(moments=("exp_avg", "exp_avg_sq")),
             staging=SimpleNamespace(capacity_bytes=4096),
