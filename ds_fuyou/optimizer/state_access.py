@@ -7,6 +7,7 @@ import enum
 import errno
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -325,10 +326,14 @@ class StateAccess:
         if lacking:
             core.wait_copied()
         written: list[tuple[int, torch.Tensor]] = []
-        for index, read in [(index, self._start_reading(index, with_moments=False)) for index in lacking]:
+        reads = (self._start_reading(index, with_moments=False) for index in lacking)
+        coming = deque(islice(reads, _NUM_COMING))
+        while coming:
+            read = coming.popleft()
             self._finish_reading(read)
             halves = encode(core.place.stored.master_alone, read.chunk.numel, read.state, read.block)
-            written.append((index, halves))
+            written.append((read.chunk.index, halves))
+            coming.extend(islice(reads, 1))
         at = {index: core.place.stored.offsets(core.layout.chunks[index].numel)["joints"] for index, _ in written}
         self._write_parts([(index, 0, halves[: at[index]]) for index, halves in written])
         self._write_parts([(index, at[index], halves[at[index] :][:PAGE_BYTES]) for index, halves in written])

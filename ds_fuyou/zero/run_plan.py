@@ -262,15 +262,15 @@ class RunPlan:
                 auto.decide_anew()
                 if current_rank() == 0:
                     get_logger().info("activations are decided anew within the next steps")
+        plan = self._state.plan
         if scarce:
             moves.leave_memory()
         elif anew:
             moves.move(self.profile)
         elif moves.brings:
             moves.bring(waits=waits)
-        else:
-            return
-        self._moved()
+        if self._state.plan is not plan:
+            self._moved()
 
     def _moved(self) -> None:
         """What steps take is predicted anew when everything has arrived."""
