@@ -137,8 +137,9 @@ class ParamMove:
         if not is_same:
             core.published.param_version = 0
         if core.options.checksum:
-            for spec, slot in product(self._reserved, range(core.options.num_slots)):
-                core.io.watch(place.extents(spec, slot))
+            for chunk, slot in product(self._moving, range(core.options.num_slots)):
+                if now[chunk.index]:
+                    core.io.watch(place.param_extents(chunk.index, slot))
         gives_back, writing = not core.options.device.is_host, deque[Transfer]()
         for chunk, values in self._published(affected, now, before):
             core.set_places(chunk)

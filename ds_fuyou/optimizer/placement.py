@@ -40,15 +40,24 @@ def regions_for(layout: FlatLayout, options: CoreOptions, num_moments: int, num_
     regions, stored = [], options.state_layout(num_moments)
     for chunk in layout.chunks:
         if not options.residency.states[chunk.index]:
-            num_bytes = stored.of(chunk.param_begins).num_bytes(chunk.numel)
-            regions.append(RegionSpec(state_region(chunk.index), num_bytes, num_slots))
+            regions.append(_state_spec(chunk, stored, num_slots))
         if not options.residency.params[chunk.index]:
-            num_bytes = round_up_to_page(chunk.numel * options.param_dtype.itemsize)
-            regions.append(RegionSpec(param_region(chunk.index), num_bytes, num_slots))
+            regions.append(_param_spec(chunk, options.param_dtype, num_slots))
         if not options.residency.grads[chunk.index]:
-            num_bytes = round_up_to_page(chunk.numel * options.grad_dtype.itemsize)
-            regions.append(RegionSpec(grad_region(chunk.index), num_bytes, 1))
+            regions.append(_grad_spec(chunk, options.grad_dtype))
     return regions
+
+
+def _state_spec(chunk: Chunk, stored: StateLayout, num_slots: int) -> RegionSpec:
+    return RegionSpec(state_region(chunk.index), stored.of(chunk.param_begins).num_bytes(chunk.numel), num_slots)
+
+
+def _param_spec(chunk: Chunk, dtype: torch.dtype, num_slots: int) -> RegionSpec:
+    return RegionSpec(param_region(chunk.index), round_up_to_page(chunk.numel * dtype.itemsize), num_slots)
+
+
+def _grad_spec(chunk: Chunk, dtype: torch.dtype) -> RegionSpec:
+    return RegionSpec(grad_region(chunk.index), round_up_to_page(chunk.numel * dtype.itemsize), 1)
 
 
 class ParamsOfSubGroup:
@@ -250,23 +259,15 @@ class ChunkPlacement:
 
     def param_spec(self, chunk: Chunk) -> RegionSpec:
         """The region of a chunk's P16, where it is on storage."""
-        num_bytes = round_up_to_page(chunk.numel * self._options.param_dtype.itemsize)
-        return RegionSpec(param_region(chunk.index), num_bytes, self._options.num_slots)
+        return _param_spec(chunk, self._options.param_dtype, self._options.num_slots)
 
     def state_spec(self, chunk: Chunk) -> RegionSpec:
         """The region of a chunk's state, where it is on storage."""
-        return RegionSpec(
-            state_region(chunk.index), self.stored_of(chunk).num_bytes(chunk.numel), self._options.num_slots
-        )
+        return _state_spec(chunk, self.stored, self._options.num_slots)
 
     def grad_spec(self, chunk: Chunk) -> RegionSpec:
         """The region of a chunk's G16, where it is on storage."""
-        return RegionSpec(
-            grad_region(chunk.index), round_up_to_page(chunk.numel * self._options.grad_dtype.itemsize), 1
-        )
-
-    def extents(self, spec: RegionSpec, slot: int) -> tuple[Extent, ...]:
-        return self._need_store().extents(spec.name, slot)
+        return _grad_spec(chunk, self._options.grad_dtype)
 
     def state_extents(self, index: int, slot: int) -> tuple[Extent, ...]:
         return self._need_store().extents(state_region(index), slot)

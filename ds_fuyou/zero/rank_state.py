@@ -286,6 +286,12 @@ class RankState:
             trainable = [span.index for span in order if span is not None]
             self.core.set_positions(zip(trainable, range(len(trainable)), strict=True))
 
+    @property
+    def _storage_budget_bytes(self) -> int | None:
+        """The most on storage; None where the user names none."""
+        budget = self.activation.config.nvme_budget_bytes
+        return None if budget == "auto" else int(budget)
+
     def move_to(
         self, states_share: float, step_bytes: int = MOVED_A_STEP_BYTES, room: Callable[[], int] | None = None
     ) -> bool:
@@ -302,10 +308,9 @@ class RankState:
         if states_share > 0 and config.durable:
             raise FuyouStateError('fuyou.durable is true: states stay on storage, "optimizer.tier" is "nvme"')
         states = ChunkResidency.of_shares(self.layout, 0.0, states_share, 0.0).states
-        budget = config.nvme_budget_bytes
         refused = False
         try:
-            mover.move_to(states, step_bytes, None if budget == "auto" else int(budget), room)
+            mover.move_to(states, step_bytes, self._storage_budget_bytes, room)
         except (FuyouMemoryError, FuyouStorageError) as error:
             refused = True
             logger.warning("chunks stay where they are, training goes on: %s", error)
@@ -335,11 +340,10 @@ class RankState:
         Raises:
             FuyouStorageError: something could not be read or written.
         """
-        budget = self.activation.config.nvme_budget_bytes
         params = ChunkResidency.of_shares(self.layout, share, 0.0, 0.0).params
         move: ParamMove | None = None
         try:
-            move = ParamMove(self.core, params, None if budget == "auto" else int(budget), num_versions)
+            move = ParamMove(self.core, params, self._storage_budget_bytes, num_versions)
         except FuyouError as error:
             logger.warning("P16 stays where it is, training goes on: %s", error)
         is_agreed = False
@@ -364,15 +368,12 @@ class RankState:
         self.parameters.let_go()
         why = "they were on their way to another home, which was cut short"
         for param in trained:
-            self._partitions[param.ds_id].move(Lost(f"parameter {self.span(param).name}", why))
-            PARTITION_TENSORS.stand_in(param.ds_tensor)
+            param.nvme_swapper.hold(param, Lost(f"parameter {self.span(param).name}", why))
         if self._lanes is not None:
             self._lanes.collect()
         move.make()
         for param in trained:
-            partition = self._partitions[param.ds_id]
-            partition.move(PublishedSpan(self.core, self.span(param)))
-            PARTITION_TENSORS.away(partition)
+            param.nvme_swapper.hold(param, PublishedSpan(self.core, self.span(param)))
         self.parameters.take(self.parameters.partitions, read_bytes)
         self.parameters.look_ahead()
         self.params_placed()
@@ -383,11 +384,11 @@ class RankState:
         the others on storage: nothing is copied, no gradient outlives its step. A collective, between two steps. False
         if a rank has no room, which is told: then it stays on all.
         """
-        core, budget = self.core, self.activation.config.nvme_budget_bytes
+        core = self.core
         refused, before = False, core.grad_mover.target
         try:
             grads = ChunkResidency.of_shares(self.layout, 0.0, 0.0, share).grads
-            core.grad_mover.move_to(grads, None if budget == "auto" else int(budget))
+            core.grad_mover.move_to(grads, self._storage_budget_bytes)
         except FuyouError as error:
             refused = True
             logger.warning("G16 stays where it is, training goes on: %s", error)
