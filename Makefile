@@ -157,7 +157,7 @@ $(CLIENTS)/.installed-clients: $(wildcard tests/clients/*.txt)
 # A smaller selection (marker "compat") with the oldest DeepSpeed that works.
 test-oldest:
 	$(MAKE) setup VENV=.venv-ds0189 DS_VERSION=$(DS_OLDEST) EXTRAS=dev
-	$(OLDEST) python tests/harness/prebuild.py
+	$(OLDEST) python tests/harness/prebuild.py core CPUAdamBuilder ShareMemCommBuilder
 	$(OLDEST) python -m pytest -m compat $(TEST_FLAGS)
 
 lint: setup
