@@ -314,5 +314,7 @@ _CONFIGS = {
     "fuyou_all_nvme_int8": _fuyou("nvme", "nvme", "nvme", {"masters": "split", "moments": "int8"}),
     "fuyou_swap": _SWAP,
     "fuyou_swap_traced": _traced(_SWAP),
-    "fuyou_auto": _fuyou("cpu", "nvme", "cpu", gpu_budget_bytes=4_400_000_000),  # what stock takes with checkpointing
+    # The memory that stock takes with checkpointing: of the device, and of the host too.
+    "fuyou_auto": _fuyou("cpu", "nvme", "cpu", gpu_budget_bytes=4_400_000_000),
+    "fuyou_auto_all": _fuyou("auto", "auto", "auto", gpu_budget_bytes=4_400_000_000, dram_budget_bytes=7_900_000_000),
 }

@@ -44,6 +44,7 @@ STREAMED = {
     "stage3_max_reuse_distance": 30_000_000,
     "stage3_prefetch_bucket_size": 10_000_000,
 }
+STATE_BYTES = BYTES_A_PARAMETER | dict.fromkeys(("fuyou_swap", "fuyou_auto"), BYTES_A_PARAMETER["fuyou_optimizer_nvme"])
 MOST_IDLE = 0.02
 MOST_OVER_FLOOR = 1.10
 MOST_OVER_PLAN = 1.05  # host memory
@@ -152,6 +153,17 @@ CASES = (
         model=WIDE,
         num_timed=2,
     ),
+    DeviceCase(  # the same, with as much host memory as that engine takes
+        "activations_memory",
+        8,
+        0.1,
+        4e9,
+        4e9,
+        ("zero_infinity_checkpointing", "fuyou_auto_all"),
+        {"fuyou_auto_all/zero_infinity_checkpointing": 0.45},
+        model=WIDE,
+        num_timed=2,
+    ),
 )
 BY_NAME = {case.name: case for case in CASES}
 MEASURED_BY_FLOOR = (
@@ -161,6 +173,7 @@ MEASURED_BY_FLOOR = (
     "link_bound_down",
     "accumulation_8",
     "activations",
+    "activations_memory",
 )
 
 
@@ -188,12 +201,17 @@ def floor_secs(
     """Seconds that each lane needs alone for what a step must do; the largest is the floor.
 
     Parameters cross the link twice a micro-batch, or less often where the device keeps some of them; gradients once;
-    swapped activations cross it twice and lie on storage. ``compute`` is what the device was busy with.
+    swapped activations cross it twice and lie on storage. ``compute`` is what the device was busy with. Where a plan
+    decided what is on storage, the bytes that it moved are what must be moved.
     """
     settings = case.settings()
     swapped = lanes.get("activation_out_bytes", 0.0)
-    read, written = (each * numel for each in BYTES_A_PARAMETER.get(variant, (12, 12)))
-    read, written = read + lanes.get("activation_read_bytes", 0.0), written + lanes.get("activation_written_bytes", 0.0)
+    if variant == "fuyou_auto_all":
+        read, written = lanes["read_bytes"], lanes["write_bytes"]
+    else:
+        read, written = (each * numel for each in STATE_BYTES.get(variant, (12, 12)))
+        read += lanes.get("activation_read_bytes", 0.0)
+        written += lanes.get("activation_written_bytes", 0.0)
     passes = case.accumulation
     if variant == "fuyou_all_nvme":  # P16 is read for every pass of every micro-batch
         read += 4 * numel * (passes - 1)
