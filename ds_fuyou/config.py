@@ -188,8 +188,8 @@ class OptimizerSettings(_Settings):
         "auto",
         description="How P32 on storage is kept. `whole`: fp32. `split`: as 16 lower bits, which P16 completes, so "
         "fewer bytes move, and every value is the same to the bit; it needs bfloat16 parameters and `checksum`. "
-        "`auto`: `split` where that is so, except where checkpoints share blocks with the state files (XFS, Btrfs). A "
-        "run that goes on from state files keeps theirs.",
+        "`auto`: `split` where that is so, except where checkpoints of fp32 moments share blocks with the state files "
+        "(XFS, Btrfs; not with `durable`, `resume` or `keep_state`). A run that goes on from state files keeps theirs.",
     )
     moments: Literal["fp32", "bf16", "int8"] = Field(
         "fp32",
@@ -273,7 +273,8 @@ class PlanOverrides(_Settings):
     slots: Literal[1, 2, 3] | None = Field(
         None,
         description="Slots of a chunk on storage. Three, the choice under `checkpoint.save: background` where disks "
-        "have room, spread such a checkpoint over many steps.",
+        "have room for them and two checkpoints and all states are on storage, spread such a checkpoint over many "
+        "steps.",
     )
     small_param_bytes: ByteCount | None = Field(
         None,
@@ -332,7 +333,11 @@ class FuyouConfig(_Settings):
         "Where nodes or ranks use other disks: `$NAME` is taken from the environment of the rank, `{host}`, `{node}`, "
         "`{rank}` and `{local_rank}` are replaced.",
     )
-    dram_budget_bytes: ByteBudget = Field("auto", description="Host memory this rank may use.")
+    dram_budget_bytes: ByteBudget = Field(
+        "auto",
+        description="Host memory this rank may use. `auto`: 80 % of what is free at the start, of all ranks of the "
+        "machine in equal shares, on every rank what the one with least has.",
+    )
     gpu_budget_bytes: ByteBudget = Field(
         "auto",
         description="Device memory this rank may use; `activations.mode: auto` fills it, and what is left bounds the "

@@ -22,6 +22,7 @@ from ds_fuyou.errors import FuyouConfigError, FuyouError
 __all__ = ["Finding", "add_arguments", "findings", "run"]
 
 _IO_URING_SETUP = 425  # the same number on every Linux architecture
+REINSTALL = "in the checkout of ds_fuyou: pip install --force-reinstall --no-deps ."
 _MEMLOCK_WANTED_BYTES = 64 * 1024 * 1024
 
 
@@ -101,7 +102,7 @@ def _hook() -> Finding:
         fix = "unset TORCH_DEVICE_BACKEND_AUTOLOAD, or launch with: deepspeed --module ds_fuyou SCRIPT"
         return Finding("hook", "switched off by TORCH_DEVICE_BACKEND_AUTOLOAD=0", ok=False, fix=fix)
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    return Finding("hook", f"not live: {last}", ok=False, fix="pip install --force-reinstall --no-deps ds_fuyou")
+    return Finding("hook", f"not live: {last}", ok=False, fix=REINSTALL)
 
 
 def _other_ways() -> Finding:
@@ -129,7 +130,7 @@ def _other_ways() -> Finding:
             for process in running.values():
                 process.kill()
     if dead:
-        fix = "pip install --force-reinstall --no-deps ds_fuyou"
+        fix = REINSTALL
         return Finding("without plugin loading", f"not live: {', '.join(dead)}", ok=False, fix=fix)
     return Finding("without plugin loading", f"live by {' and by '.join(ways)}")
 

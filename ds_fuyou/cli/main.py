@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse_args(arguments_given)
         status: int = _module(arguments.command).run(arguments)
     except ModuleNotFoundError as error:  # the planner's commands need neither torch nor DeepSpeed, the others do
-        sys.stderr.write(f"fuyou {chosen}: needs a package that is not installed ({error}); pip install ds_fuyou\n")
+        sys.stderr.write(f"fuyou {chosen}: {error}; install ds_fuyou again, with what it depends on\n")
         return 2
     except (FuyouError, OSError) as error:
         sys.stderr.write(f"fuyou {chosen}: {error}\n")

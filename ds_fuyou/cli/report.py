@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.no_png:
         return 0
     if importlib.util.find_spec("matplotlib") is None:
-        sys.stdout.write("no picture: matplotlib is not installed (pip install 'ds_fuyou[report]')\n")
+        sys.stdout.write("no picture: matplotlib is not installed (pip install matplotlib)\n")
         return 0
     from ds_fuyou.telemetry.picture import draw_png
 
