@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["CallCounter", "OperatorCall", "is_view", "written_tensors"]
+__all__ = ["CallCounter", "OperatorCall", "is_foreign", "is_view", "written_tensors"]
 
 _CHEAP = frozenset(
     {"aten._to_copy.default", "aten.empty_like.default", "aten.clone.default", "aten._unsafe_view.default"}
 )
 _PROBABILITIES = ("dropout_p", "p")
+_TORCHS = frozenset({"aten", "prim", "prims"})
 
 
 class OperatorCall(NamedTuple):
@@ -90,6 +91,11 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             value = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
             return value != 0
     return True
+
+
+def is_foreign(func: Any) -> bool:
+    """Whether the operator is another library's, which need not say that it draws random numbers."""
+    return not isinstance(func, torch._ops.OpOverload) or func.namespace not in _TORCHS
 
 
 def is_view(func: Any) -> bool:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ds_fuyou.activations.selective import OutputSelection, RegionOutputs
-from ds_fuyou.activations.surroundings import Surroundings
+from ds_fuyou.activations.surroundings import RandomSource, Surroundings
 from ds_fuyou.activations.takeover import CheckpointTakeover
 from ds_fuyou.log import log_once
 
@@ -147,12 +147,18 @@ class RecomputedForward:
     gather their parameters again. Checkpointing is non-re-entrant and without early stop, so every hook that began
     also ends. A deep copy of the module gets its class's own forward.
 
-    ``selection`` names operators whose outputs are not computed again; None: all of them are.
+    ``selection`` names operators whose outputs are not computed again; None: all of them are. ``draws``: see
+    :class:`Surroundings`.
     """
 
     def __init__(
-        self, module: nn.Module, takeover: CheckpointTakeover, selection: OutputSelection | None = None
+        self,
+        module: nn.Module,
+        takeover: CheckpointTakeover,
+        selection: OutputSelection | None = None,
+        draws: RandomSource | None = None,
     ) -> None:
+        self._draws = draws
         self._module = weakref.ref(module)
         self._selection = selection
         self._takeover = takeover
@@ -180,7 +186,7 @@ class RecomputedForward:
         saved = self._selection.region() if self._selection is not None else None
         inputs = [leaf for leaf in leaves if _can_be_saved(leaf)]
         others = [None if _can_be_saved(leaf) else (leaf,) for leaf in leaves]
-        found = Surroundings(module, leaves)
+        found = Surroundings(module, leaves, self._draws)
         buffers = self._changed.before(module)
         given = [(args, kwargs)]
 

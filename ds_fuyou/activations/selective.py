@@ -15,6 +15,11 @@ again, and changed again. One case is common and safe: an autograd function comp
 returns it, as DeepSpeed's linear layer adds the bias to the product. There, in a forward without gradients and with no
 other operator in between, the change belongs to the output: what is saved is the complete one, and the recomputation
 leaves the change out. So an output is saved when the operator after it is seen, not at once.
+
+[Note: operators that draw]
+An operator that is not run again draws no random numbers, and what draws after it would draw others. PyTorch says
+which of its own draw (``calls.py``). Those of other libraries need not say it (flash attention with dropout does not),
+so generators are compared around each of their calls that is to be saved: one that has drawn is computed again.
 """
 
 from __future__ import annotations
@@ -28,8 +33,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ds_fuyou.activations.calls import CallCounter, OperatorCall, is_view, written_tensors
+from ds_fuyou.activations.calls import CallCounter, OperatorCall, is_foreign, is_view, written_tensors
 from ds_fuyou.activations.policy import Fate
+from ds_fuyou.activations.surroundings import RandomSource
 from ds_fuyou.activations.swapper import PACKED, Swapper
 
 __all__ = ["OutputSelection", "RegionOutputs"]
@@ -68,23 +74,27 @@ class _Made:
 
 
 class OutputSelection:
-    """What to do with each output in every forward of one block; calls that are not named are computed again."""
+    """What to do with each output in every forward of one block; calls that are not named are computed again.
 
-    def __init__(self, swapper: Swapper, fates: Mapping[OperatorCall, Fate]) -> None:
-        self._swapper = swapper
+    ``draws``: random numbers of a device with memory of its own.
+    """
+
+    def __init__(self, swapper: Swapper, fates: Mapping[OperatorCall, Fate], draws: RandomSource | None = None) -> None:
+        self._swapper, self._draws = swapper, draws
         self._fates = {call: fate for call, fate in fates.items() if fate is not Fate.RECOMPUTE}
 
     def region(self) -> RegionOutputs:
         """For one forward of the block."""
-        return RegionOutputs(self._swapper, self._fates)
+        return RegionOutputs(self._swapper, self._fates, self._draws)
 
 
 class RegionOutputs:
     """Outputs that one forward of a block saved. They live as long as the graph that may need them."""
 
-    def __init__(self, swapper: Swapper, fates: Mapping[OperatorCall, Fate]) -> None:
+    def __init__(self, swapper: Swapper, fates: Mapping[OperatorCall, Fate], draws: RandomSource | None) -> None:
         self._swapper = swapper
         self._fates = fates
+        self._draws = draws
         self._saved: dict[OperatorCall, _Saved] = {}
         self._by_storage: dict[int, OperatorCall] = {}
         self._made: _Made | None = None
@@ -95,10 +105,16 @@ class RegionOutputs:
         """For the ``context_fn`` of a checkpoint: around the forward, and around every recomputation."""
         return _Forward(self), _Recomputation(self)
 
+    def wants(self, call: OperatorCall) -> bool:
+        return call in self._fates
+
+    def random_states(self) -> list[torch.Tensor]:
+        """Of the generators that operators draw from."""
+        return [torch.get_rng_state(), *([] if self._draws is None else [self._draws.read()])]
+
     def made(self, call: OperatorCall, inputs: Shapes, outputs: Any) -> None:
-        """The call has just run."""
-        if call in self._fates:
-            self._made = _Made(call, inputs, outputs)
+        """A wanted call has just run."""
+        self._made = _Made(call, inputs, outputs)
 
     def changes(self, written: list[torch.Tensor]) -> None:
         """An operator that is no view is about to run, and changes these in place.
@@ -178,8 +194,12 @@ class _Forward(_Mode):
         if not is_view(func):
             self._region.changes(written_tensors(func, args, named))
         call = self._calls.place(func, args, named)
+        if call is None or not self._region.wants(call):
+            return func(*args, **named)
+        before = self._region.random_states() if is_foreign(func) else []
         outputs = func(*args, **named)
-        if call is not None:
+        after = self._region.random_states() if before else []
+        if all(map(torch.equal, before, after)):
             self._region.made(call, _shapes(args), outputs)
         return outputs
 

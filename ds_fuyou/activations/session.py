@@ -22,6 +22,7 @@ from ds_fuyou.activations.open_hooks import OpenHooks, computes_its_loss
 from ds_fuyou.activations.policy import BlockFate
 from ds_fuyou.activations.recompute import RecomputedForward
 from ds_fuyou.activations.selective import OutputSelection
+from ds_fuyou.activations.surroundings import RandomSource
 from ds_fuyou.activations.swapper import Swapper
 from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover, TakeoverPoint
 from ds_fuyou.activations.tier import SwapCounters
@@ -40,6 +41,7 @@ class ActivationSession:
         swapper: takes what is saved; None saves as ever.
         recomputed: those of the blocks that are computed again in backward.
         points: how gradient checkpointing is recognised in forward, and taken over.
+        draws: random numbers of a device with memory of its own; None: the host's are all.
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class ActivationSession:
         swapper: Swapper | None,
         recomputed: Sequence[Block] = (),
         points: Sequence[TakeoverPoint] = TORCH_POINTS,
+        draws: RandomSource | None = None,
     ) -> None:
         self.blocks = tuple(blocks)
+        self._draws = draws
         self.swapper = swapper
         self._takeover = CheckpointTakeover(
             "their activations are swapped, not recomputed" if swapper is not None else "it recomputes whole blocks",
@@ -74,7 +78,7 @@ class ActivationSession:
         if swapper is not None:
             for block in blocks:
                 self._watch_block(block, swapper)
-        self._forwards = [RecomputedForward(block.module, self._takeover) for block in recomputed]
+        self._forwards = [RecomputedForward(block.module, self._takeover, draws=draws) for block in recomputed]
 
     def _watch(self, module: nn.Module, enter: Callable[[nn.Module], None], leave: Callable[[Any], None]) -> None:
         own = weakref.ref(module)
@@ -211,8 +215,10 @@ class ActivationSession:
         for block in self.blocks:
             fate = fates.get(block.name)
             if fate is not None and fate.outputs is not None:
-                chosen = OutputSelection(self.swapper, fate.outputs) if self.swapper and fate.outputs else None
-                self._forwards.append(RecomputedForward(block.module, self._takeover, chosen))
+                chosen = None
+                if self.swapper is not None and fate.outputs:
+                    chosen = OutputSelection(self.swapper, fate.outputs, self._draws)
+                self._forwards.append(RecomputedForward(block.module, self._takeover, chosen, self._draws))
         if self.swapper is not None:
             self.swapper.fates = {name: fate.saved for name, fate in fates.items()}
 

@@ -3,12 +3,14 @@
 
 Between the two the script may have evaluated (``model.eval()``), left a context, or run the block again; and the
 forward itself may have changed what its modules hold: a counter, a memory of the last segment, a list of losses.
-PyTorch's checkpoint restores its own random generators, autocast and the default device. Restored here:
+PyTorch's checkpoint restores autocast, the default device, and the default random generators of the host and of those
+devices of which it sees a tensor among the arguments: it does not look into objects. Restored here:
 
 - attributes of the block's modules, ``training`` among them, and what their lists, dictionaries and sets hold. Not what
   changes inside of other objects, nor plain tensors that are changed in place (buffers: see ``recompute.py``);
-- random numbers of Python, of NumPy, and of generators that are attributes or arguments, if the forward drew any;
-- the default dtype, and which kernels attention may use.
+- random numbers of Python, of NumPy, of the device, and of generators that are attributes or arguments, if the forward
+  drew any;
+- the default dtype, and which kernels attention may use, in which order.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import numpy
 import torch
 from torch import nn
 
-__all__ = ["Surroundings"]
+__all__ = ["RandomSource", "Surroundings"]
 
 _OF_DEEPSPEED = frozenset(
     {"applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn", "_original_parameters", "_external_params"}
@@ -75,26 +77,29 @@ def _fill(container: Any, items: Any) -> None:
         container.update(items)
 
 
-class _Source(NamedTuple):
-    """Of random numbers."""
+class RandomSource(NamedTuple):
+    """Random numbers, by the state of what draws them."""
 
     read: Callable[[], Any]
     write: Callable[[Any], Any]
 
 
-_GLOBAL = (_Source(random.getstate, random.setstate), _Source(numpy.random.get_state, numpy.random.set_state))
+_GLOBAL = (
+    RandomSource(random.getstate, random.setstate),
+    RandomSource(numpy.random.get_state, numpy.random.set_state),
+)
 
 
-def _source(value: Any) -> _Source | None:
+def _source(value: Any) -> RandomSource | None:
     if isinstance(value, torch.Generator):
-        return _Source(value.get_state, value.set_state)
+        return RandomSource(value.get_state, value.set_state)
     if isinstance(value, random.Random):
-        return _Source(value.getstate, value.setstate)
+        return RandomSource(value.getstate, value.setstate)
     if isinstance(value, numpy.random.RandomState):
-        return _Source(value.get_state, value.set_state)
+        return RandomSource(value.get_state, value.set_state)
     if isinstance(value, numpy.random.Generator):
         bits: Any = value.bit_generator
-        return _Source(lambda: bits.state, lambda state: setattr(bits, "state", state))
+        return RandomSource(lambda: bits.state, lambda state: setattr(bits, "state", state))
     return None
 
 
@@ -114,13 +119,18 @@ def _flags() -> list[tuple[Callable[[Any], Any], Any]]:
         ask = getattr(torch.backends.cuda, f"{name}_sdp_enabled", None)
         if ask is not None:
             found.append((getattr(torch.backends.cuda, f"enable_{name}_sdp"), ask()))
+    ask, order = (getattr(torch._C, f"_{way}_sdp_priority_order", None) for way in ("get", "set"))
+    if ask is not None and order is not None:
+        found.append((order, ask()))
     return found
 
 
 class Surroundings:
-    """Taken when a forward of ``module`` with ``arguments`` begins."""
+    """Taken when a forward of ``module`` with ``arguments`` begins. ``device``: where random numbers of a device with
+    memory of its own come from.
+    """
 
-    def __init__(self, module: nn.Module, arguments: Iterable[Any]) -> None:
+    def __init__(self, module: nn.Module, arguments: Iterable[Any], device: RandomSource | None = None) -> None:
         parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
         state = [(part, _state_of(part)) for part in parts]
         values = [value for _, attributes in state for value in attributes.values()]
@@ -128,7 +138,7 @@ class Surroundings:
             (part, {name: _as_it_is(value) for name, value in attributes.items()}) for part, attributes in state
         ]
         own = {id(value): _source(value) for value in chain(values, arguments)}
-        sources = (*_GLOBAL, *(source for source in own.values() if source is not None))
+        sources = (*_GLOBAL, *(source for source in (device, *own.values()) if source is not None))
         self._random = [(source, source.read()) for source in sources]
         self._flags = _flags()
 

@@ -217,10 +217,11 @@ class DeviceClock:
     def settle(self, *, wait: bool = False) -> None:
         if wait and self._marks:
             self._marks[-1][0].synchronize()
-        while len(self._marks) > 1 and self._marks[1][0].query():
+        # A mark lies on the stream that was current: one may be passed before the one that was set before it.
+        while len(self._marks) > 1 and self._marks[0][0].query() and self._marks[1][0].query():
             first, phase, block = self._marks.popleft()
             last, following, _ = self._marks[0]
-            secs = float(first.elapsed_time(last)) / 1000
+            secs = max(0.0, float(first.elapsed_time(last)) / 1000)
             if _counts(phase, following):
                 self._secs[phase] += secs
             if self._span is not None:

@@ -73,6 +73,11 @@ class Device(Protocol):
         memory of it, which is another rank's.
         """
 
+    def random_state(self) -> torch.Tensor:
+        """Of the generator that draws on it where the script names none; a copy, in host memory."""
+
+    def set_random_state(self, state: torch.Tensor) -> None: ...
+
     def total_bytes(self) -> int: ...
 
     def free_bytes(self) -> int: ...
@@ -122,6 +127,12 @@ class HostDevice:
 
     def make_current(self) -> None:
         """There is one."""
+
+    def random_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
 
     def total_bytes(self) -> int:
         return total_host_bytes()

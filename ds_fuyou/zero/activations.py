@@ -18,6 +18,7 @@ from ds_fuyou.activations.blocks import Block, find_blocks
 from ds_fuyou.activations.copies import copy_lane
 from ds_fuyou.activations.parameters import SavedParameter, as_saved_parameter, cast_source
 from ds_fuyou.activations.session import ActivationSession
+from ds_fuyou.activations.surroundings import RandomSource
 from ds_fuyou.activations.swapper import Swapper
 from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover, TakeoverPoint
 from ds_fuyou.activations.tier import StorageHome, SwapTier
@@ -141,6 +142,10 @@ def model_blocks(module: torch.nn.Module, config: FuyouConfig) -> list[Block]:
     return find_blocks(module, classes, lambda param: int(getattr(param, "ds_numel", param.numel())))
 
 
+def _draws(device: Device) -> RandomSource | None:
+    return None if device.is_host else RandomSource(device.random_state, device.set_random_state)
+
+
 def attach_activations(
     module: torch.nn.Module, index: GatheredIndex, given: ActivationInput
 ) -> ActivationSession | None:
@@ -156,7 +161,7 @@ def attach_activations(
     blocks = model_blocks(module, given.activation.config)
     if settings.mode == "recompute":
         _tell(f"activations of {_shown(blocks)} are recomputed in backward")
-        return ActivationSession(module, blocks, None, blocks, _POINTS)
+        return ActivationSession(module, blocks, None, blocks, _POINTS, _draws(given.device))
     tier = _build_tier(given)
     if tier is None and settings.mode == "auto":
         return None
@@ -175,7 +180,7 @@ def attach_activations(
         clock=given.clock,
         ahead=run_ahead(given.device),
     )
-    session = ActivationSession(module, blocks, swapper, (), _POINTS)
+    session = ActivationSession(module, blocks, swapper, (), _POINTS, _draws(given.device))
     if settings.mode == "swap" and not given.device.is_host:
         budget_bytes = device_budget(given.activation.config, given.device)
 

@@ -148,6 +148,13 @@ class AcceleratorDevice:
     def make_current(self) -> None:
         self._accelerator.set_device(self.torch_device.index)
 
+    def random_state(self) -> torch.Tensor:
+        state: torch.Tensor = self._accelerator.get_rng_state()
+        return state
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        self._accelerator.set_rng_state(state)
+
     def total_bytes(self) -> int:
         return int(self._accelerator.total_memory())
 

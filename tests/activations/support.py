@@ -18,6 +18,7 @@ from ds_fuyou.activations.blocks import Block, find_blocks
 from ds_fuyou.activations.copies import CopyLane, copy_lane
 from ds_fuyou.activations.parameters import SavedParameter, as_saved_parameter, cast_source
 from ds_fuyou.activations.session import ActivationSession
+from ds_fuyou.activations.surroundings import RandomSource
 from ds_fuyou.activations.swapper import Swapper
 from ds_fuyou.activations.tier import StorageHome, SwapTier
 from ds_fuyou.activations.views import ViewSpec
@@ -151,8 +152,9 @@ def attached(
     trace: LaneTrace | None = None,
     copies: CopyLane | None = None,
     on_storage: bool = True,
+    draws: RandomSource | None = None,
 ) -> Iterator[Attached]:
-    """Swaps the model's activations to ``directory`` until the end of the block."""
+    """Swaps the model's activations to ``directory`` until the end of the block. ``draws``: as a session's."""
     space = SwapSpace([directory], budget_bytes)
     io = IoLane(IoSettings(), space.path_of)
     home = StorageHome(io, space, 0 if eager else arena_bytes // 2) if on_storage else None
@@ -164,7 +166,8 @@ def attached(
         smallest_bytes=smallest_bytes,
     )
     blocks = find_blocks(model)
-    session = ActivationSession(model, blocks, swapper, [block for block in blocks if recompute(block.name)])
+    recomputed = [block for block in blocks if recompute(block.name)]
+    session = ActivationSession(model, blocks, swapper, recomputed, draws=draws)
     try:
         yield Attached(model, session, swapper, tier, io, space)
     finally:

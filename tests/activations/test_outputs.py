@@ -114,6 +114,53 @@ def test_what_is_saved_is_not_computed_again_and_what_is_swapped_is_not_held(tmp
     assert [runs[Fate.RECOMPUTE] - runs[fate] for fate in (Fate.KEEP, Fate.SWAP)] == [3, 3], "one in each block"
 
 
+@torch.library.custom_op("fuyou_tests::noisy", mutates_args=())
+def noisy(x: torch.Tensor, share: float) -> torch.Tensor:
+    """As a kernel of another library it does not say that it draws."""
+    return x * (torch.rand(x.shape) >= share) if share else x.clone()
+
+
+noisy.register_autograd(lambda ctx, grad: (grad, None))
+
+
+class NoisyBlock(nn.Module):
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.up, self.share = nn.Linear(64, 64), share
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(noisy(F.gelu(self.up(x)), self.share).sin(), 0.3)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_what_another_librarys_operator_draws_is_drawn_again(share: float, tmp_path: Path) -> None:
+    """Handed out instead, dropout behind it would draw what it has drawn. One that draws nothing is handed out."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(NoisyBlock(share) for _ in range(3))).train()
+
+    def step(model: nn.Module) -> None:
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+        model(x).square().sum().backward()
+
+    expected = gradients(copy.deepcopy(model), step)
+    call = OperatorCall("fuyou_tests.noisy.default", 0)
+    assert call in calls_of(model, step)
+    with attached(model, tmp_path) as swapped:
+        swapped.session.decide({str(i): BlockFate(Fate.SWAP, {call: Fate.SWAP}) for i in range(3)} | AROUND)
+        before = swapped.tier.counters.out_bytes
+        loss = model(torch.randn(32, 64))
+        selected = swapped.tier.counters.out_bytes - before
+        del loss
+        swapped.session.decide({str(i): BlockFate(Fate.SWAP, {call: Fate.RECOMPUTE}) for i in range(3)} | AROUND)
+        before = swapped.tier.counters.out_bytes
+        loss = model(torch.randn(32, 64))
+        saved_bytes = selected - (swapped.tier.counters.out_bytes - before)
+        del loss
+        assert saved_bytes == (0 if share else 3 * 32 * 64 * 4)
+        swapped.session.decide({str(i): BlockFate(Fate.SWAP, {call: Fate.KEEP}) for i in range(3)} | AROUND)
+        assert agrees(swapped, step, expected)
+
+
 class InPlaceBlock(nn.Module):
     """Changes an output inside of the block, draws random numbers, and hands out a tensor that is changed later."""
 

@@ -19,10 +19,13 @@ from torch.nn import functional as F
 
 from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.policy import BlockFate, Fate
+from ds_fuyou.activations.surroundings import RandomSource, Surroundings
 from ds_fuyou.activations.views import is_movable
 from tests.activations.support import attached, gradients
 
 WIDTH = 48
+OF_DEVICE = torch.Generator()
+"""Stands for the generator of a device, which no tensor among a block's arguments names."""
 AROUND = {"": BlockFate(Fate.SWAP)}
 
 
@@ -61,7 +64,7 @@ class Model(nn.Module):
 def draws(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
     kept = torch.rand(h.shape, generator=block.own) < 0.5
     scale = random.random() + numpy.random.rand() + block.numbers.random() + block.more.random()
-    return h * kept * scale * torch.rand(())
+    return h * kept * scale * torch.rand(()) * torch.rand((), generator=OF_DEVICE)
 
 
 def passes_on(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
@@ -110,6 +113,7 @@ def step(model: nn.Module) -> None:
     """Two segments, and what scripts do between forward and backward."""
     random.seed(0)
     numpy.random.seed(0)
+    OF_DEVICE.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     try:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -126,7 +130,8 @@ def step(model: nn.Module) -> None:
 
 
 def state(model: nn.Module) -> list[Any]:
-    found: list[Any] = [random.getstate(), str(numpy.random.get_state()), torch.get_default_dtype()]
+    found: list[Any] = [random.getstate(), str(numpy.random.get_state()), OF_DEVICE.get_state().tolist()]
+    found.append(torch.get_default_dtype())
     for block in model.blocks:
         memory = None if block.memory is None else block.memory.tolist()
         own = [block.own.get_state().tolist(), block.numbers.bit_generator.state, block.more.getstate()]
@@ -145,12 +150,24 @@ def test_it_finds_the_same_and_leaves_no_trace(how: Any, outputs: dict, tmp_path
     model = Model(how).train()
     reference = Model(how).train()
     reference.load_state_dict(model.state_dict())
-    with attached(model, tmp_path) as swapped:
+    with attached(model, tmp_path, draws=RandomSource(OF_DEVICE.get_state, OF_DEVICE.set_state)) as swapped:
         swapped.session.decide({f"blocks.{i}": BlockFate(Fate.SWAP, outputs) for i in range(3)} | AROUND)
         for _ in range(2):
             expected, then = gradients(reference, step), state(reference)
             assert all(torch.equal(a, b) for a, b in zip(expected, gradients(model, step), strict=True))
             assert state(model) == then
+
+
+def test_kernels_of_attention_are_tried_in_the_same_order() -> None:
+    backends = [torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBackend.FLASH_ATTENTION]
+    now = torch._C._get_sdp_priority_order()
+    with torch.nn.attention.sdpa_kernel(backends, set_priority=True):
+        then = torch._C._get_sdp_priority_order()
+        found = Surroundings(nn.Identity(), [])
+    assert then != now
+    with found.restored():
+        assert torch._C._get_sdp_priority_order() == then
+    assert torch._C._get_sdp_priority_order() == now
 
 
 class Token:

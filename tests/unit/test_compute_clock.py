@@ -161,6 +161,21 @@ def test_a_backward_that_never_ended_is_not_counted(following: Phase) -> None:
         assert clock.secs(Phase.BACKWARD) == 0.0
 
 
+def test_a_mark_of_another_stream_may_be_passed_before_the_one_ahead_of_it() -> None:
+    """Branches of a model may compute on streams of their own."""
+    device = TimedDevice()
+    clock = DeviceClock(device)
+    device.compute(5.0)
+    clock.enter(Phase.FORWARD)
+    device.stream_secs = 0.0
+    clock.enter(Phase.OUTSIDE)
+    clock.settle()
+    device.host_secs = 6.0
+    clock.settle()
+    assert clock.secs(Phase.FORWARD) == 0.0
+    assert len(clock._marks) == 1
+
+
 def test_waits_outside_of_training_are_not_timed() -> None:
     device = TimedDevice()
     clock = DeviceClock(device)
