@@ -204,6 +204,11 @@ REQUIRED: tuple[RequiredName, ...] = (
             "self param free_data",
             "zero: watched, what stays on the device while gradients accumulate",
         ),
+        (
+            "_PartitionedParameterCoordinator__params_to_release",
+            "self submodule_to_release step_id",
+            "zero: forgets its answers when other parameters are on storage",
+        ),
     ),
     *_of(
         "deepspeed.runtime.zero.partitioned_param_coordinator",

@@ -80,7 +80,8 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
     Accelerate's ``save_model`` takes tensors of one storage for one tied tensor and drops all but the first. Where the
     device is the host, gathered parameters of one rank are the partitions themselves.
     """
-    return torch.from_numpy(view.detach().view(torch.uint8).numpy()).view(view.dtype)
+    with normal_tensors():
+        return torch.from_numpy(view.detach().view(torch.uint8).numpy()).view(view.dtype)
 
 
 def resident_bytes() -> int:

@@ -123,11 +123,13 @@ class Committer:
         """No record stands: states were replaced since the last one."""
         return self._store.last_commit() is None
 
-    def withdraw(self) -> None:
-        """Before committed slots are overwritten; everything ordered must be settled. Raises FuyouStorageError."""
+    def withdraw(self, *, replaces: bool = True) -> None:
+        """Before committed slots are overwritten; everything ordered must be settled. ``replaces``: by other values, so
+        what is committed next is another edition. Raises FuyouStorageError.
+        """
         if not self.is_withdrawn:
             self._store.withdraw()
-            self._edition += 1
+            self._edition += replaces
 
     def forget_params(self) -> None:
         """Before P16 that a commit names is edited in place: from then on it is what it is, and is not compared by a

@@ -220,9 +220,21 @@ class StoredGradients:
         self._next_ahead = 0
 
     def keep(self, chunks: Iterable[int]) -> None:
-        """Gives these chunks memory for good. To be called before any gradient arrives."""
-        for index in chunks:
-            self._kept[index] = self._entry(index, self._locks.lock(aligned_tensor(self._num_bytes(index))))
+        """Gives these chunks memory for good, all or none. To be called before any gradient arrives.
+
+        Raises:
+            FuyouMemoryError: there is none.
+            FuyouStateError: a device that pins refuses it.
+        """
+        kept: dict[int, torch.Tensor] = {}
+        try:
+            for index in chunks:
+                kept[index] = self._locks.lock(aligned_tensor(self._num_bytes(index)))
+        except BaseException:
+            for memory in kept.values():
+                self._locks.unlock(memory)
+            raise
+        self._kept.update((index, self._entry(index, memory)) for index, memory in kept.items())
 
     def _overlaps(self, chunk: Chunk) -> Iterator[tuple[int, int]]:
         return (overlap(self._layout.params[index], chunk) for index in chunk.params)

@@ -78,10 +78,13 @@ class GradMover:
                 core.fail("gradients that change their home were cut short", error)
                 raise
             core.placed_anew()
-        regions, now = core.store.regions, core.place.residency.grads
-        unused = [core.place.grad_spec(chunk).name for chunk in core.layout.chunks if now[chunk.index]]
+        names, now = core.store.regions, core.place.residency.grads
+        unused = {core.place.grad_spec(chunk).name: chunk for chunk in core.layout.chunks if now[chunk.index]}
+        unused = {name: chunk for name, chunk in unused.items() if name in names}
+        for chunk in unused.values():
+            core.io.forget(core.place.grad_extents(chunk.index))
         try:
-            core.store.release(name for name in unused if name in regions)
+            core.store.release(unused)
         except FuyouStorageError as error:
             logger.warning("space on storage that gradients do not need any more stays taken: %s", error)
 

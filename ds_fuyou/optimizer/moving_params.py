@@ -80,7 +80,7 @@ class ParamMove:
         self._reserved = [core.place.param_spec(chunk) for chunk in self._moving if now[chunk.index]]
         self._memory = core.place.param_memory(params, self._num_versions)
         with self._or_fails():
-            core.commits.withdraw(orders=False)
+            core.commits.withdraw(replaces=False)
         try:
             core.store.reserve(self._reserved, budget_bytes)
         except BaseException:
@@ -156,6 +156,8 @@ class ParamMove:
         self._pin()
         core.placed_anew()
         if core.store is not None:
+            for index, slot in product(coming, range(core.options.num_slots)):
+                core.io.forget(place.param_extents(index, slot))
             core.store.release(place.param_spec(all_chunks[index]).name for index in coming)
         core.commits.now()
         with suppress(FuyouError):  # it is larger than it has to be

@@ -81,10 +81,9 @@ class StepCommits:
         }
 
     def now(self) -> None:
-        """In this thread; nothing is in flight. A step that is not ordered yet lacks its training until it is."""
+        """In this thread; nothing is in flight, and no step without an order."""
         if self._committer is not None:
-            said = self._said() if self._unordered is None else {**self._said(), "training": None}
-            self._committer.commit_now(self._core.generation, said, opens=not self._has_peers)
+            self._committer.commit_now(self._core.generation, self._said(), opens=not self._has_peers)
 
     def replaced(self, training: JsonValue) -> None:
         """A checkpoint was loaded: what it brought is committed at once, with what it left of the run."""
@@ -148,14 +147,18 @@ class StepCommits:
 
     # ---- writes in place -----------------------------------------------------------------------------------
 
-    def withdraw(self, *, orders: bool = True) -> None:
-        """Before states on storage are overwritten in place; see [Note: states replaced in place]. Waits. A step that
-        is not ordered yet is, unless ``orders`` is False: then :meth:`now` comes before it is."""
+    def withdraw(self, *, replaces: bool = True) -> None:
+        """Before states on storage are overwritten in place; see [Note: states replaced in place]. Waits. ``replaces``:
+        what is committed next is not what was."""
         if self._committer is not None:
-            if orders:
-                self.order(None)
+            self.order(None)
             self._wait()
-            self._committer.withdraw()
+            self._committer.withdraw(replaces=replaces)
+
+    def wait(self) -> None:
+        """Until the last applied step is committed."""
+        self.order(None)
+        self._wait()
 
     @property
     def is_withdrawn(self) -> bool:

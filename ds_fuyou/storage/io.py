@@ -138,6 +138,11 @@ class IoLane:
         for extent in extents:
             self.engine.watch_pages(*extent)
 
+    def forget(self, extents: Iterable[Extent]) -> None:
+        """What was watched there is not any more: the bytes are given back. Nothing may be in flight."""
+        for extent in extents:
+            self.engine.forget_pages(*extent)
+
     def digest(self, extents: Iterable[Extent]) -> int:
         """Of extents that were watched, and written or read as a whole: a number that stands for what they hold."""
         return int(self.engine.page_digest(list(extents)))

@@ -29,6 +29,7 @@ __all__ = [
     "choose_num_slots",
     "device_capacities",
     "queue_depth",
+    "spare_bytes",
     "stripe",
 ]
 
@@ -102,6 +103,12 @@ def device_capacities(facts: Sequence[PathFacts], reserve_share: float = 0.0) ->
     return {device: max(0, num_bytes) // PAGE_BYTES * PAGE_BYTES for device, num_bytes in left.items()}
 
 
+def spare_bytes(paths: Sequence[Path], *, swaps_activations: bool, probe: Probe = probe_path) -> int:
+    """What is free on the paths' devices beside a share for others, and one for activations that come later."""
+    share = RESERVE_SHARE + (_ACTIVATION_SHARE if swaps_activations else 0.0)
+    return sum(device_capacities([probe(path) for path in paths], share).values())
+
+
 def choose_num_slots(
     paths: Sequence[Path],
     bytes_one_slot: int,
@@ -128,7 +135,7 @@ def choose_num_slots(
         budget: this rank's.
     """
     for_activations = _ACTIVATION_SHARE if swaps_activations else 0.0
-    capacity = sum(device_capacities([probe(path) for path in paths], RESERVE_SHARE + for_activations).values())
+    capacity = spare_bytes(paths, swaps_activations=swaps_activations, probe=probe)
     beside = " beside activations that are swapped" if swaps_activations else ""
     if budget is not None and bytes_wanted > (1 - for_activations) * budget:
         limit = f"nvme_budget_bytes is {budget}{beside}"

@@ -13,7 +13,7 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ds_fuyou.errors import FuyouStorageError
@@ -86,7 +86,7 @@ class SwapSpace:
 
     Args:
         directories: existing directories, best one a device.
-        budget_bytes: most bytes on storage, None for what the disks hold.
+        budget: most bytes on storage, as it is now; None for what the disks hold.
         what: names in errors what is kept here.
         weights: relative bandwidth of each directory, positive; alike if None.
 
@@ -97,13 +97,13 @@ class SwapSpace:
     def __init__(
         self,
         directories: Sequence[Path],
-        budget_bytes: int | None = None,
+        budget: Callable[[], int] | None = None,
         what: str = ACTIVATIONS,
         weights: Sequence[float] | None = None,
     ) -> None:
         self._directories = tuple(directories)
         self._shares = _shares(weights if weights is not None else [1.0] * len(self._directories))
-        self._budget = budget_bytes
+        self._budget = budget
         self._what = what
         self._lock = threading.Lock()
         self._returned: deque[tuple[int, Extent]] = deque()
@@ -163,7 +163,7 @@ class SwapSpace:
         begin = self._sizes[path]
         growth = max(num_bytes, GROWTH_BYTES)
         if self._budget is not None:
-            growth = min(growth, self._budget - sum(self._sizes))
+            growth = min(growth, self._budget() - sum(self._sizes))
         for size in dict.fromkeys((growth, num_bytes)):
             if size < num_bytes:
                 raise OSError(errno.ENOSPC, "nvme_budget_bytes is used up")
@@ -184,7 +184,7 @@ class SwapSpace:
         for directory in self._directories:
             facts = os.statvfs(directory)
             free.append(f"{directory}: {facts.f_bavail * facts.f_frsize} free")
-        budget = "" if self._budget is None else f", nvme_budget_bytes leaves {self._budget - sum(self._sizes)}"
+        budget = "" if self._budget is None else f", nvme_budget_bytes leaves {self._budget() - sum(self._sizes)}"
         smaller = ', use smaller batches or activations.mode "recompute"' if self._what == ACTIVATIONS else ""
         message = (
             f"{self._what}: storage needs {num_bytes} more bytes beside the {self.num_bytes} in use "
@@ -223,7 +223,7 @@ class SwapSpace:
             disks = {facts.f_fsid: facts.f_bavail * facts.f_frsize for facts in found}  # paths may share one
             growth = sum(disks.values())
             if self._budget is not None:
-                growth = min(growth, self._budget - sum(self._sizes))
+                growth = min(growth, self._budget() - sum(self._sizes))
             return max(0, growth) + sum(free.num_bytes for free in self._free)
 
     @property

@@ -128,7 +128,7 @@ class ActivationInput:
     arena_bytes: int
     kept_bytes: int
     smallest_bytes: int
-    storage_budget_bytes: int | None
+    storage_budget: Callable[[], int] | None
     trace: LaneTrace | None
 
 
@@ -214,7 +214,7 @@ def _build_tier(given: ActivationInput) -> SwapTier | None:
         return None
     home = None
     if on_storage:
-        space = SwapSpace(paths, given.storage_budget_bytes, weights=path_weights(given.activation))
+        space = SwapSpace(paths, given.storage_budget, weights=path_weights(given.activation))
         pieces = 4 if copies.device_is_host else 8  # hooks of a device come in bursts, far ahead of it
         kept = 0 if wanted == "nvme" else given.kept_bytes or given.arena_bytes // 2
         checksum = given.activation.config.checksum

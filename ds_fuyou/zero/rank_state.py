@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from ds_fuyou.parameters.partition import Lost, Partition
 from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.planner.plan import Plan, PlanInput
 from ds_fuyou.planner.profile import RunProfile
+from ds_fuyou.storage.layout import spare_bytes
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.parked import ParkedValues
 from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
@@ -288,9 +290,17 @@ class RankState:
 
     @property
     def _storage_budget_bytes(self) -> int | None:
-        """The most on storage; None where the user names none."""
+        """The most for state files where something moves to storage: what is free beside a share for others, and one
+        for activations where they are swapped; of what the user names, what these do not take.
+        """
+        if self.store is None:
+            return None
         budget = self.activation.config.nvme_budget_bytes
-        return None if budget == "auto" else int(budget)
+        swapper = None if self.activations is None else self.activations.swapper
+        home = None if swapper is None or swapper.tier is None else swapper.tier.storage
+        paths = [Path(path) for path in self.activation.state_paths]
+        most = self.store.total_bytes + spare_bytes(paths, swaps_activations=home is not None)
+        return most if budget == "auto" else min(most, int(budget) - (0 if home is None else home.space.num_bytes))
 
     def move_to(
         self, states_share: float, step_bytes: int = MOVED_A_STEP_BYTES, room: Callable[[], int] | None = None
@@ -341,6 +351,8 @@ class RankState:
             FuyouStorageError: something could not be read or written.
         """
         params = ChunkResidency.of_shares(self.layout, share, 0.0, 0.0).params
+        self.core.commits.wait()
+        least(1.0)  # on all ranks: while it moves no record stands, and one of them may be killed before it begins
         move: ParamMove | None = None
         try:
             move = ParamMove(self.core, params, self._storage_budget_bytes, num_versions)

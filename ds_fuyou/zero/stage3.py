@@ -190,7 +190,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def _bound_gathered(self) -> None:
         state = self.rank_state
-        if state.reads_parameters and state.device.is_host:
+        if state.device.is_host:
             coordinator = self.parameter_offload.get_param_coordinator()
             bound_gathered(coordinator, state.parameters, self.dtype.itemsize)
 
@@ -199,7 +199,12 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         state = self.rank_state
         index = GatheredIndex()
         budget = activation.config.nvme_budget_bytes
-        taken = state.store.total_bytes if state.store is not None else 0
+        store = state.store
+
+        def left_bytes() -> int:
+            """Beside state files, which grow where states move to storage."""
+            return max(0, int(budget) - (0 if store is None else store.total_bytes))
+
         given = ActivationInput(
             activation,
             state.device,
@@ -208,7 +213,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             arena_bytes=state.plan.activation_bytes,
             kept_bytes=state.plan.kept_activation_bytes,
             smallest_bytes=state.plan.smallest_swapped_bytes,
-            storage_budget_bytes=None if budget == "auto" else max(0, int(budget) - taken),
+            storage_budget=None if budget == "auto" else left_bytes,
             trace=state.trace,
         )
         state.activations = attach_activations(self.module, index, given)
@@ -235,13 +240,15 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         """Around ``engine.step()``: what it applies is committed when it has ended, with the engine's state of
         training. Where an exception or a signal ends it, the step before stays the last that can be gone on from."""
         core = self.rank_state.core
-        core.commits.holds_orders = True
+        core.commits.holds_orders, self._is_ending = True, False
         try:
             yield
         finally:
             core.commits.holds_orders = False
         if core.commits.has_unordered:
             core.commits.order(self.training_state.take(engine) if core.keeps_steps else None)
+        if self._is_ending:
+            self._end_step()
 
     def resume_engine(self, engine: Any) -> None:
         """The engine is built: what a resumed run was is put back, and its files are this one's."""
@@ -393,9 +400,16 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.rank_state.report.step(self.rank_state)
         if self._monitor is not None:
             self._monitor.step_applied()
-        self.run_plan.step_applied()  # in which P16 may move: nothing is gathered
-        self._gather_persistent()
         self.invalidate_secondary_tensor()
+        self._is_ending = True
+        if not core.commits.holds_orders:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """The step is committed, or its commit is ordered. P16 may move: nothing is gathered yet."""
+        self._is_ending = False
+        self.run_plan.step_applied()
+        self._gather_persistent()
 
     def _overflow_check_and_loss_scale_update_compat(self) -> None:
         """Stock's order of decisions: raw overflow, norm, invalid norm, loss scale, clean-up, global norm."""

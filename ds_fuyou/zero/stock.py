@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 from torch.nn import Parameter
 
+from ds_fuyou.errors import FuyouCompatError
 from ds_fuyou.parameters.store import ParameterStore
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 _PRIVATE = "_PartitionedParameterCoordinator__"
+_BOUNDS = ("max_reuse_dist_in_numel", "max_n_available_params")
 
 
 def is_ours(optimizer: Any) -> bool:
@@ -58,14 +60,32 @@ def without_prefetch_to_host(coordinator: Any) -> None:
 
 def bound_gathered(coordinator: Any, parameters: ParameterStore, itemsize: int) -> None:
     """Gathered parameters are host memory: as many stay alive as a quarter of the look-ahead holds, not the 1e9
-    elements that stock allows a device; unless one rank, whose gathered parameters are the look-ahead's memory, has
-    room for all.
+    elements that stock allows a device; unless none is read, or one rank, whose gathered parameters are the
+    look-ahead's memory, has room for all. To be called again where parameters have moved.
     """
-    if dist.get_world_size() == 1 and parameters.holds_all:
-        return
-    for name in ("max_reuse_dist_in_numel", "max_n_available_params"):
-        least = min(of_coordinator(coordinator, name), parameters.read_bytes // itemsize // 4)
-        set_of_coordinator(coordinator, name, least)
+    stock = vars(coordinator).setdefault(
+        "fuyou_stock_bounds", {name: of_coordinator(coordinator, name) for name in _BOUNDS}
+    )
+    is_bound = parameters.reads and not (dist.get_world_size() == 1 and parameters.holds_all)
+    for name, value in stock.items():
+        set_of_coordinator(coordinator, name, min(value, parameters.read_bytes // itemsize // 4) if is_bound else value)
+    _cache_of(of_coordinator(coordinator, "params_to_release")).cache_clear()  # it remembers answers of another bound
+
+
+def _cache_of(function: Any) -> Any:
+    """What ``functools.lru_cache`` made, behind decorators of DeepSpeed that do not say what they wrap.
+
+    Raises:
+        FuyouCompatError: nothing is remembered there.
+    """
+    behind = [getattr(function, "__func__", function)]
+    for each in behind:
+        if hasattr(each, "cache_clear"):
+            return each
+        behind += [
+            cell.cell_contents for cell in getattr(each, "__closure__", None) or () if callable(cell.cell_contents)
+        ]
+    raise FuyouCompatError(f"{function} of DeepSpeed remembers nothing: this version is not supported")
 
 
 def of_coordinator(coordinator: Any, name: str) -> Any:

@@ -155,7 +155,7 @@ def attached(
     draws: RandomSource | None = None,
 ) -> Iterator[Attached]:
     """Swaps the model's activations to ``directory`` until the end of the block. ``draws``: as a session's."""
-    space = SwapSpace([directory], budget_bytes)
+    space = SwapSpace([directory], None if budget_bytes is None else lambda: budget_bytes)
     io = IoLane(IoSettings(), space.path_of)
     home = StorageHome(io, space, 0 if eager else arena_bytes // 2) if on_storage else None
     tier = SwapTier(arena_bytes, copies or copy_lane(HostDevice()), home, trace=trace)

@@ -468,6 +468,15 @@ TEST(watched_pages_that_changed_behind_our_back_are_errors)
         CHECK(run(engine, IoKind::kWrite, {{file.fd(), kBytes + 6 * 4096, written.data(), 2048}})
                   .error == 0);
         CHECK(read(6 * 4096, 7 * 4096).error == 0);
+        // Given back: other bytes may be there.
+        const char wrong = static_cast<char>(written[8 * 4096] ^ 1);
+        CHECK(pwrite(file.fd(), &wrong, 1, static_cast<off_t>(kBytes + 8 * 4096)) == 1);
+        CHECK(read(8 * 4096, 9 * 4096).error == EBADMSG);
+        engine.forget_pages(file.fd(), kBytes + 6 * 4096, 3 * 4096);  // of the second range
+        CHECK(read(0, kBytes).error == 0);
+        const char first = static_cast<char>(written[0] ^ 1);
+        CHECK(pwrite(file.fd(), &first, 1, static_cast<off_t>(kBytes)) == 1);
+        CHECK(read(0, 4096).error == EBADMSG);  // the first range is watched
     }
 }
 

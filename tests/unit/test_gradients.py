@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.device import HostDevice
 from ds_fuyou.host.memory import PageLocks, aligned_tensor, round_up_to_page
 from ds_fuyou.ops.core import load_core
@@ -39,6 +40,15 @@ class Registering(HostDevice):
 
     def unregister(self, address: int) -> None:
         self.registered.remove(address)
+
+
+class Refusing(Registering):
+    """The third time it is asked."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        if self.num_asked == 2:
+            raise FuyouStateError("registering host memory failed")
+        super().register(address, num_bytes)
 
 
 @pytest.fixture
@@ -336,3 +346,13 @@ def test_waits_for_transfers_are_counted(stored: tuple[StoredGradients, list[int
     write_all(memory)
     assert detached
     assert memory.waited_secs > 0
+
+
+def test_memory_that_a_device_takes_in_part_is_given_back(io: IoLane) -> None:
+    device = Refusing()
+    locks = PageLocks(device)
+    memory = StoredGradients(LAYOUT, torch.bfloat16, io, lambda chunk: (), lambda *_: None, locks, max_buffers=2)
+    with pytest.raises(FuyouStateError, match="registering host memory failed"):
+        memory.keep(range(4))
+    assert (device.num_asked, device.registered) == (2, set())
+    memory.close()

@@ -259,6 +259,27 @@ def test_p16_that_was_written_by_a_move_is_compared_when_it_is_read(tmp_path: Pa
             core.params.read(LAYOUT.params[1])
 
 
+def test_a_state_in_the_place_that_p16_has_left_is_not_compared_with_it(tmp_path: Path) -> None:
+    """Both have 28,672 bytes and two slots; an update of the state leaves its upper halves as they are, zeros."""
+    groups = [[("a", "a", 2048, 1)], [("b", "b", 14336, 2)]]
+    layout = build_layout(groups, LayoutLimits(max_elements=1 << 20, min_elements=1024))
+
+    def move(core: OutOfCoreOptimizer, share: float) -> None:
+        ParamMove(core, ChunkResidency.of_shares(layout, share, 0.0, 0.0).params).make()
+
+    with small_core(tmp_path, layout, residency=(0.0, 1.0, 1.0), masters=SPLIT) as core:
+        for seed in range(1, 4):
+            step(core, seed)  # both slots of P16 are written
+        move(core, 1.0)
+        core.mover.move_to((False, False), 1 << 30)
+        step(core, 4)
+        come_to_rest(core)
+        move(core, 0.0)
+        for seed in range(5, 8):
+            step(core, seed)
+            everything(core)
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_move_that_fails_ends_training_and_leaves_no_record_that_lies(
     share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -89,7 +89,7 @@ def test_a_full_path_leaves_its_turn_to_the_others(paths: list[Path], monkeypatc
 
 
 def test_what_is_refused_leaves_nothing_leased(paths: list[Path]) -> None:
-    space = SwapSpace(paths[:2], budget_bytes=32 * MIB, what="frozen parameters")
+    space = SwapSpace(paths[:2], budget=lambda: 32 * MIB, what="frozen parameters")
     with pytest.raises(FuyouStorageError, match="frozen parameters: storage needs 8388608 more bytes") as caught:
         space.leases(64 * MIB, 8 * MIB)
     assert caught.value.errno == errno.ENOSPC

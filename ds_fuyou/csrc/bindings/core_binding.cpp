@@ -231,6 +231,7 @@ void bind_io(py::module_& m)
             },
             NoGil())
         .def("watch_pages", &IoEngine::watch_pages)
+        .def("forget_pages", &IoEngine::forget_pages)
         .def("page_digest",
              [](const IoEngine& engine, const std::vector<RangeTuple>& ranges) {
                  return engine.page_digest(to_ranges(ranges));
@@ -405,12 +406,10 @@ void bind_pipeline(py::module_& m)
              [](const ChunkPipeline& pipeline, std::size_t chunk) {
                  return reinterpret_cast<std::uintptr_t>(pipeline.resident_state(chunk));
              })
-        .def(
-            "set_staging",
-            [](ChunkPipeline& pipeline, const std::shared_ptr<AlignedPool>& staging) {
-                pipeline.set_staging(staging.get());
-            },
-            py::keep_alive<1, 2>())
+        .def("set_staging",
+             [](ChunkPipeline& pipeline, const std::shared_ptr<AlignedPool>& staging) {
+                 pipeline.set_staging(staging.get(), staging);
+             })
         .def("set_position", &ChunkPipeline::set_position)
         .def(
             "replace_state",

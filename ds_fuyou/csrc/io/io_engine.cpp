@@ -128,6 +128,11 @@ void IoEngine::watch_pages(int fd, std::uint64_t offset, std::uint64_t num_bytes
     impl_->queue.page_sums().watch(fd, offset, num_bytes);
 }
 
+void IoEngine::forget_pages(int fd, std::uint64_t offset, std::uint64_t num_bytes)
+{
+    impl_->queue.page_sums().forget(fd, offset, num_bytes);
+}
+
 std::uint64_t IoEngine::page_digest(const FileRanges& ranges) const
 {
     return impl_->queue.page_sums().digest(ranges);

@@ -119,6 +119,9 @@ class IoEngine {
     // pages that hold something else end with EBADMSG, and the page as offset. Before the range is
     // first read or written, and while no operation is in flight.
     void watch_pages(int fd, std::uint64_t offset, std::uint64_t num_bytes);
+    // These bytes are given back, or become something else: nothing that was watched there is any
+    // more. While no operation is in flight on them.
+    void forget_pages(int fd, std::uint64_t offset, std::uint64_t num_bytes);
     // See PageSums: what stands for all checksums of these ranges, each watched as a whole, and
     // what an earlier run said that it is (with the same conditions as watch_pages()).
     std::uint64_t page_digest(const FileRanges& ranges) const;

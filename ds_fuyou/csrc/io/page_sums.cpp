@@ -29,14 +29,26 @@ void PageSums::watch(int fd, std::uint64_t offset, std::uint64_t num_bytes)
     for (std::atomic<std::uint64_t>& sum : range->sums)
         sum.store(kUnknown, std::memory_order_relaxed);
     std::lock_guard<std::mutex> lock(mutex_);
-    auto other = ranges_.upper_bound({fd, first});
-    if (other != ranges_.begin()) other = std::prev(other);
-    while (other != ranges_.end() && other->first <= std::pair(fd, last)) {
-        const bool overlaps =
-            other->first.first == fd && other->first.second + other->second->sums.size() > first;
-        other = overlaps ? ranges_.erase(other) : std::next(other);
-    }
+    forget_locked(fd, first, last);
     ranges_[{fd, first}] = std::move(range);
+}
+
+void PageSums::forget(int fd, std::uint64_t offset, std::uint64_t num_bytes)
+{
+    if (num_bytes == 0) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    forget_locked(fd, offset / kPageBytes, (offset + num_bytes - 1) / kPageBytes);
+}
+
+void PageSums::forget_locked(int fd, std::uint64_t first, std::uint64_t last)
+{
+    auto range = ranges_.upper_bound({fd, first});
+    if (range != ranges_.begin()) range = std::prev(range);
+    while (range != ranges_.end() && range->first <= std::pair(fd, last)) {
+        const bool overlaps =
+            range->first.first == fd && range->first.second + range->second->sums.size() > first;
+        range = overlaps ? ranges_.erase(range) : std::next(range);
+    }
 }
 
 // Those that may hold a part of [offset, end), by first page.

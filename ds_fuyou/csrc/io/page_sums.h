@@ -30,6 +30,8 @@ class PageSums {
     // Pages of which [offset, offset + num_bytes) holds a part: nothing is known of them, and
     // ranges that were watched before and hold one of them are forgotten, as a whole.
     void watch(int fd, std::uint64_t offset, std::uint64_t num_bytes);
+    // Such ranges are forgotten, and nothing is watched in their place.
+    void forget(int fd, std::uint64_t offset, std::uint64_t num_bytes);
     // These bytes are about to be written. Pages written in part are not known any more.
     void remember(int fd, std::uint64_t offset, const char* bytes, std::uint64_t num_bytes);
     // Offset of the first whole page that was read otherwise than it was written last; kNone. Where
@@ -70,6 +72,7 @@ class PageSums {
     template <class Use>
     void for_pages(int fd, std::uint64_t offset, const char* bytes, std::uint64_t num_bytes,
                    Use use) const;
+    void forget_locked(int fd, std::uint64_t first, std::uint64_t last);
     RangeRef find(const FileRange& run) const;
     std::vector<std::pair<std::uint64_t, RangeRef>> overlapping(int fd, std::uint64_t offset,
                                                                 std::uint64_t end) const;

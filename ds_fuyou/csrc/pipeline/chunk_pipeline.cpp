@@ -70,12 +70,13 @@ void ChunkPipeline::set_places(std::size_t index, const ChunkSpec& places)
     chunk.spec.num_slots = places.num_slots;
 }
 
-void ChunkPipeline::set_staging(AlignedPool* staging)
+void ChunkPipeline::set_staging(AlignedPool* staging, std::shared_ptr<const void> owner)
 {
     std::lock_guard<std::mutex> lock(mutex_);
     if (staging_->used_bytes() > 0) throw std::logic_error("staging memory is in use");
     for (const Chunk& chunk : chunks_) require_staging(*staging, chunk.staging_bytes(chunk.spec));
     staging_ = staging;
+    staging_owner_ = std::move(owner);
 }
 
 bool ChunkPipeline::is_resident(std::size_t chunk) const

@@ -183,8 +183,8 @@ class ChunkPipeline {
     // update of the chunk is under way.
     const char* resident_state(std::size_t chunk) const;
     // Other staging memory from now on. None of the one before may be in use, and the new one has
-    // to hold every chunk.
-    void set_staging(AlignedPool* staging);
+    // to hold every chunk. `owner` is kept as long as it is this one.
+    void set_staging(AlignedPool* staging, std::shared_ptr<const void> owner = nullptr);
     // Queues one update; at most one per chunk and generation is alive.
     void enqueue(ChunkUpdate update);
     // Gives held jobs of `generation` what step() decided and lets them run.
@@ -328,6 +328,7 @@ class ChunkPipeline {
 
     IoEngine* io_;
     AlignedPool* staging_;
+    std::shared_ptr<const void> staging_owner_;  // null of the first one
     int num_update_threads_;
     mutable std::mutex mutex_;
     std::condition_variable work_;           // the worker's

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P16 that leaves host memory, or comes, when a run has long begun: what the rest of the engine makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.behaviour.test_engines import run
+
+
+def test_p16_that_left_memory_is_not_gathered_whole_again(tmp_path: Path) -> None:
+    """DeepSpeed remembers what it released under the bound of before."""
+    (found,) = run("gathered", tmp_path / "swap", script="late_moves.py")
+    before, left, still, back = found["gathered"]
+    assert before == back == 1.0, "as stock: there is room for 1e9 elements"
+    assert max(left, still) < 0.6
+
+
+def test_a_step_in_which_p16_moves_is_recorded_whole_and_one_that_is_cut_short_moves_nothing(tmp_path: Path) -> None:
+    (found,) = run("records", tmp_path / "swap", script="late_moves.py")
+    assert found == {
+        "moved": True,
+        "step": 3,
+        "training": True,
+        "same edition": True,
+        "raised": "of the script's own scheduler",
+        "stayed": True,
+        "step that counts": 3,
+        "its training": True,
+    }
+
+
+def test_what_is_gathered_under_inference_mode_after_a_move_is_trained_with(tmp_path: Path) -> None:
+    assert run("inference", tmp_path / "swap", script="late_moves.py") == [{"equal": True}]
+
+
+def test_what_moves_to_storage_leaves_swapped_activations_their_part_of_the_budget(tmp_path: Path) -> None:
+    (found,) = run("budget", tmp_path / "swap", script="late_moves.py")
+    assert found == {"taken": [True, True], "placed": False, "kept": True, "trains": 2}
+    assert "do not fit nvme_budget_bytes" in (tmp_path / "log0").read_text()
