@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import os
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import ClassVar
 
 import torch
 
@@ -139,6 +140,9 @@ class PageLocks:
     that nobody sees. So while they are registered they are zeros in a child. (What PyTorch pins is not there at all.)
     """
 
+    _everywhere: ClassVar[set[int]] = set()
+    """Addresses that some page locks of this process hold."""
+
     def __init__(self, device: Device) -> None:
         self._device = device
         self._locked: dict[int, torch.Tensor] = {}  # by address
@@ -158,7 +162,13 @@ class PageLocks:
             if not self._is_paused:
                 self._register(tensor)
             self._locked[tensor.data_ptr()] = tensor
+            self._everywhere.add(tensor.data_ptr())
         return tensor
+
+    @classmethod
+    def are_held(cls, tensor: torch.Tensor) -> bool:
+        """Whether some page locks have memory that begins with the tensor."""
+        return tensor.data_ptr() in cls._everywhere
 
     def _register(self, tensor: torch.Tensor) -> None:
         self._device.register(tensor.data_ptr(), tensor.nbytes)
@@ -194,15 +204,19 @@ class PageLocks:
     def unlock(self, tensor: torch.Tensor) -> None:
         """Takes one registration back and lets the tensor go. No device copy may be in flight from or to it."""
         locked = self._locked.pop(tensor.data_ptr(), None)
-        if locked is not None and not self._is_paused:
-            self._unregister(locked)
+        if locked is not None:
+            self._let_go(locked)
 
     def release(self) -> None:
         """Takes all registrations back. No device copy may be in flight."""
         while self._locked:
             _, tensor = self._locked.popitem()
-            if not self._is_paused:
-                self._unregister(tensor)
+            self._let_go(tensor)
+
+    def _let_go(self, tensor: torch.Tensor) -> None:
+        self._everywhere.discard(tensor.data_ptr())
+        if not self._is_paused:
+            self._unregister(tensor)
 
 
 class HostPool:

@@ -3,11 +3,13 @@
 engine that trains.
 
 What of the model lies on storage and no engine has gets a parameter store of its own. What another engine has stays
-with that one's store, which is told of every use, until that engine ends.
+with that one's store, which is told of every use, until that engine ends. What is in host memory for good is registered
+with a device that pins, as ``zero.Init`` of stock has it.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -18,9 +20,11 @@ from deepspeed import comm as dist
 from torch.nn import Parameter
 
 from ds_fuyou.ds_json import Activation
-from ds_fuyou.host.device import failure_of
-from ds_fuyou.host.memory import HeapGuard
+from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.host.device import Device, failure_of
+from ds_fuyou.host.memory import HeapGuard, PageLocks
 from ds_fuyou.host.run_ahead import run_ahead
+from ds_fuyou.log import log_once
 from ds_fuyou.parameters.partition import Partition
 from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.planner.host_memory import available_host_bytes
@@ -34,7 +38,7 @@ from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import local_ranks, planned_host_bytes
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.gathering import for_training, in_use_order, release_gathered, watch_gathers
-from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, held_bytes, partition_of, stores_of
+from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, held_bytes, partition_of, pin_partition, stores_of
 from ds_fuyou.zero.stock import bound_gathered, iter_module_params, watch_releases, without_prefetch_to_host
 
 __all__ = ["InferenceReads", "end_reads", "reads_of_inference", "watch"]
@@ -62,12 +66,18 @@ class InferenceReads:
         self._is_asleep = self.is_destroyed = False
         self.bound: Callable[[ParameterStore], None] = _no_bound
         """What a store that serves the engine calls for."""
+        self._device = rank_device(pin_memory=activation.absorbed.pin_memory)
+        self._locks = PageLocks(self._device)
+        weakref.finalize(self, _unlock, self._device, self._locks).atexit = False
+        self.pinned: set[int] = set()
+        """By DeepSpeed's number, parameters in host memory that are registered here."""
         self._take(in_use_order(module))
 
     def _take(self, params: Sequence[Parameter]) -> None:
-        """Those on storage that no engine has."""
+        """Those on storage that no engine has, and those that stay in host memory."""
         self._held = held_bytes(params)
         _live.add(self)
+        self._pin_resident(params)
         partitions = [partition for param in params if (partition := partition_of(param)) is not None]
         free = [partition for partition in partitions if _is_free(partition)]
         sources = [partition.source for partition in free if isinstance(partition.source, ParkedValues)]
@@ -78,7 +88,7 @@ class InferenceReads:
         io = self._io = IoLane(IoSettings(engine=self._engine), sources[0].space.space.path_of)
         self.parameters = ParameterStore(
             PARTITION_TENSORS,
-            rank_device(pin_memory=self._activation.absorbed.pin_memory),
+            self._device,
             io,
             read_bytes=self._read_bytes,
             is_alone=dist.get_world_size() == 1,
@@ -92,6 +102,16 @@ class InferenceReads:
         self.bound(self.parameters)
         self.parameters.trace.expect(free)
         self.parameters.look_ahead()
+
+    def _pin_resident(self, params: Sequence[Parameter]) -> None:
+        """What the device refuses is copied from all the same."""
+        try:
+            for param in params:
+                if self._locks.pins and partition_of(param) is None and not PageLocks.are_held(param.ds_tensor):
+                    pin_partition(param, self._locks)
+                    self.pinned.add(param.ds_id)
+        except FuyouStateError as error:
+            log_once(logging.WARNING, f"parameters are copied from by way of the driver's own memory: {error}")
 
     @property
     def read_bytes(self) -> int:
@@ -151,12 +171,16 @@ class InferenceReads:
             self.parameters.move_on()
 
     def unpin(self) -> None:
+        self._device.synchronize()
+        self._locks.pause()
         if self.parameters is not None:
-            rank_device().synchronize()
             self.parameters.unpin()
 
     def pin(self) -> None:
-        if self.parameters is not None and not self._is_asleep:
+        if self._is_asleep:
+            return
+        self._locks.resume()
+        if self.parameters is not None:
             self.parameters.pin()
 
     def end(self) -> None:
@@ -168,7 +192,8 @@ class InferenceReads:
         module = self._module()
         if module is not None and self.parameters is not None:
             release_gathered(module)
-        failure_of(rank_device())  # no copy may be in flight when memory is unpinned
+        _unlock(self._device, self._locks)
+        self.pinned.clear()
         lanes, self._lanes = self._lanes, None
         if lanes is not None:
             lanes.close()
@@ -185,6 +210,11 @@ class InferenceReads:
         io, self._io = self._io, None
         if io is not None:
             io.close()
+
+
+def _unlock(device: Device, locks: PageLocks) -> None:
+    failure_of(device)  # no copy may be in flight when memory is unpinned
+    locks.release()
 
 
 def _nothing() -> None:
@@ -266,9 +296,10 @@ def watch(engine: Any, offload: Any, activation: Activation) -> None:
 
 def end_reads(params: Iterable[Parameter]) -> None:
     """An engine that trains takes these."""
-    stores = set(stores_of(params))
+    taken = list(params)
+    stores, numbers = set(stores_of(taken)), {param.ds_id for param in taken}
     for reads in reads_of_inference():
-        if reads.parameters in stores:
+        if reads.parameters in stores or reads.pinned & numbers:
             reads.end()
 
 

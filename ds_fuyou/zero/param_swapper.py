@@ -26,7 +26,7 @@ from torch.nn import Parameter
 
 from ds_fuyou.ds_json import Activation, activation_of
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.host.memory import HeapGuard, aligned_tensor, normal_tensors, round_up_to_page
+from ds_fuyou.host.memory import HeapGuard, PageLocks, aligned_tensor, normal_tensors, round_up_to_page
 from ds_fuyou.parameters.partition import Partition, Presence, Source
 from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.planner.host_memory import available_host_bytes
@@ -70,6 +70,20 @@ def partition_bytes(param: Parameter) -> int:
 def is_in_host_memory(param: Parameter) -> bool:
     """Whether DeepSpeed's own tensor of this rank's partition is."""
     return bool(param.ds_tensor.device.type == "cpu")
+
+
+def pin_partition(param: Parameter, locks: PageLocks) -> None:
+    """Moves a partition of DeepSpeed's own from the heap to pages that the device copies from without a detour, if it
+    is not on such pages.
+
+    Raises:
+        FuyouStateError: the device refuses.
+    """
+    tensor = param.ds_tensor
+    if locks.pins and is_in_host_memory(param) and tensor.numel() and not PageLocks.are_held(tensor):
+        memory = aligned_tensor(round_up_to_page(tensor.numel() * tensor.element_size()))
+        memory.view(tensor.dtype)[: tensor.numel()].copy_(tensor.view(-1))
+        tensor.data = locks.lock(memory).view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
 
 
 def is_what_scripts_write_to(param: Parameter) -> bool:

@@ -25,7 +25,7 @@ from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.errors import FuyouError, FuyouMemoryError, FuyouStateError, FuyouStorageError
 from ds_fuyou.host.compute_clock import compute_clock
 from ds_fuyou.host.device import failure_of
-from ds_fuyou.host.memory import HeapGuard, PageLocks, aligned_tensor, round_up_to_page
+from ds_fuyou.host.memory import HeapGuard, PageLocks
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.host_sums import STAGING_BYTES
 from ds_fuyou.optimizer.layout import FlatLayout, ParamSpan
@@ -47,7 +47,14 @@ from ds_fuyou.zero.agreement import least
 from ds_fuyou.zero.budgets import planned_host_bytes
 from ds_fuyou.zero.compute_spans import computed
 from ds_fuyou.zero.inference import InferenceReads, reads_of_inference
-from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, held_bytes, is_in_host_memory, partition_bytes, partition_of
+from ds_fuyou.zero.param_swapper import (
+    PARTITION_TENSORS,
+    held_bytes,
+    is_in_host_memory,
+    partition_bytes,
+    partition_of,
+    pin_partition,
+)
 from ds_fuyou.zero.resuming import tell_start
 from ds_fuyou.zero.run_design import TrainedModel, design_of
 from ds_fuyou.zero.run_store import count_engine, forget_engine, open_store, tell_durability
@@ -217,19 +224,11 @@ class RankState:
         for param in self.model.frozen:
             partition = partition_of(param)
             if partition is None:
-                self._pin(param)
+                pin_partition(param, self._locks)
             elif partition.store is None and isinstance(partition.source, ParkedValues):
                 partition.source.space.rest()
                 partition.source.read_by(self.core.io)
                 self._partitions[param.ds_id] = partition
-
-    def _pin(self, param: Parameter) -> None:
-        """Moves a frozen partition from the heap to pages that the device copies from without a detour."""
-        tensor = param.ds_tensor
-        if self.device.pins and tensor.device.type == "cpu" and tensor.numel():
-            memory = aligned_tensor(round_up_to_page(tensor.numel() * tensor.element_size()))
-            memory.view(tensor.dtype)[: tensor.numel()].copy_(tensor.view(-1))
-            tensor.data = self._locks.lock(memory).view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
 
     @property
     def reads_parameters(self) -> bool:

@@ -536,6 +536,38 @@ def test_an_engine_that_only_infers_pins_where_it_may(pins: bool, tmp_path: Path
     engine.destroy()
 
 
+def test_parameters_of_an_engine_that_only_infers_are_pinned_in_host_memory(tmp_path: Path) -> None:
+    """Until an engine that trains has them, and where one ended again."""
+
+    def pinned() -> list[bool]:
+        return [torch.standin.core.is_pinned(param.ds_tensor.data_ptr(), 1) for param in model.parameters()]
+
+    config = ds_config(optimizer=None)
+    (tmp_path / "swap").mkdir()
+    config["fuyou"] = fuyou_of(tmp_path / "swap", "none", "auto", "backward_and_forward", 2, "none")
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = build_model({})
+    before = [param.ds_tensor.clone() for param in model.parameters()]
+    assert not any(pinned())
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    reads = engine.optimizer.fuyou_reads
+    assert all(pinned())
+    assert all(torch.equal(old, param.ds_tensor) for old, param in zip(before, model.parameters(), strict=True))
+    scores = engine(**batches(1)[0])
+    reads.sleep()
+    assert not any(pinned())
+    reads.wake()
+    assert all(pinned())
+    assert torch.equal(scores, engine(**batches(1)[0]))
+    trained = {**ds_config(), "fuyou": config["fuyou"]}
+    actor, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=trained)
+    assert not reads.pinned
+    train(actor, batches(1)[0])
+    actor.destroy()
+    engine.destroy()
+    assert not any(pinned())
+
+
 def test_collectives_take_nothing_of_the_host() -> None:
     """As NCCL's."""
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
