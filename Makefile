@@ -61,7 +61,7 @@ test: lint
 # DEEPSPEED_REPO=path. SUITE_FLAGS="--which stage3" gives every stage-3 configuration a block, not only those that offload.
 test-deepspeed: setup
 	@test -n "$(DEEPSPEED_REPO)" || { echo "DEEPSPEED_REPO must name a checkout of DeepSpeed's repository"; exit 2; }
-	$(RUN) python tests/harness/prebuild.py
+	$(RUN) python tests/harness/prebuild.py --all
 	$(RUN) python -m tests.deepspeed_suite.run --repo "$(DEEPSPEED_REPO)" $(SUITE_FLAGS)
 
 # 200 seeds of the parity cases on the stand-in device (tests/device/README.md): about 20 minutes. SEEDS="20 1000": 20
@@ -177,7 +177,7 @@ docs: setup
 	@echo build/site/docs/index.html
 
 bench: setup
-	$(RUN) python tests/harness/prebuild.py
+	$(RUN) python tests/harness/prebuild.py --all
 	$(RUN) python -m benchmarks.run
 
 # The automatic plan against exhaustive search, on the stand-in device in timed mode: about 25 minutes.
@@ -187,7 +187,7 @@ bench-planner: setup
 
 # Steps on the stand-in device in timed mode, ours and stock's, against the floor.
 bench-device: setup
-	$(RUN) python tests/harness/prebuild.py
+	$(RUN) python tests/harness/prebuild.py --all
 	$(RUN) python -m benchmarks.device
 
 clean:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds every compiled operator that tests and benchmarks use, ours and stock's: no time limit includes a build.
+"""Builds every compiled operator that tests use, ours and stock's: no time limit includes a build.
 And byte code: where Python does not write it (``PYTHONDONTWRITEBYTECODE``) each process would compile the package,
 which is half of a short run.
 
 Two processes build at a time, each with half of the jobs: most operators are one or two large files, so that one build
 after the other leaves a core idle. Locks that a killed build left are removed: stock would wait for them without end.
 
-python tests/harness/prebuild.py             everything
+python tests/harness/prebuild.py             what tests use
+python tests/harness/prebuild.py --all       and stock's NVMe operator, the largest of all, for what is compared with it
 python tests/harness/prebuild.py NAME ...    those alone
 """
 
@@ -24,18 +25,17 @@ sys.path.insert(0, str(_ROOT))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 CORE, DEVICE = "core", "device"
-NAMES = (
-    *(CORE, DEVICE, "AsyncIOBuilder", "CPUAdamBuilder"),
-    *("ShareMemCommBuilder", "CPUAdagradBuilder", "CPULionBuilder"),
-)
+NAMES = (CORE, DEVICE, "CPULionBuilder", "CPUAdamBuilder", "ShareMemCommBuilder", "CPUAdagradBuilder")
+NVME = "AsyncIOBuilder"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join((*NAMES, NVME))}")
+    parser.add_argument("--all", action="store_true", help="stock's NVMe operator, too")
     parser.add_argument("--here", action="store_true", help="in this process, nothing but the builds")
     arguments = parser.parse_args()
-    names = arguments.names or NAMES
+    names = arguments.names or (*NAMES, *([NVME] if arguments.all else []))
     if arguments.here:
         for name in names:
             build(name)
