@@ -67,6 +67,7 @@ def test_another_batch_is_planned_anew_where_nothing_may_move(found: dict[str, A
     assert found["all"]["shape"][0] == 2 * found["some"]["shape"][0]
     assert found["all"]["watches"], "what comes next is noticed, too"
     log, departs = found["log"], "departs from the plan: "
-    assert log.count(f"{departs}micro-batches have") == 1
     slower = sum(log.count(f"{departs}{cause.value}") for cause in (Cause.READS, Cause.WRITES))  # beside other work
+    told = log.count(f"{departs}micro-batches have")
+    assert told == 1 or (slower and told == 0), "a plan for slower storage may be of the other batch already"
     assert 1 <= log.count("plan (made anew)") <= 1 + slower
