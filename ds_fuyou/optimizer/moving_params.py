@@ -7,9 +7,11 @@ two and is read in every pass, by tensors that others have: so all updates end f
 chunk by chunk, and training goes on. Nobody may have a parameter gathered, or a read of one in flight.
 
 What files hold tells whoever goes on from them where P16 is, so no record stands while that is not true: from before
-room is taken on storage until values are there, and their old places are given back. What a slot holds is complete by
-itself before P16 that completed it goes. Room on storage, and memory, are taken before anything moves: until then it
-may be given up, which changes nothing. Whatever cuts it short after that fails the pipeline for good.
+room is taken on storage until values are there, and their old places are given back. The step's own record, which says
+what the run was at its end, comes before and again behind; of several ranks none withdraws it before all have it. What
+a slot holds is complete by itself before P16 that completed it goes. Room on storage, and memory, are taken before
+anything moves: until then it may be given up, which changes nothing. Whatever cuts it short after that fails the
+pipeline for good.
 
 Host memory holds no P16 twice where a device has copies of its own: the pages of a chunk go back when it was copied.
 Where the device is the host a script may have a tensor that is such memory: that goes with the last of them.
