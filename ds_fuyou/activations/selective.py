@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_fuyou.activations.calls import CallCounter, OperatorCall, is_foreign, is_view, written_tensors
 from ds_fuyou.activations.policy import Fate
-from ds_fuyou.activations.surroundings import RandomSource
+from ds_fuyou.activations.surroundings import SOURCES, RandomSource, are_same
 from ds_fuyou.activations.swapper import PACKED, Swapper
 
 __all__ = ["OutputSelection", "RegionOutputs"]
@@ -94,7 +94,8 @@ class RegionOutputs:
     def __init__(self, swapper: Swapper, fates: Mapping[OperatorCall, Fate], draws: RandomSource | None) -> None:
         self._swapper = swapper
         self._fates = fates
-        self._draws = draws
+        host = RandomSource(torch.get_rng_state, torch.set_rng_state)
+        self._sources = (host, *SOURCES, *([] if draws is None else [draws]))
         self._saved: dict[OperatorCall, _Saved] = {}
         self._by_storage: dict[int, OperatorCall] = {}
         self._made: _Made | None = None
@@ -108,9 +109,9 @@ class RegionOutputs:
     def wants(self, call: OperatorCall) -> bool:
         return call in self._fates
 
-    def random_states(self) -> list[torch.Tensor]:
+    def random_states(self) -> list[Any]:
         """Of the generators that operators draw from."""
-        return [torch.get_rng_state(), *([] if self._draws is None else [self._draws.read()])]
+        return [source.read() for source in self._sources]
 
     def made(self, call: OperatorCall, inputs: Shapes, outputs: Any) -> None:
         """A wanted call has just run."""
@@ -199,7 +200,7 @@ class _Forward(_Mode):
         before = self._region.random_states() if is_foreign(func) else []
         outputs = func(*args, **named)
         after = self._region.random_states() if before else []
-        if all(map(torch.equal, before, after)):
+        if all(map(are_same, before, after)):
             self._region.made(call, _shapes(args), outputs)
         return outputs
 

@@ -27,7 +27,7 @@ import numpy
 import torch
 from torch import nn
 
-__all__ = ["RandomSource", "Surroundings"]
+__all__ = ["SOURCES", "RandomSource", "Surroundings", "are_same"]
 
 _OF_DEEPSPEED = frozenset(
     {"applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn", "_original_parameters", "_external_params"}
@@ -84,7 +84,7 @@ class RandomSource(NamedTuple):
     write: Callable[[Any], Any]
 
 
-_GLOBAL = (
+SOURCES = (
     RandomSource(random.getstate, random.setstate),
     RandomSource(numpy.random.get_state, numpy.random.set_state),
 )
@@ -103,7 +103,8 @@ def _source(value: Any) -> RandomSource | None:
     return None
 
 
-def _equal(one: Any, other: Any) -> bool:
+def are_same(one: Any, other: Any) -> bool:
+    """Two states of a source."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     return pickle.dumps(one) == pickle.dumps(other)
@@ -138,13 +139,13 @@ class Surroundings:
             (part, {name: _as_it_is(value) for name, value in attributes.items()}) for part, attributes in state
         ]
         own = {id(value): _source(value) for value in chain(values, arguments)}
-        sources = (*_GLOBAL, *(source for source in (device, *own.values()) if source is not None))
+        sources = (*SOURCES, *(source for source in (device, *own.values()) if source is not None))
         self._random = [(source, source.read()) for source in sources]
         self._flags = _flags()
 
     def forward_ended(self) -> None:
         """Random numbers that it did not draw are nothing to restore: somebody else may be drawing them."""
-        self._random = [(source, state) for source, state in self._random if not _equal(state, source.read())]
+        self._random = [(source, state) for source, state in self._random if not are_same(state, source.read())]
 
     @contextmanager
     def restored(self) -> Iterator[None]:

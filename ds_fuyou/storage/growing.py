@@ -49,7 +49,10 @@ def grown(files: StoreFiles, regions: Sequence[RegionSpec], vacant: Vacant, budg
     layout = files.manifest.layout
     needed = sum(region.num_bytes * region.num_slots for region in regions)
     if budget_bytes is not None and layout.total_bytes + needed > budget_bytes:
-        message = f"{needed} bytes beside {layout.total_bytes} do not fit nvme_budget_bytes, {budget_bytes}"
+        message = (
+            f"{needed} bytes beside {layout.total_bytes} are more than {budget_bytes}, which may be used: "
+            "nvme_budget_bytes, or what is free, without a part for others and for swapped activations"
+        )
         raise FuyouStorageError(errno.ENOSPC, message, str(files.files[0].path))
     facts = [probe_path(run.root.path.parent) for run in files.runs]
     capacities = device_capacities(facts)

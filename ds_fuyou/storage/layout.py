@@ -19,6 +19,7 @@ from ds_fuyou.storage.probe import PathFacts, Probe, probe_path
 from ds_fuyou.storage.types import PAGE_BYTES, RegionSpec
 
 __all__ = [
+    "ACTIVATION_SHARE",
     "RESERVE_SHARE",
     "UNIT_BYTES",
     "PathShare",
@@ -38,7 +39,7 @@ _LEAST_UNIT_BYTES = 256 * 1024  # a request below takes its time, not that of it
 _REQUESTS_A_PATH, _LEAST_REQUESTS = 8, 32
 # Left free on every device for manifests, records and the filesystem itself; two slots leave more where one would do.
 _RESERVE_BYTES = 16 * 1024 * 1024
-RESERVE_SHARE, _ACTIVATION_SHARE = 0.02, 0.10
+RESERVE_SHARE, ACTIVATION_SHARE = 0.02, 0.10
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def device_capacities(facts: Sequence[PathFacts], reserve_share: float = 0.0) ->
 
 def spare_bytes(paths: Sequence[Path], *, swaps_activations: bool, probe: Probe = probe_path) -> int:
     """What is free on the paths' devices beside a share for others, and one for activations that come later."""
-    share = RESERVE_SHARE + (_ACTIVATION_SHARE if swaps_activations else 0.0)
+    share = RESERVE_SHARE + (ACTIVATION_SHARE if swaps_activations else 0.0)
     return sum(device_capacities([probe(path) for path in paths], share).values())
 
 
@@ -134,7 +135,7 @@ def choose_num_slots(
         bytes_stale: what dead runs left on the paths.
         budget: this rank's.
     """
-    for_activations = _ACTIVATION_SHARE if swaps_activations else 0.0
+    for_activations = ACTIVATION_SHARE if swaps_activations else 0.0
     capacity = spare_bytes(paths, swaps_activations=swaps_activations, probe=probe)
     beside = " beside activations that are swapped" if swaps_activations else ""
     if budget is not None and bytes_wanted > (1 - for_activations) * budget:

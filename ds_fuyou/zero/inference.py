@@ -20,7 +20,7 @@ from deepspeed import comm as dist
 from torch.nn import Parameter
 
 from ds_fuyou.ds_json import Activation
-from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.errors import FuyouMemoryError, FuyouStateError
 from ds_fuyou.host.device import Device, failure_of
 from ds_fuyou.host.memory import HeapGuard, PageLocks
 from ds_fuyou.host.run_ahead import run_ahead
@@ -38,7 +38,14 @@ from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import local_ranks, planned_host_bytes
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.gathering import for_training, in_use_order, release_gathered, watch_gathers
-from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, held_bytes, partition_of, pin_partition, stores_of
+from ds_fuyou.zero.param_swapper import (
+    PARTITION_TENSORS,
+    held_bytes,
+    partition_bytes,
+    partition_of,
+    pin_partition,
+    stores_of,
+)
 from ds_fuyou.zero.stock import bound_gathered, iter_module_params, watch_releases, without_prefetch_to_host
 
 __all__ = ["InferenceReads", "end_reads", "reads_of_inference", "watch"]
@@ -107,10 +114,10 @@ class InferenceReads:
         """What the device refuses is copied from all the same."""
         try:
             for param in params:
-                if self._locks.pins and partition_of(param) is None and not PageLocks.are_held(param.ds_tensor):
-                    pin_partition(param, self._locks)
+                if partition_of(param) is None and pin_partition(param, self._locks):
                     self.pinned.add(param.ds_id)
-        except FuyouStateError as error:
+                    self._heap.check(partition_bytes(param))
+        except (FuyouMemoryError, FuyouStateError) as error:
             log_once(logging.WARNING, f"parameters are copied from by way of the driver's own memory: {error}")
 
     @property

@@ -47,6 +47,7 @@ __all__ = [
     "only_reading",
     "partition_bytes",
     "partition_of",
+    "pin_partition",
     "stores_of",
     "through_own_swapper",
 ]
@@ -72,18 +73,21 @@ def is_in_host_memory(param: Parameter) -> bool:
     return bool(param.ds_tensor.device.type == "cpu")
 
 
-def pin_partition(param: Parameter, locks: PageLocks) -> None:
-    """Moves a partition of DeepSpeed's own from the heap to pages that the device copies from without a detour, if it
-    is not on such pages.
+def pin_partition(param: Parameter, locks: PageLocks) -> bool:
+    """Moves a partition of DeepSpeed's own from the heap to pages that the device copies from without a detour; False
+    where it is on such pages, or none of the heap's.
 
     Raises:
+        FuyouMemoryError: there is none.
         FuyouStateError: the device refuses.
     """
     tensor = param.ds_tensor
-    if locks.pins and is_in_host_memory(param) and tensor.numel() and not PageLocks.are_held(tensor):
-        memory = aligned_tensor(round_up_to_page(tensor.numel() * tensor.element_size()))
-        memory.view(tensor.dtype)[: tensor.numel()].copy_(tensor.view(-1))
-        tensor.data = locks.lock(memory).view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
+    if not locks.pins or not is_in_host_memory(param) or not tensor.numel() or PageLocks.are_held(tensor):
+        return False
+    memory = aligned_tensor(round_up_to_page(tensor.numel() * tensor.element_size()))
+    memory.view(tensor.dtype)[: tensor.numel()].copy_(tensor.view(-1))
+    tensor.data = locks.lock(memory).view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
+    return True
 
 
 def is_what_scripts_write_to(param: Parameter) -> bool:

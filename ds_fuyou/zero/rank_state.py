@@ -37,7 +37,7 @@ from ds_fuyou.parameters.partition import Lost, Partition
 from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.planner.plan import Plan, PlanInput
 from ds_fuyou.planner.profile import RunProfile
-from ds_fuyou.storage.layout import spare_bytes
+from ds_fuyou.storage.layout import ACTIVATION_SHARE, spare_bytes
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.parked import ParkedValues
 from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
@@ -225,6 +225,7 @@ class RankState:
             partition = partition_of(param)
             if partition is None:
                 pin_partition(param, self._locks)
+                self.bound_heap(partition_bytes(param))
             elif partition.store is None and isinstance(partition.source, ParkedValues):
                 partition.source.space.rest()
                 partition.source.read_by(self.core.io)
@@ -298,8 +299,14 @@ class RankState:
         swapper = None if self.activations is None else self.activations.swapper
         home = None if swapper is None or swapper.tier is None else swapper.tier.storage
         paths = [Path(path) for path in self.activation.state_paths]
-        most = self.store.total_bytes + spare_bytes(paths, swaps_activations=home is not None)
-        return most if budget == "auto" else min(most, int(budget) - (0 if home is None else home.space.num_bytes))
+        total = self.store.total_bytes
+        left = spare_bytes(paths, swaps_activations=home is not None)
+        if budget != "auto":
+            unused = int(budget) - total
+            if home is not None:
+                unused = int((1 - ACTIVATION_SHARE) * (unused - home.space.num_bytes))
+            left = min(left, unused)
+        return total + left
 
     def move_to(
         self, states_share: float, step_bytes: int = MOVED_A_STEP_BYTES, room: Callable[[], int] | None = None
@@ -332,10 +339,12 @@ class RankState:
 
     @property
     def may_place_params(self) -> bool:
-        """Whether it is between two steps, nothing else of the state moves or is copied to a checkpoint, and the script
-        has no parameter gathered."""
+        """Whether it is between two steps, the commit of the last one is ordered, nothing else of the state moves or is
+        copied to a checkpoint, and the script has no parameter gathered."""
         core = self.core
-        is_idle = core.window.is_empty and core.mover.is_idle and not core.has_snapshot
+        is_idle = (
+            core.window.is_empty and core.mover.is_idle and not core.has_snapshot and not core.commits.has_unordered
+        )
         return is_idle and all(param.ds_status is ZeroParamStatus.NOT_AVAILABLE for param in self.model.trained)
 
     def place_params(self, share: float, prefetch_bytes: int | None = None, num_versions: int | None = None) -> bool:

@@ -243,6 +243,10 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         core.commits.holds_orders, self._is_ending = True, False
         try:
             yield
+        except Exception:  # of one rank, it may be: the others come to the collectives of the step's end
+            if self._is_ending:
+                self._end_step()
+            raise
         finally:
             core.commits.holds_orders = False
         if core.commits.has_unordered:

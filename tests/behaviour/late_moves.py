@@ -110,13 +110,18 @@ def records() -> dict[str, Any]:
         "training": commit.meta["training"] is not None,
         "same edition": commit.meta["edition"] == edition,
     }
-    place_params_in_step(engine, 1.0)
-    schedule.raises = True
+    plan, state, schedule.raises = engine.optimizer.run_plan, engine.optimizer.rank_state, True
+    ends = plan.step_applied
+
+    def step_applied() -> None:
+        found["may move"] = state.may_place_params
+        ends()
+
+    plan.step_applied = step_applied
     try:
         train(engine, 3, 4)
     except RuntimeError as error:
         found["raised"] = str(error)
-    found["stayed"] = not any(core.place.residency.params)
     commit = core.store.last_commit()
     found |= {"step that counts": commit.step, "its training": commit.meta["training"] is not None}
     return found

@@ -174,7 +174,7 @@ def test_a_disk_for_the_states_alone_fails_no_forward(gpu_budget: str | int, tmp
     """What fits the device never leaves it; what does not has no room anywhere else, and stays."""
     engine = make_engine(tmp_path / "swap", "states", "auto", gpu_budget_bytes=gpu_budget)
     session = engine.optimizer.rank_state.activations
-    session.swapper.tier.storage.space._budget = 0  # the states took all of it
+    session.swapper.tier.storage.space._budget = lambda: 0  # the states took all of it
     for number, batch in enumerate(batches(6)):
         loss = engine(**batch)
         if number == 0:
@@ -537,7 +537,7 @@ def test_an_engine_that_only_infers_pins_where_it_may(pins: bool, tmp_path: Path
 
 
 def test_parameters_of_an_engine_that_only_infers_are_pinned_in_host_memory(tmp_path: Path) -> None:
-    """Until an engine that trains has them, and where one ended again."""
+    """Until an engine that trains has them."""
 
     def pinned() -> list[bool]:
         return [torch.standin.core.is_pinned(param.ds_tensor.data_ptr(), 1) for param in model.parameters()]

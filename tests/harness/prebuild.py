@@ -35,6 +35,9 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="stock's NVMe operator, too")
     parser.add_argument("--here", action="store_true", help="in this process, nothing but the builds")
     arguments = parser.parse_args()
+    unknown = set(arguments.names) - {*NAMES, NVME}
+    if unknown:
+        parser.error(f"no operators: {', '.join(sorted(unknown))}")
     names = arguments.names or (*NAMES, *([NVME] if arguments.all else []))
     if arguments.here:
         for name in names:

@@ -239,7 +239,7 @@ def test_without_room_nothing_moves_and_training_goes_on(
                 assert blocks_of(store) == sizes
                 assert core.mover.is_idle
             if seed == 3:
-                with pytest.raises(FuyouStorageError, match="do not fit nvme_budget_bytes"):
+                with pytest.raises(FuyouStorageError, match="which may be used: nvme_budget_bytes"):
                     core.mover.move_to((False,) * NUM_CHUNKS, 1, budget_bytes=store.total_bytes + 4096)
             if seed == 5:
                 backward(core, seed)

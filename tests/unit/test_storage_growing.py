@@ -156,7 +156,7 @@ def test_files_that_grew_without_a_manifest_are_opened_as_it_says(paths: list[Pa
 def test_a_region_comes_once_and_within_the_budget(store: SlotStore) -> None:
     with pytest.raises(ValueError, match="these are there: a"):
         store.reserve([FIRST[0]])
-    with pytest.raises(FuyouStorageError, match="do not fit nvme_budget_bytes"):
+    with pytest.raises(FuyouStorageError, match="which may be used: nvme_budget_bytes"):
         store.reserve(MORE, budget_bytes=store.total_bytes + PAGE)
     store.reserve(MORE, budget_bytes=store.total_bytes + sum(one.num_bytes * one.num_slots for one in MORE))
 
