@@ -280,6 +280,8 @@ def _fuyou(parameters: str, optimizer: str, gradients: str, states: Mapping[str,
             "gradients": {"tier": gradients},
             **more,
         }
+        if "auto" in (parameters, optimizer, gradients):  # a device in an offload section would be the tier
+            return {"zero_optimization": {"stage": 3}, "fuyou": block}
         return {**_zero_offload(directory, tuning), "fuyou": block}
 
     return config

@@ -184,7 +184,7 @@ def spec_of(case: DeviceCase, variant: str, directory: Path) -> dict[str, Any]:
     config["zero_optimization"] |= STREAMED
     if variant == "fuyou_off":  # without steps "auto" would never decide; the others come to keep everything here
         config["fuyou"]["activations"] = {"mode": "none"}
-    for section in ("offload_optimizer", "offload_param"):
+    for section in {"offload_optimizer", "offload_param"} & config["zero_optimization"].keys():
         config["zero_optimization"][section]["pin_memory"] = True
     return {
         "model": {**case.model, "checkpointing": variant != name},

@@ -23,7 +23,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 class Worker:
     """One variant in a process of its own, with the package and the worker of the checkout ``root``. Its log is
-    ``<scratch>/<name>.log``.
+    ``<scratch>/<name>.log``; what it measures no other variant, and no other run, knows.
     """
 
     def __init__(self, name: str, spec: Mapping[str, Any], scratch: Path, root: Path = _ROOT) -> None:
@@ -34,7 +34,11 @@ class Worker:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(root / "benchmarks" / "worker.py"), str(file)],
-                env={**environment_of_worker(), "PYTHONPATH": str(root)},
+                env={
+                    **environment_of_worker(),
+                    "PYTHONPATH": str(root),
+                    "DS_FUYOU_PROFILES": str(scratch / f"{name}.profiles"),
+                },
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
