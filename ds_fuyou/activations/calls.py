@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["CallCounter", "OperatorCall", "is_foreign", "is_view", "written_tensors"]
+__all__ = ["TORCHS", "CallCounter", "OperatorCall", "is_foreign", "is_view", "written_tensors"]
 
 _CHEAP = frozenset(
     {"aten._to_copy.default", "aten.empty_like.default", "aten.clone.default", "aten._unsafe_view.default"}
 )
 _PROBABILITIES = ("dropout_p", "p")
-_TORCHS = frozenset({"aten", "prim", "prims"})
+TORCHS = frozenset({"aten", "prim", "prims"})
+"""Namespaces of PyTorch's own operators."""
 
 
 class OperatorCall(NamedTuple):
@@ -95,7 +96,7 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def is_foreign(func: Any) -> bool:
     """Whether the operator is another library's, which need not say that it draws random numbers."""
-    return not isinstance(func, torch._ops.OpOverload) or func.namespace not in _TORCHS
+    return not isinstance(func, torch._ops.OpOverload) or func.namespace not in TORCHS
 
 
 def is_view(func: Any) -> bool:

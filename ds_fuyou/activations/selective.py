@@ -41,6 +41,7 @@ from ds_fuyou.activations.swapper import PACKED, Swapper
 __all__ = ["OutputSelection", "RegionOutputs"]
 
 Shapes: TypeAlias = "tuple[torch.Size, ...]"
+_OF_HOST = RandomSource(torch.get_rng_state, torch.set_rng_state)
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,7 @@ class RegionOutputs:
     def __init__(self, swapper: Swapper, fates: Mapping[OperatorCall, Fate], draws: RandomSource | None) -> None:
         self._swapper = swapper
         self._fates = fates
-        host = RandomSource(torch.get_rng_state, torch.set_rng_state)
-        self._sources = (host, *SOURCES, *([] if draws is None else [draws]))
+        self._sources = (_OF_HOST, *SOURCES, *([] if draws is None else [draws]))
         self._saved: dict[OperatorCall, _Saved] = {}
         self._by_storage: dict[int, OperatorCall] = {}
         self._made: _Made | None = None

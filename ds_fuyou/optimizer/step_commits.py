@@ -96,8 +96,7 @@ class StepCommits:
         """Before this rank's part of the norm: its last step is committed, so no kill loses more than the next one."""
         if self._committer is None or not self._core.keeps_steps:
             return
-        self.order(None)
-        self._wait()
+        self.wait()
         if self._committer.is_withdrawn:
             self.now()
 
@@ -151,8 +150,7 @@ class StepCommits:
         """Before states on storage are overwritten in place; see [Note: states replaced in place]. Waits. ``replaces``:
         what is committed next is not what was."""
         if self._committer is not None:
-            self.order(None)
-            self._wait()
+            self.wait()
             self._committer.withdraw(replaces=replaces)
 
     def wait(self) -> None:

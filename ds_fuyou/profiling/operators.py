@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ds_fuyou.activations.blocks import Block
-from ds_fuyou.activations.calls import CallCounter, OperatorCall, written_tensors
+from ds_fuyou.activations.calls import TORCHS, CallCounter, OperatorCall, written_tensors
 from ds_fuyou.activations.records import HeldBytes
 from ds_fuyou.activations.swapper import KeptTensor
 from ds_fuyou.activations.views import ByteRange, byte_view
@@ -166,7 +166,7 @@ class _Timings:
     seconds become FLOPs.
     """
 
-    _OWN = frozenset({"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor"})
+    _OWN = TORCHS | {"profiler", "c10d", "_c10d_functional", "inductor"}
 
     def __init__(self, device: Device | None) -> None:
         self._device = device if device is not None and not device.is_host else None

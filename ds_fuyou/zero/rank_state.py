@@ -224,8 +224,8 @@ class RankState:
         for param in self.model.frozen:
             partition = partition_of(param)
             if partition is None:
-                pin_partition(param, self._locks)
-                self.bound_heap(partition_bytes(param))
+                if pin_partition(param, self._locks):
+                    self.bound_heap(partition_bytes(param))
             elif partition.store is None and isinstance(partition.source, ParkedValues):
                 partition.source.space.rest()
                 partition.source.read_by(self.core.io)
@@ -288,6 +288,11 @@ class RankState:
             trainable = [span.index for span in order if span is not None]
             self.core.set_positions(zip(trainable, range(len(trainable)), strict=True))
 
+    def unused_storage_bytes(self) -> int:
+        """Of ``nvme_budget_bytes``, which the user names, what state files do not take: they grow where states move."""
+        taken = 0 if self.store is None else self.store.total_bytes
+        return max(0, int(self.activation.config.nvme_budget_bytes) - taken)
+
     @property
     def _storage_budget_bytes(self) -> int | None:
         """The most for state files where something moves to storage: what is free beside a share for others, and one
@@ -295,18 +300,16 @@ class RankState:
         """
         if self.store is None:
             return None
-        budget = self.activation.config.nvme_budget_bytes
         swapper = None if self.activations is None else self.activations.swapper
         home = None if swapper is None or swapper.tier is None else swapper.tier.storage
         paths = [Path(path) for path in self.activation.state_paths]
-        total = self.store.total_bytes
         left = spare_bytes(paths, swaps_activations=home is not None)
-        if budget != "auto":
-            unused = int(budget) - total
+        if self.activation.config.nvme_budget_bytes != "auto":
+            unused = self.unused_storage_bytes()
             if home is not None:
                 unused = int((1 - ACTIVATION_SHARE) * (unused - home.space.num_bytes))
             left = min(left, unused)
-        return total + left
+        return self.store.total_bytes + left
 
     def move_to(
         self, states_share: float, step_bytes: int = MOVED_A_STEP_BYTES, room: Callable[[], int] | None = None

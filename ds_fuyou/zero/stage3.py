@@ -198,13 +198,6 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         """Swapping or recomputing as configured; the index learns where parameters are gathered."""
         state = self.rank_state
         index = GatheredIndex()
-        budget = activation.config.nvme_budget_bytes
-        store = state.store
-
-        def left_bytes() -> int:
-            """Beside state files, which grow where states move to storage."""
-            return max(0, int(budget) - (0 if store is None else store.total_bytes))
-
         given = ActivationInput(
             activation,
             state.device,
@@ -213,7 +206,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             arena_bytes=state.plan.activation_bytes,
             kept_bytes=state.plan.kept_activation_bytes,
             smallest_bytes=state.plan.smallest_swapped_bytes,
-            storage_budget=None if budget == "auto" else left_bytes,
+            storage_budget=None if activation.config.nvme_budget_bytes == "auto" else state.unused_storage_bytes,
             trace=state.trace,
         )
         state.activations = attach_activations(self.module, index, given)

@@ -15,11 +15,11 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from tests.harness.models import TinyGPT, make_batch
-from tests.harness.moving import place_params_in_step
+from tests.harness.moving import place_params_in_step, train
 from tests.harness.runner import ds_config
 
 MODEL = {"num_layers": 3, "width": 72, "vocabulary": 500}
-STORAGE, MEMORY = {"tier": "nvme"}, {"tier": "cpu"}
+STORAGE = {"tier": "nvme"}
 
 
 class Schedule:
@@ -64,16 +64,6 @@ def engine_of(share: float, schedule: Schedule | None = None, **more: Any) -> An
     return engine
 
 
-def train(engine: Any, first: int, last: int) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        loss = engine(make_batch(MODEL, step, 0)["ids"])
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def gathered() -> dict[str, Any]:
     """How much of the model a forward leaves gathered, before P16 leaves memory, after that, and when it is back."""
     engine = engine_of(1.0)
@@ -85,10 +75,10 @@ def gathered() -> dict[str, Any]:
         found.append(there / sum(param.ds_numel for param in params))
 
     engine.module.register_forward_hook(look)
-    losses = train(engine, 0, 5)
+    train(engine, MODEL, 0, 5)
     for first, share in ((5, 0.0), (8, 1.0)):
         place_params_in_step(engine, share)
-        losses += train(engine, first, first + 3)
+        train(engine, MODEL, first, first + 3)
     engine.destroy()
     return {"gathered": [found[4], found[6], found[7], found[10]]}
 
@@ -98,11 +88,11 @@ def records() -> dict[str, Any]:
     schedule = Schedule()
     engine = engine_of(1.0, schedule)
     core = engine.optimizer.rank_state.core
-    train(engine, 0, 2)
+    train(engine, MODEL, 0, 2)
     core.commits.wait()
     edition = core.store.last_commit().meta["edition"]
     place_params_in_step(engine, 0.0)
-    train(engine, 2, 3)
+    train(engine, MODEL, 2, 3)
     commit = core.store.last_commit()
     found = {
         "moved": not any(core.place.residency.params),
@@ -119,7 +109,7 @@ def records() -> dict[str, Any]:
 
     plan.step_applied = step_applied
     try:
-        train(engine, 3, 4)
+        train(engine, MODEL, 3, 4)
     except RuntimeError as error:
         found["raised"] = str(error)
     commit = core.store.last_commit()
@@ -130,16 +120,16 @@ def records() -> dict[str, Any]:
 def inference() -> dict[str, Any]:
     """Parameters that a script gathers under inference mode right after they have moved are trained with."""
     engine = engine_of(1.0)
-    losses = train(engine, 0, 3)
+    losses = train(engine, MODEL, 0, 3)
     for step, share in ((3, 0.5), (4, 1.0)):
         place_params_in_step(engine, share)
-        losses += train(engine, step, step + 1)
+        losses += train(engine, MODEL, step, step + 1)
         with torch.inference_mode(), deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
             engine.module(make_batch(MODEL, 0, 0)["ids"])
-    losses += train(engine, 5, 8)
+    losses += train(engine, MODEL, 5, 8)
     engine.destroy()
     other = engine_of(1.0)
-    expected = train(other, 0, 8)
+    expected = train(other, MODEL, 0, 8)
     other.destroy()
     return {"equal": losses == expected}
 
@@ -152,12 +142,12 @@ def budget() -> dict[str, Any]:
     limit = stored + (64 << 20)
     engine = engine_of(1.0, nvme_budget_bytes=limit, activations={"mode": "swap", "tier": "nvme"})
     state = engine.optimizer.rank_state
-    train(engine, 0, 3)
+    train(engine, MODEL, 0, 3)
     space = state.activations.swapper.tier.storage.space
     taken = [space.num_bytes > 0, state.store.total_bytes + space.num_bytes <= limit]
     placed = state.place_params(0.0)
     both = state.store.total_bytes + space.num_bytes
-    losses = train(engine, 3, 5)
+    losses = train(engine, MODEL, 3, 5)
     engine.destroy()
     return {"taken": taken, "placed": placed, "kept": both <= limit, "trains": len(losses)}
 

@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P16 that a test moves, where the plan of a run would."""
+"""P16 that a test moves, where the plan of a run would, and the steps around it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
+from tests.harness.models import make_batch
 
-__all__ = ["come_to_rest", "place_params_in_step"]
+__all__ = ["come_to_rest", "place_params_in_step", "train"]
+
+
+def train(engine: Any, model: dict[str, int], first: int, last: int) -> list[float]:
+    """Losses of the steps from ``first`` to before ``last``, of a TinyGPT made of ``model``."""
+    losses = []
+    for step in range(first, last):
+        loss = engine(make_batch(model, step, 0)["ids"])
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
 
 
 def come_to_rest(core: OutOfCoreOptimizer) -> None:

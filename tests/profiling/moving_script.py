@@ -17,7 +17,8 @@ import torch
 import ds_fuyou.zero.run_moves as run_moves
 from ds_fuyou.planner.plan import stored_bytes
 from ds_fuyou.planner.profile import RunProfile, StorageRates, save_profile
-from tests.harness.models import TinyGPT, make_batch
+from tests.harness.models import TinyGPT
+from tests.harness.moving import train
 from tests.harness.runner import ds_config
 
 MODEL = {"num_layers": 3, "width": 72, "vocabulary": 500}
@@ -44,7 +45,7 @@ def second_start(kept: RunProfile, nvme_budget_bytes: int) -> list[float]:
     save_profile(kept)
     engine = engine_of("off", nvme_budget_bytes)
     share = engine.optimizer.rank_state.plan.residency.optimizer
-    losses = train(engine, 0, 3)
+    losses = train(engine, MODEL, 0, 3)
     engine.destroy()
     return [share, *losses]
 
@@ -89,7 +90,12 @@ def moves_of_all() -> dict[str, object]:
     open_tiers = {"parameters": {"tier": "auto"}, "gradients": {"tier": "auto"}}
     engine = engine_of("off", **open_tiers, plan={"chunk_bytes": 65536, "staging_bytes": 1 << 20})
     state, plan = engine.optimizer.rank_state, engine.optimizer.run_plan
-    found: dict[str, list[object]] = {"losses": train(engine, 0, 3), "planned": [], "resident": [], "regions": []}
+    found: dict[str, list[object]] = {
+        "losses": train(engine, MODEL, 0, 3),
+        "planned": [],
+        "resident": [],
+        "regions": [],
+    }
 
     def look() -> None:
         residency, place = state.plan.residency, state.core.place.residency
@@ -104,28 +110,18 @@ def moves_of_all() -> dict[str, object]:
         plan.profile = profile
         plan.moves.move(profile)
         plan._moved()
-        found["losses"] += train(engine, first, first + 5)
+        found["losses"] += train(engine, MODEL, first, first + 5)
         state.core.wait_all()
         look()
     plan.moves.move(read_often(measured))
-    found["losses"] += train(engine, 13, 17)
+    found["losses"] += train(engine, MODEL, 13, 17)
     look()
     run_moves.available_host_bytes = lambda: 4096
-    found["losses"] += train(engine, 17, 24)
+    found["losses"] += train(engine, MODEL, 17, 24)
     look()
     found["watched"] = plan.prediction is not None
     engine.destroy()
     return found
-
-
-def train(engine: deepspeed.DeepSpeedEngine, first: int, last: int) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        loss = engine(make_batch(MODEL, step, 0)["ids"])
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    return losses
 
 
 def main() -> None:
@@ -133,13 +129,13 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     engine = engine_of(resume)
     state, plan = engine.optimizer.rank_state, engine.optimizer.run_plan
-    before, host_bytes, losses = state.plan.residency.optimizer, state.planned_host_bytes, train(engine, 0, 3)
+    before, host_bytes, losses = state.plan.residency.optimizer, state.planned_host_bytes, train(engine, MODEL, 0, 3)
     assert plan.profile is not None
     measured = plan.profile
     plan.profile = slow_adam(measured)
     plan.moves.move(plan.profile)
     plan._moved()
-    losses += train(engine, 3, 8)
+    losses += train(engine, MODEL, 3, 8)
     state.core.wait_all()
     shares = state.core.place.residency.states
     found = {
