@@ -18,7 +18,8 @@ __all__ = ["PIECE_BYTES", "Arena"]
 PIECE_BYTES = 8 * 1024 * 1024
 """Large enough for a disk's and a link's full rate, small enough that many are on their way at a time."""
 
-_SEGMENT_BYTES = 1024 * 1024 * 1024
+_SEGMENT_BYTES = 256 * 1024 * 1024
+_SEGMENT_BYTES_ON_HOST = 1024 * 1024 * 1024  # where whole tensors lie in one run
 
 
 class Arena:
@@ -28,13 +29,21 @@ class Arena:
 
     Args:
         register: told of every segment.
+        forget: of those that are given back before the end.
     """
 
-    def __init__(self, capacity_bytes: int, device: Device | None, register: Callable[[HostPool], None]) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        device: Device | None,
+        register: Callable[[HostPool], None],
+        forget: Callable[[HostPool], None],
+    ) -> None:
         self.capacity_bytes = round_up_to_page(capacity_bytes)
         self.peak_bytes = 0
-        self._segment_bytes = min(self.capacity_bytes, max(_SEGMENT_BYTES, round_up_to_page(capacity_bytes // 8)))
-        self._device, self._register = device, register
+        least = _SEGMENT_BYTES_ON_HOST if device is None or device.is_host else _SEGMENT_BYTES
+        self._segment_bytes = min(self.capacity_bytes, max(least, round_up_to_page(capacity_bytes // 8)))
+        self._device, self._register, self._forget = device, register, forget
         self._segments: list[HostPool] = []
         self._grow()
 
@@ -85,6 +94,14 @@ class Arena:
         if memory is not None:
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return memory
+
+    def narrow(self, capacity_bytes: int) -> None:
+        """To so much, or to its first segment; the others are given back. Nothing may be in it."""
+        for segment in self._segments[1:]:
+            self._forget(segment)
+            segment.give_back()
+        del self._segments[1:]
+        self.capacity_bytes = max(round_up_to_page(capacity_bytes), self._segments[0].capacity_bytes)
 
     def unpin(self) -> None:
         """Until :meth:`pin`. No copy may be in flight."""

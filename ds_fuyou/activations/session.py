@@ -19,13 +19,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_fuyou.activations.blocks import Block
 from ds_fuyou.activations.open_hooks import OpenHooks, computes_its_loss
-from ds_fuyou.activations.policy import BlockFate
+from ds_fuyou.activations.policy import BlockFate, Fate
 from ds_fuyou.activations.recompute import RecomputedForward
 from ds_fuyou.activations.selective import OutputSelection
 from ds_fuyou.activations.surroundings import RandomSource
 from ds_fuyou.activations.swapper import Swapper
 from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover, TakeoverPoint
-from ds_fuyou.activations.tier import SwapCounters
+from ds_fuyou.activations.tier import SwapCounters, SwapTier
 from ds_fuyou.log import log_once
 
 __all__ = ["ActivationSession"]
@@ -106,10 +106,20 @@ class ActivationSession:
         self._watch(block.module, enter, leave)
 
     @property
+    def tier(self) -> SwapTier | None:
+        """Where what leaves the device goes; None where nothing does."""
+        return self.swapper.tier if self.swapper is not None else None
+
+    @property
     def counters(self) -> SwapCounters:
         """What was moved since the start; zeros when nothing is."""
-        tier = self.swapper.tier if self.swapper is not None else None
-        return tier.counters if tier is not None else SwapCounters()
+        return self.tier.counters if self.tier is not None else SwapCounters()
+
+    @property
+    def swaps(self) -> bool:
+        """Whether anything is to leave the device by the fates that were decided."""
+        every = (fate for block in self.fates.values() for fate in (block.saved, *(block.outputs or {}).values()))
+        return Fate.SWAP in every
 
     @property
     def is_open(self) -> bool:
@@ -231,8 +241,8 @@ class ActivationSession:
         self._depth = 0
         self._close_hooks()
         self._close_region()
-        if self.swapper is not None and self.swapper.tier is not None:
-            self.swapper.tier.poll()
+        if self.tier is not None:
+            self.tier.poll()
 
     def close(self) -> None:
         """Takes everything off the model and gives memory and storage back. Idempotent."""
@@ -245,5 +255,5 @@ class ActivationSession:
         for forward in self._forwards:
             forward.undo()
         self._forwards.clear()
-        if self.swapper is not None and self.swapper.tier is not None:
-            self.swapper.tier.close()
+        if self.tier is not None:
+            self.tier.close()

@@ -43,7 +43,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -103,7 +103,7 @@ class SwapTier:
         self.counters = SwapCounters()
         self.num_demand_reads = 0
         self._trace = trace
-        self._arena = Arena(arena_bytes, device, self._register)
+        self._arena = Arena(arena_bytes, device, self._register, self._forget)
         self._piece_bytes = self._arena.piece_bytes
         self._soon_bytes = min(_SOON_BYTES, self._arena.capacity_bytes)
         self._lock = threading.RLock()
@@ -124,6 +124,26 @@ class SwapTier:
     def _register(self, pool: HostPool) -> None:
         if self.storage is not None:
             self.storage.io.register_memory(pool)
+
+    def _forget(self, pool: HostPool) -> None:
+        if self.storage is not None:
+            self.storage.io.forget_memory(pool)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is in host memory, on its way to it or from it."""
+        with self._lock:
+            self._note_ended()
+            return self.arena_used_bytes == 0
+
+    def narrow(self, arena_bytes: int) -> None:
+        """Less host memory from now on, of which half is a home at most. It must be empty."""
+        with self._lock:
+            self._arena.narrow(arena_bytes)
+            if self._traffic is not None and self.storage is not None:
+                kept_bytes = min(self.storage.kept_bytes, self.arena_bytes // 2)
+                self.storage = self._traffic.home = replace(self.storage, kept_bytes=kept_bytes)
+                self._traffic.bound(self._piece_bytes, self.arena_bytes)
 
     @property
     def arena_bytes(self) -> int:

@@ -50,14 +50,19 @@ class StorageTraffic:
     def __init__(self, home: StorageHome, piece_bytes: int, arena_bytes: int, trace: LaneTrace | None) -> None:
         self.home = home
         self._trace = trace
-        per_path = {True: home.write_pieces, False: home.read_pieces}
-        most = max(piece_bytes, arena_bytes // 2)
-        self._limits = {key: min(most, count * piece_bytes * home.space.num_paths) for key, count in per_path.items()}
+        self._limits: dict[bool, int] = {}
+        self.bound(piece_bytes, arena_bytes)
         self._bytes = {True: 0, False: 0}
         self._lanes: dict[bool, list[OrderedDict[int, InFlightIo]]] = {
             is_write: [OrderedDict() for _ in range(home.space.num_paths)] for is_write in (True, False)
         }
         self._next_number = 0
+
+    def bound(self, piece_bytes: int, arena_bytes: int) -> None:
+        """In flight each way are the home's pieces a path, and no more than half of the arena."""
+        home, most = self.home, max(piece_bytes, arena_bytes // 2)
+        per_path = {True: home.write_pieces, False: home.read_pieces}
+        self._limits = {key: min(most, count * piece_bytes * home.space.num_paths) for key, count in per_path.items()}
 
     def has_room(self, *, is_write: bool) -> bool:
         return self._bytes[is_write] < self._limits[is_write]

@@ -38,6 +38,7 @@ __all__ = [
     "lane_bytes",
     "minimum_lane_bytes",
     "most_prefetch_bytes",
+    "narrow_arena_bytes",
     "resident_bytes",
     "save_bytes",
     "stored_bytes",
@@ -58,7 +59,7 @@ CHUNK_BYTES = (16 * MIB, 8 * MIB, 4 * MIB, 2 * MIB)
 """Of these the largest with which a placement fits the budget."""
 _ARENA_BYTES = 256 * MIB  # at least, where the budget has eight times as much
 _ARENA_PATH_BYTES = 128 * MIB  # pieces of one path: leaving, being written, being read, on their way up
-_ARENA_BLOCK_BYTES = 2048 * MIB  # for what a block saves, where that is not known
+_ARENA_BLOCK_BYTES = 2048 * MIB  # for what a block saves, where that is not known; given back if nothing leaves
 _SMALLEST_SWAPPED_BYTES = 64 * 1024
 _PARTLY_HELD = 1 / 4  # of P16 on storage: as much is in memory, too, in parameters of which the rest is not
 
@@ -338,12 +339,19 @@ def arena_bytes(given: PlanInput) -> int:
         return 0 if given.block_activation_bytes else budget // 4  # known, they are a class that memory is filled with
     if not given.swaps_activations or given.activations_stay_in_dram:
         return 0
-    wanted = max(_ARENA_BYTES, _ARENA_PATH_BYTES * given.num_paths)
+    wanted = narrow_arena_bytes(given)
     if given.block_activation_bytes:
         wanted = max(wanted, _ARENA_PATH_BYTES * given.num_paths + 2 * given.block_activation_bytes)
     elif not given.device_is_host:
-        wanted = max(wanted, min(_ARENA_BLOCK_BYTES, budget // 32))
+        wanted = max(wanted, _ARENA_BLOCK_BYTES)
     return min(wanted, budget // 8)
+
+
+def narrow_arena_bytes(given: PlanInput) -> int:
+    """Host memory for activations that leave a device though no plan says so, those of a longer batch: every path's
+    pieces.
+    """
+    return max(_ARENA_BYTES, _ARENA_PATH_BYTES * given.num_paths)
 
 
 def _activation_bytes(given: PlanInput, arena: int, left: int) -> int:

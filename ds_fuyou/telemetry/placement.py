@@ -74,8 +74,7 @@ def placement_of(rank_state: Any) -> list[Placed]:
     if rank_state.parameters.reads:
         pool_bytes = rank_state.parameters.capacity_bytes
         rows.append(Placed("look-ahead pool", "cpu", pool_bytes, "parameters in use or read ahead"))
-    session = getattr(rank_state, "activations", None)
-    tier = session.swapper.tier if session is not None and session.swapper is not None else None
+    tier = getattr(rank_state, "swap_tier", None)
     if tier is not None:
         rows.append(Placed("activation arena", "cpu", tier.arena_bytes, "on their way, and the last ones saved"))
         if tier.storage is not None:

@@ -46,8 +46,7 @@ class TierBytes:
         resident = self._resident_now()
         host = resident["cpu"] + sum(pool.used_bytes for pool in self._pools())
         storage, device = resident["nvme"], self._device_bytes()
-        session = self._state.activations
-        tier = session.swapper.tier if session is not None and session.swapper is not None else None
+        tier = self._state.swap_tier
         if tier is not None:
             host += tier.arena_used_bytes
             device = max(device, tier.held.now)
@@ -65,8 +64,7 @@ class TierBytes:
         storage = float(resident["nvme"])
         if self._state.store is not None:
             storage += self._state.store.record_bytes
-        session = self._state.activations
-        tier = session.swapper.tier if session is not None and session.swapper is not None else None
+        tier = self._state.swap_tier
         if tier is not None:
             host += tier.arena_bytes
             storage += tier.storage.space.size_for(saved_bytes) if tier.storage is not None else 0

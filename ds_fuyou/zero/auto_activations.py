@@ -208,7 +208,7 @@ class AutoActivations:
         """Of this step, with the room that every rank has."""
         num_blocks = max(1, len(self._session.blocks))
         forwards = max(1, int(step["forwards"]))
-        tier = self._session.swapper.tier if self._session.swapper is not None else None
+        tier = self._session.tier
         host_bytes = stored_bytes = 0.0
         if tier is not None:
             home = tier.storage

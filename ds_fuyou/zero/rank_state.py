@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from tqdm import tqdm
 
 from ds_fuyou.activations.session import ActivationSession
+from ds_fuyou.activations.tier import SwapTier
 from ds_fuyou.errors import FuyouError, FuyouMemoryError, FuyouStateError, FuyouStorageError
 from ds_fuyou.host.compute_clock import compute_clock
 from ds_fuyou.host.device import failure_of
@@ -137,6 +138,11 @@ class RankState:
     def plan_input(self) -> PlanInput:
         """What the plan was made from."""
         return self.design.given
+
+    @property
+    def swap_tier(self) -> SwapTier | None:
+        """Where swapped activations go; None where none are."""
+        return None if self.activations is None else self.activations.tier
 
     @property
     def layout(self) -> FlatLayout:
@@ -300,8 +306,7 @@ class RankState:
         """
         if self.store is None:
             return None
-        swapper = None if self.activations is None else self.activations.swapper
-        home = None if swapper is None or swapper.tier is None else swapper.tier.storage
+        home = None if self.swap_tier is None else self.swap_tier.storage
         paths = [Path(path) for path in self.activation.state_paths]
         left = spare_bytes(paths, swaps_activations=home is not None)
         if self.activation.config.nvme_budget_bytes != "auto":
@@ -443,8 +448,7 @@ class RankState:
         self.parameters.move_on()
 
     def _pinned(self) -> list[Any]:
-        session = self.activations
-        tier = session.swapper.tier if session is not None and session.swapper is not None else None
+        tier = self.swap_tier
         return [self.core, self.parameters, *([] if tier is None else [tier]), *self.beside()]
 
     # ---- the end ------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 """Where states, P16 and G16 of a run should be, by what was measured and by the memory that is left; their way there.
 
 [Note: the order of moves]
+Where no activation leaves the device the arena that a first run began with becomes narrower, for states to come there.
 P16 and G16 that leave host memory do so at once, between two steps, then states move behind training, those that leave
 first, and when all has arrived P16 and G16 come: memory holds no more than before or after. All ranks do as rank 0
 decides, and wait for one another before P16 moves.
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.planner.document import CLASSES
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
-from ds_fuyou.planner.plan import bytes_each, has_two_versions
+from ds_fuyou.planner.plan import bytes_each, has_two_versions, narrow_arena_bytes
 from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.planner.profiled import expert_values, placed_again
 from ds_fuyou.telemetry.report import LaneTimes
@@ -40,6 +41,7 @@ class _Target:
     grads: float
     prefetch_bytes: int
     gradient_buffer_bytes: int
+    activation_bytes: int
     secs: float
 
 
@@ -91,10 +93,14 @@ class RunMoves:
 
     def move(self, profile: RunProfile | None) -> None:
         """To where what was measured says it should be, over the next steps."""
-        target = decided_by_rank_0(lambda: self._better(profile)) if self.may_move else None
+        if not self.may_move:
+            return
+        arena = self._arena_bytes()
+        target = decided_by_rank_0(lambda: self._better(profile, arena))
         if target is None:
             return
         now, self._comes, self._num_waits = self._state.plan.residency, None, 0
+        self._narrow_arena(target.activation_bytes)
         if target.params < now.parameters and not self._place_params(target):
             return
         if target.grads < now.gradients and not self._place_grads(target):
@@ -113,7 +119,25 @@ class RunMoves:
         if target.params > now.parameters or target.grads > now.gradients:
             self._comes = target
 
-    def _better(self, profile: RunProfile | None) -> _Target | None:
+    def _arena_bytes(self) -> int:
+        """Host memory that activations need: less than they have where none is to leave the device, and none is there
+        on any rank. A collective.
+        """
+        state, session, tier = self._state, self._state.activations, self._state.swap_tier
+        now, needed = state.plan.activation_bytes, narrow_arena_bytes(state.plan_input)
+        is_given = expert_values(state.activation.config).get("activation_bytes") is not None
+        has_less = session is not None and bool(session.fates) and not session.swaps
+        has_less &= tier is not None and tier.storage is not None and tier.is_empty
+        is_spare = has_less and needed < now and not is_given
+        return needed if least(float(is_spare))[0] else now
+
+    def _narrow_arena(self, num_bytes: int) -> None:
+        state, tier = self._state, self._state.swap_tier
+        if tier is not None and num_bytes < state.plan.activation_bytes:
+            tier.narrow(num_bytes)
+            state.planned(replace(state.plan, activation_bytes=num_bytes))
+
+    def _better(self, profile: RunProfile | None, arena_bytes: int) -> _Target | None:
         """If a step becomes clearly shorter. Chunks that leave memory are updated in backward only where there is a
         spare slot, and P16 in memory has two versions or is none; it gets as many as it needs where it moves.
         """
@@ -129,7 +153,7 @@ class RunMoves:
             given,
             expert_values(config),
             profile,
-            state.plan,
+            replace(state.plan, activation_bytes=arena_bytes),
             config.activations.mode,
             others=[] if self._was_short else ["parameters", "gradients"],
             may_speculate=may_speculate,
@@ -148,7 +172,8 @@ class RunMoves:
         moved = replace(given, may_speculate=may_speculate)
         versions = 2 if has_two_versions(moved, replace(residency, optimizer=states)) else 1
         plan = found.plan
-        return _Target(states, params, versions, grads, plan.prefetch_bytes, plan.gradient_buffer_bytes, found.secs)
+        lanes = (plan.prefetch_bytes, plan.gradient_buffer_bytes, arena_bytes)
+        return _Target(states, params, versions, grads, *lanes, found.secs)
 
     def bring(self, *, waits: bool) -> None:
         """What was to come when states have arrived. ``waits``: on some rank they have not, or it has no quiet."""
@@ -232,7 +257,7 @@ class RunMoves:
     @property
     def _as_it_is(self) -> _Target:
         plan, versions = self._state.plan, self._state.core.place.num_versions
-        now, lanes = plan.residency, (plan.prefetch_bytes, plan.gradient_buffer_bytes)
+        now, lanes = plan.residency, (plan.prefetch_bytes, plan.gradient_buffer_bytes, plan.activation_bytes)
         return _Target(now.optimizer, now.parameters, versions, now.gradients, *lanes, 0.0)
 
     def _tell(self, what: str) -> None:

@@ -396,8 +396,7 @@ class RunPlan:
     @property
     def _stores(self) -> bool:
         """Whether anything may go to storage: classes of the plan, or activations."""
-        session = self._state.activations
-        tier = session.swapper.tier if session is not None and session.swapper is not None else None
+        tier = self._state.swap_tier
         return self._state.store is not None or (tier is not None and tier.storage is not None)
 
     # ---- planned ------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_the_arena_stays_as_small_as_it_is(
     monkeypatch.setattr(arena, "_SEGMENT_BYTES", 1 << 14)
     device = rank_device()
     assert device.pins
-    found = arena.Arena(1 << 17, device, lambda segment: None)
+    found = arena.Arena(1 << 17, device, lambda segment: None, lambda segment: None)
     memory = found.try_allocate(1 << 14)
     assert memory is not None
     locks.refused = locks.num_asked
@@ -87,5 +87,25 @@ def test_the_arena_stays_as_small_as_it_is(
     del memory
     assert found.try_allocate(1 << 14) is not None
     assert found.try_allocate(1 << 14) is not None, "what was let go is there again"
+    found.give_back()
+    assert locks.held == {}
+
+
+def test_a_narrower_arena_gives_back_what_came_last(locks: Locks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "_SEGMENT_BYTES", 1 << 14)
+    known: list[Any] = []
+    found = arena.Arena(1 << 17, rank_device(), known.append, known.remove)
+    taken = [found.try_allocate(1 << 14) for _ in range(4)]
+    assert None not in taken
+    assert len(known) == len(locks.held) == 4
+    taken.clear()
+    found.narrow(1 << 15)
+    assert (found.capacity_bytes, len(known), len(locks.held)) == (1 << 15, 1, 1)
+    taken = [found.try_allocate(1 << 14) for _ in range(3)]
+    assert [memory is None for memory in taken] == [False, False, True], "what is left is used, and no more"
+    assert sum(locks.held.values()) == 1 << 15
+    taken.clear()
+    found.narrow(4096)
+    assert found.capacity_bytes == sum(locks.held.values()) == 1 << 14, "the first part stays"
     found.give_back()
     assert locks.held == {}

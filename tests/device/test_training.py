@@ -24,6 +24,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import ds_fuyou
+import ds_fuyou.activations.arena as arena_module
+import ds_fuyou.planner.plan as plan_module
 from ds_fuyou.cli import main
 from ds_fuyou.host.compute_clock import Phase
 from ds_fuyou.ops.core import load_core
@@ -31,11 +33,12 @@ from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.gradients import StoredGradients
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.planner.hardware import ThreadSecs
-from ds_fuyou.planner.profile import load_profile
+from ds_fuyou.planner.profile import StorageRates, load_profile
 from ds_fuyou.planner.watch import LASTING, Cause
 from ds_fuyou.storage.io import Transfer
 from ds_fuyou.telemetry.placement import shown_bytes
 from ds_fuyou.zero.device import rank_device
+from ds_fuyou.zero.run_moves import RunMoves
 from tests.device import faults
 from tests.device.accelerator import StandinAccelerator
 from tests.device.parity import fuyou_of
@@ -270,6 +273,57 @@ def test_a_longer_batch_than_the_measured_ones_fits_the_device(tmp_path: Path) -
         train(engine, {**batch, "ids": batch["ids"].repeat(2, 1)})
     assert budget / 2 < device.peak_bytes() <= budget
     engine.destroy()
+
+
+def first_run(swap: Path, gpu_budget: int) -> tuple[list[Any], list[int], list[float]]:
+    """Plans before the first step and after the fourth, bytes of the arena then, and losses."""
+    swap.mkdir()
+    config = ds_config(gradient_clipping=1.0)
+    for name in ("offload_optimizer", "offload_param"):  # they would say where states are
+        config["zero_optimization"].pop(name, None)
+    config["fuyou"] = {
+        "nvme_path": str(swap),
+        "dram_budget_bytes": 2_200_000,
+        "gpu_budget_bytes": gpu_budget,
+        "parameters": {"tier": "cpu"},
+        "gradients": {"tier": "cpu"},
+        "plan": {"chunk_bytes": 16384, "smallest_swapped_bytes": 1024},
+    }
+    torch.manual_seed(0)
+    model = build_model({})
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    state = engine.optimizer.rank_state
+    plans, arenas = [state.plan], [state.swap_tier.arena_bytes]
+    losses = [float(train(engine, batch).detach()) for batch in batches(5)]
+    state.core.wait_all()
+    moved = state.layout.share_of(state.core.place.residency.states)
+    assert moved == pytest.approx(state.plan.residency.optimizer, abs=0.03)
+    plans.append(state.plan)
+    arenas.append(state.swap_tier.arena_bytes)
+    engine.destroy()
+    return plans, arenas, losses
+
+
+def test_an_arena_that_nothing_passes_becomes_memory_for_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first run knows no blocks and gives activations an eighth of its memory. Where all of them stay on the device
+    states come there, since storage turns out to be slow; where some leave, nothing comes.
+    """
+    small, move = 10 * 4096, RunMoves.move
+    for name in ("_ARENA_BYTES", "_ARENA_PATH_BYTES"):
+        monkeypatch.setattr(plan_module, name, small)
+    monkeypatch.setattr(arena_module, "_SEGMENT_BYTES", small)
+    slow = StorageRates(1e6, 1e6, 1e6, 0.0, 0.0)
+    monkeypatch.setattr(RunMoves, "move", lambda self, found: move(self, found and replace(found, storage=slow)))
+    (before, after), arenas, losses = first_run(tmp_path / "kept", 1 << 30)
+    assert before.activation_bytes == 2_200_000 // 8
+    assert (after.activation_bytes, arenas) == (small, [68 * 4096, small])
+    assert after.residency.optimizer > before.residency.optimizer + 0.1
+    (before, after), arenas, others = first_run(tmp_path / "swapped", 800_000)
+    assert before == after
+    assert arenas == [68 * 4096] * 2
+    assert others == losses
 
 
 def test_gradients_of_a_micro_batch_are_let_go_in_the_next_forward(tmp_path: Path) -> None:
