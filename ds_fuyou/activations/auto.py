@@ -10,13 +10,10 @@ from dataclasses import dataclass
 
 from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.policy import BlockFate, Fate
-from ds_fuyou.planner.activations import ActivationCosts, SavedOutput, plan_activations
+from ds_fuyou.planner.activations import WORKING_BLOCKS, ActivationCosts, SavedOutput, plan_activations
 from ds_fuyou.planner.cost import Placement
 
-__all__ = ["WORKING_BLOCKS", "Choice", "Counts", "OutputCost", "SavedStep"]
-
-WORKING_BLOCKS = 2
-"""Backward works on one, and the next comes back meanwhile."""
+__all__ = ["Choice", "Counts", "OutputCost", "SavedStep"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,8 @@ class SavedStep:
         input_bytes: of the tensors that go into a block.
         outside_bytes: what is saved around blocks in one forward.
         outputs: of one block, in the order of its forward; only those worth saving.
-        device_bytes: room for activations on the device; ``beside_bytes``: what else this rank's training takes of it.
+        device_bytes: room for activations on the device; ``beside_bytes``: what else this rank's training takes of it,
+            and ``passing_bytes`` what held activations take that do not stay.
         host_bytes: of host memory, for what is swapped and stays there; ``stored_bytes``: of storage.
     """
 
@@ -54,6 +52,7 @@ class SavedStep:
     host_bytes: float
     stored_bytes: float
     beside_bytes: float = 0.0
+    passing_bytes: float = 0.0
 
     def costs(self) -> ActivationCosts:
         """For the planner. Where no FLOPs were counted all of a forward is one, as in its profile."""
@@ -65,23 +64,32 @@ class SavedStep:
             outside_bytes=self.outside_bytes,
             outputs=tuple(SavedOutput(o.name, o.flops, o.num_bytes) for o in self.outputs) if known else (),
             block_flops=self.block_flops if known else 1.0 / self.num_blocks,
+            working_blocks=WORKING_BLOCKS,
         )
 
     @property
-    def room(self) -> float:
-        """Bytes of the device for what stays there. Where not all does, backward works on two blocks more."""
-        if self.device_bytes >= self.num_blocks * self.block_bytes + self.outside_bytes:
-            return self.device_bytes
-        return max(0.0, self.device_bytes - WORKING_BLOCKS * self.block_bytes)
+    def _saved_bytes(self) -> float:
+        return self.num_blocks * self.block_bytes + self.outside_bytes
 
-    def room_for(self, saved: float, beside: float, fixed_bytes: float) -> float:
+    @property
+    def room(self) -> float:
+        """Bytes of the device for what stays there, and for blocks that backward works on; at most so much that with it
+        the peak of this step, whenever that was, is within the budget.
+        """
+        if self.device_bytes >= self._saved_bytes:
+            return self.device_bytes
+        return max(0.0, self.device_bytes - self.passing_bytes)
+
+    def room_for(self, saved: float, beside: float, fixed_bytes: float, kept_bytes: float) -> float:
         """Bytes of the device that activations of another forward may hold, which saves ``saved`` times as much as the
-        mean of these, and needs ``beside`` times as much beside them, but for ``fixed_bytes``.
+        mean of these, of which ``kept_bytes`` stay, and needs ``beside`` times as much beside them, but for
+        ``fixed_bytes``. Where less stays than was decided, the last blocks, which backward begins with, come back.
         """
         room = max(0.0, self.device_bytes - (beside - 1) * max(0.0, self.beside_bytes - fixed_bytes))
-        if room >= saved * (self.num_blocks * self.block_bytes + self.outside_bytes):
+        passing = 0.0 if kept_bytes >= self._saved_bytes else self.passing_bytes
+        if room >= saved * (kept_bytes + passing):
             return room
-        return max(0.0, room - (saved - 1) * WORKING_BLOCKS * self.block_bytes)
+        return max(0.0, room - saved * min(WORKING_BLOCKS, self.num_blocks) * self.block_bytes)
 
     def planned(self, place: Placement, secs_of: Callable[[Placement], float]) -> Choice:
         """The fates that make a step of ``place`` shortest."""
@@ -89,13 +97,14 @@ class SavedStep:
         found = plan_activations(costs, place, self.room, self.host_bytes, secs_of, most_stored=self.stored_bytes)
         inputs, *outputs = (Counts(swapped, again, kept) for _, kept, swapped, again in found.fates)
         named = zip(self.outputs, outputs, strict=True) if costs.outputs else ()
-        stays = inputs.kept == self.num_blocks  # then no block's tensors come and go beside those that are kept
+        coming = max(0, costs.num_working - inputs.kept)  # blocks that backward works on and that do not stay whole
         return Choice(
             self.num_blocks,
             inputs,
             {(output.name, output.call): counts for output, counts in named},
             swaps_outside=found.swapped_bytes > 0,
-            device_bytes=found.kept_bytes + (0.0 if stays else WORKING_BLOCKS * self.block_bytes),
+            device_bytes=found.kept_bytes + coming * self.block_bytes,
+            kept_bytes=found.kept_bytes,
         )
 
 
@@ -119,6 +128,7 @@ class Choice:
     """What becomes of everything: ``inputs`` of blocks (recomputed: the whole block is, and its inputs are swapped),
     ``outputs`` by (name, call), and whether what lies around blocks is swapped. A block of which nothing is recomputed
     is swapped or kept whole. ``device_bytes``: the most that activations then take of the device; 0: not known.
+    ``kept_bytes``: of these, what stays there from forward to backward.
     """
 
     num_blocks: int
@@ -126,6 +136,7 @@ class Choice:
     outputs: Mapping[tuple[str, OperatorCall], Counts]
     swaps_outside: bool
     device_bytes: float = 0.0
+    kept_bytes: float = 0.0
 
     def fates(self, names: Sequence[str]) -> dict[str, BlockFate]:
         """For :meth:`ActivationSession.decide`; ``names`` are the blocks in the order of forward."""

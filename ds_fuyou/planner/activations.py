@@ -6,8 +6,9 @@ What cannot be computed again comes first: inputs of blocks, and what lies aroun
 the FLOPs that each byte saves, most first, each in one block after the other: a rung is one output in one block. In
 that order the seconds of a step are convex in the bytes saved, so the best rung is found by halving. A block of which
 everything is saved saves what backward really needs of it, which may be less than the outputs that spare computing.
-Whole blocks, the last ones, whose backward comes first, stay on the device where there is room; what room is left keeps
-outputs of the others. What is saved and does not stay is swapped; in host memory as far as that reaches.
+Whole blocks, the last ones, whose backward comes first, stay on the device where there is room: those that backward
+works on at a time in any case, since the device has room for one after the other of these anyway. What room is left
+keeps outputs of the others. What is saved and does not stay is swapped; in host memory as far as that reaches.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from functools import cached_property
 from ds_fuyou.planner.cost import Placement, Workload
 from ds_fuyou.planner.policies import Fates, Policy
 
-__all__ = ["INPUTS", "ActivationCosts", "SavedOutput", "costs_of", "plan_activations"]
+__all__ = ["INPUTS", "WORKING_BLOCKS", "ActivationCosts", "SavedOutput", "costs_of", "plan_activations"]
 
 INPUTS = "block_input"
 """What goes into a block, in ``Placement.fates``."""
+
+WORKING_BLOCKS = 2
+"""Backward works on one, and the next comes back meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class ActivationCosts:
         block_flops: that a block computed again from its input repeats.
         num_classes: of outputs that may be saved, those worth most a byte, each in all blocks or in none; None: all,
             block by block.
+        working_blocks: whose tensors are on the device at a time whatever their fates, in the room for what stays.
     """
 
     num_blocks: int
@@ -55,6 +60,11 @@ class ActivationCosts:
     outputs: tuple[SavedOutput, ...]
     block_flops: float
     num_classes: int | None = None
+    working_blocks: int = 0
+
+    @cached_property
+    def num_working(self) -> int:
+        return min(self.working_blocks, self.num_blocks)
 
     @cached_property
     def ranked(self) -> tuple[int, ...]:
@@ -91,7 +101,7 @@ class _Ladder:
         self.costs = costs
         self.num_kept = num_kept
         self.rest = costs.num_blocks - num_kept
-        self.left = max(0.0, room - num_kept * costs.whole_bytes)
+        self.left = max(0.0, room - max(num_kept, costs.num_working) * costs.whole_bytes)
         self._by_class = costs.num_classes is not None
         num_outputs = len(costs.ranked) if self._by_class else max(1, len(costs.ranked))
         self.each = 1 if self._by_class else max(1, self.rest)
@@ -146,7 +156,7 @@ def plan_activations(
     """The placement with activations filled in, and the fates that do it, [Note: the ladder].
 
     Args:
-        room: bytes of the device for what stays there.
+        room: bytes of the device for what stays there, and for blocks that backward works on.
         in_dram: bytes of host memory for what is swapped; ``most_stored``: of storage behind it.
         secs_of: predicts the seconds of a step.
         mode: as the user chose: "recompute" (block inputs alone are saved), "swap" (all leaves), "none" (all stays).
@@ -194,9 +204,12 @@ def plan_activations(
 
 
 def _ladders(costs: ActivationCosts, room: float) -> Iterator[_Ladder]:
-    """With as many blocks kept whole as there is room for, half as many, and none."""
+    """With as many blocks kept whole as there is room for, half as many, and those alone that take no one else's."""
     most = costs.num_blocks if costs.whole_bytes <= 0 else min(costs.num_blocks, int(room / costs.whole_bytes))
-    for num_kept in dict.fromkeys((most, most // 2, 0)):
+    least = costs.num_working
+    if most < least:
+        most = least = 0
+    for num_kept in dict.fromkeys((most, max(most // 2, least), least)):
         yield _Ladder(costs, num_kept, room)
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.planner.activations import ActivationCosts, SavedOutput
+from ds_fuyou.planner.activations import WORKING_BLOCKS, ActivationCosts, SavedOutput
 from ds_fuyou.planner.blocks import OPERATORS, Block, Operator
 from ds_fuyou.planner.cost import Placement, Workload, cores_secs
 from ds_fuyou.planner.decide import Decision, StepTime, decide
@@ -146,6 +146,7 @@ def activation_costs(profile: RunProfile | None) -> ActivationCosts | None:
         outside_bytes=sum(one.num_bytes for one in outside),
         outputs=tuple(SavedOutput(one.name, one.flops, one.num_bytes) for one in outputs),
         block_flops=block.flops,
+        working_blocks=WORKING_BLOCKS,
     )
 
 

@@ -21,12 +21,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_fuyou.activations.auto import WORKING_BLOCKS, Choice, OutputCost, SavedStep
+from ds_fuyou.activations.auto import Choice, OutputCost, SavedStep
 from ds_fuyou.activations.named_outputs import planned_choice, require_blocks
 from ds_fuyou.activations.policy import BlockFate
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import current_rank, get_logger, log_once
+from ds_fuyou.planner.activations import WORKING_BLOCKS
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
 from ds_fuyou.zero.agreement import decided_by_rank_0, least, of_rank_0
 from ds_fuyou.zero.budgets import unmeasured_room
@@ -73,6 +74,7 @@ class AutoActivations:
         self.device_bytes: float | None = None
         """The most that this rank will hold on the device by what was decided; None: not known."""
         self._decided_by: SavedStep | None = None
+        self._kept_bytes = 0.0  # of activations on the device, as decided
         self._num_steps = 0
         self._at = self._look_anew()
         swapper = self._session.swapper
@@ -101,7 +103,7 @@ class AutoActivations:
         swapper.room_bytes = measured.device_bytes
         if tokens > longest > 0:
             mean = sum(self._lengths) / len(self._lengths)
-            swapper.room_bytes = measured.room_for(tokens / mean, tokens / longest, self._fixed_bytes)
+            swapper.room_bytes = measured.room_for(tokens / mean, tokens / longest, self._fixed_bytes, self._kept_bytes)
 
     def decide_anew(self) -> None:
         """As in the first steps, until the next one has been measured. On all ranks after the same step."""
@@ -151,6 +153,7 @@ class AutoActivations:
             self._decided_by = measured
         if choice is None:
             return
+        self._kept_bytes = choice.kept_bytes
         self.is_decided = True
         fates = choice.fates([block.name for block in self._session.blocks])
         self._session.decide(fates | self._saved_whole(fates))
@@ -215,9 +218,9 @@ class AutoActivations:
             host_bytes = float(tier.kept_bytes)
             stored_bytes = 0.0 if home is None else float(home.space.room_bytes)
         block_bytes = (step["saved"] - step["outside"]) / forwards / num_blocks
-        beside = self._beside_bytes(block_bytes)
+        beside, passing = self._beside_bytes(block_bytes)
         device_bytes = max(0.0, self._budget_bytes - beside)
-        device_bytes, host_bytes, stored_bytes = least(device_bytes, host_bytes, stored_bytes)
+        device_bytes, host_bytes, stored_bytes, less = least(device_bytes, host_bytes, stored_bytes, -passing)
         known = self._profile
         return SavedStep(
             num_blocks=num_blocks,
@@ -228,18 +231,19 @@ class AutoActivations:
             outputs=self._outputs(),
             device_bytes=device_bytes,
             beside_bytes=beside,
+            passing_bytes=-less,
             host_bytes=host_bytes,
             stored_bytes=stored_bytes,
         )
 
-    def _beside_bytes(self, block_bytes: float) -> float:
+    def _beside_bytes(self, block_bytes: float) -> tuple[float, float]:
         """What training needed of the device at the peak of this step beside activations. Part of that peak are what
-        was kept, and the tensors of the blocks that backward works on, which the rule sets aside itself: they count
-        once. On the host all of that is counted by the other budgets.
+        was kept, and, second, at most the tensors of the blocks that backward works on, which the rule sets aside
+        itself: they count once. On the host all of that is counted by the other budgets.
 
         Whatever is kept beyond what this step kept adds as much to the peak at most, whenever that was.
         """
         swapper = self._session.swapper
         held, kept = (swapper.held.peak_since_mark, swapper.kept.peak_since_mark) if swapper is not None else (0, 0)
-        own = kept + min(max(0, held - kept), int(WORKING_BLOCKS * block_bytes))
-        return float(max(0, self._device.peak_bytes() - own))
+        passing = min(max(0, held - kept), int(WORKING_BLOCKS * block_bytes))
+        return float(max(0, self._device.peak_bytes() - kept - passing)), float(passing)

@@ -60,7 +60,7 @@ def test_old_profiles_go(profiles: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     [
         lambda text: text[: len(text) // 2],
         lambda text: "[]",
-        lambda text: text.replace("ds_fuyou.profile/5", "ds_fuyou.profile/0"),
+        lambda text: text.replace("ds_fuyou.profile/6", "ds_fuyou.profile/0"),
         lambda text: json.dumps({**json.loads(text), "update_rate": 0}),
         lambda text: json.dumps({**json.loads(text), "forward_secs": "1"}),
         lambda text: json.dumps({**json.loads(text), "machine": "x"}),
