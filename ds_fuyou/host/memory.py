@@ -45,11 +45,14 @@ def normal_tensors() -> AbstractContextManager[object]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
-def aligned_tensor(num_bytes: int) -> torch.Tensor:
+def aligned_tensor(num_bytes: int, *, inherited: bool = True) -> torch.Tensor:
     """A byte tensor of ``num_bytes`` whose address is page-aligned, outside of every pool.
 
     It is a mapping of its own: its pages go back to the system with the last alias. (From the heap, freed buffers of
     many sizes stay resident between others; under ``zero.Init`` that grew with the model.)
+
+    ``inherited``: a forked child finds its values. What no script looks at is zeros there: states that every step
+    changes would be copied, page by page, for a data loader's workers, which hold the old ones as long as they live.
 
     Raises:
         FuyouMemoryError: the system refuses.
@@ -61,7 +64,10 @@ def aligned_tensor(num_bytes: int) -> torch.Tensor:
     if num_bytes >= _HUGE_BYTES:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     with normal_tensors():
-        return torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes)
+        made = torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes)
+    if not inherited:
+        _advise(made.data_ptr(), num_bytes, _MADV_WIPEONFORK)
+    return made
 
 
 def _advise(address: int, num_bytes: int, advice: int) -> None:

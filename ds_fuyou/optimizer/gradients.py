@@ -90,7 +90,7 @@ class DramGradients:
         self._flat: list[torch.Tensor] = []
         try:
             for numel in layout.sub_group_numels:
-                memory = locks.lock(aligned_tensor(round_up_to_page(numel * itemsize)))
+                memory = locks.lock(aligned_tensor(round_up_to_page(numel * itemsize), inherited=False))
                 self._flat.append(memory.view(dtype)[:numel])
         except BaseException:
             for flat in self._flat:
@@ -229,7 +229,7 @@ class StoredGradients:
         kept: dict[int, torch.Tensor] = {}
         try:
             for index in chunks:
-                kept[index] = self._locks.lock(aligned_tensor(self._num_bytes(index)))
+                kept[index] = self._locks.lock(aligned_tensor(self._num_bytes(index), inherited=False))
         except BaseException:
             for memory in kept.values():
                 self._locks.unlock(memory)
@@ -353,7 +353,7 @@ class StoredGradients:
         return entry
 
     def _buffer(self) -> torch.Tensor:
-        return self._free.pop() if self._free else self._locks.lock(aligned_tensor(self._largest))
+        return self._free.pop() if self._free else self._locks.lock(aligned_tensor(self._largest, inherited=False))
 
     def _give_back(self, memory: torch.Tensor, is_lent: bool) -> None:
         if is_lent:

@@ -214,7 +214,7 @@ class ChunkMover:
         place = self._place
         resident, num_bytes = place.state(index), place.resident_of(chunk).num_bytes(chunk.numel)
         try:
-            memory = aligned_tensor(num_bytes) if resident is None else None
+            memory = aligned_tensor(num_bytes, inherited=False) if resident is None else None
         except FuyouError as error:
             self._end(error)
             return

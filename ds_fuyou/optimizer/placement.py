@@ -115,12 +115,14 @@ class ChunkPlacement:
         self.set_params(self.residency.params, self.param_memory(self.residency.params, options.num_param_versions))
         self.pin_params()
         self._states = {
-            chunk.index: aligned_tensor(self.resident_of(chunk).num_bytes(chunk.numel))
+            chunk.index: aligned_tensor(self.resident_of(chunk).num_bytes(chunk.numel), inherited=False)
             for chunk in layout.chunks
             if self.residency.states[chunk.index]
         }
         self._spares = {
-            index: aligned_tensor(self.resident_of(layout.chunks[index]).num_bytes(layout.chunks[index].numel))
+            index: aligned_tensor(
+                self.resident_of(layout.chunks[index]).num_bytes(layout.chunks[index].numel), inherited=False
+            )
             for index, has_spare in enumerate(self.residency.spares)
             if has_spare
         }

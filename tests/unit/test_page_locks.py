@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.device import HostDevice
 from ds_fuyou.host.memory import PageLocks, aligned_tensor
+from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
+from tests.harness.small_core import backward, small_core, step
 
 
 @pytest.mark.gpu
@@ -54,3 +57,28 @@ def test_a_forked_child_has_no_part_in_registered_memory() -> None:
     locks.release()
     assert seen_by_a_child(memory) == 7
     assert int(memory[-1]) == 7
+
+
+LAYOUT = build_layout(
+    [[("a", "a", 3 * CUT_ELEMENTS, 0), ("b", "b", CUT_ELEMENTS + 77, 1)]],
+    LayoutLimits(max_elements=2 * CUT_ELEMENTS, min_elements=CUT_ELEMENTS),
+)
+
+
+@pytest.mark.parametrize("residency", [(0.0, 1.0, 1.0), (0.0, 0.0, 1.0)], ids=["there", "moved"])
+def test_a_forked_child_has_no_part_in_states_and_gradients(residency: tuple[float, ...], tmp_path: Path) -> None:
+    """Steps change all of them: the system would copy them for workers of a data loader, for as long as these live."""
+    with small_core(tmp_path, LAYOUT, residency=residency) as core:
+        if not residency[1]:
+            core.mover.move_to((True,) * len(LAYOUT.chunks), 1 << 30)
+        for seed in range(3):
+            step(core, seed)
+        assert core.mover.is_idle
+        backward(core, 3)
+        found = [core.place.state(chunk.index) for chunk in LAYOUT.chunks]
+        found += [piece.values.view(torch.uint8) for span in LAYOUT.params for piece in core.gradients.pieces(span)]
+        assert len(found) == 5
+        for memory in found:
+            assert memory is not None
+            memory[0] = 7
+            assert seen_by_a_child(memory) == 0
