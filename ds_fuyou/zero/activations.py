@@ -34,9 +34,10 @@ from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.swap_space import SwapSpace
 from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.auto_activations import AutoActivations
-from ds_fuyou.zero.budgets import device_budget, unmeasured_room
+from ds_fuyou.zero.budgets import device_budget, loss_bytes_each, unmeasured_room
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.gathering import settle
+from ds_fuyou.zero.monitoring import tokens_in
 from ds_fuyou.zero.striping import path_weights
 
 __all__ = [
@@ -182,10 +183,11 @@ def attach_activations(
     )
     session = ActivationSession(module, blocks, swapper, (), _POINTS, _draws(given.device))
     if settings.mode == "swap" and not given.device.is_host:
-        budget_bytes = device_budget(given.activation.config, given.device)
+        budget_bytes, loss_each = device_budget(given.activation.config, given.device), loss_bytes_each(module)
 
         def forward_begins(inputs: Any) -> None:
-            swapper.room_bytes = unmeasured_room(budget_bytes, given.device, swapper.held.now)
+            loss_bytes = loss_each * tokens_in(inputs)
+            swapper.room_bytes = unmeasured_room(budget_bytes, given.device, swapper.held.now, loss_bytes)
 
         session.watch_inputs(forward_begins)
     return session
@@ -197,12 +199,15 @@ def _planned(config: FuyouConfig) -> Mapping[str, Mapping[str, int]] | None:
     return document.activations if document is not None and document.activations else None
 
 
-def attach_auto(session: ActivationSession | None, given: ActivationInput) -> AutoActivations | None:
+def attach_auto(
+    module: torch.nn.Module, session: ActivationSession | None, given: ActivationInput
+) -> AutoActivations | None:
     """What decides for mode "auto" after the first steps; None for any other mode."""
     config = given.activation.config
     if session is None or config.activations.mode != "auto":
         return None
-    return AutoActivations(session, given.device, device_budget(config, given.device), _planned(config))
+    budget_bytes = device_budget(config, given.device)
+    return AutoActivations(session, given.device, budget_bytes, loss_bytes_each(module), _planned(config))
 
 
 def _build_tier(given: ActivationInput) -> SwapTier | None:

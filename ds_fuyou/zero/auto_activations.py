@@ -4,8 +4,9 @@ and has the planner decide, the same on all ranks; anew when asked. Where a plan
 activations, that is done instead.
 
 Until it has decided nothing leaves the device that fits there: of the budget, less what the device holds when a forward
-begins, half is for saved tensors, the other half for what backward and gradients need, which nobody knows yet. What
-goes beyond that is swapped, and what storage has no room for stays on the device all the same.
+begins, half is for saved tensors, the other half for what backward and gradients need, which nobody knows yet; or less
+than half, where the loss over a large vocabulary needs more. What goes beyond that is swapped, and what storage has no
+room for stays on the device all the same.
 
 Afterwards a batch that is longer than those of the measured step keeps less on the device than was decided, and swaps
 the rest: logits and whatever else grows with it need the room (:meth:`SavedStep.room_for`; not where a plan document
@@ -43,6 +44,7 @@ class AutoActivations:
 
     Args:
         budget_bytes: of the device.
+        loss_bytes_each: of it, that the loss of a token may take.
         planned: ``activations`` of a plan document, which then decides after the first step; None: the rule does.
 
     Raises:
@@ -54,13 +56,14 @@ class AutoActivations:
         session: ActivationSession,
         device: Device,
         budget_bytes: int,
+        loss_bytes_each: int,
         planned: Mapping[str, Mapping[str, int]] | None,
     ) -> None:
         if planned is not None:
             require_blocks(planned, len(session.blocks))
         self._session = session
         self._device = device
-        self._budget_bytes = budget_bytes
+        self._budget_bytes, self._loss_bytes_each = budget_bytes, loss_bytes_each
         self._planned = planned
         self._lengths: list[int] = []  # of the measured step's micro-batches, in tokens
         self._fixed_bytes = math.inf  # of the device when their forwards begin, but for activations
@@ -93,7 +96,8 @@ class AutoActivations:
         if swapper is None:
             return
         if measured is None:  # with a plan document it stays so: what is leaving is bounded by this, not what is kept
-            swapper.room_bytes = unmeasured_room(self._budget_bytes, self._device, swapper.held.now)
+            loss_bytes = self._loss_bytes_each * tokens_in(inputs)
+            swapper.room_bytes = unmeasured_room(self._budget_bytes, self._device, swapper.held.now, loss_bytes)
             if not self.is_decided:
                 self._lengths.append(tokens_in(inputs))
                 self._fixed_bytes = min(self._fixed_bytes, max(0, self._device.allocated_bytes() - swapper.held.now))

@@ -9,6 +9,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
+import torch
+
 from ds_fuyou.config import FuyouConfig
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.host.device import Device
@@ -22,6 +24,7 @@ __all__ = [
     "device_budget",
     "free_of_rank",
     "local_ranks",
+    "loss_bytes_each",
     "planned_host_bytes",
     "share_of_cores",
     "unmeasured_room",
@@ -113,11 +116,23 @@ def device_budget(config: FuyouConfig, device: Device) -> int:
     return int(_OF_DEVICE * device.usable_bytes()) if budget == "auto" else int(budget)
 
 
-def unmeasured_room(budget_bytes: int, device: Device, held_bytes: int) -> int:
+def unmeasured_room(budget_bytes: int, device: Device, held_bytes: int, loss_bytes: int) -> int:
     """Bytes of the device for saved tensors when a forward begins, of which it holds ``held_bytes`` already, while
-    nothing is known of the rest: half of what is left of its budget. On the host other budgets count the rest.
+    nothing is known of the rest: half of what is left of its budget, and less where ``loss_bytes``, which the loss may
+    take at once, are more than the other half. On the host other budgets count the rest.
     """
-    return budget_bytes if device.is_host else max(0, budget_bytes - device.allocated_bytes() + held_bytes) // 2
+    if device.is_host:
+        return budget_bytes
+    left = budget_bytes - device.allocated_bytes() + held_bytes
+    return max(0, min(left // 2, left - loss_bytes))
+
+
+def loss_bytes_each(module: torch.nn.Module) -> int:
+    """Bytes of the device that cross entropy may take at once for a token: log-probabilities, their gradient and that
+    of the logits in fp32 and 16-bit logits, of a vocabulary as large as the largest number of rows of any matrix.
+    """
+    shapes = [getattr(param, "ds_shape", param.shape) for param in module.parameters()]
+    return 14 * max((shape[0] for shape in shapes if len(shape) == 2), default=0)
 
 
 def _too_much(key: str, wanted: str, where: str, have: int) -> FuyouConfigError:

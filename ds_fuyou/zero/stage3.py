@@ -210,7 +210,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             trace=state.trace,
         )
         state.activations = attach_activations(self.module, index, given)
-        auto = attach_auto(state.activations, given)
+        auto = attach_auto(self.module, state.activations, given)
         ahead = run_ahead(state.device)
         if ahead is not None:
             coordinator = self.parameter_offload.get_param_coordinator()

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("only_rank")
 
 def auto_of(swapped: Attached, budget_bytes: int, device: Device | None = None) -> AutoActivations:
     device = device if device is not None else HostDevice()
-    return AutoActivations(swapped.session, device, budget_bytes, None)
+    return AutoActivations(swapped.session, device, budget_bytes, 0, None)
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_what_a_plan_keeps_is_kept_and_what_leaves_has_half_of_the_room(model: P
     rows = {name: {"keep": 2, "swap": 2, "recompute": 0} for name in names}
     device = CountedDevice()
     with attached(model, tmp_path, copies=LateCopies(2)) as swapped:
-        auto = AutoActivations(swapped.session, device, 800 * MIB, rows)
+        auto = AutoActivations(swapped.session, device, 800 * MIB, 0, rows)
         for held in (300, 100, 850):
             device.hold(held * MIB)
             loss = model(IDS)

@@ -68,7 +68,7 @@ def test_the_peak_is_that_of_the_measured_step(budget: int | str, tmp_path: Path
     with attached(model, tmp_path, copies=LateCopies(2)) as swapped:
         device.hold(700 * MIB)  # building the model, say
         budget_bytes = device_budget(FuyouConfig.model_validate({"gpu_budget_bytes": budget}), device)
-        auto = AutoActivations(swapped.session, device, budget_bytes, None)
+        auto = AutoActivations(swapped.session, device, budget_bytes, 0, None)
         swapped.swapper.fates = None  # what was kept is told by test_first_forward.py
         device.hold(600 * MIB)
         device.hold(100 * MIB)

@@ -67,10 +67,17 @@ def sound() -> Iterator[None]:
 
 
 def make_engine(
-    swap: Path, tiers: str, activations: str, *, is_gathered: bool = False, accumulation: int = 1, **more: Any
+    swap: Path,
+    tiers: str,
+    activations: str,
+    *,
+    is_gathered: bool = False,
+    accumulation: int = 1,
+    spec: dict[str, Any] | None = None,
+    **more: Any,
 ) -> Any:
-    """Three small blocks, updates behind the next forward. ``is_gathered``: all parameters, from step to step; ``more``
-    is added to the block.
+    """Three small blocks, or as ``spec`` says, updates behind the next forward. ``is_gathered``: all parameters, from
+    step to step; ``more`` is added to the block.
     """
     swap.mkdir()
     zero: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
@@ -80,7 +87,7 @@ def make_engine(
     config = ds_config(gradient_clipping=1.0, gradient_accumulation_steps=accumulation, zero_optimization=zero)
     config["fuyou"] = fuyou_of(swap, tiers, "auto", "backward_and_forward", 2, activations) | more
     torch.manual_seed(0)
-    model = build_model({})
+    model = build_model(spec or {})
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     return engine
 
@@ -258,6 +265,27 @@ def test_swapping_has_half_of_what_the_device_has_left(tmp_path: Path) -> None:
         train(engine, batch)
         assert swapper.room_bytes == max(0, budget - there) // 2
         del ballast
+    engine.destroy()
+
+
+def test_steps_before_anything_is_measured_leave_room_for_the_loss(tmp_path: Path) -> None:
+    """Of a vocabulary that takes more than half of the device: as much less stays there."""
+    spec = {"num_layers": 20, "vocabulary": 1500}
+    engine = make_engine(tmp_path / "swap", "all", "auto", spec=spec, gpu_budget_bytes=1 << 30)
+    device, swapper = engine.optimizer.rank_state.device, engine.optimizer.rank_state.activations.swapper
+    auto = engine.optimizer.run_plan.auto
+    batch = make_batch(spec, 0, 0)
+    batch = {**batch, "ids": batch["ids"].repeat(8, 1)}
+    tokens = batch["ids"].numel()
+    at, loss = device.allocated_bytes(), 14 * 1500 * tokens
+    for left, room in ((4 * loss, 2 * loss), (3 * loss // 2, loss // 2), (loss, 0), (loss // 2, 0)):
+        auto._budget_bytes = at + left
+        auto._forward_begins(((), batch))
+        assert swapper.room_bytes == room
+    auto._budget_bytes = at + 3 * loss // 2
+    device.reset_peak()
+    engine.backward(engine(**batch))
+    assert device.peak_bytes() <= auto._budget_bytes
     engine.destroy()
 
 
