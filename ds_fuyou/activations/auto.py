@@ -5,6 +5,7 @@ blocks know them. Which fates they are is the planner's to say (``planner/activa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,8 +38,10 @@ class SavedStep:
         input_bytes: of the tensors that go into a block.
         outside_bytes: what is saved around blocks in one forward.
         outputs: of one block, in the order of its forward; only those worth saving.
-        device_bytes: room for activations on the device; ``beside_bytes``: what else this rank's training takes of it,
-            and ``passing_bytes`` what held activations take that do not stay.
+        device_bytes: room for activations on the device in backward of the blocks; ``beside_bytes``: what else this
+            rank's training takes of it then.
+        staying_bytes: of the device, for activations until that begins: the loss, say, may need more of it than blocks.
+        passing_bytes: of that, for activations that are leaving it.
         host_bytes: of host memory, for what is swapped and stays there; ``stored_bytes``: of storage.
     """
 
@@ -52,6 +55,7 @@ class SavedStep:
     host_bytes: float
     stored_bytes: float
     beside_bytes: float = 0.0
+    staying_bytes: float = math.inf
     passing_bytes: float = 0.0
 
     def costs(self) -> ActivationCosts:
@@ -65,6 +69,7 @@ class SavedStep:
             outputs=tuple(SavedOutput(o.name, o.flops, o.num_bytes) for o in self.outputs) if known else (),
             block_flops=self.block_flops if known else 1.0 / self.num_blocks,
             working_blocks=WORKING_BLOCKS,
+            spare_bytes=self.device_bytes - self.room,
         )
 
     @property
@@ -72,24 +77,29 @@ class SavedStep:
         return self.num_blocks * self.block_bytes + self.outside_bytes
 
     @property
+    def most_bytes(self) -> float:
+        """Of the device that activations may hold when forward ends."""
+        return min(self.device_bytes, self.staying_bytes)
+
+    @property
     def room(self) -> float:
-        """Bytes of the device for what stays there, and for blocks that backward works on; at most so much that with it
-        the peak of this step, whenever that was, is within the budget.
-        """
-        if self.device_bytes >= self._saved_bytes:
-            return self.device_bytes
-        return max(0.0, self.device_bytes - self.passing_bytes)
+        """Bytes of the device for what stays there from forward to backward."""
+        if self.most_bytes >= self._saved_bytes:
+            return self.most_bytes
+        return max(0.0, self.most_bytes - self.passing_bytes)
 
     def room_for(self, saved: float, beside: float, fixed_bytes: float, kept_bytes: float) -> float:
         """Bytes of the device that activations of another forward may hold, which saves ``saved`` times as much as the
         mean of these, of which ``kept_bytes`` stay, and needs ``beside`` times as much beside them, but for
         ``fixed_bytes``. Where less stays than was decided, the last blocks, which backward begins with, come back.
         """
-        room = max(0.0, self.device_bytes - (beside - 1) * max(0.0, self.beside_bytes - fixed_bytes))
+        room = self.device_bytes - (beside - 1) * max(0.0, self.beside_bytes - fixed_bytes)
+        beside_loss = self.device_bytes + self.beside_bytes - self.most_bytes
+        most = max(0.0, self.most_bytes - (beside - 1) * max(0.0, beside_loss - fixed_bytes))
         passing = 0.0 if kept_bytes >= self._saved_bytes else self.passing_bytes
-        if room >= saved * (kept_bytes + passing):
-            return room
-        return max(0.0, room - saved * min(WORKING_BLOCKS, self.num_blocks) * self.block_bytes)
+        if most >= saved * (kept_bytes + passing):
+            return most
+        return max(0.0, min(most, room - saved * min(WORKING_BLOCKS, self.num_blocks) * self.block_bytes))
 
     def planned(self, place: Placement, secs_of: Callable[[Placement], float]) -> Choice:
         """The fates that make a step of ``place`` shortest."""

@@ -33,9 +33,10 @@ SOON = 32
 class KeptTensor:
     """A saved tensor that stays where it is. Refuses to come back changed, as autograd does without hooks."""
 
-    __slots__ = ("__weakref__", "_held", "_num_bytes", "_tensor", "_version")
+    __slots__ = ("__weakref__", "_held", "_num_bytes", "_tensor", "_version", "block")
 
-    def __init__(self, tensor: torch.Tensor, held: HeldBytes, num_bytes: int) -> None:
+    def __init__(self, tensor: torch.Tensor, held: HeldBytes, num_bytes: int, block: str = "") -> None:
+        self.block = block
         self._tensor = tensor.detach()  # an alias without history: the node that owns us must not own itself
         self._version = self._tensor._version
         self._held, self._num_bytes = held, num_bytes
@@ -93,6 +94,7 @@ class MovedTensor:
     begin: int
     tape: Tape
     place: int
+    block: str
 
 
 Packed: TypeAlias = "KeptTensor | MovedTensor | SavedParameter"
@@ -153,6 +155,8 @@ class Swapper:
         leaves is waited for."""
         self.keeps_all = False  # a choice to keep holds, whatever room there is
         self.keeps_what_storage_refuses = False
+        self.blocks_begin: Callable[[], None] | None = None
+        """Told once, when backward asks for the first of what a block saved."""
         self._in_backward = False
         self.num_saved_parameters = 0
         self.saved_bytes: Counter[str] = Counter()  # of what is large enough to be moved, by block, since the start
@@ -243,7 +247,7 @@ class Swapper:
         for entry in entries:
             record = entry.record()
             if record is not None and entry.part == part and entry.span.covers(span):
-                return MovedTensor(record, view, entry.span.begin, entry.tape, entry.place)
+                return MovedTensor(record, view, entry.span.begin, entry.tape, entry.place, self.block)
         is_small_part = span.num_bytes * 2 < whole.num_bytes
         if is_small_part or not whole.covers(span):  # take no more than that
             whole = span
@@ -279,7 +283,7 @@ class Swapper:
         tape.records.append(weakref.ref(record))
         moved = _Moved(StorageWeakRef(storage), part, whole, weakref.ref(record), place, tape)
         self._moved.setdefault(key, []).append(moved)
-        return MovedTensor(record, view, whole.begin, tape, place)
+        return MovedTensor(record, view, whole.begin, tape, place, self.block)
 
     def _is_kept(self, key: tuple[int, int]) -> bool:
         known = self._kept.get(key)
@@ -295,9 +299,9 @@ class Swapper:
     def _keep(self, key: tuple[int, int], tensor: torch.Tensor, num_bytes: int) -> KeptTensor:
         """What several operators save is on the device once, and counts once."""
         if self._is_kept(key):
-            return KeptTensor(tensor, self.held, 0)
+            return KeptTensor(tensor, self.held, 0, self.block)
         self.saved_bytes[self.block] += num_bytes
-        kept = KeptTensor(tensor, self.kept, num_bytes)
+        kept = KeptTensor(tensor, self.kept, num_bytes, self.block)
         self._kept[key] = weakref.ref(kept)
         return kept
 
@@ -309,6 +313,9 @@ class Swapper:
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The hook that autograd calls when it needs the tensor. Raises what bringing it back may raise."""
         self._in_backward = True
+        if self.blocks_begin is not None and not isinstance(packed, SavedParameter) and packed.block:
+            told, self.blocks_begin = self.blocks_begin, None
+            told()
         value = self._value(packed)
         if isinstance(packed, MovedTensor) and self.tier is not None:
             self.tier.read_ahead(packed.tape.before(packed.place), packed.tape.soon(packed.place))

@@ -56,9 +56,9 @@ from ds_fuyou.host.device import Device
 from ds_fuyou.host.memory import HostPool, aligned_tensor, round_up_to_page
 from ds_fuyou.telemetry.trace import Lane, LaneTrace
 
-__all__ = ["StorageHome", "SwapCounters", "SwapTier"]
+__all__ = ["SOON_BYTES", "StorageHome", "SwapCounters", "SwapTier"]
 
-_SOON_BYTES = 128 * 1024 * 1024
+SOON_BYTES = 128 * 1024 * 1024
 """Of the device, for what comes back before backward asks, and for what leaves it where there is no room; one record
 may exceed it."""
 
@@ -105,7 +105,7 @@ class SwapTier:
         self._trace = trace
         self._arena = Arena(arena_bytes, device, self._register, self._forget)
         self._piece_bytes = self._arena.piece_bytes
-        self._soon_bytes = min(_SOON_BYTES, self._arena.capacity_bytes)
+        self._soon_bytes = min(SOON_BYTES, self._arena.capacity_bytes)
         self._lock = threading.RLock()
         self._traffic: StorageTraffic | None = None
         if storage is not None:

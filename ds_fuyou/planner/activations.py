@@ -50,7 +50,8 @@ class ActivationCosts:
         block_flops: that a block computed again from its input repeats.
         num_classes: of outputs that may be saved, those worth most a byte, each in all blocks or in none; None: all,
             block by block.
-        working_blocks: whose tensors are on the device at a time whatever their fates, in the room for what stays.
+        working_blocks: whose tensors backward has on the device at a time, whatever their fates, in the room for what
+            stays and in ``spare_bytes``, which the loss needs before.
     """
 
     num_blocks: int
@@ -61,10 +62,16 @@ class ActivationCosts:
     block_flops: float
     num_classes: int | None = None
     working_blocks: int = 0
+    spare_bytes: float = 0.0
 
     @cached_property
     def num_working(self) -> int:
         return min(self.working_blocks, self.num_blocks)
+
+    def left(self, room: float, num_kept: int) -> float:
+        """Of ``room`` for what stays, for outputs of blocks that are not kept whole; negative: so many cannot be."""
+        in_backward = room + self.spare_bytes - max(num_kept, self.num_working) * self.whole_bytes
+        return min(room - num_kept * self.whole_bytes, in_backward)
 
     @cached_property
     def ranked(self) -> tuple[int, ...]:
@@ -101,7 +108,7 @@ class _Ladder:
         self.costs = costs
         self.num_kept = num_kept
         self.rest = costs.num_blocks - num_kept
-        self.left = max(0.0, room - max(num_kept, costs.num_working) * costs.whole_bytes)
+        self.left = max(0.0, costs.left(room, num_kept))
         self._by_class = costs.num_classes is not None
         num_outputs = len(costs.ranked) if self._by_class else max(1, len(costs.ranked))
         self.each = 1 if self._by_class else max(1, self.rest)
@@ -156,7 +163,7 @@ def plan_activations(
     """The placement with activations filled in, and the fates that do it, [Note: the ladder].
 
     Args:
-        room: bytes of the device for what stays there, and for blocks that backward works on.
+        room: bytes of the device for what stays there.
         in_dram: bytes of host memory for what is swapped; ``most_stored``: of storage behind it.
         secs_of: predicts the seconds of a step.
         mode: as the user chose: "recompute" (block inputs alone are saved), "swap" (all leaves), "none" (all stays).
@@ -206,9 +213,9 @@ def plan_activations(
 def _ladders(costs: ActivationCosts, room: float) -> Iterator[_Ladder]:
     """With as many blocks kept whole as there is room for, half as many, and those alone that take no one else's."""
     most = costs.num_blocks if costs.whole_bytes <= 0 else min(costs.num_blocks, int(room / costs.whole_bytes))
-    least = costs.num_working
-    if most < least:
-        most = least = 0
+    if costs.left(room, most) < 0:
+        most = 0
+    least = min(most, costs.num_working)
     for num_kept in dict.fromkeys((most, max(most // 2, least), least)):
         yield _Ladder(costs, num_kept, room)
 

@@ -100,8 +100,7 @@ class RunProfile:
         host_bytes, device_bytes: available when it was measured.
         given: sizes and means of each rank, under the block of the run; ``world_size`` of them, ``num_params`` of the
             whole model.
-        room: of the device for activations that stay and for blocks that backward works on, beside what else training
-            needs of it; None: not known.
+        room: of the device for activations that stay, beside what else training needs of it; None: not known.
         redo_share: of updates begun in backward, those that were done again.
         sum_rate: gradients a second that are added on the host, as micro-batches on a device accumulate; 0: none were.
     """

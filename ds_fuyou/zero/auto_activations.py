@@ -28,10 +28,10 @@ from ds_fuyou.activations.policy import BlockFate
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import current_rank, get_logger, log_once
-from ds_fuyou.planner.activations import WORKING_BLOCKS
 from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
 from ds_fuyou.zero.agreement import decided_by_rank_0, least, of_rank_0
 from ds_fuyou.zero.budgets import unmeasured_room
+from ds_fuyou.zero.device_peaks import DevicePeaks
 from ds_fuyou.zero.monitoring import tokens_in
 
 __all__ = ["AutoActivations"]
@@ -65,6 +65,7 @@ class AutoActivations:
         self._device = device
         self._budget_bytes, self._loss_bytes_each = budget_bytes, loss_bytes_each
         self._planned = planned
+        self._peaks = DevicePeaks(device, session.swapper)
         self._lengths: list[int] = []  # of the measured step's micro-batches, in tokens
         self._fixed_bytes = math.inf  # of the device when their forwards begin, but for activations
         self.room: float | None = None
@@ -99,12 +100,13 @@ class AutoActivations:
             loss_bytes = self._loss_bytes_each * tokens_in(inputs)
             swapper.room_bytes = unmeasured_room(self._budget_bytes, self._device, swapper.held.now, loss_bytes)
             if not self.is_decided:
+                self._peaks.forward_begins()
                 self._lengths.append(tokens_in(inputs))
                 self._fixed_bytes = min(self._fixed_bytes, max(0, self._device.allocated_bytes() - swapper.held.now))
             return
         tokens = tokens_in(inputs)
         longest = max(self._lengths, default=0)
-        swapper.room_bytes = measured.device_bytes
+        swapper.room_bytes = measured.most_bytes
         if tokens > longest > 0:
             mean = sum(self._lengths) / len(self._lengths)
             swapper.room_bytes = measured.room_for(tokens / mean, tokens / longest, self._fixed_bytes, self._kept_bytes)
@@ -117,10 +119,7 @@ class AutoActivations:
     def _look_anew(self) -> dict[str, float]:
         """As :meth:`_look`, where a step begins that may be the measured one: its peaks are its own."""
         self._lengths, self._fixed_bytes = [], math.inf
-        self._device.reset_peak()
-        if self._session.swapper is not None:
-            self._session.swapper.held.mark()
-            self._session.swapper.kept.mark()
+        self._peaks.begin()
         return self._look()
 
     def _look(self) -> dict[str, float]:
@@ -153,7 +152,9 @@ class AutoActivations:
             measured = self._measured({key: now[key] - self._at[key] for key in now})
             self.room = measured.room
             choice = decided_by_rank_0(lambda: plan(measured))
-            self.device_bytes = None if choice is None else measured.beside_bytes + choice.device_bytes
+            if choice is not None:
+                until_blocks = (self._peaks.loss_bytes or 0.0) + choice.kept_bytes
+                self.device_bytes = max(until_blocks, measured.beside_bytes + choice.device_bytes)
             self._decided_by = measured
         if choice is None:
             return
@@ -222,9 +223,13 @@ class AutoActivations:
             host_bytes = float(tier.kept_bytes)
             stored_bytes = 0.0 if home is None else float(home.space.room_bytes)
         block_bytes = (step["saved"] - step["outside"]) / forwards / num_blocks
-        beside, passing = self._beside_bytes(block_bytes)
+        peaks = self._peaks
+        peaks.end()
+        beside, passing = peaks.beside_bytes(block_bytes), peaks.passing_bytes(block_bytes)
         device_bytes = max(0.0, self._budget_bytes - beside)
-        device_bytes, host_bytes, stored_bytes, less = least(device_bytes, host_bytes, stored_bytes, -passing)
+        staying_bytes = device_bytes if peaks.loss_bytes is None else max(0.0, self._budget_bytes - peaks.loss_bytes)
+        device_bytes, staying_bytes, less = least(device_bytes, staying_bytes, -passing)
+        host_bytes, stored_bytes = least(host_bytes, stored_bytes)
         known = self._profile
         return SavedStep(
             num_blocks=num_blocks,
@@ -235,19 +240,8 @@ class AutoActivations:
             outputs=self._outputs(),
             device_bytes=device_bytes,
             beside_bytes=beside,
+            staying_bytes=staying_bytes,
             passing_bytes=-less,
             host_bytes=host_bytes,
             stored_bytes=stored_bytes,
         )
-
-    def _beside_bytes(self, block_bytes: float) -> tuple[float, float]:
-        """What training needed of the device at the peak of this step beside activations. Part of that peak are what
-        was kept, and, second, at most the tensors of the blocks that backward works on, which the rule sets aside
-        itself: they count once. On the host all of that is counted by the other budgets.
-
-        Whatever is kept beyond what this step kept adds as much to the peak at most, whenever that was.
-        """
-        swapper = self._session.swapper
-        held, kept = (swapper.held.peak_since_mark, swapper.kept.peak_since_mark) if swapper is not None else (0, 0)
-        passing = min(max(0, held - kept), int(WORKING_BLOCKS * block_bytes))
-        return float(max(0, self._device.peak_bytes() - kept - passing)), float(passing)

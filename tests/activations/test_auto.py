@@ -108,6 +108,17 @@ def test_blocks_that_backward_works_on_stay_or_have_room(device_bytes: float, ke
     assert found.device_bytes <= max(device_bytes, 200e6)
 
 
+@pytest.mark.parametrize(
+    ("staying_bytes", "kept"), [(0.0, 0), (99e6, 0), (100e6, 1), (200e6, 2), (250e6, 2), (900e6, 5)]
+)
+def test_what_the_loss_needs_is_not_kept_but_worked_with(staying_bytes: float, kept: int) -> None:
+    """A loss that takes the device leaves little to what stays; blocks, whose backward comes later, have it again."""
+    found = chosen(lane=1.0, device_bytes=500e6, staying_bytes=staying_bytes)
+    assert found.inputs.kept == kept
+    assert found.kept_bytes <= min(staying_bytes, 500e6)
+    assert found.device_bytes == found.kept_bytes + max(0, 2 - kept) * 100e6
+
+
 def test_longer_batches_leave_room_for_what_comes_back() -> None:
     """500 MB, of which 450 stay, beside 100; what is twice as long has four blocks of room for two."""
     measured = replace(MEASURED, beside_bytes=100e6, passing_bytes=20e6)
@@ -115,8 +126,12 @@ def test_longer_batches_leave_room_for_what_comes_back() -> None:
     assert measured.room_for(1.1, 1.0, 0.0, 450e6) == pytest.approx(500e6 - 1.1 * 200e6)
     assert measured.room_for(2.0, 2.0, 100e6, 450e6) == 500e6 - 400e6
     assert measured.room_for(2.0, 2.0, 0.0, 450e6) == 0.0
-    assert measured.room_for(2.0, 2.0, 0.0, 200e6) == 0.0
+    assert measured.room_for(2.0, 2.0, 0.0, 150e6) == 400e6
     assert measured.room_for(1.0, 1.5, 0.0, 400e6) == 450e6
+    loss = replace(measured, staying_bytes=300e6)  # it takes 300
+    assert loss.room_for(1.0, 1.0, 0.0, 200e6) == 300e6
+    assert loss.room_for(1.0, 1.5, 0.0, 100e6) == 300e6 - 150e6
+    assert loss.room_for(2.0, 1.5, 0.0, 150e6) == 500e6 - 50e6 - 400e6
 
 
 def test_a_cheap_lane_is_bounded_by_the_disk_and_by_host_memory() -> None:

@@ -229,4 +229,5 @@ def test_what_was_kept_is_no_part_of_the_rest(model: Plain, tmp_path: Path) -> N
         kept = swapped.swapper.kept.peak_since_mark
         assert kept > MIB
         device.hold(300 * MIB)
-        assert auto._beside_bytes(0.0) == (300 * MIB - kept, 0.0)
+        auto._peaks.end()
+        assert (auto._peaks.beside_bytes(0.0), auto._peaks.passing_bytes(0.0)) == (300 * MIB - kept, 0.0)

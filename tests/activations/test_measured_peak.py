@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ds_fuyou.activations.tier import SOON_BYTES
 from ds_fuyou.config import FuyouConfig
 from ds_fuyou.host.device import HostDevice
 from ds_fuyou.planner.activations import WORKING_BLOCKS
@@ -73,15 +74,49 @@ def test_the_peak_is_that_of_the_measured_step(budget: int | str, tmp_path: Path
         device.hold(600 * MIB)
         device.hold(100 * MIB)
         auto.step_skipped()  # a new step begins
+        loss = model(torch.randint(300, (4, 33)))
         device.hold(300 * MIB)
-        model(torch.randint(300, (4, 33))).backward()
+        loss.backward()
         held = swapped.tier.held.peak_since_mark
         assert held > 0
-        passing = min(held, WORKING_BLOCKS * MIB)
-        assert auto._beside_bytes(MIB) == (300 * MIB - passing, passing), "what backward works on counts once"
-        assert auto._beside_bytes(1024.0) == (300 * MIB - WORKING_BLOCKS * 1024, WORKING_BLOCKS * 1024)
+        peaks = auto._peaks
+        peaks.end()
+        assert peaks.beside_bytes(MIB) == 300 * MIB - min(held, WORKING_BLOCKS * MIB), "it counts once"
+        assert peaks.beside_bytes(1024.0) == 300 * MIB - WORKING_BLOCKS * 1024
+        assert peaks.passing_bytes(1024.0) == WORKING_BLOCKS * 1024
+        assert peaks.passing_bytes(1 << 30) == SOON_BYTES, "so much may pass by in other steps"
         step = {"saved": 4.0 * MIB, "outside": 0.0, "forwards": 1.0}
         measured = auto._measured(step)
         assert measured.device_bytes + measured.beside_bytes == (900 if budget == "auto" else 800) * MIB
+        assert abs(measured.staying_bytes - measured.device_bytes) <= WORKING_BLOCKS * MIB, "one peak"
         device.hold(999 * MIB)
         assert auto._measured(step).device_bytes == 0
+
+
+@pytest.mark.usefixtures("only_rank")
+def test_what_the_loss_needs_is_told_from_what_blocks_do(tmp_path: Path) -> None:
+    """What stays is there for both, what backward works on for the blocks alone."""
+    torch.manual_seed(0)
+    device = CountedDevice()
+    model = Plain().train()
+    with attached(model, tmp_path, copies=LateCopies(2)) as swapped:
+        auto = AutoActivations(swapped.session, device, 800 * MIB, 0, None)
+        told: list[int] = []
+
+        def in_backward(grad: torch.Tensor) -> None:
+            device.hold(told.pop() * MIB)
+            device.hold(100 * MIB)
+
+        model.blocks[0].register_forward_hook(lambda block, args, out: out.register_hook(in_backward) and None)
+        for loss, blocks in ((500, 200), (300, 400)):  # two micro-batches
+            device.hold(100 * MIB)
+            out = model(torch.randint(300, (4, 33)))
+            out.register_hook(lambda grad, most=loss: device.hold(most * MIB) or device.hold(100 * MIB))
+            told.append(blocks)
+            out.backward()
+            assert not told
+        measured = auto._measured({"saved": 8.0 * MIB, "outside": 0.0, "forwards": 2.0})
+        loss, blocks = 800 * MIB - measured.staying_bytes, measured.beside_bytes
+        assert 490 * MIB < loss <= 500 * MIB, "beside what is held there for backward"
+        assert 390 * MIB < blocks <= 400 * MIB
+        assert measured.most_bytes == measured.staying_bytes < measured.device_bytes
