@@ -161,7 +161,8 @@ class RuleClock:
         if self.history and self.history[-1][1] == betas:
             self.history[-1] = (self.history[-1][0] + 1, betas)
             return
-        if len(self.history) > 1 and _as_stored(betas[0]) != _as_stored(self.history[-1][1][-1]):
+        calls = (self.history[-1][1][-1], *betas) if self.history else ()
+        if len(self.history) > 1 and len({_as_stored(pair) for pair in calls}) > 1:
             self.history = [(self.step - 1, self.history[-1][1])]
         self.history.append((1, betas))
 

@@ -112,8 +112,15 @@ def give_back(optimizer: Any) -> None:
 def require_hidden(optimizer: Any) -> None:
     """
     Raises:
-        FuyouStateError: the script has put other states in their place.
+        FuyouStateError: the script has put other states in their place, or added parameters.
     """
+    added = [tuple(param.shape) for group in optimizer.param_groups for param in group["params"]]
+    if added:
+        raise FuyouStateError(
+            f"{len(added)} parameters were added to the optimizer after deepspeed.initialize(), the first of shape "
+            f"{added[0]}; they would never be trained. Give the optimizer all that is to be trained, also what is "
+            f"frozen at first, or build the engine anew"
+        )
     if not isinstance(optimizer.state, StatesElsewhere):
         hide_states(optimizer)  # a script that goes on after this exception has been told
         refuse_change()

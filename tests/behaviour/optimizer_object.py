@@ -133,11 +133,18 @@ def changed(swap: str) -> dict[str, Any]:
         except FuyouStateError as error:
             told[way] = str(error)
     read = [len(optimizer.state), len(list(optimizer.state.items())), len(optimizer.state["a"])]
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, 5))]})
+    try:
+        engine.step()
+        added = "nothing"
+    except FuyouStateError as error:
+        added = str(error)
+    optimizer.param_groups.pop()
     engine.step()  # of the backward whose step() was refused
     train(engine, 3, 5)
     stock, _ = engine_of(None)
     train(stock, 0, 5)
-    return {"told": told, "read": read, "same": equal(states(stock), states(engine))}
+    return {"told": told, "read": read, "added": added, "same": equal(states(stock), states(engine))}
 
 
 def cut_short(swap: str) -> dict[str, Any]:

@@ -32,6 +32,7 @@ def test_states_that_a_script_resets_are_told_to_be_elsewhere(tmp_path: Path) ->
     found = found_by("changed", tmp_path)
     assert all("safe_set_full_optimizer_state" in said for said in found["told"].values()), found
     assert found["read"] == [0, 0, 0]
+    assert "the first of shape (3, 5); they would never be trained" in found["added"]
     assert found["same"]
     assert (tmp_path / "log0").read_text().count("optimizer.state was read, and is empty") == 1
 

@@ -72,14 +72,17 @@ def test_history_is_kept_in_runs_of_equal_betas_and_replayed() -> None:
     assert torch.equal(*values)
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("num_groups", [1, 2, 3])
 def test_a_schedule_of_betas_does_not_lengthen_the_history(num_groups: int) -> None:
     """1cycle changes them in every step. Neither does it change what a resumed run continues with."""
 
     def hypers(step: int) -> list[GroupHyper]:
         """In steps 60 to 79 they stay, so that running products count."""
         moved = 0.85 + 0.001 * min(step, 60)
-        return [GroupHyper(1e-3, (moved - 0.1 * group, 0.999), 1e-8, 0.0, True) for group in range(num_groups)]
+        first = [moved - 0.1 * group for group in range(num_groups)]
+        if num_groups == 3:  # the one between
+            first = [0.9, moved, 0.9]
+        return [GroupHyper(1e-3, (beta, 0.999), 1e-8, 0.0, True) for beta in first]
 
     clock = RuleClock(KIND, hypers(1)[0])
     for step in range(1, 80):
