@@ -9,15 +9,17 @@ named by who loaded them.
 from __future__ import annotations
 
 import bisect
+import copy
 import ctypes
 import errno
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ds_fuyou.checkpoint.file_sums import FileSums, Place
@@ -26,7 +28,9 @@ from ds_fuyou.errors import FuyouMemoryError, FuyouStorageError
 from ds_fuyou.storage.probe import enable_direct
 from ds_fuyou.storage.types import PAGE_BYTES, Extent
 
-__all__ = ["Compared", "MappedFiles", "check_readable"]
+__all__ = ["Compared", "MappedFiles", "check_readable", "copied"]
+
+T = TypeVar("T")
 
 _MADV_POPULATE_READ = 22  # since Linux 5.14
 _EHWPOISON = 133
@@ -146,6 +150,19 @@ class Compared:
             place = self._files.place(whole)
             if place is not None:
                 self._sums.add(place, whole)
+
+
+def copied(loaded: T, mapped: Iterable[object]) -> T:
+    """A copy of what ``torch.load(mmap=True)`` gave, which no longer changes with the file; only ``mapped``, parts of
+    it, stay in the file's memory.
+    """
+    known: dict[int, Any] = {id(part): part for part in mapped}
+    for leaf in _pytree.tree_leaves(loaded):
+        if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu":
+            known[id(leaf)] = leaf
+        elif isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:  # torch does not copy all of them
+            known[id(leaf)] = leaf.clone()
+    return copy.deepcopy(loaded, known)
 
 
 def _check_readable(storage: torch.UntypedStorage) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from ds_fuyou.state_layout import BF16, FP32, StateLayout
 
-__all__ = ["CLOCK_KEY", "DTYPES", "FLAT_GROUPS", "OPTIMIZER_STATE", "StateEntries"]
+__all__ = ["CLOCK_KEY", "DTYPES", "FLAT_GROUPS", "OPTIMIZER_STATE", "StateEntries", "states_of"]
 
 OPTIMIZER_STATE, FLAT_GROUPS = "optimizer_state_dict", "fp32_flat_groups"  # stock's keys
 CLOCK_KEY = "ds_fuyou_clock"
@@ -81,3 +81,11 @@ class StateEntries:
                     moments = dict(zip(self.moments, flats[sub_group][1:], strict=True))
                     state[place] = {"step": self.step, **moments}
         return {"state": state, "param_groups": groups}
+
+
+def states_of(saved: Any) -> list[object]:
+    """What is large in a state dictionary of an optimizer of stage 3; nothing of another one."""
+    if not isinstance(saved, dict):
+        return []
+    inner = saved.get(OPTIMIZER_STATE)
+    return [saved.get(FLAT_GROUPS), inner.get("state") if isinstance(inner, dict) else None]

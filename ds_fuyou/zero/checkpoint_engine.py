@@ -25,9 +25,10 @@ from torch.utils import _pytree
 
 from ds_fuyou.checkpoint import atomic, streamed_file
 from ds_fuyou.checkpoint.file_sums import compare_file
-from ds_fuyou.checkpoint.mapped import Compared
+from ds_fuyou.checkpoint.mapped import Compared, copied
 from ds_fuyou.checkpoint.parts import Parts
 from ds_fuyou.checkpoint.reading import is_archive, naming
+from ds_fuyou.checkpoint.stock_state import states_of
 from ds_fuyou.checkpoint.streamed_file import StandIns, StreamedFile
 from ds_fuyou.checkpoint.training_record import from_bytes, to_bytes
 from ds_fuyou.checkpoint.unfinished import WritingLock
@@ -145,21 +146,32 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
             return None
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """As stock's, but bytes come from the mapped file when they are used, not all at once."""
+        """As stock's, but states and frozen parameters come from the mapped file when they are used, not all at once.
+        The rest outlives the load, in the script's hands too, and the file may change: it is copied.
+        """
         is_mappable = is_archive(path)
         if is_mappable:
             self.loaded.add(os.path.realpath(path))
         if is_mappable and self.compares:
             compare_file(path, with_tensors=False)
+        load = functools.partial(torch.load, path, map_location=map_location, weights_only=False)
         with naming(path):
-            loaded = torch.load(path, map_location=map_location, weights_only=False, mmap=is_mappable)
-        if isinstance(loaded, dict):  # what stock itself uses
-            used = {key: part for key, part in loaded.items() if key not in (_FROZEN_FRAGMENTS, _OPTIMIZER)}
-            compared = self.compared()
-            for leaf in _pytree.tree_leaves(used):
-                if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
-                    compared.check(leaf)
-        return loaded
+            loaded = load(mmap=is_mappable)
+        if not isinstance(loaded, dict):
+            return loaded
+        mapped = [loaded.get(_FROZEN_FRAGMENTS), *states_of(loaded.get(_OPTIMIZER))]
+        streamed = {id(leaf) for leaf in _pytree.tree_leaves(mapped)}
+        compared = self.compared()
+        for leaf in _pytree.tree_leaves(loaded):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and id(leaf) not in streamed:
+                compared.check(leaf)
+        if not is_mappable:
+            return loaded
+        try:
+            return copied(loaded, mapped)
+        except Exception:  # the script's classes may refuse it
+            with naming(path):
+                return load(mmap=False)
 
     def compared(self) -> Compared:
         """For what is used of the files that were mapped so far."""

@@ -18,9 +18,9 @@ import torch
 from torch.nn import Parameter
 
 from ds_fuyou.checkpoint.file_sums import FileSums, Place, compare_file
-from ds_fuyou.checkpoint.mapped import MappedFiles, check_readable
+from ds_fuyou.checkpoint.mapped import MappedFiles, check_readable, copied
 from ds_fuyou.checkpoint.reading import is_archive, naming
-from ds_fuyou.checkpoint.stock_state import CLOCK_KEY, FLAT_GROUPS, OPTIMIZER_STATE, StateEntries
+from ds_fuyou.checkpoint.stock_state import CLOCK_KEY, FLAT_GROUPS, OPTIMIZER_STATE, StateEntries, states_of
 from ds_fuyou.checkpoint.streamed_file import Clone, StandIns
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.log import log_once
@@ -429,7 +429,7 @@ def read_universal_state(checkpoint_dir: str, *, compares: bool = True) -> dict[
         compare_file(str(file), with_tensors=True)
     with naming(file):
         saved: dict[str, Any] = torch.load(file, weights_only=False, mmap=True, map_location="cpu")
-    return saved
+        return copied(saved, states_of(saved))
 
 
 class UniversalReader:

@@ -105,6 +105,7 @@ def loading(original: Callable[..., Any]) -> Callable[..., Any]:
             state.loading_ended()
             vars(self).pop(_READS_STATES, None)
         if result[0] is not None:
+            result[1].pop("frozen_param_fragments", None)  # stock's own, and in the file's memory, which may change
             state.loaded(with_states=with_states)
             with normal_tensors():
                 optimizer.checkpoint_event_epilogue()

@@ -245,16 +245,65 @@ def halfway(src: Any, dst: torch.nn.Module) -> None:
 
 
 def client_state(case: dict, folder: Path) -> dict:
-    """Tensors without a memory of their own."""
-    given = {"sparse": torch.eye(3).to_sparse(), "dense": torch.arange(70_000)}
-    with another(case) as engine:
+    """Tensors without a memory of their own; and what is handed out when the files are written over."""
+    given = {
+        "sparse": torch.eye(3).to_sparse(),
+        "rows": torch.eye(3).to_sparse_csr(),
+        "dense": torch.arange(70_000),
+        "hidden": Hidden(torch.arange(70_000)),
+    }
+    scheduler = Schedule()
+    with another({**case, **FROZEN}) as engine:
         train(engine, case, 1)
+        engine.lr_scheduler = scheduler
+        engine.optimizer.param_groups[0]["scripts"] = torch.arange(70_000)
         engine.save_checkpoint(str(folder), client_state=given)
+        engine.fuyou_wait_checkpoint()
         _, loaded = engine.load_checkpoint(str(folder))
+        assert scheduler.given is not None
+        handed_out = {
+            "dense": loaded["dense"],
+            "hidden": loaded["hidden"].values,
+            "scheduler": scheduler.given["values"],
+            "hyperparameter": engine.optimizer.param_groups[0]["scripts"],
+        }
+        for file in folder.glob("*/*.pt"):
+            with file.open("r+b") as opened:
+                opened.write(bytes(file.stat().st_size))
+        engine.lr_scheduler = None
         return {
             "sparse": torch.equal(loaded["sparse"].to_dense(), torch.eye(3)),
-            "dense": torch.equal(loaded["dense"], given["dense"]),
+            "rows": torch.equal(loaded["rows"].to_dense(), torch.eye(3)),
+            **{name: torch.equal(values, given["dense"]) for name, values in handed_out.items()},
+            "mapped": sorted(set(mapped_files()) & {str(file) for file in folder.glob("*/*.pt")}),
         }
+
+
+class Hidden:
+    """Of the script: nobody sees what is in it."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+
+class Schedule:
+    """Keeps what it is given, as torch's do."""
+
+    given: dict | None = None
+
+    def state_dict(self) -> dict:
+        return {"values": torch.arange(70_000)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.given = state
+
+    def step(self, **_: Any) -> None:
+        pass
+
+
+def mapped_files() -> list[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line.split(None, 5)[5] for line in lines if len(line.split(None, 5)) == 6]
 
 
 def reordered(case: dict, folder: Path) -> dict:
