@@ -15,6 +15,7 @@ import errno
 import logging
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError, FuyouStorageError
@@ -90,33 +91,45 @@ def publish(incomplete: Path, final: Path) -> None:
     """
     if not incomplete.is_dir():
         raise FuyouStateError(f"{incomplete} should hold the checkpoint that was just written; it is not there")
-    if final.is_dir():
-        _keep_beside(final, incomplete)
     for folder, _, files in os.walk(incomplete):
         for name in files:
             flush(Path(folder, name))
+    to_move = _keep_beside(final, incomplete) if final.is_dir() else []
+    for folder, _, _ in os.walk(incomplete):
         flush(Path(folder))
     if final.exists() or final.is_symlink():
         _exchange(incomplete, final)
-        _remove(incomplete)
+        if _have_moved(to_move, incomplete, final):
+            _remove(incomplete)
     else:
         incomplete.rename(final)
     flush(final.parent)
 
 
-def _keep_beside(old: Path, new: Path) -> None:
-    """Files of ``old`` that are neither in ``new`` nor a checkpoint's come there, too: links, where there can be some.
-    What the exchange of folders then replaces loses nothing that the new one lacks.
+def _keep_beside(old: Path, new: Path) -> list[Path]:
+    """Files of ``old`` that are neither in ``new`` nor a checkpoint's come there, too: links, where there can be some,
+    and copies else. What the exchange of folders then replaces loses nothing that the new one lacks, but what is
+    returned, as paths below ``old``: it can be neither linked nor read, so it has to be moved.
     """
+    to_move = []
     for entry in os.scandir(old):
         kept = new / entry.name
         if entry.name.startswith((_PREFIX, _REPLACED)) or entry.name.endswith(_STATES) or os.path.lexists(kept):
             if entry.is_dir(follow_symlinks=False) and kept.is_dir() and not kept.is_symlink():
-                _keep_beside(Path(entry.path), kept)
-        elif entry.is_dir(follow_symlinks=False):
-            shutil.copytree(entry.path, kept, symlinks=True, copy_function=_link)
-        else:
-            _link(entry.path, os.fspath(kept))
+                to_move += [Path(entry.name, below) for below in _keep_beside(Path(entry.path), kept)]
+            continue
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.copytree(entry.path, kept, symlinks=True, copy_function=_link)
+            else:
+                _link(entry.path, os.fspath(kept))
+        except OSError:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(kept, ignore_errors=True)
+            else:
+                kept.unlink(missing_ok=True)
+            to_move.append(Path(entry.name))
+    return to_move
 
 
 def _link(source: str, target: str) -> None:
@@ -124,6 +137,18 @@ def _link(source: str, target: str) -> None:
         os.link(source, target, follow_symlinks=False)
     except OSError:  # another file system, or one without links
         shutil.copy2(source, target, follow_symlinks=False)
+        if not os.path.islink(target):
+            flush(Path(target))
+
+
+def _have_moved(names: Iterable[Path], old: Path, new: Path) -> bool:
+    try:
+        for name in names:
+            (old / name).rename(new / name)
+    except OSError as error:
+        logger.warning("%s: it could not be moved to the checkpoint that replaces this one: %s", old / name, error)
+        return False
+    return True
 
 
 def write_text(file: Path, text: str) -> None:

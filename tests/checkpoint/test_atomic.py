@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +81,54 @@ def test_what_a_script_keeps_in_the_folder_stays(tmp_path: Path) -> None:
         }
         assert (tag / "link").is_symlink()
         assert [path.name for path in tmp_path.iterdir()] == ["tag"]
+
+
+@pytest.mark.parametrize("can_link", [True, False])
+def test_what_lies_there_need_not_be_readable(can_link: bool, tmp_path: Path, monkeypatch) -> None:
+    """Only what the save wrote is opened: to open a FIFO waits for a writer, a link may lead nowhere."""
+    if not can_link:
+        monkeypatch.setattr(os, "link", lambda *_, **__: denied())
+    atomic.publish(written(tmp_path, "tag", "first"), tmp_path / "tag")
+    (tmp_path / "tag" / "dangling").symlink_to(tmp_path / "gone")
+    (tmp_path / "tag" / "mine").mkdir()
+    for folder in (tmp_path / "tag", tmp_path / "tag" / "nested", tmp_path / "tag" / "mine"):
+        os.mkfifo(folder / "fifo")
+        (folder / "secret").write_text("unreadable")
+    (tmp_path / "tag" / "closed").mkdir()
+    copy, copy_tree, opened = shutil.copy2, shutil.copytree, os.open
+
+    def copy2(source: str, target: str, **named: bool) -> None:
+        if source.endswith("secret"):
+            os.mknod(target)  # as far as it comes
+            denied()
+        copy(source, target, **named)
+
+    def copytree(source: str, *given: Path, **named: Any) -> None:
+        if source.endswith("closed"):
+            denied()
+        copy_tree(source, *given, **named)
+
+    def open_(path: Path, *given: int, **named: int) -> int:
+        assert not str(path).endswith(("fifo", "secret", "dangling")), path
+        return opened(path, *given, **named)
+
+    monkeypatch.setattr(shutil, "copy2", copy2)
+    monkeypatch.setattr(shutil, "copytree", copytree)
+    monkeypatch.setattr(os, "open", open_)
+    for text in ("second", "third"):
+        atomic.publish(written(tmp_path, "tag", text), tmp_path / "tag")
+    tag = tmp_path / "tag"
+    assert (tag / "nested" / "file").read_text() == "third"
+    assert (tag / "dangling").is_symlink()
+    assert (tag / "closed").is_dir()
+    for folder in (tag, tag / "nested", tag / "mine"):
+        assert (folder / "fifo").is_fifo()
+        assert (folder / "secret").read_text() == "unreadable"
+    assert [path.name for path in tmp_path.iterdir()] == ["tag"]
+
+
+def denied() -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
