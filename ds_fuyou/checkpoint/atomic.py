@@ -7,10 +7,17 @@ Then one rename gives the folder its name. Where a folder of that name exists th
 system call and the old one is deleted afterwards, so that at every instant the name leads to a whole
 checkpoint. (A filesystem that cannot exchange takes two renames; :func:`recover` undoes half of one.) ``latest`` is
 replaced by a rename, after the folder.
+
+[Note: the lock goes last]
+What a killed process leaves under a hidden name is known by the lock file in it (unfinished.py). So the lock stays in
+the folder until it has its name, the folder that it replaces gets a link of it before the two are exchanged, and where
+a folder is deleted it goes last. A process that is killed in between leaves an empty file in a whole checkpoint, which
+the next save to that tag leaves out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -22,6 +29,7 @@ from ds_fuyou.errors import FuyouConfigError, FuyouStateError, FuyouStorageError
 from ds_fuyou.files import exchange
 
 __all__ = [
+    "LOCK_NAME",
     "checked_tag",
     "discard",
     "flush",
@@ -29,11 +37,13 @@ __all__ = [
     "is_incomplete",
     "publish",
     "recover",
+    "remove_hidden",
     "require_space",
     "write_text",
 ]
 
 logger = logging.getLogger("ds_fuyou")
+LOCK_NAME = ".writing"  # of a file in a hidden folder
 _PREFIX = ".incomplete-"
 _REPLACED = ".replaced-"
 _STATES = "_states.pt"  # ends the names of DeepSpeed's files of a checkpoint, of however many ranks
@@ -60,7 +70,19 @@ def checked_tag(tag: str) -> str:
 
 def discard(folder: Path) -> None:
     """Removes what a save that was cut short left behind. Several ranks may do so at once."""
+    with contextlib.suppress(OSError):
+        remove_hidden(folder)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_hidden(folder: Path) -> None:
+    """See [Note: the lock goes last]. Raises OSError if something cannot be removed."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == LOCK_NAME):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    folder.rmdir()
 
 
 def recover(final: Path) -> None:
@@ -98,11 +120,12 @@ def publish(incomplete: Path, final: Path) -> None:
     for folder, _, _ in os.walk(incomplete):
         flush(Path(folder))
     if final.exists() or final.is_symlink():
-        _exchange(incomplete, final)
+        _exchange_locked(incomplete, final)
         if _have_moved(to_move, incomplete, final):
             _remove(incomplete)
     else:
         incomplete.rename(final)
+        (final / LOCK_NAME).unlink(missing_ok=True)
     flush(final.parent)
 
 
@@ -174,6 +197,20 @@ def flush(path: Path) -> None:
         os.close(fd)
 
 
+def _exchange_locked(new: Path, old: Path) -> None:
+    """See [Note: the lock goes last]."""
+    if not old.is_symlink():
+        with contextlib.suppress(OSError):  # it is a file, not ours, or on a file system without links
+            (old / LOCK_NAME).unlink(missing_ok=True)
+            os.link(new / LOCK_NAME, old / LOCK_NAME)
+    try:
+        _exchange(new, old)
+    finally:  # under that name is one or the other
+        if not old.is_symlink():
+            with contextlib.suppress(OSError):
+                (old / LOCK_NAME).unlink()
+
+
 def _exchange(one: Path, other: Path) -> None:
     """Swaps two names; in two steps where the filesystem cannot do it in one."""
     try:
@@ -194,6 +231,6 @@ def _remove(replaced: Path) -> None:
         if replaced.is_symlink() or not replaced.is_dir():
             replaced.unlink()
         else:
-            shutil.rmtree(replaced)
+            remove_hidden(replaced)
     except OSError as error:
         logger.warning("the replaced checkpoint %s could not be deleted: %s", replaced, error)

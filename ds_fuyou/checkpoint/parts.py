@@ -14,11 +14,13 @@ sees a name late (NFS), nobody may have seen all marks; then the next call that 
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from ds_fuyou.checkpoint import atomic
-from ds_fuyou.checkpoint.unfinished import LOCK_NAME, WritingLock
+from ds_fuyou.checkpoint.unfinished import WritingLock
 from ds_fuyou.errors import FuyouStorageError
 
 __all__ = ["Parts"]
@@ -28,10 +30,11 @@ _MARKING = "marking a rank's part of a checkpoint as written"
 
 
 class Parts:
-    """One rank's view of a checkpoint of ``num_ranks`` in the folder ``hidden``, which becomes ``final``.
+    """One rank's view of a checkpoint in the folder ``hidden``, which becomes ``final``.
 
-    ``latest``: what the file of that name will say, None if it is not to be written. ``lock``: of ``hidden``, kept as
-    long as this is.
+    ``makers``: of every rank who made the folder that it writes to, which is told where the folder is made: names of
+    other machines come late. ``latest``: what the file of that name will say, None if it is not to be written.
+    ``lock``: of ``hidden``, kept up to the end.
     """
 
     def __init__(
@@ -39,13 +42,15 @@ class Parts:
         hidden: Path,
         final: Path,
         rank: int,
-        num_ranks: int,
+        makers: Sequence[int],
         latest: tuple[Path, str] | None,
         lock: WritingLock | None = None,
     ) -> None:
         self._lock = lock
         self._hidden, self._final, self._latest = hidden, final, latest
-        self._rank, self._num_ranks = rank, num_ranks
+        self._rank, self._num_ranks = rank, len(makers)
+        self.is_maker = makers[rank] == rank
+        """This rank gives the folder its name where that is not left to the last one."""
 
     def written(self) -> bool:
         """This rank's files are whole and flushed. Whether this call gave the folder its name.
@@ -71,15 +76,17 @@ class Parts:
         self.write_latest()
         return True
 
-    @property
-    def is_hidden(self) -> bool:
-        """Nobody has given the folder its name."""
-        return self._hidden.is_dir()
-
     def publish(self) -> None:
-        """All ranks have written their parts, and nobody else publishes."""
+        """All ranks have written their parts, and nobody else publishes.
+
+        Raises:
+            FuyouStorageError: the folder is another one than this rank has written to, or cannot get its name.
+        """
+        if self._lock is not None and not self._lock.is_in_place():
+            what = "the folder that a checkpoint was written to is gone, or another one is there; save it again"
+            raise FuyouStorageError(errno.ESTALE, what, os.fspath(self._hidden))
         for name in os.listdir(self._hidden):
-            if name.startswith(_MARK) or name == LOCK_NAME:
+            if name.startswith(_MARK):
                 (self._hidden / name).unlink()
         atomic.publish(self._hidden, self._final)
 
@@ -87,3 +94,8 @@ class Parts:
         """All folders have their names."""
         if self._latest is not None:
             atomic.write_text(*self._latest)
+
+    def end(self) -> None:
+        """Nobody writes there for this rank any more."""
+        if self._lock is not None:
+            self._lock.release()

@@ -32,7 +32,7 @@ from ds_fuyou.checkpoint.like import Like, TrainerFolder
 from ds_fuyou.checkpoint.state_files import RankFiles, opened_ranks
 from ds_fuyou.checkpoint.stock_state import StateEntries
 from ds_fuyou.checkpoint.training_record import TrainingRecord, from_bytes, raw
-from ds_fuyou.checkpoint.unfinished import WritingLock
+from ds_fuyou.checkpoint.unfinished import IN_USE, WritingLock, discard_left
 from ds_fuyou.errors import FuyouError, FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.records import CONTENTS_NAME
 
@@ -144,27 +144,33 @@ def recover_checkpoint(
         target = save_dir if trainer is None else save_dir.with_name(atomic.incomplete_tag(save_dir.name))
         hidden = target / atomic.incomplete_tag(tag)
         unfinished = hidden if trainer is None else target
-        atomic.discard(unfinished)
-        lock = WritingLock(unfinished)  # `fuyou clean` takes what a killed process left
+        discard_left(unfinished)
+        lock = _locked(unfinished)  # `fuyou clean` takes what a killed process left
         hidden.mkdir(parents=True, exist_ok=True)
         try:
             _require_space(target, sum(rank.num_bytes(found) for rank in parts))
             for rank in parts:
                 rank.write(hidden, found, trainer)
-            if trainer is None:
-                lock.end()
             atomic.publish(hidden, target / tag)
             _copy_scripts(target)
             atomic.write_text(target / "latest", tag)
             if trainer is not None:
                 trainer.complete(target)
-                lock.end()
                 atomic.publish(target, save_dir)
         except BaseException:
             atomic.discard(unfinished)
             raise
+        finally:
+            lock.release()
         left_out = [*parts[0].left_out(found), *(trainer.left_out if trainer is not None else ())]
         return RecoveredCheckpoint(save_dir / tag, steps, all(rank.is_verified for rank in opened), left_out)
+
+
+def _locked(folder: Path) -> WritingLock:
+    try:
+        return WritingLock(folder, is_first=True)
+    except FileExistsError as error:
+        raise FuyouStorageError(errno.EBUSY, IN_USE, os.fspath(folder)) from error
 
 
 class _RankParts:

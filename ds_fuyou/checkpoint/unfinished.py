@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of checkpoints that are being written, and those that a killed save left.
 
-While ranks write into a hidden folder each holds a shared lock on a file in it, which goes when the folder gets its
-name. So a folder with such a file that nobody locks was left by a save that did not end. No torch.
+While ranks write into a hidden folder each holds a shared lock on a file in it, which goes when the folder has its
+name. So a folder with such a file that nobody locks was left by a save that did not end. The file says which save made
+it: of two that begin at once only one makes it, and the other one is refused. No torch.
 """
 
 from __future__ import annotations
@@ -11,44 +12,116 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import stat
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_fuyou.checkpoint.atomic import is_incomplete
+from ds_fuyou.checkpoint import atomic
+from ds_fuyou.checkpoint.atomic import LOCK_NAME
 from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.storage.locks import try_lock
 from ds_fuyou.storage.probe import NETWORK_FILESYSTEMS, filesystem_type
 
-__all__ = ["LOCK_NAME", "Unfinished", "WritingLock", "find_unfinished", "remove_unfinished"]
+__all__ = ["IN_USE", "LOCK_NAME", "Unfinished", "WritingLock", "discard_left", "find_unfinished", "remove_unfinished"]
 
-LOCK_NAME = ".writing"
+IN_USE = "another process writes a checkpoint there; wait for its end, or save to another tag or folder"
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+_PATIENCE_SECS = 2.0
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
 
 
 class WritingLock:
-    """Says that this process writes into ``folder``, which is made, as long as the object is there."""
+    """Says that this process writes into ``folder``, which is made, as long as the object is there.
 
-    def __init__(self, folder: Path) -> None:
-        """Raises OSError if the folder or the file cannot be made."""
-        self._file = file = folder / LOCK_NAME
+    The file says who made it: ``says``, if this did.
+    """
+
+    def __init__(self, folder: Path, says: str = "", *, is_first: bool = False) -> None:
+        """``is_first``: somebody else's file is an error.
+
+        Raises:
+            OSError: the folder or the file cannot be made; FileExistsError if ``is_first`` and another one is there.
+        """
+        self._file, self._pid = (file := folder / LOCK_NAME), os.getpid()
         while True:
             folder.mkdir(parents=True, exist_ok=True)
+            self.is_new = True
+            """This made the file."""
             try:
-                fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+                try:
+                    self._fd = fd = os.open(file, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+                except FileExistsError:
+                    if is_first:
+                        raise
+                    self._fd = fd = os.open(file, _FLAGS)
+                    self.is_new = False
             except FileNotFoundError:  # somebody has just removed the folder
                 continue
-            release = weakref.finalize(self, os.close, fd)
+            self._close = weakref.finalize(self, os.close, fd)
             with contextlib.suppress(FileNotFoundError):
                 if _lock(fd, fcntl.LOCK_SH) and os.path.samestat(os.fstat(fd), os.stat(file)):
-                    return
-            release()
+                    break
+            self._close()
+        if self.is_new and says:
+            os.write(fd, says.encode())
+            os.fsync(fd)  # other machines read it
 
-    def end(self) -> None:
-        """Nobody writes there any more: the folder is about to get its name."""
-        self._file.unlink()
+    def is_in_place(self) -> bool:
+        """Nobody has put another folder there meanwhile."""
+        try:
+            return self._close.alive and os.path.samestat(os.fstat(self._fd), os.stat(self._file))
+        except FileNotFoundError:
+            return False
+
+    def maker(self) -> str:
+        """What the file says. Raises OSError if it cannot be read."""
+        return os.pread(self._fd, 4096, 0).decode(errors="replace")
+
+    def release(self) -> None:
+        """This process writes there no more. So, too, where a child of it has inherited the descriptor."""
+        if self._close.alive:
+            if os.getpid() == self._pid:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)
+            self._close()
+
+
+def discard_left(folder: Path) -> None:
+    """Clears what a save that was cut short left of ``folder``, if it is there.
+
+    Raises:
+        FuyouStorageError: another process writes into it.
+        OSError: its lock cannot be opened.
+    """
+    while True:
+        try:
+            fd = os.open(folder / LOCK_NAME, _FLAGS)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ESTALE):  # there is one, and it is no link
+                raise
+            atomic.discard(folder)
+            return
+        try:
+            if not _is_free(fd, os.fspath(folder)):
+                raise FuyouStorageError(errno.EBUSY, IN_USE, os.fspath(folder))
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), os.lstat(folder / LOCK_NAME)):
+                    atomic.discard(folder)
+                    return
+        finally:
+            os.close(fd)
+
+
+def _is_free(fd: int, what: str) -> bool:
+    """Waits a moment for who looks at it only, or clears it, too."""
+    try:
+        return try_lock(fd, _PATIENCE_SECS, what)
+    except FuyouStorageError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return True
 
 
 @dataclass(frozen=True)
@@ -65,7 +138,7 @@ def find_unfinished(path: Path) -> list[Unfinished]:
     found = []
     for folder in (path, *_folders(path)):
         for hidden in _folders(folder):
-            if is_incomplete(hidden.name) and _is_ours(hidden):
+            if atomic.is_incomplete(hidden.name) and _is_ours(hidden):
                 found.append(Unfinished(hidden, _allocated_bytes(hidden), _why_not(hidden)))
     return found
 
@@ -82,7 +155,7 @@ def remove_unfinished(folder: Unfinished) -> bool:
                 return False
             if not os.path.samestat(os.fstat(file.fileno()), os.lstat(folder.path / LOCK_NAME)):
                 return False  # removed and made anew since it was opened
-            shutil.rmtree(folder.path)
+            atomic.remove_hidden(folder.path)
     except FileNotFoundError:
         pass
     except OSError as error:

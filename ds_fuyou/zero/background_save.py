@@ -48,6 +48,8 @@ class Save:
         """The script has met the failure."""
         self.publishes = False
         """Whoever of the ranks ends last gives the folder its name; else the caller does."""
+        self.is_published = False
+        """This rank was the last one, and did."""
         self._files, self._snapshot = list(files), snapshot
         self._is_cancelled = False
         self._ended = threading.Event()
@@ -67,6 +69,7 @@ class Save:
             for file in reversed(self._files):  # states come last, and updates wait for them
                 file.fill_rest(self._check)
             if self.publishes and self.parts.written():
+                self.is_published = True
                 logger.info("the checkpoint %s is whole, %.1f s after it began", self.name, self._secs())
         except Exception as error:  # told to the training thread, whatever it is
             self._failed(error)
@@ -133,6 +136,7 @@ class Save:
                 self.is_told = True
                 logger.warning("the checkpoint %s was given up: a signal ended the process", self.name)
         self.wait()
+        self.parts.end()
         if self.failure is not None and not self.is_told:
             self.is_told = True
             logger.error("%s", as_storage_error(self.failure, self.name))

@@ -8,14 +8,15 @@ and checkpoint/atomic.py.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed import comm as dist
@@ -31,11 +32,11 @@ from ds_fuyou.checkpoint.reading import is_archive, naming
 from ds_fuyou.checkpoint.stock_state import states_of
 from ds_fuyou.checkpoint.streamed_file import StandIns, StreamedFile
 from ds_fuyou.checkpoint.training_record import from_bytes, to_bytes
-from ds_fuyou.checkpoint.unfinished import WritingLock
+from ds_fuyou.checkpoint.unfinished import WritingLock, discard_left
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.log import log_once
 from ds_fuyou.zero import frozen_base
-from ds_fuyou.zero.agreement import of_every_rank
+from ds_fuyou.zero.agreement import of_every_rank, of_rank_0
 from ds_fuyou.zero.background_save import Save, as_storage_error
 from ds_fuyou.zero.checkpoint_state import CheckpointState
 from ds_fuyou.zero.param_swapper import (
@@ -55,6 +56,7 @@ __all__ = [
     "saving",
 ]
 
+T = TypeVar("T")
 _FROZEN_FRAGMENTS, _OPTIMIZER = "frozen_param_fragments", "optimizer_state_dict"
 _WAIT = "fuyou_wait_checkpoint"  # of the engine
 _PIECE_BYTES = 8 << 20
@@ -234,18 +236,22 @@ def _save(
     end_last_save(engine)
     tag = _common_tag(str(tag if tag is not None else f"global_step{engine.global_steps}"))
     folder, hidden = Path(save_dir), atomic.incomplete_tag(tag)
-    lock = _prepare(engine, folder, tag, lacks_frozen)
-    behind = _is_behind(engine, folder / hidden)
-    with _streaming(engine) as writer:
-        state: CheckpointState = engine.optimizer.checkpoint_state
-        _settle(_outcome(state.keep), str(folder / tag))
-        result = saved(tag=hidden, save_latest=False)
-        _settle(writer.failure, str(folder / tag))
-        latest = (folder / "latest", tag) if save_latest and (behind or dist.get_rank() == 0) else None
-        parts = Parts(folder / hidden, folder / tag, dist.get_rank(), dist.get_world_size(), latest, lock)
-        save = Save(str(folder / tag), writer.files, state.snapshot, parts)
-        for edits_wait_for in writer.read_behind:
-            edits_wait_for(save.wait)
+    lock, makers = _prepare(engine, folder, tag, lacks_frozen)
+    behind = _is_behind(engine, makers)
+    latest = (folder / "latest", tag) if save_latest and (behind or dist.get_rank() == 0) else None
+    parts = Parts(folder / hidden, folder / tag, dist.get_rank(), makers, latest, lock)
+    try:
+        with _streaming(engine) as writer:
+            state: CheckpointState = engine.optimizer.checkpoint_state
+            _settle(_outcome(state.keep), str(folder / tag))
+            result = saved(tag=hidden, save_latest=False)
+            _settle(writer.failure, str(folder / tag))
+            save = Save(str(folder / tag), writer.files, state.snapshot, parts)
+            for edits_wait_for in writer.read_behind:
+                edits_wait_for(save.wait)
+    except BaseException:
+        parts.end()
+        raise
     save.start(publishes=behind)
     state.save, engine.optimizer.rank_state.core.finish_first = save, save.finish
     if not behind:
@@ -263,37 +269,26 @@ def end_last_save(engine: Any) -> None:
     save = state.save
     if save is None:
         return
+    parts, is_first = save.parts, dist.get_rank() == 0
     try:
         save.wait()
+        is_told, save.is_told = save.is_told, True
+        if not _settle(save.failure, save.name, is_told=is_told):
+            return
+        is_left = not save.publishes or True not in of_every_rank(save.is_published)
+        _settle(_outcome(lambda: parts.publish() if is_left and parts.is_maker else None), save.name)
+        _settle(_outcome(lambda: parts.write_latest() if is_left and is_first else None), save.name)
     finally:
         if save.is_over():
             state.save = engine.optimizer.rank_state.core.finish_first = None
-    is_told, save.is_told = save.is_told, True
-    if not _settle(save.failure, save.name, is_told=is_told):
-        return
-    parts, is_first = save.parts, dist.get_rank() == 0
-    is_mine = is_first and (parts.is_hidden or not save.publishes)
-    _settle(_outcome(lambda: parts.publish() if is_mine else None), save.name)
-    _settle(_outcome(lambda: parts.publish() if engine.local_rank <= 0 and parts.is_hidden else None), save.name)
-    _settle(_outcome(lambda: parts.write_latest() if is_mine else None), save.name)
+            parts.end()
 
 
-def _is_behind(engine: Any, hidden: Path) -> bool:
+def _is_behind(engine: Any, makers: Sequence[int]) -> bool:
     """Whether this save goes on behind training: where all ranks write into one folder, see checkpoint/parts.py."""
     if engine.optimizer.rank_state.activation.config.checkpoint.save != "background":
         return False
-    if dist.get_world_size() == 1:
-        return True
-    token = hidden / ".folder"
-    if engine.local_rank <= 0:
-        hidden.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError), token.open("x", encoding="utf-8") as file:
-            file.write(secrets.token_hex(16))
-    dist.barrier()
-    found = of_every_rank(token.read_text(encoding="utf-8") if token.is_file() else None)
-    if engine.local_rank <= 0:
-        token.unlink(missing_ok=True)
-    if None not in found and len(set(found)) == 1:
+    if len(set(makers)) == 1:
         return True
     log_once(logging.INFO, "save_checkpoint() waits until files are written: ranks save into folders of their own")
     return False
@@ -307,20 +302,55 @@ def _common_tag(tag: str) -> str:
     return atomic.checked_tag(tag)
 
 
-def _prepare(engine: Any, folder: Path, tag: str, lacks_frozen: bool) -> WritingLock:
-    """Clears what earlier saves left, and raises on every rank if the files will not fit. The lock of the new one."""
+def _prepare(engine: Any, folder: Path, tag: str, lacks_frozen: bool) -> tuple[WritingLock, list[int]]:
+    """Clears what earlier saves left, raises on every rank if the files will not fit, and makes the hidden folder. This
+    rank's lock of it, and of every rank who made the folder that it writes to.
+    """
+    hidden, name = folder / atomic.incomplete_tag(tag), str(folder / tag)
+    rank, is_first_here = dist.get_rank(), engine.local_rank <= 0
     locks: list[WritingLock] = []
 
     def clear() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        if engine.local_rank <= 0:
+        if is_first_here or rank == 0:
             atomic.recover(folder / tag)
-            atomic.discard(folder / atomic.incomplete_tag(tag))
+            discard_left(hidden)
 
-    _settle(_outcome(clear), str(folder))
-    _require_space(engine, folder, lacks_frozen)
-    _settle(_outcome(lambda: locks.append(WritingLock(folder / atomic.incomplete_tag(tag)))), str(folder / tag))
-    return locks[0]
+    def make() -> None:
+        with contextlib.suppress(FileExistsError):  # another machine has made it
+            locks.append(WritingLock(hidden, f"{save} {rank}", is_first=True))
+
+    def join() -> int:
+        if not locks:
+            locks.append(WritingLock(hidden, f"{save} {rank}"))
+        which, _, maker = locks[0].maker().partition(" ")
+        if which != save:  # another save's, or what one has left in a folder of this rank's own
+            locks.pop().release()
+            discard_left(hidden)
+            locks.append(WritingLock(hidden, f"{save} {rank}", is_first=True))
+        return int(maker) if which == save else rank
+
+    try:
+        _settle(_outcome(lambda: clear() if rank == 0 else None), name)
+        _settle(_outcome(lambda: clear() if rank != 0 else None), name)
+        _require_space(engine, folder, lacks_frozen)
+        save = of_rank_0(secrets.token_hex(16))
+        _settle(_outcome(lambda: make() if is_first_here else None), name)
+        makers = _of_every_rank(join, name)
+    except BaseException:
+        for lock in locks:
+            if lock.is_new and lock.is_in_place():
+                atomic.discard(hidden)
+            lock.release()
+        raise
+    return locks[0], makers
+
+
+def _of_every_rank(call: Callable[[], T], name: str) -> list[T]:
+    """What it gives on each of them; if it failed on one, all raise as in :func:`_settle`."""
+    found: list[T] = []
+    _settle(_outcome(lambda: found.append(call())), name)
+    return of_every_rank(found[0])
 
 
 def _outcome(call: Callable[[], object]) -> Exception | None:
@@ -419,12 +449,16 @@ def _require_space(engine: Any, folder: Path, lacks_frozen: bool) -> None:
         if not lacks_frozen:
             frozen = [p for p in engine.module.parameters() if not p.requires_grad and hasattr(p, "ds_tensor")]
             num_bytes += sum(map(partition_bytes, frozen))
-    where = (os.uname().nodename, os.stat(folder).st_dev)
-    of_ranks = of_every_rank((where, num_bytes))
-    of_others = sum(size for place, size in of_ranks if place == where) - num_bytes
-    for message in of_every_rank(atomic.require_space(folder, num_bytes, of_others)):
+
+    def where() -> tuple[str, int]:
+        return os.uname().nodename, os.stat(folder).st_dev
+
+    of_ranks = _of_every_rank(lambda: (where(), num_bytes), os.fspath(folder))
+    mine, _ = of_ranks[dist.get_rank()]
+    of_others = sum(size for place, size in of_ranks if place == mine) - num_bytes
+    for message in _of_every_rank(lambda: atomic.require_space(folder, num_bytes, of_others), os.fspath(folder)):
         if message is not None:
-            raise FuyouStorageError(28, message, os.fspath(folder))
+            raise FuyouStorageError(errno.ENOSPC, message, os.fspath(folder))
 
 
 def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:

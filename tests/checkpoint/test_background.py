@@ -232,3 +232,28 @@ def test_a_byte_that_changed_on_the_disk_is_not_saved(tmp_path: Path) -> None:
 
 def test_where_ranks_save_into_folders_of_their_own_the_call_waits(tmp_path: Path) -> None:
     assert results("apart", tmp_path, world_size=2) == [{"there": ["first"]}] * 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_tag_that_another_process_writes_to_is_refused(world_size: int, tmp_path: Path) -> None:
+    first, *others = results("in_use", tmp_path, world_size=world_size)
+    assert "another process writes a checkpoint there" in first["refused"]
+    assert all("rank 0 could not save its part of a checkpoint: another process" in each["refused"] for each in others)
+    for each in (first, *others):
+        assert each["theirs"] == [".writing", "theirs"]
+        assert "another one is there" in each["replaced"]
+        assert "second" not in each["there"]
+        assert each["latest"] == "first"
+
+
+def test_a_machine_that_sees_names_late_does_not_publish_again(tmp_path: Path) -> None:
+    said = results("late_names", tmp_path, world_size=2)
+    assert said == [{"said": "nothing", "there": ["first"], "latest": "first"}] * 2
+
+
+def test_what_one_rank_meets_before_it_writes_is_raised_by_all(tmp_path: Path) -> None:
+    one, other = results("between", tmp_path, world_size=2)
+    assert "rank 1 could not save its part of a checkpoint" in one["space"]
+    assert "rank 0 could not save its part of a checkpoint" in other["folder"]
+    assert all("Input/output error" in each[what] for each in (one, other) for what in ("space", "folder"))
+    assert one["there"] == other["there"] == ["first"]

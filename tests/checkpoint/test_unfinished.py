@@ -8,17 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from ds_fuyou.checkpoint import atomic, unfinished
 from ds_fuyou.checkpoint.atomic import publish
 from ds_fuyou.checkpoint.parts import Parts
 from ds_fuyou.checkpoint.unfinished import LOCK_NAME, WritingLock, find_unfinished
 from ds_fuyou.cli import main
+from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage import directory
 from ds_fuyou.storage.directory import LOCK_NAME as LOCK
+
+FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
 def begun(folder: Path) -> WritingLock:
     lock = WritingLock(folder)
-    (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").write_bytes(b"x" * 5000)
+    (folder / FILE).write_bytes(b"x" * 5000)
     return lock
 
 
@@ -62,11 +66,68 @@ def test_what_is_not_recognisably_ours_stays(tmp_path: Path) -> None:
 
 
 def test_a_whole_checkpoint_has_no_lock(tmp_path: Path) -> None:
-    parts = Parts(tmp_path / ".incomplete-a", tmp_path / "a", 0, 1, None, begun(tmp_path / ".incomplete-a"))
+    parts = Parts(tmp_path / ".incomplete-a", tmp_path / "a", 0, [0], None, begun(tmp_path / ".incomplete-a"))
     assert parts.written()
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["zero_pp_rank_0_mp_rank_00_model_states.pt"]
+    assert [path.name for path in (tmp_path / "a").iterdir()] == [FILE]
     (tmp_path / ".incomplete-a").mkdir()
     publish(tmp_path / ".incomplete-a", tmp_path / "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_save_clears_what_was_left_and_not_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unfinished, "_PATIENCE_SECS", 0.0)
+    hidden = tmp_path / ".incomplete-a"
+    unfinished.discard_left(hidden)
+    lock = begun(hidden)
+    with pytest.raises(FuyouStorageError, match="another process writes a checkpoint there"):
+        unfinished.discard_left(hidden)
+    assert len(list(hidden.iterdir())) == 2
+    lock.release()
+    unfinished.discard_left(hidden)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_two_saves_that_begin_at_once_one_makes_the_folder(tmp_path: Path) -> None:
+    first = WritingLock(tmp_path / ".incomplete-a", "first", is_first=True)
+    with pytest.raises(FileExistsError):
+        WritingLock(tmp_path / ".incomplete-a", "second", is_first=True)
+    assert WritingLock(tmp_path / ".incomplete-a", "second").maker() == first.maker() == "first"
+
+
+def test_a_folder_that_was_put_in_its_place_is_not_published(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / ".incomplete-a", tmp_path / "a", 0, [0], None, begun(tmp_path / ".incomplete-a"))
+    (tmp_path / ".incomplete-a").rename(tmp_path / "moved")
+    other = begun(tmp_path / ".incomplete-a")
+    with pytest.raises(FuyouStorageError, match="another one is there"):
+        parts.publish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".incomplete-a", "moved"]
+    other.release()
+
+
+@pytest.mark.parametrize("dies_in", ["_exchange", "rename", "_have_moved", "rmtree"])
+def test_what_a_save_leaves_that_dies_while_it_publishes_is_found(
+    dies_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def publish() -> None:
+        lock = begun(tmp_path / ".incomplete-a")
+        (tmp_path / ".incomplete-a" / "nested").mkdir()
+        Parts(tmp_path / ".incomplete-a", tmp_path / "a", 0, [0], None, lock).publish()
+
+    def dies(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    if dies_in != "rename":
+        publish()
+    place = {"rename": Path, "rmtree": atomic.shutil}.get(dies_in, atomic)
+    with monkeypatch.context() as patched:
+        patched.setattr(place, dies_in, dies)
+        with pytest.raises(KeyboardInterrupt):
+            publish()
+    assert [found.path.name for found in find_unfinished(tmp_path)] == [".incomplete-a"]
+    assert main(["clean", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == (["a"] if dies_in != "rename" else [])
+    publish()
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["nested", FILE]
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 

@@ -9,6 +9,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -23,7 +24,7 @@ import torch
 from save_worker import damage_state, raised, train
 from train_worker import build_engine, edit_parameters, set_states
 
-from ds_fuyou.checkpoint.unfinished import find_unfinished
+from ds_fuyou.checkpoint.unfinished import WritingLock, find_unfinished
 from ds_fuyou.errors import FuyouError, FuyouMemoryError
 from ds_fuyou.host.waiting import wait_reporting
 from ds_fuyou.optimizer import snapshot
@@ -323,6 +324,74 @@ def apart(engine, case: dict, folder: Path) -> dict:
     return {"there": names(own)}
 
 
+def in_use(engine, case: dict, folder: Path) -> dict:
+    """Another process writes to the tag; and one puts another folder in the place of the one that is written to."""
+    hidden, is_first = folder / ".incomplete-first", torch.distributed.get_rank() == 0
+    said: dict = {}
+    if is_first:
+        lock = WritingLock(hidden, "theirs 0")
+        (hidden / "theirs").touch()
+    torch.distributed.barrier()
+    said["refused"] = raised(lambda: engine.save_checkpoint(str(folder), tag="first"))
+    said["theirs"] = sorted(path.name for path in hidden.iterdir())
+    torch.distributed.barrier()
+    if is_first:
+        lock.release()
+    torch.distributed.barrier()
+    engine.save_checkpoint(str(folder), tag="first")
+    engine.fuyou_wait_checkpoint()
+    with disk.held():
+        engine.save_checkpoint(str(folder), tag="second")
+        torch.distributed.barrier()
+        if is_first:
+            (folder / ".incomplete-second").rename(folder / "moved")
+            shutil.copytree(folder / "moved", folder / ".incomplete-second")
+        torch.distributed.barrier()
+    said["replaced"] = raised(engine.fuyou_wait_checkpoint)
+    return {**said, "there": names(folder), "latest": (folder / "latest").read_text()}
+
+
+def late_names(engine, case: dict, folder: Path) -> dict:
+    """Two machines write into one folder, and the second one sees late what the first one has renamed."""
+    is_dir, seen = Path.is_dir, set()
+
+    def stale(path: Path) -> bool:
+        if path.name.startswith(".incomplete") and is_dir(path):
+            seen.add(path)
+        return path in seen or is_dir(path)
+
+    if torch.distributed.get_rank() == 1:
+        Path.is_dir = stale  # type: ignore[method-assign]
+    said = raised(lambda: (engine.save_checkpoint(str(folder), tag="first"), engine.fuyou_wait_checkpoint()))
+    torch.distributed.barrier()
+    return {"said": said, "there": names(folder), "latest": (folder / "latest").read_text()}
+
+
+def between(engine, case: dict, folder: Path) -> dict:
+    """What one rank alone meets before anything is written: all raise."""
+    rank, said = torch.distributed.get_rank(), {}
+    real, mkdir = shutil.disk_usage, Path.mkdir
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def broken_below(path: Path, *given: object, **named: object) -> None:
+        if path.name.startswith(".incomplete"):
+            broken()
+        mkdir(path, *given, **named)  # type: ignore[arg-type]
+
+    shutil.disk_usage = broken if rank == 1 else real  # type: ignore[assignment]
+    said["space"] = raised(lambda: engine.save_checkpoint(str(folder), tag="first"))
+    shutil.disk_usage = real
+    Path.mkdir = broken_below if rank == 0 else mkdir  # type: ignore[method-assign]
+    said["folder"] = raised(lambda: engine.save_checkpoint(str(folder), tag="first"))
+    Path.mkdir = mkdir  # type: ignore[method-assign]
+    engine.save_checkpoint(str(folder), tag="first")
+    engine.fuyou_wait_checkpoint()
+    torch.distributed.barrier()
+    return {**said, "there": names(folder)}
+
+
 TASKS: dict[str, Callable] = {
     task.__name__: task
     for task in (
@@ -340,6 +409,9 @@ TASKS: dict[str, Callable] = {
         flipped,
         apart,
         refused,
+        in_use,
+        late_names,
+        between,
     )
 }
 
@@ -348,7 +420,7 @@ def main() -> None:
     case, what, folder = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2], Path(sys.argv[3])
     os.pwrite = disk.pwrite
     engine = build_engine(case)
-    if what == "apart":
+    if what in ("apart", "late_names"):
         engine.local_rank = 0
     train(engine, case, 2)
     if "two_steps" in case:
