@@ -125,7 +125,8 @@ def publish(incomplete: Path, final: Path) -> None:
             _remove(incomplete)
     else:
         incomplete.rename(final)
-        (final / LOCK_NAME).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (final / LOCK_NAME).unlink()
     flush(final.parent)
 
 

@@ -95,6 +95,11 @@ class Parts:
         if self._latest is not None:
             atomic.write_text(*self._latest)
 
+    def discard(self) -> None:
+        """It will not be whole: what all ranks have written would fill the disk to no use."""
+        if self.is_maker and self._lock is not None and self._lock.is_in_place():
+            atomic.discard(self._hidden)
+
     def end(self) -> None:
         """Nobody writes there for this rank any more."""
         if self._lock is not None:

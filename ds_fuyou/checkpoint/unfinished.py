@@ -72,7 +72,7 @@ class WritingLock:
         """Nobody has put another folder there meanwhile."""
         try:
             return self._close.alive and os.path.samestat(os.fstat(self._fd), os.stat(self._file))
-        except FileNotFoundError:
+        except OSError:
             return False
 
     def maker(self) -> str:

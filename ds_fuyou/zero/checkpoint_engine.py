@@ -243,9 +243,9 @@ def _save(
     try:
         with _streaming(engine) as writer:
             state: CheckpointState = engine.optimizer.checkpoint_state
-            _settle(_outcome(state.keep), str(folder / tag))
+            _settle(_outcome(state.keep), str(folder / tag), undo=parts.discard)
             result = saved(tag=hidden, save_latest=False)
-            _settle(writer.failure, str(folder / tag))
+            _settle(writer.failure, str(folder / tag), undo=parts.discard)
             save = Save(str(folder / tag), writer.files, state.snapshot, parts)
             for edits_wait_for in writer.read_behind:
                 edits_wait_for(save.wait)
@@ -273,10 +273,11 @@ def end_last_save(engine: Any) -> None:
     try:
         save.wait()
         is_told, save.is_told = save.is_told, True
-        if not _settle(save.failure, save.name, is_told=is_told):
+        if not _settle(save.failure, save.name, is_told=is_told, undo=parts.discard):
             return
         is_left = not save.publishes or True not in of_every_rank(save.is_published)
-        _settle(_outcome(lambda: parts.publish() if is_left and parts.is_maker else None), save.name)
+        published = _outcome(lambda: parts.publish() if is_left and parts.is_maker else None)
+        _settle(published, save.name, undo=parts.discard)
         _settle(_outcome(lambda: parts.write_latest() if is_left and is_first else None), save.name)
     finally:
         if save.is_over():
@@ -361,9 +362,11 @@ def _outcome(call: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _settle(failure: Exception | None, name: str, *, is_told: bool = False) -> bool:
+def _settle(
+    failure: Exception | None, name: str, *, is_told: bool = False, undo: Callable[[], None] = lambda: None
+) -> bool:
     """Every rank comes here with its own outcome; if one failed all raise, the failing one its own error. Where all
-    who failed have been told before, nobody raises, and False is returned.
+    who failed have been told before, nobody raises, and False is returned. ``undo`` is called first in both cases.
 
     Raises:
         FuyouStorageError: a rank could not write, flush or rename.
@@ -371,6 +374,8 @@ def _settle(failure: Exception | None, name: str, *, is_told: bool = False) -> b
     mine = None if failure is None else (getattr(failure, "errno", None) or 0, str(failure), is_told)
     said = of_every_rank(mine)
     failures = {rank: found for rank, found in enumerate(said) if found is not None}
+    if failures:
+        undo()
     if all(told for _, _, told in failures.values()):
         return not failures
     if failure is not None:

@@ -100,6 +100,7 @@ def test_a_folder_that_was_put_in_its_place_is_not_published(tmp_path: Path) -> 
     other = begun(tmp_path / ".incomplete-a")
     with pytest.raises(FuyouStorageError, match="another one is there"):
         parts.publish()
+    parts.discard()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".incomplete-a", "moved"]
     other.release()
 
