@@ -27,6 +27,7 @@ from pathlib import Path
 
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError, FuyouStorageError
 from ds_fuyou.files import exchange
+from ds_fuyou.storage.probe import filesystem_of
 
 __all__ = [
     "LOCK_NAME",
@@ -38,6 +39,7 @@ __all__ = [
     "publish",
     "recover",
     "remove_hidden",
+    "require_replaceable",
     "require_space",
     "write_text",
 ]
@@ -83,6 +85,26 @@ def remove_hidden(folder: Path) -> None:
         else:
             path.unlink(missing_ok=True)
     folder.rmdir()
+
+
+def require_replaceable(final: Path, hidden: Path) -> None:
+    """Looks whether the folder ``final``, if there is one, can be exchanged with ``hidden``, which is not empty.
+
+    Raises:
+        FuyouStorageError: it is of a lower layer of an overlay, which renames no such folder.
+    """
+    if final.is_symlink() or not final.is_dir() or filesystem_of(final) != "overlay":
+        return
+    try:
+        os.rename(final, hidden)  # never done: a folder with something in it is not replaced
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            return
+        what = (
+            "the checkpoint of this tag is part of a container's image (a lower layer of an overlay), so it cannot be "
+            "replaced in one step; save to another tag or folder, or remove it first; nothing was written"
+        )
+        raise FuyouStorageError(error.errno, what, os.fspath(final)) from error
 
 
 def recover(final: Path) -> None:

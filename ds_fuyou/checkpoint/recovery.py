@@ -148,6 +148,7 @@ def recover_checkpoint(
         lock = _locked(unfinished)  # `fuyou clean` takes what a killed process left
         hidden.mkdir(parents=True, exist_ok=True)
         try:
+            atomic.require_replaceable(target / tag, hidden)
             _require_space(target, sum(rank.num_bytes(found) for rank in parts))
             for rank in parts:
                 rank.write(hidden, found, trainer)

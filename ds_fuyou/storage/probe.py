@@ -23,6 +23,7 @@ __all__ = [
     "PathFacts",
     "Probe",
     "enable_direct",
+    "filesystem_of",
     "filesystem_type",
     "is_on_network",
     "open_path",
@@ -193,10 +194,15 @@ def filesystem_type(fd: int) -> str:
     return "unknown"
 
 
-def is_on_network(directory: Path) -> bool:
-    """Whether another machine may use it, too."""
+def filesystem_of(directory: Path) -> str:
+    """As :func:`filesystem_type`, of a directory."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        return filesystem_type(fd) in NETWORK_FILESYSTEMS
+        return filesystem_type(fd)
     finally:
         os.close(fd)
+
+
+def is_on_network(directory: Path) -> bool:
+    """Whether another machine may use it, too."""
+    return filesystem_of(directory) in NETWORK_FILESYSTEMS

@@ -329,6 +329,8 @@ def _prepare(engine: Any, folder: Path, tag: str, lacks_frozen: bool) -> tuple[W
             locks.pop().release()
             discard_left(hidden)
             locks.append(WritingLock(hidden, f"{save} {rank}", is_first=True))
+        if locks[0].is_new:
+            atomic.require_replaceable(folder / tag, hidden)
         return int(maker) if which == save else rank
 
     try:

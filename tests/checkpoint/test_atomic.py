@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from ds_fuyou import files
 from ds_fuyou.checkpoint import atomic
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError, FuyouStorageError
+from tests.unit.test_filesystems import can_mount
 
 
 def written(save_dir: Path, tag: str, text: str) -> Path:
@@ -139,6 +141,29 @@ def test_a_second_save_replaces_the_first(can_exchange: bool, tmp_path: Path, mo
         atomic.publish(written(tmp_path, "tag", text), tmp_path / "tag")
         assert (tmp_path / "tag" / "nested" / "file").read_text() == text
         assert [path.name for path in tmp_path.iterdir()] == ["tag"]
+
+
+@pytest.mark.skipif(not can_mount(), reason="mounts an overlay")
+def test_what_an_image_holds_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """An overlay renames no folder of a lower layer."""
+    atomic.publish(written(tmp_path / "lower", "old", "old"), tmp_path / "lower" / "old")
+    for layer in ("upper", "work", "mounted"):
+        (tmp_path / layer).mkdir()
+    layers = ",".join(f"{layer}dir={tmp_path / layer}" for layer in ("lower", "upper", "work"))
+    folder = tmp_path / "mounted"
+    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", layers, folder], check=True)
+    try:
+        atomic.publish(written(folder, "new", "new"), folder / "new")
+        atomic.require_replaceable(folder / "none", written(folder, "none", "none"))
+        atomic.require_replaceable(folder / "new", written(folder, "new", "newer"))
+        atomic.publish(folder / ".incomplete-new", folder / "new")
+        with pytest.raises(FuyouStorageError, match="part of a container's image"):
+            atomic.require_replaceable(folder / "old", written(folder, "old", "older"))
+        assert (folder / "old" / "nested" / "file").read_text() == "old"
+        assert (folder / ".incomplete-old" / "nested" / "file").read_text() == "older"
+        assert (folder / "new" / "nested" / "file").read_text() == "newer"
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 def test_publishing_nothing_is_an_error(tmp_path: Path) -> None:
