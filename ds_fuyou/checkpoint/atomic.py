@@ -111,7 +111,8 @@ def recover(final: Path) -> None:
     """Where folders are exchanged in two steps: puts the old one back if a save died between them."""
     aside = final.with_name(_REPLACED + final.name)
     if aside.exists() and not final.exists():
-        aside.rename(final)
+        with contextlib.suppress(FileNotFoundError):  # another machine has just done it
+            aside.rename(final)
 
 
 def require_space(folder: Path, num_bytes: int, of_others: int) -> str | None:

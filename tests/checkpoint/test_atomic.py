@@ -46,6 +46,22 @@ def test_half_an_exchange_in_two_steps_is_undone(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_two_machines_may_undo_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    atomic.publish(written(tmp_path, "tag", "first"), tmp_path / ".replaced-tag")
+    exists = Path.exists
+
+    def exists_until_the_other_one_comes(path: Path) -> bool:
+        found = exists(path)
+        if path.name == "tag":
+            monkeypatch.undo()
+            atomic.recover(tmp_path / "tag")
+        return found
+
+    monkeypatch.setattr(Path, "exists", exists_until_the_other_one_comes)
+    atomic.recover(tmp_path / "tag")
+    assert (tmp_path / "tag" / "nested" / "file").read_text() == "first"
+
+
 def test_a_link_and_what_cannot_be_deleted_do_not_stop_a_save(tmp_path: Path, monkeypatch, caplog) -> None:
     atomic.publish(written(tmp_path, "real", "first"), tmp_path / "real")
     (tmp_path / "tag").symlink_to(tmp_path / "real")
