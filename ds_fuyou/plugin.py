@@ -444,11 +444,11 @@ def _activate(ds_config: Any, activation: Activation) -> None:
 def _tell_of_builds(ds_config: Any) -> None:
     """What DeepSpeed is about to do without a word: wait for a lock that was left, or compile."""
     from ds_fuyou.ops import stock_operators
-    from ds_fuyou.storage.probe import is_on_network
+    from ds_fuyou.storage.probe import may_be_shared
 
     directory = stock_operators.build_directory()
     left = stock_operators.left_locks(directory)
-    if left and not is_on_network(directory):
+    if left and not may_be_shared(directory):
         stay = [lock for lock in left if not stock_operators.remove_lock(lock)]
         for lock in sorted({*left} - {*stay}):
             log_once(logging.INFO, f"{lock} is gone: who took it was killed, and all later starts would wait for it")

@@ -22,7 +22,7 @@ from ds_fuyou.checkpoint import atomic
 from ds_fuyou.checkpoint.atomic import LOCK_NAME
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage.locks import try_lock
-from ds_fuyou.storage.probe import NETWORK_FILESYSTEMS, filesystem_type
+from ds_fuyou.storage.probe import LOCAL_FILESYSTEMS, filesystem_type
 
 __all__ = ["IN_USE", "LOCK_NAME", "Unfinished", "WritingLock", "discard_left", "find_unfinished", "remove_unfinished"]
 
@@ -196,7 +196,7 @@ def _is_ours(folder: Path) -> bool:
 def _why_not(folder: Path) -> str:
     try:
         with open(folder / LOCK_NAME, "rb") as file:
-            if filesystem_type(file.fileno()) in NETWORK_FILESYSTEMS:
+            if filesystem_type(file.fileno()) not in LOCAL_FILESYSTEMS:
                 return "another machine may write into it, left alone; remove it by hand"
             is_free = _lock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:  # it has just got its name, or somebody else removes it

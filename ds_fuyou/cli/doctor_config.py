@@ -15,7 +15,7 @@ from ds_fuyou.cli.finding import Finding, path_finding
 from ds_fuyou.config import BLOCK_KEY
 from ds_fuyou.ds_json import Activation, load_activation
 from ds_fuyou.errors import FuyouConfigError, FuyouStorageError
-from ds_fuyou.storage.probe import NETWORK_FILESYSTEMS, probe_path
+from ds_fuyou.storage.probe import LOCAL_FILESYSTEMS, probe_path
 
 __all__ = ["config_findings", "findings_of"]
 
@@ -218,9 +218,9 @@ def _path(path: str, place: str, devices: dict[str, str], free: dict[str, int]) 
         facts = probe_path(Path(path))
     except FuyouStorageError:  # it changed since
         return
-    if facts.filesystem in NETWORK_FILESYSTEMS:
+    if facts.filesystem not in LOCAL_FILESYSTEMS:
         fix = "name a disk of this machine: every step reads and writes all states"
-        yield Finding(what, f"is on a network file system ({facts.filesystem})", fix=fix)
+        yield Finding(what, f"is on a network file system, or an unknown one ({facts.filesystem})", fix=fix)
     if facts.device in devices:
         yield Finding(
             what,

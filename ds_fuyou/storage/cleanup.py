@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.directory import LOCK_NAME, RunDirectory, StateRoot, foreign_names, is_ours, is_run_name
-from ds_fuyou.storage.probe import is_on_network
+from ds_fuyou.storage.probe import may_be_shared
 from ds_fuyou.storage.records import Manifest, ProcessMark, read_manifest
 from ds_fuyou.storage.store import CommitRecord, commits_in
 from ds_fuyou.storage.store_files import read_directory_manifest
@@ -174,7 +174,7 @@ def stale_bytes(paths: Sequence[Path]) -> int:
 def _may_clean(state: StateDirectory, path: Path, fingerprint: str) -> bool:
     if state.kept or state.model_fingerprint != fingerprint:
         return False
-    return state.host == os.uname().nodename or not is_on_network(path)
+    return state.host == os.uname().nodename or not may_be_shared(path)
 
 
 def _is_lost(state: StateDirectory) -> bool:

@@ -11,7 +11,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from ds_fuyou.errors import FuyouStorageError
-from ds_fuyou.storage.probe import NETWORK_FILESYSTEMS, PathFacts, probe_path
+from ds_fuyou.storage.probe import LOCAL_FILESYSTEMS, PathFacts, probe_path
 
 __all__ = [
     "DIRECTORY_NAME",
@@ -61,7 +61,7 @@ def find_disks(root: Path = Path("/"), others: Sequence[Path] = ()) -> list[Disk
             facts = probe_path(directory.resolve())
         except FuyouStorageError:
             continue
-        if not facts.is_tmpfs and facts.filesystem not in NETWORK_FILESYSTEMS:
+        if not facts.is_tmpfs and facts.filesystem in LOCAL_FILESYSTEMS:
             found.setdefault(facts.device, Disk(directory.resolve(), disk_kind(facts.device, root), facts))
     return sorted(found.values(), key=lambda disk: (disk.kind, -disk.facts.free_bytes))
 

@@ -18,22 +18,25 @@ from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage.types import DIRECTORY_FLAGS, PAGE_BYTES
 
 __all__ = [
-    "NETWORK_FILESYSTEMS",
+    "LOCAL_FILESYSTEMS",
     "SHARING_FILESYSTEMS",
     "PathFacts",
     "Probe",
     "enable_direct",
     "filesystem_of",
     "filesystem_type",
-    "is_on_network",
+    "may_be_shared",
     "open_path",
     "probe_path",
     "shares_blocks",
 ]
 
-NETWORK_FILESYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "fuse.sshfs", "fuse.glusterfs", "9p", "lustre"})
-SHARING_FILESYSTEMS = frozenset({"xfs", "btrfs"})  # files can share blocks
+_OF_DISKS = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "reiserfs", "ubifs", "xfs", "zfs"}
+_OF_OTHER_SYSTEMS = {"exfat", "fuseblk", "ntfs3", "vfat"}
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+LOCAL_FILESYSTEMS = _MEMORY_FILESYSTEMS | _OF_DISKS | _OF_OTHER_SYSTEMS | {"aufs", "overlay"}
+"""Of one machine: locks are seen by all who use it. On any other one a lock may be this machine's alone."""
+SHARING_FILESYSTEMS = frozenset({"xfs", "btrfs"})  # files can share blocks
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,6 @@ def filesystem_of(directory: Path) -> str:
         os.close(fd)
 
 
-def is_on_network(directory: Path) -> bool:
+def may_be_shared(directory: Path) -> bool:
     """Whether another machine may use it, too."""
-    return filesystem_of(directory) in NETWORK_FILESYSTEMS
+    return filesystem_of(directory) not in LOCAL_FILESYSTEMS

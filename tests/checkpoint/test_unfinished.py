@@ -42,6 +42,19 @@ def test_what_is_being_written_stays_and_what_was_left_goes(tmp_path: Path, caps
     assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-2"]
 
 
+@pytest.mark.parametrize("filesystem", ["nfs4", "gpfs", "beegfs", "virtiofs", "fuse.juicefs", "unknown"])
+def test_what_another_machine_may_write_to_stays(
+    filesystem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun(tmp_path / ".incomplete-one").release()
+    with monkeypatch.context() as shared:
+        shared.setattr(unfinished, "filesystem_type", lambda fd: filesystem)
+        assert main(["clean", str(tmp_path)]) == 1
+    assert "another machine may write into it, left alone" in capsys.readouterr().out
+    assert main(["clean", str(tmp_path)]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_several_ranks_lock_one_folder(tmp_path: Path) -> None:
     locks = [WritingLock(tmp_path / ".incomplete-one") for _ in range(2)]
     del locks[0]

@@ -115,14 +115,15 @@ def test_what_would_be_lost_is_told_before_it_is_removed(
     assert dead.path.exists()
 
 
+@pytest.mark.parametrize("filesystem", ["nfs4", "gpfs", "virtiofs", "fuse.juicefs", "unknown"])
 def test_of_dead_runs_that_of_the_same_model_is_removed_unless_it_was_kept(
-    dead: StateDirectory, tmp_path: Path, told: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+    filesystem: str, dead: StateDirectory, tmp_path: Path, told: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     SlotStore.create([tmp_path], REGIONS, identity("kept"), keep=True).close()
     living = SlotStore.create([tmp_path], REGIONS, identity("living"))
     settle_stale([tmp_path], get_logger(), clean="another")
     assert dead.path.exists()
-    monkeypatch.setattr(probe, "filesystem_type", lambda fd: "nfs4")
+    monkeypatch.setattr(probe, "filesystem_type", lambda fd: filesystem)
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(os, "uname", lambda: SimpleNamespace(nodename="elsewhere"))
         settle_stale([tmp_path], get_logger(), clean="model")
