@@ -43,7 +43,14 @@ from ds_fuyou.storage.records import (
     well_formed,
     write_record,
 )
-from ds_fuyou.storage.store_files import CreateOptions, StoreFiles, create_files, open_files, read_directory_manifest
+from ds_fuyou.storage.store_files import (
+    CreateOptions,
+    StoreFiles,
+    create_files,
+    open_files,
+    read_directory_manifest,
+    told_to_keep,
+)
 from ds_fuyou.storage.types import DIRECTORY_FLAGS, PAGE_BYTES, CommitRecord, Extent, JsonValue, RegionSpec, RunIdentity
 
 __all__ = [
@@ -204,8 +211,15 @@ class SlotStore:
         return self._keep or bool(self._why_kept())
 
     def adopt(self, *, keep: bool) -> None:
-        """What :meth:`open` took over is this run's from now on: it stays as if the run had created it."""
-        self._keep, self._recoverable = keep, True
+        """What :meth:`open` took over is this run's from now on: it stays as if the run had created it, also after a
+        kill, when others look at it.
+
+        Raises:
+            FuyouStorageError: that cannot be written.
+        """
+        with self._lock:
+            self._files = told_to_keep(self._files, keep)
+            self._keep, self._recoverable = keep, True
 
     def keep_because(self, why: str) -> None:
         """The run has failed: the state stays when the store is closed, if there is something to recover."""

@@ -21,7 +21,7 @@ from ds_fuyou.storage.probe import PathFacts, Probe, open_path, probe_path
 from ds_fuyou.storage.records import Manifest, ProcessMark, read_manifest, write_manifest
 from ds_fuyou.storage.types import DIRECTORY_FLAGS, RegionSpec, RunIdentity
 
-__all__ = ["CreateOptions", "StoreFiles", "create_files", "open_files", "read_directory_manifest"]
+__all__ = ["CreateOptions", "StoreFiles", "create_files", "open_files", "read_directory_manifest", "told_to_keep"]
 
 logger = logging.getLogger("ds_fuyou")
 
@@ -139,6 +139,19 @@ def open_files(directories: Sequence[Path], identity: RunIdentity | None) -> Sto
         undo.pop_all()
     _tell_buffered(files)
     return StoreFiles(first, runs, files)
+
+
+def told_to_keep(files: StoreFiles, keep: bool) -> StoreFiles:
+    """Every manifest says that the state stays, or that it need not, durably.
+
+    Raises:
+        FuyouStorageError: one cannot be read or written.
+    """
+    for run in files.runs:
+        manifest = read_manifest(run.fd, run.path)
+        if manifest is not None and manifest.keep != keep:
+            write_manifest(run.fd, run.path, replace(manifest, keep=keep))
+    return replace(files, manifest=replace(files.manifest, keep=keep))
 
 
 def read_directory_manifest(directory: Path) -> Manifest:

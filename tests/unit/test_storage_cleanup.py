@@ -135,6 +135,21 @@ def test_of_dead_runs_that_of_the_same_model_is_removed_unless_it_was_kept(
     living.close()
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_whether_state_is_kept_is_what_the_run_says_that_goes_on_from_it(keep: bool, tmp_path: Path) -> None:
+    """In every directory, and on the disk before anything else happens: the run may be killed."""
+    paths = [tmp_path / "one", tmp_path / "two"]
+    for path in paths:
+        path.mkdir()
+    SlotStore.create(paths, REGIONS, identity("kept"), keep=True).close()
+    for then in (not keep, keep):
+        store = SlotStore.open([path / "ds_fuyou" / "kept-rank0" for path in paths], None)
+        store.adopt(keep=then)
+        assert [find_state(path)[0].kept for path in paths] == [then, then]
+        store.close(remove=False)
+    assert [find_state(path)[0].kept for path in paths] == [keep, keep]
+
+
 def test_kept_state_is_told_apart_and_paths_are_quoted(tmp_path: Path, told: Callable[[], str]) -> None:
     path = tmp_path / "my disk"
     path.mkdir()
