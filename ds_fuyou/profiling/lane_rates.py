@@ -16,6 +16,7 @@ from ds_fuyou.host.device import Device
 from ds_fuyou.host.memory import PageLocks, aligned_tensor
 from ds_fuyou.planner.profile import StorageRates
 from ds_fuyou.storage.anonymous import open_anonymous
+from ds_fuyou.storage.data_file import preallocate
 from ds_fuyou.storage.io import IoLane, Transfer
 from ds_fuyou.storage.types import Extent
 
@@ -63,7 +64,7 @@ def _probe_path(
     blocks = [aligned_tensor(transfer_bytes) for _ in range(_NUM_IN_FLIGHT)]
     try:
         places = range(max(_NUM_IN_FLIGHT, num_bytes // transfer_bytes))
-        os.posix_fallocate(fd, 0, len(places) * transfer_bytes)
+        preallocate(fd, len(places) * transfer_bytes)
         extents = [Extent(fd, place * transfer_bytes, transfer_bytes) for place in places]
 
         def rate(*kinds: Callable[..., Transfer]) -> float:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage.anonymous import open_anonymous
+from ds_fuyou.storage.data_file import preallocate
 from ds_fuyou.storage.types import PAGE_BYTES, Extent
 
 __all__ = ["ACTIVATIONS", "GROWTH_BYTES", "Lease", "SwapSpace"]
@@ -163,12 +164,12 @@ class SwapSpace:
         begin = self._sizes[path]
         growth = max(num_bytes, GROWTH_BYTES)
         if self._budget is not None:
-            growth = min(growth, self._budget() - sum(self._sizes))
+            growth = min(growth, (self._budget() - sum(self._sizes)) // PAGE_BYTES * PAGE_BYTES)
         for size in dict.fromkeys((growth, num_bytes)):
             if size < num_bytes:
                 raise OSError(errno.ENOSPC, "nvme_budget_bytes is used up")
             try:
-                os.posix_fallocate(self._fds[path], begin, size)
+                preallocate(self._fds[path], size, begin)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or size == num_bytes:
                     raise

@@ -13,6 +13,7 @@ from torch import nn
 
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.ops.core import load_core
+from ds_fuyou.storage import swap_space
 from ds_fuyou.storage.swap_space import SwapSpace
 from tests.activations.support import MIB, Attached, Plain, attached, gradients, must_agree
 
@@ -94,10 +95,10 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """The system refuses to enlarge the file: the error names what is needed and what is free."""
     space = SwapSpace([tmp_path])
 
-    def refuse(fd: int, offset: int, num_bytes: int) -> None:
+    def refuse(fd: int, num_bytes: int, offset: int) -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
 
-    monkeypatch.setattr("os.posix_fallocate", refuse)
+    monkeypatch.setattr(swap_space, "preallocate", refuse)
     with pytest.raises(
         FuyouStorageError, match=rf"swapped activations: storage needs 4096 more bytes.*{tmp_path}: \d+ free"
     ) as caught:

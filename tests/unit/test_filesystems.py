@@ -15,15 +15,18 @@ import torch
 
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.host.memory import aligned_tensor
+from ds_fuyou.profiling.lane_rates import probe_storage
 from ds_fuyou.storage.directory import StateRoot
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.store import RegionSpec, RunIdentity, SlotStore
+from ds_fuyou.storage.swap_space import SwapSpace
 
 LOOP_BYTES = 512 << 20
-DIRECT = {"ext4", "xfs", "btrfs", "overlay"}
+DIRECT = {"ext2", "ext4", "xfs", "btrfs", "overlay"}
 """Where files are reached by O_DIRECT."""
 
 MAKE = {
+    "ext2": ["mkfs.ext2", "-q"],
     "ext4": ["mkfs.ext4", "-q"],
     "xfs": ["mkfs.xfs", "-q"],
     "btrfs": ["mkfs.btrfs", "-q"],
@@ -98,6 +101,26 @@ def test_a_store_is_written_committed_and_read_again(place: tuple[str, Path], en
     again.close(remove=True)
     assert torch.equal(found, values)
     assert [path for path in target.glob("**/*") if path.is_file()] == []
+
+
+def test_activations_are_swapped_and_storage_is_measured(place: tuple[str, Path]) -> None:
+    """Where blocks cannot be allocated without writing, too."""
+    _, target = place
+    num_bytes = 1 << 20
+    budget = num_bytes + 8192 + 100  # no whole pages
+    space = SwapSpace([target], budget=lambda: budget)
+    lane = IoLane(IoSettings(), space.path_of)
+    values, found = aligned_tensor(num_bytes), aligned_tensor(num_bytes)
+    values.copy_(torch.arange(num_bytes).to(torch.uint8))
+    leases = [space.lease(num_bytes), space.lease(8192)]
+    lane.write([leases[0].extent], values, "writing").wait()
+    lane.read([leases[0].extent], found, "reading").wait()
+    assert torch.equal(found, values)
+    assert space.num_bytes == num_bytes + 8192
+    assert probe_storage(lane, [target], num_bytes, num_bytes // 4).read > 0
+    lane.close()
+    space.close()
+    assert list(target.glob("ds_fuyou*")) == []
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs root and the right to mount")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.storage import swap_space
 from ds_fuyou.storage.swap_space import GROWTH_BYTES, Lease, SwapSpace
 
 MIB = 1024 * 1024
@@ -70,17 +71,15 @@ def test_what_returned_is_used_again(paths: list[Path]) -> None:
 
 
 def test_a_full_path_leaves_its_turn_to_the_others(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     space = SwapSpace(paths[:2])
-    real, is_full = os.posix_fallocate, [True]
+    real, is_full = swap_space.preallocate, [True]
 
-    def refuse(fd: int, offset: int, num_bytes: int) -> None:
+    def refuse(fd: int, num_bytes: int, offset: int) -> None:
         if is_full[0] and fd == space._fds[0]:
             raise OSError(errno.ENOSPC, "no space left on device")
-        real(fd, offset, num_bytes)
+        real(fd, num_bytes, offset)
 
-    monkeypatch.setattr("os.posix_fallocate", refuse)
+    monkeypatch.setattr(swap_space, "preallocate", refuse)
     assert by_path(space.leases(128 * MIB, 8 * MIB)) == {1: 128 * MIB}
     is_full[0] = False
     found = by_path(space.leases(64 * MIB, 8 * MIB))
