@@ -119,15 +119,20 @@ class MappedFiles:
 
 
 def check_readable(values: torch.Tensor) -> None:
-    """Reads the pages that a CPU tensor of a mapped file lies in. Where one cannot be read, since the disk is faulty or
-    the file has become shorter, who touches it is killed (SIGBUS). On older kernels this does nothing.
+    """Reads the pages that a CPU tensor of a mapped file, or a part of one, lies in. Where one cannot be read, since
+    the disk is faulty or the file has become shorter, who touches it is killed (SIGBUS). On older kernels this does
+    nothing.
 
     Raises:
         FuyouStorageError: it cannot be read.
         FuyouMemoryError: there is no memory to read it to.
     """
+    is_plain = values.layout is torch.strided and not is_traceable_wrapper_subclass(values)
+    if is_plain and values.device.type == "cpu" and values.numel() and values.is_contiguous():
+        _check_readable(values.data_ptr(), values.nbytes)
+        return
     for storage in _storages(values):
-        _check_readable(storage)
+        _check_readable(storage.data_ptr(), storage.nbytes())
 
 
 class Compared:
@@ -142,9 +147,9 @@ class Compared:
     def check(self, values: torch.Tensor) -> None:
         """As :func:`check_readable`, and raises FuyouChecksumError if the bytes are not what was written."""
         for storage in _storages(values):
-            _check_readable(storage)
             if storage.data_ptr() in self._seen:
                 continue
+            _check_readable(storage.data_ptr(), storage.nbytes())
             self._seen.add(storage.data_ptr())
             whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
             place = self._files.place(whole)
@@ -165,9 +170,9 @@ def copied(loaded: T, mapped: Iterable[object]) -> T:
     return copy.deepcopy(loaded, known)
 
 
-def _check_readable(storage: torch.UntypedStorage) -> None:
-    begin = storage.data_ptr() // PAGE_BYTES * PAGE_BYTES
-    num_bytes = storage.data_ptr() + storage.nbytes() - begin
+def _check_readable(at: int, num_bytes: int) -> None:
+    begin = at // PAGE_BYTES * PAGE_BYTES
+    num_bytes += at - begin
     libc = ctypes.CDLL(None, use_errno=True)
     if not libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), _MADV_POPULATE_READ):
         return

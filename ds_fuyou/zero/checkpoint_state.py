@@ -297,7 +297,7 @@ class CheckpointState:
                 extents = files.extents(values) if values.dtype == torch.float32 else None
                 if extents is not None:
                     return _Source(extents, place)
-                check_readable(flat)
+                check_readable(values)
                 if sums is not None and place is not None:
                     sums.add(place, values)
                 return _Source(values)

@@ -10,11 +10,14 @@ import os
 import signal
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
+from ds_fuyou.checkpoint import mapped
 from ds_fuyou.checkpoint.file_sums import FileSums, Place, compare_file
 from ds_fuyou.checkpoint.mapped import MappedFiles, check_readable
 from ds_fuyou.checkpoint.reading import naming
@@ -23,7 +26,11 @@ from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.optimizer.state_access import ROUNDED, NewState
 from ds_fuyou.storage.types import Extent
+from ds_fuyou.zero.checkpoint_state import CheckpointState
 from tests.harness.small_core import small_core, step
+
+if TYPE_CHECKING:
+    from ds_fuyou.zero.rank_state import RankState
 
 LAYOUT = build_layout(
     [[(name, name, 3 * CUT_ELEMENTS, place) for place, name in enumerate("abcd")], [("e", "e", 77, 5)]],
@@ -150,6 +157,27 @@ def test_what_cannot_be_read_is_an_error_before_somebody_touches_it(tmp_path: Pa
         loaded[0][1].sum()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGBUS
+
+
+def test_of_rounded_states_each_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go through mapped memory, a chunk at a time: to look at all of a file for each takes it through the cache
+    as often as there are chunks.
+    """
+    path = tmp_path / "file.pt"
+    tree = [[values.bfloat16() for values in part] for part in flats(3)]
+    loaded = written(tree, path, is_aligned=True)
+    looked_at: list[int] = []
+
+    def check(at: int, num_bytes: int) -> None:
+        looked_at.append(num_bytes)
+
+    monkeypatch.setattr(mapped, "_check_readable", check)
+    with small_core(tmp_path, LAYOUT) as core:
+        activation = SimpleNamespace(config=SimpleNamespace(checksum=False))
+        rank_state = SimpleNamespace(core=core, activation=activation, step_applied=lambda: None)
+        state = CheckpointState(cast("RankState", rank_state), cast("torch.optim.Optimizer", None), [0, 1], list)
+        state._write_all([part[0] for part in loaded], [part[1:] for part in loaded])
+    assert sum(looked_at) == sum(values.nbytes for part in tree for values in part)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
