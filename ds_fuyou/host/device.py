@@ -93,6 +93,10 @@ class Device(Protocol):
 
     def reset_peak(self) -> None: ...
 
+    def num_retries(self) -> int:
+        """How often its allocator found no memory, gave back what it kept for later and asked again, since the process
+        began; 0 where it does not tell. Each of them waits for all work."""
+
 
 class HostDevice:
     """The host computes."""
@@ -151,6 +155,9 @@ class HostDevice:
 
     def reset_peak(self) -> None:
         """Nothing is counted."""
+
+    def num_retries(self) -> int:
+        return 0
 
 
 def failure_of(device: Device) -> str:

@@ -12,6 +12,9 @@ Afterwards a batch that is longer than those of the measured step keeps less on 
 the rest: logits and whatever else grows with it need the room (:meth:`SavedStep.room_for`; not where a plan document
 decides, which knows what fits). Nothing says how long an input is that holds no token ids; it is taken to be as long as
 the others.
+
+Budgets count what tensors take; an allocator also has holes, which differ from stream to stream. Where it has to give
+back what it kept for later, which waits for the whole device, a fiftieth of the budget less stays from then on.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from ds_fuyou.zero.monitoring import tokens_in
 
 __all__ = ["AutoActivations"]
 
+_GIVEN_UP = 1 / 50  # of the device's budget
 _MEASURED_STEP = 2  # at the earliest: the first one is watched, and builds what later ones use again
 
 
@@ -79,6 +83,7 @@ class AutoActivations:
         """The most that this rank will hold on the device by what was decided; None: not known."""
         self._decided_by: SavedStep | None = None
         self._kept_bytes = 0.0  # of activations on the device, as decided
+        self._given_up_bytes, self._num_retries = 0.0, 0
         self._num_steps = 0
         self._at = self._look_anew()
         swapper = self._session.swapper
@@ -106,10 +111,11 @@ class AutoActivations:
             return
         tokens = tokens_in(inputs)
         longest = max(self._lengths, default=0)
-        swapper.room_bytes = measured.most_bytes
+        room = measured.most_bytes
         if tokens > longest > 0:
             mean = sum(self._lengths) / len(self._lengths)
-            swapper.room_bytes = measured.room_for(tokens / mean, tokens / longest, self._fixed_bytes, self._kept_bytes)
+            room = measured.room_for(tokens / mean, tokens / longest, self._fixed_bytes, self._kept_bytes)
+        swapper.room_bytes = max(0.0, room - self._given_up_bytes)
 
     def decide_anew(self) -> None:
         """As in the first steps, until the next one has been measured. On all ranks after the same step."""
@@ -137,6 +143,7 @@ class AutoActivations:
         recomputed blocks gather parameters, which is a collective.
         """
         if self.is_decided:
+            self._give_way()
             return
         self._num_steps += 1
         self.take_profile()
@@ -158,13 +165,26 @@ class AutoActivations:
             self._decided_by = measured
         if choice is None:
             return
-        self._kept_bytes = choice.kept_bytes
+        self._kept_bytes, self._num_retries = choice.kept_bytes, self._device.num_retries()
         self.is_decided = True
         fates = choice.fates([block.name for block in self._session.blocks])
         self._session.decide(fates | self._saved_whole(fates))
         if current_rank() == 0:
             get_logger().info("activations, decided after step %d: %s", self._num_steps, choice.line())
             get_logger().debug("in how many of %d blocks:\n%s", len(self._session.blocks), choice.table())
+
+    def _give_way(self) -> None:
+        """Where the allocator had to ask twice in the step that ends. Each rank for itself: it is no collective."""
+        before, self._num_retries = self._num_retries, self._device.num_retries()
+        if self._num_retries == before or self._decided_by is None:
+            return
+        self._given_up_bytes = min(self._budget_bytes, self._given_up_bytes + _GIVEN_UP * self._budget_bytes)
+        log_once(
+            logging.WARNING,
+            "the device's allocator had no room left and gave back what it kept for later, which waits for all work: "
+            "2 % of the budget less stays there from now on after each such step. PYTORCH_CUDA_ALLOC_CONF="
+            "expandable_segments:True leaves fewer holes; a lower gpu_budget_bytes keeps less from the beginning",
+        )
 
     def _saved_whole(self, fates: Mapping[str, BlockFate]) -> dict[str, BlockFate]:
         """Of blocks that were to be computed again, in part or whole, and cannot be. A collective."""

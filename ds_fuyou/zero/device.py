@@ -179,6 +179,9 @@ class AcceleratorDevice:
     def reset_peak(self) -> None:
         self._accelerator.reset_peak_memory_stats()
 
+    def num_retries(self) -> int:
+        return int((self._accelerator.memory_stats() or {}).get("num_alloc_retries", 0))
+
 
 def _hardware_name(accelerator: Any, device: torch.device) -> str:
     """What the driver calls it: two GPU models must not share a profile."""

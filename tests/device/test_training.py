@@ -305,6 +305,24 @@ def test_a_longer_batch_than_the_measured_ones_fits_the_device(tmp_path: Path) -
     engine.destroy()
 
 
+def test_where_the_allocator_has_to_ask_twice_less_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Callable[[], str]
+) -> None:
+    budget = 1 << 30
+    engine = make_engine(tmp_path / "swap", "all", "auto", gpu_budget_bytes=budget)
+    swapper, device = engine.optimizer.rank_state.activations.swapper, engine.optimizer.rank_state.device
+    assert device.num_retries() == torch.standin.memory_stats()["num_alloc_retries"]
+    rooms = []
+    for batch, retries in zip(batches(7), (3, 3, 3, 5, 5, 6, 6), strict=True):
+        monkeypatch.setattr(type(device), "num_retries", lambda self, found=retries: found)
+        train(engine, batch)
+        rooms.append(swapper.room_bytes)
+    whole = rooms[2]  # decided after the second
+    assert rooms[3:] == [whole, whole - budget / 50, whole - budget / 50, whole - 2 * budget / 50]
+    assert told().count("2 % of the budget less stays there from now on") == 1
+    engine.destroy()
+
+
 def first_run(swap: Path, gpu_budget: int) -> tuple[list[Any], list[int], list[float]]:
     """Plans before the first step and after the fourth, bytes of the arena then, and losses."""
     swap.mkdir()
