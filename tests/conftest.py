@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.cpu_info import look_up, use_known
 from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port, remove_shared_buffers
 
@@ -22,9 +24,17 @@ os.environ.setdefault("MAX_JOBS", "2")
 # Profiles of runs are not kept beyond a test.
 _PROFILES = tempfile.TemporaryDirectory(prefix="ds_fuyou-tests-")
 os.environ["DS_FUYOU_PROFILES"] = _PROFILES.name
+look_up()
+use_known()
 # A shell that runs us in the background ignores this signal, and so would every process that a test interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported stays: tests that collect garbage need not look at half a million objects each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -18,6 +18,7 @@ from ds_fuyou.host.waiting import wait_reporting
 from ds_fuyou.ops.core import load_core
 from tests.activations.late import LateCopies
 from tests.activations.support import MIB, Plain, attached, gradients
+from tests.harness.cpu_info import python_path
 from tests.harness.limits import HANG_SECS
 from tests.harness.waits import once_in
 
@@ -68,7 +69,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict:
         "long": (6, 256, 300),
         "vocabulary": (2, 128, 30_000),
     }
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     arguments = [sys.executable, "-c", SCRIPT, json.dumps(sizes), str(tmp_path_factory.mktemp("swap"))]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=HANG_SECS, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -15,6 +15,7 @@ import torch
 from ds_fuyou.cli import main
 from tests.device.build import build
 from tests.device.parity import case_of, fuyou_of
+from tests.harness.cpu_info import python_path
 from tests.harness.forked import finish, start
 from tests.harness.limits import HANG_SECS
 from tests.harness.runner import run_case, with_fuyou
@@ -35,7 +36,7 @@ def run(script: Path, arguments: list[str], log: Path, **settings: float) -> tup
 
 
 def run_with(variables: dict[str, str], script: Path, arguments: list[str], log: Path) -> tuple[int, str]:
-    env = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, **variables, "PYTHONPATH": python_path()}
     process = start(script, arguments, env, log, knows_cpu_only="STANDIN" in variables)
     finish([process])
     return process.exitcode, log.read_text(errors="replace")

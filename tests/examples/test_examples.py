@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.cpu_info import python_path
 from tests.huggingface.runner import BIN, ROOT, accelerate_variables, launcher, run_command, run_script
 
 LOSS = re.compile(r"step +(\d+)  loss ([0-9.]+)")
@@ -44,7 +45,7 @@ def logged(directory: Path) -> dict[int, float]:
 
 def test_two_ranks(config) -> None:
     sizes = ["--layers", 2, "--width", 64, "--heads", 2, "--length", 32, "--steps", 3]
-    variables = {"CONFIG": str(config("finetune_fuyou.json")), "PYTHONPATH": f"{AT_EXIT}{os.pathsep}{ROOT}"}
+    variables = {"CONFIG": str(config("finetune_fuyou.json")), "PYTHONPATH": f"{AT_EXIT}{os.pathsep}{python_path()}"}
     output = run_command(["bash", EXAMPLES / "two_ranks.sh", *sizes], num_ranks=2, **variables)
     assert sorted(losses(output)) == [1, 2, 3]
 

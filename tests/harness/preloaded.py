@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the server of forked.py imports, the package and its compiled operators among it: looking up and loading is half
-of a short run. What a run only looks up is known already: the kind of CPU, for which DeepSpeed starts two processes and
-waits for seconds.
+of a short run.
 """
 
-# ruff: noqa: F401
+# ruff: noqa: E402, F401
 
-import functools
+import gc
 import importlib.util
 import os
 import pkgutil
@@ -14,7 +13,11 @@ import pkgutil
 # Read when huggingface_hub is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import cpuinfo
+from tests.harness.cpu_info import look_up, use_known
+
+look_up()  # before DeepSpeed does
+use_known()
+
 import deepspeed.module_inject
 import deepspeed.runtime.zero.muon.muon_optimizer
 import deepspeed.runtime.zero.stage3
@@ -34,10 +37,10 @@ if importlib.util.find_spec("transformers") is not None:
     import transformers.models.llama.modeling_llama
     import transformers.trainer
 
-cpuinfo.get_cpu_info = functools.partial(dict, cpuinfo.get_cpu_info())
-
 for found in pkgutil.walk_packages([f"{ds_fuyou.__path__[0]}/zero"], "ds_fuyou.zero."):
     importlib.import_module(found.name)
 load_core()
 deepspeed.ops.__compatible_ops__  # noqa: B018  (each is probed, one by compiling)
 deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
+gc.collect()
+gc.freeze()  # it stays: who collects garbage need not look at it

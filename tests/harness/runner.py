@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from tests.device.build import build
+from tests.harness.cpu_info import python_path
 from tests.harness.forked import finish, start
 from tests.harness.ports import free_port
 
@@ -36,7 +37,7 @@ def environment(
         DS_ACCELERATOR="cpu" if isinstance(device, dict) else device,
         DS_FUYOU_LOG_LEVEL=os.environ.get("DS_FUYOU_LOG_LEVEL", "debug"),
         OMP_NUM_THREADS="1" if world_size > 1 else "2",
-        PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parent.parent)]),  # this tree, wherever it is checked out
+        PYTHONPATH=python_path(HERE),
     )
     return env
 

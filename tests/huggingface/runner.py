@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.harness.cpu_info import python_path
 from tests.harness.forked import finish, start
 from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port
@@ -34,7 +35,7 @@ def environment(num_ranks: int) -> dict:
     env.update(
         DS_ACCELERATOR="cpu",
         OMP_NUM_THREADS="1" if num_ranks > 1 else "2",
-        PYTHONPATH=os.pathsep.join([str(HERE), str(ROOT)]),
+        PYTHONPATH=python_path(HERE),
         HF_HUB_OFFLINE="1",
         TOKENIZERS_PARALLELISM="false",
         PATH=os.pathsep.join([str(BIN), os.environ.get("PATH", "")]),

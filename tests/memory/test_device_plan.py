@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.device.build import build
+from tests.harness.cpu_info import python_path
 from tests.harness.ports import free_port
 from tests.harness.runner import environment
 
@@ -77,7 +78,7 @@ def test_accumulation_holds_what_is_planned(masters: str, tmp_path: Path) -> Non
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT, masters, os.fspath(tmp_path)],
         cwd=ROOT,
-        env={**environment(0, 1, free_port()), "PYTHONPATH": os.fspath(ROOT)},
+        env={**environment(0, 1, free_port()), "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         timeout=400,

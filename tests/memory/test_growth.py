@@ -5,12 +5,12 @@ budget, the plan fills it with shares of the classes, and memory follows the pla
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.harness.cpu_info import python_path
 from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port
 from tests.harness.runner import environment
@@ -70,7 +70,7 @@ def run(num_layers: int, swap: Path, budget_bytes: int | None = None) -> Found:
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(num_layers), str(budget_bytes).lower(), str(swap)],
         cwd=ROOT,
-        env={**environment(0, 1, free_port()), "PYTHONPATH": os.fspath(ROOT)},
+        env={**environment(0, 1, free_port()), "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         timeout=HANG_SECS,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.cpu_info import python_path
 from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port
 from tests.harness.runner import environment
@@ -26,7 +26,7 @@ def start(name: str, swap: Path, tiers: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tests.order.scenarios", name, str(swap), tiers],
         cwd=ROOT,
-        env={**environment(0, 1, free_port()), "PYTHONPATH": os.fspath(ROOT)},
+        env={**environment(0, 1, free_port()), "PYTHONPATH": python_path()},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.cpu_info import python_path
 from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port
 from tests.harness.runner import environment
@@ -22,7 +23,7 @@ def test_workers_of_data_loaders_get_no_pinned_memory_and_no_files(context: str,
     done = subprocess.run(
         [sys.executable, "-m", "tests.order.loaders", str(tmp_path), context],
         cwd=ROOT,
-        env={**environment(0, 1, free_port()), "PYTHONPATH": str(ROOT)},
+        env={**environment(0, 1, free_port()), "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         timeout=HANG_SECS,

@@ -7,6 +7,8 @@ See [Note: aborted while ending] in tests/harness/group.py. Registered first, he
 import atexit
 import sys
 
+from tests.harness.cpu_info import use_known
+
 
 def leave_if_a_rank() -> None:
     torch = sys.modules.get("torch")
@@ -18,3 +20,4 @@ def leave_if_a_rank() -> None:
 
 
 atexit.register(leave_if_a_rank)
+use_known()  # as any process that tests start; there is one such file
