@@ -122,6 +122,7 @@ class OutOfCoreOptimizer:
                 options.device,
                 options.grad_dtype,
                 self._locks,
+                num_helpers=options.num_update_threads,
                 reopen=self._updates.reopen,
                 complete=self._complete,
             )

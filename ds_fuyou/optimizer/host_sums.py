@@ -4,9 +4,12 @@
 [Note: sums on the host]
 The sum of two 16-bit or fp32 values rounds alike on the host and on a device, so each micro-batch crosses the link
 once: it is copied to staging memory, and one thread adds it to G16 when the copy, and the read of the sum so far if
-that lay on storage, have ended. The thread waits for nothing else: device events and reads end by themselves. Staging
-and the target belong to it from :meth:`HostSums.submit` until the sum has ended; the training thread alone asks for
-that.
+that lay on storage, have ended. The thread waits for nothing else but helpers, which wait for nothing: device events
+and reads end by themselves. Staging and the target belong to it from :meth:`HostSums.submit` until the sum has ended;
+the training thread alone asks for that.
+
+As many helpers as update states take a part each: of the squares, whose order is free (norms.py), and of the sum where
+torch adds by one thread (launchers of several ranks tell it so).
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,16 +27,47 @@ import torch
 from ds_fuyou.host.device import Device
 from ds_fuyou.host.memory import PageLocks, aligned_tensor, round_up_to_page
 from ds_fuyou.host.waiting import wait_reporting
-from ds_fuyou.optimizer.norms import host_squares
+from ds_fuyou.optimizer.norms import any_squares
 from ds_fuyou.storage.io import Transfer
 
-__all__ = ["PIECE_ELEMENTS", "STAGING_BYTES", "HostSum", "HostSums"]
+__all__ = ["PIECE_ELEMENTS", "STAGING_BYTES", "Helpers", "HostSum", "HostSums"]
 
 PIECE_ELEMENTS = 4 * 1024 * 1024
 """The most that is copied and added at once."""
 
 STAGING_BYTES = 128 * 1024 * 1024
 """How far copies may run ahead of their sums. Beyond, the oldest is waited for."""
+
+_PART_ELEMENTS = 256 * 1024  # less is not worth a helper
+
+
+class Helpers:
+    """Threads that work on parts of one thing. Used by one thread."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._pool = ThreadPoolExecutor(num_threads, "fuyou-sums") if num_threads > 1 else None
+
+    def add(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """``target += values``, rounded as torch does it at once."""
+        if torch.get_num_threads() > 1:
+            target.add_(values)
+            return
+        size = max(_PART_ELEMENTS, -(-target.numel() // self._num_threads))
+        both = zip(target.split(size), values.split(size), strict=True)
+        self._each(lambda pair: pair[0].add_(pair[1]), [*both])
+
+    def squares(self, pieces: Sequence[torch.Tensor]) -> float:
+        """The sum of squares of all values, in some order."""
+        size = max(_PART_ELEMENTS, -(-sum(piece.numel() for piece in pieces) // self._num_threads))
+        return sum(self._each(any_squares, [[part] for piece in pieces for part in piece.view(-1).split(size)]))
+
+    def _each(self, call: Callable[[Any], Any], parts: Sequence[Any]) -> list[Any]:
+        return [*(map(call, parts) if self._pool is None or len(parts) < 2 else self._pool.map(call, parts))]
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
 
 
 class HostSum:
@@ -60,7 +95,7 @@ class HostSum:
         """What adding took, after the end; nothing where it was a copy."""
         self.numel = target.numel()
 
-    def run(self, device: Device) -> None:
+    def run(self, device: Device, helpers: Helpers) -> None:
         """``device``: whose event it is."""
         try:
             device.make_current()
@@ -69,12 +104,12 @@ class HostSum:
                 self._reading.wait()
             if self._adds:
                 began = time.perf_counter()
-                self._target.add_(self._staging)
+                helpers.add(self._target, self._staging)
                 self.added_secs = time.perf_counter() - began
             else:
                 self._target.copy_(self._staging)
             if self._gradient:
-                self.squares = host_squares(self._gradient)
+                self.squares = helpers.squares(self._gradient)
         except BaseException as error:
             self._error = error
         finally:  # memory that was lent for the gradient may go back
@@ -95,7 +130,8 @@ class HostSum:
 class HostSums:
     """The thread that adds, and its staging memory."""
 
-    def __init__(self, dtype: torch.dtype, device: Device, locks: PageLocks) -> None:
+    def __init__(self, dtype: torch.dtype, device: Device, locks: PageLocks, num_helpers: int) -> None:
+        self._num_helpers = num_helpers
         self._dtype, self._device, self._locks = dtype, device, locks
         self._bytes = round_up_to_page(PIECE_ELEMENTS * dtype.itemsize)
         self._orders: queue.SimpleQueue[HostSum | None] = queue.SimpleQueue()
@@ -127,8 +163,10 @@ class HostSums:
         return one
 
     def _run(self) -> None:
+        helpers = Helpers(self._num_helpers)
         while (one := self._orders.get()) is not None:
-            one.run(self._device)
+            one.run(self._device, helpers)
+        helpers.close()
 
     def close(self) -> None:
         """Ends what was submitted, then the thread. Idempotent."""

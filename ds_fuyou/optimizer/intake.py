@@ -62,16 +62,18 @@ class GradientIntake:
         dtype: torch.dtype,
         locks: PageLocks,
         *,
+        num_helpers: int,
         reopen: Callable[[int], None],
         complete: Callable[[int], None],
     ) -> None:
-        """``dtype``: in which gradients are summed and kept. ``reopen(chunk)`` makes sure that nothing reads the
-        chunk's gradient memory any more; ``complete(chunk)``: all gradients of the chunk are in it."""
+        """``dtype``: in which gradients are summed and kept. ``num_helpers``: threads that share sums.
+        ``reopen(chunk)`` makes sure that nothing reads the chunk's gradient memory any more; ``complete(chunk)``: all
+        gradients of the chunk are in it."""
         self._layout, self._memory, self._window, self._device = layout, memory, window, device
         self._dtype = dtype
         self._reopen, self._complete = reopen, complete
         self.norms = GradientNorms(device)
-        self._sums = HostSums(dtype, device, locks)
+        self._sums = HostSums(dtype, device, locks, num_helpers)
         self._in_flight: deque[tuple[ParamSpan, _EventCopy | HostSum]] = deque()
         self._num_in_flight: Counter[int] = Counter()
         self.added = (0.0, 0)

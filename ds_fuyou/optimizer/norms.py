@@ -26,7 +26,7 @@ import torch
 from ds_fuyou.host.device import Device
 from ds_fuyou.ops.core import load_core
 
-__all__ = ["GradientNorms", "Norm", "host_squares", "rounds_safely"]
+__all__ = ["GradientNorms", "Norm", "any_squares", "host_squares", "rounds_safely"]
 
 _UNIT = 2.0**-53
 _PART_NUMEL = 250_000_000
@@ -74,6 +74,12 @@ def host_squares(pieces: Sequence[torch.Tensor]) -> float:
         root = math.sqrt(_sum_of_squares(part, lanes))
         total += root * root
     return total
+
+
+def any_squares(runs: Sequence[torch.Tensor]) -> float:
+    """The sum of squares in some order, of values that are contiguous in host memory."""
+    lanes = _torch_lanes()
+    return _squares_by_torch(torch.cat([*runs])) if lanes is None else _sum_of_squares(runs, lanes)
 
 
 def _parts(pieces: Sequence[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:

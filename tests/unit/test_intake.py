@@ -12,6 +12,7 @@ import torch
 from ds_fuyou.host.device import HostDevice
 from ds_fuyou.host.memory import PageLocks
 from ds_fuyou.optimizer.gradients import DramGradients
+from ds_fuyou.optimizer.host_sums import Helpers
 from ds_fuyou.optimizer.intake import GradientIntake
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.optimizer.window import Window
@@ -86,6 +87,7 @@ class Taken:
             self.device,
             torch.bfloat16,
             locks,
+            num_helpers=2,
             reopen=lambda chunk: None,
             complete=self.complete.append,
         )
@@ -222,3 +224,27 @@ def test_copies_run_ahead_of_sums_by_a_bounded_number_of_bytes(taken: Taken, mon
     intake.settle(wait=True)
     assert float(taken.memory.values(A)[0].min()) == 2.0
     assert intake._sums._num_buffers == 3
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("of_torch", [1, 2])
+def test_helpers_add_as_torch_does_and_square_every_value_once(num_threads: int, of_torch: int) -> None:
+    """Launchers of several ranks leave torch one thread."""
+    generator = torch.Generator().manual_seed(0)
+    first, other = (torch.randn(1_000_003, generator=generator).bfloat16() for _ in range(2))
+    expected = first + other
+    pieces = [expected[:3], expected[3:700_000], expected[700_000:]]
+    exact = float(expected.double().square().sum())
+    before = torch.get_num_threads()
+    torch.set_num_threads(of_torch)
+    helpers = Helpers(num_threads)
+    try:
+        helpers.add(first, other)
+        found = helpers.squares(pieces)
+        with pytest.raises(ValueError, match="shorter than"):
+            helpers._each(lambda part: [*zip(part, [1], strict=True)], [[1], [1, 2], [1]])
+    finally:
+        helpers.close()
+        torch.set_num_threads(before)
+    assert torch.equal(first, expected)
+    assert abs(found - exact) <= expected.numel() * 2.0**-53 * exact
