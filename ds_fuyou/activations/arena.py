@@ -42,6 +42,7 @@ class Arena:
         self.capacity_bytes = round_up_to_page(capacity_bytes)
         self.peak_bytes = 0
         least = _SEGMENT_BYTES_ON_HOST if device is None or device.is_host else _SEGMENT_BYTES
+        self._first_bytes = min(self.capacity_bytes, least)  # it stays, also when the arena is narrowed
         self._segment_bytes = min(self.capacity_bytes, max(least, round_up_to_page(capacity_bytes // 8)))
         self._device, self._register, self._forget = device, register, forget
         self._segments: list[HostPool] = []
@@ -52,7 +53,8 @@ class Arena:
         if left <= 0 and self._segments:
             return None
         try:
-            segment = HostPool(min(self._segment_bytes, left), self._device)
+            size = self._segment_bytes if self._segments else self._first_bytes
+            segment = HostPool(min(size, left), self._device)
         except (FuyouMemoryError, FuyouStateError) as error:
             if not self._segments:
                 raise
@@ -75,7 +77,7 @@ class Arena:
     @property
     def largest_block_bytes(self) -> int:
         """More in one run is not asked for."""
-        return self._segment_bytes // 2
+        return self._first_bytes // 2
 
     @property
     def used_bytes(self) -> int:

@@ -148,6 +148,11 @@ class Choice:
     device_bytes: float = 0.0
     kept_bytes: float = 0.0
 
+    @property
+    def stays_whole(self) -> bool:
+        """Whether nothing leaves the device, and nothing is computed again."""
+        return self.inputs.kept == self.num_blocks and not self.swaps_outside
+
     def fates(self, names: Sequence[str]) -> dict[str, BlockFate]:
         """For :meth:`ActivationSession.decide`; ``names`` are the blocks in the order of forward."""
         fates = {name: self._block(index) for index, name in enumerate(names)}

@@ -21,6 +21,7 @@ import contextlib
 import errno
 import logging
 import os
+import secrets
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -78,7 +79,10 @@ def discard(folder: Path) -> None:
 
 
 def remove_hidden(folder: Path) -> None:
-    """See [Note: the lock goes last]. Raises OSError if something cannot be removed."""
+    """See [Note: the lock goes last]. Of a link, the link. Raises OSError if something cannot be removed."""
+    if folder.is_symlink():
+        folder.unlink(missing_ok=True)
+        return
     for path in sorted(folder.iterdir(), key=lambda path: path.name == LOCK_NAME):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -146,6 +150,8 @@ def publish(incomplete: Path, final: Path) -> None:
         _exchange_locked(incomplete, final)
         if _have_moved(to_move, incomplete, final):
             _remove(incomplete)
+        else:
+            _keep_apart(incomplete, final)
     else:
         incomplete.rename(final)
         with contextlib.suppress(OSError):
@@ -198,6 +204,18 @@ def _have_moved(names: Iterable[Path], old: Path, new: Path) -> bool:
     return True
 
 
+def _keep_apart(old: Path, new: Path) -> None:
+    """Under a name that nobody clears: there is something in it that is not in the checkpoint that replaced it."""
+    kept = new.with_name(f"{new.name}.kept-{secrets.token_hex(4)}")
+    try:
+        old.rename(kept)
+        (kept / LOCK_NAME).unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s: what was replaced could not be renamed: %s", old, error)
+    else:
+        logger.warning("what was replaced is in %s", kept)
+
+
 def write_text(file: Path, text: str) -> None:
     """Replaces a small file in one step."""
     new = file.with_name(f".{file.name}.new")
@@ -245,7 +263,12 @@ def _exchange(one: Path, other: Path) -> None:
     aside = other.with_name(_REPLACED + other.name)
     discard(aside)
     other.rename(aside)
-    one.rename(other)
+    try:
+        one.rename(other)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.rename(other)
+        raise FuyouStorageError(error.errno or 0, f"exchanging a checkpoint with {other}", os.fspath(one)) from error
     aside.rename(one)
 
 

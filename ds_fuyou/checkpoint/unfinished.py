@@ -32,6 +32,18 @@ _PATIENCE_SECS = 2.0
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
 
 
+_held: weakref.WeakSet[WritingLock] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a forked child (a data loader's worker): one that outlives the run does not hold its locks."""
+    for lock in [*_held]:
+        lock.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
 class WritingLock:
     """Says that this process writes into ``folder``, which is made, as long as the object is there.
 
@@ -64,9 +76,19 @@ class WritingLock:
                 if _lock(fd, fcntl.LOCK_SH) and os.path.samestat(os.fstat(fd), os.stat(file)):
                     break
             self._close()
+        _held.add(self)
         if self.is_new and says:
-            os.write(fd, says.encode())
-            os.fsync(fd)  # other machines read it
+            try:
+                os.write(fd, says.encode())
+                os.fsync(fd)  # other machines read it
+            except OSError:
+                atomic.discard(folder)
+                self._close()
+                raise
+
+    def leave_to_parent(self) -> None:
+        """In a forked child."""
+        self._close()
 
     def is_in_place(self) -> bool:
         """Nobody has put another folder there meanwhile."""

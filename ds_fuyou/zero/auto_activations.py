@@ -14,7 +14,8 @@ decides, which knows what fits). Nothing says how long an input is that holds no
 the others.
 
 Budgets count what tensors take; an allocator also has holes, which differ from stream to stream. Where it has to give
-back what it kept for later, which waits for the whole device, a fiftieth of the budget less stays from then on.
+back what it kept for later, which waits for the whole device, a fiftieth of the budget less stays from then on, a tenth
+at most.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from ds_fuyou.zero.monitoring import tokens_in
 
 __all__ = ["AutoActivations"]
 
-_GIVEN_UP = 1 / 50  # of the device's budget
+_GIVEN_UP, _MOST_GIVEN_UP = 1 / 50, 1 / 10  # of the device's budget
 _MEASURED_STEP = 2  # at the earliest: the first one is watched, and builds what later ones use again
 
 
@@ -83,7 +84,7 @@ class AutoActivations:
         """The most that this rank will hold on the device by what was decided; None: not known."""
         self._decided_by: SavedStep | None = None
         self._kept_bytes = 0.0  # of activations on the device, as decided
-        self._given_up_bytes, self._num_retries = 0.0, 0
+        self._given_up_bytes, self._num_retries, self._is_between = 0.0, 0, True
         self._num_steps = 0
         self._at = self._look_anew()
         swapper = self._session.swapper
@@ -109,6 +110,8 @@ class AutoActivations:
                 self._lengths.append(tokens_in(inputs))
                 self._fixed_bytes = min(self._fixed_bytes, max(0, self._device.allocated_bytes() - swapper.held.now))
             return
+        if self._is_between:  # what an evaluation asked for is not this step's
+            self._num_retries, self._is_between = self._device.num_retries(), False
         tokens = tokens_in(inputs)
         longest = max(self._lengths, default=0)
         room = measured.most_bytes
@@ -160,12 +163,14 @@ class AutoActivations:
             self.room = measured.room
             choice = decided_by_rank_0(lambda: plan(measured))
             if choice is not None:
-                until_blocks = (self._peaks.loss_bytes or 0.0) + choice.kept_bytes
-                self.device_bytes = max(until_blocks, measured.beside_bytes + choice.device_bytes)
+                passing = 0.0 if choice.stays_whole else measured.passing_bytes
+                held = choice.kept_bytes + passing
+                until_blocks = (self._peaks.loss_bytes or 0.0) + held
+                self.device_bytes = max(until_blocks, measured.beside_bytes + max(choice.device_bytes, held))
             self._decided_by = measured
         if choice is None:
             return
-        self._kept_bytes, self._num_retries = choice.kept_bytes, self._device.num_retries()
+        self._kept_bytes = choice.kept_bytes
         self.is_decided = True
         fates = choice.fates([block.name for block in self._session.blocks])
         self._session.decide(fates | self._saved_whole(fates))
@@ -175,15 +180,17 @@ class AutoActivations:
 
     def _give_way(self) -> None:
         """Where the allocator had to ask twice in the step that ends. Each rank for itself: it is no collective."""
-        before, self._num_retries = self._num_retries, self._device.num_retries()
-        if self._num_retries == before or self._decided_by is None:
+        is_timed, self._is_between = not self._is_between, True
+        if not is_timed or self._decided_by is None or self._device.num_retries() == self._num_retries:
             return
-        self._given_up_bytes = min(self._budget_bytes, self._given_up_bytes + _GIVEN_UP * self._budget_bytes)
+        budget = self._budget_bytes
+        self._given_up_bytes = min(_MOST_GIVEN_UP * budget, self._given_up_bytes + _GIVEN_UP * budget)
         log_once(
             logging.WARNING,
             "the device's allocator had no room left and gave back what it kept for later, which waits for all work: "
-            "2 % of the budget less stays there from now on after each such step. PYTORCH_CUDA_ALLOC_CONF="
-            "expandable_segments:True leaves fewer holes; a lower gpu_budget_bytes keeps less from the beginning",
+            "2 % of the budget less stays there from now on after each such step, 10 % at most. "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer holes; a lower gpu_budget_bytes keeps less "
+            "from the beginning",
         )
 
     def _saved_whole(self, fates: Mapping[str, BlockFate]) -> dict[str, BlockFate]:

@@ -129,10 +129,10 @@ def unmeasured_room(budget_bytes: int, device: Device, held_bytes: int, loss_byt
 
 def loss_bytes_each(module: torch.nn.Module) -> int:
     """Bytes of the device that cross entropy may take at once for a token: log-probabilities, their gradient and that
-    of the logits in fp32 and 16-bit logits, of a vocabulary as large as the largest number of rows of any matrix.
+    of the logits in fp32 and 16-bit logits, of a vocabulary as large as the widest output of any linear layer.
     """
-    shapes = [getattr(param, "ds_shape", param.shape) for param in module.parameters()]
-    return 14 * max((shape[0] for shape in shapes if len(shape) == 2), default=0)
+    layers = [layer.weight for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
+    return 14 * max((getattr(weight, "ds_shape", weight.shape)[0] for weight in layers), default=0)
 
 
 def _too_much(key: str, wanted: str, where: str, have: int) -> FuyouConfigError:

@@ -135,7 +135,8 @@ class RunMoves:
         state, tier = self._state, self._state.swap_tier
         if tier is not None and num_bytes < state.plan.activation_bytes:
             tier.narrow(num_bytes)
-            state.planned(replace(state.plan, activation_bytes=num_bytes))
+            kept_bytes = min(state.plan.kept_activation_bytes, num_bytes // 2)
+            state.planned(replace(state.plan, activation_bytes=num_bytes, kept_activation_bytes=kept_bytes))
 
     def _better(self, profile: RunProfile | None, arena_bytes: int) -> _Target | None:
         """If a step becomes clearly shorter. Chunks that leave memory are updated in backward only where there is a

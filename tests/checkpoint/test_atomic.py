@@ -14,6 +14,7 @@ import pytest
 
 from ds_fuyou import files
 from ds_fuyou.checkpoint import atomic
+from ds_fuyou.checkpoint.unfinished import discard_left
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError, FuyouStorageError
 from tests.unit.test_filesystems import can_mount
 
@@ -232,3 +233,52 @@ def test_discard_removes_a_cut_short_save(tmp_path: Path) -> None:
     atomic.discard(folder)
     atomic.discard(folder)
     assert not folder.exists()
+
+
+def test_a_link_that_a_save_left_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    """A save over a tag that is a link, killed before it removed what it had replaced."""
+    atomic.publish(written(tmp_path, "real", "first"), tmp_path / "real")
+    left = tmp_path / atomic.incomplete_tag("tag")
+    for remove in (atomic.discard, atomic.remove_hidden, discard_left):
+        left.symlink_to(tmp_path / "real")
+        remove(left)
+        assert not left.is_symlink()
+        assert (tmp_path / "real" / "nested" / "file").read_text() == "first"
+
+
+def test_half_an_exchange_is_undone_at_once(tmp_path: Path, monkeypatch) -> None:
+    """Where it takes two steps, and the second one fails."""
+    atomic.publish(written(tmp_path, "tag", "first"), tmp_path / "tag")
+    new = written(tmp_path, "tag", "second")
+    rename = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if path == new:
+            raise OSError(errno.ESTALE, "stale")
+        return rename(path, target)
+
+    monkeypatch.setattr(atomic, "exchange", lambda one, other: False)
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(FuyouStorageError, match="exchanging a checkpoint"):
+        atomic.publish(new, tmp_path / "tag")
+    assert (tmp_path / "tag" / "nested" / "file").read_text() == "first"
+    assert (new / "nested" / "file").read_text() == "second"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([new.name, "tag"])
+
+
+def test_what_cannot_be_moved_is_kept_under_another_name(tmp_path: Path, monkeypatch, caplog) -> None:
+    atomic.publish(written(tmp_path, "tag", "first"), tmp_path / "tag")
+    (tmp_path / "tag" / "own").write_text("mine")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EACCES, "no")
+
+    monkeypatch.setattr(atomic, "_link", refuse)
+    monkeypatch.setattr(atomic, "_have_moved", lambda names, old, new: not names)
+    atomic.publish(written(tmp_path, "tag", "second"), tmp_path / "tag")
+    (kept,) = tmp_path.glob("tag.kept-*")
+    assert (kept / "own").read_text() == "mine"
+    assert f"what was replaced is in {kept}" in caplog.text
+    assert (tmp_path / "tag" / "nested" / "file").read_text() == "second"
+    discard_left(tmp_path / atomic.incomplete_tag("tag"))
+    assert (kept / "own").read_text() == "mine"

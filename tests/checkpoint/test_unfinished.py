@@ -11,7 +11,7 @@ import pytest
 from ds_fuyou.checkpoint import atomic, unfinished
 from ds_fuyou.checkpoint.atomic import publish
 from ds_fuyou.checkpoint.parts import Parts
-from ds_fuyou.checkpoint.unfinished import LOCK_NAME, WritingLock, find_unfinished
+from ds_fuyou.checkpoint.unfinished import LOCK_NAME, WritingLock, discard_left, find_unfinished
 from ds_fuyou.cli import main
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage import directory
@@ -159,3 +159,25 @@ def test_what_may_not_be_removed_does_not_keep_the_rest(tmp_path: Path, capsys: 
     assert [path.name for path in (first / "ds_fuyou").iterdir() if path.is_dir()] == ["a-rank0"]
     assert not (first / ".incomplete-one").exists()
     assert list(second.rglob("*-rank0")) == []
+
+
+def test_a_child_that_outlives_the_run_holds_no_lock(tmp_path: Path) -> None:
+    """A data loader's worker, forked while a checkpoint was written; then the run was killed."""
+    folder = tmp_path / ".incomplete-tag"
+    reading, writing = os.pipe()
+    run = os.fork()
+    if not run:
+        lock = WritingLock(folder)
+        if not os.fork():
+            os.close(writing)
+            os.read(reading, 1)  # until the test ends
+            os._exit(0)
+        assert lock.is_in_place()
+        os._exit(0)
+    try:
+        assert os.waitpid(run, 0)[1] == 0
+        discard_left(folder)
+        assert not folder.exists()
+    finally:
+        os.close(writing)
+        os.close(reading)
