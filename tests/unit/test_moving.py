@@ -295,11 +295,11 @@ def test_without_memory_what_came_stays_and_training_goes_on(tmp_path: Path, mon
     (tmp_path / "one").mkdir()
     given = []
 
-    def scarce(num_bytes: int) -> torch.Tensor:
+    def scarce(num_bytes: int, *, inherited: bool) -> torch.Tensor:
         if len(given) == 3:
             raise FuyouMemoryError(num_bytes)
         given.append(num_bytes)
-        return allocate(num_bytes)
+        return allocate(num_bytes, inherited=inherited)
 
     allocate = moving.aligned_tensor
     monkeypatch.setattr(moving, "aligned_tensor", scarce)
