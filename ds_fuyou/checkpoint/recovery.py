@@ -146,8 +146,8 @@ def recover_checkpoint(
         unfinished = hidden if trainer is None else target
         discard_left(unfinished)
         lock = _locked(unfinished)  # `fuyou clean` takes what a killed process left
-        hidden.mkdir(parents=True, exist_ok=True)
         try:
+            hidden.mkdir(parents=True, exist_ok=True)
             atomic.require_replaceable(target / tag, hidden)
             _require_space(target, sum(rank.num_bytes(found) for rank in parts))
             for rank in parts:

@@ -24,13 +24,12 @@ from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage.locks import try_lock
 from ds_fuyou.storage.probe import LOCAL_FILESYSTEMS, filesystem_type
 
-__all__ = ["IN_USE", "LOCK_NAME", "Unfinished", "WritingLock", "discard_left", "find_unfinished", "remove_unfinished"]
+__all__ = ["IN_USE", "Unfinished", "WritingLock", "discard_left", "find_unfinished", "remove_unfinished"]
 
 IN_USE = "another process writes a checkpoint there; wait for its end, or save to another tag or folder"
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _PATIENCE_SECS = 2.0
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
-
 
 _held: weakref.WeakSet[WritingLock] = weakref.WeakSet()
 
@@ -38,7 +37,7 @@ _held: weakref.WeakSet[WritingLock] = weakref.WeakSet()
 def _let_go() -> None:
     """In a forked child (a data loader's worker): one that outlives the run does not hold its locks."""
     for lock in [*_held]:
-        lock.leave_to_parent()
+        lock.close()
 
 
 os.register_at_fork(after_in_child=_let_go)
@@ -56,7 +55,7 @@ class WritingLock:
         Raises:
             OSError: the folder or the file cannot be made; FileExistsError if ``is_first`` and another one is there.
         """
-        self._file, self._pid = (file := folder / LOCK_NAME), os.getpid()
+        self._file = file = folder / LOCK_NAME
         while True:
             folder.mkdir(parents=True, exist_ok=True)
             self.is_new = True
@@ -71,11 +70,12 @@ class WritingLock:
                     self.is_new = False
             except FileNotFoundError:  # somebody has just removed the folder
                 continue
-            self._close = weakref.finalize(self, os.close, fd)
+            self.close = weakref.finalize(self, os.close, fd)
+            """Lets go of the lock, or, in a forked child, leaves it to its parent. Idempotent."""
             with contextlib.suppress(FileNotFoundError):
                 if _lock(fd, fcntl.LOCK_SH) and os.path.samestat(os.fstat(fd), os.stat(file)):
                     break
-            self._close()
+            self.close()
         _held.add(self)
         if self.is_new and says:
             try:
@@ -83,17 +83,13 @@ class WritingLock:
                 os.fsync(fd)  # other machines read it
             except OSError:
                 atomic.discard(folder)
-                self._close()
+                self.close()
                 raise
-
-    def leave_to_parent(self) -> None:
-        """In a forked child."""
-        self._close()
 
     def is_in_place(self) -> bool:
         """Nobody has put another folder there meanwhile."""
         try:
-            return self._close.alive and os.path.samestat(os.fstat(self._fd), os.stat(self._file))
+            return self.close.alive and os.path.samestat(os.fstat(self._fd), os.stat(self._file))
         except OSError:
             return False
 
@@ -102,12 +98,12 @@ class WritingLock:
         return os.pread(self._fd, 4096, 0).decode(errors="replace")
 
     def release(self) -> None:
-        """This process writes there no more. So, too, where a child of it has inherited the descriptor."""
-        if self._close.alive:
-            if os.getpid() == self._pid:
-                with contextlib.suppress(OSError):
-                    fcntl.flock(self._fd, fcntl.LOCK_UN)
-            self._close()
+        """This process writes there no more. So, too, where a child that is about to start another program still has
+        the descriptor."""
+        if self.close.alive:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+            self.close()
 
 
 def discard_left(folder: Path) -> None:

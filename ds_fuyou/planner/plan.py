@@ -331,8 +331,8 @@ def activations_stay(given: PlanInput) -> bool:
 
 
 def arena_bytes(given: PlanInput) -> int:
-    """Host memory of swapped activations that no other class gets. Where the device is the host, what does not move is
-    there anyway.
+    """Host memory of swapped activations that no other class gets, unless a run finds that nothing leaves its device.
+    Where the device is the host, what does not move is there anyway.
     """
     budget = given.dram_budget_bytes
     if activations_stay(given):

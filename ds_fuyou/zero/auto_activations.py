@@ -102,17 +102,17 @@ class AutoActivations:
         swapper, measured = self._session.swapper, self._decided_by
         if swapper is None:
             return
+        tokens = tokens_in(inputs)
         if measured is None:  # with a plan document it stays so: what is leaving is bounded by this, not what is kept
-            loss_bytes = self._loss_bytes_each * tokens_in(inputs)
+            loss_bytes = self._loss_bytes_each * tokens
             swapper.room_bytes = unmeasured_room(self._budget_bytes, self._device, swapper.held.now, loss_bytes)
             if not self.is_decided:
                 self._peaks.forward_begins()
-                self._lengths.append(tokens_in(inputs))
+                self._lengths.append(tokens)
                 self._fixed_bytes = min(self._fixed_bytes, max(0, self._device.allocated_bytes() - swapper.held.now))
             return
         if self._is_between:  # what an evaluation asked for is not this step's
             self._num_retries, self._is_between = self._device.num_retries(), False
-        tokens = tokens_in(inputs)
         longest = max(self._lengths, default=0)
         room = measured.most_bytes
         if tokens > longest > 0:

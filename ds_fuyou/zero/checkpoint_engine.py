@@ -172,6 +172,8 @@ class FuyouCheckpointEngine(TorchCheckpointEngine):
         try:
             return copied(loaded, mapped)
         except Exception:  # the script's classes may refuse it
+            if self.compares:
+                compare_file(path, with_tensors=True)
             with naming(path):
                 return load(mmap=False)
 

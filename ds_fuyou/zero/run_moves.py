@@ -41,7 +41,6 @@ class _Target:
     grads: float
     prefetch_bytes: int
     gradient_buffer_bytes: int
-    activation_bytes: int
     secs: float
 
 
@@ -100,7 +99,7 @@ class RunMoves:
         if target is None:
             return
         now, self._comes, self._num_waits = self._state.plan.residency, None, 0
-        self._narrow_arena(target.activation_bytes)
+        self._narrow_arena(arena)
         if target.params < now.parameters and not self._place_params(target):
             return
         if target.grads < now.gradients and not self._place_grads(target):
@@ -173,8 +172,7 @@ class RunMoves:
         moved = replace(given, may_speculate=may_speculate)
         versions = 2 if has_two_versions(moved, replace(residency, optimizer=states)) else 1
         plan = found.plan
-        lanes = (plan.prefetch_bytes, plan.gradient_buffer_bytes, arena_bytes)
-        return _Target(states, params, versions, grads, *lanes, found.secs)
+        return _Target(states, params, versions, grads, plan.prefetch_bytes, plan.gradient_buffer_bytes, found.secs)
 
     def bring(self, *, waits: bool) -> None:
         """What was to come when states have arrived. ``waits``: on some rank they have not, or it has no quiet."""
@@ -258,7 +256,7 @@ class RunMoves:
     @property
     def _as_it_is(self) -> _Target:
         plan, versions = self._state.plan, self._state.core.place.num_versions
-        now, lanes = plan.residency, (plan.prefetch_bytes, plan.gradient_buffer_bytes, plan.activation_bytes)
+        now, lanes = plan.residency, (plan.prefetch_bytes, plan.gradient_buffer_bytes)
         return _Target(now.optimizer, now.parameters, versions, now.gradients, *lanes, 0.0)
 
     def _tell(self, what: str) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ds_fuyou.checkpoint import atomic, unfinished
-from ds_fuyou.checkpoint.atomic import publish
+from ds_fuyou.checkpoint.atomic import LOCK_NAME, publish
 from ds_fuyou.checkpoint.parts import Parts
-from ds_fuyou.checkpoint.unfinished import LOCK_NAME, WritingLock, discard_left, find_unfinished
+from ds_fuyou.checkpoint.unfinished import WritingLock, discard_left, find_unfinished
 from ds_fuyou.cli import main
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage import directory
