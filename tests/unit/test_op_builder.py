@@ -337,3 +337,17 @@ def test_a_generous_umask_builds_a_private_library(csrc: Path) -> None:
         os.umask(before)
     assert not library.stat().st_mode & 0o022
     assert builder(csrc).build() == library
+
+
+def test_what_needs_torch_is_c_plus_plus_17(tmp_path: Path) -> None:
+    """As which the core is compiled where torch is older than 2.12; tests/csrc does so with everything else."""
+    builder = builder_module().FuyouCoreBuilder()
+    plan = builder.compile_plan()
+    csrc, files = Path(builder.csrc), ("kernels/adagrad_rule.cpp", "bindings/core_binding.cpp")
+    file = tmp_path / "all.cpp"  # torch's headers take longer than all else: once
+    file.write_text("".join(f'#include "{csrc / name}"\n' for name in files))
+    flags = [flag for flag in plan.cxx_flags if not flag.startswith(("-std=", "-O"))]
+    places = [*(f"-I{path}" for path in plan.include_dirs), *(f"-isystem{path}" for path in plan.system_include_dirs)]
+    command = [plan.compiler, "-std=c++17", "-fsyntax-only", *flags, *places, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[:4000]

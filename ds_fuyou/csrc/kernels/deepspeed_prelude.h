@@ -28,6 +28,7 @@
 #include <thread>
 #include <type_traits>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -50,12 +51,19 @@
 
 namespace fuyou {
 
+// Whether Stock's update has a last argument that is a bool.
+template <class Stock, class... Arguments>
+auto takes_bool(int) -> decltype(std::declval<Stock&>().Step_8(std::declval<Arguments>()..., false),
+                                 std::true_type());
+template <class Stock, class... Arguments>
+std::false_type takes_bool(...);
+
 // One update by the stock optimizer in the calling thread. Newer versions start threads of their
 // own for every call unless told not to; the caller has divided the work already.
 template <class Stock, class... Arguments>
 void step_here(Stock& optimizer, Arguments... arguments)
 {
-    if constexpr (requires { optimizer.Step_8(arguments..., false); }) {
+    if constexpr (decltype(takes_bool<Stock, Arguments&...>(0))::value) {
         optimizer.Step_8(arguments..., false);
     } else {
         optimizer.Step_8(arguments...);
