@@ -37,7 +37,7 @@ def run(script: Path, arguments: list[str], log: Path, **settings: float) -> tup
 
 def run_with(variables: dict[str, str], script: Path, arguments: list[str], log: Path) -> tuple[int, str]:
     env = {**os.environ, **variables, "PYTHONPATH": python_path()}
-    process = start(script, arguments, env, log, knows_cpu_only="STANDIN" in variables)
+    process = start(script, arguments, env, log)
     finish([process])
     return process.exitcode, log.read_text(errors="replace")
 

@@ -26,14 +26,14 @@ _fresh = multiprocessing.get_context("spawn")
 _context.set_forkserver_preload(["tests.harness.preloaded"])
 
 
-def start(
-    script: Path, arguments: Sequence[str], env: Mapping[str, str], output: Path, *, knows_cpu_only: bool = True
-) -> BaseProcess:
+def start(script: Path, arguments: Sequence[str], env: Mapping[str, str], output: Path) -> BaseProcess:
     """Runs ``python script arguments`` with exactly this environment; what it says goes to the file ``output``.
 
-    ``knows_cpu_only``: as the server has imported DeepSpeed. For another accelerator the process imports it anew.
+    The server has imported DeepSpeed for the accelerator that DS_ACCELERATOR names here; for another one the process
+    imports it anew.
     """
-    context = _context if knows_cpu_only else _fresh
+    is_same = env.get("DS_ACCELERATOR", "cpu") == os.environ.get("DS_ACCELERATOR", "cpu")
+    context = _context if is_same else _fresh
     process = context.Process(target=_main, args=(str(script), [str(a) for a in arguments], dict(env), str(output)))
     process.start()
     return process

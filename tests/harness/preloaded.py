@@ -12,6 +12,8 @@ import pkgutil
 
 # Read when huggingface_hub is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Asked otherwise, CUDA begins in the server, and no forked process could use it.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 from tests.harness.cpu_info import look_up, use_known
 
@@ -40,7 +42,8 @@ if importlib.util.find_spec("transformers") is not None:
 for found in pkgutil.walk_packages([f"{ds_fuyou.__path__[0]}/zero"], "ds_fuyou.zero."):
     importlib.import_module(found.name)
 load_core()
-deepspeed.ops.__compatible_ops__  # noqa: B018  (each is probed, one by compiling)
-deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
+if os.environ.get("DS_ACCELERATOR", "cpu") == "cpu":
+    deepspeed.ops.__compatible_ops__  # noqa: B018  (each is probed, one by compiling)
+    deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
 gc.collect()
 gc.freeze()  # it stays: who collects garbage need not look at it

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.device.build import build
@@ -45,16 +46,21 @@ def environment(
 def run_case(case: dict, directory: Path, name: str, worker: Path = HERE / "train_worker.py") -> list[dict]:
     """Trains one case by ``worker``; returns the result of every rank. A failing rank raises with its output.
 
-    ``case["device"]``: what to train on, as in :func:`environment`; on the CPU without.
+    ``case["device"]``: what to train on, as in :func:`environment`; without, on what DS_ACCELERATOR names. A case of
+    more ranks than there are GPUs is skipped on CUDA.
     ``case["ranks_per_node"]``: ranks are told of several nodes.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    device = case.get("device", "cpu")
+    device = case.get("device", os.environ.get("DS_ACCELERATOR", "cpu"))
     if isinstance(device, dict):
+        if os.environ.get("DS_ACCELERATOR", "cpu") != "cpu":
+            pytest.skip("the stand-in device takes the CPU's place")
         build()
     file = directory / f"{name}.json"
     file.write_text(json.dumps(case))
     world_size, port = case.get("world_size", 1), free_port()
+    if device == "cuda" and world_size > torch.cuda.device_count():
+        pytest.skip(f"{world_size} ranks need as many GPUs")
     logs = [directory / f"{name}.{rank}.log" for rank in range(world_size)]
     processes = [
         start(
@@ -62,7 +68,6 @@ def run_case(case: dict, directory: Path, name: str, worker: Path = HERE / "trai
             [str(file), str(directory / name)],
             environment(rank, world_size, port, device, case.get("ranks_per_node")),
             log,
-            knows_cpu_only=device == "cpu" or isinstance(device, dict),
         )
         for rank, log in enumerate(logs)
     ]

@@ -33,7 +33,7 @@ TIERS = {  # optimizer, parameters, gradients
 def environment(num_ranks: int) -> dict:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     env.update(
-        DS_ACCELERATOR="cpu",
+        DS_ACCELERATOR=os.environ.get("DS_ACCELERATOR", "cpu"),
         OMP_NUM_THREADS="1" if num_ranks > 1 else "2",
         PYTHONPATH=python_path(HERE),
         HF_HUB_OFFLINE="1",

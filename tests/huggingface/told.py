@@ -2,12 +2,14 @@
 """What the Trainer scripts beside this file share: the case they are told by, and what they leave behind."""
 
 import json
+import os
 import sys
 
 import deepspeed
 from texts import fresh_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from tests.harness.gpu import repeatable
 from tests.harness.group import leave_group
 
 
@@ -20,6 +22,10 @@ def read_case() -> dict:
 
 def arguments_and_model(case: dict) -> tuple:
     """The model is made before TrainingArguments, or after them by from_pretrained: then under zero.Init."""
+    arguments = case["arguments"]
+    if os.environ["DS_ACCELERATOR"] != "cpu":
+        repeatable()
+        arguments = {**arguments, "use_cpu": False}
     if case["zero_init"] and case.get("num_ranks", 1) > 1:
         deepspeed.init_distributed("gloo")  # TrainingArguments do it, but not with use_cpu
     built = None if case["zero_init"] else fresh_model(case["model"])
@@ -34,7 +40,7 @@ def arguments_and_model(case: dict) -> tuple:
         dataloader_pin_memory=False,
         seed=11,
         deepspeed=case["config_file"] if case["launcher"] == "deepspeed" else None,
-        **case["arguments"],
+        **arguments,
     )
     return args, built if built is not None else AutoModelForCausalLM.from_pretrained(case["pretrained"])
 
