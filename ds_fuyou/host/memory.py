@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import ClassVar
 
@@ -22,6 +23,7 @@ __all__ = [
     "HostPool",
     "PageLocks",
     "aligned_tensor",
+    "bring_in_pages",
     "give_back_pages",
     "normal_tensors",
     "own_storage",
@@ -29,7 +31,9 @@ __all__ = [
     "round_up_to_page",
 ]
 
-_MADV_WIPEONFORK, _MADV_KEEPONFORK = 18, 19
+_MADV_WIPEONFORK, _MADV_KEEPONFORK, _MADV_POPULATE_WRITE = 18, 19, 23
+_BROUGHT_IN_BYTES = 256 * 1024 * 1024  # at least, a thread
+_MOST_BRINGING_IN = 16  # threads
 _LOOK_BYTES = 1024 * 1024  # freed from one look at resident memory to the next: a look costs 7 µs
 _HUGE_BYTES = 8 * 1024 * 1024  # larger mappings ask for huge pages: fewer, larger disk requests
 
@@ -73,6 +77,21 @@ def aligned_tensor(num_bytes: int, *, inherited: bool = True) -> torch.Tensor:
 def _advise(address: int, num_bytes: int, advice: int) -> None:
     """Tells the system what becomes of whole pages. A hint: one that it does not know changes nothing."""
     ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice)
+
+
+def bring_in_pages(address: int, num_bytes: int) -> None:
+    """Memory for pages that nobody has touched yet, by several threads; what they hold stays as it is.
+
+    A device's driver takes it in the thread that registers: 2.7 GB/s on an H100's host, where it registers pages that
+    are there at 39 GB/s (measured). Before Linux 5.14 this does nothing.
+    """
+    num_threads = min(_MOST_BRINGING_IN, len(os.sched_getaffinity(0)), num_bytes // _BROUGHT_IN_BYTES)
+    if num_threads < 2:
+        return
+    share = -(-num_bytes // num_threads // _HUGE_BYTES) * _HUGE_BYTES
+    with ThreadPoolExecutor(num_threads) as threads:
+        for begin in range(0, num_bytes, share):
+            threads.submit(_advise, address + begin, min(share, num_bytes - begin), _MADV_POPULATE_WRITE)
 
 
 def give_back_pages(tensor: torch.Tensor) -> None:

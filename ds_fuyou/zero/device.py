@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError
 from ds_fuyou.host.device import Device, HostDevice, failure_of
-from ds_fuyou.host.memory import PAGE_BYTES, aligned_tensor
+from ds_fuyou.host.memory import PAGE_BYTES, aligned_tensor, bring_in_pages
 from ds_fuyou.log import log_once
 
 __all__ = ["AcceleratorDevice", "num_devices", "rank_device"]
@@ -78,6 +78,7 @@ class AcceleratorDevice:
         return True
 
     def register(self, address: int, num_bytes: int) -> None:
+        bring_in_pages(address, num_bytes)
         try:
             done = self._register(address, num_bytes)
         except RuntimeError as error:
@@ -166,8 +167,11 @@ class AcceleratorDevice:
         return int(asked(self.torch_device)[0] if asked is not None else self._accelerator.available_memory())
 
     def usable_bytes(self) -> int:
-        """Of one that has the host's memory all: what is free of that, files in memory are not part of."""
-        total = self.total_bytes()
+        """Of one that has the host's memory all: what is free of that, files in memory are not part of. No more than
+        the script lets this process have.
+        """
+        asked = getattr(torch.get_device_module(self.torch_device), "get_per_process_memory_fraction", None)
+        total = int(self.total_bytes() * (asked(self.torch_device) if asked is not None else 1.0))
         return total if self.is_unified else min(total, self.free_bytes() + int(self._accelerator.memory_reserved()))
 
     def allocated_bytes(self) -> int:

@@ -2,6 +2,7 @@
 """The same training without DeepSpeed: what PyTorch itself makes of a script's calls."""
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 
 class PlainEngine:
@@ -11,7 +12,7 @@ class PlainEngine:
 
     def __init__(self, module: torch.nn.Module, groups: list, config: dict) -> None:
         params = config["optimizer"]["params"]
-        self.module = module
+        self.module = module.to(get_accelerator().current_device_name())
         self.optimizer = torch.optim.AdamW(groups, lr=params["lr"], weight_decay=params["weight_decay"])
         self.optimizer.loss_scale = 1.0
         self._clip = config["gradient_clipping"]

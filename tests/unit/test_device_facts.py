@@ -52,14 +52,16 @@ def test_a_device_in_the_hosts_memory_is_known(
     assert AcceleratorDevice(accelerator(), pin_memory=True).is_unified is unified
 
 
-@pytest.mark.parametrize(("is_integrated", "usable"), [(0, 50), (1, 80)])
+@pytest.mark.parametrize(("is_integrated", "fraction", "usable"), [(0, 1.0, 50), (1, 1.0, 80), (0, 0.3, 24)])
 def test_memory_is_what_torch_counts_and_others_leave(
-    monkeypatch: pytest.MonkeyPatch, is_integrated: int, usable: int
+    monkeypatch: pytest.MonkeyPatch, is_integrated: int, fraction: float, usable: int
 ) -> None:
-    """NVML cannot be asked for a device that CUDA_VISIBLE_DEVICES names by its UUID."""
+    """NVML cannot be asked for a device that CUDA_VISIBLE_DEVICES names by its UUID. A script may let a process have a
+    part of the device alone."""
     module = SimpleNamespace(
         mem_get_info=lambda device: (20 << 30, 80 << 30),
         get_device_properties=lambda device: SimpleNamespace(is_integrated=is_integrated),
+        get_per_process_memory_fraction=lambda device: fraction,
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     asked = {

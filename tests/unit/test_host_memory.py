@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from ds_fuyou.errors import FuyouMemoryError
-from ds_fuyou.host.memory import HostPool, aligned_tensor
+from ds_fuyou.host import memory
+from ds_fuyou.host.memory import PAGE_BYTES, HostPool, aligned_tensor, bring_in_pages, resident_bytes
 from ds_fuyou.planner.host_memory import available_host_bytes, copied_later_bytes, total_host_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -103,3 +105,16 @@ def test_memory_that_the_system_refuses_is_named_in_bytes(make: Callable[[int], 
 
 def test_this_machine() -> None:
     assert available_host_bytes() > 0
+
+
+def test_pages_are_brought_in_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, whatever the number of threads makes of the length, and what was written stays."""
+    monkeypatch.setattr(memory, "_BROUGHT_IN_BYTES", 1 << 20)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)))
+    tensor = aligned_tensor(50 * MIB + PAGE_BYTES)
+    tensor[: 1 << 20] = 7
+    before = resident_bytes()
+    bring_in_pages(tensor.data_ptr(), tensor.nbytes)
+    assert resident_bytes() - before >= 46 * MIB  # a huge page or two were there
+    assert tensor[: 1 << 20].eq(7).all()
+    assert not tensor[1 << 20 :].any()
