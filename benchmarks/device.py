@@ -33,7 +33,7 @@ from ds_fuyou.ops.core import load_core
 from tests.device.backend import preset
 from tests.device.build import build
 
-__all__ = ["CASES", "DeviceCase", "floor_secs", "main"]
+__all__ = ["CASES", "DeviceCase", "floor_secs", "main", "markdown", "measure"]
 
 GPU = "rtx4090"
 MODEL = {"num_layers": 12, "width": 768, "num_heads": 12, "length": 512, "vocabulary": 8192}  # 98 million parameters
@@ -67,11 +67,16 @@ class DeviceCase:
     model: Mapping[str, int] = field(default_factory=lambda: MODEL)
     accumulation: int = 1  # sums are made by the host, of zeros
     num_timed: int = 3
+    tuning: StockTuning = field(default_factory=StockTuning)
 
     def scaled(self, scale: float) -> DeviceCase:
         """Ours alone, on a device that is so many times as fast: bars of times are of the device as it was."""
         ours = tuple(variant for variant in self.variants if variant.startswith("fuyou_") and variant != "fuyou_off")
         return replace(self, name=f"{self.name}_x{scale:g}", speed=self.speed * scale, variants=ours, bars={})
+
+    def place(self) -> dict[str, Any]:
+        """Where it is computed, as benchmarks/worker.py is told."""
+        return {"device": self.settings()}
 
     def settings(self) -> dict[str, float]:
         zeros = {"zeros": 1} if self.accumulation > 1 else {}
@@ -179,7 +184,7 @@ MEASURED_BY_FLOOR = (
 
 def spec_of(case: DeviceCase, variant: str, directory: Path) -> dict[str, Any]:
     name = variant.removesuffix("_checkpointing")
-    config = config_of(name, directory, StockTuning(), case.batch, 0.0)
+    config = config_of(name, directory, case.tuning, case.batch, 0.0)
     config["gradient_accumulation_steps"] = case.accumulation
     config["zero_optimization"] |= STREAMED
     if variant == "fuyou_off":  # without steps "auto" would never decide; the others come to keep everything here
@@ -191,7 +196,7 @@ def spec_of(case: DeviceCase, variant: str, directory: Path) -> dict[str, Any]:
         "batch": case.batch,
         "mode": "off" if variant == "fuyou_off" else "train",
         "config": config,
-        "device": case.settings(),
+        **case.place(),
     }
 
 
@@ -243,6 +248,7 @@ def measure(case: DeviceCase, num_rounds: int, directory: Path) -> dict[str, Any
             times = "  ".join(f"{name} {runs[-1]['secs']:.3f}" for name, runs in bursts.items())
             print(f"{case.name} round {number}: {times}", flush=True)
         foreign = load.cores()
+        by_gpu = {worker.name: worker.ask(do="gpu_step") for worker in workers if "gpu_bytes" in case.place()}
         peaks = {worker.name: worker.ask(do="memory") for worker in workers}  # before waits become text
         waits = {worker.name: worker.ask(do="waits")["waits"][:12] for worker in workers}
         numels = {worker.name: worker.about["numel"] for worker in workers}
@@ -251,6 +257,7 @@ def measure(case: DeviceCase, num_rounds: int, directory: Path) -> dict[str, Any
     variants = {}
     for name, runs in bursts.items():
         lanes = {key: statistics.median(run["lanes"][key] for run in runs) for key in runs[-1]["lanes"]}
+        lanes |= by_gpu.get(name, {})
         floor = floor_secs(case, name, numels[name], lanes, rates)
         variants[name] = {
             "secs": secs[name],

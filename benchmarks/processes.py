@@ -35,7 +35,7 @@ class Worker:
             self._process = subprocess.Popen(
                 [sys.executable, str(root / "benchmarks" / "worker.py"), str(file)],
                 env={
-                    **environment_of_worker(),
+                    **environment_of_worker("cuda" if "gpu_bytes" in spec else "cpu"),
                     "PYTHONPATH": str(root),
                     "DS_FUYOU_PROFILES": str(scratch / f"{name}.profiles"),
                 },
@@ -123,10 +123,10 @@ def started(specs: Mapping[str, Mapping[str, Any]], scratch: Path) -> Iterator[S
             worker.kill()
 
 
-def environment_of_worker() -> dict[str, str]:
+def environment_of_worker(accelerator: str = "cpu") -> dict[str, str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": accelerator}
     return {**os.environ, **rank, **address}

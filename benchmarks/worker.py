@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,7 +25,8 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT)]
 class Trainer:
     """The loop of examples/finetune.py, step by step. ``mode`` "off" never reaches the optimizer.
 
-    ``device``: settings of the stand-in device (tests/device), which computes then; the host without.
+    ``device``: settings of the stand-in device (tests/device), which computes then. ``gpu_bytes``: a GPU does, of which
+    this process may take so much. The host without.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -38,9 +40,11 @@ class Trainer:
             from tests.device.accelerator import install
 
             install(**spec["device"])
+        if "gpu_bytes" in spec:
+            torch.cuda.set_per_process_memory_fraction(spec["gpu_bytes"] / torch.cuda.mem_get_info()[1])
         torch.manual_seed(0)
-        deepspeed.init_distributed("gloo")
-        if "device" in spec:
+        deepspeed.init_distributed(None if "gpu_bytes" in spec else "gloo")
+        if "device" in spec or "gpu_bytes" in spec:
             _train_something(GPT(1, 64, 1, 64, 256))
         self.base_rss_bytes = _status_bytes("VmRSS")
         begin = time.perf_counter()
@@ -189,6 +193,29 @@ class Trainer:
                 lanes[f"activation_{name}"] = getattr(swapped, name)
         return lanes
 
+    def gpu_step(self) -> dict[str, float]:
+        """What the GPU did in one step, by its own clock: seconds in which a kernel ran, and a copy of each way; bytes
+        of each way, and those of them that were not copied from or to pinned memory.
+        """
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            self.step()
+            self.torch.cuda.synchronize()
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            profiled.export_chrome_trace(file.name)
+            events = json.loads(Path(file.name).read_text())["traceEvents"]
+        kernels = [each for each in events if each.get("cat") == "kernel"]
+        found = {"device_compute_secs": _covered_secs(kernels)}
+        for way, name in (("up", "HtoD"), ("down", "DtoH")):
+            copies = [each for each in events if each.get("cat") == "gpu_memcpy" and name in each["name"]]
+            found[f"device_{way}_secs"] = _covered_secs(copies)
+            found[f"device_{way}_bytes"] = sum(each["args"]["bytes"] for each in copies)
+            found[f"device_{way}_pageable_bytes"] = sum(
+                each["args"]["bytes"] for each in copies if "Pageable" in each["name"]
+            )
+        return found
+
     def drain(self) -> None:
         if self.state is not None:
             self.state.core.wait_all()
@@ -227,6 +254,15 @@ def _train_something(model: Any) -> None:
     engine.destroy()
 
 
+def _covered_secs(events: list[dict[str, Any]]) -> float:
+    """Time that any of the events takes, of a trace in microseconds."""
+    total = end = 0.0
+    for begin, length in sorted((each["ts"], each["dur"]) for each in events):
+        total += max(0.0, begin + length - max(begin, end))
+        end = max(end, begin + length)
+    return total / 1e6
+
+
 def _status_bytes(field: str) -> int:
     with open("/proc/self/status", encoding="ascii") as status:
         fields = dict(line.split(":", 1) for line in status)
@@ -258,9 +294,16 @@ def answer(trainer: Trainer, command: dict[str, Any]) -> dict[str, Any]:
         ctypes.CDLL(None).malloc_trim(0)  # a hundred thousand waits as text: 0.3 GB that are no training's
         forget_peak_rss()
         return {}
+    if command["do"] == "gpu_step":
+        return trainer.gpu_step()
     if command["do"] == "memory":
-        device = trainer.torch.standin.max_memory_allocated() if "device" in trainer.spec else 0
+        if "gpu_bytes" in trainer.spec:
+            device = trainer.torch.cuda.max_memory_reserved()
+        else:
+            device = trainer.torch.standin.max_memory_allocated() if "device" in trainer.spec else 0
         return {"peak_rss_bytes": peak_rss_bytes(), "peak_device_bytes": device, "numel": trainer.numel}
+    if command["do"] == "waits" and "device" not in trainer.spec:
+        return {"waits": []}
     if command["do"] == "waits":  # of the host on the device since the last time: seconds and how often, by place
         found: dict[str, list[float]] = {}
         for wait in trainer.torch.standin.take_waits():
@@ -269,7 +312,8 @@ def answer(trainer: Trainer, command: dict[str, Any]) -> dict[str, Any]:
             found[place] = [secs + wait.secs, number + 1]
         return {"waits": sorted(found.items(), key=lambda item: -item[1][0])}
     raise ValueError(
-        f"unknown command {command!r}; steps, rollout, saving, memory, forget_peaks, waits and stop are known"
+        f"unknown command {command!r}; steps, rollout, saving, thread, gpu_step, memory, forget_peaks, waits and stop "
+        "are known"
     )
 
 
