@@ -2,6 +2,7 @@
 # One command a job; each prepares what it needs. Python 3.10+, a C++ compiler and a network suffice.
 #   make setup | demo | demo-crash | test | test-oldest | test-deepspeed | test-clients | soak-device | lint | format
 #   make faults | crash | fuzz | scripts | soak | values | quality | docs | bench | bench-planner | bench-device | clean
+#   make test-gpu | bench-gpu
 # Overridable: PYTHON, VENV, DS_VERSION, TORCH, TORCH_FLAGS (for instance a package index), EXTRAS, TEST_FLAGS.
 
 PYTHON ?= python3
@@ -29,7 +30,7 @@ BUILD_TOOLS := "setuptools>=77" wheel packaging ninja psutil py-cpuinfo numpy tq
 	einops msgpack
 
 .PHONY: setup demo demo-crash test test-oldest test-deepspeed test-clients soak-device faults crash fuzz scripts soak values \
-	quality lint format docs bench bench-planner bench-device clean
+	quality lint format docs bench bench-planner bench-device test-gpu bench-gpu clean
 
 setup: $(STAMP)
 
@@ -189,6 +190,19 @@ bench-planner: setup
 bench-device: setup
 	$(RUN) python tests/harness/prebuild.py --all
 	$(RUN) python -m benchmarks.device
+
+# On this machine's GPU: bits of ours against stock's, and steps of both. More ranks than GPUs are skipped.
+test-gpu: export DS_ACCELERATOR := cuda
+test-gpu: setup
+	$(RUN) python tests/harness/prebuild.py core CPUAdamBuilder CPULionBuilder CPUAdagradBuilder
+	$(RUN) python -m pytest -m gpu tests/activations tests/unit
+	$(RUN) python -m pytest $(TEST_FLAGS) tests/device/test_parity.py tests/parity tests/activations/test_parity.py \
+		tests/huggingface/test_trainer.py
+
+bench-gpu: export DS_ACCELERATOR := cuda
+bench-gpu: setup
+	$(RUN) python tests/harness/prebuild.py core CPUAdamBuilder AsyncIOBuilder
+	$(RUN) python -m benchmarks.gpu --out $(RESULTS)-gpu.json
 
 clean:
 	rm -rf .venv .venv-ds0189 .venv-clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
