@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ds_fuyou.cli import main
+from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.planner.cost import Workload
 from ds_fuyou.planner.presets import constants
+from ds_fuyou.profiling import rates
 from ds_fuyou.profiling.machine import MeasuredMachine, machine_of_measured
 from ds_fuyou.simulator.choose import choose
 from ds_fuyou.simulator.models import load_model
@@ -94,3 +98,9 @@ def test_what_cannot_be_measured_is_said(
     error = capsys.readouterr().err
     assert "could not be measured: no message; run fuyou doctor, or name presets" in error
     assert error.count("\n") == 1
+
+
+def test_a_process_that_ends_while_adam_is_measured_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "_update", lambda place, *_: os._exit(3) if place else time.sleep(60))
+    with pytest.raises(FuyouStateError, match=r"were to measure Adam ended with \[3\]"):
+        rates.update_rate(2)
