@@ -248,8 +248,8 @@ def measure(case: DeviceCase, num_rounds: int, directory: Path) -> dict[str, Any
             times = "  ".join(f"{name} {runs[-1]['secs']:.3f}" for name, runs in bursts.items())
             print(f"{case.name} round {number}: {times}", flush=True)
         foreign = load.cores()
+        peaks = {worker.name: worker.ask(do="memory") for worker in workers}  # before waits and traces become text
         by_gpu = {worker.name: worker.ask(do="gpu_step") for worker in workers if "gpu_bytes" in case.place()}
-        peaks = {worker.name: worker.ask(do="memory") for worker in workers}  # before waits become text
         waits = {worker.name: worker.ask(do="waits")["waits"][:12] for worker in workers}
         numels = {worker.name: worker.about["numel"] for worker in workers}
         about = {worker.name: worker.about for worker in workers}

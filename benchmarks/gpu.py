@@ -3,7 +3,7 @@
 
 python -m benchmarks.gpu --case storage_bound --rounds 2     a quick look, nothing written
 python -m benchmarks.gpu --standin                           the same cases on the stand-in device, on this machine
-python -m benchmarks.gpu --write                             everything, written to benchmarks/results/
+python -m benchmarks.gpu --out FILE.json                     everything, written to a file
 
 A process takes so much of the GPU's memory as a consumer card has, whatever the GPU has.
 """
@@ -20,6 +20,8 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.cases import StockTuning
 from benchmarks.device import DeviceCase, markdown, measure
@@ -92,8 +94,6 @@ BY_NAME = {case.name: case for case in CASES}
 
 def measure_gpu() -> GpuRates:
     """In this process, by the clock of the host: copies of 1 GiB, products of 8192 x 8192."""
-    import torch
-
     from ds_fuyou.profiling.lane_rates import probe_link
     from ds_fuyou.zero.device import rank_device
 
@@ -127,6 +127,7 @@ def main() -> None:
     arguments = parser.parse_args()
     load_core()
     rates = measure_gpu()
+    torch.cuda.empty_cache()  # the GPU is the workers'
     results: dict[str, Any] = {"cases": {}}
     if arguments.out is not None and arguments.out.exists():
         results = json.loads(arguments.out.read_text())

@@ -41,7 +41,8 @@ class Trainer:
 
             install(**spec["device"])
         if "gpu_bytes" in spec:
-            torch.cuda.set_per_process_memory_fraction(spec["gpu_bytes"] / torch.cuda.mem_get_info()[1])
+            share = spec["gpu_bytes"] / torch.cuda.mem_get_info()[1]
+            torch.cuda.set_per_process_memory_fraction(min(1.0, share))
         torch.manual_seed(0)
         deepspeed.init_distributed(None if "gpu_bytes" in spec else "gloo")
         if "device" in spec or "gpu_bytes" in spec:
@@ -95,6 +96,8 @@ class Trainer:
         wall = time.perf_counter() - begin
         after = self.lanes()
         self.drain()
+        if "gpu_bytes" in self.spec:  # one variant after the other has the GPU
+            self.torch.cuda.empty_cache()
         if self.engine.skipped_steps:
             raise RuntimeError(f"{self.engine.skipped_steps} of {self.engine.global_steps} steps were skipped")
         return {

@@ -7,7 +7,7 @@ import ctypes
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import ClassVar
 
 import torch
@@ -89,7 +89,7 @@ def bring_in_pages(address: int, num_bytes: int) -> None:
     if num_threads < 2:
         return
     share = -(-num_bytes // num_threads // _HUGE_BYTES) * _HUGE_BYTES
-    with ThreadPoolExecutor(num_threads) as threads:
+    with suppress(RuntimeError), ThreadPoolExecutor(num_threads) as threads:  # who may start none registers as ever
         for begin in range(0, num_bytes, share):
             threads.submit(_advise, address + begin, min(share, num_bytes - begin), _MADV_POPULATE_WRITE)
 

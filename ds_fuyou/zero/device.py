@@ -171,7 +171,8 @@ class AcceleratorDevice:
         the script lets this process have.
         """
         asked = getattr(torch.get_device_module(self.torch_device), "get_per_process_memory_fraction", None)
-        total = int(self.total_bytes() * (asked(self.torch_device) if asked is not None else 1.0))
+        share = asked(self.torch_device) if asked is not None else 1.0
+        total = int(self.total_bytes() * min(1.0, share))
         return total if self.is_unified else min(total, self.free_bytes() + int(self._accelerator.memory_reserved()))
 
     def allocated_bytes(self) -> int:

@@ -19,11 +19,16 @@ from pathlib import Path
 
 from tests.harness.limits import HANG_SECS
 
-__all__ = ["finish", "start"]
+__all__ = ["accelerator", "finish", "start"]
 
 _context = multiprocessing.get_context("forkserver")
 _fresh = multiprocessing.get_context("spawn")
 _context.set_forkserver_preload(["tests.harness.preloaded"])
+
+
+def accelerator() -> str:
+    """DeepSpeed's, of tests that name none."""
+    return os.environ.get("DS_ACCELERATOR", "cpu")
 
 
 def start(script: Path, arguments: Sequence[str], env: Mapping[str, str], output: Path) -> BaseProcess:
@@ -32,8 +37,7 @@ def start(script: Path, arguments: Sequence[str], env: Mapping[str, str], output
     The server has imported DeepSpeed for the accelerator that DS_ACCELERATOR names here; for another one the process
     imports it anew.
     """
-    is_same = env.get("DS_ACCELERATOR", "cpu") == os.environ.get("DS_ACCELERATOR", "cpu")
-    context = _context if is_same else _fresh
+    context = _context if env.get("DS_ACCELERATOR", "cpu") == accelerator() else _fresh
     process = context.Process(target=_main, args=(str(script), [str(a) for a in arguments], dict(env), str(output)))
     process.start()
     return process

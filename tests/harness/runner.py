@@ -11,7 +11,7 @@ import torch
 
 from tests.device.build import build
 from tests.harness.cpu_info import python_path
-from tests.harness.forked import finish, start
+from tests.harness.forked import accelerator, finish, start
 from tests.harness.ports import free_port
 
 HERE = Path(__file__).parent
@@ -43,6 +43,12 @@ def environment(
     return env
 
 
+def skip_without_gpus(world_size: int, device: dict | str | None = None) -> None:
+    """Every rank on CUDA needs one. ``device``: as in :func:`environment`; what DS_ACCELERATOR names without."""
+    if (device or accelerator()) == "cuda" and world_size > torch.cuda.device_count():
+        pytest.skip(f"{world_size} ranks need as many GPUs")
+
+
 def run_case(case: dict, directory: Path, name: str, worker: Path = HERE / "train_worker.py") -> list[dict]:
     """Trains one case by ``worker``; returns the result of every rank. A failing rank raises with its output.
 
@@ -51,16 +57,15 @@ def run_case(case: dict, directory: Path, name: str, worker: Path = HERE / "trai
     ``case["ranks_per_node"]``: ranks are told of several nodes.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    device = case.get("device", os.environ.get("DS_ACCELERATOR", "cpu"))
+    device = case.get("device", accelerator())
     if isinstance(device, dict):
-        if os.environ.get("DS_ACCELERATOR", "cpu") != "cpu":
+        if accelerator() != "cpu":
             pytest.skip("the stand-in device takes the CPU's place")
         build()
     file = directory / f"{name}.json"
     file.write_text(json.dumps(case))
     world_size, port = case.get("world_size", 1), free_port()
-    if device == "cuda" and world_size > torch.cuda.device_count():
-        pytest.skip(f"{world_size} ranks need as many GPUs")
+    skip_without_gpus(world_size, device)
     logs = [directory / f"{name}.{rank}.log" for rank in range(world_size)]
     processes = [
         start(

@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 from tests.harness.cpu_info import python_path
-from tests.harness.forked import finish, start
+from tests.harness.forked import accelerator, finish, start
 from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port
 from tests.harness.runner import environment as rank_environment
+from tests.harness.runner import skip_without_gpus
 
 __all__ = ["BIN", "HERE", "clean", "ds_json", "launch", "run_command", "weight_differences", "weights", "with_block"]
 
@@ -33,7 +34,7 @@ TIERS = {  # optimizer, parameters, gradients
 def environment(num_ranks: int) -> dict:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     env.update(
-        DS_ACCELERATOR=os.environ.get("DS_ACCELERATOR", "cpu"),
+        DS_ACCELERATOR=accelerator(),
         OMP_NUM_THREADS="1" if num_ranks > 1 else "2",
         PYTHONPATH=python_path(HERE),
         HF_HUB_OFFLINE="1",
@@ -87,6 +88,7 @@ def launch(case: dict, script: str | Path, directory: Path, name: str, *, by_lau
     """
     directory.mkdir(parents=True, exist_ok=True)
     num_ranks, how = case.get("num_ranks", 1), case["launcher"]
+    skip_without_gpus(num_ranks)
     config_file = directory / f"{name}.ds.json"
     config_file.write_text(json.dumps(case["config"]))
     told = {**case, "output": str(directory / f"{name}.out"), "result": str(directory / f"{name}.result.json")}

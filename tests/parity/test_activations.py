@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
 import pytest
 
 from ds_fuyou.telemetry.lane_times import read_trace
+from tests.harness.forked import accelerator
 from tests.harness.models import build_model
 from tests.harness.plans import plan_document
 from tests.parity.cases import STOCK, TIERS, block
 
-IS_HOST = os.environ.get("DS_ACCELERATOR", "cpu") == "cpu"
+IS_HOST = accelerator() == "cpu"
 NUM_MATRICES = 7  # weights of linear layers: each is saved once in every forward, and must be known for a parameter
 PLANNED = {"block_input": (0, 3, 0), "mlp_up": (1, 1, 1), "mlp_activation": (0, 1, 2)}
 RUNS = [

@@ -5,12 +5,12 @@ equal to PyTorch.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.harness.forked import accelerator
 from tests.harness.runner import differences, differences_seen, ds_config, run_case, with_fuyou
 from tests.parity.cases import block
 
@@ -85,7 +85,7 @@ def case_of(name: str) -> dict:
     ],
 )
 def test_equals_stock(name: str, tiers: str, must_equal, tmp_path: Path) -> None:
-    if "behind" in name and os.environ.get("DS_ACCELERATOR", "cpu") != "cpu":
+    if "behind" in name and accelerator() != "cpu":
         pytest.skip("stock copies the gradient on another stream meanwhile, and waits for neither")
     must_equal(case_of(name), block(str(tmp_path / "swap"), tiers, "speculate"))
 
