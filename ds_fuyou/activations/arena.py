@@ -19,6 +19,8 @@ PIECE_BYTES = 8 * 1024 * 1024
 """Large enough for a disk's and a link's full rate, small enough that many are on their way at a time."""
 
 _SEGMENT_BYTES = 256 * 1024 * 1024
+_MOST_SEGMENT_BYTES = 2 * 1024 * 1024 * 1024
+"""Of a device: it is registered within a forward, at 0.4 s a GiB by one thread on an H100's host."""
 _SEGMENT_BYTES_ON_HOST = 1024 * 1024 * 1024  # where whole tensors lie in one run
 
 
@@ -41,9 +43,11 @@ class Arena:
     ) -> None:
         self.capacity_bytes = round_up_to_page(capacity_bytes)
         self.peak_bytes = 0
-        least = _SEGMENT_BYTES_ON_HOST if device is None or device.is_host else _SEGMENT_BYTES
+        on_host = device is None or device.is_host
+        least = _SEGMENT_BYTES_ON_HOST if on_host else _SEGMENT_BYTES
+        wanted = capacity_bytes // 8 if on_host else min(capacity_bytes // 8, _MOST_SEGMENT_BYTES)
         self._first_bytes = min(self.capacity_bytes, least)  # it stays, also when the arena is narrowed
-        self._segment_bytes = min(self.capacity_bytes, max(least, round_up_to_page(capacity_bytes // 8)))
+        self._segment_bytes = min(self.capacity_bytes, max(least, round_up_to_page(wanted)))
         self._device, self._register, self._forget = device, register, forget
         self._segments: list[HostPool] = []
         self._grow()

@@ -91,6 +91,18 @@ def test_the_arena_stays_as_small_as_it_is(
     assert locks.held == {}
 
 
+def test_a_large_arena_grows_by_what_is_registered_in_a_forward(locks: Locks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by its eighth, which would be seconds of a machine with 128 GB."""
+    monkeypatch.setattr(arena, "_SEGMENT_BYTES", 1 << 14)
+    monkeypatch.setattr(arena, "_MOST_SEGMENT_BYTES", 1 << 15)
+    found = arena.Arena(1 << 20, rank_device(), lambda segment: None, lambda segment: None)
+    taken = [found.try_allocate(1 << 14) for _ in range(6)]
+    assert None not in taken
+    assert sorted(locks.held.values()) == [1 << 14, 1 << 15, 1 << 15, 1 << 15]
+    taken.clear()
+    found.give_back()
+
+
 def test_a_narrower_arena_gives_back_what_came_last(locks: Locks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "_SEGMENT_BYTES", 1 << 14)
     known: list[Any] = []
