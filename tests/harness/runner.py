@@ -6,7 +6,6 @@ import json
 import os
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.device.build import build
@@ -43,10 +42,17 @@ def environment(
     return env
 
 
+def skip(why: str) -> None:
+    """Ends the test. Workers import this file, and a process that shares pytest with its parent copies what it uses."""
+    import pytest
+
+    pytest.skip(why)
+
+
 def skip_without_gpus(world_size: int, device: dict | str | None = None) -> None:
     """Every rank on CUDA needs one. ``device``: as in :func:`environment`; what DS_ACCELERATOR names without."""
     if (device or accelerator()) == "cuda" and world_size > torch.cuda.device_count():
-        pytest.skip(f"{world_size} ranks need as many GPUs")
+        skip(f"{world_size} ranks need as many GPUs")
 
 
 def run_case(case: dict, directory: Path, name: str, worker: Path = HERE / "train_worker.py") -> list[dict]:
@@ -60,7 +66,7 @@ def run_case(case: dict, directory: Path, name: str, worker: Path = HERE / "trai
     device = case.get("device", accelerator())
     if isinstance(device, dict):
         if accelerator() != "cpu":
-            pytest.skip("the stand-in device takes the CPU's place")
+            skip("the stand-in device takes the CPU's place")
         build()
     file = directory / f"{name}.json"
     file.write_text(json.dumps(case))
