@@ -20,7 +20,7 @@ import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,12 @@ class DeviceCase:
         """Ours alone, on a device that is so many times as fast: bars of times are of the device as it was."""
         ours = tuple(variant for variant in self.variants if variant.startswith("fuyou_") and variant != "fuyou_off")
         return replace(self, name=f"{self.name}_x{scale:g}", speed=self.speed * scale, variants=ours, bars={})
+
+    def only(self, names: Collection[str]) -> DeviceCase:
+        """These variants, and the bars of pairs of them."""
+        variants = tuple(each for each in self.variants if each in names)
+        bars = {pair: bar for pair, bar in self.bars.items() if {*pair.split("/")} <= {*variants}}
+        return replace(self, variants=variants, bars=bars)
 
     def place(self) -> dict[str, Any]:
         """Where it is computed, as benchmarks/worker.py is told."""
@@ -340,15 +346,14 @@ def main() -> None:
     results["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
     failed, measured = [], {}
     cases = [BY_NAME[name] for name in arguments.case or BY_NAME]
+    if arguments.variant is not None:
+        cases = [case.only(arguments.variant) for case in cases]
     if arguments.scale is not None:
         cases = [case.scaled(arguments.scale) for case in cases]
     for case in cases:
         name = case.name
         with tempfile.TemporaryDirectory(prefix="fuyou-bench-", dir=arguments.directory) as directory:
             try:
-                variants = tuple(each for each in case.variants if each in (arguments.variant or case.variants))
-                bars = {pair: bar for pair, bar in case.bars.items() if {*pair.split("/")} <= {*variants}}
-                case = replace(case, variants=variants, bars=bars)
                 measured[name] = results["cases"][name] = measure(case, arguments.rounds, Path(directory))
             except (RuntimeError, OSError) as error:
                 print(f"{name} failed: {error}", file=sys.stderr, flush=True)

@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import tempfile
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,8 @@ import torch
 from benchmarks.cases import StockTuning
 from benchmarks.device import DeviceCase, markdown, measure
 from ds_fuyou.ops.core import load_core
+from ds_fuyou.profiling.machine import best_secs, device_rates
+from ds_fuyou.zero.device import rank_device
 
 __all__ = ["CASES", "GpuCase", "GpuRates", "main"]
 
@@ -93,27 +94,11 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def measure_gpu() -> GpuRates:
-    """In this process, by the clock of the host: copies of 1 GiB, products of 8192 x 8192."""
-    from ds_fuyou.profiling.lane_rates import probe_link
-    from ds_fuyou.zero.device import rank_device
-
-    device = rank_device()
-    left, right = (torch.randn(8192, 8192, device=device.torch_device, dtype=torch.bfloat16) for _ in range(2))
+    """As ``fuyou plan --measure`` does, in this process; and copies of 1 GiB on the GPU."""
+    device, found = rank_device(), device_rates()
     source, target = (torch.empty(1 << 30, dtype=torch.uint8, device=device.torch_device) for _ in range(2))
-
-    def secs(work: Any) -> float:
-        work()
-        device.synchronize()
-        begin = time.perf_counter()
-        for _ in range(10):
-            work()
-        device.synchronize()
-        return (time.perf_counter() - begin) / 10
-
-    flops = 2 * 8192**3 / secs(lambda: left @ right)
-    memory_rate = 2 * (1 << 30) / secs(lambda: target.copy_(source))
-    up, down = probe_link(device, 1 << 30)
-    return GpuRates(device.name, flops, memory_rate, up, down)
+    memory_rate = 2 * (1 << 30) / best_secs(lambda: target.copy_(source), device.synchronize)
+    return GpuRates(device.name, found["matmul_flops"], memory_rate, found["link_up"], found["link_down"])
 
 
 def main() -> None:
@@ -137,10 +122,9 @@ def main() -> None:
         "gpu": asdict(rates),
     }
     for name in arguments.case or BY_NAME:
-        case = BY_NAME[name]
-        variants = tuple(each for each in case.variants if each in (arguments.variant or case.variants))
-        bars = {pair: bar for pair, bar in case.bars.items() if {*pair.split("/")} <= {*variants}}
-        case = replace(case, variants=variants, bars=bars, rates=rates, on_standin=arguments.standin)
+        case = replace(BY_NAME[name], rates=rates, on_standin=arguments.standin)
+        if arguments.variant is not None:
+            case = case.only(arguments.variant)
         told = f"{name}_standin" if arguments.standin else name
         with tempfile.TemporaryDirectory(prefix="fuyou-bench-", dir=arguments.directory) as directory:
             results["cases"][told] = measure(case, arguments.rounds, Path(directory))

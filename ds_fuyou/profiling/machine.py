@@ -23,7 +23,7 @@ from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.presets import constants
 from ds_fuyou.storage.probe import probe_path
 
-__all__ = ["MeasuredMachine", "machine_of_measured", "measure_machine"]
+__all__ = ["MeasuredMachine", "best_secs", "device_rates", "machine_of_measured", "measure_machine"]
 
 FILE_BYTES = 1 << 30
 _TRANSFER_BYTES = 16 << 20
@@ -113,7 +113,8 @@ def machine_of_measured(found: MeasuredMachine, num_gpus: int) -> Machine:
     )
 
 
-def _best_secs(work: Callable[[], object], wait: Callable[[], object], rounds: int = 4) -> float:
+def best_secs(work: Callable[[], object], wait: Callable[[], object], rounds: int = 4) -> float:
+    """Of one ``work()`` and its end, for which ``wait()`` waits, by the clock of the host; the first does not count."""
     work()
     wait()
     best = float("inf")
@@ -125,7 +126,7 @@ def _best_secs(work: Callable[[], object], wait: Callable[[], object], rounds: i
     return best
 
 
-def _device_rates() -> dict[str, Any]:
+def device_rates() -> dict[str, Any]:
     """Matmul of a block's shape and copies of 256 MiB, on the device that DeepSpeed would train on."""
     import torch
 
@@ -137,7 +138,7 @@ def _device_rates() -> dict[str, Any]:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     size = 1024 if device.is_host else 8192
     left, right = (torch.randn(size, size, device=device.torch_device, dtype=torch.bfloat16) for _ in range(2))
-    flops = 2 * size**3 / _best_secs(lambda: left @ right, device.synchronize)
+    flops = 2 * size**3 / best_secs(lambda: left @ right, device.synchronize)
     up, down = probe_link(device, 256 << 20)
     return {
         "device": f"host of {len(os.sched_getaffinity(0))} cores" if device.is_host else device.name,
@@ -172,7 +173,7 @@ def main() -> None:
     directories = [Path(text) for text in sys.argv[2:]]
     rates = _storage_rates(directories, int(sys.argv[1]))
     update = update_rate(len(os.sched_getaffinity(0)))
-    found = _device_rates()
+    found = device_rates()
     dram = available_host_bytes()
     if found["device_is_host"] or found["is_unified"]:
         dram -= found["device_bytes"]

@@ -16,6 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 from tests.harness.cpu_info import look_up, use_known
+from tests.harness.forked import accelerator
 
 look_up()  # before DeepSpeed does
 use_known()
@@ -42,7 +43,7 @@ if importlib.util.find_spec("transformers") is not None:
 for found in pkgutil.walk_packages([f"{ds_fuyou.__path__[0]}/zero"], "ds_fuyou.zero."):
     importlib.import_module(found.name)
 load_core()
-if os.environ.get("DS_ACCELERATOR", "cpu") == "cpu":
+if accelerator() == "cpu":
     deepspeed.ops.__compatible_ops__  # noqa: B018  (each is probed, one by compiling)
     deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
 gc.collect()

@@ -2,13 +2,13 @@
 """What the Trainer scripts beside this file share: the case they are told by, and what they leave behind."""
 
 import json
-import os
 import sys
 
 import deepspeed
 from texts import fresh_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from tests.harness.forked import accelerator
 from tests.harness.gpu import repeatable
 from tests.harness.group import leave_group
 
@@ -23,7 +23,7 @@ def read_case() -> dict:
 def arguments_and_model(case: dict) -> tuple:
     """The model is made before TrainingArguments, or after them by from_pretrained: then under zero.Init."""
     arguments = case["arguments"]
-    if os.environ["DS_ACCELERATOR"] != "cpu":
+    if accelerator() != "cpu":
         repeatable()
         arguments = {**arguments, "use_cpu": False}
     if case["zero_init"] and case.get("num_ranks", 1) > 1:
