@@ -210,8 +210,8 @@ class ActivationSession:
         if model is not None:
             self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
 
-    def observe(self, observer: AbstractContextManager[Any]) -> None:
-        """The next forward in training mode runs inside of ``observer``, once."""
+    def observe(self, observer: AbstractContextManager[Any] | None) -> None:
+        """The next forward in training mode runs inside of ``observer``, once; None: of nothing."""
         self._observer = observer
 
     def decide(self, fates: Mapping[str, BlockFate]) -> None:

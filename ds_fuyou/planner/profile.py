@@ -28,6 +28,7 @@ from ds_fuyou.state_layout import layout_of
 __all__ = [
     "SCHEMA",
     "BlockCost",
+    "MeasuredActivations",
     "OperatorCost",
     "RunProfile",
     "StorageRates",
@@ -40,19 +41,22 @@ __all__ = [
     "slowest",
 ]
 
-SCHEMA = "ds_fuyou.profile/6"
+SCHEMA = "ds_fuyou.profile/7"
 MOST_KEPT = 100  # profiles, a few kB each
 OFF = "off"
 
 
 @dataclass(frozen=True)
 class OperatorCost:
-    """One operator output of a block, for the micro-batch that was measured. ``saved``: backward needs it."""
+    """One operator output of a block, for the micro-batch that was measured. ``saved``: backward needs it. ``call``: by
+    which a recomputation knows it, its operator and which of that one's calls; None: it always runs again.
+    """
 
     name: str
     flops: float
     num_bytes: float
     saved: bool
+    call: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,32 @@ class BlockCost:
     flops: float
     input_bytes: float
     operators: tuple[OperatorCost, ...]
+
+
+@dataclass(frozen=True)
+class MeasuredActivations:
+    """What mode "auto" decided by. Bytes of the device are those of the rank that needs most of it.
+
+    Attributes:
+        block_bytes: saved by one block in a forward, in the mean; ``outside_bytes``: around the blocks.
+        beside_bytes: of the device, that all else takes while backward is in the blocks; ``loss_bytes``: before.
+        passing_bytes: that activations which leave the device may take of it at the same time.
+        fixed_bytes: of the device, in use however long a batch is.
+        mean_tokens, longest_tokens: of the step's micro-batches.
+        room: of the device, for activations that stay.
+        once: blocks that cannot be computed again, and why.
+    """
+
+    block_bytes: float
+    outside_bytes: float
+    beside_bytes: float
+    loss_bytes: float
+    passing_bytes: float
+    fixed_bytes: float
+    mean_tokens: float
+    longest_tokens: float
+    room: float
+    once: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -100,7 +130,7 @@ class RunProfile:
         host_bytes, device_bytes: available when it was measured.
         given: sizes and means of each rank, under the block of the run; ``world_size`` of them, ``num_params`` of the
             whole model.
-        room: of the device for activations that stay, beside what else training needs of it; None: not known.
+        activations: None until mode "auto" has decided, and a step has been applied since.
         redo_share: of updates begun in backward, those that were done again.
         sum_rate: gradients a second that are added on the host, as micro-batches on a device accumulate; 0: none were.
     """
@@ -123,10 +153,15 @@ class RunProfile:
     given: PlanInput
     world_size: int
     num_params: int
-    room: float | None = None
+    activations: MeasuredActivations | None = None
     redo_share: float = 0.0
     thread: ThreadSecs = NO_THREADS
     sum_rate: float = 0.0
+
+    @property
+    def room(self) -> float | None:
+        """Of the device for activations that stay, beside what else training needs of it; None: not known."""
+        return None if self.activations is None else self.activations.room
 
     @property
     def forward_flops(self) -> float:
@@ -154,9 +189,9 @@ class RunProfile:
         values = {item.name: data[item.name] for item in fields(cls)}
         values["shape"] = tuple(int(size) for size in data["shape"])
         values["blocks"] = tuple(
-            BlockCost(**{**block, "operators": tuple(OperatorCost(**one) for one in block["operators"])})
-            for block in data["blocks"]
+            BlockCost(**{**block, "operators": tuple(map(_operator, block["operators"]))}) for block in data["blocks"]
         )
+        values["activations"] = _activations(data["activations"])
         values["thread"] = ThreadSecs(**data["thread"])
         values["storage"] = None if data["storage"] is None else StorageRates(**data["storage"])
         values["given"] = PlanInput(**{**data["given"], "layout": layout_of(**data["given"]["layout"])})
@@ -176,6 +211,21 @@ class RunProfile:
         if not all(math.isfinite(value) and value > 0 for value in measured):
             raise ValueError(f"rates and times must be positive, found {measured}")
         return profile
+
+
+def _operator(data: Mapping[str, Any]) -> OperatorCost:
+    call = data["call"]
+    return OperatorCost(**{**data, "call": None if call is None else (str(call[0]), int(call[1]))})
+
+
+def _activations(data: Mapping[str, Any] | None) -> MeasuredActivations | None:
+    if data is None:
+        return None
+    found = MeasuredActivations(**data)
+    sizes = [value for name, value in asdict(found).items() if name != "once"]
+    if not all(math.isfinite(size) and size >= 0 for size in sizes) or not isinstance(found.once, Mapping):
+        raise ValueError(f"sizes must not be negative, found {found}")
+    return found
 
 
 def slowest(profiles: Sequence[RunProfile]) -> RunProfile:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.planner.profiled import Prediction
 
-__all__ = ["GAP", "LASTING", "Cause", "Finding", "LaneWatch", "StepMeasurement", "with_finding"]
+__all__ = ["GAP", "LASTING", "Cause", "Finding", "LaneWatch", "StepMeasurement", "is_another", "with_finding"]
 
 GAP = 0.25
 LASTING = 5
@@ -69,6 +69,11 @@ class Finding:
     @property
     def ratio(self) -> float:
         return self.measured / self.expected
+
+
+def is_another(expected: float, found: float) -> bool:
+    """Whether a batch of so many elements is not the one that was expected; 0: of no known shape."""
+    return min(expected, found) > 0 and abs(found / expected - 1) > GAP
 
 
 class LaneWatch:
@@ -132,9 +137,8 @@ class LaneWatch:
     def _quantities(self, now: StepMeasurement) -> Iterator[tuple[Cause, float, float, bool]]:
         """(cause, expected, found, whether that is off)."""
         planned = self._predicted
-        elements = float(self._num_elements)  # 0: of no known shape
-        known = min(elements, now.num_elements) > 0
-        yield Cause.WORKLOAD, elements, now.num_elements, known and abs(now.num_elements / elements - 1) > GAP
+        elements = float(self._num_elements)
+        yield Cause.WORKLOAD, elements, now.num_elements, is_another(elements, now.num_elements)
         yield Cause.COMPUTE, self._compute_secs, now.compute_secs, now.compute_secs > (1 + GAP) * self._compute_secs
         moved = now.read_bytes + now.write_bytes
         yield Cause.BYTES, planned.storage_bytes, moved, moved > (1 + GAP) * planned.storage_bytes > 0

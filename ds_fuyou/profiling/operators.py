@@ -32,6 +32,7 @@ from ds_fuyou.activations.records import HeldBytes
 from ds_fuyou.activations.swapper import KeptTensor
 from ds_fuyou.activations.views import ByteRange, byte_view
 from ds_fuyou.host.device import Device
+from ds_fuyou.planner.profile import BlockCost, OperatorCost
 
 __all__ = ["BlockProfile", "OperatorOutput", "OperatorRecorder", "SavedHooks"]
 
@@ -79,6 +80,14 @@ class BlockProfile:
     @property
     def flops(self) -> int:
         return sum(output.flops for output in self.outputs)
+
+    def cost(self) -> BlockCost:
+        """As the planner has it."""
+        operators = (
+            OperatorCost(o.name, float(o.flops), float(o.num_bytes), o.saved or not self.saves_known, o.call)
+            for o in self.outputs
+        )
+        return BlockCost(self.name, float(self.flops), float(self.input_bytes), tuple(operators))
 
 
 def _keep(tensor: torch.Tensor) -> Any:

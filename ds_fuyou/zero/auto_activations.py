@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``activations.mode: auto`` in the engine: watches one forward, sees in one step what is saved and what room there is,
-and has the planner decide, the same on all ranks; anew when asked. Where a plan document says what becomes of
-activations, that is done instead.
+and has the planner decide, the same on all ranks; anew when asked. Where an earlier run has kept what it saw, that
+decides before the first step. Where a plan document says what becomes of activations, that is done instead.
 
 Until it has decided nothing leaves the device that fits there: of the budget, less what the device holds when a forward
 begins, half is for saved tensors, the other half for what backward and gradients need, which nobody knows yet; or less
@@ -24,15 +24,18 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ds_fuyou.activations.auto import Choice, OutputCost, SavedStep
+from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.named_outputs import planned_choice, require_blocks
 from ds_fuyou.activations.policy import BlockFate
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import current_rank, get_logger, log_once
-from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
+from ds_fuyou.planner.profile import BlockCost, MeasuredActivations
+from ds_fuyou.profiling.operators import OperatorRecorder
 from ds_fuyou.zero.agreement import decided_by_rank_0, least, of_rank_0
 from ds_fuyou.zero.budgets import unmeasured_room
 from ds_fuyou.zero.device_peaks import DevicePeaks
@@ -73,13 +76,13 @@ class AutoActivations:
         self._peaks = DevicePeaks(device, session.swapper)
         self._lengths: list[int] = []  # of the measured step's micro-batches, in tokens
         self._fixed_bytes = math.inf  # of the device when their forwards begin, but for activations
-        self.room: float | None = None
-        """Bytes of the device for activations that stay, as seen when it was last decided by them."""
         self._begin()
         session.watch_inputs(self._forward_begins)
 
     def _begin(self) -> None:
         self.is_decided = False
+        self.measured: MeasuredActivations | None = None
+        """What it was decided by; None where a plan document decided."""
         self.device_bytes: float | None = None
         """The most that this rank will hold on the device by what was decided; None: not known."""
         self._decided_by: SavedStep | None = None
@@ -90,8 +93,8 @@ class AutoActivations:
         swapper = self._session.swapper
         hooks = (swapper.pack, swapper.unpack) if swapper is not None else None
         self.recorder: OperatorRecorder | None = OperatorRecorder(self._session.blocks, hooks, device=self._device)
-        self.profiles: tuple[BlockProfile, ...] = ()
-        self._profile: BlockProfile | None = None
+        self.blocks: tuple[BlockCost, ...] = ()
+        """What the first forward made, block by block."""
         self._once: dict[str, str] = {}
         self._session.observe(self.recorder)
         if swapper is not None:
@@ -99,11 +102,11 @@ class AutoActivations:
 
     def _forward_begins(self, inputs: Any) -> None:
         """Says what room it has. Notes how long batches of the measured step are, and makes room for longer ones."""
-        swapper, measured = self._session.swapper, self._decided_by
+        swapper, usual, saved = self._session.swapper, self.measured, self._decided_by
         if swapper is None:
             return
         tokens = tokens_in(inputs)
-        if measured is None:  # with a plan document it stays so: what is leaving is bounded by this, not what is kept
+        if usual is None or saved is None:  # with a plan document for good: it bounds what is leaving, not what is kept
             loss_bytes = self._loss_bytes_each * tokens
             swapper.room_bytes = unmeasured_room(self._budget_bytes, self._device, swapper.held.now, loss_bytes)
             if not self.is_decided:
@@ -113,11 +116,10 @@ class AutoActivations:
             return
         if self._is_between:  # what an evaluation asked for is not this step's
             self._num_retries, self._is_between = self._device.num_retries(), False
-        longest = max(self._lengths, default=0)
-        room = measured.most_bytes
-        if tokens > longest > 0:
-            mean = sum(self._lengths) / len(self._lengths)
-            room = measured.room_for(tokens / mean, tokens / longest, self._fixed_bytes, self._kept_bytes)
+        room = saved.most_bytes
+        if tokens > usual.longest_tokens > 0:
+            longer = tokens / usual.mean_tokens, tokens / usual.longest_tokens
+            room = saved.room_for(*longer, usual.fixed_bytes, self._kept_bytes)
         swapper.room_bytes = max(0.0, room - self._given_up_bytes)
 
     def decide_anew(self) -> None:
@@ -150,32 +152,51 @@ class AutoActivations:
             return
         self._num_steps += 1
         self.take_profile()
-        choice: Choice | None = None
-        if self._num_steps < _MEASURED_STEP:
-            if self._planned is not None:
-                choice = of_rank_0(self._by_plan(self._planned))
-            if choice is not None and self._session.swapper is not None:
-                self._session.swapper.keeps_all = True
-            self._at = self._look_anew()
-        else:
-            now = self._look()
-            measured = self._measured({key: now[key] - self._at[key] for key in now})
-            self.room = measured.room
-            choice = decided_by_rank_0(lambda: plan(measured))
-            if choice is not None:
-                passing = 0.0 if choice.stays_whole else measured.passing_bytes
-                held = choice.kept_bytes + passing
-                until_blocks = (self._peaks.loss_bytes or 0.0) + held
-                self.device_bytes = max(until_blocks, measured.beside_bytes + max(choice.device_bytes, held))
-            self._decided_by = measured
-        if choice is None:
+        when = f"after step {self._num_steps}"
+        if self._num_steps >= _MEASURED_STEP:
+            now, self.blocks = self._look(), of_rank_0(self.blocks)
+            self._decide_by(self._measured({key: now[key] - self._at[key] for key in now}), plan, when)
             return
+        choice = None if self._planned is None else of_rank_0(self._by_plan(self._planned))
+        if choice is not None:
+            if self._session.swapper is not None:
+                self._session.swapper.keeps_all = True
+            self._decide(choice, when)
+        self._at = self._look_anew()
+
+    def begin_decided(
+        self, kept: MeasuredActivations, blocks: tuple[BlockCost, ...], plan: Callable[[SavedStep], Choice]
+    ) -> bool:
+        """Before the first step, by what an earlier run measured, the same on all ranks: whether that could be. Not
+        where a plan document decides, nor where blocks have other names now. A collective.
+        """
+        recorded = {block.name for block in blocks if block.name}
+        is_known = {block.name for block in self._session.blocks}.issuperset(recorded | {*kept.once})
+        if self._planned is not None or not is_known:
+            return False
+        self._session.observe(None)
+        self.recorder = None
+        self.blocks, self._once = blocks, dict(kept.once)
+        self._decide_by(kept, plan, "before step 1, as an earlier run measured")
+        return True
+
+    def _decide_by(self, measured: MeasuredActivations, plan: Callable[[SavedStep], Choice], when: str) -> None:
+        """Rank 0 does, for all. A collective."""
+        saved = self._saved_step(measured)
+        self.measured = replace(measured, room=saved.room)
+        choice = decided_by_rank_0(lambda: plan(saved))
+        held = choice.kept_bytes + (0.0 if choice.stays_whole else saved.passing_bytes)
+        self.device_bytes = max(measured.loss_bytes + held, measured.beside_bytes + max(choice.device_bytes, held))
+        self._decided_by = saved
+        self._decide(choice, when)
+
+    def _decide(self, choice: Choice, when: str) -> None:
         self._kept_bytes = choice.kept_bytes
         self.is_decided = True
         fates = choice.fates([block.name for block in self._session.blocks])
         self._session.decide(fates | self._saved_whole(fates))
         if current_rank() == 0:
-            get_logger().info("activations, decided after step %d: %s", self._num_steps, choice.line())
+            get_logger().info("activations, decided %s: %s", when, choice.line())
             get_logger().debug("in how many of %d blocks:\n%s", len(self._session.blocks), choice.table())
 
     def _give_way(self) -> None:
@@ -214,19 +235,21 @@ class AutoActivations:
     def take_profile(self) -> None:
         """What the first forward made is known. Idempotent."""
         if self.recorder is not None:
-            self.profiles = self.recorder.profiles()
-            blocks = [profile for profile in self.profiles if profile.name]
-            self._profile = blocks[0] if blocks else None
+            self.blocks = tuple(profile.cost() for profile in self.recorder.profiles())
             self._once = self.recorder.once
             self.recorder = None
 
+    def _block(self) -> BlockCost | None:
+        """That stands for all."""
+        return next((block for block in self.blocks if block.name), None)
+
     def _outputs(self) -> tuple[OutputCost, ...]:
         """Of one block: what it can be spared to compute again, if that is work or backward asks for it."""
-        outputs = self._profile.outputs if self._profile is not None else ()
+        block = self._block()
         return tuple(
-            OutputCost(output.name, output.call, output.flops, output.num_bytes)
-            for output in outputs
-            if output.call is not None and output.num_bytes > 0 and (output.flops > 0 or output.saved)
+            OutputCost(one.name, OperatorCall(*one.call), one.flops, one.num_bytes)
+            for one in (block.operators if block is not None else ())
+            if one.call is not None and one.num_bytes > 0 and (one.flops > 0 or one.saved)
         )
 
     def _by_plan(self, planned: Mapping[str, Mapping[str, int]]) -> Choice | None:
@@ -239,36 +262,50 @@ class AutoActivations:
             )
         return choice
 
-    def _measured(self, step: dict[str, float]) -> SavedStep:
-        """Of this step, with the room that every rank has."""
-        num_blocks = max(1, len(self._session.blocks))
+    def _measured(self, step: dict[str, float]) -> MeasuredActivations:
+        """Of this step; of the device what the rank had that needs most of it. A collective."""
         forwards = max(1, int(step["forwards"]))
+        block_bytes = (step["saved"] - step["outside"]) / forwards / max(1, len(self._session.blocks))
+        peaks = self._peaks
+        peaks.end()
+        beside, passing = peaks.beside_bytes(block_bytes), peaks.passing_bytes(block_bytes)
+        loss = beside if peaks.loss_bytes is None else peaks.loss_bytes
+        *most, fixed = least(-beside, -loss, -passing, min(self._fixed_bytes, beside))
+        beside, loss, passing = (-less for less in most)
+        return MeasuredActivations(
+            block_bytes=block_bytes,
+            outside_bytes=step["outside"] / forwards,
+            beside_bytes=beside,
+            loss_bytes=loss,
+            passing_bytes=passing,
+            fixed_bytes=fixed,
+            mean_tokens=sum(self._lengths) / max(1, len(self._lengths)),
+            longest_tokens=float(max(self._lengths, default=0)),
+            room=0.0,
+            once=self._once,
+        )
+
+    def _saved_step(self, measured: MeasuredActivations) -> SavedStep:
+        """With the room that every rank has now. A collective."""
         tier = self._session.tier
         host_bytes = stored_bytes = 0.0
         if tier is not None:
             home = tier.storage
             host_bytes = float(tier.kept_bytes)
             stored_bytes = 0.0 if home is None else float(home.space.room_bytes)
-        block_bytes = (step["saved"] - step["outside"]) / forwards / num_blocks
-        peaks = self._peaks
-        peaks.end()
-        beside, passing = peaks.beside_bytes(block_bytes), peaks.passing_bytes(block_bytes)
-        device_bytes = max(0.0, self._budget_bytes - beside)
-        staying_bytes = device_bytes if peaks.loss_bytes is None else max(0.0, self._budget_bytes - peaks.loss_bytes)
-        device_bytes, staying_bytes, less = least(device_bytes, staying_bytes, -passing)
-        host_bytes, stored_bytes = least(host_bytes, stored_bytes)
-        known = self._profile
+        budget, host_bytes, stored_bytes = least(self._budget_bytes, host_bytes, stored_bytes)
+        known = self._block()
         return SavedStep(
-            num_blocks=num_blocks,
-            block_bytes=block_bytes,
-            block_flops=float(known.flops) if known is not None else 0.0,
-            input_bytes=float(known.input_bytes) if known is not None else 0.0,
-            outside_bytes=step["outside"] / forwards,
+            num_blocks=max(1, len(self._session.blocks)),
+            block_bytes=measured.block_bytes,
+            block_flops=known.flops if known is not None else 0.0,
+            input_bytes=known.input_bytes if known is not None else 0.0,
+            outside_bytes=measured.outside_bytes,
             outputs=self._outputs(),
-            device_bytes=device_bytes,
-            beside_bytes=beside,
-            staying_bytes=staying_bytes,
-            passing_bytes=-less,
+            device_bytes=max(0.0, budget - measured.beside_bytes),
+            beside_bytes=measured.beside_bytes,
+            staying_bytes=max(0.0, budget - measured.loss_bytes),
+            passing_bytes=measured.passing_bytes,
             host_bytes=host_bytes,
             stored_bytes=stored_bytes,
         )

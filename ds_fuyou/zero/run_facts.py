@@ -18,8 +18,14 @@ from ds_fuyou.optimizer.clip_policy import Overlap, UpdateStart
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.planner.cost import Placement
 from ds_fuyou.planner.policies import Updates
-from ds_fuyou.planner.profile import RunProfile, fingerprint_of, load_profile, machine_fingerprint, profile_directory
-from ds_fuyou.profiling.operators import BlockProfile
+from ds_fuyou.planner.profile import (
+    BlockCost,
+    RunProfile,
+    fingerprint_of,
+    load_profile,
+    machine_fingerprint,
+    profile_directory,
+)
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.zero.agreement import of_rank_0
 from ds_fuyou.zero.budgets import cores_of_rank, local_ranks
@@ -70,15 +76,15 @@ class ActivationWork:
     recompute_flops: float = 0.0
 
 
-def recomputed_flops(session: ActivationSession | None, profiles: Sequence[BlockProfile]) -> float:
+def recomputed_flops(session: ActivationSession | None, blocks: Sequence[BlockCost]) -> float:
     """Of one micro-batch: what the blocks that are computed again do, less the outputs that are saved there."""
     if session is None:
         return 0.0
     total = 0.0
-    for profile in profiles:
-        fate = session.fates.get(profile.name)
-        if profile.name and fate is not None and fate.outputs is not None:
-            total += sum(output.flops for output in profile.outputs if output.call not in fate.outputs)
+    for block in blocks:
+        fate = session.fates.get(block.name)
+        if block.name and fate is not None and fate.outputs is not None:
+            total += sum(one.flops for one in block.operators if one.call not in fate.outputs)
     return total
 
 

@@ -2,8 +2,8 @@
 """The planner beside a run: two conservative steps are measured, then every step is compared with what they predict.
 
 Step 1 records operators and leaves no update behind; in step 2 nothing is updated before ``step()``, so forward,
-backward and the optimizer are each timed alone. A profile that an earlier run kept takes the place of both. Results are
-the same with and without: only the order of work changes.
+backward and the optimizer are each timed alone. A profile that an earlier run kept takes the place of both, and decides
+fates of activations before the first step. Results are the same with and without: only the order of work changes.
 
 [Note: ranks and plans] Every rank measures, watches and plans by the numbers of the slowest one, which all know, so all
 plan alike. What follows from a plan is a collective: that something must follow is told by one small reduction a step,
@@ -36,7 +36,6 @@ from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.policies import Updates
 from ds_fuyou.planner.profile import (
     BlockCost,
-    OperatorCost,
     RunProfile,
     StorageRates,
     forget_profile,
@@ -44,9 +43,9 @@ from ds_fuyou.planner.profile import (
     slowest,
 )
 from ds_fuyou.planner.profiled import Prediction, predict, profile_line, run_time
-from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement, with_finding
+from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement, is_another, with_finding
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
-from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder
+from ds_fuyou.profiling.operators import OperatorRecorder
 from ds_fuyou.storage.types import PAGE_BYTES
 from ds_fuyou.telemetry.placement import shown_bytes
 from ds_fuyou.telemetry.report import LaneTimes
@@ -90,7 +89,18 @@ class _Origin(enum.Enum):
 
     EARLIER = "measured in an earlier run"
     HERE = "measured in this run"
+    SCALED = "measured in an earlier run with other batches"
     ANEW = "made anew"
+
+
+class _Anew(enum.IntEnum):
+    """What follows from a step that was not as planned."""
+
+    NOTHING = 0
+    TIMES = 1
+    """Steps are predicted anew, and placed."""
+    ACTIVATIONS = 2
+    """These, too."""
 
 
 class RunPlan:
@@ -131,6 +141,7 @@ class RunPlan:
         self._added = (0.0, 0)
         self._threads: deque[ThreadSecs] = deque(maxlen=_LAST_STEPS)  # of steps that were compared
         self._kept: RunProfile | None = None  # on rank 0: what the next run finds
+        self._is_tried = True  # a step was applied under what was decided of activations
         self.moves = RunMoves(rank_state, known.local_ranks, leave_out)
         self._at = self._look()
         rank_state.device.reset_peak()  # of building the engine
@@ -139,6 +150,7 @@ class RunPlan:
             self.profile = None  # measured while nothing was on storage
         if current_rank() == 0 and known.keeps:
             self._kept = self.profile
+        self._begin_decided(self.profile)
         if not known.keeps:
             self._stage = _Stage.RUNS
         elif self.profile is None:
@@ -151,9 +163,19 @@ class RunPlan:
             swapper = session.swapper if session is not None else None
             self.clock.record_next(blocks, None if swapper is None else (swapper.pack, swapper.unpack))
 
+    def _begin_decided(self, profile: RunProfile | None) -> None:
+        """Mode "auto", if an earlier run has decided. Until a step has been applied under that nobody else finds it:
+        what no longer fits the device must not fail every start.
+        """
+        if self.auto is None or profile is None or profile.activations is None:
+            return
+        if self.auto.begin_decided(profile.activations, profile.blocks, lambda saved: self._choice(saved, profile)):
+            self._is_tried = False
+            self._keep()
+
     def _planning(self) -> _Stage:
         """A plan is to be made: once activations have their fates for a whole step."""
-        return _Stage.PLANS if self.auto is None else _Stage.SETTLES
+        return _Stage.PLANS if self.auto is None or self.auto.is_decided else _Stage.SETTLES
 
     def _look(self) -> tuple[float, LaneTimes, int, ActivationWork]:
         """Counters since the start."""
@@ -191,16 +213,20 @@ class RunPlan:
         """A step was applied; its updates may still run."""
         if self.auto is not None:
             self.auto.take_profile()
+        if not self._is_tried:
+            self._is_tried = True
+            self._keep()
         self._num_steps += 1
-        stage, anew = self._stage, False
+        stage, anew = self._stage, _Anew.NOTHING
         times = self.clock.end_step(wait=stage is _Stage.MEASURES)
         if stage is _Stage.MEASURES:
             self._measure(times)
         elif self._num_steps == 1 and self.profile is not None:
             if (self.clock.shape, times.num_forwards) != (self.profile.shape, self.profile.accumulation):
-                self.profile, anew = _scaled(self.profile, times, self.clock.shape), True
-        elif stage is _Stage.WATCHES and self._watch is not None:
-            anew = self._compare(self._watch, times)
+                anew = _Anew.TIMES if _is_alike(self.profile, times) else _Anew.ACTIVATIONS
+                self.profile = _scaled(self.profile, times, self.clock.shape)
+        elif stage is _Stage.WATCHES and self._watch is not None and self._compare(self._watch, times):
+            anew = _Anew.ACTIVATIONS
         self._let_auto_decide(times)
         if stage is _Stage.MEASURES and self._stage is not stage:
             self.moves.move(self.profile)
@@ -233,35 +259,42 @@ class RunPlan:
         if auto is None:
             return
         was_decided = auto.is_decided
-        auto.step_applied(lambda saved: self._choice(saved, times))
-        if auto.is_decided and not was_decided and self.profile is not None and auto.room is not None:
-            self._know(replace(self.profile, room=auto.room))
+        auto.step_applied(lambda saved: self._choice(saved, self.profile or self._of_this_step(times)))
+        if auto.is_decided and not was_decided and self.profile is not None and auto.measured is not None:
+            self._is_tried = False
+            self._know(replace(self.profile, activations=auto.measured, blocks=auto.blocks or self.profile.blocks))
 
     def _know(self, profile: RunProfile) -> None:
-        """Keeps a profile, where this is the run that measures it."""
+        """Keeps a profile; not what this run has become in the meantime."""
         self.profile = profile
-        if self._origin is not _Origin.HERE or current_rank() != 0:
-            return
-        kept_at, self._kept = save_profile(profile), profile
-        self._kept_at = "not kept" if kept_at is None else f"kept for the next run in {kept_at}"
+        if self._origin is not _Origin.ANEW and current_rank() == 0:
+            self._kept = profile
+            self._keep()
 
-    def _follow(self, anew: bool, scarce: bool) -> None:
+    def _keep(self) -> None:
+        """For the next run, on rank 0."""
+        if self._kept is not None:
+            kept_at = save_profile(self._kept if self._is_tried else replace(self._kept, activations=None))
+            self._kept_at = "not kept" if kept_at is None else f"kept for the next run in {kept_at}"
+
+    def _follow(self, anew: _Anew, scarce: bool) -> None:
         """What one rank asks all do: plan anew, or leave memory. A collective, on all ranks after the same steps."""
         auto, moves = self.auto, self.moves
         if not (moves.may_move or (auto is not None and self._facts.keeps)):  # nothing follows that all ranks do
             if anew:
-                self._plan_anew()
+                self._plan_anew(anew)
             return
         waits = moves.brings and not moves.is_ready
-        anew, scarce, waits = (value < 0 for value in least(-float(anew), -float(scarce), -float(waits)))
+        least_anew, *asked = least(-float(anew), -float(scarce), -float(waits))
+        anew, (scarce, waits) = _Anew(int(-least_anew)), (value < 0 for value in asked)
         if anew:
             profiles = [profile for profile in of_every_rank(self.profile) if profile is not None]
             self.profile = slowest(profiles)
-            self._plan_anew()
-            if auto is not None and auto.is_decided:
+            if auto is not None and auto.is_decided and anew is _Anew.ACTIVATIONS:
                 auto.decide_anew()
                 if current_rank() == 0:
                     get_logger().info("activations are decided anew within the next steps")
+            self._plan_anew(anew)
         plan = self._state.plan
         if scarce:
             moves.leave_memory()
@@ -277,24 +310,32 @@ class RunPlan:
         if self._stage is _Stage.WATCHES:
             self._watch, self._stage = None, _Stage.PLANS
 
-    def _plan_anew(self) -> None:
-        """Predicts, tells and watches by what is true now."""
+    def _plan_anew(self, anew: _Anew) -> None:
+        """Predicts, tells and watches by what is true now. What is already true of the first step is of the next run's,
+        too.
+        """
         if self._watch is not None:
             self._usual = self._watch.usual()
-        self._watch, self._stage, self._origin = None, self._planning(), _Origin.ANEW
+        is_other = self._num_steps == 1 and anew is _Anew.ACTIVATIONS
+        self._watch, self._stage, self._origin = None, self._planning(), _Origin.SCALED if is_other else _Origin.ANEW
+        if is_other and self.auto is None and self.profile is not None:
+            self._know(self.profile)
 
-    def _profiles(self) -> tuple[BlockProfile, ...]:
-        """What mode "auto" recorded of the first forward; empty without it."""
-        return self.auto.profiles if self.auto is not None else ()
+    def _recorded(self) -> tuple[BlockCost, ...]:
+        """What mode "auto" saw of the first forward; empty without it."""
+        return self.auto.blocks if self.auto is not None else ()
 
     def close(self) -> None:
         """What only many steps tell is kept for the next run: how often updates were done again, and beside a device at
         what rate they run, and what threads do themselves when nothing is recorded any more. Idempotent.
         """
         self.clock.close()
-        kept, self._kept = self._kept, None
+        kept, session = self._kept, self._state.activations
         if kept is None:
             return
+        if not self._is_tried and session is not None and not session.num_forwards:
+            self._is_tried = True  # nobody asked
+            self._keep()
         found, share = kept, self._state.core.policy.refused_share
         if share is not None and abs(share - kept.redo_share) > _NEWS:
             found = replace(found, redo_share=share)
@@ -308,7 +349,9 @@ class RunPlan:
             if any(abs(now - then) > _NEWS * then > 0 for now, then in both):
                 found = replace(found, thread=threads)
         if found is not kept:
-            save_profile(found)
+            self._kept = found
+            self._keep()
+        self._kept = None
 
     # ---- measuring ----------------------------------------------------------------------------------------
 
@@ -325,7 +368,7 @@ class RunPlan:
         if self._added[0] > before[0]:
             self._sum_rate = max(self._sum_rate, (self._added[1] - before[1]) / (self._added[0] - before[0]))
         if self._num_steps < _TIMED_STEP:
-            self._blocks = tuple(_block_cost(p) for p in self._profiles() or self.clock.profiles())
+            self._blocks = self._recorded() or tuple(profile.cost() for profile in self.clock.profiles())
             return
         began = time.perf_counter()
         found: RunProfile | None = None
@@ -358,7 +401,7 @@ class RunPlan:
             model=self._facts.model,
             shape=self.clock.shape,
             accumulation=times.num_forwards,
-            blocks=self._blocks or tuple(_block_cost(profile) for profile in self._profiles()),
+            blocks=self._blocks or self._recorded(),
             forward_secs=times.forward_secs / times.num_forwards,
             backward_secs=times.backward_secs / times.num_forwards,
             update_rate=update_rate,
@@ -414,7 +457,7 @@ class RunPlan:
         moved = ActivationWork(
             work.written_bytes - before.written_bytes,
             work.num_forwards - before.num_forwards,
-            recomputed_flops(state.activations, self._profiles()),
+            recomputed_flops(state.activations, self._recorded()),
         )
         place = placement_of_run(state, profile, moved)
         if place is None:
@@ -445,10 +488,9 @@ class RunPlan:
             return known
         return known + self._across.most_bytes
 
-    def _choice(self, saved: SavedStep, times: StepTimes) -> Choice:
+    def _choice(self, saved: SavedStep, profile: RunProfile | None) -> Choice:
         """What becomes of activations, by predicted time where this run can predict. On rank 0."""
-        state, profile = self._state, self.profile or self._of_this_step(times)
-        place = None if profile is None else placement_of_run(state, profile, ActivationWork())
+        place = None if profile is None else placement_of_run(self._state, profile, ActivationWork())
         if profile is None or place is None:  # nothing was timed: nothing is computed twice
             return saved.planned(Placement(), lambda place: place.recompute_flops + 1e-9 * place.swapped_bytes)
         return saved.planned(place, self._time(profile).secs)
@@ -544,12 +586,9 @@ class RunPlan:
             get_logger().info("the kept profile no longer holds: it is dropped, and the next run measures again")
 
 
-def _block_cost(profile: BlockProfile) -> BlockCost:
-    known = profile.saves_known
-    operators = (
-        OperatorCost(o.name, float(o.flops), float(o.num_bytes), o.saved or not known) for o in profile.outputs
-    )
-    return BlockCost(profile.name, float(profile.flops), float(profile.input_bytes), tuple(operators))
+def _is_alike(profile: RunProfile, times: StepTimes) -> bool:
+    """Whether a step has as many micro-batches, about as long as those of the profile."""
+    return times.num_forwards == profile.accumulation and not is_another(profile.num_elements, times.num_elements)
 
 
 def _scaled(profile: RunProfile, times: StepTimes, shape: tuple[int, ...]) -> RunProfile:

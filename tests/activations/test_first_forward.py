@@ -60,8 +60,8 @@ def test_what_fits_is_never_written_and_the_rest_is(share: float, model: Plain, 
     with attached(model, tmp_path) as swapped:
         auto = auto_of(swapped, budget)
         measured: list[SavedStep] = []
-        real = auto._measured
-        auto._measured = lambda step: measured.append(real(step)) or measured[-1]  # type: ignore[method-assign,func-returns-value]
+        real = auto._saved_step
+        auto._saved_step = lambda found: measured.append(real(found)) or measured[-1]  # type: ignore[method-assign,func-returns-value]
         for _ in range(2):
             loss = model(IDS)
             assert swapped.swapper.kept.now <= budget

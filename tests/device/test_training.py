@@ -26,6 +26,7 @@ from deepspeed.accelerator import get_accelerator
 import ds_fuyou
 import ds_fuyou.activations.arena as arena_module
 import ds_fuyou.planner.plan as plan_module
+from ds_fuyou.activations.policy import BlockFate, Fate
 from ds_fuyou.cli import main
 from ds_fuyou.host.compute_clock import Phase
 from ds_fuyou.ops.core import load_core
@@ -39,6 +40,7 @@ from ds_fuyou.storage.io import Transfer
 from ds_fuyou.telemetry.placement import shown_bytes
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.run_moves import RunMoves
+from ds_fuyou.zero.run_plan import RunPlan
 from tests.device import faults
 from tests.device.accelerator import StandinAccelerator
 from tests.device.parity import fuyou_of
@@ -174,6 +176,60 @@ def test_waits_for_memory_of_gradients_are_no_backward(tmp_path: Path) -> None:
         assert sum(secs for phase, secs in since.items() if phase not in (Phase.OUTSIDE, Phase.STEP)) <= passed
         engine.step()
     engine.destroy()
+
+
+# ---- mode auto, begun as an earlier run ended -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", ["alike", "longer", "failing"])
+def test_what_one_run_decided_the_next_begins_with(
+    batch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Callable[[], str]
+) -> None:
+    """In the same state, step by step to the bit; one whose first step fails leaves the next one to decide anew."""
+    monkeypatch.setenv("DS_FUYOU_PROFILES", str(tmp_path / "profiles"))
+    monkeypatch.setattr(RunPlan, "_drop_kept", lambda self, findings: None)  # other work on the machine drops none
+    made = {"alike": batches(6), "longer": [{**one, "ids": one["ids"].repeat(2, 1)} for one in batches(6)]}
+
+    def kept() -> dict[str, Any]:
+        (file,) = (tmp_path / "profiles").iterdir()
+        return json.loads(file.read_text())
+
+    def run(name: str, given: list[dict]) -> tuple[list[float], list[Any], list[bool]]:
+        """Losses; fates and whether activations are kept for others, before each step and at the end."""
+        engine = make_engine(tmp_path / name, "all", "auto", gpu_budget_bytes=500_000)
+        session, losses, fates, has_kept = engine.optimizer.rank_state.activations, [], [], []
+        for one in given:
+            fates.append(dict(session.fates))
+            has_kept.append((tmp_path / "profiles").exists() and kept()["activations"] is not None)
+            losses.append(float(train(engine, one).detach()))
+        engine.destroy()
+        return losses, [*fates, dict(session.fates)], [*has_kept, kept()["activations"] is not None]
+
+    first, fates, has_kept = run("first", made["alike"])
+    assert fates[:2] == [{}, {}]
+    assert set(map(repr, fates[-1].values())) != {repr(BlockFate(Fate.KEEP))}, "something leaves"
+    assert has_kept == [False] * 3 + [True] * 4, "decided after the second step, under which a third was applied"
+    if batch == "failing":
+        engine = make_engine(tmp_path / "failing", "all", "auto", gpu_budget_bytes=500_000)
+        assert kept()["activations"] is None
+        with pytest.raises(RuntimeError):
+            engine(ids=torch.zeros(2, 4))
+        engine.destroy()
+        assert kept()["activations"] is None
+        assert run("second", made["alike"])[1:] == (fates, has_kept)
+        return
+    assert run("none", [])[1:] == ([fates[-1]], [True]), "no step was asked for"
+    second, *begun = run("second", made[batch])
+    assert begun[0][0] == fates[-1]
+    if batch == "alike":
+        assert second == first
+        assert begun == [[fates[-1]] * 7, [False] + [True] * 6]
+    else:
+        assert begun[0][1] == {}, "measured anew"
+        assert begun[1] == [False, True, True, False, True, True, True], "decided anew after the third"
+        assert kept()["shape"] == list(made["longer"][0]["ids"].shape)
+    assert run("third", made[batch])[1][0] == begun[0][-1]
+    assert told().count("activations, decided before step 1, as an earlier run measured: of 3 blocks") == 3
 
 
 # ---- mode auto, before it decides -----------------------------------------------------------------------------

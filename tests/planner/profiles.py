@@ -6,11 +6,11 @@ from __future__ import annotations
 from ds_fuyou.planner.cost import Placement
 from ds_fuyou.planner.plan import PlanInput
 from ds_fuyou.planner.policies import Updates
-from ds_fuyou.planner.profile import BlockCost, OperatorCost, RunProfile, StorageRates
+from ds_fuyou.planner.profile import BlockCost, MeasuredActivations, OperatorCost, RunProfile, StorageRates
 from ds_fuyou.planner.profiled import Prediction, predict, run_time
 from ds_fuyou.state_layout import WHOLE, layout_of
 
-__all__ = ["GIVEN", "PLACE", "PROFILE", "predicted"]
+__all__ = ["ACTIVATIONS", "GIVEN", "PLACE", "PROFILE", "predicted"]
 
 GIVEN = PlanInput(
     numel=100_000_000,
@@ -46,6 +46,19 @@ PROFILE = RunProfile(
     num_params=100_000_000,
 )
 """4 s of compute; reads and writes share storage exactly (duplex 1)."""
+
+ACTIVATIONS = MeasuredActivations(
+    block_bytes=1e9,
+    outside_bytes=1e8,
+    beside_bytes=2e9,
+    loss_bytes=1e9,
+    passing_bytes=1e8,
+    fixed_bytes=5e8,
+    mean_tokens=150.0,
+    longest_tokens=200.0,
+    room=1e9,
+    once={"blocks.1": "it changes in place what it was given"},
+)
 
 PLACE = Placement(params=1.0, states=0.0, grads=1.0, two_versions=True)
 """States on storage: 1.2 GB read, 1.2 GB written, 1.8 s of storage; 1 s of updates."""

@@ -6,15 +6,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from ds_fuyou.planner import profile
-from ds_fuyou.planner.profile import forget_profile, load_profile, machine_fingerprint, profile_directory, save_profile
+from ds_fuyou.planner.profile import (
+    OperatorCost,
+    forget_profile,
+    load_profile,
+    machine_fingerprint,
+    profile_directory,
+    save_profile,
+)
 from ds_fuyou.state_layout import BF16, INT8, SPLIT, WHOLE, StateLayout, layout_of
-from tests.planner.profiles import PROFILE
+from tests.planner.profiles import ACTIVATIONS, PROFILE
 
 
 def test_what_is_kept_comes_back(profiles: Path) -> None:
@@ -27,6 +34,11 @@ def test_what_is_kept_comes_back(profiles: Path) -> None:
     bare = replace(PROFILE, storage=None, blocks=())
     save_profile(bare)
     assert load_profile(PROFILE.machine, PROFILE.model) == bare
+    block = replace(PROFILE.blocks[0], operators=(OperatorCost("up/mm", 4e9, 400.0, True, ("aten.mm.default", 1)),))
+    decided = replace(PROFILE, activations=ACTIVATIONS, blocks=(block,))
+    save_profile(decided)
+    assert load_profile(PROFILE.machine, PROFILE.model) == decided
+    assert (bare.room, decided.room) == (None, ACTIVATIONS.room)
     assert [file.name for file in profiles.iterdir()] == [path.name]
     assert [forget_profile(PROFILE.machine, name) for name in (PROFILE.model, PROFILE.model, "another")] == [
         True,
@@ -60,13 +72,25 @@ def test_old_profiles_go(profiles: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     [
         lambda text: text[: len(text) // 2],
         lambda text: "[]",
-        lambda text: text.replace("ds_fuyou.profile/6", "ds_fuyou.profile/0"),
+        lambda text: text.replace("ds_fuyou.profile/7", "ds_fuyou.profile/0"),
         lambda text: json.dumps({**json.loads(text), "update_rate": 0}),
         lambda text: json.dumps({**json.loads(text), "forward_secs": "1"}),
         lambda text: json.dumps({**json.loads(text), "machine": "x"}),
+        lambda text: json.dumps({**json.loads(text), "activations": {**asdict(ACTIVATIONS), "beside_bytes": -1.0}}),
+        lambda text: json.dumps({**json.loads(text), "activations": {**asdict(ACTIVATIONS), "once": 1}}),
         lambda text: json.dumps({key: value for key, value in json.loads(text).items() if key != "blocks"}),
     ],
-    ids=["cut short", "no object", "another schema", "no rate", "text", "another machine", "a key lacks"],
+    ids=[
+        "cut short",
+        "no object",
+        "another schema",
+        "no rate",
+        "text",
+        "another machine",
+        "a size",
+        "no names",
+        "a key lacks",
+    ],
 )
 def test_what_is_damaged_is_told_and_ignored(damage: Callable[[str], str], told: Callable[[], str]) -> None:
     path = save_profile(PROFILE)

@@ -95,6 +95,7 @@ def test_the_next_run_starts_planned_and_notices_batch_and_disk(trained: tuple[d
     assert log.count("plan (made anew)") >= 2
     assert log.count("activations are decided anew within the next steps") >= 1
     assert log.count("activations, decided after step") >= 2
+    assert log.count("activations, decided before step 1, as an earlier run measured") == 1
     cold, warm = results["cold"]["profile"], results["warm"]["profile"]
     claimed = 1e-6
     assert warm["shape"] == [2 * cold["shape"][0], cold["shape"][1]]
