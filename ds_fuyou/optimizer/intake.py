@@ -7,7 +7,8 @@ copied on the stream that is current in ``add``, and nobody waits. What is in fl
 that stream: straight copies with the event that follows them, sums with the thread that makes them
 ([Note: sums on the host]). It is looked through whenever gradients come, and at the end of backward; ``step()`` and
 readers of gradients wait until it is empty. A parameter is complete when nothing of it is in flight any more; only
-then may its chunks be updated, written, or read by a script.
+then may its chunks be updated, written, or read by a script. What an earlier micro-batch left in flight when the last
+one begins completes nothing: another gradient of the same parameter is on its way.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class GradientIntake:
         self._reopen, self._complete = reopen, complete
         self.norms = GradientNorms(device)
         self._sums = HostSums(dtype, device, locks, num_helpers)
-        self._in_flight: deque[tuple[ParamSpan, _EventCopy | HostSum]] = deque()
+        self._in_flight: deque[tuple[ParamSpan, _EventCopy | HostSum, bool]] = deque()
         self._num_in_flight: Counter[int] = Counter()
         self.added = (0.0, 0)
         """Seconds since the start in which gradients from a device were added on the host, and of how many elements."""
@@ -95,12 +96,12 @@ class GradientIntake:
         if self._device.is_host:
             for span, gradient in gradients:
                 self._add_on_host(span, gradient, last=last)
-                self._settled(span)
+                self._settled(span, last=last)
             return
         for span, gradient in gradients:
             if not self._add_from_device(span, gradient, last=last):
                 # An event each: where memory for the next one is short, it waits for the oldest of these.
-                self._in_flight.append((span, _EventCopy(self._device.record_event())))
+                self._in_flight.append((span, _EventCopy(self._device.record_event()), last))
                 self._num_in_flight[span.index] += 1
         self.settle(wait=False)
 
@@ -156,7 +157,7 @@ class GradientIntake:
             whole = [piece.values for piece in pieces] if wants_norm else []
             event = self._device.record_event(blocking=True)  # the thread that waits would take a core from updates
             one = HostSum(target, staging, event, reading, adds=adds, gradient=whole)
-            self._in_flight.append((span, self._sums.submit(one)))
+            self._in_flight.append((span, self._sums.submit(one), last))
             self._num_in_flight[span.index] += 1
         return True
 
@@ -171,7 +172,7 @@ class GradientIntake:
         """Waits for the oldest copy or sum and hands it on; False if nothing is in flight."""
         if not self._in_flight:
             return False
-        span, one = self._in_flight[0]
+        span, one, last = self._in_flight[0]
         self._memory.waited_secs += one.wait()
         self._in_flight.popleft()
         if one.added_secs:
@@ -181,10 +182,12 @@ class GradientIntake:
         self._num_in_flight[span.index] -= 1
         if not self._num_in_flight[span.index]:
             del self._num_in_flight[span.index]
-            self._settled(span)
+            self._settled(span, last=last)
         return True
 
-    def _settled(self, span: ParamSpan) -> None:
+    def _settled(self, span: ParamSpan, *, last: bool) -> None:
+        if not last and self._window.rules is not None:
+            return
         for chunk in self._layout.chunks_of_param[span.index]:
             if self._window.is_completed_by(chunk, span.index):
                 self._complete(chunk)
@@ -192,7 +195,7 @@ class GradientIntake:
     def complete(self, span: ParamSpan) -> None:
         """The parameter's gradient is as it will be, though none came: the script replaced it."""
         self.settle(wait=True)
-        self._settled(span)
+        self._settled(span, last=True)
 
     def drop(self) -> None:
         """Lets everything in flight end; nothing of it counts."""

@@ -79,7 +79,8 @@ class Window:
         return self.rules is None and not (self.arrived or self.prepared or self.held)
 
     def begin_last(self, rules: StepRules, multiplier: float, start: UpdateStart) -> None:
-        """The last micro-batch begins: what is complete from now on may be prepared by these rules."""
+        """The last micro-batch begins: a chunk whose gradients have all come in it may be prepared by these rules."""
+        self._missing.clear()
         self.rules, self.multiplier, self.start = rules, multiplier, start
 
     def await_gradient(self, chunk: int, param: int) -> None:

@@ -535,6 +535,40 @@ def test_nothing_is_unpinned_while_it_is_copied(fault: str, tmp_path: Path) -> N
     del kept
 
 
+@pytest.mark.parametrize("residency", [(1.0, 0.0, 1.0), (0.0, 0.0, 0.0)])
+def test_no_update_begins_before_the_last_gradient_has_come(residency: tuple[float, ...], tmp_path: Path) -> None:
+    """When the last micro-batch begins the device still copies, and the host adds, what the one before left."""
+    limits = LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS)
+    layout = build_layout([[(name, name, CUT_ELEMENTS, 0) for name in "abc"]], limits)
+    stream = torch.standin.current_stream()
+    with small_core(tmp_path, layout, device=rank_device(), clip_policy="speculate", residency=residency) as core:
+        core.intake.norms.take_by(lambda gradient: gradient.double().norm(2))
+        first, second, last = (
+            [(span, values(span, seed).to("standin")) for span in layout.params] for seed in range(3)
+        )
+        core.add_gradients(first, last=False)
+        core.end_micro_batch()
+        core.intake.settle(wait=True)
+        torch.standin.synchronize()
+        with torch.standin.held(stream):
+            core.add_gradients(second, last=False)
+            core.end_micro_batch()
+            assert len(core.intake._in_flight) == 3
+            core.open_window(hypers(layout), 1.0, managed=True)
+        torch.standin.synchronize()
+        for in_flight in core.intake._in_flight:
+            in_flight[1].wait()
+        core.add_gradients(last[:1])
+        assert set(core.window.prepared) <= {0}
+        core.add_gradients(last[1:])
+        core.intake.settle(wait=True)
+        assert set(core.window.prepared) == {0, 1, 2}
+        core.close_window()
+        core.apply(hypers(layout), 1.0, expected_multiplier=1.0)
+        core.wait_all()
+        assert core.pipeline.stats().num_updated_elements == layout.numel
+
+
 @pytest.mark.parametrize("fault", ["", "stream.wait_event at zero/gather_handles.py:wait"])
 def test_who_waits_for_a_gather_of_another_stream_gets_its_values(fault: str, tmp_path: Path) -> None:
     """DeepSpeed's coordinator waits on the stream that copies; what is unpacked in backward, and the end of a step
