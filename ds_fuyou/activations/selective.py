@@ -14,7 +14,9 @@ An output that the block changes later cannot be handed out, since somebody may 
 again, and changed again. One case is common and safe: an autograd function completes its output in place before it
 returns it, as DeepSpeed's linear layer adds the bias to the product. There, in a forward without gradients and with no
 other operator in between, the change belongs to the output: what is saved is the complete one, and the recomputation
-leaves the change out. So an output is saved when the operator after it is seen, not at once.
+leaves the change out. So an output is saved when the operator after it is seen, not at once. Changes that PyTorch does
+not see are looked for in the first forward of every block after a decision: what is found is computed again in this and
+in every other one.
 
 [Note: operators that draw]
 An operator that is not run again draws no random numbers, and what draws after it would draw others. PyTorch says
@@ -24,7 +26,7 @@ so generators are compared around each of their calls that is to be saved: one t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -37,6 +39,7 @@ from ds_fuyou.activations.calls import CallCounter, OperatorCall, is_foreign, is
 from ds_fuyou.activations.policy import Fate
 from ds_fuyou.activations.surroundings import SOURCES, RandomSource, are_same
 from ds_fuyou.activations.swapper import PACKED, Swapper
+from ds_fuyou.activations.unseen import UnseenChanges
 
 __all__ = ["OutputSelection", "RegionOutputs"]
 
@@ -83,18 +86,34 @@ class OutputSelection:
     def __init__(self, swapper: Swapper, fates: Mapping[OperatorCall, Fate], draws: RandomSource | None = None) -> None:
         self._swapper, self._draws = swapper, draws
         self._fates = {call: fate for call, fate in fates.items() if fate is not Fate.RECOMPUTE}
+        self._is_looked_at = False
 
     def region(self) -> RegionOutputs:
         """For one forward of the block."""
-        return RegionOutputs(self._swapper, self._fates, self._draws)
+        return RegionOutputs(self._swapper, self._fates, self._draws, None if self._is_looked_at else self._found)
+
+    def _found(self, changed: set[OperatorCall]) -> None:
+        """In the first forward: outputs of these calls are changed unseen."""
+        self._is_looked_at = True
+        self._fates = {call: fate for call, fate in self._fates.items() if call not in changed}
 
 
 class RegionOutputs:
-    """Outputs that one forward of a block saved. They live as long as the graph that may need them."""
+    """Outputs that one forward of a block saved. They live as long as the graph that may need them. ``found``: is told
+    which are changed unseen; None: nobody looks.
+    """
 
-    def __init__(self, swapper: Swapper, fates: Mapping[OperatorCall, Fate], draws: RandomSource | None) -> None:
+    def __init__(
+        self,
+        swapper: Swapper,
+        fates: Mapping[OperatorCall, Fate],
+        draws: RandomSource | None,
+        found: Callable[[set[OperatorCall]], None] | None,
+    ) -> None:
         self._swapper = swapper
         self._fates = fates
+        self._found = found
+        self._unseen: UnseenChanges[OperatorCall] | None = None if found is None else UnseenChanges()
         self._sources = (_OF_HOST, *SOURCES, *([] if draws is None else [draws]))
         self._saved: dict[OperatorCall, _Saved] = {}
         self._by_storage: dict[int, OperatorCall] = {}
@@ -116,6 +135,13 @@ class RegionOutputs:
     def made(self, call: OperatorCall, inputs: Shapes, outputs: Any) -> None:
         """A wanted call has just run."""
         self._made = _Made(call, inputs, outputs)
+        if self._unseen is not None:
+            self._unseen.made(call, [tensor for tensor in _tensors(outputs) if tensor.layout == torch.strided])
+
+    def changed(self, written: list[torch.Tensor]) -> None:
+        """An operator has just changed these in place."""
+        if self._unseen is not None:
+            self._unseen.written([tensor for tensor in written if tensor.layout == torch.strided])
 
     def changes(self, written: list[torch.Tensor]) -> None:
         """An operator that is no view is about to run, and changes these in place.
@@ -148,6 +174,12 @@ class RegionOutputs:
     def end_forward(self, counts: dict[str, int]) -> None:
         self.counts = counts
         self._by_storage.clear()
+        unseen, self._unseen = self._unseen, None
+        if unseen is not None and self._found is not None:
+            changed = unseen.found()
+            self._found(changed)
+            for call in changed:
+                self._saved.pop(call, None)
 
     def take(self, call: OperatorCall, inputs: Shapes) -> tuple[Any, int] | None:
         """The saved outputs of the call, and how many changes in place are in them; None if it has to run.
@@ -192,11 +224,14 @@ class _Forward(_Mode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
+        written = [] if is_view(func) else written_tensors(func, args, named)
         if not is_view(func):
-            self._region.changes(written_tensors(func, args, named))
+            self._region.changes(written)
         call = self._calls.place(func, args, named)
         if call is None or not self._region.wants(call):
-            return func(*args, **named)
+            outputs = func(*args, **named)
+            self._region.changed(written)
+            return outputs
         before = self._region.random_states() if is_foreign(func) else []
         outputs = func(*args, **named)
         after = self._region.random_states() if before else []

@@ -30,7 +30,7 @@ from ds_fuyou.activations.blocks import Block
 from ds_fuyou.activations.calls import TORCHS, CallCounter, OperatorCall, written_tensors
 from ds_fuyou.activations.records import HeldBytes
 from ds_fuyou.activations.swapper import KeptTensor
-from ds_fuyou.activations.views import ByteRange, byte_view
+from ds_fuyou.activations.unseen import UnseenChanges
 from ds_fuyou.host.device import Device
 from ds_fuyou.planner.profile import BlockCost, OperatorCost
 
@@ -132,44 +132,6 @@ class _Calls:
         return BlockProfile(self.block, tuple(self.outputs), self.input_bytes, known)
 
 
-class _Contents:
-    """Finds outputs that somebody changes past PyTorch's dispatcher: a kernel of another library that works in place,
-    as rotary embeddings do. Such an output cannot be handed out in a recomputation, which would change it again.
-
-    To see it, the outputs of the first block are held until that block ends: in one forward, no more than a
-    recomputation of the block holds in every backward.
-    """
-
-    def __init__(self, calls: _Calls) -> None:
-        self.calls = calls
-        self._sums: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
-
-    def made(self, place: int, tensors: Sequence[torch.Tensor]) -> None:
-        """By the call at that place of the block."""
-        for tensor in tensors:
-            alias = tensor.detach()
-            self._sums[tensor.untyped_storage()._cdata] = place, alias, _sum_of(alias)
-
-    def written(self, tensors: Sequence[torch.Tensor]) -> None:
-        """By an operator that the dispatcher knows."""
-        for tensor in tensors:
-            known = self._sums.get(tensor.untyped_storage()._cdata)
-            if known is not None:
-                self._sums[tensor.untyped_storage()._cdata] = *known[:2], _sum_of(known[1])
-
-    def end(self) -> None:
-        """The block has ended."""
-        for place, alias, before in self._sums.values():
-            if not torch.equal(before, _sum_of(alias)):
-                self.calls.outputs[place] = replace(self.calls.outputs[place], call=None)
-        self._sums.clear()
-
-
-def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Of the bytes of its storage."""
-    return byte_view(tensor, ByteRange(0, tensor.untyped_storage().nbytes())).sum(dtype=torch.int64)
-
-
 class _Timings:
     """How long calls took, on a device by its own clock: those that are timed instead of counted, and those by which
     seconds become FLOPs.
@@ -262,7 +224,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._module: list[str] = []
         self._made: dict[int, tuple[StorageWeakRef, _Calls, int]] = {}
         self._handles: list[Any] = []
-        self._contents: _Contents | None = None
+        self._unseen: tuple[_Calls, UnseenChanges[int]] | None = None  # in the first block, by place in its list
         self._timings = _Timings(device)
         self._paused = 0
         self.is_open = False
@@ -292,7 +254,7 @@ class OperatorRecorder(TorchDispatchMode):
             handle.remove()
         self._handles.clear()
         self._made.clear()
-        self._contents = None
+        self._unseen = None
         self._current = self._outside
         self._module.clear()
 
@@ -339,10 +301,10 @@ class OperatorRecorder(TorchDispatchMode):
         for tensor in fresh if place >= 0 else ():
             storage = tensor.untyped_storage()
             self._made[storage._cdata] = (StorageWeakRef(storage), self._current, place)
-        if self._contents is not None and self._contents.calls is self._current:
-            self._contents.written(_dense(written_tensors(func, args, kwargs)))
+        if self._unseen is not None and self._unseen[0] is self._current:
+            self._unseen[1].written(_dense(written_tensors(func, args, kwargs)))
             if call is not None and place >= 0:
-                self._contents.made(place, fresh)
+                self._unseen[1].made(place, fresh)
         return place
 
     def _saved(self, block: str, tensor: torch.Tensor) -> _Asked:
@@ -372,16 +334,18 @@ class OperatorRecorder(TorchDispatchMode):
             self._current.took((args, kwargs))
             given.extend((leaf, leaf._version) for leaf in tree_leaves((args, kwargs)) if _counts_changes(leaf))
             if len(self._calls) == 1:
-                self._contents = _Contents(self._current)
+                self._unseen = self._current, UnseenChanges()
             if self._sees_saves and torch.is_grad_enabled():
                 pack = functools.partial(self._saved, block.name)
                 hooks.append(torch.autograd.graph.saved_tensors_hooks(pack, self._asked))
                 hooks[-1].__enter__()
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if self._contents is not None and self._contents.calls is self._current:
+            if self._unseen is not None and self._unseen[0] is self._current:
                 with self.paused(), torch.no_grad():
-                    self._contents.end()
+                    places = self._unseen[1].found()
+                for place in places:
+                    self._current.outputs[place] = replace(self._current.outputs[place], call=None)
             self._current = self._outside
             if any(tensor._version != version for tensor, version in given):
                 self.once.setdefault(block.name, "it changes in place what it was given")

@@ -227,9 +227,10 @@ class UnseenBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(48, 96), nn.Linear(96, 48)
+        self.unseen: Callable[[torch.Tensor], torch.Tensor] = Unseen.apply
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(Unseen.apply(self.up(x))))
+        return x + self.down(F.gelu(self.unseen(self.up(x))))
 
 
 def test_outputs_that_are_changed_unseen_are_computed_again(tmp_path: Path) -> None:
@@ -247,6 +248,30 @@ def test_outputs_that_are_changed_unseen_are_computed_again(tmp_path: Path) -> N
             fates = {f"{i}": BlockFate(Fate.SWAP, dict.fromkeys(calls, fate)) for i in range(3)}
             swapped.session.decide(fates | AROUND)
             assert agrees(swapped, step, expected), fate
+
+
+@pytest.mark.parametrize("fate", [Fate.KEEP, Fate.SWAP])
+def test_outputs_that_are_changed_unseen_in_other_blocks_are_found(fate: Fate, tmp_path: Path) -> None:
+    """The first block, which was watched, changes none; nor did the others when they were."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(UnseenBlock() for _ in range(3))).train()
+    model[0].unseen = nn.Identity()
+
+    def step(model: nn.Module) -> None:
+        model(torch.ones(64, 48).cumsum(0) / 64).square().mean().backward()
+
+    expected = gradients(copy.deepcopy(model), step)
+    calls = calls_of(model, step)
+    up = OperatorCall("aten.addmm.default", 0)
+    assert up in calls
+    with attached(model, tmp_path, arena_bytes=SMALL) as swapped:
+        fates = {f"{i}": BlockFate(Fate.SWAP, dict.fromkeys(calls, fate)) for i in range(3)}
+        swapped.session.decide(fates | AROUND)
+        for _ in range(3):
+            assert agrees(swapped, step, expected)
+        wants = [forward._selection.region().wants(up) for forward in swapped.session._forwards]
+        assert wants == [True, False, False]
+        assert swapped.nothing_is_left()
 
 
 class ChangedBuffers(nn.Module):

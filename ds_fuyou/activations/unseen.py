@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outputs that somebody changes past PyTorch's dispatcher: a kernel of another library that works in place, as rotary
+embeddings do. Such an output cannot be handed out in a recomputation, which would change it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+from ds_fuyou.activations.views import ByteRange, byte_view
+
+__all__ = ["UnseenChanges"]
+
+K = TypeVar("K", bound=Hashable)
+
+
+class UnseenChanges(Generic[K]):
+    """To be told of the outputs of one forward of a block and of what operators write to them.
+
+    It holds them until it is asked: in one forward no more than a recomputation of the block holds in every backward.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[K, torch.Tensor, torch.Tensor]] = {}
+
+    def made(self, key: K, tensors: Sequence[torch.Tensor]) -> None:
+        """By the call of that key, just now. Tensors have a storage, which is theirs alone."""
+        for tensor in tensors:
+            alias = tensor.detach()
+            self._sums[tensor.untyped_storage()._cdata] = key, alias, _sum_of(alias)
+
+    def written(self, tensors: Sequence[torch.Tensor]) -> None:
+        """By an operator that the dispatcher knows, just now."""
+        for tensor in tensors:
+            known = self._sums.get(tensor.untyped_storage()._cdata)
+            if known is not None:
+                self._sums[tensor.untyped_storage()._cdata] = *known[:2], _sum_of(known[1])
+
+    def found(self) -> set[K]:
+        """Of which calls outputs are not as they were made and written, and lets all of them go. Waits for a device."""
+        keys = {key for key, alias, before in self._sums.values() if not torch.equal(before, _sum_of(alias))}
+        self._sums.clear()
+        return keys
+
+
+def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Of the bytes of its storage."""
+    return byte_view(tensor, ByteRange(0, tensor.untyped_storage().nbytes())).sum(dtype=torch.int64)
