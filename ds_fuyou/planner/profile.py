@@ -74,6 +74,7 @@ class MeasuredActivations:
     """What mode "auto" decided by. Bytes of the device are those of the rank that needs most of it.
 
     Attributes:
+        num_blocks: of the model.
         block_bytes: saved by one block in a forward, in the mean; ``outside_bytes``: around the blocks.
         beside_bytes: of the device, that all else takes while backward is in the blocks; ``loss_bytes``: before.
         passing_bytes: that activations which leave the device may take of it at the same time.
@@ -83,6 +84,7 @@ class MeasuredActivations:
         once: blocks that cannot be computed again, and why.
     """
 
+    num_blocks: int
     block_bytes: float
     outside_bytes: float
     beside_bytes: float
@@ -214,8 +216,10 @@ class RunProfile:
 
 
 def _operator(data: Mapping[str, Any]) -> OperatorCost:
-    call = data["call"]
-    return OperatorCost(**{**data, "call": None if call is None else (str(call[0]), int(call[1]))})
+    if data["call"] is None:
+        return OperatorCost(**data)
+    operator, occurrence = data["call"]
+    return OperatorCost(**{**data, "call": (str(operator), int(occurrence))})
 
 
 def _activations(data: Mapping[str, Any] | None) -> MeasuredActivations | None:

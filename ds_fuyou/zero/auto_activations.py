@@ -84,9 +84,11 @@ class AutoActivations:
         self.measured: MeasuredActivations | None = None
         """What it was decided by; None where a plan document decided."""
         self.device_bytes: float | None = None
-        """The most that this rank will hold on the device by what was decided; None: not known."""
+        """The most that a rank will hold on the device by what was decided; None: not known."""
         self._decided_by: SavedStep | None = None
         self._kept_bytes = 0.0  # of activations on the device, as decided
+        self._tries: Callable[[], None] | None = None  # to be told when the first forward begins decided
+        self._more_bytes = 0.0  # of the device in use by then than in the measured run
         self._given_up_bytes, self._num_retries, self._is_between = 0.0, 0, True
         self._num_steps = 0
         self._at = self._look_anew()
@@ -114,13 +116,18 @@ class AutoActivations:
                 self._lengths.append(tokens)
                 self._fixed_bytes = min(self._fixed_bytes, max(0, self._device.allocated_bytes() - swapper.held.now))
             return
+        if self._tries is not None:
+            tries, self._tries = self._tries, None
+            in_use = self._device.allocated_bytes() - swapper.held.now
+            self._more_bytes = max(0.0, in_use - usual.fixed_bytes)
+            tries()
         if self._is_between:  # what an evaluation asked for is not this step's
             self._num_retries, self._is_between = self._device.num_retries(), False
         room = saved.most_bytes
         if tokens > usual.longest_tokens > 0:
             longer = tokens / usual.mean_tokens, tokens / usual.longest_tokens
             room = saved.room_for(*longer, usual.fixed_bytes, self._kept_bytes)
-        swapper.room_bytes = max(0.0, room - self._given_up_bytes)
+        swapper.room_bytes = max(0.0, room - self._given_up_bytes - self._more_bytes)
 
     def decide_anew(self) -> None:
         """As in the first steps, until the next one has been measured. On all ranks after the same step."""
@@ -165,20 +172,24 @@ class AutoActivations:
         self._at = self._look_anew()
 
     def begin_decided(
-        self, kept: MeasuredActivations, blocks: tuple[BlockCost, ...], plan: Callable[[SavedStep], Choice]
-    ) -> bool:
-        """Before the first step, by what an earlier run measured, the same on all ranks: whether that could be. Not
-        where a plan document decides, nor where blocks have other names now. A collective.
+        self,
+        kept: MeasuredActivations,
+        blocks: tuple[BlockCost, ...],
+        plan: Callable[[SavedStep], Choice],
+        tries: Callable[[], None],
+    ) -> None:
+        """Before the first step, by what an earlier run measured, the same on all ranks. Not where a plan document
+        decides, nor where blocks are others now. ``tries``: is told when the first forward begins. A collective.
         """
         recorded = {block.name for block in blocks if block.name}
         is_known = {block.name for block in self._session.blocks}.issuperset(recorded | {*kept.once})
-        if self._planned is not None or not is_known:
-            return False
+        if self._planned is not None or not is_known or kept.num_blocks != len(self._session.blocks):
+            return
         self._session.observe(None)
         self.recorder = None
         self.blocks, self._once = blocks, dict(kept.once)
         self._decide_by(kept, plan, "before step 1, as an earlier run measured")
-        return True
+        self._tries = tries
 
     def _decide_by(self, measured: MeasuredActivations, plan: Callable[[SavedStep], Choice], when: str) -> None:
         """Rank 0 does, for all. A collective."""
@@ -273,6 +284,7 @@ class AutoActivations:
         *most, fixed = least(-beside, -loss, -passing, min(self._fixed_bytes, beside))
         beside, loss, passing = (-less for less in most)
         return MeasuredActivations(
+            num_blocks=len(self._session.blocks),
             block_bytes=block_bytes,
             outside_bytes=step["outside"] / forwards,
             beside_bytes=beside,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +93,8 @@ def known_run(trained: TrainedModel, module: torch.nn.Module) -> KnownRun:
     """Rank 0 looks for what an earlier run measured, and tells the others: all place by it. A collective.
 
     The machine: its parts, the disks below the paths, how they are reached. The model: its parameters, their dtype
-    and partitions, the optimizer, what is done to activations, how its modules are set (heads, attention
-    implementation, checkpointing), and the versions of what runs it.
+    and partitions, the optimizer, what is done to activations, how much stays gathered, how its modules are set (heads,
+    attention implementation, checkpointing), and the versions of what runs it.
     """
     config, device = trained.activation.config, trained.device
     name = device.name if device.is_host else f"{get_accelerator().device_count()} {device.name}"
@@ -104,7 +105,8 @@ def known_run(trained: TrainedModel, module: torch.nn.Module) -> KnownRun:
         [(name, numel) for group in trained.entries for name, _, numel, _ in group],
         (trained.param_dtype, trained.grad_dtype, trained.kind),
         (dist.get_world_size(), config.activations.mode, config.activations.tier, config.gpu_budget_bytes),
-        (torch.__version__, deepspeed.__version__, model_settings(module)),
+        (trained.reused_numel, trained.staying_numel, sum(p.ds_numel for p in trained.names if p.ds_persist)),
+        (torch.__version__, deepspeed.__version__, model_settings(module), _versions(module)),
     )
     machine = machine_fingerprint(name, disks, (config.io.engine, threads, cores_of_rank()))
     keeps = profile_directory() is not None
@@ -122,6 +124,12 @@ def model_settings(model: torch.nn.Module) -> list[object]:
         public = {name: value for name, value in vars(module).items() if not name.startswith(("_", "ds_"))}
         found.append((type(module).__qualname__, _plain({**public, "training": True})))
     return found
+
+
+def _versions(model: torch.nn.Module) -> list[tuple[str, str]]:
+    """Of the packages that its modules' classes are of."""
+    names = {type(module).__module__.partition(".")[0] for module in model.modules()}
+    return sorted((name, str(getattr(sys.modules.get(name), "__version__", ""))) for name in names)
 
 
 def _plain(values: Mapping[str, object]) -> list[tuple[str, str]]:

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -89,7 +90,6 @@ class _Origin(enum.Enum):
 
     EARLIER = "measured in an earlier run"
     HERE = "measured in this run"
-    SCALED = "measured in an earlier run with other batches"
     ANEW = "made anew"
 
 
@@ -100,7 +100,9 @@ class _Anew(enum.IntEnum):
     TIMES = 1
     """Steps are predicted anew, and placed."""
     ACTIVATIONS = 2
-    """These, too."""
+    """These are decided anew, too."""
+    ALL = 3
+    """The next steps measure, as a first run's do."""
 
 
 class RunPlan:
@@ -127,6 +129,7 @@ class RunPlan:
         self.auto = auto
         self._leave_out = leave_out
         self._facts = known
+        self._find_blocks = partial(model_blocks, model, rank_state.activation.config)
         self._across, self._lets_stay = across, False
         self.clock = StepClock(model, rank_state.clock, rank_state.device)
         self.prediction: Prediction | None = None
@@ -136,6 +139,7 @@ class RunPlan:
         self._patience = LASTING
         self._watch: LaneWatch | None = None
         self._num_steps = 0
+        self._num_measured = 0  # of the two steps that measure
         self._blocks: tuple[BlockCost, ...] = ()
         self._update_rate = self._sum_rate = 0.0  # parameters, gradients a second: the best that was seen
         self._added = (0.0, 0)
@@ -150,28 +154,38 @@ class RunPlan:
             self.profile = None  # measured while nothing was on storage
         if current_rank() == 0 and known.keeps:
             self._kept = self.profile
-        self._begin_decided(self.profile)
+        self._begin_decided()
         if not known.keeps:
             self._stage = _Stage.RUNS
         elif self.profile is None:
             self._stage = _Stage.MEASURES
         else:
             self._stage = self._planning()
-        if auto is None and self._stage is _Stage.MEASURES:
-            session = rank_state.activations
-            blocks = session.blocks if session is not None else model_blocks(model, rank_state.activation.config)
+        if self._stage is _Stage.MEASURES:
+            self._record_next()
+
+    def _record_next(self) -> None:
+        """Where mode "auto" does not."""
+        if self.auto is None:
+            session = self._state.activations
+            blocks = session.blocks if session is not None else self._find_blocks()
             swapper = session.swapper if session is not None else None
             self.clock.record_next(blocks, None if swapper is None else (swapper.pack, swapper.unpack))
 
-    def _begin_decided(self, profile: RunProfile | None) -> None:
-        """Mode "auto", if an earlier run has decided. Until a step has been applied under that nobody else finds it:
-        what no longer fits the device must not fail every start.
+    def _begin_decided(self) -> None:
+        """Mode "auto", if an earlier run has decided for batches of a known shape. From the first forward on nobody
+        else finds that until a step has been applied: what no longer fits the device must not fail every start. So it
+        is not relied on where it cannot be taken back. A collective.
         """
-        if self.auto is None or profile is None or profile.activations is None:
+        auto, profile = self.auto, self.profile
+        if auto is None or profile is None or profile.activations is None or not profile.shape:
             return
-        if self.auto.begin_decided(profile.activations, profile.blocks, lambda saved: self._choice(saved, profile)):
-            self._is_tried = False
-            self._keep()
+        if of_rank_0(self._keep()):
+            auto.begin_decided(profile.activations, profile.blocks, lambda s: self._choice(s, profile), self._tries)
+
+    def _tries(self) -> None:
+        self._is_tried = False
+        self._keep()
 
     def _planning(self) -> _Stage:
         """A plan is to be made: once activations have their fates for a whole step."""
@@ -195,7 +209,7 @@ class RunPlan:
     @property
     def holds_updates(self) -> bool:
         """Whether this step updates nothing before ``step()``, so that backward can be timed alone."""
-        return self._stage is _Stage.MEASURES and self._num_steps == _TIMED_STEP - 1
+        return self._stage is _Stage.MEASURES and self._num_measured == _TIMED_STEP - 1
 
     def document(self) -> PlanDocument | None:
         """What this run was placed by, as ``fuyou plan --profile`` writes it; None where nothing was known."""
@@ -223,7 +237,7 @@ class RunPlan:
             self._measure(times)
         elif self._num_steps == 1 and self.profile is not None:
             if (self.clock.shape, times.num_forwards) != (self.profile.shape, self.profile.accumulation):
-                anew = _Anew.TIMES if _is_alike(self.profile, times) else _Anew.ACTIVATIONS
+                anew = _Anew.TIMES if _is_alike(self.profile, times, self.clock.shape) else _Anew.ALL
                 self.profile = _scaled(self.profile, times, self.clock.shape)
         elif stage is _Stage.WATCHES and self._watch is not None and self._compare(self._watch, times):
             anew = _Anew.ACTIVATIONS
@@ -260,29 +274,27 @@ class RunPlan:
             return
         was_decided = auto.is_decided
         auto.step_applied(lambda saved: self._choice(saved, self.profile or self._of_this_step(times)))
-        if auto.is_decided and not was_decided and self.profile is not None and auto.measured is not None:
-            self._is_tried = False
-            self._know(replace(self.profile, activations=auto.measured, blocks=auto.blocks or self.profile.blocks))
-
-    def _know(self, profile: RunProfile) -> None:
-        """Keeps a profile; not what this run has become in the meantime."""
-        self.profile = profile
-        if self._origin is not _Origin.ANEW and current_rank() == 0:
-            self._kept = profile
+        if not auto.is_decided or was_decided or self.profile is None or auto.measured is None:
+            return
+        self.profile = replace(self.profile, activations=auto.measured)
+        if self._kept is not None and self._origin is not _Origin.ANEW:  # not what this run has become since
+            self._kept, self._is_tried = replace(self._kept, activations=auto.measured), False
             self._keep()
 
-    def _keep(self) -> None:
-        """For the next run, on rank 0."""
-        if self._kept is not None:
-            kept_at = save_profile(self._kept if self._is_tried else replace(self._kept, activations=None))
-            self._kept_at = "not kept" if kept_at is None else f"kept for the next run in {kept_at}"
+    def _keep(self) -> bool:
+        """For the next run, on rank 0: whether it could be."""
+        if self._kept is None:
+            return False
+        kept_at = save_profile(self._kept if self._is_tried else replace(self._kept, activations=None))
+        self._kept_at = "not kept" if kept_at is None else f"kept for the next run in {kept_at}"
+        return kept_at is not None
 
     def _follow(self, anew: _Anew, scarce: bool) -> None:
         """What one rank asks all do: plan anew, or leave memory. A collective, on all ranks after the same steps."""
         auto, moves = self.auto, self.moves
         if not (moves.may_move or (auto is not None and self._facts.keeps)):  # nothing follows that all ranks do
             if anew:
-                self._plan_anew(anew)
+                self._plan_anew()
             return
         waits = moves.brings and not moves.is_ready
         least_anew, *asked = least(-float(anew), -float(scarce), -float(waits))
@@ -290,11 +302,14 @@ class RunPlan:
         if anew:
             profiles = [profile for profile in of_every_rank(self.profile) if profile is not None]
             self.profile = slowest(profiles)
-            if auto is not None and auto.is_decided and anew is _Anew.ACTIVATIONS:
+            if auto is not None and auto.is_decided and anew >= _Anew.ACTIVATIONS:
                 auto.decide_anew()
                 if current_rank() == 0:
                     get_logger().info("activations are decided anew within the next steps")
-            self._plan_anew(anew)
+            if anew is _Anew.ALL:
+                self._measure_anew()
+            else:
+                self._plan_anew()
         plan = self._state.plan
         if scarce:
             moves.leave_memory()
@@ -310,16 +325,19 @@ class RunPlan:
         if self._stage is _Stage.WATCHES:
             self._watch, self._stage = None, _Stage.PLANS
 
-    def _plan_anew(self, anew: _Anew) -> None:
-        """Predicts, tells and watches by what is true now. What is already true of the first step is of the next run's,
-        too.
-        """
+    def _plan_anew(self) -> None:
+        """Predicts, tells and watches by what is true now."""
         if self._watch is not None:
             self._usual = self._watch.usual()
-        is_other = self._num_steps == 1 and anew is _Anew.ACTIVATIONS
-        self._watch, self._stage, self._origin = None, self._planning(), _Origin.SCALED if is_other else _Origin.ANEW
-        if is_other and self.auto is None and self.profile is not None:
-            self._know(self.profile)
+        self._watch, self._stage = None, self._planning()
+        if self._num_steps > 1:  # the first step's batch is no news of an earlier run's machine
+            self._origin = _Origin.ANEW
+
+    def _measure_anew(self) -> None:
+        """The first step's batches are others than those that the profile is of. On all ranks."""
+        self._stage, self._num_measured, self._blocks = _Stage.MEASURES, 0, ()
+        self._update_rate = self._sum_rate = 0.0
+        self._record_next()
 
     def _recorded(self) -> tuple[BlockCost, ...]:
         """What mode "auto" saw of the first forward; empty without it."""
@@ -330,12 +348,9 @@ class RunPlan:
         what rate they run, and what threads do themselves when nothing is recorded any more. Idempotent.
         """
         self.clock.close()
-        kept, session = self._kept, self._state.activations
+        kept = self._kept
         if kept is None:
             return
-        if not self._is_tried and session is not None and not session.num_forwards:
-            self._is_tried = True  # nobody asked
-            self._keep()
         found, share = kept, self._state.core.policy.refused_share
         if share is not None and abs(share - kept.redo_share) > _NEWS:
             found = replace(found, redo_share=share)
@@ -367,7 +382,8 @@ class RunPlan:
         before, self._added = self._added, state.core.intake.added
         if self._added[0] > before[0]:
             self._sum_rate = max(self._sum_rate, (self._added[1] - before[1]) / (self._added[0] - before[0]))
-        if self._num_steps < _TIMED_STEP:
+        self._num_measured += 1
+        if self._num_measured < _TIMED_STEP:
             self._blocks = self._recorded() or tuple(profile.cost() for profile in self.clock.profiles())
             return
         began = time.perf_counter()
@@ -386,10 +402,13 @@ class RunPlan:
         self._leave_out(time.perf_counter() - began, LaneTimes.of(state).since(now))
         every = of_every_rank(found)
         if any(one is None for one in every):
-            self._stage = _Stage.RUNS
+            self._stage, self.profile = _Stage.RUNS, None
             return
         self._stage, self._origin = self._planning(), _Origin.HERE
-        self._know(replace(slowest([one for one in every if one is not None]), blocks=of_rank_0(self._blocks)))
+        self.profile = replace(slowest([one for one in every if one is not None]), blocks=of_rank_0(self._blocks))
+        if current_rank() == 0:
+            self._kept = self.profile
+            self._keep()
 
     def _profile_of(
         self, times: StepTimes, update_rate: float, storage: StorageRates | None, link_up: float, link_down: float
@@ -586,9 +605,10 @@ class RunPlan:
             get_logger().info("the kept profile no longer holds: it is dropped, and the next run measures again")
 
 
-def _is_alike(profile: RunProfile, times: StepTimes) -> bool:
-    """Whether a step has as many micro-batches, about as long as those of the profile."""
-    return times.num_forwards == profile.accumulation and not is_another(profile.num_elements, times.num_elements)
+def _is_alike(profile: RunProfile, times: StepTimes, shape: tuple[int, ...]) -> bool:
+    """Whether a step has as many micro-batches as those of the profile, of about the same shape."""
+    are_others = len(shape) != len(profile.shape) or any(map(is_another, profile.shape, shape))
+    return times.num_forwards == profile.accumulation and not are_others
 
 
 def _scaled(profile: RunProfile, times: StepTimes, shape: tuple[int, ...]) -> RunProfile:

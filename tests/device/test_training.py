@@ -209,27 +209,60 @@ def test_what_one_run_decided_the_next_begins_with(
     assert fates[:2] == [{}, {}]
     assert set(map(repr, fates[-1].values())) != {repr(BlockFate(Fate.KEEP))}, "something leaves"
     assert has_kept == [False] * 3 + [True] * 4, "decided after the second step, under which a third was applied"
+    assert run("none", [])[1:] == ([fates[-1]], [True]), "no step was asked for"
     if batch == "failing":
         engine = make_engine(tmp_path / "failing", "all", "auto", gpu_budget_bytes=500_000)
-        assert kept()["activations"] is None
         with pytest.raises(RuntimeError):
             engine(ids=torch.zeros(2, 4))
         engine.destroy()
         assert kept()["activations"] is None
         assert run("second", made["alike"])[1:] == (fates, has_kept)
         return
-    assert run("none", [])[1:] == ([fates[-1]], [True]), "no step was asked for"
     second, *begun = run("second", made[batch])
     assert begun[0][0] == fates[-1]
     if batch == "alike":
         assert second == first
-        assert begun == [[fates[-1]] * 7, [False] + [True] * 6]
+        assert begun == [[fates[-1]] * 7, [True] * 7]
     else:
-        assert begun[0][1] == {}, "measured anew"
-        assert begun[1] == [False, True, True, False, True, True, True], "decided anew after the third"
+        assert begun[0][1:3] == [{}, {}], "measured anew in two steps"
+        assert begun[1] == [True, True, True, False, True, True, True], "decided after them"
         assert kept()["shape"] == list(made["longer"][0]["ids"].shape)
-    assert run("third", made[batch])[1][0] == begun[0][-1]
+    assert run("third", made[batch])[1:] == ([begun[0][-1]] * 7, [True] * 7)
     assert told().count("activations, decided before step 1, as an earlier run measured: of 3 blocks") == 3
+
+
+def test_more_of_the_device_in_use_than_in_the_measured_run_leaves_less_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of reference, say, that was not there."""
+    monkeypatch.setenv("DS_FUYOU_PROFILES", str(tmp_path / "profiles"))
+    monkeypatch.setattr(RunPlan, "_drop_kept", lambda self, findings: None)
+    rooms = []
+    for name, more in (("first", 0), ("second", 0), ("third", 200_000)):
+        engine = make_engine(tmp_path / name, "all", "auto", gpu_budget_bytes=1_500_000)
+        other = torch.empty(more, dtype=torch.uint8, device=get_accelerator().current_device_name())
+        for one in batches(4):
+            train(engine, one)
+        rooms.append(engine.optimizer.rank_state.activations.swapper.room_bytes)
+        engine.destroy()
+        del other
+        gc.collect()
+    assert rooms[1] == rooms[0]
+    assert rooms[2] <= rooms[1] - 100_000, "of the device more may be free before the first step than after it"
+
+
+def test_a_profile_that_cannot_be_taken_back_decides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Callable[[], str]
+) -> None:
+    """Of a cache that is only read: what no longer fits would fail every start."""
+    monkeypatch.setenv("DS_FUYOU_PROFILES", str(tmp_path / "profiles"))
+    for name in ("first", "second"):
+        engine = make_engine(tmp_path / name, "all", "auto", gpu_budget_bytes=500_000)
+        for one in batches(4):
+            train(engine, one)
+        engine.destroy()
+        monkeypatch.setattr("ds_fuyou.zero.run_plan.save_profile", lambda profile: None)
+    assert told().count("activations, decided after step 2") == 2
 
 
 # ---- mode auto, before it decides -----------------------------------------------------------------------------

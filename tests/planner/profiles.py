@@ -48,6 +48,7 @@ PROFILE = RunProfile(
 """4 s of compute; reads and writes share storage exactly (duplex 1)."""
 
 ACTIVATIONS = MeasuredActivations(
+    num_blocks=2,
     block_bytes=1e9,
     outside_bytes=1e8,
     beside_bytes=2e9,

@@ -78,6 +78,7 @@ def test_old_profiles_go(profiles: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         lambda text: json.dumps({**json.loads(text), "machine": "x"}),
         lambda text: json.dumps({**json.loads(text), "activations": {**asdict(ACTIVATIONS), "beside_bytes": -1.0}}),
         lambda text: json.dumps({**json.loads(text), "activations": {**asdict(ACTIVATIONS), "once": 1}}),
+        lambda text: text.replace('"call": null', '"call": ["aten.mm.default"]'),
         lambda text: json.dumps({key: value for key, value in json.loads(text).items() if key != "blocks"}),
     ],
     ids=[
@@ -89,6 +90,7 @@ def test_old_profiles_go(profiles: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "another machine",
         "a size",
         "no names",
+        "no call",
         "a key lacks",
     ],
 )
