@@ -59,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank over a frozen base")
     parser.add_argument("--lora-attention", action="store_true", help="adapters beside attention's matrices alone")
     parser.add_argument("--base-bits", type=int, default=16, help="of the frozen base: 16, or 4 (%(default)s)")
+    parser.add_argument(
+        "--fused-loss", action="store_true", help="the script's loss never has all logits (Liger's fused one, say)"
+    )
     parser.add_argument("--system", default="ds_fuyou", help="policy to plan for (%(default)s)")
     parser.add_argument(
         "--masters", choices=(WHOLE, SPLIT, BF16), help="how P32 is kept on storage; default: --config's"
@@ -93,7 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
         if given.block is not None:
             policy = under_block(policy, given.block, is_bfloat16=given.is_bfloat16, stock=given.states)
             machine = limited(machine, given.block)
-    policy = replace(policy, layout=_layout(policy.layout, arguments))
+    slices_loss = policy.slices_loss or arguments.fused_loss
+    policy = replace(policy, layout=_layout(policy.layout, arguments), slices_loss=slices_loss)
     work = Workload(
         with_adapters(load_model(arguments.model), arguments.lora, arguments.base_bits, arguments.lora_attention),
         1 if batch is None else batch,

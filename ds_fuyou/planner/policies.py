@@ -64,7 +64,8 @@ class Policy:
 
     Attributes:
         in_a_row: transfers, compute and updates wait for each other; nothing overlaps.
-        fused: attention and element-wise operators are fused (no s x s matrix in memory).
+        fused: attention and element-wise operators are fused (no s x s matrix in memory). ``slices_loss``: the loss is
+            taken of one slice of tokens after the other, so that logits are never whole. Both are the script's.
         gradient_bytes: a parameter, on the link and where gradients wait; ``param_bytes`` of P16.
         layout: of P32 and the moments.
         keeps_gradients: they exist as a class until ``step()``; else a window of them. ``reads_spilled``: those on
@@ -85,6 +86,7 @@ class Policy:
     fates: Fates
     in_a_row: bool = False
     fused: bool = True
+    slices_loss: bool = False
     gradient_bytes: int = 2
     param_bytes: int = 2
     layout: StateLayout = _FP32

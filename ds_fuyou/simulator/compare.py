@@ -10,9 +10,9 @@ from typing import Any
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.cost import Workload
 from ds_fuyou.planner.hardware import Machine
-from ds_fuyou.planner.policies import Policy
+from ds_fuyou.planner.policies import Fixed, Policy
 from ds_fuyou.simulator.choose import Chosen, try_choose
-from ds_fuyou.simulator.fit import MEMORY_NAMES, shown_bytes
+from ds_fuyou.simulator.fit import MEMORY_NAMES, Needs, shown_bytes
 from ds_fuyou.simulator.systems import find_policy
 
 __all__ = ["COMPARED", "HEAD", "Compared", "Training", "cells", "compared", "compared_text"]
@@ -63,10 +63,22 @@ def compared(work: Workload, machine: Machine, ours: Policy, training: Training)
     """All of COMPARED; ``ours`` is what the user decided of this one."""
     found = []
     for name, shown in COMPARED.items():
-        policy = ours if name == "ds_fuyou" else find_policy(name)
+        if name == "ds_fuyou":
+            found.append(_row(shown, try_choose(work, machine, ours), training))
+            continue
+        # Attention and the loss are the script's, whatever trains it, and so is gradient checkpointing.
+        policy = replace(find_policy(name), fused=ours.fused, slices_loss=ours.slices_loss)
         on = _without_streaming(machine) if policy.on_device else machine
-        found.append(_row(shown, try_choose(work, on, policy), training))
+        without = try_choose(work, on, replace(policy, fixed=Fixed(mode="none")))
+        found.append(_row(shown, _faster(try_choose(work, on, policy), without), training))
     return found
+
+
+def _faster(one: Chosen | Needs, other: Chosen | Needs) -> Chosen | Needs:
+    """The first where neither trains."""
+    if isinstance(one, Chosen) and isinstance(other, Chosen):
+        return min(one, other, key=lambda chosen: chosen.iteration_secs)
+    return other if isinstance(other, Chosen) else one
 
 
 def _without_streaming(machine: Machine) -> Machine:
@@ -76,7 +88,7 @@ def _without_streaming(machine: Machine) -> Machine:
     return replace(machine, link_up=link, link_down=link, update_rate=rate / _GPU_ADAM_BYTES, pass_rate=float("inf"))
 
 
-def _row(name: str, chosen: Any, training: Training) -> Compared:
+def _row(name: str, chosen: Chosen | Needs, training: Training) -> Compared:
     if not isinstance(chosen, Chosen):
         lacking = [f"{MEMORY_NAMES[tier]} lacks {shown_bytes(lack)}" for tier, lack in chosen.missing().items()]
         return Compared(name, "does not fit: " + " and ".join(lacking))

@@ -25,8 +25,8 @@ from ds_fuyou.planner.presets import constants
 __all__ = ["MEMORY_NAMES", "Item", "Needs", "device_room", "needs_of", "rank_facts", "shown_bytes"]
 
 MEMORY_NAMES = {"gpu": "GPU memory", "cpu": "host memory", "nvme": "storage"}
-_HEAD_SLICE_BYTES = 1 << 30  # logits of a slice of tokens; the loss is taken slice by slice
-_LOGIT_BYTES = 10  # unsliced: 16-bit logits, fp32 copy and its gradient
+_HEAD_SLICE_BYTES = 1 << 30  # logits of a slice of tokens
+_LOGIT_BYTES = 10  # 16-bit logits, fp32 copy and its gradient
 _STOCK_SWAP_BYTES = 16 << 30  # optimizer swap buffers of four sub-groups of 10^9 parameters
 
 
@@ -120,19 +120,19 @@ def _gpu_items(work: Workload, policy: Policy, place: Placement) -> Sequence[Ite
     unit, trained = model.largest_unit_bytes, P16_BYTES * model.largest_unit_trained
     block = model.largest_saved_bytes * work.tokens
     logits = float(_LOGIT_BYTES * work.tokens * model.vocab)
-    if policy.fused:
+    if policy.slices_loss:
         logits = min(logits, _HEAD_SLICE_BYTES)
-    else:  # two 16-bit copies of the scores and a mask
+    if not policy.fused:  # two 16-bit copies of the scores and a mask
         block += 5.0 * work.batch * model.heads * work.seq * work.seq
     head = logits + 2.0 * model.hidden * work.tokens
-    gradient = policy.gradient_bytes if not policy.fused else P16_BYTES
+    gradient = policy.gradient_bytes if policy.in_a_row else P16_BYTES
     cast = 0  # while a block's activations are there
-    if policy.fused and policy.gradient_bytes > P16_BYTES:
+    if not policy.in_a_row and policy.gradient_bytes > P16_BYTES:
         cast = policy.gradient_bytes * max(block.largest_matrix_params for block in set(model.blocks))
     return (
         Item("context and allocator slack", "gpu", constants().device_context_bytes),
         Item("P16 in use and fetched ahead", "gpu", 2 * unit),
-        Item("gradients in flight", "gpu", (2 if policy.fused else 1) * trained * gradient / P16_BYTES),
+        Item("gradients in flight", "gpu", (1 if policy.in_a_row else 2) * trained * gradient / P16_BYTES),
         Item("a gradient cast to fp32", "gpu", float(cast)),
         Item("activations of the block in work" if block >= head else "logits and loss", "gpu", max(block, head)),
         Item("activations kept", "gpu", place.kept_bytes),

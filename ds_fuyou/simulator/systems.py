@@ -15,7 +15,9 @@ __all__ = ["POLICIES", "find_policy"]
 
 
 def _streamed(name: str, updates: Updates, tiers: Tiers, fates: Fates) -> Policy:
-    return Policy(name, updates, tiers, fates, share_of_block_rate=constants().streamed_share_of_block)
+    return Policy(
+        name, updates, tiers, fates, slices_loss=True, share_of_block_rate=constants().streamed_share_of_block
+    )
 
 
 def _stock(name: str, tiers: Tiers) -> Policy:
@@ -49,6 +51,7 @@ POLICIES = {
         replace(
             _streamed("ds_fuyou", Updates.DEADLINE, Tiers.PLANNED, Fates.OPERATORS),
             keeps_gradients=True,
+            slices_loss=False,
             layout=layout_of(SPLIT, 2),
         ),
     )

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ import pytest
 from ds_fuyou.cli import main
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.cost import Workload
+from ds_fuyou.simulator.choose import Chosen, try_choose
 from ds_fuyou.simulator.compare import COMPARED, Training, compared
+from ds_fuyou.simulator.fit import Needs
+from ds_fuyou.simulator.models import load_model
 from ds_fuyou.simulator.systems import find_policy
 from tests.harness.limits import HANG_SECS
 from tests.planner.support import machine, model
@@ -126,6 +130,19 @@ def test_a_model_that_fits_the_gpus_is_fastest_there() -> None:
     assert rows["ZeRO-3"].written_bytes == 0
     one = {row.system: row for row in compared(*_asked(4, 128), Training())}
     assert one["ZeRO-3"].tokens_per_s == 0
+
+
+def test_attention_loss_and_checkpointing_are_the_scripts_whatever_trains_it() -> None:
+    """What fits a GPU whole is not made slower by leaving it; and logits are whole unless somebody says otherwise."""
+    small, on, ours = load_model("gpt:12,12,768,50257"), machine(2, 64), find_policy("ds_fuyou")
+    rows = {row.system: row.tokens_per_s for row in compared(Workload(small, 8), on, ours, Training())}
+    assert rows["ZeRO-3"] >= rows["this"] > rows["ZeRO-Infinity"]
+    large = Workload(small, 512, 1024)
+    for policy in (ours, find_policy("zero_infinity")):
+        needs = try_choose(large, on, policy)
+        assert isinstance(needs, Needs)
+        assert needs.total("gpu") > 512 * 1024 * 50257 * 10
+    assert isinstance(try_choose(large, on, replace(ours, slices_loss=True)), Chosen)
 
 
 def _asked(num_ssds: int, dram_gib: int) -> tuple[Any, ...]:
