@@ -18,20 +18,6 @@ namespace {
 
 constexpr MomentType kTypes[] = {MomentType::kFloat32, MomentType::kBFloat16, MomentType::kInt8};
 
-std::uint32_t bits_of(float value)
-{
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-float value_of(std::uint32_t bits)
-{
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 // As published: the last number that is not above, or the next one if that is not farther.
 std::uint8_t published_code(float quotient, const float* numbers)
 {

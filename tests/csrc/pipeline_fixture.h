@@ -17,6 +17,20 @@ namespace fixture {
 
 constexpr double kPatienceSecs = 200.0;  // far longer than any wait lasts; a broken one fails
 
+inline std::uint32_t bits_of(float value)
+{
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+inline float value_of(std::uint32_t bits)
+{
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 inline std::uint64_t part_bytes(std::uint64_t numel)
 {
     return round_up_to_page(numel * sizeof(float));

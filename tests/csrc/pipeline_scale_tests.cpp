@@ -14,7 +14,11 @@ using namespace fixture;
 namespace {
 
 constexpr std::uint64_t kNumel = 16;
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr std::size_t kFew = 500;  // for what sanitizers look at; what it costs is told without
+#else
 constexpr std::size_t kFew = 2000;
+#endif
 constexpr std::size_t kMany = 10 * kFew;
 // For ten times the chunks: caches take their part of it. What is quadratic took 70.
 constexpr double kMostTimes = 30.0;

@@ -15,20 +15,6 @@ using namespace fixture;
 
 namespace {
 
-std::uint32_t bits_of(float value)
-{
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-float value_of(std::uint32_t bits)
-{
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 class NoRule final : public UpdateRule {
   public:
     void apply(float*, float*, float* const*, std::size_t) const override {}
