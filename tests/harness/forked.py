@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.harness.limits import HANG_SECS
 
-__all__ = ["accelerator", "finish", "start"]
+__all__ = ["accelerator", "finish", "run", "start"]
 
 _context = multiprocessing.get_context("forkserver")
 _fresh = multiprocessing.get_context("spawn")
@@ -54,6 +54,15 @@ def finish(processes: Sequence[BaseProcess], limit_secs: float = HANG_SECS) -> N
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def run(code: str, arguments: Sequence[str], env: Mapping[str, str], directory: Path) -> tuple[int | None, str]:
+    """Status and output of Python code, which is put into ``directory``."""
+    script, log = directory / "script.py", directory / "script.log"
+    script.write_text(code)
+    process = start(script, arguments, env, log)
+    finish([process])
+    return process.exitcode, log.read_text(errors="replace")
 
 
 def _main(script: str, arguments: list[str], env: dict[str, str], output: str) -> None:

@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.device.build import build
-from tests.harness.cpu_info import python_path
+from tests.harness import forked
 from tests.harness.ports import free_port
 from tests.harness.runner import environment
 
-ROOT = Path(__file__).parents[2]
 MOST_OVER_PLAN = 1.05
 
 SCRIPT = """
@@ -75,15 +71,7 @@ engine.destroy()
 @pytest.mark.parametrize("masters", ["split", "whole"])
 def test_accumulation_holds_what_is_planned(masters: str, tmp_path: Path) -> None:
     build()
-    ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT, masters, os.fspath(tmp_path)],
-        cwd=ROOT,
-        env={**environment(0, 1, free_port()), "PYTHONPATH": python_path()},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    held, planned = map(int, next(line for line in ran.stdout.splitlines() if line.startswith("FOUND")).split()[1:])
+    status, said = forked.run(SCRIPT, [masters, str(tmp_path)], environment(0, 1, free_port()), tmp_path)
+    assert status == 0, said[-4000:]
+    held, planned = map(int, next(line for line in said.splitlines() if line.startswith("FOUND")).split()[1:])
     assert planned / 2 < held <= MOST_OVER_PLAN * planned, f"{held / planned:.3f} of the plan's {planned} bytes"

@@ -5,17 +5,13 @@ budget, the plan fills it with shares of the classes, and memory follows the pla
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.harness.cpu_info import python_path
-from tests.harness.limits import HANG_SECS
+from tests.harness import forked
 from tests.harness.ports import free_port
 from tests.harness.runner import environment
 
-ROOT = Path(__file__).parents[2]
 LAYERS = (4, 40)
 LIMIT_BYTES_EACH = 0.8
 """Less than half of the smallest class. Some 30 MB are the smaller layers' first gradients and the heap's own rest."""
@@ -45,8 +41,8 @@ deepspeed.init_distributed("gloo")
 with deepspeed.zero.Init(config_dict_or_path=config):
     model = TinyGPT(num_layers=num_layers, width=640, vocabulary=500)
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-for micro_batch in range(8):
-    engine.backward(engine(**make_batch({}, micro_batch, 0)))
+for micro_batch in range(8):  # of a few tokens: to compute more takes long, and no more memory that grows
+    engine.backward(engine(make_batch({}, micro_batch, 0)["ids"][:1, :5]))
     engine.step()
 with open("/proc/self/status") as status:  # ru_maxrss would begin with what the process that started this one has
     peak_bytes = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
@@ -59,7 +55,8 @@ engine.destroy()
 
 @dataclass(frozen=True)
 class Found:
-    """Of a fresh process: parameters, peak resident bytes, bytes of the classes that the plan keeps in memory."""
+    """Of a process of its own, forked with as much as the others: parameters, peak resident bytes, bytes of the classes
+    that the plan keeps in memory."""
 
     numel: int
     peak_bytes: int
@@ -67,17 +64,10 @@ class Found:
 
 
 def run(num_layers: int, swap: Path, budget_bytes: int | None = None) -> Found:
-    ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(num_layers), str(budget_bytes).lower(), str(swap)],
-        cwd=ROOT,
-        env={**environment(0, 1, free_port()), "PYTHONPATH": python_path()},
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECS,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    words = next(line for line in ran.stdout.splitlines() if line.startswith("FOUND")).split()
+    arguments = [str(num_layers), str(budget_bytes).lower(), str(swap)]
+    status, said = forked.run(SCRIPT, arguments, environment(0, 1, free_port()), swap)
+    assert status == 0, said[-4000:]
+    words = next(line for line in said.splitlines() if line.startswith("FOUND")).split()
     return Found(*(int(word) for word in words[1:]))
 
 
