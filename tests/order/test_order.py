@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from tests.harness import forked
 from tests.harness.cpu_info import python_path
 from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port
 from tests.harness.runner import environment
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 
 
 def start(name: str, swap: Path, tiers: str) -> subprocess.Popen[str]:
@@ -41,10 +43,14 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def run(name: str, swap: Path, tiers: str) -> dict[str, Any]:
-    process = start(name, swap, tiers)
-    out, err = finish(process)
-    assert process.returncode == 0, err[-4000:]
-    line = next(line for line in out.splitlines() if line.startswith("FOUND "))
+    """What a scenario found: how its interpreter ends does not matter, so it is forked."""
+    swap.mkdir()
+    log = swap.with_name("log")
+    process = forked.start(HERE / "scenarios.py", [name, str(swap), tiers], environment(0, 1, free_port()), log)
+    forked.finish([process])
+    said = log.read_text(errors="replace")
+    assert process.exitcode == 0, said[-4000:]
+    line = next(line for line in said.splitlines() if line.startswith("FOUND "))
     return json.loads(line.removeprefix("FOUND "))
 
 
