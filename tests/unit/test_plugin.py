@@ -4,6 +4,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 from ds_fuyou import compat, plugin
 from ds_fuyou.ds_json import current_activation
 from ds_fuyou.errors import FuyouCompatError, FuyouConfigError
-from tests.conftest import RunPython
+from tests.harness import forked
+from tests.harness.ports import free_port
+from tests.harness.runner import environment
 
 pytestmark = pytest.mark.compat
 
@@ -145,10 +148,10 @@ except Exception as error:
         ('config={**ds_config, "zero_optimization": {"stage": 2}}', "FuyouConfigError: .*stage 3, found 2"),
     ],
 )
-def test_the_engine_reaches_our_optimizer(run_python: RunPython, arguments: str, outcome: str) -> None:
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = run_python(ENGINE_SCRIPT.replace("{arguments}", arguments), **rank)
-    assert re.search(outcome, done.stderr), done.stderr
+def test_the_engine_reaches_our_optimizer(arguments: str, outcome: str, tmp_path: Path) -> None:
+    code = ENGINE_SCRIPT.replace("{arguments}", arguments)
+    _, said = forked.run(code, [], environment(0, 1, free_port()), tmp_path)
+    assert re.search(outcome, said), said
 
 
 def test_incompatible_deepspeed_is_an_error_with_the_block_only(monkeypatch: pytest.MonkeyPatch) -> None:

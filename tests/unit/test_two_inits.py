@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.conftest import RunPython
+from tests.harness import forked
+from tests.harness.ports import free_port
+from tests.harness.runner import environment
 
 SCRIPT = """
 import sys, torch, deepspeed
@@ -59,8 +61,9 @@ engine.destroy()
 """
 
 
-def test_parts_of_two_inits_train_together(run_python: RunPython, tmp_path: Path) -> None:
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = run_python(SCRIPT.format(path=str(tmp_path)), **rank)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert not [path for path in tmp_path.glob("**/*") if path.is_file()]
+def test_parts_of_two_inits_train_together(tmp_path: Path) -> None:
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    status, said = forked.run(SCRIPT.format(path=str(swap)), [], environment(0, 1, free_port()), tmp_path)
+    assert status == 0, said[-4000:]
+    assert not [path for path in swap.glob("**/*") if path.is_file()]
