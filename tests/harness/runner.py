@@ -4,6 +4,8 @@
 import copy
 import json
 import os
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -56,7 +58,14 @@ def skip_without_gpus(world_size: int, device: dict | str | None = None) -> None
 
 
 def run_case(case: dict, directory: Path, name: str, worker: Path = HERE / "train_worker.py") -> list[dict]:
-    """Trains one case by ``worker``; returns the result of every rank. A failing rank raises with its output.
+    """Trains one case by ``worker``; returns the result of every rank. A failing rank raises with its output."""
+    return start_case(case, directory, name, worker)()
+
+
+def start_case(
+    case: dict, directory: Path, name: str, worker: Path = HERE / "train_worker.py"
+) -> Callable[[], list[dict]]:
+    """Starts what :func:`run_case` runs; who calls what is returned waits for it.
 
     ``case["device"]``: what to train on, as in :func:`environment`; without, on what DS_ACCELERATOR names. A case of
     more ranks than there are GPUs is skipped on CUDA.
@@ -82,13 +91,22 @@ def run_case(case: dict, directory: Path, name: str, worker: Path = HERE / "trai
         )
         for rank, log in enumerate(logs)
     ]
-    finish(processes)
+
+    def finished() -> list[dict]:
+        finish(processes)
+        return results_of(processes, logs, directory / name)
+
+    return finished
+
+
+def results_of(processes: Sequence[BaseProcess], logs: Sequence[Path], name: Path) -> list[dict]:
+    """Of all ranks, beside what they said."""
     outputs = [log.read_text(errors="replace") for log in logs]
     statuses = [process.exitcode for process in processes]
     if any(statuses):
         said = "\n".join(output[-6000:] for status, output in zip(statuses, outputs, strict=True) if status)
-        raise AssertionError(f"{name} exited with {statuses}:\n{said}")
-    results = [torch.load(f"{directory / name}.{rank}", weights_only=False) for rank in range(world_size)]
+        raise AssertionError(f"{name.name} exited with {statuses}:\n{said}")
+    results = [torch.load(f"{name}.{rank}", weights_only=False) for rank in range(len(logs))]
     for result, output in zip(results, outputs, strict=True):
         result["output"] = output
     return results
