@@ -36,7 +36,6 @@ import deepspeed
 import torch
 from deepspeed.utils import debug
 
-import tests.harness.preloaded  # noqa: F401  (first: the kind of CPU is found out once)
 from ds_fuyou.errors import FuyouError
 from ds_fuyou.log import get_logger
 from ds_fuyou.storage import ending, lifetime

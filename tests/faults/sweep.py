@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.harness.cpu_info import look_up
 from tests.harness.limits import HANG_SECS
 from tests.harness.outcomes import Outcomes, add_arguments
 from tests.harness.ports import free_port, remove_shared_buffers
@@ -214,6 +215,7 @@ def _combination(found: dict[str, Any]) -> tuple[str, str, str]:
 
 def main() -> int:
     args = parse()
+    look_up()
     outcomes = Outcomes(args.outcomes, args.minutes)
     with tempfile.TemporaryDirectory(prefix="fuyou-faults-", dir=args.path) as scratch:
         strike(args, outcomes, Path(scratch))
