@@ -44,17 +44,26 @@ def stock_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict, str],
     return stock
 
 
+@pytest.fixture(scope="session")
+def launched() -> set[tuple]:
+    """Scripts that a launcher has started: by which one, on how many ranks."""
+    return set()
+
+
 @pytest.fixture
-def ours_run(tmp_path: Path) -> Callable[..., dict]:
+def ours_run(tmp_path: Path, launched: set[tuple]) -> Callable[..., dict]:
     """``ours_run(case_with_block, script)``: the same with the block; the state directory must be left empty.
 
-    The first run of a test is started by the launcher that users start it by.
+    The first run of a script is started by the launcher that users start it by: of each launcher and number of ranks.
     """
 
     def run(case: dict, script: str, name: str = "ours") -> dict:
         saved = tmp_path / f"{name}.model"
         told = {**case, "save_model": str(saved)}
-        result = {**launch(told, script, tmp_path, name, by_launcher=name == "ours"), "saved": saved}
+        how = (script, case["launcher"], case.get("num_ranks", 1))
+        by_launcher = name == "ours" and how not in launched
+        result = {**launch(told, script, tmp_path, name, by_launcher=by_launcher), "saved": saved}
+        launched.add(how)
         assert result["optimizer_class"] == "FuyouStage3Optimizer", result["output"][-3000:]
         assert "is active under DeepSpeed" in result["output"]
         path = Path(case["config"]["fuyou"]["nvme_path"])
