@@ -49,6 +49,7 @@ from ds_fuyou.planner.plan import (
     has_two_versions,
     kept_param_bytes,
     lane_bytes,
+    least_resident,
     minimum_lane_bytes,
     resident_bytes,
     save_bytes,
@@ -180,7 +181,7 @@ class _Search:
         given, fixed = self.given, self.given.fixed_shares()
         open_classes = [name for name in classes_of(given) if name not in fixed]
         twice = fixed.get(TWICE, 0.0)  # of states in memory, as far as there are so many
-        none = _changed(Residency(**{name: fixed.get(name, 0.0) for name in classes_of(given)}), {TWICE: twice})
+        none = least_resident(given)
         yield _changed(none, {**dict.fromkeys(open_classes, 1.0), TWICE: twice}), self._all_left(none, open_classes)
         if self._weighs_second_states:
             yield self._all_twice(_changed(none, dict.fromkeys(open_classes, 1.0))), 0.0
@@ -192,7 +193,7 @@ class _Search:
                 in_dram = 0.0
                 for name in order:
                     if name == _ACTIVATIONS:
-                        in_dram = min(max(0.0, left), self._most_activations(_changed(none, shares), left))
+                        in_dram = min(left, self._most_activations(_changed(none, shares), left)) if left > 0 else 0.0
                         left -= in_dram
                         continue
                     size = bytes_each(given, name, two_versions) * given.numel
@@ -271,11 +272,14 @@ class _Search:
         self.least_needed = min(self.least_needed, needed)
         if needed + in_dram > given.dram_budget_bytes * (1 + 1e-9):
             return
+        stored = stored_bytes(given, residency)
+        if stored > given.storage_budget_bytes:
+            return
         stays = self.arena if activations_stay(given) else 0
         place = self.time.placed(given, residency, in_dram + stays)
         if place.swapped_bytes > 0 and not self.may_swap:
             return
-        if stored_bytes(given, residency) + place.storage_activation_bytes > given.storage_budget_bytes:
+        if stored + place.storage_activation_bytes > given.storage_budget_bytes:
             return
         found = self.time.predicted(place)
         self.found[key] = _Tried(residency, in_dram, place, found.iteration_secs, self.time.moved_bytes(found))

@@ -36,6 +36,8 @@ __all__ = [
     "has_two_versions",
     "kept_param_bytes",
     "lane_bytes",
+    "least_plan",
+    "least_resident",
     "minimum_lane_bytes",
     "most_prefetch_bytes",
     "narrow_arena_bytes",
@@ -273,6 +275,22 @@ def built_plan(
         small_param_bytes=overrides.get("small_param_bytes", 0),
         save_bytes=saves,
     )
+
+
+def least_resident(given: PlanInput) -> Residency:
+    """Nothing in host memory but what the user wants there."""
+    fixed = given.fixed_shares()
+    least = Residency(**{name: fixed.get(name, 0.0) for name in classes_of(given)})
+    return replace(least, optimizer_twice=min(fixed.get(TWICE, 0.0), least.optimizer))
+
+
+def least_plan(given: PlanInput) -> Plan:
+    """As much on storage as may be, with the least lanes: it need not fit, and where nothing does it tells why."""
+    residency, chunk_bytes = least_resident(given), CHUNK_BYTES[-1]
+    lanes = minimum_lane_bytes(given, residency, chunk_bytes)
+    lanes -= _gradient_buffer_bytes(given, residency, chunk_bytes) if lanes else 0
+    sizes = {"staging_bytes": lanes, "prefetch_bytes": 0, "activation_bytes": 0}
+    return built_plan(given, residency, chunk_bytes, 0, sizes)
 
 
 def most_prefetch_bytes(left_bytes: int) -> int:

@@ -5,19 +5,20 @@ they do, and choose what to recompute. The best that fits is simulated. No torch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.activations import costs_of, plan_activations
 from ds_fuyou.planner.cost import ClosedForm, Placement, Workload, closed_form
-from ds_fuyou.planner.decide import Decision, StepTime, decide
+from ds_fuyou.planner.decide import StepTime, decide
 from ds_fuyou.planner.explain import class_lines, class_rows
 from ds_fuyou.planner.hardware import GIB, Machine
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
-from ds_fuyou.planner.plan import CHUNK_BYTES, PlanInput
-from ds_fuyou.planner.policies import Fates, Fixed, Policy, Tiers
+from ds_fuyou.planner.plan import CHUNK_BYTES, Plan, PlanInput, least_plan
+from ds_fuyou.planner.policies import Fates, Policy, Tiers
 from ds_fuyou.simulator.fit import MEMORY_NAMES, Needs, device_room, needs_of, rank_facts, shown_bytes
 from ds_fuyou.simulator.simulate import Simulated, simulate
 
@@ -38,12 +39,13 @@ BATCHES = tuple(1 << power for power in range(10))
 
 @dataclass(frozen=True)
 class Chosen:
-    """A placement that fits, with its predictions."""
+    """A placement that fits, with its predictions; ``plan``: of a rank of ours."""
 
     work: Workload
     machine: Machine
     policy: Policy
     place: Placement
+    plan: Plan | None
     needs: Needs
     closed: ClosedForm
     simulated: Simulated
@@ -102,21 +104,20 @@ def try_choose(work: Workload, machine: Machine, policy: Policy) -> Chosen | Nee
     best, nearest = _quick(work, machine, policy)
     if best is None:
         return nearest
-    _, place, needs, closed = best
-    return Chosen(work, machine, policy, place, needs, closed, simulate(work, machine, policy, place))
+    place, plan, needs, closed = best
+    return Chosen(work, machine, policy, place, plan, needs, closed, simulate(work, machine, policy, place))
 
 
-_Quick = tuple[float, Placement, Needs, ClosedForm]
+_Quick = tuple[Placement, Plan | None, Needs, ClosedForm]
 
 
 def _quick(work: Workload, machine: Machine, policy: Policy) -> tuple[_Quick | None, Needs]:
     """The best placement that fits by the closed form, and the needs of the one that lacks least."""
-    place = _place(work, machine, policy)
-    needs = needs_of(work, machine, policy, place)
+    place, plan = _place(work, machine, policy)
+    needs = needs_of(work, machine, policy, place, plan)
     if needs.missing():
         return None, needs
-    closed = closed_form(work, machine, policy, place)
-    return (closed.iteration_secs, place, needs, closed), needs
+    return (place, plan, needs, closed_form(work, machine, policy, place)), needs
 
 
 def _question(work: Workload, machine: Machine, policy: Policy) -> tuple[PlanInput, StepTime]:
@@ -124,43 +125,41 @@ def _question(work: Workload, machine: Machine, policy: Policy) -> tuple[PlanInp
     return replace(rank_facts(work, machine, policy), device_room_bytes=device_room(work, machine, policy)), time
 
 
-def _decision(work: Workload, machine: Machine, policy: Policy) -> Decision:
-    """Raises FuyouConfigError if nothing fits."""
-    given, time = _question(work, machine, policy)
-    return decide(given, {}, time)
-
-
-def _place(work: Workload, machine: Machine, policy: Policy) -> Placement:
-    """The best placement, or, where none fits, the one that needs least of host memory."""
+def _place(work: Workload, machine: Machine, policy: Policy) -> tuple[Placement, Plan | None]:
+    """The best placement, or, where none fits, the one that needs least of host memory; and the plan of ours."""
     if policy.tiers is Tiers.PLANNED:
+        given, time = _question(work, machine, policy)
         try:
-            return _decision(work, machine, policy).place
+            decision = decide(given, {}, time)
         except FuyouConfigError:
-            fixed = {"cpu": 1.0, "nvme": 0.0, "auto": 0.0}
-            params, states, grads = (fixed[t] for t in (policy.fixed.params, policy.fixed.states, policy.fixed.grads))
-            base = Placement(params, states, grads, frozen=0.0)
-            return _with_activations(work, machine, policy, base, 0.0)
+            plan = least_plan(given)
+            return time.placed(given, plan.residency, 0.0), plan
+        return decision.place, decision.plan
     resident = 1.0 if policy.tiers is Tiers.DRAM else 0.0
     base = Placement(
         params=resident, states=resident, grads=0.0 if policy.gradients_on_storage else 1.0, frozen=resident
     )
-    return _with_activations(work, machine, policy, base, float("inf") if policy.fates is Fates.CHECKPOINT else 0.0)
+    room = device_room(work, machine, policy) if policy.fates is Fates.OPERATORS else 0.0
+    in_dram = float("inf") if policy.fates is Fates.CHECKPOINT else 0.0
+    time = StepTime(work, machine, policy)
+    return plan_activations(costs_of(work, policy), base, room, in_dram, time.secs, policy.fixed.mode), None
 
 
 def fits(work: Workload, machine: Machine, policy: Policy) -> bool:
-    """Whether some placement fits. Ours: the one with the least in host memory, or the one without storage."""
-    if policy.tiers is not Tiers.PLANNED or policy.fixed != Fixed():
-        return _quick(work, machine, policy)[0] is not None
-    inputs = float(work.model.layers * work.tokens * work.model.input_bytes)
-    stored = Placement(0.0, 0.0, 0.0, frozen=0.0, swapped_bytes=inputs)
-    resident = Placement(1.0, 1.0, 1.0, swapped_bytes=inputs, dram_activation_bytes=inputs)
-    return any(not needs_of(work, machine, policy, place).missing() for place in (stored, resident))
+    """Whether some placement fits: the one that would be chosen. Where the GPU lacks memory for none of it, or what is
+    to be stored exceeds storage and host memory together, no choice is made.
+    """
+    bare = needs_of(work, machine, policy, Placement(grads=0.0, frozen=0.0))
+    stored = bare.total("nvme") / (2 if policy.fixed.durable else 1)
+    if bare.total("gpu") > bare.have["gpu"] or stored > bare.have["nvme"] + bare.have["cpu"]:
+        return False
+    return _quick(work, machine, policy)[0] is not None
 
 
 def quick_secs(work: Workload, machine: Machine, policy: Policy) -> float:
     """Iteration seconds of the best placement by the closed form; infinite where nothing fits."""
     best, _ = _quick(work, machine, policy)
-    return float("inf") if best is None else best[0]
+    return float("inf") if best is None else best[-1].iteration_secs
 
 
 def alternatives(chosen: Chosen) -> list[str]:
@@ -171,12 +170,6 @@ def alternatives(chosen: Chosen) -> list[str]:
     given, time = _question(work, machine, policy)
     rows = class_rows(given, time, chosen.place, CHUNK_BYTES[0])
     return list(class_lines(rows, chosen.closed.iteration_secs))
-
-
-def _with_activations(work: Workload, machine: Machine, policy: Policy, place: Placement, in_dram: float) -> Placement:
-    room = device_room(work, machine, policy) if policy.fates is Fates.OPERATORS else 0.0
-    time = StepTime(work, machine, policy)
-    return plan_activations(costs_of(work, policy), place, room, in_dram, time.secs, policy.fixed.mode)
 
 
 def best_batch(model: ModelSpec, seq: int, machine: Machine, policy: Policy) -> Chosen | None:
@@ -228,9 +221,9 @@ def _cheapest_change(work: Workload, machine: Machine, policy: Policy, nearest: 
     )
     wanted = []
     if "gpu" in missing:
-        wanted.append(f"a GPU with {grown.gpu_bytes / GIB:.0f} GiB")
+        wanted.append(f"a GPU with {math.ceil(grown.gpu_bytes / GIB)} GiB")
     if "cpu" in missing:
-        wanted.append(f"{grown.dram_bytes / GIB:.0f} GiB of DRAM that may be page-locked")
+        wanted.append(f"{math.ceil(grown.dram_bytes / GIB)} GiB of DRAM that may be page-locked")
     if "nvme" in missing:
         wanted.append(f"{shown_bytes(grown.storage_bytes)} of storage")
     return "it fits with " + " and ".join(wanted)

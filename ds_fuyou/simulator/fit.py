@@ -10,14 +10,10 @@ from ds_fuyou.planner.cost import P16_BYTES, Placement, Workload
 from ds_fuyou.planner.document import Residency
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.plan import (
-    CHUNK_BYTES,
+    Plan,
     PlanInput,
-    arena_bytes,
-    built_plan,
     bytes_each,
     has_two_versions,
-    minimum_lane_bytes,
-    resident_bytes,
 )
 from ds_fuyou.planner.policies import Policy, Tiers, Updates
 from ds_fuyou.planner.presets import constants
@@ -27,6 +23,7 @@ __all__ = ["MEMORY_NAMES", "Item", "Needs", "device_room", "needs_of", "rank_fac
 MEMORY_NAMES = {"gpu": "GPU memory", "cpu": "host memory", "nvme": "storage"}
 _HEAD_SLICE_BYTES = 1 << 30  # logits of a slice of tokens
 _LOGIT_BYTES = 10  # 16-bit logits, fp32 copy and its gradient
+_ROUNDED = 1e-9  # of a tier: shares of it are not whole bytes
 _STOCK_SWAP_BYTES = 16 << 30  # optimizer swap buffers of four sub-groups of 10^9 parameters
 
 
@@ -52,7 +49,7 @@ class Needs:
     def missing(self) -> dict[str, float]:
         """Bytes that lack, of the tiers that are too small. Empty: it fits."""
         lacking = {tier: self.total(tier) - size for tier, size in self.have.items()}
-        return {tier: value for tier, value in lacking.items() if value > 0}
+        return {tier: value for tier, value in lacking.items() if value > _ROUNDED * self.have[tier]}
 
 
 def shown_bytes(num_bytes: float) -> str:
@@ -65,8 +62,10 @@ def _power_of_two(num_bytes: float) -> float:
     return float(1 << (max(1, int(num_bytes)) - 1).bit_length())
 
 
-def needs_of(work: Workload, machine: Machine, policy: Policy, place: Placement) -> Needs:
-    """Bytes by tier. GPU: of each one; host memory and storage: of all of them together."""
+def needs_of(work: Workload, machine: Machine, policy: Policy, place: Placement, plan: Plan | None = None) -> Needs:
+    """Bytes by tier. GPU: of each one; host memory and storage: of all of them together. Where tiers are planned host
+    memory is what ``plan`` takes of it on each rank.
+    """
     have = {"gpu": float(machine.gpu_bytes), "cpu": machine.dram_usable_bytes, "nvme": machine.storage_bytes}
     if policy.on_device:
         model = work.model
@@ -77,7 +76,7 @@ def needs_of(work: Workload, machine: Machine, policy: Policy, place: Placement)
         return Needs((*_gpu_items(work, policy, place), *shares), have)
     items = (
         *_gpu_items(work, policy, place),
-        *_host_items(work, machine, policy, place),
+        *(_host_items(work, machine, policy, place) if plan is None else _planned_items(plan, work, machine, policy)),
         *_storage_items(work, machine, policy, place),
     )
     return Needs(tuple(item for item in items if item.num_bytes > 0), have)
@@ -144,8 +143,6 @@ def _host_items(work: Workload, machine: Machine, policy: Policy, place: Placeme
     num_params, unit = float(model.trainable_params), float(model.largest_unit_params)
     leaving = 2 * place.swapped_bytes / model.layers * machine.num_gpus if place.storage_activation_bytes else 0.0
     activations = place.dram_activation_bytes * machine.num_gpus
-    if policy.tiers is Tiers.PLANNED:
-        return _planned_items(rank_facts(work, machine, policy), place, machine.num_gpus)
     if policy.tiers is Tiers.DRAM:
         items = [
             Item("P16", "cpu", P16_BYTES * num_params + model.frozen_bytes),
@@ -167,13 +164,9 @@ def _host_items(work: Workload, machine: Machine, policy: Policy, place: Placeme
     return (*items, Item("activations", "cpu", activations), Item("activations on their way", "cpu", leaving))
 
 
-def _planned_items(given: PlanInput, place: Placement, ranks: int) -> Sequence[Item]:
+def _planned_items(plan: Plan, work: Workload, machine: Machine, policy: Policy) -> Sequence[Item]:
     """Ours, as a run plans it."""
-    residency = Residency(place.params, place.states, place.grads, place.frozen, place.states_twice)
-    needed = resident_bytes(given, residency) + place.dram_activation_bytes
-    fitting = [n for n in CHUNK_BYTES if needed + minimum_lane_bytes(given, residency, n) <= given.dram_budget_bytes]
-    chunk_bytes = fitting[0] if fitting else CHUNK_BYTES[-1]
-    plan = built_plan(given, residency, chunk_bytes, arena_bytes(given), {}, int(place.dram_activation_bytes))
+    given, residency, ranks = rank_facts(work, machine, policy), plan.residency, machine.num_gpus
     two = has_two_versions(given, residency)
     shares: tuple[tuple[str, str], ...] = (
         ("P16", "parameters"),

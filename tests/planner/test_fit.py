@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What fits keeps fitting with more memory, needs what its plan takes, and is the same to every command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ds_fuyou.cli.main import main
+from ds_fuyou.planner.cost import Workload
+from ds_fuyou.simulator.choose import Chosen, fits, try_choose
+from ds_fuyou.simulator.fit import rank_facts
+from ds_fuyou.simulator.models import load_model
+from ds_fuyou.simulator.systems import find_policy
+from tests.planner.support import machine
+
+DRAM_GIB = (0.5, 1, 1.5, 2, 3, 4, 8, 16, 24, 28, 64, 128, 160, 192, 256, 512)
+OURS = find_policy("ds_fuyou")
+
+
+@pytest.mark.parametrize("storage_tb", [0.0, 0.1, 0.3, 8.0])
+@pytest.mark.parametrize(("name", "batch"), [("13B", 1), ("13B", 64), ("gpt:12,12,768,50257", 4)])
+def test_what_fits_keeps_fitting_with_more_host_memory(name: str, batch: int, storage_tb: float) -> None:
+    """Whatever the chosen plan does with the memory, it is counted as that plan has it."""
+    work, fitted = Workload(load_model(name), batch, 1024), False
+    for gib in DRAM_GIB:
+        on = replace(machine(2 if storage_tb else 0, gib), storage_bytes=1e12 * storage_tb)
+        found = try_choose(work, on, OURS)
+        assert fits(work, on, OURS) == isinstance(found, Chosen), f"{gib} GiB"
+        if not isinstance(found, Chosen):
+            assert not fitted, f"{gib} GiB lack {found.missing()}"
+            assert found.missing()
+            continue
+        fitted = True
+        assert found.plan is not None
+        taken = found.plan.host_bytes(rank_facts(work, on, OURS))
+        assert found.needs.total("cpu") <= taken + 8, "to a byte for each item"
+        assert taken <= on.dram_usable_bytes * (1 + 1e-9)
+    assert fitted or storage_tb < 1
+
+
+def test_the_largest_model_is_one_that_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    for means in (["--dram-gb", "16", "--ssd-tb", "0.3"], ["--dram-gb", "192", "--num-ssds", "2", "--ssd-tb", "0.2"]):
+        assert main(["max-model", *means, "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["tokens_per_s"] > 0
+        assert main(["plan", "--model", shown["model"], *means, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["predicted"]["tokens_per_s"] == pytest.approx(
+            shown["tokens_per_s"], rel=0.01
+        )
+
+
+def test_what_would_do_is_rounded_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "6B", "--dram-gb", "1"]) == 2
+    assert "it fits with 2 GiB of DRAM" in capsys.readouterr().err
+    assert main(["plan", "--model", "6B", "--dram-gb", "2"]) == 0
