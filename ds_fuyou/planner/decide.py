@@ -49,6 +49,7 @@ from ds_fuyou.planner.plan import (
     has_two_versions,
     kept_param_bytes,
     lane_bytes,
+    least_arena_bytes,
     least_resident,
     minimum_lane_bytes,
     resident_bytes,
@@ -154,7 +155,8 @@ class _Search:
     @property
     def _apart(self) -> int:
         """Host memory that no class gets."""
-        return self.arena + save_bytes(self.given, self.chunk_bytes)
+        arena = self.arena if self.is_arena_given else self.arena or least_arena_bytes(self.given)
+        return arena + save_bytes(self.given, self.chunk_bytes)
 
     @property
     def _weighs_activations(self) -> bool:

@@ -36,6 +36,7 @@ __all__ = [
     "has_two_versions",
     "kept_param_bytes",
     "lane_bytes",
+    "least_arena_bytes",
     "least_plan",
     "least_resident",
     "minimum_lane_bytes",
@@ -245,14 +246,19 @@ def built_plan(
     """The plan of a residency that fits, with ``arena`` bytes for activations that pass through, and ``kept`` for those
     that stay; the lanes get what is left.
     """
-    arena += kept
+    is_set_aside = arena + kept > 0
+    arena = arena + kept if is_set_aside else least_arena_bytes(given)
     buffers = _gradient_buffer_bytes(given, residency, chunk_bytes)
     minimum = minimum_lane_bytes(given, residency, chunk_bytes) - buffers
     saves = save_bytes(given, chunk_bytes)
     left = given.dram_budget_bytes - resident_bytes(given, residency) - arena - buffers - saves
     staging_bytes = overrides.get("staging_bytes", max(minimum // 2, min(_STAGING_BYTES, left // 2)))
     prefetch_bytes = overrides.get("prefetch_bytes", most_prefetch_bytes(left))
-    passing = _activation_bytes(given, arena, left - staging_bytes - prefetch_bytes)
+    passing = arena
+    if activations_stay(given):  # all that is left as well; that may be less than nothing
+        passing += max(0, left - staging_bytes - prefetch_bytes)
+    elif not is_set_aside and _pass_through(given):
+        passing = max(passing, (left - staging_bytes - prefetch_bytes) // 8)
     activation_bytes = overrides.get("activation_bytes", passing)
     # States may move to memory, once a step is measured.
     may_come = "optimizer" not in given.fixed_shares() and residency.optimizer < 1
@@ -289,7 +295,7 @@ def least_plan(given: PlanInput) -> Plan:
     residency, chunk_bytes = least_resident(given), CHUNK_BYTES[-1]
     lanes = minimum_lane_bytes(given, residency, chunk_bytes)
     lanes -= _gradient_buffer_bytes(given, residency, chunk_bytes) if lanes else 0
-    sizes = {"staging_bytes": lanes, "prefetch_bytes": 0, "activation_bytes": 0}
+    sizes = {"staging_bytes": lanes, "prefetch_bytes": 0, "activation_bytes": least_arena_bytes(given)}
     return built_plan(given, residency, chunk_bytes, 0, sizes)
 
 
@@ -355,7 +361,7 @@ def arena_bytes(given: PlanInput) -> int:
     budget = given.dram_budget_bytes
     if activations_stay(given):
         return 0 if given.block_activation_bytes else budget // 4  # known, they are a class that memory is filled with
-    if not given.swaps_activations or given.activations_stay_in_dram:
+    if not _pass_through(given):
         return 0
     wanted = narrow_arena_bytes(given)
     if given.block_activation_bytes:
@@ -372,13 +378,14 @@ def narrow_arena_bytes(given: PlanInput) -> int:
     return max(_ARENA_BYTES, _ARENA_PATH_BYTES * given.num_paths)
 
 
-def _activation_bytes(given: PlanInput, arena: int, left: int) -> int:
-    """What was set aside; all that is left as well where activations stay. ``left`` may be less than nothing."""
-    if activations_stay(given):
-        return arena + max(0, left)
-    if arena or not given.swaps_activations or given.activations_stay_in_dram:
-        return arena
-    return max(MIB, left // 8)
+def _pass_through(given: PlanInput) -> bool:
+    """Whether activations may pass through host memory, on their way to storage."""
+    return given.swaps_activations and not given.activations_stay_in_dram
+
+
+def least_arena_bytes(given: PlanInput) -> int:
+    """Where none is set aside: what a run that finds something to swap begins with."""
+    return MIB if _pass_through(given) else 0
 
 
 def _num_threads(given: PlanInput) -> int:

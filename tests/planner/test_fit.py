@@ -10,6 +10,7 @@ import pytest
 
 from ds_fuyou.cli.main import main
 from ds_fuyou.planner.cost import Workload
+from ds_fuyou.planner.plan import MIB
 from ds_fuyou.simulator.choose import Chosen, fits, try_choose
 from ds_fuyou.simulator.fit import rank_facts
 from ds_fuyou.simulator.models import load_model
@@ -56,3 +57,15 @@ def test_what_would_do_is_rounded_up(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["plan", "--model", "6B", "--dram-gb", "1"]) == 2
     assert "it fits with 2 GiB of DRAM" in capsys.readouterr().err
     assert main(["plan", "--model", "6B", "--dram-gb", "2"]) == 0
+
+
+def test_second_versions_leave_what_a_run_begins_with_for_activations() -> None:
+    """They fill memory to the last byte, and nothing is swapped here: a MiB is there all the same."""
+    work = Workload(load_model("13B"), 1, 1024, 4)
+    found = try_choose(work, machine(2, 276), OURS)
+    assert isinstance(found, Chosen), found.missing()
+    assert 0 < found.place.states_twice < 1
+    assert found.place.swapped_bytes == 0
+    assert found.plan is not None
+    assert found.plan.activation_bytes >= MIB
+    assert found.needs.total("cpu") <= found.needs.have["cpu"]
