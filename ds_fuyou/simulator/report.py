@@ -10,7 +10,6 @@ from typing import Any
 from ds_fuyou.planner.cost import closed_form
 from ds_fuyou.planner.document import PlanDocument, Residency, Subject
 from ds_fuyou.planner.lanes import Lane
-from ds_fuyou.planner.plan import MIB
 from ds_fuyou.simulator.choose import BATCHES, Chosen, alternatives, fits, quick_secs
 from ds_fuyou.simulator.fit import shown_bytes
 
@@ -30,11 +29,17 @@ def document_of(chosen: Chosen) -> PlanDocument:
         activations={
             name: {"keep": kept, "swap": swapped, "recompute": again} for name, kept, swapped, again in place.fates
         },
-        settings={"chunk_bytes": 16 * MIB, "slots": 2 if _two_slots_fit(chosen) else 1},
+        settings=_settings(chosen),
         workload={"batch": work.batch, "seq": work.seq, "accumulation": work.accumulation},
         machine=chosen.machine.name,
         predicted=_predicted(chosen),
     )
+
+
+def _settings(chosen: Chosen) -> dict[str, int]:
+    """What was decided of them; of other systems slots alone."""
+    chunks = {} if chosen.plan is None else {"chunk_bytes": chosen.plan.chunk_bytes}
+    return {**chunks, "slots": 2 if _two_slots_fit(chosen) else 1}
 
 
 def _two_slots_fit(chosen: Chosen) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import PlanDocument, is_document, load, parse, save
+from ds_fuyou.planner.plan import MIB
 from ds_fuyou.simulator.report import document_of
 from tests.planner.support import chosen, machine, model
 
@@ -27,6 +28,14 @@ def test_a_saved_plan_is_the_same_when_loaded(plan: PlanDocument, tmp_path: Path
     assert [found.name for found in tmp_path.iterdir()] == ["plan.json"]
     assert is_document(json.loads(path.read_text(encoding="utf-8")))
     assert not is_document({"chunk_bytes": 1})
+
+
+@pytest.mark.parametrize(("gib", "chunk_bytes"), [(64, 16 * MIB), (1.8, 4 * MIB)])
+def test_settings_are_those_of_the_decision(gib: float, chunk_bytes: int) -> None:
+    found = chosen("13B", 1, on=machine(4, gib))
+    assert found.plan is not None
+    assert document_of(found).settings["chunk_bytes"] == found.plan.chunk_bytes == chunk_bytes
+    assert "chunk_bytes" not in document_of(chosen("13B", 1, "zero_infinity")).settings
 
 
 def test_a_class_that_there_is_no_more_is_no_fault(plan: PlanDocument) -> None:
