@@ -158,7 +158,7 @@ def _of_profile(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sys.stdout.write(json.dumps(document.to_json(), indent=2) + "\n")
         return 0
-    rows = class_rows(given, time, decision.place, decision.plan.chunk_bytes)
+    rows = class_rows(given, time, decision.place, decision.plan)
     lines = [profile_line(profile), predict(time, decision.place).line(), *class_lines(rows, decision.secs)]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0

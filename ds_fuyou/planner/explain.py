@@ -15,7 +15,16 @@ from ds_fuyou.planner.decide import Decision, StepTime
 from ds_fuyou.planner.document import PlanDocument, Residency, Subject
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.lanes import Lane
-from ds_fuyou.planner.plan import Plan, PlanInput, classes_of, has_two_versions, minimum_lane_bytes, resident_bytes
+from ds_fuyou.planner.plan import (
+    Plan,
+    PlanInput,
+    arena_bytes,
+    classes_of,
+    has_two_versions,
+    lane_bytes,
+    minimum_lane_bytes,
+    resident_bytes,
+)
 from ds_fuyou.planner.profile import RunProfile
 
 __all__ = ["CORES", "ClassRow", "bound_by", "class_lines", "class_rows", "run_document"]
@@ -53,17 +62,17 @@ def bound_by(found: ClosedForm, machine: Machine) -> str:
     return found.bound.label
 
 
-def class_rows(given: PlanInput, time: StepTime, place: Placement, chunk_bytes: int) -> list[ClassRow]:
-    """Of every class; those of which nothing else is possible, or was told by the user, are left out, but for states
-    that are to be durable: what that costs is of interest.
+def class_rows(given: PlanInput, time: StepTime, place: Placement, plan: Plan) -> list[ClassRow]:
+    """Of every class, beside the others as ``plan`` has them; those of which nothing else is possible, or was told by
+    the user, are left out, but for states that are to be durable: what that costs is of interest.
     """
     fixed = {name for name in given.fixed_shares() if not (given.durable and name == "optimizer")}
     open_classes = [name for name in classes_of(given) if name not in fixed]
-    rows = [_of_class(given, time, place, chunk_bytes, name) for name in open_classes]
+    rows = [_of_class(given, time, place, plan, name) for name in open_classes]
     return [row for row in (*rows, _of_activations(given, time, place)) if row is not None]
 
 
-def _of_class(given: PlanInput, time: StepTime, place: Placement, chunk_bytes: int, name: str) -> ClassRow | None:
+def _of_class(given: PlanInput, time: StepTime, place: Placement, plan: Plan, name: str) -> ClassRow | None:
     shown, field = _CLASSES[name]
     now: float = getattr(place, field)
     chosen = _home(now) + (" (durable)" if given.durable and name == "optimizer" and now < 1 else "")
@@ -77,11 +86,21 @@ def _of_class(given: PlanInput, time: StepTime, place: Placement, chunk_bytes: i
         predicted = time.predicted(tried)
         if not predicted.iteration_secs < float("inf"):  # there is no storage
             continue
-        needed = resident_bytes(given, residency) + minimum_lane_bytes(given, residency, chunk_bytes)
+        needed = resident_bytes(given, residency) + _passing_bytes(given, place, plan, residency)
         lacking = max(0.0, needed + place.dram_activation_bytes - given.dram_budget_bytes)
         bound = bound_by(predicted, time.machine)
         found.append(ClassRow(shown, chosen, _home(share), predicted.iteration_secs, bound, lacking))
     return min(found, key=lambda row: (row.lacking_bytes > 0, row.secs), default=None)
+
+
+def _passing_bytes(given: PlanInput, place: Placement, plan: Plan, residency: Residency) -> float:
+    """Host memory that no class gets, as ``plan`` has it, but for what it gave only because nothing else took it: the
+    pools where anything is on storage, the arena where activations are swapped, and what saves pass through.
+    """
+    least, chosen = minimum_lane_bytes(given, residency, plan.chunk_bytes), lane_bytes(given, plan.chunk_bytes)
+    pools = max(least, min(chosen, plan.staging_bytes + plan.prefetch_bytes + plan.gradient_buffer_bytes))
+    arena = min(arena_bytes(given), plan.activation_bytes - plan.kept_activation_bytes) if place.swapped_bytes else 0
+    return (pools if least else 0) + arena + plan.save_bytes
 
 
 def _of_activations(given: PlanInput, time: StepTime, place: Placement) -> ClassRow | None:
@@ -94,6 +113,8 @@ def _of_activations(given: PlanInput, time: StepTime, place: Placement) -> Class
         tried = plan_activations(costs, place, given.device_room_bytes, place.dram_activation_bytes, time.secs, mode)
         if tried.fates != place.fates:
             predicted = time.predicted(tried)
+            if not predicted.iteration_secs < float("inf"):  # they do not fit, and there is no storage
+                continue
             bound = bound_by(predicted, time.machine)
             found.append(ClassRow("activations", _fates(place), shown, predicted.iteration_secs, bound))
     return min(found, key=lambda row: row.secs, default=None)

@@ -17,7 +17,7 @@ from ds_fuyou.planner.explain import class_lines, class_rows
 from ds_fuyou.planner.hardware import GIB, Machine
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
-from ds_fuyou.planner.plan import CHUNK_BYTES, Plan, PlanInput, least_plan
+from ds_fuyou.planner.plan import Plan, PlanInput, least_plan
 from ds_fuyou.planner.policies import Fates, Policy, Tiers
 from ds_fuyou.simulator.fit import MEMORY_NAMES, Needs, device_room, needs_of, rank_facts, shown_bytes
 from ds_fuyou.simulator.simulate import Simulated, simulate
@@ -165,10 +165,10 @@ def quick_secs(work: Workload, machine: Machine, policy: Policy) -> float:
 def alternatives(chosen: Chosen) -> list[str]:
     """Of each class of ours, what its best other home would cost by the closed form; a line each."""
     work, machine, policy = chosen.work, chosen.machine, chosen.policy
-    if policy.tiers is not Tiers.PLANNED:
+    if chosen.plan is None:
         return []
     given, time = _question(work, machine, policy)
-    rows = class_rows(given, time, chosen.place, CHUNK_BYTES[0])
+    rows = class_rows(given, time, chosen.place, chosen.plan)
     return list(class_lines(rows, chosen.closed.iteration_secs))
 
 

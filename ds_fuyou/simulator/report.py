@@ -160,7 +160,9 @@ def _lines(chosen: Chosen) -> Iterator[str]:
         yield f"next best upgrade: twice the {what}, {secs:.2f} s a step"
     else:
         yield "no single upgrade of storage, DRAM, GPU, link or CPU to twice its size gains 1 %"
-    yield ""
-    yield "each class, what its best other home would cost by the closed form"
-    for line in alternatives(chosen):
+    others = alternatives(chosen)
+    if others:
+        yield ""
+        yield "each class, what its best other home would cost by the closed form"
+    for line in others:
         yield f"  {line}"

@@ -488,7 +488,7 @@ class RunPlan:
         state.planned_device_bytes = self._device_bytes()
         state.device.reset_peak()
         if current_rank() == 0:
-            rows = class_rows(state.plan_input, time, place, state.plan.chunk_bytes)
+            rows = class_rows(state.plan_input, time, place, state.plan)
             lines = [chosen.line(), *class_lines(rows, chosen.iteration_secs)]
             if state.planned_device_bytes:
                 lines.append(f"at most {shown_bytes(state.planned_device_bytes)} of the device are in use")

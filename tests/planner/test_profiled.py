@@ -7,14 +7,17 @@ from dataclasses import replace
 
 import pytest
 
+from ds_fuyou.planner.document import Residency
 from ds_fuyou.planner.explain import class_lines, class_rows
 from ds_fuyou.planner.hardware import ThreadSecs
-from ds_fuyou.planner.plan import CHUNK_BYTES
+from ds_fuyou.planner.plan import CHUNK_BYTES, MIB, arena_bytes, built_plan, resident_bytes
 from ds_fuyou.planner.policies import Updates
 from ds_fuyou.planner.profile import StorageRates
 from ds_fuyou.planner.profiled import profile_line, run_time
+from ds_fuyou.simulator.report import plan_text
 from ds_fuyou.state_layout import WHOLE, layout_of
 from tests.planner.profiles import GIVEN, PLACE, PROFILE, predicted
+from tests.planner.support import chosen, machine
 
 
 def test_a_device_of_its_own_hides_what_is_shorter() -> None:
@@ -160,16 +163,17 @@ def test_of_each_class_the_next_best_home_is_told_with_what_it_costs() -> None:
     slow = replace(PROFILE, forward_secs=0.1, backward_secs=0.2)
     given = replace(GIVEN, dram_budget_bytes=2 * 10**9)
     time = run_time(slow, given)
-    rows = {row.name: row for row in class_rows(given, time, PLACE, CHUNK_BYTES[0])}
+    plan = built_plan(given, Residency(1.0, 0.0, 1.0), CHUNK_BYTES[0], 0, {})
+    rows = {row.name: row for row in class_rows(given, time, PLACE, plan)}
     assert list(rows) == ["P16", "P32 and moments", "G16"]
     states = rows["P32 and moments"]
     assert (states.chosen, states.other, states.bound) == ("on storage", "in host memory", "cpu optimizer")
     assert states.secs == pytest.approx(0.2 + 1.0)
     assert states.lacking_bytes == 0
     tight = replace(given, dram_budget_bytes=10**9)
-    (lacking,) = (row for row in class_rows(tight, time, PLACE, CHUNK_BYTES[0]) if row.name == "P32 and moments")
+    (lacking,) = (row for row in class_rows(tight, time, PLACE, plan) if row.name == "P32 and moments")
     assert lacking.lacking_bytes == pytest.approx(1.6e9 - 1e9)
-    part = {row.name: row for row in class_rows(given, time, replace(PLACE, states=0.5), CHUNK_BYTES[0])}
+    part = {row.name: row for row in class_rows(given, time, replace(PLACE, states=0.5), plan)}
     assert part["P32 and moments"].chosen == "50 % in host memory"
     assert part["P32 and moments"].secs < 1.8, "of both whole homes the faster one"
     text = "\n".join(class_lines(list(rows.values()), 1.8))
@@ -178,4 +182,30 @@ def test_of_each_class_the_next_best_home_is_told_with_what_it_costs() -> None:
     for shown in ("0.1 TFLOP/s", "100 M parameters/s", "2.00 GB/s read, 1.00 write, 1.33 mixed"):
         assert shown in line
     everything = replace(PLACE, states=1.0)
-    assert class_rows(given, run_time(replace(slow, storage=None), given), everything, CHUNK_BYTES[0]) == []
+    assert class_rows(given, run_time(replace(slow, storage=None), given), everything, plan) == []
+
+
+def test_what_lacks_for_another_home_counts_what_passes_through_host_memory() -> None:
+    """Pools where anything is on storage, and the arena where activations are swapped; not what they only had because
+    nothing else took it.
+    """
+    given = replace(GIVEN, dram_budget_bytes=10**9, swaps_activations=True)
+    time, place = run_time(PROFILE, given), replace(PLACE, grads=0.0, swapped_bytes=1e8)
+    residency = Residency(0.5, 0.0, 0.0)
+    arena = arena_bytes(given)
+    plan = built_plan(given, residency, 2 * MIB, arena, {})
+    rows = {row.name: row for row in class_rows(given, time, replace(place, params=0.5), plan)}
+    assert plan.staging_bytes + plan.prefetch_bytes + plan.gradient_buffer_bytes > 0.25e9, "all that was left"
+    passing = 0.25e9 + arena
+    whole = replace(residency, optimizer=1.0)
+    assert rows["P32 and moments"].other == "in host memory"
+    assert rows["P32 and moments"].lacking_bytes == pytest.approx(resident_bytes(given, whole) + passing - 1e9)
+    kept = {row.name: row for row in class_rows(given, time, replace(place, params=0.5, swapped_bytes=0.0), plan)}
+    assert rows["P32 and moments"].lacking_bytes - kept["P32 and moments"].lacking_bytes == pytest.approx(arena)
+
+
+def test_what_cannot_be_is_no_other_home() -> None:
+    """Without storage, activations that fit the GPU cannot all leave it while no host memory is for them."""
+    found = chosen("6B", 1, on=machine(0, 256))
+    assert found.place.swapped_bytes == 0
+    assert not any("nan" in line or "inf" in line for line in plan_text(found).splitlines())
