@@ -17,12 +17,13 @@ from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.state_layout import FP32
 
 __all__ = [
+    "BatchSizes",
     "DeepSpeedFile",
     "DeepSpeedJson",
     "has_precision",
+    "param_bytes",
     "read_ds_config",
     "read_ds_file",
-    "says_precision",
 ]
 
 
@@ -72,16 +73,54 @@ def _hjson(text: str, error: ValueError) -> object:
 
 
 @dataclass(frozen=True)
-class DeepSpeedJson:
-    """None: not said, or "auto". ``has_storage``: the block has directories for state. ``is_bfloat16``: parameters are,
-    as where nothing is said. ``states``: how stock would keep masters and moments.
+class BatchSizes:
+    """The three that are tied: all = micro x accumulation x ranks. None: not said, or "auto", which is then another's
+    to say (``is_open``: of the last two, one is).
     """
 
-    batch: int | None
+    all_ranks: int | None
+    micro: int | None
     accumulation: int | None
+    is_open: bool
+
+    def of(self, ranks: int, micro: int | None, accumulation: int | None) -> tuple[int | None, int | None]:
+        """Micro-batch and accumulation as DeepSpeed completes them on so many ranks; those that are given count in
+        place of the JSON's.
+
+        Raises:
+            FuyouConfigError: the sizes contradict each other.
+        """
+        is_told = micro is not None or accumulation is not None
+        micro = self.micro if micro is None else micro
+        accumulation = self.accumulation if accumulation is None else accumulation
+        if self.all_ranks is None or (micro is None and accumulation is None and self.is_open):
+            return micro, accumulation
+        if is_told and micro is not None and accumulation is not None:
+            return micro, accumulation
+        if micro is None:
+            accumulation = accumulation or 1
+            micro = self.all_ranks // ranks // accumulation
+        elif accumulation is None:
+            accumulation = self.all_ranks // ranks // max(1, micro)
+        if micro * accumulation * ranks != self.all_ranks:
+            raise FuyouConfigError(
+                f"--config: {_ALL} {self.all_ranks} must be micro-batch x accumulation x ranks, found {micro} x "
+                f"{accumulation} x {ranks}; --num-gpus says the ranks"
+            )
+        return micro, accumulation
+
+
+@dataclass(frozen=True)
+class DeepSpeedJson:
+    """``has_storage``: the block has directories for state. ``is_bfloat16``: parameters are, as where nothing is said.
+    ``states``: how stock would keep masters and moments.
+    """
+
+    batch: BatchSizes
     block: FuyouConfig | None
     has_storage: bool = False
     is_bfloat16: bool = True
+    param_bytes: int = 2
     states: tuple[str, str] = (FP32, FP32)
 
 
@@ -97,19 +136,20 @@ def read_ds_config(path: Path) -> DeepSpeedJson:
         raise FuyouConfigError(f"--config {error}") from error
     activation = load_activation(data)
     return DeepSpeedJson(
-        batch=_count(path, data, "train_micro_batch_size_per_gpu"),
-        accumulation=_count(path, data, "gradient_accumulation_steps"),
+        batch=_batch_sizes(path, data),
         block=None if activation is None else activation.config,
         has_storage=activation is not None and bool(activation.state_paths),
-        is_bfloat16=has_precision(data, "bf16", "bfloat16") or not says_precision(data),
+        is_bfloat16=has_precision(data, "bf16", "bfloat16") or not _says_precision(data),
+        param_bytes=param_bytes(data),
         states=stock_states(data),
     )
 
 
 _PRECISIONS = ("bf16", "bfloat16", "fp16")
+_ALL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
-def says_precision(config: Mapping[str, Any]) -> bool:
+def _says_precision(config: Mapping[str, Any]) -> bool:
     """Not so in a file that Accelerate completes."""
     return any(isinstance(config.get(name), Mapping) for name in _PRECISIONS)
 
@@ -118,6 +158,16 @@ def has_precision(config: Mapping[str, Any], *names: str) -> bool:
     """Whether one of these sections is enabled, or "auto"."""
     sections = [config[name] for name in names if isinstance(config.get(name), Mapping)]
     return any(section.get("enabled", False) in (True, "auto") for section in sections)
+
+
+def param_bytes(config: Mapping[str, Any]) -> int:
+    """Of each: 2, also where no precision is said, as in a file that Accelerate completes; else those of fp32."""
+    return 2 if not _says_precision(config) or has_precision(config, *_PRECISIONS) else 4
+
+
+def _batch_sizes(path: Path, data: Mapping[str, Any]) -> BatchSizes:
+    all_ranks, micro, accumulation = (_count(path, data, key) for key in (_ALL, _MICRO, _STEPS))
+    return BatchSizes(all_ranks, micro, accumulation, "auto" in (data.get(_MICRO), data.get(_STEPS)))
 
 
 def _count(path: Path, data: Mapping[str, Any], key: str) -> int | None:

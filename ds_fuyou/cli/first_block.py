@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ds_fuyou.cli.ds_config import has_precision, says_precision
+from ds_fuyou.cli.ds_config import has_precision, param_bytes
 from ds_fuyou.config import BLOCK_KEY
 from ds_fuyou.ds_json import Activation, load_activation, stock_states
 from ds_fuyou.errors import FuyouConfigError
@@ -129,7 +129,7 @@ def _told(disk: Disk) -> str:
 def _plan_input(asked: Question, activation: Activation, ranks: int) -> PlanInput:
     """As a run would give it to the rule."""
     model = asked.model
-    width = 2 if _is_16_bit(asked.config) else 4
+    width = param_bytes(asked.config)
     sizes = PlanInput(
         numel=-(-model.params // ranks),
         param_bytes_each=width,
@@ -142,11 +142,6 @@ def _plan_input(asked: Question, activation: Activation, ranks: int) -> PlanInpu
         num_paths=max(1, len(activation.state_paths)),
     )
     return under_block(sizes, activation.config, bool(activation.state_paths))
-
-
-def _is_16_bit(config: Mapping[str, Any]) -> bool:
-    """What is not said, as in a file without a precision that Accelerate is to set, is 16 bits."""
-    return not says_precision(config) or has_precision(config, "bf16", "bfloat16", "fp16")
 
 
 def _layout(config: Mapping[str, Any], activation: Activation) -> StateLayout:

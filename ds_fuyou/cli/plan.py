@@ -91,11 +91,17 @@ def run(arguments: argparse.Namespace) -> int:
         from ds_fuyou.cli.ds_config import read_ds_config
 
         given = read_ds_config(arguments.config)
-        batch = given.batch if batch is None else batch
-        accumulation = given.accumulation if accumulation is None else accumulation
+        batch, accumulation = given.batch.of(machine.num_gpus, batch, accumulation)
         if given.block is not None:
-            policy = under_block(policy, given.block, is_bfloat16=given.is_bfloat16, stock=given.states)
-            machine = limited(machine, given.block)
+            policy = under_block(
+                policy,
+                given.block,
+                given.has_storage,
+                is_bfloat16=given.is_bfloat16,
+                param_bytes=given.param_bytes,
+                stock=given.states,
+            )
+            machine = limited(machine, given.block, given.has_storage)
     slices_loss = policy.slices_loss or arguments.fused_loss
     policy = replace(policy, layout=_layout(policy.layout, arguments), slices_loss=slices_loss)
     work = Workload(

@@ -407,7 +407,7 @@ def _params_read(work: Workload, policy: Policy, place: Placement, p_bytes: floa
     """
     frozen = work.model.frozen_bytes * (1 - place.frozen)
     stored = p_bytes + frozen
-    trained = P16_BYTES * float(work.model.trainable_params)
+    trained = policy.param_bytes * float(work.model.trainable_params)
     of_end = stored / max(1.0, trained + work.model.frozen_bytes)  # is on storage
     kept, kept_frozen = min(place.kept_param_bytes, stored), min(place.kept_param_bytes, frozen)
     others = (work.accumulation - 1) / work.accumulation

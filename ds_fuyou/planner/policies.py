@@ -39,7 +39,8 @@ class Fates(Enum):
 @dataclass(frozen=True)
 class Fixed:
     """What the user has decided. Tiers are "auto", "cpu" or "nvme"; ``mode`` is "auto", "none", "swap" or
-    "recompute". ``durable``: states have two slots on storage, whatever fits.
+    "recompute". ``durable``: states have two slots on storage, whatever fits. ``shares``: resident ones, by field of
+    :class:`~ds_fuyou.planner.document.Residency`, of classes whose tier is "auto".
     """
 
     params: str = "auto"
@@ -48,6 +49,7 @@ class Fixed:
     activations: str = "auto"
     mode: str = "auto"
     durable: bool = False
+    shares: tuple[tuple[str, float], ...] = ()
 
     def tier(self, name: str) -> str:
         """Of a class by the planner's name."""

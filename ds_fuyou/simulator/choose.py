@@ -122,7 +122,8 @@ def _quick(work: Workload, machine: Machine, policy: Policy) -> tuple[_Quick | N
 
 def _question(work: Workload, machine: Machine, policy: Policy) -> tuple[PlanInput, StepTime]:
     time = StepTime(work, machine, policy, costs_of(work, policy), policy.fixed.mode)
-    return replace(rank_facts(work, machine, policy), device_room_bytes=device_room(work, machine, policy)), time
+    facts = replace(rank_facts(work, machine, policy), shares=dict(policy.fixed.shares))
+    return replace(facts, device_room_bytes=device_room(work, machine, policy)), time
 
 
 def _place(work: Workload, machine: Machine, policy: Policy) -> tuple[Placement, Plan | None]:

@@ -18,30 +18,44 @@ _UPDATES = {"none": Updates.STEP, "backward": Updates.BACKWARD, "backward_and_fo
 
 
 def under_block(
-    policy: Policy, config: Any, *, is_bfloat16: bool = True, stock: tuple[str, str] = (FP32, FP32)
+    policy: Policy,
+    config: Any,
+    has_storage: bool,
+    *,
+    is_bfloat16: bool = True,
+    param_bytes: int = 2,
+    stock: tuple[str, str] = (FP32, FP32),
 ) -> Policy:
-    """The policy with what a ``FuyouConfig`` decides: tiers, activations, and when updates may run. ``is_bfloat16``:
-    parameters are. What shares blocks is not known here: masters are not cloned. ``stock``: how the JSON around it has
-    masters and moments kept.
+    """The policy with what a ``FuyouConfig`` decides: tiers, shares, activations, and when updates may run; all in host
+    memory without ``has_storage``, as in a run. ``is_bfloat16``: parameters are. What shares blocks is not known here:
+    masters are not cloned. ``stock``: how the JSON around it has masters and moments kept.
 
     Raises:
         FuyouConfigError: masters cannot be as the block says.
     """
     fixed = Fixed(
-        params=config.parameters.tier,
-        states=config.optimizer.tier,
-        grads=config.gradients.tier,
-        activations=config.activations.tier,
+        params=config.parameters.tier if has_storage else "cpu",
+        states=config.optimizer.tier if has_storage else "cpu",
+        grads=config.gradients.tier if has_storage else "cpu",
+        activations=config.activations.tier if has_storage else "cpu",
         mode=config.activations.mode,
         durable=config.durable,
+        shares=tuple(config.plan.resident_shares().items()) if config.plan is not None else (),
     )
     of_masters, of_moments = stock
     masters = masters_of(config.optimizer.masters, is_bfloat16=is_bfloat16, checksum=config.checksum, stock=of_masters)
     layout = replace(policy.layout, masters=masters, moments=moments_of(config.optimizer.moments, "adam", of_moments))
-    return replace(policy, fixed=fixed, updates=_UPDATES[config.optimizer.overlap], layout=layout)
+    return replace(
+        policy,
+        fixed=fixed,
+        updates=_UPDATES[config.optimizer.overlap],
+        layout=layout,
+        param_bytes=param_bytes,
+        gradient_bytes=max(policy.gradient_bytes, param_bytes),
+    )
 
 
-def limited(machine: Machine, config: Any) -> Machine:
+def limited(machine: Machine, config: Any, has_storage: bool) -> Machine:
     """The machine within the budgets of a block, which are those of one rank.
 
     Raises:
@@ -55,7 +69,7 @@ def limited(machine: Machine, config: Any) -> Machine:
         machine,
         pinned_limit_bytes=min(machine.pinned_limit_bytes, dram),
         gpu_bytes=int(gpu),
-        storage_bytes=storage,
+        storage_bytes=storage if has_storage else 0.0,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ds_fuyou.planner.cost import closed_form
+from ds_fuyou.planner.cost import P16_BYTES, closed_form
 from ds_fuyou.planner.document import PlanDocument, Residency, Subject
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.simulator.choose import BATCHES, Chosen, alternatives, fits, quick_secs
@@ -125,6 +125,8 @@ def _lines(chosen: Chosen) -> Iterator[str]:
     yield f"on {chosen.machine.name}; batch {work.batch} x {work.seq}" + (
         f", {work.accumulation} micro-batches a step" if work.accumulation > 1 else ""
     )
+    if chosen.policy.param_bytes > P16_BYTES:
+        yield "fp32 parameters, as neither bf16 nor fp16 is on; compute, activations and GPU memory: those of 16 bits"
     yield ""
     yield "what lives where"
     for tier, name in TIER_NAMES.items():

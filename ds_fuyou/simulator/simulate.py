@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_fuyou.planner.cost import (
-    P16_BYTES,
     Placement,
     Workload,
     eager_bytes,
@@ -186,7 +185,7 @@ class _Pieces:
         grad = policy.gradient_bytes * params
         stored = self._stored("states", params)
         spilled = policy.gradient_bytes * self._stored("grads", params) if policy.keeps_gradients else 0.0
-        p16, beside = P16_BYTES * params * self._params_stored, stored * (1 - self._params_stored)
+        p16, beside = policy.param_bytes * params * self._params_stored, stored * (1 - self._params_stored)
         moved = [
             how(params_in_memory=True) * beside + how(params_in_memory=False) * (stored - beside)
             for how in (policy.layout.read_bytes, policy.layout.written_bytes)
@@ -196,7 +195,7 @@ class _Pieces:
             "resident": 1 - stored / params if params > 0 else 0.0,
             "late": 1 - self._stored("late", params) / params if params > 0 else 0.0,
             "p_read": storage_secs(p16 + frozen * self._frozen_stored, machine.storage_read),
-            "p_up": (P16_BYTES * params + frozen) / machine.link_up,
+            "p_up": (policy.param_bytes * params + frozen) / machine.link_up,
             "g_down": grad / machine.link_down,
             "g_write": storage_secs(spilled, machine.storage_write),
             "acc_read": storage_secs(acc, machine.storage_read),

@@ -42,6 +42,77 @@ def test_batch_and_accumulation_come_from_the_json_unless_told(
     assert _shown(capsys)["workload"] == {"batch": 4, "seq": 1024, "accumulation": 1}
 
 
+@pytest.mark.parametrize(
+    ("sizes", "more", "expected"),
+    [
+        ((32, None, None), (), (32, 1)),
+        ((32, None, 4), (), (8, 4)),
+        ((32, 4, None), (), (4, 8)),
+        ((32, 4, None), ("--num-gpus", "2", "--dram-gb", "256"), (4, 4)),
+        ((32, None, None), ("--batch", "4"), (4, 8)),
+        ((32, 8, 4), ("--batch", "2"), (2, 4)),
+        ((32, "auto", 4), (), (8, 4)),
+        ((32, "auto", "auto"), (), (1, 1)),
+        (("auto", "auto", 2), ("--dram-gb", "100"), (1, 2)),
+    ],
+)
+def test_batch_sizes_are_completed_as_deepspeed_does(
+    sizes: tuple[Any, ...],
+    more: tuple[str, ...],
+    expected: tuple[int, int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert _plan(tmp_path, None, *more, base=_sized(*sizes)) == 0
+    workload = _shown(capsys)["workload"]
+    assert (workload["batch"], workload["accumulation"]) == expected
+
+
+def _sized(*sizes: Any) -> dict[str, Any]:
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    given = {key: size for key, size in zip(keys, sizes, strict=True) if size is not None}
+    return {"zero_optimization": {"stage": 3}, **given}
+
+
+@pytest.mark.parametrize("sizes", [(32, 4, 4), (33, 4, None), (3, 4, None), (3, None, 4)])
+def test_batch_sizes_that_deepspeed_refuses_are_refused(
+    sizes: tuple[Any, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _plan(tmp_path, None, base=_sized(*sizes)) == 2
+    assert "must be micro-batch x accumulation x ranks" in capsys.readouterr().err
+
+
+def test_without_a_path_nothing_is_on_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _plan(tmp_path, {"nvme_path": None}, "--batch", "1", "--dram-gb", "256") == 0
+    shown = _shown(capsys)
+    assert all(share == 1.0 for name, share in shown["residency"].items() if name != "optimizer_twice")
+    assert sum(shown["predicted"]["bytes"]["nvme"].values()) == 0
+    assert _plan(tmp_path, {"nvme_path": None}, "--batch", "1", "--dram-gb", "64") == 2
+    assert "of host memory (" in capsys.readouterr().err
+
+
+def test_a_share_that_the_block_fixes_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shares = {"optimizer": 0.5, "gradients": 0.25}
+    assert _plan(tmp_path, {"plan": {"residency": shares}}) == 0
+    residency = _shown(capsys)["residency"]
+    assert {name: residency[name] for name in shares} == shares
+    assert _plan(tmp_path, {"plan": {"residency": {"optimizer": 0.9}}}, "--dram-gb", "32") == 2
+    assert "of host memory (" in capsys.readouterr().err
+
+
+def test_parameters_of_neither_precision_are_fp32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held: dict[str, Any] = {name: {"tier": "cpu"} for name in ("parameters", "gradients")}
+    held["optimizer"] = {"tier": "cpu", "overlap": "none"}
+
+    def sizes(enabled: bool) -> dict[str, float]:
+        assert _plan(tmp_path, held, bf16={"enabled": enabled}) == 0
+        found: dict[str, float] = _shown(capsys)["predicted"]["bytes"]["cpu"]
+        return found
+
+    wide, narrow = sizes(False), sizes(True)
+    assert [wide[name] / narrow[name] for name in ("P16", "G16", "P32, M, V")] == [2, 2, 1]
+
+
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 @pytest.mark.parametrize(
     ("section", "key"), [("parameters", "parameters"), ("optimizer", "optimizer"), ("gradients", "gradients")]
@@ -88,8 +159,8 @@ def test_masters_are_split_where_parameters_are_bfloat16(tmp_path: Path, capsys:
     split, whole = written({}), written({"optimizer": {"tier": "nvme", "masters": "whole"}})
     assert split / whole == pytest.approx(12 / 14, rel=0.02)
     assert written({}, bf16={"enabled": True}) == split
-    for other in ({"fp16": {"enabled": True}}, {"bf16": {"enabled": False}}):
-        assert written({}, **other) == whole
+    assert written({}, fp16={"enabled": True}) == whole
+    assert written({}, bf16={"enabled": False}) / whole == pytest.approx(16 / 14, rel=0.02)  # P16 is fp32
     assert written({"checksum": False}) == whole
     block = {**stored, "optimizer": {"tier": "nvme", "masters": "split"}}
     assert _plan(tmp_path, block, base={**BASE, "fp16": {"enabled": True}}) == 2
