@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -32,7 +34,13 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns its exit status; never shows a traceback for a user's mistake."""
+    """Runs one command. Returns its exit status; never shows a traceback for a user's mistake. What the terminal's
+    encoding lacks is printed as a question mark. Whoever stops reading, as ``head`` does, ends the command without a
+    word, with the status of other programs then.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     arguments_given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="fuyou", description="Tools around the ds_fuyou DeepSpeed plugin.")
     parser.add_argument("--version", action="version", version=f"ds_fuyou {__version__}")
@@ -45,6 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _module(name).add_arguments(command)
         arguments = parser.parse_args(arguments_given)
         status: int = _module(arguments.command).run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+        return 141
     except ModuleNotFoundError as error:  # the planner's commands need neither torch nor DeepSpeed, the others do
         sys.stderr.write(f"fuyou {chosen}: {error}; install ds_fuyou again, with what it depends on\n")
         return 2
@@ -55,6 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"fuyou {chosen}: interrupted\n")
         return 130
     return status
+
+
+def _discard_output() -> None:
+    """Nothing is left that the interpreter would fail to write when it exits."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _module(name: str):  # type: ignore[no-untyped-def]  # a module with the two functions above

@@ -112,11 +112,11 @@ def cells(rows: Sequence[Compared], training: Training) -> list[tuple[str, ...]]
     found: list[tuple[str, ...]] = []
     for row in rows:
         if row.tokens_per_s <= 0:
-            found.append((row.system, *("–",) * 5, row.why))
+            found.append((row.system, *("-",) * 5, row.why))
             continue
-        wear = "–" if row.wear is None or not row.written_bytes else f"{100 * row.wear:.3g} %"
-        cost = f"{row.cost:,.2f}" if training.price else "–"
-        written = shown_bytes(row.written_bytes) if row.written_bytes else "–"
+        wear = "-" if row.wear is None or not row.written_bytes else f"{100 * row.wear:.3g} %"
+        cost = f"{row.cost:,.2f}" if training.price else "-"
+        written = shown_bytes(row.written_bytes) if row.written_bytes else "-"
         found.append((row.system, f"{row.tokens_per_s:,.1f}", f"{row.hours:,.1f}", cost, written, wear, row.why))
     return found
 

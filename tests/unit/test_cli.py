@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -68,6 +70,23 @@ def test_errors_have_a_status_and_no_traceback(
     said = capsys.readouterr().err
     assert said.startswith("fuyou build: ")
     assert "Traceback" not in said
+
+
+def test_a_terminal_without_the_characters_and_a_reader_that_leaves_are_no_failures(tmp_path: Path) -> None:
+    model = tmp_path / "\u00e9\u6a21.json"
+    plan = [sys.executable, "-c", "import sys; from ds_fuyou.cli import main; sys.exit(main())", "plan", "--model"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(__file__).parents[2])}
+    model.write_text("{}", encoding="utf-8")
+    done = subprocess.run([*plan, str(model)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("fuyou plan: --model ")
+    assert "??.json" in done.stderr
+    reader, writer = os.pipe()
+    os.close(reader)
+    left = subprocess.run([*plan, "6B"], env=environment, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert left.returncode == 141
+    assert not left.stderr
 
 
 def test_clean_wants_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
