@@ -481,7 +481,7 @@ def _load_plan(plan: object) -> tuple[object, PlanDocument | None]:
     if isinstance(plan, str):
         where += f" ({plan[:_MOST_SHOWN]})"
         try:
-            with open(os.path.expanduser(plan), encoding="utf-8") as file:
+            with open(os.path.expanduser(plan), encoding="utf-8-sig") as file:
                 plan = json.load(file)
         except (OSError, ValueError, RecursionError) as error:
             raise FuyouConfigError(

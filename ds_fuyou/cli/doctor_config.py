@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_fuyou.cli.ds_config import read_ds_file
+from ds_fuyou.cli.ds_config import BYTE_ORDER_MARK, read_ds_file
 from ds_fuyou.cli.finding import Finding, path_finding
 from ds_fuyou.config import BLOCK_KEY
 from ds_fuyou.ds_json import Activation, load_activation
@@ -40,6 +40,9 @@ def config_findings(file: Path, num_params: int = 0) -> Iterator[Finding]:
     if not read.is_json:
         fix = "take them out where Accelerate or the Trainer reads the file"
         yield Finding(name, "holds comments or the like: DeepSpeed takes them, Hugging Face's programs do not", fix=fix)
+    if read.text.startswith(BYTE_ORDER_MARK):
+        found = "begins with a byte order mark: DeepSpeed takes it, Hugging Face's programs do not"
+        yield Finding(name, found, fix="save it as UTF-8 without one where Accelerate or the Trainer reads it")
     yield from findings_of(name, read.config, num_params)
 
 

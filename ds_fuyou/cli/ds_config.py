@@ -17,6 +17,7 @@ from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.state_layout import FP32
 
 __all__ = [
+    "BYTE_ORDER_MARK",
     "BatchSizes",
     "DeepSpeedFile",
     "DeepSpeedJson",
@@ -26,11 +27,15 @@ __all__ = [
     "read_ds_file",
 ]
 
+BYTE_ORDER_MARK = "\ufeff"
+"""Some editors begin a file with it. DeepSpeed reads over it, Hugging Face's programs do not."""
+
 
 @dataclass(frozen=True)
 class DeepSpeedFile:
     """A configuration as it stands in its file. ``is_json``: by the letter; else with comments and other liberties of
-    Hjson, which DeepSpeed reads, and Hugging Face's programs do not.
+    Hjson, which DeepSpeed reads, and Hugging Face's programs do not. ``text`` begins with a byte order mark where the
+    file does.
     """
 
     text: str
@@ -48,10 +53,11 @@ def read_ds_file(path: Path) -> DeepSpeedFile:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             text = file.read()
+        content = text.removeprefix(BYTE_ORDER_MARK)
         try:
-            config = json.loads(text)
+            config = json.loads(content)
         except ValueError as error:
-            is_json, config = False, _hjson(text, error)
+            is_json, config = False, _hjson(content, error)
     except (OSError, ValueError, RecursionError) as error:
         raise FuyouConfigError(f"{path}: must be a readable JSON file, found {error}") from error
     if not isinstance(config, dict):

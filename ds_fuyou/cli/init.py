@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_fuyou.cli.ds_config import DeepSpeedFile, read_ds_file
+from ds_fuyou.cli.ds_config import BYTE_ORDER_MARK, DeepSpeedFile, read_ds_file
 from ds_fuyou.cli.finding import Finding
 from ds_fuyou.config import BLOCK_KEY
 from ds_fuyou.errors import FuyouConfigError
@@ -134,7 +134,7 @@ def with_block(given: DeepSpeedFile, block: Mapping[str, Any]) -> str:
     newline = "\r\n" if "\r\n" in given.text else "\n"
     end = given.text.rindex("}")
     body, after = given.text[:end].rstrip(), given.text[end:]
-    first = re.match(r"\s*\{\s*?\n([ \t]+)\"", given.text)
+    first = re.match(rf"{BYTE_ORDER_MARK}?\s*\{{\s*?\n([ \t]+)\"", given.text)
     comma = "," if config else ""
     if first is not None:
         shown = json.dumps(block, indent=first[1]).replace("\n", f"\n{first[1]}")

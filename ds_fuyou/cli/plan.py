@@ -152,7 +152,7 @@ def _of_profile(arguments: argparse.Namespace) -> int:
     if block is None or block.block is None:
         raise FuyouConfigError("--profile needs --config DS.JSON with an enabled fuyou block, as the run had it")
     try:
-        profile = RunProfile.from_json(json.loads(arguments.profile.read_text(encoding="utf-8")))
+        profile = RunProfile.from_json(json.loads(arguments.profile.read_text(encoding="utf-8-sig")))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise FuyouConfigError(f"--profile {arguments.profile}: must be what a run kept, found {error!r}") from error
     facts = replace(profile.given, layout=_layout(profile.given.layout, arguments))

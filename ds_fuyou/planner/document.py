@@ -103,7 +103,7 @@ def load(path: Path) -> PlanDocument:
             of the value.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise FuyouConfigError(f"{path}: a plan must be a readable JSON file, found {error}") from error
     try:

@@ -13,7 +13,10 @@ from functools import cached_property
 
 from ds_fuyou.planner.blocks import Block, Operator, mean_operators
 
-__all__ = ["Adapters", "ModelSpec", "Operator"]
+__all__ = ["MOST_LAYERS", "MOST_SIZE", "Adapters", "ModelSpec", "Operator"]
+
+MOST_LAYERS, MOST_SIZE = 4096, 10**9
+"""Of a model that is believed; each layer's activations are decided on, so that a plan of more takes minutes."""
 
 _FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight in NF4: a scale of 8 bits for 64 of them, and one of 32 bits for 256 scales."""

@@ -25,7 +25,7 @@ from typing import Any
 
 from ds_fuyou.errors import FuyouConfigError, shown
 from ds_fuyou.planner.blocks import Attention, Block, Matrix, Mlp, Norms, block_of
-from ds_fuyou.planner.model import ModelSpec
+from ds_fuyou.planner.model import MOST_LAYERS, MOST_SIZE, ModelSpec
 
 __all__ = ["known_families", "read_config"]
 
@@ -43,8 +43,6 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "window": ("sliding_window", "window_size"),
     "every": ("sliding_window_pattern", "_sliding_window_pattern"),
 }
-_MOST, _MOST_LAYERS = 10**9, 10**5
-"""Largest sizes that are believed."""
 
 
 @lru_cache(maxsize=1)
@@ -103,7 +101,7 @@ class _Config:
         if value is None:
             names = ", ".join(_ALIASES.get(key, (key,)))
             raise FuyouConfigError(f"{self.family}: one of {names} must be there; is it a model's config?")
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_SIZE:
             what = "a positive whole number" if least else "a whole number"
             raise FuyouConfigError(f"{self.family}: {name} must be {what}, found {shown(value)}")
         return value
@@ -206,8 +204,8 @@ def _blocks(config: _Config) -> tuple[Block, ...]:
     """One object for each kind of block."""
     made: dict[tuple[int, bool], Block] = {}
     layers = config.size("layers")
-    if layers > _MOST_LAYERS:
-        raise FuyouConfigError(f"{config.family}: there must be at most {_MOST_LAYERS} layers, found {layers}")
+    if layers > MOST_LAYERS:
+        raise FuyouConfigError(f"{config.family}: there must be at most {MOST_LAYERS} layers, found {layers}")
     kinds = [(window, _has_experts(config, index)) for index, window in enumerate(_windows(config, layers))]
     for kind in dict.fromkeys(kinds):
         made[kind] = _block(config, *kind)
@@ -370,7 +368,7 @@ def _gpt_neo(config: _Config) -> int:
     types = config.value("attention_types", [[["global", "local"], 12]])
     try:
         every = (kind for kinds, count in types for _ in range(count) for kind in kinds)
-        named = list(itertools.islice(every, _MOST_LAYERS))
+        named = list(itertools.islice(every, MOST_LAYERS))
     except (TypeError, ValueError):
         raise FuyouConfigError(f"gpt_neo: attention_types must be [[kinds, times]], found {shown(types)}") from None
     config.given = {**config.given, "layer_types": named}

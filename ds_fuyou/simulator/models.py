@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.errors import FuyouConfigError, shown
 from ds_fuyou.planner.blocks import Attention, Matrix, Mlp, Norms, block_of
-from ds_fuyou.planner.model import Adapters, ModelSpec
+from ds_fuyou.planner.model import MOST_LAYERS, MOST_SIZE, Adapters, ModelSpec
 from ds_fuyou.planner.presets import model_shapes
 
 __all__ = ["PUBLISHED_VOCAB", "gpt", "load_model", "published_model", "with_adapters"]
@@ -45,8 +45,9 @@ def gpt(name: str, layers: int, heads: int, hidden: int, vocab: int, nominal: fl
         FuyouConfigError: a size is not positive, or the width cannot be split over the heads.
     """
     for what, value in (("layers", layers), ("heads", heads), ("hidden", hidden), ("vocab", vocab)):
-        if value <= 0:
-            raise FuyouConfigError(f"model {name}: {what} must be positive, found {value}")
+        most = MOST_LAYERS if what == "layers" else MOST_SIZE
+        if not 1 <= value <= most:
+            raise FuyouConfigError(f"model {name[:200]}: {what} must be from 1 to {most}, found {shown(value)}")
     if hidden % heads:
         raise FuyouConfigError(f"model {name}: hidden {hidden} must be a multiple of heads {heads}")
     head_dim = hidden // heads
@@ -104,7 +105,7 @@ def _from_file(path: str) -> ModelSpec:
     from ds_fuyou.simulator.families import read_config
 
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             config = json.load(file)
     except (OSError, ValueError, RecursionError) as error:
         raise FuyouConfigError(f"--model {path}: must be a readable JSON file, found {error}") from error

@@ -194,7 +194,7 @@ def test_adapters_have_the_size_that_peft_gives_them(family: str) -> None:
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 32}, "'linear_attention' are not modelled"),
         ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "must name all 32 layers, found 1"),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "cannot go to 9 of 8 experts"),
-        ({"model_type": "llama", "num_hidden_layers": 10**8}, "at most 100000 layers"),
+        ({"model_type": "llama", "num_hidden_layers": 10**8}, "at most 4096 layers"),
         ({"model_type": "llama", "hidden_size": "4096"}, "hidden_size must be a positive whole number, found '4096'"),
         ({"model_type": "llava", "text_config": [1]}, "text_config must be an object"),
         ({"model_type": "llava", "text_config": {"model_type": "nope"}}, "'nope' is not known"),

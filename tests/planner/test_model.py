@@ -97,6 +97,12 @@ def test_a_config_that_describes_no_stack_is_refused(change: dict[str, Any], sai
         load_model(_written(tmp_path, {**GPT2, **change}))
 
 
+def test_a_byte_order_mark_is_read_over(tmp_path: Path) -> None:
+    plain = load_model(_written(tmp_path, GPT2))
+    (tmp_path / "config.json").write_text(json.dumps(GPT2), encoding="utf-8-sig")
+    assert load_model(str(tmp_path)).params == plain.params
+
+
 def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FuyouConfigError, match="JSON object, found list"):
         load_model(_written(tmp_path, [1]))

@@ -173,6 +173,7 @@ def test_a_plan_that_cannot_be_written_names_the_file_that_was_asked_for(
         (["--model", "13B", "--host", "dekstop"], "did you mean desktop"),
         (["--model", "gpt:1,2,3"], "four whole numbers"),
         (["--model", "gpt:2,3,64,100"], "multiple of heads"),
+        (["--model", "gpt:99999999,8,1024,1000"], "layers must be from 1 to 4096, found 99999999"),
         (["--model", "no/such/file.json"], "there is no such file"),
         (["--model", "13B", "--batch", "0"], "--batch must be at least 1"),
         (["--model", "13B", "--accumulation", str(10**20)], "--accumulation must be at most 4096, found 1e+20"),

@@ -181,6 +181,14 @@ def test_comments_and_the_like_are_read_as_deepspeed_reads_them(text: str, tmp_p
     assert "runs as stock" in findings[1].found
 
 
+def test_a_byte_order_mark_is_named_as_such(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 3}}', encoding="utf-8-sig")
+    findings = list(config_findings(file))
+    assert "begins with a byte order mark" in findings[0].found
+    assert "runs as stock" in findings[1].found
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100000, "null"])
 def test_what_is_no_configuration_is_one_finding(text: str, tmp_path: Path) -> None:
     file = tmp_path / "ds.json"

@@ -43,7 +43,7 @@ def written(tmp_path: Path, config: object) -> Path:
 
 
 def block_of(file: Path) -> dict[str, Any]:
-    config = json.loads(file.read_text())
+    config = read_ds_file(file).config
     assert load_activation(config) is not None
     found: dict[str, Any] = config["fuyou"]
     return found
@@ -71,6 +71,7 @@ TEXTS = [
     '{"zero_optimization": {"stage": 3}, "x": 5e8}',
     '{\r\n\t"zero_optimization": {\r\n\t\t"stage": 3\r\n\t}\r\n}\r\n\r\n',
     '  \n{\n"zero_optimization": {"stage": 3}\n}',
+    '\ufeff{\n  "zero_optimization": {"stage": 3}\n}\n',
 ]
 
 
@@ -84,7 +85,7 @@ def test_every_character_of_the_file_stays(text: str, tmp_path: Path) -> None:
     body, _, rest = after.partition('"fuyou"')
     assert text.startswith(body.rstrip().removesuffix(","))
     assert rest.endswith(text[text.rindex("}") :])
-    assert {**json.loads(text), "fuyou": block_of(file)} == json.loads(after)
+    assert {**json.loads(text.removeprefix("\ufeff")), "fuyou": block_of(file)} == read_ds_file(file).config
     assert ("\r\n" in text) == ("\r\n" in rest)
     assert file.stat().st_mode & 0o777 == 0o640
 
