@@ -162,9 +162,11 @@ def _block_paths(config: Mapping[str, Any]) -> list[str]:
 
 
 def _named_paths(config: Mapping[str, Any]) -> dict[str, str]:
-    """Path, as a run spells it → where it is named. What the environment or the rank decides is left to the run."""
+    """Path, as a run spells it → where it is named: in the block, else in the sections. What the environment or the
+    rank decides is left to the run.
+    """
     places = dict.fromkeys(_block_paths(config), f"{BLOCK_KEY}.nvme_path")
-    for name in _OFFLOADS:
+    for name in () if places else _OFFLOADS:
         section = _zero(config).get(name)
         path = section.get("nvme_path") if isinstance(section, Mapping) else None
         if isinstance(path, str) and path not in ("", "auto"):

@@ -166,7 +166,6 @@ def _optimizer(config: Mapping[str, Any]) -> str:
 
 def _placed(given: PlanInput, asked: Question, activation: Activation) -> tuple[Plan, dict[str, Any], str]:
     """The plan, what the block must say for it, and why."""
-    moved = "of what fits it moves the fewest bytes, and a run decides anew by what is free, and known, when it starts"
     fixed = [tier for tier in (given.params_tier, given.optimizer_tier) if tier != "auto"]
     try:
         plan = placed(given, {})[0].plan
@@ -180,9 +179,23 @@ def _placed(given: PlanInput, asked: Question, activation: Activation) -> tuple[
             _tiers(plan),
             "the block says so, because the offload sections ask for more host memory than is free",
         )
+    return plan, {}, _why(given, plan, bool(activation.state_paths))
+
+
+def _why(given: PlanInput, plan: Plan, has_storage: bool) -> str:
+    """Why a run that starts now places so, and what it decides when it starts."""
+    if not has_storage:
+        return "it fits, and must when a run starts: there is no storage"
+    tiers = {"offload_optimizer": given.optimizer_tier, "offload_param": given.params_tier}
+    said = " and ".join(name for name, tier in tiers.items() if tier != "auto")
     if plan.residency == Residency(1.0, 1.0, 1.0):
-        return plan, {}, "it fits; what does not when a run starts goes to storage"
-    return plan, {}, "as the offload sections say" if len(fixed) == 2 else moved
+        if not said:
+            return "it fits; what does not when a run starts goes to storage"
+        return f"it fits; what {said} names stays there, whatever is free; what else does not goes to storage"
+    if "auto" not in tiers.values():
+        return "as the offload sections say"
+    moved = "of what fits it moves the fewest bytes, and a run decides anew by what is free, and known, when it starts"
+    return f"as {said} says; {moved}" if said else moved
 
 
 def _tiers(plan: Plan) -> dict[str, Any]:

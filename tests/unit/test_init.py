@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ds_fuyou.cli import first_block, main
+from ds_fuyou.cli.doctor_config import config_findings
 from ds_fuyou.cli.ds_config import read_ds_file
 from ds_fuyou.cli.init import with_block
 from ds_fuyou.ds_json import load_activation
@@ -135,6 +136,34 @@ def test_sections_that_ask_for_too_much_memory_are_overruled(
     activation = load_activation(json.loads(file.read_text()))
     assert activation is not None
     assert activation.config.plan.resident_shares() == block["plan"]["residency"]
+
+
+def test_a_path_of_a_section_that_the_block_replaces_need_not_exist(tmp_path: Path) -> None:
+    section = {"device": "nvme", "nvme_path": str(tmp_path / "none")}
+    file = written(tmp_path, {"zero_optimization": {"stage": 3, "offload_optimizer": section}})
+    assert main(["init", str(file), "--model", MODEL]) == 2
+    assert main(["init", str(file), "--model", MODEL, "--path", str(tmp_path)]) == 0
+    assert block_of(file) == {"enabled": True, "nvme_path": str(tmp_path)}
+    assert all(finding.ok for finding in config_findings(file))
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({}, "it fits; what does not when a run starts goes to storage"),
+        ({"offload_optimizer": {"device": "cpu"}}, "it fits; what offload_optimizer names stays there, whatever is"),
+        (
+            {"offload_param": {"device": "nvme"}},
+            "P16 on storage, P32 and moments in host memory, G16 in host memory; as",
+        ),
+    ],
+)
+def test_what_a_section_holds_in_memory_is_not_said_to_go_to_storage(
+    section: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, {"zero_optimization": {"stage": 3, **section}})
+    assert main(["init", str(file), "--model", MODEL]) == 0
+    assert said in capsys.readouterr().out
 
 
 def test_what_fits_is_left_to_the_sections(tmp_path: Path) -> None:
