@@ -18,6 +18,7 @@ from pathlib import Path
 from ds_fuyou.cli.doctor_config import config_findings
 from ds_fuyou.cli.finding import Finding, path_finding
 from ds_fuyou.errors import FuyouConfigError, FuyouError
+from ds_fuyou.planner.model import ModelSpec
 
 __all__ = ["Finding", "add_arguments", "findings", "run"]
 
@@ -49,9 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
     directories = [path for path in arguments.paths if Path(path) not in files]
     if arguments.measure and not directories:
         raise FuyouConfigError("--measure must know where: name the nvme_path directories behind it")
-    num_params = _num_params(arguments.model, files)
+    model = _model(arguments.model, files)
     found = itertools.chain(
-        findings(directories, measure=arguments.measure), *(config_findings(file, num_params) for file in files)
+        findings(directories, measure=arguments.measure), *(config_findings(file, model) for file in files)
     )
     for finding in found:
         healthy = healthy and finding.ok
@@ -62,14 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if healthy else 1
 
 
-def _num_params(model: str | None, files: list[Path]) -> int:
+def _model(model: str | None, files: list[Path]) -> ModelSpec | None:
     if model is None:
-        return 0
+        return None
     if not files:
         raise FuyouConfigError("--model needs a DeepSpeed JSON, whose paths are compared with what it takes")
     from ds_fuyou.simulator.models import load_model
 
-    return int(load_model(model).trainable_params)
+    return load_model(model)
 
 
 def findings(paths: list[str], *, measure: bool = False) -> Iterator[Finding]:

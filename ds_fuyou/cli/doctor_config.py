@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from ds_fuyou.cli.finding import Finding, path_finding
 from ds_fuyou.config import BLOCK_KEY
 from ds_fuyou.ds_json import Activation, load_activation
 from ds_fuyou.errors import FuyouConfigError, FuyouStorageError
+from ds_fuyou.planner.model import ModelSpec
+from ds_fuyou.simulator.fit import shown_bytes
 from ds_fuyou.storage.probe import LOCAL_FILESYSTEMS, probe_path
 
 __all__ = ["config_findings", "findings_of"]
@@ -23,9 +25,9 @@ _OFFLOADS = ("offload_optimizer", "offload_param")
 _SLOT_BYTES = 12  # of fp32 masters and moments: docs/states.md says what takes less
 
 
-def config_findings(file: Path, num_params: int = 0) -> Iterator[Finding]:
-    """Every check of one file, the worst that DeepSpeed itself would refuse first. ``num_params``: to be trained, 0
-    where nobody says.
+def config_findings(file: Path, model: ModelSpec | None = None) -> Iterator[Finding]:
+    """Every check of one file, the worst that DeepSpeed itself would refuse first. ``model``: what is to be trained,
+    None where nobody says.
     """
     name = str(file)
     try:
@@ -43,10 +45,10 @@ def config_findings(file: Path, num_params: int = 0) -> Iterator[Finding]:
     if read.text.startswith(BYTE_ORDER_MARK):
         found = "begins with a byte order mark: DeepSpeed takes it, Hugging Face's programs do not"
         yield Finding(name, found, fix="save it as UTF-8 without one where Accelerate or the Trainer reads it")
-    yield from findings_of(name, read.config, num_params)
+    yield from findings_of(name, read.config, model)
 
 
-def findings_of(name: str, config: Mapping[str, Any], num_params: int = 0) -> Iterator[Finding]:
+def findings_of(name: str, config: Mapping[str, Any], model: ModelSpec | None = None) -> Iterator[Finding]:
     """Every check of a configuration that was read from ``name``; as :func:`config_findings`."""
     num_findings = 0
     for check in (_aio, _offload_sections, _block):
@@ -55,9 +57,9 @@ def findings_of(name: str, config: Mapping[str, Any], num_params: int = 0) -> It
             yield Finding(name, found, ok=ok, fix=fix)
     if not num_findings:
         yield Finding(name, "says what it means")
-    free = yield from _paths(config)
-    if num_params and free:
-        yield from _room(config, sum(free.values()), num_params)
+    yield from _paths(config)
+    if model is not None:
+        yield from _room(config, model)
 
 
 Row = tuple[str, bool, str]
@@ -178,37 +180,43 @@ def _named_paths(config: Mapping[str, Any]) -> dict[str, str]:
     return known
 
 
-def _paths(config: Mapping[str, Any]) -> Generator[Finding, None, dict[str, int]]:
-    """Returns the bytes that are free, by device."""
+def _paths(config: Mapping[str, Any]) -> Iterator[Finding]:
     devices: dict[str, str] = {}
-    free: dict[str, int] = {}
     for path, place in _named_paths(config).items():
-        yield from _path(path, place, devices, free)
-    return free
+        yield from _path(path, place, devices)
 
 
-def _room(config: Mapping[str, Any], free_bytes: int, num_params: int) -> Iterator[Finding]:
-    """Whether the disks hold the states, where they go there."""
+def _room(config: Mapping[str, Any], model: ModelSpec) -> Iterator[Finding]:
+    """Whether the disks hold what a run that starts now would place there."""
+    from ds_fuyou.cli.first_block import Question, room_here  # imports torch
+
     try:
         activation = load_activation(config)
     except FuyouConfigError:
         return  # which was told
-    if activation is None or activation.config.optimizer.tier == "cpu":
+    if activation is None or not all(os.path.isdir(path) for path in activation.state_paths):
         return
-    one, what = _SLOT_BYTES * num_params, "room for states"
-    needed = f"of {num_params / 1e9:.2f} billion parameters one slot is {one / 1e9:.1f} GB"
-    free = f"{free_bytes / 1e9:.1f} GB are free"
-    if free_bytes < one:
-        fix = f"free {(one - free_bytes) / 1e9:.1f} GB, or name another disk in nvme_path, too"
-        yield Finding(what, f"too small: {needed}, {free}", ok=False, fix=fix)
-    elif free_bytes < 2 * one:
-        fix = f"free {(2 * one - free_bytes) / 1e9:.1f} GB, or name another disk in nvme_path, too"
-        yield Finding(what, f"for one slot alone: {needed}, {free}; after a kill nothing can be gone on from", fix=fix)
+    what = "room for states"
+    try:
+        room = room_here(Question(model, config), activation)
+    except FuyouConfigError as error:
+        yield Finding(what, f"{model.name} fits nowhere", ok=False, fix=str(error))
+        return
+    if room is None:
+        yield Finding(what, "none is needed: by what is free now, everything is in host memory")
+        return
+    one, two = shown_bytes(room.one), shown_bytes(room.two)
+    free, more = f"{shown_bytes(room.free)} can be used", "free space, or name another disk in nvme_path, too"
+    if room.slots == 2:
+        yield Finding(what, f"for two slots: they need {two}, {free}")
+    elif room.slots:
+        found = f"for one slot alone: it needs {one}, two need {two}, {free}; after a kill nothing can be gone on from"
+        yield Finding(what, found, fix=more)
     else:
-        yield Finding(what, f"for two slots: {needed}, {free}")
+        yield Finding(what, f"too small: one slot needs {one}, {free}", ok=False, fix=more)
 
 
-def _path(path: str, place: str, devices: dict[str, str], free: dict[str, int]) -> Iterator[Finding]:
+def _path(path: str, place: str, devices: dict[str, str]) -> Iterator[Finding]:
     what = f"{place} {path}"
     raw = _raw_device(path)
     if raw:
@@ -233,7 +241,6 @@ def _path(path: str, place: str, devices: dict[str, str], free: dict[str, int]) 
             fix="name one directory a device",
         )
     devices.setdefault(facts.device, path)
-    free[facts.device] = facts.free_bytes
     largest = facts.free_bytes / (2 * _SLOT_BYTES) / 1e9
     yield Finding(what, f"holds the optimizer state of models of up to {largest:.1f} billion parameters (two slots)")
 

@@ -28,7 +28,7 @@ from ds_fuyou.storage.probe import PathFacts, probe_path, shares_blocks
 from ds_fuyou.zero.budgets import cores_of_rank
 from ds_fuyou.zero.device import num_devices, rank_device
 
-__all__ = ["FirstBlock", "Question", "choose_block"]
+__all__ = ["FirstBlock", "Question", "Room", "choose_block", "room_here"]
 
 _MOMENTS = {"lion": 1, "adagrad": 1}
 _CLASSES = {"parameters": "P16", "optimizer": "P32 and moments", "gradients": "G16"}
@@ -71,8 +71,8 @@ def choose_block(asked: Question) -> FirstBlock:
         where,
         f"placement: {_shown(plan.residency)}; {how}",
     ]
-    if plan.residency != Residency(1.0, 1.0, 1.0):
-        why.append(_slots(given, plan, ranks, [Path(path).parent if path in new else Path(path) for path in paths]))
+    room = _room(given, plan, ranks, [Path(path).parent if path in new else Path(path) for path in paths])
+    why += [_told_room(room)] if room is not None else []
     why += _buckets(asked, ranks)
     written = [] if paths == _named(asked.config) else list(paths)
     block: dict[str, Any] = {"enabled": True, **tiers}
@@ -216,26 +216,55 @@ def _shown(residency: Residency) -> str:
     )
 
 
-def _slots(given: PlanInput, plan: Plan, ranks: int, paths: Sequence[Path]) -> str:
-    """A line on how much storage is needed; ``paths`` exist.
+@dataclass(frozen=True)
+class Room:
+    """Of storage: bytes that one slot and two need, and that can be used; ``slots`` that a run takes, 0: none fits."""
+
+    one: int
+    two: int
+    free: int
+    slots: int
+
+
+def room_here(asked: Question, activation: Activation) -> Room | None:
+    """What a run that starts now would need of its directories, which exist. None: nothing is placed there.
 
     Raises:
-        FuyouConfigError: there is too little.
+        FuyouConfigError: host memory holds no placement.
     """
+    ranks = asked.ranks or num_devices()
+    given = _plan_input(asked, activation, ranks)
+    return _room(given, placed(given, {})[0].plan, ranks, [Path(path) for path in activation.state_paths])
+
+
+def _room(given: PlanInput, plan: Plan, ranks: int, paths: Sequence[Path]) -> Room | None:
     place, num = plan.residency, given.numel * ranks
+    if place == Residency(1.0, 1.0, 1.0):
+        return None
     slot = given.param_bytes_each * (1 - place.parameters) + given.layout.bytes_each * (1 - place.optimizer)
     spilled = given.grad_bytes_each * (1 - place.gradients)
     one, two = (int(num * (n * slot + spilled)) for n in (1, 2))
     facts: list[PathFacts] = [probe_path(path) for path in paths]
     free = sum(device_capacities(facts).values())
-    if one > free:
+    choice = choose_num_slots(paths, one, two, swaps_activations=given.swaps_activations, probe=probe_path)
+    return Room(one, two, free, choice.num_slots if one <= free else 0)
+
+
+def _told_room(room: Room) -> str:
+    """A line on how much storage is needed.
+
+    Raises:
+        FuyouConfigError: there is too little.
+    """
+    one, two = shown_bytes(room.one), shown_bytes(room.two)
+    if not room.slots:
         raise FuyouConfigError(
-            f"the state needs {shown_bytes(one)} on storage, {shown_bytes(free)} can be used; free space, or name "
-            f"directories on more disks with --path"
+            f"the state needs {one} on storage, {shown_bytes(room.free)} can be used; free space, or name directories "
+            f"on more disks with --path"
         )
-    if choose_num_slots(paths, one, two, swaps_activations=given.swaps_activations).num_slots == 2:
-        return f"storage: {shown_bytes(two)} with two slots, so that a crash leaves the last step whole"
-    return f"storage: {shown_bytes(one)} with one slot; {shown_bytes(two)} would hold two (safe in a crash, faster)"
+    if room.slots == 2:
+        return f"storage: {two} with two slots, so that a crash leaves the last step whole"
+    return f"storage: {one} with one slot; {two} would hold two (safe in a crash, faster)"
 
 
 def _buckets(asked: Question, ranks: int) -> list[str]:

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_fuyou.cli import main
+from ds_fuyou.cli import first_block, main
 from ds_fuyou.cli.doctor_config import config_findings
 from ds_fuyou.cli.finding import Finding
+from ds_fuyou.planner.model import ModelSpec
+from ds_fuyou.simulator.models import load_model
 from ds_fuyou.storage.probe import probe_path
 
 HF_NVME = {
@@ -151,12 +155,12 @@ SHAPES: dict[str, tuple[dict[str, Any], bool, str, str]] = {
 }
 
 
-def found(config: object, tmp_path: Path, num_params: int = 0) -> list[Finding]:
+def found(config: object, tmp_path: Path, model: ModelSpec | None = None) -> list[Finding]:
     (tmp_path / "more").mkdir(exist_ok=True)
     (tmp_path / "file").touch()
     text = json.dumps(config).replace("PATH", str(tmp_path)).replace("FILE", str(tmp_path / "file"))
     (tmp_path / "ds.json").write_text(text)
-    return list(config_findings(tmp_path / "ds.json", num_params))
+    return list(config_findings(tmp_path / "ds.json", model))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -229,26 +233,40 @@ def test_paths_are_looked_for_where_a_run_would(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("share_of_free", "ok", "what"),
-    [(2.0, False, "too small: of "), (0.75, True, "for one slot alone: of "), (1e-6, True, "for two slots: of ")],
+    ("free", "ok", "what"),
+    [(3, False, "too small: "), (7, True, "for one slot alone: "), (50, True, "for two slots: ")],
 )
-def test_a_disk_too_small_for_the_model_is_named(share_of_free: float, ok: bool, what: str, tmp_path: Path) -> None:
-    """``share_of_free``: what one slot takes."""
-    num_params = int(probe_path(tmp_path).free_bytes * share_of_free / 12)
-    config = {**zero(), "fuyou": {"nvme_path": [str(tmp_path), str(tmp_path / "more")]}}  # one device: counted once
-    (finding,) = [each for each in found(config, tmp_path, num_params) if each.what == "room for states"]
+def test_a_disk_too_small_for_the_model_is_named_by_the_account_of_init(
+    free: int, ok: bool, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``free``: GB. One slot of P16, P32 and moments takes 5."""
+    monkeypatch.setattr(first_block, "available_host_bytes", lambda: 100 * 10**9)
+    facts = probe_path(tmp_path)
+    monkeypatch.setattr(first_block, "probe_path", lambda path: replace(facts, free_bytes=free * 10**9))
+    model = "gpt:24,16,1024,50000"
+    sections = {name: {"device": "nvme"} for name in ("offload_optimizer", "offload_param")}
+    config = {**zero(**sections), "fuyou": {"nvme_path": [str(tmp_path), str(tmp_path / "more")]}}  # one device
+    (finding,) = [each for each in found(config, tmp_path, load_model(model)) if each.what == "room for states"]
     assert finding.found.startswith(what)
     assert finding.ok == ok
-    assert bool(finding.fix) == (share_of_free > 0.1)
-    in_memory = {**config, "fuyou": {**config["fuyou"], "optimizer": {"tier": "cpu"}}}
-    assert not any(each.what == "room for states" for each in found(in_memory, tmp_path, num_params))
+    assert bool(finding.fix) == (free < 50)
+    file = tmp_path / "init.json"
+    file.write_text(json.dumps(zero(**sections)))
+    assert main(["init", str(file), "--model", model, "--path", str(tmp_path)]) == (0 if ok else 2)
+    shown = capsys.readouterr()
+    *needed, _ = re.findall(r"[0-9.]+ GB", finding.found)
+    assert needed
+    assert all(size in shown.out + shown.err for size in needed)
+    in_memory = {**zero(), "fuyou": config["fuyou"]}
+    (finding,) = [each for each in found(in_memory, tmp_path, load_model(model)) if each.what == "room for states"]
+    assert finding.found.startswith("none is needed")
 
 
 def test_the_model_is_taken_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({**zero(), "fuyou": {"nvme_path": str(tmp_path)}}))
     assert main(["doctor", str(file), "--model", "gpt:4000,128,65536,50257"]) == 1
-    assert "FAIL  room for states: too small: of 20" in capsys.readouterr().out
+    assert "FAIL  room for states: gpt:4000,128,65536,50257 fits nowhere" in capsys.readouterr().out
     assert main(["doctor", str(tmp_path), "--model", "7B"]) == 2
     assert "--model needs a DeepSpeed JSON" in capsys.readouterr().err
 
