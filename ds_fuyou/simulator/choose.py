@@ -18,7 +18,7 @@ from ds_fuyou.planner.hardware import GIB, Machine
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import Plan, PlanInput, least_plan
-from ds_fuyou.planner.policies import Fates, Policy, Tiers
+from ds_fuyou.planner.policies import Fates, Policy, Tiers, Updates
 from ds_fuyou.simulator.fit import MEMORY_NAMES, Needs, device_room, needs_of, rank_facts, shown_bytes
 from ds_fuyou.simulator.simulate import Simulated, simulate
 
@@ -39,16 +39,20 @@ BATCHES = tuple(1 << power for power in range(10))
 
 @dataclass(frozen=True)
 class Chosen:
-    """A placement that fits, with its predictions; ``plan``: of a rank of ours."""
+    """A placement that fits, with its predictions under ``policy``; ``asked``: before updates were deferred because
+    storage lacks ``second_slot_bytes`` for two slots. ``plan``: of a rank of ours.
+    """
 
     work: Workload
     machine: Machine
     policy: Policy
+    asked: Policy
     place: Placement
     plan: Plan | None
     needs: Needs
     closed: ClosedForm
     simulated: Simulated
+    second_slot_bytes: float = 0.0
 
     @property
     def iteration_secs(self) -> float:
@@ -104,20 +108,59 @@ def try_choose(work: Workload, machine: Machine, policy: Policy) -> Chosen | Nee
     best, nearest = _quick(work, machine, policy)
     if best is None:
         return nearest
-    place, plan, needs, closed = best
-    return Chosen(work, machine, policy, place, plan, needs, closed, simulate(work, machine, policy, place))
+    return Chosen(
+        work,
+        machine,
+        best.policy,
+        policy,
+        best.place,
+        best.plan,
+        best.needs,
+        best.closed,
+        simulate(work, machine, best.policy, best.place),
+        best.second_slot_bytes,
+    )
 
 
-_Quick = tuple[Placement, Plan | None, Needs, ClosedForm]
+@dataclass(frozen=True)
+class _Quick:
+    """What :class:`Chosen` has before anything is simulated."""
+
+    policy: Policy
+    place: Placement
+    plan: Plan | None
+    needs: Needs
+    closed: ClosedForm
+    second_slot_bytes: float
+
+
+_WITH_ONE_SLOT = {Updates.DEADLINE: Updates.FORWARD, Updates.BACKWARD: Updates.STEP}
 
 
 def _quick(work: Workload, machine: Machine, policy: Policy) -> tuple[_Quick | None, Needs]:
-    """The best placement that fits by the closed form, and the needs of the one that lacks least."""
+    """The best placement that fits by the closed form, and the needs of the one that lacks least. Where storage holds
+    one slot alone, a run of ours begins updates in ``step()``.
+    """
     place, plan = _place(work, machine, policy)
     needs = needs_of(work, machine, policy, place, plan)
     if needs.missing():
         return None, needs
-    return (place, plan, needs, closed_form(work, machine, policy, place)), needs
+    lacking = _second_slot_bytes(needs, policy)
+    if lacking and policy.updates in _WITH_ONE_SLOT:
+        policy = replace(policy, updates=_WITH_ONE_SLOT[policy.updates])
+        other, other_plan = _place(work, machine, policy)
+        needed = needs_of(work, machine, policy, other, other_plan)
+        if not needed.missing():
+            place, plan, needs = other, other_plan, needed
+    return _Quick(policy, place, plan, needs, closed_form(work, machine, policy, place), lacking), needs
+
+
+def _second_slot_bytes(needs: Needs, policy: Policy) -> float:
+    """What storage lacks for a second slot of ours; one that every step needs is in the needs."""
+    if policy.fixed.durable or policy.tiers is not Tiers.PLANNED:
+        return 0.0
+    second = sum(i.num_bytes for i in needs.items if i.tier == "nvme" and i.name in ("P16", "P32, M, V"))
+    return max(0.0, needs.total("nvme") + second - needs.have["nvme"]) if second else 0.0
 
 
 def _question(work: Workload, machine: Machine, policy: Policy) -> tuple[PlanInput, StepTime]:
@@ -160,7 +203,7 @@ def fits(work: Workload, machine: Machine, policy: Policy) -> bool:
 def quick_secs(work: Workload, machine: Machine, policy: Policy) -> float:
     """Iteration seconds of the best placement by the closed form; infinite where nothing fits."""
     best, _ = _quick(work, machine, policy)
-    return float("inf") if best is None else best[-1].iteration_secs
+    return float("inf") if best is None else best.closed.iteration_secs
 
 
 def alternatives(chosen: Chosen) -> list[str]:

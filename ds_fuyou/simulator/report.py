@@ -43,10 +43,7 @@ def _settings(chosen: Chosen) -> dict[str, int]:
 
 
 def _two_slots_fit(chosen: Chosen) -> bool:
-    if chosen.policy.fixed.durable:
-        return True  # they are in its needs
-    extra = sum(i.num_bytes for i in chosen.needs.items if i.tier == "nvme" and i.name in ("P16", "P32, M, V"))
-    return chosen.needs.total("nvme") + extra <= chosen.machine.storage_bytes
+    return not chosen.second_slot_bytes
 
 
 def _predicted(chosen: Chosen) -> dict[str, Any]:
@@ -108,7 +105,7 @@ def upgrades(chosen: Chosen) -> list[tuple[str, float]]:
         }
     base = closed_form(chosen.work, machine, chosen.policy, chosen.place).iteration_secs
     found = [
-        (what, chosen.iteration_secs * quick_secs(chosen.work, grown, chosen.policy) / base)
+        (what, chosen.iteration_secs * quick_secs(chosen.work, grown, chosen.asked) / base)
         for what, grown in options.items()
     ]
     return sorted(found, key=lambda pair: pair[1])
@@ -137,6 +134,9 @@ def _lines(chosen: Chosen) -> Iterator[str]:
         for item in chosen.needs.items:
             if item.tier == tier:
                 yield f"    {item.name:<34}{shown_bytes(item.num_bytes):>11}"
+    if chosen.second_slot_bytes:
+        yield f"  one slot a chunk, as storage lacks {shown_bytes(chosen.second_slot_bytes)} for two: updates begin in"
+        yield "  step(), and a crash may cost the state since the last checkpoint"
     yield ""
     yield f"activations of {model.layers} blocks{'keep':>14}{'swap':>8}{'recompute':>11}"
     for name, kept, swapped, again in chosen.place.fates:

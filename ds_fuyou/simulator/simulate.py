@@ -71,6 +71,9 @@ def chrome_trace(simulated: Simulated, machine: Machine) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
+_BESIDE_FORWARD, _IN_STEP = (Updates.DEADLINE, Updates.FORWARD), (Updates.STEP, Updates.FORWARD)
+
+
 @dataclass(frozen=True)
 class _Unit:
     """Seconds of one unit's pieces. ``chunks`` equal parts of its optimizer work are scheduled one by one; of the
@@ -103,7 +106,7 @@ class _Unit:
 def simulate(work: Workload, machine: Machine, policy: Policy, place: Placement) -> Simulated:
     """Runs steps of a policy under a placement. The machine must have storage where the placement uses it."""
     units = _units(work, machine, policy, place)
-    steps = _STEPS if policy.updates is Updates.DEADLINE else 1
+    steps = _STEPS if policy.updates in _BESIDE_FORWARD else 1
     graph = _Graph(units, work, machine, policy, place)
     bounds = [graph.step(number) for number in range(steps)]
     end, begin = graph.schedule.run(), 0.0
@@ -125,7 +128,7 @@ def _units(work: Workload, machine: Machine, policy: Policy, place: Placement) -
     forward = work.tokens * model.block_flops(work.seq) / rate + eager
     recompute = place.recompute_flops / model.layers / rate + eager
     head = work.tokens * model.head_flops / rate
-    chunks = 4 if policy.updates is Updates.DEADLINE else 1
+    chunks = 4 if policy.updates in _BESIDE_FORWARD else 1
     swapped = place.swapped_bytes / model.layers
     stored = place.storage_activation_bytes * machine.num_gpus / model.layers
     pieces = _Pieces(work, machine, policy, place)
@@ -220,7 +223,7 @@ class _Graph:
         self.last_compute: list[int] = []
         self._units, self._policy, self._k = units, policy, work.accumulation
         # P16 that is not in memory is read after its write, but by our own runs.
-        self._taken_from_updates = place.params >= 1 or policy.updates in (Updates.DEADLINE, Updates.FORWARD)
+        self._taken_from_updates = place.params >= 1 or policy.updates in _BESIDE_FORWARD
         self._previous: int | None = None  # the task before, where everything is in a row
         self._computes: list[int] = []
         self._ups: list[int | None] = []
@@ -312,14 +315,14 @@ class _Graph:
             return
         num_units, policy = len(self._units), self._policy
         base = step * self._k * 2 * num_units + (2 * self._k - 1) * num_units
-        deadline = float(base + num_units + index if policy.updates is Updates.DEADLINE else base + place + _WINDOW)
+        deadline = float(base + num_units + index if policy.updates in _BESIDE_FORWARD else base + place + _WINDOW)
         cut = unit.chunks
-        resident = round(unit.resident * cut) if policy.updates is Updates.DEADLINE else 0
+        resident = round(unit.resident * cut) if policy.updates in _BESIDE_FORWARD else 0
         late = round(unit.late * cut) if policy.updates is Updates.DEADLINE else 0
         moving = cut - resident if resident < cut else cut  # parts that read and write
         for part in range(cut):
             due = deadline + part / (2 * cut)
-            waits_for_step = part < late or policy.updates is Updates.STEP  # one version: it waits for step()
+            waits_for_step = part < late or policy.updates in _IN_STEP  # one version: it waits for step()
             waits = tuple(after) if waits_for_step else (arrived,)
             share = 1.0 / moving if part >= cut - moving else 0.0
             read = self._chunk("read state of", unit, Lane.READ, share * (unit.s_read + unit.acc_read), due, *waits)

@@ -249,6 +249,27 @@ def test_a_json_that_is_no_configuration_is_refused(
     assert "must be a readable JSON file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("overlap", ["backward_and_forward", "backward"])
+def test_with_room_for_one_slot_updates_begin_in_step(
+    overlap: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "ds.json"
+    block = {"nvme_path": "/nvme", "optimizer": {"overlap": overlap, "tier": "nvme"}}
+    config.write_text(json.dumps({**BASE, "fuyou": block}), encoding="utf-8")
+    plan = ["plan", "--model", "6B", "--num-ssds", "2", "--dram-gb", "48", "--batch", "32", "--config", str(config)]
+    secs = []
+    for storage, slots in (("0.12", 1), ("1", 2)):
+        assert main([*plan, "--ssd-tb", storage, "--json"]) == 0
+        shown = _shown(capsys)
+        assert shown["settings"]["slots"] == slots
+        secs.append(shown["predicted"]["iteration_secs"])
+    assert secs[0] > 1.02 * secs[1]
+    assert main([*plan, "--ssd-tb", "0.12"]) == 0
+    assert "one slot a chunk, as storage lacks" in capsys.readouterr().out
+    assert main([*plan, "--ssd-tb", "1"]) == 0
+    assert "one slot" not in capsys.readouterr().out
+
+
 def test_durable_steps_need_room_for_two_slots_and_tell_their_price(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
