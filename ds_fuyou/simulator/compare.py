@@ -15,7 +15,7 @@ from ds_fuyou.simulator.choose import Chosen, try_choose
 from ds_fuyou.simulator.fit import MEMORY_NAMES, Needs, shown_bytes
 from ds_fuyou.simulator.systems import find_policy
 
-__all__ = ["COMPARED", "HEAD", "Compared", "Training", "cells", "compared", "compared_text"]
+__all__ = ["COMPARED", "HEAD", "Compared", "Training", "cells", "compared", "compared_text", "worn_out"]
 
 COMPARED = {
     "zero_3": "ZeRO-3",
@@ -114,11 +114,29 @@ def cells(rows: Sequence[Compared], training: Training) -> list[tuple[str, ...]]
         if row.tokens_per_s <= 0:
             found.append((row.system, *("-",) * 5, row.why))
             continue
-        wear = "-" if row.wear is None or not row.written_bytes else f"{100 * row.wear:.3g} %"
+        wear = "-" if row.wear is None or not row.written_bytes else _shown_wear(row.wear)
         cost = f"{row.cost:,.2f}" if training.price else "-"
-        written = shown_bytes(row.written_bytes) if row.written_bytes else "-"
+        written = _shown_written(row.written_bytes) if row.written_bytes else "-"
         found.append((row.system, f"{row.tokens_per_s:,.1f}", f"{row.hours:,.1f}", cost, written, wear, row.why))
     return found
+
+
+def _shown_wear(wear: float) -> str:
+    return f"{100 * wear:.3g} %" if wear <= 1 else f"{wear:,.1f} times"
+
+
+def _shown_written(num_bytes: float) -> str:
+    return f"{num_bytes / 1e15:,.2f} PB" if num_bytes >= 1e15 else shown_bytes(num_bytes)
+
+
+def worn_out(rows: Sequence[Compared]) -> list[str]:
+    """A line for each system under which the SSDs' warranted writes end before the training does."""
+    return [
+        f"{row.system} writes {row.wear:,.1f} times what the SSDs are warranted for: they last "
+        f"{row.hours / 24 / row.wear:,.0f} of {row.hours / 24:,.0f} days"
+        for row in rows
+        if row.wear is not None and row.wear > 1
+    ]
 
 
 def compared_text(rows: Sequence[Compared], training: Training) -> str:
@@ -129,4 +147,4 @@ def compared_text(rows: Sequence[Compared], training: Training) -> str:
     for row in table:
         middle = [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
         lines.append("  " + "  ".join([row[0].ljust(widths[0]), *middle, row[-1]]))
-    return "\n".join(lines)
+    return "\n".join(lines + worn_out(rows))

@@ -7,7 +7,7 @@ import html
 from collections.abc import Sequence
 
 from ds_fuyou.simulator.choose import Chosen
-from ds_fuyou.simulator.compare import HEAD, Compared, Training, cells
+from ds_fuyou.simulator.compare import HEAD, Compared, Training, cells, worn_out
 from ds_fuyou.simulator.fit import shown_bytes
 from ds_fuyou.simulator.report import TIER_NAMES, upgrades
 from ds_fuyou.simulator.simulate import chrome_trace
@@ -29,6 +29,7 @@ def render_plan(chosen: Chosen, text: str, rows: Sequence[Compared], training: T
     body = [f"<h1>{html.escape(title)}</h1>", f"<p>{html.escape(summary)}</p>"]
     if rows:
         body += [f"<h2>A training of {training.tokens:,.0f} tokens</h2>", table(HEAD, cells(rows, training))]
+        body += [f"<p>{html.escape(line)}</p>" for line in worn_out(rows)]
     body += ["<h2>Lanes of a step</h2>", lanes_chart(content_of(chrome_trace(chosen.simulated, chosen.machine)))]
     body += ["<h2>Bytes by tier</h2>", stacked_bars(_tiers(chosen), shown_bytes)]
     body += ["<h2>What an upgrade buys</h2>", _upgrades(chosen)]

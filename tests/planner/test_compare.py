@@ -159,6 +159,24 @@ def test_the_command_prints_and_saves_what_is_compared(capsys: pytest.CaptureFix
     assert rows[-1]["cost"] == pytest.approx(3 * rows[-1]["hours"])
 
 
+def test_writes_beyond_the_warranty_are_told_in_days(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["plan", "--model", "13B", "--ssd", "990pro", "--dram-gb", "64"]
+    assert main([*small, "--compare", "--tokens", "1e7"]) == 0
+    text = capsys.readouterr().out
+    assert "warranted for" not in text
+    assert " %" in text
+    assert main([*small, "--compare", "--tokens", "1e9", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)["predicted"]["compared"][-1]
+    assert main([*small, "--compare", "--tokens", "1e9"]) == 0
+    text = capsys.readouterr().out
+    days = row["hours"] / 24
+    assert (
+        f"this writes {row['wear']:,.1f} times what the SSDs are warranted for: they last {days / row['wear']:,.0f} of "
+        f"{days:,.0f} days" in text
+    )
+    assert f"{row['written_bytes'] / 1e15:,.2f} PB" in text
+
+
 @pytest.mark.parametrize(("tokens", "price"), [(0.0, 0.0), (float("nan"), 0.0), (1e9, -1.0), (1e9, float("inf"))])
 def test_a_training_that_makes_no_sense_is_refused(tokens: float, price: float) -> None:
     with pytest.raises(FuyouConfigError, match=r"--tokens must be|--price must be"):
