@@ -9,7 +9,7 @@ from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.hardware import GIB, Machine
 from ds_fuyou.planner.presets import find_gpu, find_host, find_ssd, machine_of
 
-__all__ = ["add_machine_options", "machine_from"]
+__all__ = ["add_machine_options", "machine_from", "pinned_limit_bytes"]
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
@@ -31,11 +31,9 @@ def machine_from(arguments: argparse.Namespace) -> Machine:
         FuyouConfigError: unknown presets (nearest are named), sizes out of range or contradicting each other.
     """
     ssd = find_ssd(arguments.ssd)
-    for flag, value in (("--ssd-tb", arguments.ssd_tb), ("--pinned-gb", arguments.pinned_gb)):
-        if value is not None and not 0 < value < 1e6:
-            raise FuyouConfigError(f"{flag} must be positive and below a million, found {value:g}")
-    if not 0 < arguments.dram_gb < 1e6:
-        raise FuyouConfigError(f"--dram-gb must be positive and below a million, found {arguments.dram_gb:g}")
+    _require_size("--ssd-tb", arguments.ssd_tb)
+    pinned_limit = pinned_limit_bytes(arguments)
+    _require_size("--dram-gb", arguments.dram_gb)
     if arguments.pinned_gb is not None and arguments.pinned_gb > arguments.dram_gb:
         raise FuyouConfigError(
             f"--pinned-gb must not exceed --dram-gb {arguments.dram_gb:g}, found {arguments.pinned_gb:g}: it is DRAM"
@@ -57,5 +55,20 @@ def machine_from(arguments: argparse.Namespace) -> Machine:
         dram_bytes=arguments.dram_gb * GIB,
         num_gpus=arguments.num_gpus,
         storage_bytes=storage,
-        pinned_limit_bytes=float("inf") if arguments.pinned_gb is None else arguments.pinned_gb * GIB,
+        pinned_limit_bytes=pinned_limit,
     )
+
+
+def pinned_limit_bytes(arguments: argparse.Namespace) -> float:
+    """Of a machine that is measured, too.
+
+    Raises:
+        FuyouConfigError: out of range.
+    """
+    _require_size("--pinned-gb", arguments.pinned_gb)
+    return float("inf") if arguments.pinned_gb is None else float(arguments.pinned_gb * GIB)
+
+
+def _require_size(flag: str, value: float | None) -> None:
+    if value is not None and not 0 < value < 1e6:
+        raise FuyouConfigError(f"{flag} must be positive and below a million, found {value:g}")

@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ds_fuyou.cli.machine_options import add_machine_options, machine_from
+from ds_fuyou.cli.machine_options import add_machine_options, machine_from, pinned_limit_bytes
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.files import replacing
 from ds_fuyou.planner.cost import Workload
@@ -178,9 +178,10 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         raise FuyouConfigError(f"--measure-gb must be positive and at most 4096, found {arguments.measure_gb:g}")
     if arguments.num_gpus < 1:
         raise FuyouConfigError(f"--num-gpus must be positive, found {arguments.num_gpus}")
+    limit = pinned_limit_bytes(arguments)
     from ds_fuyou.profiling.machine import machine_of_measured, measure_machine
 
     measured = measure_machine(arguments.measure, int(arguments.measure_gb * (1 << 30)))
     for line in measured.drift():
         sys.stderr.write(f"fuyou plan: {line}\n")
-    return machine_of_measured(measured, arguments.num_gpus)
+    return replace(machine_of_measured(measured, arguments.num_gpus), pinned_limit_bytes=limit)

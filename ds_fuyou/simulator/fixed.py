@@ -62,12 +62,13 @@ def limited(machine: Machine, config: Any, has_storage: bool) -> Machine:
         FuyouConfigError: a budget is larger than what the machine has.
     """
     ranks = machine.num_gpus
+    is_open = config.dram_budget_bytes == "auto"
     dram = _budget("dram_budget_bytes", config, ranks, machine.dram_bytes, "of DRAM")
     gpu = _budget("gpu_budget_bytes", config, 1, machine.gpu_bytes, "on a GPU")
     storage = _budget("nvme_budget_bytes", config, ranks, machine.storage_bytes, "on the SSDs")
     return replace(
         machine,
-        pinned_limit_bytes=min(machine.pinned_limit_bytes, dram),
+        pinned_limit_bytes=machine.pinned_limit_bytes if is_open else min(machine.pinned_limit_bytes, dram),
         gpu_bytes=int(gpu),
         storage_bytes=storage if has_storage else 0.0,
     )

@@ -270,6 +270,20 @@ def test_with_room_for_one_slot_updates_begin_in_step(
     assert "one slot" not in capsys.readouterr().out
 
 
+def test_the_budget_of_a_run_that_sets_none_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*more: str, **block: str) -> bool:
+        config = tmp_path / "ds.json"
+        config.write_text(json.dumps({**BASE, "fuyou": {"nvme_path": "/nvme", **block}}), encoding="utf-8")
+        assert main(["plan", "--model", "6B", "--num-ssds", "2", "--config", str(config), *more]) == 0
+        return "--pinned-gb" in capsys.readouterr().out
+
+    small = ("--dram-gb", "64")
+    assert told(*small)
+    assert not told(*small, "--pinned-gb", "51.2")
+    assert not told(*small, dram_budget_bytes="60GB")
+    assert not told("--dram-gb", "768")  # where all fits
+
+
 def test_durable_steps_need_room_for_two_slots_and_tell_their_price(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -85,6 +85,15 @@ def test_this_machine_is_measured_and_planned_for(tmp_path: Path, capsys: pytest
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_may_be_page_locked_bounds_a_measured_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ds_fuyou.profiling.machine.measure_machine", lambda *_: FOUND)
+    model = ["--model", "gpt:4,4,256,1000", "--batch", "1", "--seq", "128"]
+    assert main(["plan", "--measure", str(tmp_path), *model, "--pinned-gb", "2"]) == 0
+    assert "of 2.1 GB" in capsys.readouterr().out
+
+
 def test_what_cannot_be_measured_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
