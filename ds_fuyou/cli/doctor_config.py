@@ -200,7 +200,7 @@ def _room(config: Mapping[str, Any], model: ModelSpec) -> Iterator[Finding]:
     try:
         room = room_here(Question(model, config), activation)
     except FuyouConfigError as error:
-        yield Finding(what, f"{model.name} fits nowhere", ok=False, fix=str(error))
+        yield Finding(what, f"no placement of {model.name} fits", ok=False, fix=str(error))
         return
     if room is None:
         yield Finding(what, "none is needed: by what is free now, everything is in host memory")
