@@ -192,7 +192,7 @@ def _storage_items(work: Workload, machine: Machine, policy: Policy, place: Plac
     num_params, slots = float(work.model.trainable_params), 2 if policy.fixed.durable else 1
     grads = (1 - place.grads) * policy.gradient_bytes * num_params if policy.keeps_gradients else 0.0
     return [
-        Item("P16", "nvme", slots * P16_BYTES * num_params * (1 - place.params)),
+        Item("P16", "nvme", slots * policy.param_bytes * num_params * (1 - place.params)),
         Item("P32, M, V", "nvme", slots * policy.layout.bytes_each * num_params * (1 - place.states)),
         Item("G16", "nvme", grads),
         Item("frozen P16", "nvme", work.model.frozen_bytes * (1 - place.frozen)),

@@ -18,7 +18,7 @@ from ds_fuyou.simulator.systems import find_policy
 from tests.planner.support import machine
 
 DRAM_GIB = (0.5, 1, 1.5, 2, 3, 4, 8, 16, 24, 28, 64, 128, 160, 192, 256, 512)
-OURS = find_policy("ds_fuyou")
+OURS = replace(find_policy("ds_fuyou"), slices_loss=True)  # else a GPU holds less than what is asked for here
 
 
 @pytest.mark.parametrize("storage_tb", [0.0, 0.1, 0.3, 8.0])
@@ -36,7 +36,7 @@ def test_what_fits_keeps_fitting_with_more_host_memory(name: str, batch: int, st
             continue
         fitted = True
         assert found.plan is not None
-        taken = found.plan.host_bytes(rank_facts(work, on, OURS))
+        taken = found.plan.host_bytes(rank_facts(work, on, found.policy))
         assert found.needs.total("cpu") <= taken + 8, "to a byte for each item"
         assert taken <= on.dram_usable_bytes * (1 + 1e-9)
     assert fitted or storage_tb < 1
