@@ -136,12 +136,12 @@ class RegionOutputs:
         """A wanted call has just run."""
         self._made = _Made(call, inputs, outputs)
         if self._unseen is not None:
-            self._unseen.made(call, [tensor for tensor in _tensors(outputs) if tensor.layout == torch.strided])
+            self._unseen.made(call, _tensors(outputs))
 
     def changed(self, written: list[torch.Tensor]) -> None:
         """An operator has just changed these in place."""
         if self._unseen is not None:
-            self._unseen.written([tensor for tensor in written if tensor.layout == torch.strided])
+            self._unseen.written(written)
 
     def changes(self, written: list[torch.Tensor]) -> None:
         """An operator that is no view is about to run, and changes these in place.
@@ -171,11 +171,12 @@ class RegionOutputs:
         )
         self._saved[made.call] = _Saved(packed, made.inputs, made.num_completions)
 
-    def end_forward(self, counts: dict[str, int]) -> None:
+    def end_forward(self, counts: dict[str, int], *, has_ended: bool) -> None:
+        """``has_ended``: else something was raised in it, and another forward is looked at."""
         self.counts = counts
         self._by_storage.clear()
         unseen, self._unseen = self._unseen, None
-        if unseen is not None and self._found is not None:
+        if has_ended and unseen is not None and self._found is not None:
             changed = unseen.found()
             self._found(changed)
             for call in changed:
@@ -243,7 +244,7 @@ class _Forward(_Mode):
         super().__exit__(kind, *exc)
         if kind is None:
             self._region.save()
-        self._region.end_forward(self._calls.counts())
+        self._region.end_forward(self._calls.counts(), has_ended=kind is None)
 
 
 class _Recomputation(_Mode):

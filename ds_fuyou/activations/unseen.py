@@ -27,14 +27,14 @@ class UnseenChanges(Generic[K]):
         self._sums: dict[int, tuple[K, torch.Tensor, torch.Tensor]] = {}
 
     def made(self, key: K, tensors: Sequence[torch.Tensor]) -> None:
-        """By the call of that key, just now. Tensors have a storage, which is theirs alone."""
-        for tensor in tensors:
+        """By the call of that key, just now. What is no plain memory is left out."""
+        for tensor in filter(_is_plain, tensors):
             alias = tensor.detach()
             self._sums[tensor.untyped_storage()._cdata] = key, alias, _sum_of(alias)
 
     def written(self, tensors: Sequence[torch.Tensor]) -> None:
         """By an operator that the dispatcher knows, just now."""
-        for tensor in tensors:
+        for tensor in filter(_is_plain, tensors):
             known = self._sums.get(tensor.untyped_storage()._cdata)
             if known is not None:
                 self._sums[tensor.untyped_storage()._cdata] = *known[:2], _sum_of(known[1])
@@ -46,6 +46,14 @@ class UnseenChanges(Generic[K]):
         return keys
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """No sparse tensor, nor a subclass, whose storage may be none."""
+    return tensor.layout == torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
 def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Of the bytes of its storage."""
-    return byte_view(tensor, ByteRange(0, tensor.untyped_storage().nbytes())).sum(dtype=torch.int64)
+    """Of the words of its storage, and of the bytes behind them: bytes would take eight times as many to be summed."""
+    num_bytes = tensor.untyped_storage().nbytes()
+    words = num_bytes // 8 * 8
+    of_words = byte_view(tensor, ByteRange(0, words)).view(torch.int64).sum()
+    return of_words + byte_view(tensor, ByteRange(words, num_bytes)).sum(dtype=torch.int64)

@@ -274,6 +274,37 @@ def test_outputs_that_are_changed_unseen_in_other_blocks_are_found(fate: Fate, t
         assert swapped.nothing_is_left()
 
 
+class Interrupts(nn.Module):
+    """In its first call."""
+
+    num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls == 1:
+            raise MemoryError
+        return x
+
+
+def test_a_forward_that_raises_is_not_the_one_that_is_looked_at(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(UnseenBlock() for _ in range(2))).train()
+    calls = [OperatorCall(f"aten.{name}.default", number) for name, number in (("addmm", 0), ("gelu", 0))]
+
+    def step(model: nn.Module) -> None:
+        model(torch.ones(64, 48).cumsum(0) / 64).square().mean().backward()
+
+    expected = gradients(copy.deepcopy(model), step)
+    model[1].up = nn.Sequential(model[1].up, Interrupts())
+    with attached(model, tmp_path, arena_bytes=SMALL) as swapped:
+        swapped.session.decide(
+            {f"{i}": BlockFate(Fate.SWAP, dict.fromkeys(calls, Fate.KEEP)) for i in range(2)} | AROUND
+        )
+        with pytest.raises(MemoryError):
+            step(model)
+        assert agrees(swapped, step, expected)
+
+
 class ChangedBuffers(nn.Module):
     """Counts its calls, keeps running statistics, and divides by a norm that each call estimates a little better. One
     buffer changes from the third call on.
