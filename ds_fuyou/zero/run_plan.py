@@ -78,7 +78,7 @@ _FEWEST_STEPS, _LAST_STEPS = 5, 20  # that say what threads do themselves
 class _Stage(enum.Enum):
     """What a step is for."""
 
-    MEASURES = "the first two steps of a run that nothing is known of"
+    MEASURES = "the first two steps of a run that nothing is known of, or two behind a first one with other batches"
     SETTLES = "activations get their fates, or had them for a part of the step"
     PLANS = "the plan is made when the step ends"
     WATCHES = "steps are compared with the plan"
@@ -302,9 +302,10 @@ class RunPlan:
         if anew:
             profiles = [profile for profile in of_every_rank(self.profile) if profile is not None]
             self.profile = slowest(profiles)
-            if auto is not None and auto.is_decided and anew >= _Anew.ACTIVATIONS:
+            if auto is not None and (anew is _Anew.ALL or (anew is _Anew.ACTIVATIONS and auto.is_decided)):
+                was_decided = auto.is_decided
                 auto.decide_anew()
-                if current_rank() == 0:
+                if was_decided and current_rank() == 0:
                     get_logger().info("activations are decided anew within the next steps")
             if anew is _Anew.ALL:
                 self._measure_anew()
@@ -313,7 +314,7 @@ class RunPlan:
         plan = self._state.plan
         if scarce:
             moves.leave_memory()
-        elif anew:
+        elif anew in (_Anew.TIMES, _Anew.ACTIVATIONS):
             moves.move(self.profile)
         elif moves.brings:
             moves.bring(waits=waits)

@@ -181,7 +181,7 @@ def test_waits_for_memory_of_gradients_are_no_backward(tmp_path: Path) -> None:
 # ---- mode auto, begun as an earlier run ended -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", ["alike", "longer", "failing"])
+@pytest.mark.parametrize("batch", ["alike", "longer", "failing", "failing, then longer"])
 def test_what_one_run_decided_the_next_begins_with(
     batch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Callable[[], str]
 ) -> None:
@@ -210,13 +210,19 @@ def test_what_one_run_decided_the_next_begins_with(
     assert set(map(repr, fates[-1].values())) != {repr(BlockFate(Fate.KEEP))}, "something leaves"
     assert has_kept == [False] * 3 + [True] * 4, "decided after the second step, under which a third was applied"
     assert run("none", [])[1:] == ([fates[-1]], [True]), "no step was asked for"
-    if batch == "failing":
+    if batch.startswith("failing"):
         engine = make_engine(tmp_path / "failing", "all", "auto", gpu_budget_bytes=500_000)
         with pytest.raises(RuntimeError):
             engine(ids=torch.zeros(2, 4))
         engine.destroy()
         assert kept()["activations"] is None
-        assert run("second", made["alike"])[1:] == (fates, has_kept)
+        if batch == "failing":
+            assert run("second", made["alike"])[1:] == (fates, has_kept)
+            return
+        _, *begun = run("second", made["longer"])
+        assert begun[0][:3] == [{}] * 3, "of the first step nothing is known, and two more are measured"
+        assert begun[1] == [False] * 4 + [True] * 3
+        assert kept()["shape"] == list(made["longer"][0]["ids"].shape)
         return
     second, *begun = run("second", made[batch])
     assert begun[0][0] == fates[-1]
