@@ -321,7 +321,7 @@ def decide(given: PlanInput, overrides: Mapping[str, int | None], time: StepTime
         given = replace(given, block_activation_bytes=max(1, int(time.activations.whole_bytes)))
     sizes = (over["chunk_bytes"],) if "chunk_bytes" in over else CHUNK_BYTES
     # Without an arena of its own, what happens to be left has to do for activations.
-    arenas = (over["activation_bytes"],) if "activation_bytes" in over else (arena_bytes(given), 0)
+    arenas = (over["activation_bytes"],) if "activation_bytes" in over else (*dict.fromkeys((arena_bytes(given), 0)),)
     least_needed = float("inf")
     for arena, chunk_bytes in itertools.product(arenas, sizes):
         lanes = lane_bytes(given, chunk_bytes)

@@ -247,7 +247,8 @@ def built_plan(
     that stay; the lanes get what is left.
     """
     is_set_aside = arena + kept > 0
-    arena = arena + kept if is_set_aside else least_arena_bytes(given)
+    least = 0 if "activation_bytes" in overrides else least_arena_bytes(given)
+    arena = arena + kept if is_set_aside else least
     buffers = _gradient_buffer_bytes(given, residency, chunk_bytes)
     minimum = minimum_lane_bytes(given, residency, chunk_bytes) - buffers
     saves = save_bytes(given, chunk_bytes)

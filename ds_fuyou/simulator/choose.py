@@ -5,6 +5,7 @@ they do, and choose what to recompute. The best that fits is simulated. No torch
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -150,7 +151,7 @@ def _quick(work: Workload, machine: Machine, policy: Policy) -> tuple[_Quick | N
         policy = replace(policy, updates=_WITH_ONE_SLOT[policy.updates])
         other, other_plan = _place(work, machine, policy)
         needed = needs_of(work, machine, policy, other, other_plan)
-        if not needed.missing():
+        if not needed.missing() and _second_slot_bytes(needed, policy):
             place, plan, needs = other, other_plan, needed
     return _Quick(policy, place, plan, needs, closed_form(work, machine, policy, place), lacking), needs
 
@@ -173,12 +174,12 @@ def _place(work: Workload, machine: Machine, policy: Policy) -> tuple[Placement,
     """The best placement, or, where none fits, the one that needs least of host memory; and the plan of ours."""
     if policy.tiers is Tiers.PLANNED:
         given, time = _question(work, machine, policy)
-        try:
-            decision = decide(given, {}, time)
-        except FuyouConfigError:
-            plan = least_plan(given)
-            return time.placed(given, plan.residency, 0.0), plan
-        return decision.place, decision.plan
+        for is_durable in dict.fromkeys((True, given.durable)):  # with two slots, if storage has room for them
+            with contextlib.suppress(FuyouConfigError):
+                decision = decide(replace(given, durable=is_durable), {}, time)
+                return decision.place, decision.plan
+        plan = least_plan(given)
+        return time.placed(given, plan.residency, 0.0), plan
     resident = 1.0 if policy.tiers is Tiers.DRAM else 0.0
     base = Placement(
         params=resident, states=resident, grads=0.0 if policy.gradients_on_storage else 1.0, frozen=resident

@@ -43,11 +43,7 @@ def document_of(chosen: Chosen) -> PlanDocument:
 def _settings(chosen: Chosen) -> dict[str, int]:
     """What was decided of them; of other systems slots alone."""
     chunks = {} if chosen.plan is None else {"chunk_bytes": chosen.plan.chunk_bytes}
-    return {**chunks, "slots": 2 if _two_slots_fit(chosen) else 1}
-
-
-def _two_slots_fit(chosen: Chosen) -> bool:
-    return not chosen.second_slot_bytes
+    return {**chunks, "slots": 1 if chosen.second_slot_bytes else 2}
 
 
 def _predicted(chosen: Chosen) -> dict[str, Any]:
@@ -81,7 +77,7 @@ def largest_batch(chosen: Chosen) -> int:
     """The largest of BATCHES (or the one asked for) that fits."""
     larger = (batch for batch in reversed(BATCHES) if batch > chosen.work.batch)
     works = (replace(chosen.work, batch=batch) for batch in larger)
-    fitting = (work.batch for work in works if fits(work, chosen.machine, chosen.policy))
+    fitting = (work.batch for work in works if fits(work, chosen.machine, chosen.asked))
     return next(fitting, chosen.work.batch)
 
 
