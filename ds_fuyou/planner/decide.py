@@ -8,9 +8,8 @@ Of the placements that fit the budgets the one with the shortest predicted step.
 (``cost.py``), so which lane is the bound decides what a byte of host memory is worth. Where nothing is known of the
 computing, it takes no time, and where nothing is known of the machine, its storage is the bound: then the placement
 that moves the fewest bytes is the fastest. Of placements within 2 % of the fastest, which predictions do not tell
-apart, the one that moves fewest bytes to and from storage is taken, of which one written counts as four read: writes
-wear the disks, and whatever else holds a step up, waits for reads are fewer. (Were all written bytes to come before the
-first one read, micro-batches would read half as much again to write a tenth less.)
+apart, the one that moves fewest bytes to and from storage is taken: whatever else holds a step up, waits for reads are
+fewer, and it wears the disks least.
 
 Host memory is filled by classes in every order, the last one in part: with a single lane as the bound each class saves
 a fixed number of seconds a byte, and one of the orders is best. With several lanes the best lies between: from the best
@@ -63,7 +62,6 @@ __all__ = ["Decision", "StepTime", "decide"]
 
 _ACTIVATIONS, _NOBODY = "activations", "nobody"
 _NEAR = 1.02  # of the fastest: then the one that moves least
-_WEAR = 4  # bytes read that one written is worth, as it wears the disks
 _WORTH_TWICE = 1.01
 _PARTS = (4, 8, 16, 32, 64, 128)  # of the budget, moved from one class to another
 _CLEARLY = 0.03  # of a step, and of the budget
@@ -91,10 +89,10 @@ class StepTime:
     def secs(self, place: Placement) -> float:
         return self._cost.secs(place)
 
-    def weighed_bytes(self, found: ClosedForm) -> float:
-        """To and from storage in a step; those written count several times."""
+    def moved_bytes(self, found: ClosedForm) -> float:
+        """To and from storage in a step."""
         lanes, machine = found.lane_secs, self.machine
-        rates = {Lane.READ: machine.storage_read, Lane.WRITE: _WEAR * machine.storage_write}
+        rates = {Lane.READ: machine.storage_read, Lane.WRITE: machine.storage_write}
         return sum(lanes[lane] * rate for lane, rate in rates.items() if rate > 0)
 
     def placed(self, given: PlanInput, residency: Residency, in_dram: float) -> Placement:
@@ -135,7 +133,7 @@ class _Tried:
     in_dram: float
     place: Placement
     secs: float
-    weighed: float
+    moved: float
 
 
 @dataclass
@@ -286,10 +284,10 @@ class _Search:
         if stored + place.storage_activation_bytes > given.storage_budget_bytes:
             return
         found = self.time.predicted(place)
-        self.found[key] = _Tried(residency, in_dram, place, found.iteration_secs, self.time.weighed_bytes(found))
+        self.found[key] = _Tried(residency, in_dram, place, found.iteration_secs, self.time.moved_bytes(found))
 
     def _fastest(self) -> _Tried | None:
-        return min(self.found.values(), key=lambda tried: (tried.secs, tried.weighed), default=None)
+        return min(self.found.values(), key=lambda tried: (tried.secs, tried.moved), default=None)
 
     def _best(self) -> _Tried | None:
         """That moves least of those which are about as fast. Second versions are worth a hundredth of a step."""
@@ -301,7 +299,7 @@ class _Search:
         found = once if least <= fastest.secs * _WORTH_TWICE else list(self.found.values())
         least = min(tried.secs for tried in found)
         near = [tried for tried in found if tried.secs <= least * _NEAR]
-        return min(near, key=lambda tried: (tried.weighed, tried.residency.optimizer_twice, tried.secs))
+        return min(near, key=lambda tried: (tried.moved, tried.residency.optimizer_twice, tried.secs))
 
 
 def _changed(residency: Residency, shares: Mapping[str, float]) -> Residency:

@@ -24,7 +24,6 @@ from ds_fuyou.planner.plan import (
     resident_bytes,
     stored_bytes,
 )
-from ds_fuyou.planner.presets import find_gpu, find_host, find_ssd, machine_of
 from ds_fuyou.planner.profile import BlockCost, OperatorCost, RunProfile, StorageRates
 from ds_fuyou.planner.profiled import placed, placed_again, run_time
 from ds_fuyou.simulator.choose import choose
@@ -189,10 +188,10 @@ def test_a_run_placed_by_its_profile_fits_storage_with_two_slots_or_is_placed_as
     given = replace(GIVEN, dram_budget_bytes=12 * GIB)
     slow_adam = replace(USUAL, **BOUNDS["adam"], storage=StorageRates(FAST, FAST, FAST, 0.0, 0.0))
     stored = stored_bytes(given, placed(given, {}, slow_adam)[0].plan.residency)
-    assert stored > 9e9
-    small = replace(given, storage_budget_bytes=9e9)
+    assert stored > 10e9
+    small = replace(given, storage_budget_bytes=10e9)
     found = placed(small, {}, slow_adam)[0].plan.residency
-    assert stored_bytes(replace(small, durable=True), found) <= 9e9
+    assert stored_bytes(replace(small, durable=True), found) <= 10e9
     none = replace(given, storage_budget_bytes=1e9)
     assert placed(none, {}, slow_adam)[0].plan == placed(given, {})[0].plan
 
@@ -238,15 +237,6 @@ def test_of_a_frozen_base_memory_holds_what_fits() -> None:
         choose(Workload(with_adapters(base, 16, 4), 1, 512), machine(1, 48), find_policy("ds_fuyou")).place.frozen
         == 1.0
     )
-
-
-def test_of_placements_that_are_equally_fast_the_one_that_writes_least_is_taken() -> None:
-    """G16 of adapters, or as many bytes of a frozen base: these are read twice, and never written."""
-    parts = find_gpu("rtx4090"), find_host("desktop"), find_ssd("990pro")
-    on = machine_of(*parts, num_ssds=2, dram_bytes=64 * GIB, num_gpus=1)
-    found = choose(Workload(with_adapters(model("70B"), 16), 1, 1024), on, find_policy("ds_fuyou"))
-    assert found.place.frozen < 0.5
-    assert found.written_bytes == 0
 
 
 def test_a_placement_that_the_disks_cannot_hold_is_none() -> None:
