@@ -225,8 +225,9 @@ class _Forward(_Mode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        written = [] if is_view(func) else written_tensors(func, args, named)
+        written: list[torch.Tensor] = []
         if not is_view(func):
+            written = written_tensors(func, args, named)
             self._region.changes(written)
         call = self._calls.place(func, args, named)
         if call is None or not self._region.wants(call):
