@@ -16,7 +16,7 @@ from ds_fuyou.config import BLOCK_KEY
 from ds_fuyou.ds_json import Activation, load_activation, stock_states
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import Residency
-from ds_fuyou.planner.host_memory import available_host_bytes
+from ds_fuyou.planner.host_memory import AUTO_TENTHS, available_host_bytes
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import Plan, PlanInput, under_block
 from ds_fuyou.planner.profiled import placed
@@ -67,7 +67,7 @@ def choose_block(asked: Question) -> FirstBlock:
     plan, tiers, how = _placed(given, asked, activation)
     why = [
         f"{asked.model.name}: {asked.model.params / 1e6:,.0f} million parameters on {ranks} rank{'s' * (ranks > 1)}; "
-        f"{shown_bytes(given.dram_budget_bytes)} of host memory for each (80 % of what is free now)",
+        f"{shown_bytes(given.dram_budget_bytes)} of host memory for each ({10 * AUTO_TENTHS} % of what is free now)",
         where,
         f"placement: {_shown(plan.residency)}; {how}",
     ]
@@ -136,7 +136,7 @@ def _plan_input(asked: Question, activation: Activation, ranks: int) -> PlanInpu
         grad_bytes_each=width,
         layout=_layout(asked.config, activation),
         largest_param_numel=-(-model.largest_param // ranks),
-        dram_budget_bytes=available_host_bytes() // ranks * 8 // 10,
+        dram_budget_bytes=available_host_bytes() // ranks * AUTO_TENTHS // 10,
         num_cpus=max(1, cores_of_rank() // ranks),
         device_is_host=rank_device().is_host,
         num_paths=max(1, len(activation.state_paths)),

@@ -16,7 +16,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-__all__ = ["available_host_bytes", "copied_later_bytes", "total_host_bytes"]
+__all__ = ["AUTO_TENTHS", "available_host_bytes", "copied_later_bytes", "total_host_bytes"]
+
+AUTO_TENTHS = 8
+"""Of what is free when a run starts, that ``dram_budget_bytes: auto`` takes."""
 
 _UNLIMITED = 1 << 60  # version 1 writes a huge number for "no limit"
 _BLOCK_BYTES = 128  # of Python's heap, with what lies around it; a collection was seen to copy 66 for each

@@ -11,6 +11,7 @@ from typing import Any
 from ds_fuyou.planner.cost import P16_BYTES, closed_form
 from ds_fuyou.planner.document import PlanDocument, Residency, Subject
 from ds_fuyou.planner.hardware import GIB
+from ds_fuyou.planner.host_memory import AUTO_TENTHS
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.policies import Tiers
 from ds_fuyou.simulator.choose import BATCHES, Chosen, alternatives, fits, quick_secs
@@ -20,7 +21,6 @@ __all__ = ["TIER_NAMES", "document_of", "largest_batch", "plan_text", "upgrades"
 
 TIER_NAMES = {"gpu": "GPU", "cpu": "host memory", "nvme": "storage"}
 _OF_THE_LINK = (Lane.DOWN, Lane.UP)
-_AUTO_SHARE = 0.8  # of free host memory, that a run takes where no budget is set
 
 
 def document_of(chosen: Chosen) -> PlanDocument:
@@ -174,9 +174,9 @@ def _lines(chosen: Chosen) -> Iterator[str]:
 def _unlike_a_run(chosen: Chosen) -> Iterator[str]:
     """Of the budget that a run takes where none is set, by plan or run."""
     machine = chosen.machine
-    auto = _AUTO_SHARE * machine.dram_bytes
+    auto = AUTO_TENTHS / 10 * machine.dram_bytes
     is_ours = chosen.policy.tiers is Tiers.PLANNED and math.isinf(machine.pinned_limit_bytes)
     if is_ours and chosen.needs.total("cpu") > auto:
         share = machine.dram_usable_bytes / machine.dram_bytes
         yield f"  up to {100 * share:.0f} % of DRAM is planned; a run whose block sets no dram_budget_bytes takes"
-        yield f"  {100 * _AUTO_SHARE:.0f} % of what is free when it starts: --pinned-gb {auto / GIB:.4g} plans for that"
+        yield f"  {10 * AUTO_TENTHS} % of what is free when it starts: --pinned-gb {auto / GIB:.4g} plans for that"

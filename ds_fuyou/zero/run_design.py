@@ -28,7 +28,7 @@ from ds_fuyou.optimizer.rules import OptimizerKind
 from ds_fuyou.parameters.partition import Partition
 from ds_fuyou.planner.applied import require_params
 from ds_fuyou.planner.decide import Decision, StepTime
-from ds_fuyou.planner.host_memory import available_host_bytes, copied_later_bytes
+from ds_fuyou.planner.host_memory import AUTO_TENTHS, available_host_bytes, copied_later_bytes
 from ds_fuyou.planner.plan import MIB, Plan, PlanInput, under_block
 from ds_fuyou.planner.profile import RunProfile, fingerprint_of
 from ds_fuyou.planner.profiled import placed_under
@@ -142,7 +142,7 @@ class TrainedModel:
             return int(budget)
         owned = (*self.trained, *self.planned_frozen())
         in_place = sum(p.ds_tensor.nbytes for p in owned if partition_of(p) is None and is_in_host_memory(p))
-        tenths = 8
+        tenths = AUTO_TENTHS
         if self.device.is_unified:
             tenths = 4
             log_once(
