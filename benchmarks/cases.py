@@ -314,6 +314,13 @@ _CONFIGS = {
     "fuyou_all_nvme": _fuyou("nvme", "nvme", "nvme"),
     "fuyou_all_nvme_whole": _fuyou("nvme", "nvme", "nvme", {"masters": "whole"}),
     "fuyou_all_nvme_int8": _fuyou("nvme", "nvme", "nvme", {"masters": "split", "moments": "int8"}),
+    # Three quarters in host memory, and staging memory for a tenth of the others, as where a model is large.
+    "fuyou_states_in_both": _fuyou(
+        "auto",
+        "auto",
+        "auto",
+        plan={"staging_bytes": 256 << 20, "residency": {"parameters": 1.0, "optimizer": 0.75, "gradients": 1.0}},
+    ),
     "fuyou_swap": _SWAP,
     "fuyou_swap_traced": _traced(_SWAP),
     # The memory that stock takes with checkpointing: of the device, and of the host too.

@@ -131,6 +131,7 @@ CASES = (
         ("fuyou_all_nvme_whole", "fuyou_all_nvme", "fuyou_all_nvme_int8"),
         {"fuyou_all_nvme/fuyou_all_nvme_whole": 0.92, "fuyou_all_nvme_int8/fuyou_all_nvme_whole": 0.58},
     ),
+    DeviceCase("states_in_both", 2, 0.5, 21e9, 21e9, ("fuyou_states_in_both",), model=WIDE),
     DeviceCase(  # layouts of states where storage does not decide
         "compute_bound_states",
         64,
@@ -180,6 +181,7 @@ BY_NAME = {case.name: case for case in CASES}
 MEASURED_BY_FLOOR = (
     "storage_bound",
     "storage_bound_all",
+    "states_in_both",
     "link_bound_up",
     "link_bound_down",
     "accumulation_8",

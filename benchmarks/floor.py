@@ -14,6 +14,7 @@ BYTES_A_PARAMETER: dict[str, tuple[float, float]] = {
     "fuyou_dram": (0, 0),
     "fuyou_optimizer_nvme": (10, 12),
     "fuyou_optimizer_nvme_whole": (12, 12),
+    "fuyou_states_in_both": (10 / 4, 12 / 4),
     "fuyou_optimizer_nvme_bf16": (6, 8),
     "fuyou_optimizer_nvme_int8": (4 + _SCALES, 6 + _SCALES),
     "fuyou_dram_int8": (0, 0),

@@ -2,6 +2,9 @@
 """Discrete-event engine: tasks on lanes, one at a time a lane, the earliest deadline first. No torch.
 
 Reads and writes are two lanes of one storage: while both work, each runs at ``duplex / 2`` of its own rate.
+
+Updates have one exception to the earliest deadline, as in a run ([Note: order of updates] of the core's pipeline):
+while a read lacks a buffer, and storage has more to do than updates, the first one that holds a buffer goes ahead.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import heapq
 from dataclasses import dataclass, field
 
 from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.planner.cost import shared_secs
 from ds_fuyou.planner.lanes import Lane
 
 __all__ = ["Schedule", "Task"]
@@ -19,7 +23,9 @@ __all__ = ["Schedule", "Task"]
 class Task:
     """``secs`` of work for one lane, after ``waits`` others; smallest ``deadline`` first among the ready ones.
 
-    ``takes`` and ``gives`` name a pool of buffers that the start takes one of, and the end gives one back to.
+    ``takes`` and ``gives`` name a pool of buffers that the start takes one of, and the end gives one back to; ``holds``
+    says that it works in one. ``chunk``: of a chunk's first task, all of its tasks; ``is_expected``: it is one of a
+    chunk whose first task may start.
     """
 
     label: str
@@ -30,6 +36,9 @@ class Task:
     then: list[int] = field(default_factory=list)
     takes: str = ""
     gives: str = ""
+    holds: bool = False
+    chunk: tuple[int, ...] = ()
+    is_expected: bool = False
     start: float = 0.0
     end: float = 0.0
 
@@ -43,6 +52,7 @@ class Schedule:
         self._pools = dict(pools or {})
         self._ready: list[list[tuple[float, int]]] = [[] for _ in Lane]
         self._starved: dict[str, list[tuple[float, int]]] = {name: [] for name in self._pools}
+        self._left = [0.0] * len(Lane)  # seconds of work that is expected
 
     def add(self, task: Task, *after: int | None) -> int:
         """Adds a task that starts after the given ones (None: no such task); returns its number."""
@@ -88,10 +98,20 @@ class Schedule:
 
     def _offer(self, number: int) -> None:
         task = self.tasks[number]
+        for other in task.chunk if not task.is_expected else ():
+            self.tasks[other].is_expected = True
+            self._left[self.tasks[other].lane] += self.tasks[other].secs
         heapq.heappush(self._ready[task.lane], (task.deadline, number))
 
     def _take(self, lane: Lane, now: float) -> int | None:
         ready = self._ready[lane]
+        if lane is Lane.CPU and any(self._starved.values()) and self._storage_ends_last():
+            loaded = min((entry for entry in ready if self.tasks[entry[1]].holds), default=None)
+            if loaded is not None:
+                ready.remove(loaded)
+                heapq.heapify(ready)
+                self.tasks[loaded[1]].start = now
+                return loaded[1]
         while ready:
             entry = heapq.heappop(ready)
             task = self.tasks[entry[1]]
@@ -104,9 +124,15 @@ class Schedule:
             return entry[1]
         return None
 
+    def _storage_ends_last(self) -> bool:
+        left = self._left
+        return shared_secs(left[Lane.READ], left[Lane.WRITE], self._duplex) >= left[Lane.CPU]
+
     def _finish(self, number: int, now: float) -> None:
         task = self.tasks[number]
         task.end = now
+        if task.is_expected:
+            self._left[task.lane] -= task.secs
         if task.gives:
             self._pools[task.gives] += 1
             starved = self._starved[task.gives]

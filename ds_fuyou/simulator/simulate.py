@@ -337,10 +337,12 @@ class _Graph:
 
     def _stage(self, read: int | None, update: int | None, write: int | None) -> None:
         """A chunk's buffers: taken by the first task, given back by the last. In memory it needs none."""
-        tasks = self.schedule.tasks
-        if self._policy.in_a_row or read is None:
+        numbers = tuple(number for number in (read, update, write) if number is not None)
+        if self._policy.in_a_row or not numbers:
             return
-        tasks[read].takes = "staging"
-        last = write if write is not None else update
-        if last is not None:
-            tasks[last].gives = "staging"
+        chunk = [self.schedule.tasks[number] for number in numbers]
+        chunk[0].chunk = numbers
+        if read is not None:
+            chunk[0].takes = chunk[-1].gives = "staging"
+            for task in chunk:
+                task.holds = True

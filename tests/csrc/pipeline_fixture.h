@@ -116,6 +116,7 @@ struct WorldOptions {
     Place gradients = Place::kDram;
     int num_slots = 2;
     std::size_t num_chunks = 5;
+    std::size_t num_in_memory = 0;  // the first ones, whatever `state` says
     std::uint64_t numel = 3000;  // no multiple of anything
     std::size_t staging_chunks = 2;
     bool bfloat16_params = false;
@@ -143,9 +144,8 @@ class World {
     {
         pipeline = std::make_unique<ChunkPipeline>(engine.get(), staging.get(), 1);
         for (std::size_t i = 0; i < given.num_chunks; ++i) pipeline->add_chunk(spec(i));
-        if (given.state == Place::kStorage) {
-            for (std::size_t i = 0; i < given.num_chunks; ++i) write_initial(i);
-        }
+        for (std::size_t i = 0; i < given.num_chunks; ++i)
+            if (on_storage(i)) write_initial(i);
     }
     ~World()
     {
@@ -166,10 +166,10 @@ class World {
         made.num_slots = given.num_slots;
         for (int slot = 0; slot < given.num_slots; ++slot) {
             const auto at = static_cast<std::size_t>(slot);
-            if (given.state == Place::kStorage) made.state_slots[at] = {state_range(chunk, slot)};
+            if (on_storage(chunk)) made.state_slots[at] = {state_range(chunk, slot)};
             if (given.params == Place::kStorage) made.param_slots[at] = {param_range(chunk, slot)};
         }
-        if (given.state == Place::kDram) made.resident_state = resident[chunk].data();
+        if (!on_storage(chunk)) made.resident_state = resident[chunk].data();
         if (given.has_spares) made.spare_state = resident[given.num_chunks + chunk].data();
         if (given.params == Place::kDram) {
             made.param_memory = {reinterpret_cast<char*>(params[chunk].data()),
@@ -179,6 +179,10 @@ class World {
         return made;
     }
 
+    bool on_storage(std::size_t chunk) const
+    {
+        return given.state == Place::kStorage && chunk >= given.num_in_memory;
+    }
     FileRange state_range(std::size_t chunk, int slot) const
     {
         const auto at = static_cast<std::uint64_t>(slot) * stored.num_bytes;
@@ -240,7 +244,7 @@ class World {
         StateBlock source{resident[chunk].data(), spec_of.in_memory};
         if (given.has_spares && pipeline->resident_state(chunk) == spec_of.spare_state)
             source.memory = spec_of.spare_state;
-        if (given.state == Place::kStorage) {
+        if (on_storage(chunk)) {
             const FileRange range = state_range(chunk, pipeline->slot(chunk));
             read_file(range, block.data());
             source = {block.data(), stored};

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Generations of chunks through real files: what is published, what is durable, what is dropped.
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <future>
 #include <map>
 #include <thread>
@@ -310,6 +312,84 @@ TEST(pipeline_held_updates_read_ahead_and_run_when_released)
         CHECK(world.params[world.given.num_chunks + chunk].back() == -2.0F * steps);
         CHECK(world.params[chunk].back() == -1.0F);  // the other version is not touched
     }
+}
+
+namespace {
+
+class SlowRule final : public UpdateRule {
+  public:
+    void apply(float* param, float* grad, float* const* moments, std::size_t numel) const override
+    {
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        CountingRule().apply(param, grad, moments, numel);
+    }
+};
+
+// Updates of states in memory, and then of later chunks, of which two are loaded and the others wait
+// for their staging memory: how many of the former begin after the first loaded one. The first one is
+// released first, and the loaded ones next, or last.
+std::size_t updates_behind_a_loaded_one(double storage_bytes_per_sec,
+                                        std::shared_ptr<UpdateRule> rule, bool loaded_are_last)
+{
+    constexpr std::size_t kInMemory = 12;
+    World world({.num_chunks = kInMemory + 4,
+                 .num_in_memory = kInMemory,
+                 .numel = 100'000,
+                 .staging_chunks = 2});
+    world.engine->set_throttle(storage_bytes_per_sec, storage_bytes_per_sec);
+    const auto update = [&](std::size_t chunk, std::int64_t generation) {
+        ChunkUpdate made = world.update(chunk, generation);
+        made.segments.front().rule = rule;
+        return made;
+    };
+    for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk)
+        world.pipeline->enqueue(update(chunk, 1));
+    world.pipeline->publish(1);
+    world.finish(1);  // now both rates are known
+    world.pipeline->set_tracing(true);
+    for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
+        ChunkUpdate held = update(chunk, 2);
+        held.held = true;
+        world.pipeline->enqueue(std::move(held));
+    }
+    std::vector<LaneEvent> events;
+    const auto begins = [&](int lane) {  // of the chunks that did it, in order
+        for (const LaneEvent& event : world.pipeline->take_events()) events.push_back(event);
+        std::vector<std::size_t> found;
+        for (const LaneEvent& event : events)
+            if (event.lane == lane) found.push_back(event.chunk);
+        return found;
+    };
+    while (begins(0).size() < 2) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    world.pipeline->publish(2);
+    const auto release = [&](std::size_t chunk) {
+        const ChunkUpdate now = update(chunk, 2);
+        world.pipeline->release(chunk, now.segments, 1.0F, now.gradient, now.gradient_type, 0);
+    };
+    const auto release_loaded = [&] {
+        for (std::size_t i = kInMemory; i < world.given.num_chunks; ++i) release(i);
+    };
+    release(0);
+    if (!loaded_are_last) release_loaded();
+    for (std::size_t chunk = 1; chunk < kInMemory; ++chunk) release(chunk);
+    if (loaded_are_last) release_loaded();
+    world.finish(2);
+    const std::vector<std::size_t> updated = begins(1);
+    CHECK(updated.size() == world.given.num_chunks);
+    for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk)
+        CHECK(world.state_is(chunk, -2.0F, 2.0F));
+    const auto loaded = std::find_if(updated.begin(), updated.end(),
+                                     [](std::size_t chunk) { return chunk >= kInMemory; });
+    return static_cast<std::size_t>(std::count_if(
+        loaded, updated.end(), [](std::size_t chunk) { return chunk < kInMemory; }));
+}
+
+}  // namespace
+
+TEST(pipeline_a_loaded_update_goes_ahead_where_storage_ends_last)
+{
+    CHECK(updates_behind_a_loaded_one(5e6, std::make_shared<CountingRule>(), false) > 0);
+    CHECK(updates_behind_a_loaded_one(0.0, std::make_shared<SlowRule>(), true) == 0);
 }
 
 TEST(pipeline_held_updates_take_their_gradients_from_storage)

@@ -86,6 +86,25 @@ def test_buffers_hold_back_and_a_circle_is_found() -> None:
         circle.run()
 
 
+@pytest.mark.parametrize(("in_memory_secs", "loaded_begins", "ends"), [(3.0, 3.0, 11.0), (10.0, 20.0, 28.0)])
+def test_a_loaded_chunk_goes_ahead_while_storage_would_end_last(
+    in_memory_secs: float, loaded_begins: float, ends: float
+) -> None:
+    schedule = Schedule(pools={"staging": 1})
+    for number in range(2):
+        update = schedule.add(Task("in memory", Lane.CPU, in_memory_secs, number))
+        schedule.tasks[update].chunk = (update,)
+    loaded = []
+    for number in (10, 11):
+        read = schedule.add(Task("read", Lane.READ, 2.0, number, takes="staging", holds=True))
+        update = schedule.add(Task("update", Lane.CPU, 1.0, number, holds=True), read)
+        write = schedule.add(Task("write", Lane.WRITE, 2.0, number, gives="staging", holds=True), update)
+        schedule.tasks[read].chunk = (read, update, write)
+        loaded.append(update)
+    assert schedule.run() == ends
+    assert schedule.tasks[loaded[0]].start == loaded_begins
+
+
 @pytest.mark.parametrize("system", POLICIES)
 @pytest.mark.parametrize("dram_gib", [48, 128, 384, 768])
 def test_what_is_chosen_fits_every_tier(system: str, dram_gib: int) -> None:

@@ -70,6 +70,9 @@ struct ChunkPipeline::Job {
     bool distrusts = false;       // P16 in memory, and what is known of the block, were wrong
     std::uint64_t num_edits = 0;  // the chunk's, when it was admitted
     double begin_secs = 0.0;
+    std::uint64_t num_in_flight = 0;      // bytes of its transfer
+    std::uint64_t num_elements_left = 0;  // to be updated
+    std::uint64_t num_bytes_left = 0;     // to be read and written
     BlockSums sums;
 
     std::int64_t generation() const { return update.generation; }

@@ -194,6 +194,7 @@ void ChunkPipeline::enqueue(ChunkUpdate update)
                           : update.gradient != nullptr ? GradientPlace::kMemory
                                                        : GradientPlace::kStorage;
     job->update = std::move(update);
+    expect_locked(chunk, *job);
     chunk.waiting.push_back(std::move(job));
     ++unadmitted_[generation];
     ++open_[generation];
@@ -282,6 +283,7 @@ void ChunkPipeline::invalidate(std::size_t chunk_index)
         const std::shared_ptr<Job> queued = std::move(chunk.waiting.back());
         chunk.waiting.pop_back();
         queue_.erase(queued->key);
+        expect_less_locked(*queued, queued->num_elements_left, queued->num_bytes_left);
         ++stats_.num_discarded;
         leave_locked(unadmitted_, queued->generation());
         leave_locked(open_, queued->generation());

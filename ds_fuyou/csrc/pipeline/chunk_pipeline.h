@@ -46,6 +46,15 @@
 // its chunk, if there are any; the last job of a generation wakes those who wait for it to be
 // durable.
 //
+// [Note: order of updates]
+// Ready updates run by deadline, the place of their chunk in the next forward. States in memory
+// need no reads, so they stand there all at once, when step() has said what to do; where loaded ones
+// come after them in forward, storage would idle, for lack of staging memory, as long as those take,
+// and a step would last as long as both one after the other. So when reads wait for staging memory
+// and storage would end after the updates, by the rates of both so far, a loaded one goes ahead.
+// What is not yet updated shrinks meanwhile, what is to be moved does not: so the two end together,
+// and forward has its first chunks as soon as that allows. A job goes ahead of no older generation.
+//
 // [Note: work a chunk]
 // Models have tens of thousands of chunks, so nothing that happens once a chunk may walk a list of
 // chunks or jobs: queues are ordered maps, and a chunk knows its jobs.
@@ -274,6 +283,11 @@ class ChunkPipeline {
     // The worker (chunk_worker.cpp).
     void run();
     bool advance(std::unique_lock<std::mutex>& lock);
+    void submit_locked(IoKind kind, std::vector<IoExtent> extents, const std::shared_ptr<Job>& job);
+    void transferred_locked(int lane, Job& job);
+    bool storage_ends_last_locked() const;
+    void expect_locked(const Chunk& chunk, Job& job);
+    void expect_less_locked(Job& job, std::uint64_t elements, std::uint64_t bytes);
     void admit_jobs_locked();
     bool admit_locked(const std::shared_ptr<Job>& job);
     void read_gradient_locked(const std::shared_ptr<Job>& job);
@@ -297,6 +311,9 @@ class ChunkPipeline {
     void trace_locked(int lane, const Job& job, double begin, double end);
 
     std::shared_ptr<Job> next_ready_locked(char** copy);
+    const std::shared_ptr<Job>& next_in_turn_locked() const;
+    void put_ready_locked(const std::shared_ptr<Job>& job);
+    void take_ready_locked(const Job& job);
     int target_slot_locked(Chunk& chunk, const Job& job) const;
     bool may_update_locked(const std::shared_ptr<Job>& job, char** copy);
     bool awaits_buffer_locked(const Job& job) const;
@@ -338,6 +355,7 @@ class ChunkPipeline {
     std::vector<Chunk> chunks_;
     JobQueue queue_;   // of every chunk without an admitted job, its oldest queued one
     JobQueue ready_;   // jobs that the worker may update
+    JobQueue loaded_;  // those of them that hold staging memory
     JobQueue parked_;  // jobs whose write waits for a commit
     std::map<JobKey, std::size_t> wanted_;  // chunks whose update waits for a copy not begun
     std::int64_t kept_generation_ = 0;
@@ -357,6 +375,11 @@ class ChunkPipeline {
     GenerationCounts unadmitted_;    // queued jobs by generation, those behind another included
     GenerationCounts open_;          // jobs by generation that have neither ended nor been dropped
     std::size_t num_transfers_ = 0;  // of jobs, in flight
+    double transfers_begin_secs_ = 0.0;  // since there have been some
+    double transfer_busy_secs_ = 0.0;    // in which there were, before
+    std::uint64_t num_transferred_bytes_ = 0;
+    std::uint64_t num_elements_left_ = 0;  // of queued and admitted jobs, to be updated
+    std::uint64_t num_bytes_left_ = 0;     // of theirs, to be read and written
     bool is_short_of_memory_ = false;  // the first of the queue found no staging
     std::int64_t published_ = 0;
     std::int64_t committed_ = 0;

@@ -98,6 +98,7 @@ bool ChunkPipeline::advance(std::unique_lock<std::mutex>& lock)
     stats_.num_updates += 1;
     stats_.num_updated_elements += chunks_[job->update.chunk].spec.numel();
     trace_locked(1, *job, begin, end);
+    expect_less_locked(*job, job->num_elements_left, 0);
     end_update_locked(job, error);
     return true;
 }
@@ -126,7 +127,6 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
         job->staging = staging_->try_allocate(num_bytes);
         if (job->staging == nullptr) return false;
     }
-    job->begin_secs = now_secs();
     place_blocks_locked(chunk, *job);
     job->param16 = to.param_on_storage() ? job->staging + chunk.param_offset(to) : nullptr;
     job->grad_staging =
@@ -155,11 +155,72 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
         }
         return true;
     }
-    io_->submit(IoKind::kRead, std::move(extents), io_priority(*job),
-                [this, job](const IoOutcome& outcome) { on_read(job, outcome); });
-    job->state = JobState::kReading;  // only now: nothing waits for the end of what did not begin
-    ++num_transfers_;
+    submit_locked(IoKind::kRead, std::move(extents), job);
     return true;
+}
+
+void ChunkPipeline::submit_locked(IoKind kind, std::vector<IoExtent> extents,
+                                  const std::shared_ptr<Job>& job)
+{
+    job->num_in_flight = 0;
+    for (const IoExtent& extent : extents) job->num_in_flight += extent.num_bytes;
+    job->begin_secs = now_secs();
+    const bool is_read = kind == IoKind::kRead;
+    io_->submit(kind, std::move(extents), io_priority(*job),
+                [this, job, is_read](const IoOutcome& outcome) {
+                    is_read ? on_read(job, outcome) : on_write(job, outcome);
+                });
+    // Only now: nothing waits for the end of what did not begin.
+    job->state = is_read ? JobState::kReading : JobState::kWriting;
+    if (num_transfers_++ == 0) transfers_begin_secs_ = job->begin_secs;
+}
+
+// The job's transfer has ended.
+void ChunkPipeline::transferred_locked(int lane, Job& job)
+{
+    const double now = now_secs();
+    if (--num_transfers_ == 0) transfer_busy_secs_ += now - transfers_begin_secs_;
+    num_transferred_bytes_ += job.num_in_flight;
+    expect_less_locked(job, 0, job.num_in_flight);
+    trace_locked(lane, job, job.begin_secs, now);
+}
+
+// What a queued job will have to do: roughly, for the halves of a block that are not read, and
+// whether its gradient is on storage, are decided later.
+void ChunkPipeline::expect_locked(const Chunk& chunk, Job& job)
+{
+    const ChunkSpec& to = chunk.after(job);
+    job.num_elements_left = chunk.spec.numel();
+    job.num_bytes_left = (chunk.resident() ? 0 : chunk.spec.stored.num_bytes) +
+                         (to.resident() ? 0 : to.stored.num_bytes) +
+                         (to.param_on_storage() ? chunk.param_bytes() : 0) +
+                         (chunk.spec.grad_slot.empty() ? 0 : chunk.grad_bytes());
+    num_elements_left_ += job.num_elements_left;
+    num_bytes_left_ += job.num_bytes_left;
+}
+
+// So much of it is done, or will not be.
+void ChunkPipeline::expect_less_locked(Job& job, std::uint64_t elements, std::uint64_t bytes)
+{
+    elements = std::min(elements, job.num_elements_left);
+    bytes = std::min(bytes, job.num_bytes_left);
+    job.num_elements_left -= elements;
+    job.num_bytes_left -= bytes;
+    num_elements_left_ -= elements;
+    num_bytes_left_ -= bytes;
+}
+
+// See [Note: order of updates]. False as long as no rate is known.
+bool ChunkPipeline::storage_ends_last_locked() const
+{
+    double busy_secs = transfer_busy_secs_;
+    if (num_transfers_ > 0) busy_secs += now_secs() - transfers_begin_secs_;
+    if (num_transferred_bytes_ == 0 || stats_.num_updated_elements == 0) return false;
+    const double transfer_secs = static_cast<double>(num_bytes_left_) * busy_secs /
+                                 static_cast<double>(num_transferred_bytes_);
+    const double update_secs = static_cast<double>(num_elements_left_) * stats_.update_busy_secs /
+                               static_cast<double>(stats_.num_updated_elements);
+    return transfer_secs >= update_secs;
 }
 
 // Where the job finds the state, and where it leaves it.
@@ -216,20 +277,15 @@ void ChunkPipeline::read_gradient_locked(const std::shared_ptr<Job>& job)
     const Chunk& chunk = chunks_[job->update.chunk];
     std::vector<IoExtent> extents;
     place(extents, chunk.spec.grad_slot, job->grad_staging, 0, chunk.grad_bytes());
-    job->begin_secs = now_secs();
     job->gradient = job->grad_staging;
-    io_->submit(IoKind::kRead, std::move(extents), io_priority(*job),
-                [this, job](const IoOutcome& outcome) { on_read(job, outcome); });
+    submit_locked(IoKind::kRead, std::move(extents), job);
     job->gradient_place = GradientPlace::kStaging;
-    job->state = JobState::kReading;
-    ++num_transfers_;
 }
 
 void ChunkPipeline::on_read(const std::shared_ptr<Job>& job, const IoOutcome& outcome)
 {
     std::lock_guard<std::mutex> lock(mutex_);
-    --num_transfers_;
-    trace_locked(0, *job, job->begin_secs, now_secs());
+    transferred_locked(0, *job);
     job->state = JobState::kHeld;  // until it is known what comes next
     // Nobody wants what a dropped job read. Its gradient may have been written anew meanwhile, so
     // that the bytes are of one sum and the checksums of another: no fault of the disk.
@@ -259,8 +315,29 @@ void ChunkPipeline::on_read(const std::shared_ptr<Job>& job, const IoOutcome& ou
 void ChunkPipeline::make_ready_locked(const std::shared_ptr<Job>& job)
 {
     job->state = JobState::kReady;
+    put_ready_locked(job);
+}
+
+void ChunkPipeline::put_ready_locked(const std::shared_ptr<Job>& job)
+{
     ready_.emplace(job->key, job);
+    if (job->staging != nullptr) loaded_.emplace(job->key, job);
     work_.notify_one();
+}
+
+void ChunkPipeline::take_ready_locked(const Job& job)
+{
+    ready_.erase(job.key);
+    loaded_.erase(job.key);
+}
+
+// See [Note: order of updates]. There is a ready one.
+const std::shared_ptr<ChunkPipeline::Job>& ChunkPipeline::next_in_turn_locked() const
+{
+    const auto& [key, first] = *ready_.begin();
+    if (!is_short_of_memory_ || loaded_.empty() || !storage_ends_last_locked()) return first;
+    const auto& [loaded_key, loaded] = *loaded_.begin();
+    return std::get<0>(loaded_key) == std::get<0>(key) ? loaded : first;
 }
 
 void ChunkPipeline::update(Job& job)
@@ -343,11 +420,7 @@ bool ChunkPipeline::reads_again_locked(const std::shared_ptr<Job>& job)
     choose_halves_locked(chunk, *job);
     std::vector<IoExtent> extents;
     place_state_locked(chunk, *job, extents);
-    job->begin_secs = now_secs();
-    io_->submit(IoKind::kRead, std::move(extents), io_priority(*job),
-                [this, job](const IoOutcome& outcome) { on_read(job, outcome); });
-    job->state = JobState::kReading;
-    ++num_transfers_;
+    submit_locked(IoKind::kRead, std::move(extents), job);
     wake_chunk_locked(chunk);
     return true;
 }
@@ -397,12 +470,8 @@ void ChunkPipeline::write_locked(const std::shared_ptr<Job>& job)
     }
     if (to.param_on_storage())
         place(extents, to.param_slots[target], job->param16, 0, chunk.param_bytes());
-    job->begin_secs = now_secs();
     if (!extents.empty()) {
-        io_->submit(IoKind::kWrite, std::move(extents), io_priority(*job),
-                    [this, job](const IoOutcome& outcome) { on_write(job, outcome); });
-        job->state = JobState::kWriting;
-        ++num_transfers_;
+        submit_locked(IoKind::kWrite, std::move(extents), job);
         return;
     }
     release_staging_locked(*job);  // it held the gradient only
@@ -413,8 +482,7 @@ void ChunkPipeline::write_locked(const std::shared_ptr<Job>& job)
 void ChunkPipeline::on_write(const std::shared_ptr<Job>& job, const IoOutcome& outcome)
 {
     std::lock_guard<std::mutex> lock(mutex_);
-    --num_transfers_;
-    trace_locked(2, *job, job->begin_secs, now_secs());
+    transferred_locked(2, *job);
     release_staging_locked(*job);
     job->state = JobState::kWritten;
     job->stays = outcome.error != 0 && stays_locked(*job);
@@ -432,6 +500,7 @@ void ChunkPipeline::finish_locked(const std::shared_ptr<Job>& job)
 {
     Chunk& chunk = chunks_[job->update.chunk];
     release_staging_locked(*job);
+    expect_less_locked(*job, job->num_elements_left, job->num_bytes_left);
     if (!job->dropped) {
         if (!chunk.after(*job).resident())
             chunk.forms[static_cast<std::size_t>(job->target_slot)] = job->sums.form;

@@ -81,17 +81,18 @@ void ChunkPipeline::lend_buffer(char* buffer)
         lent_away_.erase(away);
     }
     if (short_of_buffer_.empty()) return;
-    for (const auto& [key, job] : short_of_buffer_) job->waits_for_copy = false;
-    ready_.merge(short_of_buffer_);
-    work_.notify_one();
+    for (const auto& [key, job] : std::exchange(short_of_buffer_, {})) {
+        job->waits_for_copy = false;
+        put_ready_locked(job);
+    }
 }
 
 // The first job that may run, and where it is to copy the state that it replaces. The others wait.
 std::shared_ptr<ChunkPipeline::Job> ChunkPipeline::next_ready_locked(char** copy)
 {
     while (!ready_.empty()) {
-        const std::shared_ptr<Job> job = ready_.begin()->second;
-        ready_.erase(ready_.begin());
+        const std::shared_ptr<Job> job = next_in_turn_locked();
+        take_ready_locked(*job);
         if (may_update_locked(job, copy)) return job;
         job->waits_for_copy = true;
         if (awaits_buffer_locked(*job)) {
@@ -247,14 +248,13 @@ void ChunkPipeline::reconsider_locked(Chunk& chunk)
     const std::shared_ptr<Job>& job = chunk.job;
     if (!job || !job->waits_for_copy) return;
     forget_ready_locked(*job);
-    ready_.emplace(job->key, job);
-    work_.notify_one();
+    put_ready_locked(job);
 }
 
 // A ready job that does not go on to its update now.
 void ChunkPipeline::forget_ready_locked(Job& job)
 {
-    ready_.erase(job.key);
+    take_ready_locked(job);
     wanted_.erase(job.key);
     short_of_buffer_.erase(job.key);
     job.waits_for_copy = false;
