@@ -245,8 +245,12 @@ def _room(given: PlanInput, plan: Plan, ranks: int, paths: Sequence[Path]) -> Ro
     spilled = given.grad_bytes_each * (1 - place.gradients)
     one, two = (int(num * (n * slot + spilled)) for n in (1, 2))
     facts: list[PathFacts] = [probe_path(path) for path in paths]
-    free = sum(device_capacities(facts).values())
-    choice = choose_num_slots(paths, one, two, swaps_activations=given.swaps_activations, probe=probe_path)
+    free, budget = sum(device_capacities(facts).values()), None
+    if given.storage_budget_bytes < float("inf"):
+        budget = int(given.storage_budget_bytes) * ranks
+        free = min(free, budget)
+    swaps = given.swaps_activations
+    choice = choose_num_slots(paths, one, two, budget, swaps_activations=swaps, probe=probe_path)
     return Room(one, two, free, choice.num_slots if one <= free else 0)
 
 

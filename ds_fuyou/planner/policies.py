@@ -39,8 +39,10 @@ class Fates(Enum):
 @dataclass(frozen=True)
 class Fixed:
     """What the user has decided. Tiers are "auto", "cpu" or "nvme"; ``mode`` is "auto", "none", "swap" or
-    "recompute". ``durable``: states have two slots on storage, whatever fits. ``shares``: resident ones, by field of
-    :class:`~ds_fuyou.planner.document.Residency`, of classes whose tier is "auto".
+    "recompute". ``durable``: states have two slots on storage, whatever fits. ``saves_behind``: checkpoints are written
+    while training goes on. ``keeps_read``: a budget of host memory is named, and what nothing else takes of it holds
+    parameters that were read. ``shares``: resident ones, by field of :class:`~ds_fuyou.planner.document.Residency`, of
+    classes whose tier is "auto".
     """
 
     params: str = "auto"
@@ -49,6 +51,8 @@ class Fixed:
     activations: str = "auto"
     mode: str = "auto"
     durable: bool = False
+    saves_behind: bool = False
+    keeps_read: bool = False
     shares: tuple[tuple[str, float], ...] = ()
 
     def tier(self, name: str) -> str:

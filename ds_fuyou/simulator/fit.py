@@ -103,6 +103,8 @@ def rank_facts(work: Workload, machine: Machine, policy: Policy) -> PlanInput:
         activations_leave_dram=fixed.activations == "nvme" or (machine.is_unified and machine.storage_bytes > 0),
         storage_budget_bytes=machine.storage_bytes / ranks,
         durable=fixed.durable,
+        saves_behind=fixed.saves_behind,
+        keeps_read=fixed.keeps_read,
         frozen_bytes=model.frozen_bytes / ranks,
         block_activation_bytes=max(1, int(model.largest_saved_bytes * work.tokens)),
     )
@@ -183,6 +185,7 @@ def _planned_items(plan: Plan, work: Workload, machine: Machine, policy: Policy)
         items.append(Item("staging of chunks", "cpu", float(plan.staging_bytes * ranks)))
         items.append(Item("look-ahead", "cpu", float(max(0, plan.prefetch_bytes) * ranks)))
         items.append(Item("gradients on their way", "cpu", float(plan.gradient_buffer_bytes * ranks)))
+    items.append(Item("states on their way to a checkpoint", "cpu", float(plan.save_bytes * ranks)))
     return (*items, Item("activations", "cpu", float(plan.activation_bytes * ranks)))
 
 

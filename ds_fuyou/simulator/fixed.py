@@ -40,6 +40,8 @@ def under_block(
         activations=config.activations.tier if has_storage else "cpu",
         mode=config.activations.mode,
         durable=config.durable,
+        saves_behind=config.checkpoint.save == "background",
+        keeps_read=config.dram_budget_bytes != "auto",
         shares=tuple(config.plan.resident_shares().items()) if config.plan is not None else (),
     )
     of_masters, of_moments = stock

@@ -213,6 +213,21 @@ def test_budgets_bound_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert used["nvme"] <= 300e9
 
 
+def test_what_saves_behind_training_and_a_named_budget_take_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = {"optimizer": {"tier": "nvme"}, "parameters": {"tier": "nvme"}}
+    shown = []
+    for block in ({}, {"checkpoint": {"save": "background"}}, {"dram_budget_bytes": "60GB"}):
+        assert _plan(tmp_path, {**stored, **block}) == 0
+        shown.append(_shown(capsys)["predicted"])
+    plain, saving, keeping = (each["bytes"]["cpu"] for each in shown)
+    assert "states on their way to a checkpoint" not in plain
+    assert saving["states on their way to a checkpoint"] > 0
+    assert keeping["look-ahead"] > 2 * plain["look-ahead"]  # of P16, until the next pass
+    assert shown[2]["iteration_secs"] < shown[0]["iteration_secs"]
+
+
 @pytest.mark.parametrize(
     ("block", "said"),
     [

@@ -262,6 +262,21 @@ def test_a_disk_too_small_for_the_model_is_named_by_the_account_of_init(
     assert finding.found.startswith("none is needed")
 
 
+@pytest.mark.parametrize(("budget", "what"), [(3, "too small: "), (7, "for one slot alone: "), (20, "for two slots: ")])
+def test_storage_that_a_run_may_use_bounds_its_room(
+    budget: int, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``budget``: GB. One slot takes 5, whatever is free."""
+    monkeypatch.setattr(first_block, "available_host_bytes", lambda: 100 * 10**9)
+    facts = probe_path(tmp_path)
+    monkeypatch.setattr(first_block, "probe_path", lambda path: replace(facts, free_bytes=500 * 10**9))
+    sections = {name: {"device": "nvme"} for name in ("offload_optimizer", "offload_param")}
+    config = {**zero(**sections), "fuyou": {"nvme_path": str(tmp_path), "nvme_budget_bytes": f"{budget}GB"}}
+    model = load_model("gpt:24,16,1024,50000")
+    (finding,) = [each for each in found(config, tmp_path, model) if each.what == "room for states"]
+    assert finding.found.startswith(what)
+
+
 def test_the_model_is_taken_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({**zero(), "fuyou": {"nvme_path": str(tmp_path)}}))
