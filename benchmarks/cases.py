@@ -314,7 +314,7 @@ _CONFIGS = {
     "fuyou_all_nvme": _fuyou("nvme", "nvme", "nvme"),
     "fuyou_all_nvme_whole": _fuyou("nvme", "nvme", "nvme", {"masters": "whole"}),
     "fuyou_all_nvme_int8": _fuyou("nvme", "nvme", "nvme", {"masters": "split", "moments": "int8"}),
-    # Three quarters in host memory, and staging memory for a tenth of the others, as where a model is large.
+    # Three quarters in host memory, and staging memory for a small part of the others, as where a model is large.
     "fuyou_states_in_both": _fuyou(
         "auto",
         "auto",

@@ -4,7 +4,7 @@
 Reads and writes are two lanes of one storage: while both work, each runs at ``duplex / 2`` of its own rate.
 
 Updates have one exception to the earliest deadline, as in a run ([Note: order of updates] of the core's pipeline):
-while a read lacks a buffer, and storage has more to do than updates, the first one that holds a buffer goes ahead.
+while no chunk is read or written, and storage has more to do than updates, the first one in a buffer goes ahead.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from ds_fuyou.planner.cost import shared_secs
 from ds_fuyou.planner.lanes import Lane
 
 __all__ = ["Schedule", "Task"]
+
+_STORAGE = (Lane.READ, Lane.WRITE)
 
 
 @dataclass(slots=True)
@@ -36,6 +38,7 @@ class Task:
     then: list[int] = field(default_factory=list)
     takes: str = ""
     gives: str = ""
+    is_taken: bool = False
     holds: bool = False
     chunk: tuple[int, ...] = ()
     is_expected: bool = False
@@ -53,6 +56,8 @@ class Schedule:
         self._ready: list[list[tuple[float, int]]] = [[] for _ in Lane]
         self._starved: dict[str, list[tuple[float, int]]] = {name: [] for name in self._pools}
         self._left = [0.0] * len(Lane)  # seconds of work that is expected
+        self._loaded: list[tuple[float, int]] = []  # of those that are ready for the CPU, the ones in a buffer
+        self._num_moving = 0  # chunks that are read or written
 
     def add(self, task: Task, *after: int | None) -> int:
         """Adds a task that starts after the given ones (None: no such task); returns its number."""
@@ -81,7 +86,7 @@ class Schedule:
                         left[lane] = self.tasks[chosen].secs
             shared = running[Lane.READ] is not None and running[Lane.WRITE] is not None
             speed = min(1.0, self._duplex / 2) if shared else 1.0
-            speeds = [speed if lane in (Lane.READ, Lane.WRITE) else 1.0 for lane in Lane]
+            speeds = [speed if lane in _STORAGE else 1.0 for lane in Lane]
             active = [lane for lane in Lane if running[lane] is not None]
             if not active:
                 raise FuyouStateError(f"{len(self.tasks) - num_done} simulated tasks wait for each other")
@@ -102,25 +107,27 @@ class Schedule:
             self.tasks[other].is_expected = True
             self._left[self.tasks[other].lane] += self.tasks[other].secs
         heapq.heappush(self._ready[task.lane], (task.deadline, number))
+        if task.holds and task.lane is Lane.CPU:
+            heapq.heappush(self._loaded, (task.deadline, number))
 
     def _take(self, lane: Lane, now: float) -> int | None:
         ready = self._ready[lane]
-        if lane is Lane.CPU and any(self._starved.values()) and self._storage_ends_last():
-            loaded = min((entry for entry in ready if self.tasks[entry[1]].holds), default=None)
-            if loaded is not None:
-                ready.remove(loaded)
-                heapq.heapify(ready)
-                self.tasks[loaded[1]].start = now
-                return loaded[1]
+        if lane is Lane.CPU and not self._num_moving and self._storage_ends_last():
+            while self._loaded and self.tasks[self._loaded[0][1]].is_taken:
+                heapq.heappop(self._loaded)
+            ready = self._loaded or ready
         while ready:
             entry = heapq.heappop(ready)
             task = self.tasks[entry[1]]
+            if task.is_taken:  # out of the other list
+                continue
             if task.takes:
                 if self._pools[task.takes] == 0:
                     heapq.heappush(self._starved[task.takes], entry)
                     continue
                 self._pools[task.takes] -= 1
-            task.start = now
+            task.start, task.is_taken = now, True
+            self._num_moving += task.holds and lane in _STORAGE
             return entry[1]
         return None
 
@@ -131,6 +138,7 @@ class Schedule:
     def _finish(self, number: int, now: float) -> None:
         task = self.tasks[number]
         task.end = now
+        self._num_moving -= task.holds and task.lane in _STORAGE
         if task.is_expected:
             self._left[task.lane] -= task.secs
         if task.gives:

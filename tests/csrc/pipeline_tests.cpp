@@ -320,32 +320,41 @@ class SlowRule final : public UpdateRule {
   public:
     void apply(float* param, float* grad, float* const* moments, std::size_t numel) const override
     {
-        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));  // of 2048 elements
         CountingRule().apply(param, grad, moments, numel);
     }
 };
 
-// Updates of states in memory, and then of later chunks, of which two are loaded and the others wait
-// for their staging memory: how many of the former begin after the first loaded one. The first one is
-// released first, and the loaded ones next, or last.
-std::size_t updates_behind_a_loaded_one(double storage_bytes_per_sec,
-                                        std::shared_ptr<UpdateRule> rule, bool loaded_are_last)
+struct Contest {
+    double storage_bytes_per_sec = 1e6;  // a chunk moves in more time than all are updated
+    std::shared_ptr<UpdateRule> rule = std::make_shared<CountingRule>();
+    std::size_t num_loaded = 2;    // staging memory holds so many; two more wait for it
+    bool loaded_are_last = false;  // to be released; else behind the first one
+    bool may_write = true;         // the generation before is committed
+};
+
+constexpr std::size_t kInMemory = 12;
+
+// Updates of states in memory, and of later chunks on storage: the order in which they run.
+std::vector<std::size_t> order_of_updates(const Contest& given)
 {
-    constexpr std::size_t kInMemory = 12;
-    World world({.num_chunks = kInMemory + 4,
+    World world({.num_chunks = kInMemory + given.num_loaded + 2,
                  .num_in_memory = kInMemory,
-                 .numel = 100'000,
-                 .staging_chunks = 2});
-    world.engine->set_throttle(storage_bytes_per_sec, storage_bytes_per_sec);
+                 .numel = 20'000,
+                 .staging_chunks = given.num_loaded});
     const auto update = [&](std::size_t chunk, std::int64_t generation) {
         ChunkUpdate made = world.update(chunk, generation);
-        made.segments.front().rule = rule;
+        made.segments.front().rule = given.rule;
         return made;
     };
+    world.engine->set_throttle(given.storage_bytes_per_sec, given.storage_bytes_per_sec);
     for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk)
         world.pipeline->enqueue(update(chunk, 1));
     world.pipeline->publish(1);
-    world.finish(1);  // now both rates are known
+    CHECK(world.pipeline->wait_durable(1, kPatienceSecs));  // now both rates are known
+    if (given.may_write) world.pipeline->set_committed(1);
+    CHECK(world.pipeline->stats().num_elements_left == 0);
+    CHECK(world.pipeline->stats().num_bytes_left == 0);
     world.pipeline->set_tracing(true);
     for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
         ChunkUpdate held = update(chunk, 2);
@@ -353,14 +362,17 @@ std::size_t updates_behind_a_loaded_one(double storage_bytes_per_sec,
         world.pipeline->enqueue(std::move(held));
     }
     std::vector<LaneEvent> events;
-    const auto begins = [&](int lane) {  // of the chunks that did it, in order
+    const auto did = [&](int lane) {  // chunks, in order
         for (const LaneEvent& event : world.pipeline->take_events()) events.push_back(event);
         std::vector<std::size_t> found;
         for (const LaneEvent& event : events)
             if (event.lane == lane) found.push_back(event.chunk);
         return found;
     };
-    while (begins(0).size() < 2) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    for (int waited = 0; did(0).size() < given.num_loaded; ++waited) {
+        if (waited > 1000 * kPatienceSecs) throw std::runtime_error("not loaded in time");
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
     world.pipeline->publish(2);
     const auto release = [&](std::size_t chunk) {
         const ChunkUpdate now = update(chunk, 2);
@@ -370,26 +382,65 @@ std::size_t updates_behind_a_loaded_one(double storage_bytes_per_sec,
         for (std::size_t i = kInMemory; i < world.given.num_chunks; ++i) release(i);
     };
     release(0);
-    if (!loaded_are_last) release_loaded();
+    if (!given.loaded_are_last) release_loaded();
     for (std::size_t chunk = 1; chunk < kInMemory; ++chunk) release(chunk);
-    if (loaded_are_last) release_loaded();
+    if (given.loaded_are_last) release_loaded();
+    for (int waited = 0; did(1).size() < kInMemory + 2; ++waited) {
+        if (waited > 1000 * kPatienceSecs) throw std::runtime_error("not updated in time");
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    world.pipeline->set_committed(1);
     world.finish(2);
-    const std::vector<std::size_t> updated = begins(1);
+    CHECK(world.pipeline->stats().num_elements_left == 0);
+    CHECK(world.pipeline->stats().num_bytes_left == 0);
+    const std::vector<std::size_t> updated = did(1);
     CHECK(updated.size() == world.given.num_chunks);
     for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk)
         CHECK(world.state_is(chunk, -2.0F, 2.0F));
-    const auto loaded = std::find_if(updated.begin(), updated.end(),
-                                     [](std::size_t chunk) { return chunk >= kInMemory; });
+    return updated;
+}
+
+// How many loaded ones were updated ahead of the last one in memory.
+std::size_t num_ahead(const std::vector<std::size_t>& updated)
+{
+    const auto last = std::find_if(updated.rbegin(), updated.rend(),
+                                   [](std::size_t chunk) { return chunk < kInMemory; });
     return static_cast<std::size_t>(std::count_if(
-        loaded, updated.end(), [](std::size_t chunk) { return chunk < kInMemory; }));
+        last, updated.rend(), [](std::size_t chunk) { return chunk >= kInMemory; }));
 }
 
 }  // namespace
 
 TEST(pipeline_a_loaded_update_goes_ahead_where_storage_ends_last)
 {
-    CHECK(updates_behind_a_loaded_one(5e6, std::make_shared<CountingRule>(), false) > 0);
-    CHECK(updates_behind_a_loaded_one(0.0, std::make_shared<SlowRule>(), true) == 0);
+    CHECK(num_ahead(order_of_updates({})) > 0);
+}
+
+TEST(pipeline_no_more_loaded_updates_go_ahead_than_keep_storage_busy)
+{
+    Contest contest;
+    contest.num_loaded = 8;
+    const std::size_t num = num_ahead(order_of_updates(contest));
+    CHECK(num > 0);
+    CHECK(num <= 5);  // three, and what a slow machine writes meanwhile
+}
+
+TEST(pipeline_updates_run_by_deadline_where_they_end_last)
+{
+    Contest contest;
+    contest.storage_bytes_per_sec = 0.0;  // as fast as may be
+    contest.rule = std::make_shared<SlowRule>();
+    contest.loaded_are_last = true;
+    CHECK(num_ahead(order_of_updates(contest)) == 0);
+}
+
+TEST(pipeline_a_loaded_update_that_may_not_be_written_keeps_its_place)
+{
+    Contest contest;
+    contest.loaded_are_last = true;
+    contest.may_write = false;
+    contest.rule = std::make_shared<SlowRule>();
+    CHECK(num_ahead(order_of_updates(contest)) == 0);
 }
 
 TEST(pipeline_held_updates_take_their_gradients_from_storage)

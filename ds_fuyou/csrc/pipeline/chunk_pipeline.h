@@ -48,12 +48,13 @@
 //
 // [Note: order of updates]
 // Ready updates run by deadline, the place of their chunk in the next forward. States in memory
-// need no reads, so they stand there all at once, when step() has said what to do; where loaded ones
-// come after them in forward, storage would idle, for lack of staging memory, as long as those take,
-// and a step would last as long as both one after the other. So when reads wait for staging memory
-// and storage would end after the updates, by the rates of both so far, a loaded one goes ahead.
-// What is not yet updated shrinks meanwhile, what is to be moved does not: so the two end together,
-// and forward has its first chunks as soon as that allows. A job goes ahead of no older generation.
+// need no reads, so they stand there all at once, when step() has said what to do; loaded ones that
+// come after them in forward would keep their staging memory from the reads, and their writes from
+// storage, as long as those take, and a step would last as long as both one after the other. So
+// while too few transfers are in flight to keep storage busy, and it would end after the updates by
+// the rates of both so far, a loaded one that may be written goes ahead. What is not yet updated
+// shrinks meanwhile, what is to be moved does not: so the two end together, and forward has its
+// first chunks as soon as that allows. A job goes ahead of no older generation.
 //
 // [Note: work a chunk]
 // Models have tens of thousands of chunks, so nothing that happens once a chunk may walk a list of
@@ -137,6 +138,8 @@ struct PipelineStats {
     std::uint64_t num_updated_elements = 0;
     std::uint64_t num_discarded = 0;
     std::uint64_t state_bytes_written = 0;
+    std::uint64_t num_elements_left = 0;  // of queued and admitted jobs, to be updated
+    std::uint64_t num_bytes_left = 0;     // of theirs, to be read and written, roughly
 };
 
 // A state that a copier has to copy: in a buffer that it lent, or where the chunk lives.
@@ -378,8 +381,6 @@ class ChunkPipeline {
     double transfers_begin_secs_ = 0.0;  // since there have been some
     double transfer_busy_secs_ = 0.0;    // in which there were, before
     std::uint64_t num_transferred_bytes_ = 0;
-    std::uint64_t num_elements_left_ = 0;  // of queued and admitted jobs, to be updated
-    std::uint64_t num_bytes_left_ = 0;     // of theirs, to be read and written
     bool is_short_of_memory_ = false;  // the first of the queue found no staging
     std::int64_t published_ = 0;
     std::int64_t committed_ = 0;

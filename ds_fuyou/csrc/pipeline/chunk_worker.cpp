@@ -16,6 +16,9 @@
 namespace fuyou {
 namespace {
 
+// Of chunks, that keep storage busy: each is cut into requests.
+constexpr std::size_t kEnoughTransfers = 3;
+
 double now_secs()
 {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
@@ -195,8 +198,8 @@ void ChunkPipeline::expect_locked(const Chunk& chunk, Job& job)
                          (to.resident() ? 0 : to.stored.num_bytes) +
                          (to.param_on_storage() ? chunk.param_bytes() : 0) +
                          (chunk.spec.grad_slot.empty() ? 0 : chunk.grad_bytes());
-    num_elements_left_ += job.num_elements_left;
-    num_bytes_left_ += job.num_bytes_left;
+    stats_.num_elements_left += job.num_elements_left;
+    stats_.num_bytes_left += job.num_bytes_left;
 }
 
 // So much of it is done, or will not be.
@@ -206,8 +209,8 @@ void ChunkPipeline::expect_less_locked(Job& job, std::uint64_t elements, std::ui
     bytes = std::min(bytes, job.num_bytes_left);
     job.num_elements_left -= elements;
     job.num_bytes_left -= bytes;
-    num_elements_left_ -= elements;
-    num_bytes_left_ -= bytes;
+    stats_.num_elements_left -= elements;
+    stats_.num_bytes_left -= bytes;
 }
 
 // See [Note: order of updates]. False as long as no rate is known.
@@ -216,9 +219,9 @@ bool ChunkPipeline::storage_ends_last_locked() const
     double busy_secs = transfer_busy_secs_;
     if (num_transfers_ > 0) busy_secs += now_secs() - transfers_begin_secs_;
     if (num_transferred_bytes_ == 0 || stats_.num_updated_elements == 0) return false;
-    const double transfer_secs = static_cast<double>(num_bytes_left_) * busy_secs /
+    const double transfer_secs = static_cast<double>(stats_.num_bytes_left) * busy_secs /
                                  static_cast<double>(num_transferred_bytes_);
-    const double update_secs = static_cast<double>(num_elements_left_) * stats_.update_busy_secs /
+    const double update_secs = static_cast<double>(stats_.num_elements_left) * stats_.update_busy_secs /
                                static_cast<double>(stats_.num_updated_elements);
     return transfer_secs >= update_secs;
 }
@@ -335,9 +338,10 @@ void ChunkPipeline::take_ready_locked(const Job& job)
 const std::shared_ptr<ChunkPipeline::Job>& ChunkPipeline::next_in_turn_locked() const
 {
     const auto& [key, first] = *ready_.begin();
-    if (!is_short_of_memory_ || loaded_.empty() || !storage_ends_last_locked()) return first;
+    if (loaded_.empty() || num_transfers_ >= kEnoughTransfers) return first;
     const auto& [loaded_key, loaded] = *loaded_.begin();
-    return std::get<0>(loaded_key) == std::get<0>(key) ? loaded : first;
+    const bool is_as_old = std::get<0>(loaded_key) == std::get<0>(key);
+    return is_as_old && may_write_locked(*loaded) && storage_ends_last_locked() ? loaded : first;
 }
 
 void ChunkPipeline::update(Job& job)
