@@ -117,7 +117,7 @@ struct WorldOptions {
     int num_slots = 2;
     std::size_t num_chunks = 5;
     std::size_t num_in_memory = 0;  // the first ones, whatever `state` says
-    std::uint64_t numel = 3000;  // no multiple of anything
+    std::uint64_t numel = 3000;     // no multiple of anything
     std::size_t staging_chunks = 2;
     bool bfloat16_params = false;
     Masters masters = Masters::kWhole;

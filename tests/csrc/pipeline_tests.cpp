@@ -405,8 +405,8 @@ std::size_t num_ahead(const std::vector<std::size_t>& updated)
 {
     const auto last = std::find_if(updated.rbegin(), updated.rend(),
                                    [](std::size_t chunk) { return chunk < kInMemory; });
-    return static_cast<std::size_t>(std::count_if(
-        last, updated.rend(), [](std::size_t chunk) { return chunk >= kInMemory; }));
+    return static_cast<std::size_t>(
+        std::count_if(last, updated.rend(), [](std::size_t chunk) { return chunk >= kInMemory; }));
 }
 
 }  // namespace

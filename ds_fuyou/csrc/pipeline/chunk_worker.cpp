@@ -221,7 +221,8 @@ bool ChunkPipeline::storage_ends_last_locked() const
     if (num_transferred_bytes_ == 0 || stats_.num_updated_elements == 0) return false;
     const double transfer_secs = static_cast<double>(stats_.num_bytes_left) * busy_secs /
                                  static_cast<double>(num_transferred_bytes_);
-    const double update_secs = static_cast<double>(stats_.num_elements_left) * stats_.update_busy_secs /
+    const double update_secs = static_cast<double>(stats_.num_elements_left) *
+                               stats_.update_busy_secs /
                                static_cast<double>(stats_.num_updated_elements);
     return transfer_secs >= update_secs;
 }
