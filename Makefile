@@ -12,8 +12,8 @@ DS_OLDEST := 0.18.9
 TORCH ?= torch==2.13.0
 TORCH_FLAGS ?=
 EXTRAS ?= dev,huggingface,docs
-# Two workers; a file stays on one of them, so that its tests share their stock runs.
-TEST_FLAGS ?= -n 2 --dist loadfile
+# Three workers, which is what two cores need to be busy; a file stays on one, so that its tests share their stock runs.
+TEST_FLAGS ?= -n 3 --dist loadfile
 DEMO_CONFIG ?= configs/finetune_fuyou.json
 DEMO_FLAGS ?= --layers 6 --steps 30
 
