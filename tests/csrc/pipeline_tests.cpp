@@ -369,10 +369,13 @@ std::vector<std::size_t> order_of_updates(const Contest& given)
             if (event.lane == lane) found.push_back(event.chunk);
         return found;
     };
-    for (int waited = 0; did(0).size() < given.num_loaded; ++waited) {
-        if (waited > 1000 * kPatienceSecs) throw std::runtime_error("not loaded in time");
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
+    const auto wait_for = [&](std::size_t num, int lane) {
+        for (int waited = 0; did(lane).size() < num; ++waited) {
+            if (waited > 1000 * kPatienceSecs) throw std::runtime_error("not done in time");
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+    };
+    wait_for(given.num_loaded, 0);
     world.pipeline->publish(2);
     const auto release = [&](std::size_t chunk) {
         const ChunkUpdate now = update(chunk, 2);
@@ -385,10 +388,7 @@ std::vector<std::size_t> order_of_updates(const Contest& given)
     if (!given.loaded_are_last) release_loaded();
     for (std::size_t chunk = 1; chunk < kInMemory; ++chunk) release(chunk);
     if (given.loaded_are_last) release_loaded();
-    for (int waited = 0; did(1).size() < kInMemory + 2; ++waited) {
-        if (waited > 1000 * kPatienceSecs) throw std::runtime_error("not updated in time");
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
+    wait_for(kInMemory + 2, 1);
     world.pipeline->set_committed(1);
     world.finish(2);
     CHECK(world.pipeline->stats().num_elements_left == 0);
