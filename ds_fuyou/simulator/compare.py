@@ -66,8 +66,15 @@ def compared(work: Workload, machine: Machine, ours: Policy, training: Training)
         if name == "ds_fuyou":
             found.append(_row(shown, try_choose(work, machine, ours), training))
             continue
-        # Attention and the loss are the script's, whatever trains it, and so is gradient checkpointing.
-        policy = replace(find_policy(name), fused=ours.fused, slices_loss=ours.slices_loss)
+        # Attention, the loss and the precision are the script's, whatever trains it, and so is gradient checkpointing.
+        policy = find_policy(name)
+        policy = replace(
+            policy,
+            fused=ours.fused,
+            slices_loss=ours.slices_loss,
+            param_bytes=ours.param_bytes,
+            gradient_bytes=max(policy.gradient_bytes, ours.param_bytes),
+        )
         on = _without_streaming(machine) if policy.on_device else machine
         without = try_choose(work, on, replace(policy, fixed=Fixed(mode="none")))
         found.append(_row(shown, _faster(try_choose(work, on, policy), without), training))

@@ -69,7 +69,7 @@ def needs_of(work: Workload, machine: Machine, policy: Policy, place: Placement,
     have = {"gpu": float(machine.gpu_bytes), "cpu": machine.dram_usable_bytes, "nvme": machine.storage_bytes}
     if policy.on_device:
         model = work.model
-        bytes_each = P16_BYTES + policy.gradient_bytes + policy.layout.bytes_each
+        bytes_each = policy.param_bytes + policy.gradient_bytes + policy.layout.bytes_each
         each = (bytes_each * float(model.trainable_params) + model.frozen_bytes) / machine.num_gpus
         inputs = Item("activations", "gpu", place.swapped_bytes)
         shares = (Item("P16, gradients, P32, M, V", "gpu", each), inputs)
@@ -147,7 +147,7 @@ def _host_items(work: Workload, machine: Machine, policy: Policy, place: Placeme
     activations = place.dram_activation_bytes * machine.num_gpus
     if policy.tiers is Tiers.DRAM:
         items = [
-            Item("P16", "cpu", P16_BYTES * num_params + model.frozen_bytes),
+            Item("P16", "cpu", policy.param_bytes * num_params + model.frozen_bytes),
             Item("P32, M, V", "cpu", policy.layout.resident_bytes_each * num_params),
             Item("flat gradient buffer", "cpu", policy.gradient_bytes * num_params),
         ]
@@ -155,7 +155,7 @@ def _host_items(work: Workload, machine: Machine, policy: Policy, place: Placeme
         flat = _power_of_two(policy.gradient_bytes * num_params / machine.num_gpus) * machine.num_gpus
         items = [
             Item("flat gradient buffer", "cpu", flat),
-            Item("swap buffers", "cpu", _STOCK_SWAP_BYTES + 5 * P16_BYTES * unit),
+            Item("swap buffers", "cpu", _STOCK_SWAP_BYTES + 5 * policy.param_bytes * unit),
         ]
     else:  # whole units: P32, M, V read, updated and written, an fp32 gradient; two that arrive, three of P16
         window = (3 * 3 + 1) * _power_of_two(4 * unit) + 3 * _power_of_two(2 * unit)

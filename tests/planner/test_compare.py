@@ -149,6 +149,19 @@ def _asked(num_ssds: int, dram_gib: int) -> tuple[Any, ...]:
     return Workload(model("13B"), 16), machine(num_ssds, dram_gib), find_policy("ds_fuyou")
 
 
+def test_all_train_in_the_precision_of_the_json() -> None:
+    """4.4 billion parameters of 16 bits fit a card of 80 GB with their states and gradients; of 32 bits they do not."""
+    work, on = Workload(load_model("gpt:32,26,3328,50257"), 1), machine(4, 256, "h100")
+    found = {}
+    for num_bytes in (2, 4):
+        ours = replace(find_policy("ds_fuyou"), param_bytes=num_bytes, gradient_bytes=num_bytes)
+        found[num_bytes] = {row.system: row for row in compared(work, on, ours, Training())}
+    for system in ("ZeRO-Offload", "ZeRO-Infinity", "this"):
+        assert found[4][system].tokens_per_s < found[2][system].tokens_per_s
+    assert found[2]["ZeRO-3"].tokens_per_s > 0
+    assert found[4]["ZeRO-3"].tokens_per_s == 0
+
+
 def test_the_command_prints_and_saves_what_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--compare", "--tokens", "2e9"]) == 0
     text = capsys.readouterr().out
