@@ -207,8 +207,12 @@ def _room(config: Mapping[str, Any], model: ModelSpec) -> Iterator[Finding]:
         return
     one, two = shown_bytes(room.one), shown_bytes(room.two)
     free, more = f"{shown_bytes(room.free)} can be used", "free space, or name another disk in nvme_path, too"
-    if room.slots == 2:
-        yield Finding(what, f"for two slots: they need {two}, {free}")
+    if room.slots >= 2:
+        slots, third = "three" if room.slots == 3 else "two", ""
+        if room.third:
+            third = f"; three, for checkpoints behind training, and two of these need {shown_bytes(room.third)}"
+        found = f"for {slots} slots: two need {two}{third}, {free}"
+        yield Finding(what, found, fix=more if room.third and room.slots == 2 else "")
     elif room.slots:
         found = f"for one slot alone: it needs {one}, two need {two}, {free}; after a kill nothing can be gone on from"
         yield Finding(what, found, fix=more)

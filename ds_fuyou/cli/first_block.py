@@ -23,7 +23,7 @@ from ds_fuyou.planner.profiled import placed
 from ds_fuyou.simulator.fit import shown_bytes
 from ds_fuyou.state_layout import FP32, StateLayout, layout_of, masters_of, moments_of
 from ds_fuyou.storage.disks import DIRECTORY_NAME, Disk, find_disks
-from ds_fuyou.storage.layout import choose_num_slots, device_capacities
+from ds_fuyou.storage.layout import CHECKPOINT_BYTES, CHECKPOINTS_BESIDE, choose_num_slots, device_capacities
 from ds_fuyou.storage.probe import PathFacts, probe_path, shares_blocks
 from ds_fuyou.zero.budgets import cores_of_rank
 from ds_fuyou.zero.device import num_devices, rank_device
@@ -218,12 +218,15 @@ def _shown(residency: Residency) -> str:
 
 @dataclass(frozen=True)
 class Room:
-    """Of storage: bytes that one slot and two need, and that can be used; ``slots`` that a run takes, 0: none fits."""
+    """Of storage: bytes that one slot and two need, and that can be used; ``slots`` that a run takes, 0: none fits.
+    ``third``: what three and two checkpoints beside them need, where checkpoints are written behind training; else 0.
+    """
 
     one: int
     two: int
     free: int
     slots: int
+    third: int = 0
 
 
 def room_here(asked: Question, activation: Activation) -> Room | None:
@@ -243,15 +246,33 @@ def _room(given: PlanInput, plan: Plan, ranks: int, paths: Sequence[Path]) -> Ro
         return None
     slot = given.param_bytes_each * (1 - place.parameters) + given.layout.bytes_each * (1 - place.optimizer)
     spilled = given.grad_bytes_each * (1 - place.gradients)
-    one, two = (int(num * (n * slot + spilled)) for n in (1, 2))
+    one, two, three = (int(num * (n * slot + spilled)) for n in (1, 2, 3))
     facts: list[PathFacts] = [probe_path(path) for path in paths]
     free, budget = sum(device_capacities(facts).values()), None
     if given.storage_budget_bytes < float("inf"):
         budget = int(given.storage_budget_bytes) * ranks
         free = min(free, budget)
-    swaps = given.swaps_activations
-    choice = choose_num_slots(paths, one, two, budget, swaps_activations=swaps, probe=probe_path)
-    return Room(one, two, free, choice.num_slots if one <= free else 0)
+
+    def has_room(wanted: int, num_bytes: int, beside: int = 0) -> bool:
+        choice = choose_num_slots(
+            paths,
+            one,
+            num_bytes,
+            budget,
+            wanted=wanted,
+            bytes_beside=beside,
+            swaps_activations=given.swaps_activations,
+            probe=probe_path,
+        )
+        return choice.num_slots == wanted
+
+    if not has_room(2, two):
+        return Room(one, two, free, 1 if one <= free else 0)
+    is_cloned = given.layout.is_whole and shares_blocks(paths)
+    if plan.slots < 3 or place.optimizer or is_cloned:  # as _most_slots of zero/run_store.py
+        return Room(one, two, free, 2)
+    beside = CHECKPOINTS_BESIDE * CHECKPOINT_BYTES * num
+    return Room(one, two, free, 3 if has_room(3, three, beside) else 2, three + beside)
 
 
 def _told_room(room: Room) -> str:
@@ -266,6 +287,9 @@ def _told_room(room: Room) -> str:
             f"the state needs {one} on storage, {shown_bytes(room.free)} can be used; free space, or name directories "
             f"on more disks with --path"
         )
+    if room.slots == 3:
+        third = shown_bytes(room.third)
+        return f"storage: {two} with two slots, {third} with a third, for checkpoints behind training, and two of these"
     if room.slots == 2:
         return f"storage: {two} with two slots, so that a crash leaves the last step whole"
     return f"storage: {one} with one slot; {two} would hold two (safe in a crash, faster)"

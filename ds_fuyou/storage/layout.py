@@ -20,6 +20,8 @@ from ds_fuyou.storage.types import PAGE_BYTES, RegionSpec
 
 __all__ = [
     "ACTIVATION_SHARE",
+    "CHECKPOINTS_BESIDE",
+    "CHECKPOINT_BYTES",
     "RESERVE_SHARE",
     "UNIT_BYTES",
     "PathShare",
@@ -108,6 +110,12 @@ def spare_bytes(paths: Sequence[Path], *, swaps_activations: bool, probe: Probe 
     """What is free on the paths' devices beside a share for others, and one for activations that come later."""
     share = RESERVE_SHARE + (ACTIVATION_SHARE if swaps_activations else 0.0)
     return sum(device_capacities([probe(path) for path in paths], share).values())
+
+
+CHECKPOINT_BYTES = 12
+"""Of a parameter: P32 and two moments, as stock writes them."""
+CHECKPOINTS_BESIDE = 2
+"""A third slot is for checkpoints: taken where the one that is there, and the next, which replaces it, fit, too."""
 
 
 def choose_num_slots(

@@ -22,6 +22,7 @@ from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.plan import handles_activations
 from ds_fuyou.storage.cleanup import lost_state, settle_stale, stale_bytes
+from ds_fuyou.storage.layout import CHECKPOINT_BYTES, CHECKPOINTS_BESIDE
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.storage.store import CommitRecord, RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
@@ -141,8 +142,7 @@ def _chosen_slots(design: RunDesign, budget_bytes: int | None, bytes_stale: int)
     sizes = {n: sum(region.num_bytes * region.num_slots for region in design.regions(n)) for n in (1, 2, 3)}
     num_slots = 1
     for wanted in range(_most_slots(design), 1, -1):
-        # A third slot is for checkpoints: the one that is there, and the next, which replaces it.
-        beside = 0 if wanted == 2 else 2 * 12 * design.layout.numel
+        beside = 0 if wanted == 2 else CHECKPOINTS_BESIDE * CHECKPOINT_BYTES * design.layout.numel
         choice = choose_num_slots(
             paths,
             sizes[1],

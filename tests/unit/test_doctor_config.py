@@ -277,6 +277,25 @@ def test_storage_that_a_run_may_use_bounds_its_room(
     assert finding.found.startswith(what)
 
 
+@pytest.mark.parametrize(("free", "slots"), [(20, "two"), (60, "three")])
+def test_checkpoints_behind_training_want_a_third_slot_and_room_for_two_of_them(
+    free: int, slots: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``free``: GB. Three slots take 15, two checkpoints 8.5."""
+    monkeypatch.setattr(first_block, "available_host_bytes", lambda: 100 * 10**9)
+    monkeypatch.setattr(first_block, "shares_blocks", lambda paths: False)
+    facts = probe_path(tmp_path)
+    monkeypatch.setattr(first_block, "probe_path", lambda path: replace(facts, free_bytes=free * 10**9))
+    sections = {name: {"device": "nvme"} for name in ("offload_optimizer", "offload_param")}
+    block = {"nvme_path": str(tmp_path), "checkpoint": {"save": "background"}}
+    model = load_model("gpt:24,16,1024,50000")
+    findings = found({**zero(**sections), "fuyou": block}, tmp_path, model)
+    (finding,) = [each for each in findings if each.what == "room for states"]
+    assert finding.found.startswith(f"for {slots} slots: two need 9.")
+    assert "three, for checkpoints behind training, and two of these need 23." in finding.found
+    assert bool(finding.fix) == (slots == "two")
+
+
 def test_the_model_is_taken_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({**zero(), "fuyou": {"nvme_path": str(tmp_path)}}))
