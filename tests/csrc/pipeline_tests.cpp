@@ -443,6 +443,19 @@ TEST(pipeline_a_loaded_update_that_may_not_be_written_keeps_its_place)
     CHECK(num_ahead(order_of_updates(contest)) == 0);
 }
 
+TEST(pipeline_a_pace_is_that_of_late)
+{
+    fuyou::Pace pace;
+    CHECK(!pace.is_known());
+    pace.add(1.0, 100.0);
+    CHECK(pace.secs_of(50.0) == 0.5);
+    for (int step = 0; step < 3; ++step) {
+        pace.fade();
+        pace.add(4.0, 100.0);
+    }
+    CHECK(pace.secs_of(100.0) > 3.5);  // since the start: 3.25
+}
+
 TEST(pipeline_held_updates_take_their_gradients_from_storage)
 {
     World world({.params = Place::kStorage, .gradients = Place::kStorage});

@@ -319,6 +319,8 @@ void ChunkPipeline::publish(std::int64_t generation)
     std::lock_guard<std::mutex> lock(mutex_);
     require_running_locked();
     published_ = generation;
+    transfer_pace_.fade();
+    update_pace_.fade();
     for (Chunk& chunk : chunks_) {
         const std::shared_ptr<Job> job = chunk.job;  // may still be the job of an older generation
         if (!job || job->dropped || job->generation() != generation) continue;

@@ -52,7 +52,7 @@
 // come after them in forward would keep their staging memory from the reads, and their writes from
 // storage, as long as those take, and a step would last as long as both one after the other. So
 // while too few transfers are in flight to keep storage busy, and it would end after the updates by
-// the rates of both so far, a loaded one that may be written goes ahead. What is not yet updated
+// the pace of both of late, a loaded one that may be written goes ahead. What is not yet updated
 // shrinks meanwhile, what is to be moved does not: so the two end together, and forward has its
 // first chunks as soon as that allows. A job goes ahead of no older generation.
 //
@@ -77,6 +77,7 @@
 #include "io/io_engine.h"
 #include "kernels/elementwise.h"
 #include "memory/aligned_pool.h"
+#include "pipeline/pace.h"
 #include "pipeline/state_block.h"
 
 namespace fuyou {
@@ -378,10 +379,10 @@ class ChunkPipeline {
     GenerationCounts unadmitted_;    // queued jobs by generation, those behind another included
     GenerationCounts open_;          // jobs by generation that have neither ended nor been dropped
     std::size_t num_transfers_ = 0;  // of jobs, in flight
-    double transfers_begin_secs_ = 0.0;  // since there have been some
-    double transfer_busy_secs_ = 0.0;    // in which there were, before
-    std::uint64_t num_transferred_bytes_ = 0;
-    bool is_short_of_memory_ = false;  // the first of the queue found no staging
+    double transfers_begin_secs_ = 0.0;  // since there have been some, or one has ended
+    Pace transfer_pace_;                 // in bytes; while there are some
+    Pace update_pace_;                   // in elements
+    bool is_short_of_memory_ = false;    // the first of the queue found no staging
     std::int64_t published_ = 0;
     std::int64_t committed_ = 0;
     bool failed_ = false;

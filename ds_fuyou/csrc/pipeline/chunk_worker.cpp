@@ -100,6 +100,7 @@ bool ChunkPipeline::advance(std::unique_lock<std::mutex>& lock)
     stats_.update_busy_secs += end - begin;
     stats_.num_updates += 1;
     stats_.num_updated_elements += chunks_[job->update.chunk].spec.numel();
+    update_pace_.add(end - begin, static_cast<double>(chunks_[job->update.chunk].spec.numel()));
     trace_locked(1, *job, begin, end);
     expect_less_locked(*job, job->num_elements_left, 0);
     end_update_locked(job, error);
@@ -182,8 +183,9 @@ void ChunkPipeline::submit_locked(IoKind kind, std::vector<IoExtent> extents,
 void ChunkPipeline::transferred_locked(int lane, Job& job)
 {
     const double now = now_secs();
-    if (--num_transfers_ == 0) transfer_busy_secs_ += now - transfers_begin_secs_;
-    num_transferred_bytes_ += job.num_in_flight;
+    transfer_pace_.add(now - transfers_begin_secs_, static_cast<double>(job.num_in_flight));
+    transfers_begin_secs_ = now;
+    --num_transfers_;
     expect_less_locked(job, 0, job.num_in_flight);
     trace_locked(lane, job, job.begin_secs, now);
 }
@@ -216,15 +218,9 @@ void ChunkPipeline::expect_less_locked(Job& job, std::uint64_t elements, std::ui
 // See [Note: order of updates]. False as long as no rate is known.
 bool ChunkPipeline::storage_ends_last_locked() const
 {
-    double busy_secs = transfer_busy_secs_;
-    if (num_transfers_ > 0) busy_secs += now_secs() - transfers_begin_secs_;
-    if (num_transferred_bytes_ == 0 || stats_.num_updated_elements == 0) return false;
-    const double transfer_secs = static_cast<double>(stats_.num_bytes_left) * busy_secs /
-                                 static_cast<double>(num_transferred_bytes_);
-    const double update_secs = static_cast<double>(stats_.num_elements_left) *
-                               stats_.update_busy_secs /
-                               static_cast<double>(stats_.num_updated_elements);
-    return transfer_secs >= update_secs;
+    if (!transfer_pace_.is_known() || !update_pace_.is_known()) return false;
+    return transfer_pace_.secs_of(static_cast<double>(stats_.num_bytes_left)) >=
+           update_pace_.secs_of(static_cast<double>(stats_.num_elements_left));
 }
 
 // Where the job finds the state, and where it leaves it.
