@@ -111,6 +111,16 @@ REQUIRED: tuple[RequiredName, ...] = (
             "plugin: wrapped, edits go where their own parameter lives",
         ),
         (
+            "Init._convert_to_deepspeed_param",
+            "self param",
+            "plugin: wrapped, partitions are copied to the device without a wait",
+        ),
+        (
+            "Init._ensure_availability_of_partitioned_params",
+            "self params",
+            "gather_handles: called, partitions are in host memory before they are copied to the device",
+        ),
+        (
             "Init._all_gather",
             "self param_list async_op hierarchy",
             "plugin: wrapped, parameters gathered together are read ahead",

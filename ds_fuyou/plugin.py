@@ -277,6 +277,12 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
     ),
     PatchPoint(
         "deepspeed.runtime.zero.partition_parameters",
+        "Init._convert_to_deepspeed_param",
+        "a gather on several ranks does not wait for its partitions' copies to the device",
+        _from_zero("gather_handles:copied_ahead"),
+    ),
+    PatchPoint(
+        "deepspeed.runtime.zero.partition_parameters",
         "NoGatherHandle",
         "a gather on one rank does not stop the host",
         _from_zero("gather_handles:event_ordered"),

@@ -24,7 +24,8 @@ ends where no read has started: that may have to take the memory of what comes b
 position: everything that is used within the next :data:`OFFER_BYTES` or so of the order, which is the same on all
 ranks, and before the step ends, is waited for and offered. Where storage is slower than the device they would wait for
 it one module later; waiting earlier delays the last module, not the pace. What stays is not offered by staying: it
-differs, too.
+differs, too, and so does whether what the device has is in memory as well (KEPT, or GATHERED). Hence several ranks with
+devices look at every use, also while all is shown.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ from ds_fuyou.telemetry.trace import Lane, LaneTrace
 __all__ = ["OFFER_BYTES", "Borrower", "ParameterStore"]
 
 OFFER_BYTES = 8 * 1024 * 1024
-"""How far ahead of their use, in bytes of the order, several ranks wait for parameters, or a quarter of the look-ahead
-if that is less; one is always offered."""
+"""How far ahead of their use, in bytes of the order, several ranks wait for parameters; or twice the largest, so that
+one crosses the link while another is gathered, or a quarter of the look-ahead if that is less. One is always offered.
+"""
 _MOST_OFFERED = 32
 _PLACES_A_CALL = 64  # that a walk ahead passes at once
 _NOT_SHOWN = (Presence.AWAY, Presence.READING, Presence.KEPT)
@@ -127,8 +129,11 @@ class ParameterStore:
             self._io.register_memory(size_class.memory.pool)
         if self._is_alone:
             self._offer_bytes = sum(size_class.ahead_bytes for size_class in self._size_classes)
-        elif self._size_classes:
-            self._offer_bytes = min(OFFER_BYTES, self._read_bytes // 4)
+        else:
+            largest = max((partition.size_bytes for partition in self.partitions), default=0)
+            self._offer_bytes = max(OFFER_BYTES, 2 * largest)
+            if self._size_classes:
+                self._offer_bytes = min(self._offer_bytes, max(self._read_bytes // 4, largest))
         for partition in self.partitions:
             partition.store = self
         self._count_hidden()
@@ -240,6 +245,7 @@ class ParameterStore:
         elif partition.presence is Presence.GATHERED:
             self._leave(partition)
         elif partition.presence is Presence.KEPT:
+            self._is_used(partition)
             self._walk_again(partition)
         return True
 
@@ -470,9 +476,13 @@ class ParameterStore:
             self.look_ahead()
         if self.trace.now >= self._look_at:
             self._look_at = self.trace.now + len(self.partitions)
-            self._is_settled = not self._offered and all(
-                partition.presence in _SHOWN or self.trace.next_place(partition) is None
-                for partition in self.partitions
+            self._is_settled = (
+                (self._is_alone or self._device.is_host or not self._size_classes)
+                and not self._offered
+                and all(
+                    partition.presence in _SHOWN or self.trace.next_place(partition) is None
+                    for partition in self.partitions
+                )
             )
 
     def _collect(self, size_class: SizeClass) -> None:

@@ -1,24 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's "gathers" without stopping the host.
+"""Gathers that do not stop the host.
 
 Stock's handles of a gather on one rank copy the partition to the device and then synchronise the stream, in backward
 too. Here an event follows the copies, and the stream that waits for the handle comes after it: the coordinator's
 gathering stream, which the computing stream waits for and whose work in flight it bounds, or the computing stream
 itself. Host memory that was read for such a copy is given up after the same event, if it is not kept for a later use.
+
+On several ranks stock waits for each partition's copy to the device, which lies on the gathering stream behind the
+collective before it, so behind the other ranks. Here partitions are copied on a stream of their own, and are on their
+way when stock asks for them; the gathering stream comes after them. Their memory there goes when the gather was waited
+for, behind the stream that waited: until then the collective may read it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch.nn import Parameter
 
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.param_swapper import FuyouParameterSwapper
 
-__all__ = ["event_ordered"]
+__all__ = ["copied_ahead", "event_ordered"]
 
 
 def event_ordered(original: type) -> Callable[[Any], Any]:
@@ -45,7 +55,91 @@ def event_ordered(original: type) -> Callable[[Any], Any]:
     @functools.wraps(original, updated=())
     def make(params: Any) -> Any:
         every = params if isinstance(params, (list, tuple)) else [params]
-        ours = all(isinstance(param.nvme_swapper, FuyouParameterSwapper) for param in every)
-        return EventOrderedHandle(params) if ours else original(params)
+        return EventOrderedHandle(params) if _are_ours(every) else original(params)
 
     return make
+
+
+def _are_ours(params: Iterable[Parameter]) -> bool:
+    return all(isinstance(param.nvme_swapper, FuyouParameterSwapper) for param in params)
+
+
+def copied_ahead(original: Callable[[Any, Parameter], None]) -> Callable[[Any, Parameter], None]:
+    """``Init._convert_to_deepspeed_param``, which hangs the functions of a gather on a parameter."""
+
+    @functools.wraps(original)
+    def _convert_to_deepspeed_param(self: Any, param: Parameter) -> None:
+        original(self, param)
+        gather = param.all_gather_coalesced
+
+        @functools.wraps(gather)
+        def all_gather_coalesced(params: Iterable[Parameter], safe_mode: bool = False, quantize: bool = False) -> Any:
+            params = list(params)
+            if quantize or not _are_ours(params) or not _are_shared(params) or not _are_here(self, params):
+                return gather(params, safe_mode=safe_mode, quantize=quantize)
+            with _on_the_device(params) as copies:
+                return _Gather(gather(params, safe_mode=safe_mode, quantize=quantize), copies)
+
+        param.all_gather_coalesced = all_gather_coalesced
+
+    return _convert_to_deepspeed_param
+
+
+def _are_shared(params: Iterable[Parameter]) -> bool:
+    """Each among several ranks with devices, and what is gathered is what we hold: no second partition in a node."""
+    return not rank_device().is_host and all(
+        dist.get_world_size(group=param.ds_process_group) > 1 and param.ds_secondary_tensor is None for param in params
+    )
+
+
+def _are_here(init: Any, params: list[Parameter]) -> bool:
+    """In host memory, after a wait; unless the memory of one was taken for another of them."""
+    init._ensure_availability_of_partitioned_params(params)
+    return all(param.ds_tensor.status is PartitionedParamStatus.AVAILABLE for param in params)
+
+
+class _Gather:
+    """A handle of stock's, and what its collective reads."""
+
+    def __init__(self, handle: Any, copies: list[torch.Tensor]) -> None:
+        self._handle, self._copies = handle, copies
+
+    def wait(self, **kwargs: Any) -> None:
+        """Each of its parameters waits for it."""
+        self._handle.wait(**kwargs)
+        stream = rank_device().current_stream()
+        for copy in self._copies:
+            copy.record_stream(stream)
+        self._copies = []
+
+
+@functools.cache
+def _copying_stream() -> Any:
+    """Of this process's device: it has one."""
+    return rank_device().new_stream()
+
+
+@contextmanager
+def _on_the_device(params: list[Parameter]) -> Iterator[list[torch.Tensor]]:
+    """Inside, partitions are shown on the device, where they are by the time that work of the current stream runs."""
+    device = rank_device()
+    gathering, copying = device.current_stream(), _copying_stream()
+    partitions = [param.ds_tensor for param in params]
+    copies: list[torch.Tensor] = []
+    try:
+        with device.stream(copying):
+            for partition in partitions:
+                copy = partition.data.to(device.torch_device, non_blocking=True)
+                copy.__dict__.update(partition.__dict__)  # what DeepSpeed notes of a partition
+                copies.append(copy)
+            copied = device.record_event()
+        gathering.wait_event(copied)
+        for param, copy in zip(params, copies, strict=True):
+            copy.record_stream(gathering)
+            param.ds_tensor = copy
+        yield copies
+    finally:
+        for param, partition in zip(params, partitions, strict=True):
+            param.ds_tensor = partition
+    for param in params:
+        param.nvme_swapper.copied(param, copied)

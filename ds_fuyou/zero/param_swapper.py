@@ -405,8 +405,8 @@ class FuyouParameterSwapper:
         step does not, and must say so (:meth:`forget_gathered`)."""
         self._aside[param.ds_id] = param.data
         partition = self.partitions.get(param.ds_id)
-        if partition is not None and partition.presence is Presence.GATHERED:  # what the device has is not read ahead
-            PARTITION_TENSORS.away(partition)
+        if partition is not None and partition.presence in (Presence.GATHERED, Presence.KEPT):
+            PARTITION_TENSORS.away(partition)  # what the device has is neither read ahead nor offered
         else:
             self._release(param)
 

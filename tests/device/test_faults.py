@@ -12,6 +12,8 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.device.parity import case_of, fuyou_of
 from tests.harness.runner import differences, start_case, with_fuyou
 
@@ -87,3 +89,27 @@ def test_each_is_found(stock_run, tmp_path: Path) -> None:
     assert len(needed) >= 10, needed
     gone = NOT_NEEDED.keys() - set.union(*sites)
     assert not gone, f"no longer there: {gone}"
+
+
+GATHERS = "zero/gather_handles.py:_on_the_device"
+
+
+@pytest.mark.parametrize("fault", ["", f"event.record at {GATHERS}", f"stream.wait_event at {GATHERS}"])
+def test_a_gather_of_several_ranks_comes_behind_the_copies_of_its_partitions(
+    fault: str, stock_run, tmp_path: Path
+) -> None:
+    """Their memory on the device is let go behind the streams that gather and wait; that is not seen here, where the
+    host waits for a gather's collective.
+    """
+    case = case_of("bf16-rarely-1-two-2ranks", zero_init=True)
+    case |= {"steps": 3, "model": {"width": 256}, "look_at": [], "eval_within": [1], "eval_late_in": [1, 2]}
+    (tmp_path / "swap").mkdir()
+    fuyou = fuyou_of(tmp_path / "swap", "all", "auto", "backward_and_forward", 2, "none", **TWO_PARAMETERS)
+    device = {"seed": 1, "delay_secs": 0.002, "fault": fault, "slow_up_secs": 0.02}
+    found = start_case(with_fuyou({**case, "device": device}, fuyou), tmp_path, "ours")()
+    is_seen = any(each["trips"] for each in found) or bool(differences(stock_run(case), found))
+    assert is_seen == bool(fault)
+    for each in found:
+        assert any(f" {GATHERS}" in site for site in each["sites"])
+        late = [count for what, count in each["device"].items() if what.startswith("copies up late")]
+        assert max(late) > 50, "the host waited for copies of partitions"

@@ -499,6 +499,42 @@ def test_several_ranks_take_back_what_was_offered_for_an_order_that_did_not_come
     assert set(bench.tensors.shown) == {*every[:2], *every[4:]}
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_what_was_offered_and_is_released_without_a_use_counts_no_more(is_alone: bool, bench: Bench) -> None:
+    """An evaluation begins with what was gathered ahead for a training step. Whether the values that the device has are
+    in memory as well may differ between ranks, what is offered may not.
+    """
+    every = [bench.partition(i) for i in range(12)]
+    offered: list[list[Any]] = []
+    for is_kept in (True, False):
+        store = bench.store(every, read_bytes=16 * LARGE_BYTES, is_alone=is_alone, device=LateDevice())
+        bench.run(store, every)
+        for used in every[:3]:
+            store.use(used)
+            ended_reads(store)
+            store.move_on()
+            bench.tensors.in_use.update(gathered := list(store._offered))
+            assert len(gathered) > 1
+            for partition in gathered:
+                store.copied(partition, Passed())
+                size_class = store._size_class_of[partition]
+                if not is_kept and partition.presence is Presence.KEPT:
+                    size_class.kept.discard(partition)
+                    store._free(partition)
+                    partition.presence = Presence.GATHERED
+            bench.tensors.in_use.clear()
+            for partition in gathered:
+                if store.release(partition):
+                    bench.tensors.away(partition)
+            assert store._offered_bytes == sum(partition.size_bytes for partition in store._offered) == 0
+            store.move_on()
+            if not is_alone:
+                offered.append([partition.handle for partition in store._offered])
+        bench.tensors.shown.clear()
+        store.close()
+    assert offered[: len(offered) // 2] == offered[len(offered) // 2 :]
+
+
 def test_small_ones_stay_until_the_step_if_the_plan_says_so(bench: Bench) -> None:
     every = [bench.partition(i, 1000, trained=True) for i in range(3)]
     store = bench.store(every, read_bytes=1 << 20, keep_below=4097)
