@@ -19,11 +19,17 @@ from ds_fuyou.planner.document import Residency
 from ds_fuyou.planner.host_memory import AUTO_TENTHS, available_host_bytes
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import Plan, PlanInput, under_block
-from ds_fuyou.planner.profiled import placed
+from ds_fuyou.planner.profiled import placed_under
 from ds_fuyou.simulator.fit import shown_bytes
 from ds_fuyou.state_layout import FP32, StateLayout, layout_of, masters_of, moments_of
 from ds_fuyou.storage.disks import DIRECTORY_NAME, Disk, find_disks
-from ds_fuyou.storage.layout import CHECKPOINT_BYTES, CHECKPOINTS_BESIDE, choose_num_slots, device_capacities
+from ds_fuyou.storage.layout import (
+    CHECKPOINT_BYTES,
+    CHECKPOINTS_BESIDE,
+    choose_num_slots,
+    device_capacities,
+    most_slots,
+)
 from ds_fuyou.storage.probe import PathFacts, probe_path, shares_blocks
 from ds_fuyou.zero.budgets import cores_of_rank
 from ds_fuyou.zero.device import num_devices, rank_device
@@ -71,7 +77,7 @@ def choose_block(asked: Question) -> FirstBlock:
         where,
         f"placement: {_shown(plan.residency)}; {how}",
     ]
-    room = _room(given, plan, ranks, [Path(path).parent if path in new else Path(path) for path in paths])
+    room = _room(given, plan, ranks, activation)
     why += [_told_room(room)] if room is not None else []
     why += _buckets(asked, ranks)
     written = [] if paths == _named(asked.config) else list(paths)
@@ -148,15 +154,24 @@ def _layout(config: Mapping[str, Any], activation: Activation) -> StateLayout:
     block, optimizer = activation.config, _optimizer(config)
     of_masters, of_moments = stock_states(config)
     moments = moments_of(block.optimizer.moments, optimizer, of_moments)
-    here = [path for path in map(Path, activation.state_paths) if path.is_dir()]
     masters = masters_of(
         block.optimizer.masters,
         is_bfloat16=has_precision(config, "bf16", "bfloat16"),
         checksum=block.checksum,
-        are_cloned=moments == FP32 and not block.relies_on_slots and shares_blocks(here),
+        are_cloned=moments == FP32 and _may_share_blocks(activation),
         stock=of_masters,
     )
     return layout_of(masters, _MOMENTS.get(optimizer, 2), moments)
+
+
+def _disks(activation: Activation) -> list[Path]:
+    """A directory on each disk that state will be on, which may have to be made."""
+    return [path if path.is_dir() else path.parent for path in map(Path, activation.state_paths)]
+
+
+def _may_share_blocks(activation: Activation) -> bool:
+    """Whether a run's checkpoints would share blocks with slots."""
+    return not activation.config.relies_on_slots and shares_blocks([p for p in _disks(activation) if p.is_dir()])
 
 
 def _optimizer(config: Mapping[str, Any]) -> str:
@@ -168,12 +183,12 @@ def _placed(given: PlanInput, asked: Question, activation: Activation) -> tuple[
     """The plan, what the block must say for it, and why."""
     fixed = [tier for tier in (given.params_tier, given.optimizer_tier) if tier != "auto"]
     try:
-        plan = placed(given, {})[0].plan
+        plan = placed_under(activation.config, given, None)[0].plan
     except FuyouConfigError as error:
         if not fixed or not activation.state_paths:
             raise FuyouConfigError(f"{asked.model.name} on this machine: {error}") from error
         free = replace(given, params_tier="auto", optimizer_tier="auto", gradients_tier="auto")
-        plan = placed(free, {})[0].plan
+        plan = placed_under(activation.config, free, None)[0].plan
         return (
             plan,
             _tiers(plan),
@@ -237,11 +252,11 @@ def room_here(asked: Question, activation: Activation) -> Room | None:
     """
     ranks = asked.ranks or num_devices()
     given = _plan_input(asked, activation, ranks)
-    return _room(given, placed(given, {})[0].plan, ranks, [Path(path) for path in activation.state_paths])
+    return _room(given, placed_under(activation.config, given, None)[0].plan, ranks, activation)
 
 
-def _room(given: PlanInput, plan: Plan, ranks: int, paths: Sequence[Path]) -> Room | None:
-    place, num = plan.residency, given.numel * ranks
+def _room(given: PlanInput, plan: Plan, ranks: int, activation: Activation) -> Room | None:
+    place, num, paths = plan.residency, given.numel * ranks, _disks(activation)
     if place == Residency(1.0, 1.0, 1.0):
         return None
     slot = given.param_bytes_each * (1 - place.parameters) + given.layout.bytes_each * (1 - place.optimizer)
@@ -266,10 +281,11 @@ def _room(given: PlanInput, plan: Plan, ranks: int, paths: Sequence[Path]) -> Ro
         )
         return choice.num_slots == wanted
 
-    if not has_room(2, two):
+    are_cloned = given.layout.is_whole and _may_share_blocks(activation)
+    most = most_slots(plan.slots, in_memory=place.optimizer > 0, are_cloned=are_cloned)
+    if most < 2 or not has_room(2, two):
         return Room(one, two, free, 1 if one <= free else 0)
-    is_cloned = given.layout.is_whole and shares_blocks(paths)
-    if plan.slots < 3 or place.optimizer or is_cloned:  # as _most_slots of zero/run_store.py
+    if most < 3:
         return Room(one, two, free, 2)
     beside = CHECKPOINTS_BESIDE * CHECKPOINT_BYTES * num
     return Room(one, two, free, 3 if has_room(3, three, beside) else 2, three + beside)

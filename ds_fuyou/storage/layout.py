@@ -31,6 +31,7 @@ __all__ = [
     "StoreLayout",
     "choose_num_slots",
     "device_capacities",
+    "most_slots",
     "queue_depth",
     "spare_bytes",
     "stripe",
@@ -116,6 +117,13 @@ CHECKPOINT_BYTES = 12
 """Of a parameter: P32 and two moments, as stock writes them."""
 CHECKPOINTS_BESIDE = 2
 """A third slot is for checkpoints: taken where the one that is there, and the next, which replaces it, fit, too."""
+
+
+def most_slots(planned: int, *, in_memory: bool, are_cloned: bool) -> int:
+    """Slots to be tried for: as planned, but no third where states are in host memory, which may need the room when
+    they leave it, nor for checkpoints that will share the states' blocks.
+    """
+    return min(planned, 2) if in_memory or are_cloned else planned
 
 
 def choose_num_slots(

@@ -22,7 +22,7 @@ from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.plan import handles_activations
 from ds_fuyou.storage.cleanup import lost_state, settle_stale, stale_bytes
-from ds_fuyou.storage.layout import CHECKPOINT_BYTES, CHECKPOINTS_BESIDE
+from ds_fuyou.storage.layout import CHECKPOINT_BYTES, CHECKPOINTS_BESIDE, most_slots
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.storage.store import CommitRecord, RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
@@ -167,11 +167,9 @@ def _chosen_slots(design: RunDesign, budget_bytes: int | None, bytes_stale: int)
 
 
 def _most_slots(design: RunDesign) -> int:
-    """Slots to be tried for: those of the plan, but no third where states in memory may need the room when they
-    leave it, nor for checkpoints that will share the states' blocks. The same on all ranks.
-    """
-    shares = design.given.layout.is_whole and design.model.may_share_blocks
-    most = min(design.plan.slots, 2) if shares or any(design.residency.states) else design.plan.slots
+    """The same on all ranks."""
+    are_cloned = design.given.layout.is_whole and design.model.may_share_blocks
+    most = most_slots(design.plan.slots, in_memory=any(design.residency.states), are_cloned=are_cloned)
     return int(least(most)[0])
 
 

@@ -277,6 +277,32 @@ def test_storage_that_a_run_may_use_bounds_its_room(
     assert finding.found.startswith(what)
 
 
+@pytest.mark.parametrize(
+    ("plan", "shares", "resume", "what"),
+    [
+        ({}, False, "off", "for three slots: "),
+        ({"slots": 2}, False, "off", "for two slots: "),
+        ({"slots": 1}, False, "off", "for one slot alone: "),
+        ({}, True, "off", "for two slots: "),
+        ({}, True, "auto", "for three slots: "),
+    ],
+)
+def test_slots_are_those_that_a_run_would_try_for(
+    plan: dict[str, int], shares: bool, resume: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole masters, which checkpoints clone where blocks are shared, unless somebody relies on the slots."""
+    monkeypatch.setattr(first_block, "available_host_bytes", lambda: 100 * 10**9)
+    monkeypatch.setattr(first_block, "shares_blocks", lambda paths: shares)
+    facts = probe_path(tmp_path)
+    monkeypatch.setattr(first_block, "probe_path", lambda path: replace(facts, free_bytes=500 * 10**9))
+    sections = {name: {"device": "nvme"} for name in ("offload_optimizer", "offload_param")}
+    block = {"nvme_path": str(tmp_path), "checkpoint": {"save": "background"}, "optimizer": {"masters": "whole"}}
+    block |= {"plan": plan, "resume": resume}
+    findings = found({**zero(**sections), "fuyou": block}, tmp_path, load_model("gpt:24,16,1024,50000"))
+    (finding,) = [each for each in findings if each.what == "room for states"]
+    assert finding.found.startswith(what)
+
+
 @pytest.mark.parametrize(("free", "slots"), [(20, "two"), (60, "three")])
 def test_checkpoints_behind_training_want_a_third_slot_and_room_for_two_of_them(
     free: int, slots: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
