@@ -52,7 +52,8 @@ __all__ = ["OFFER_BYTES", "Borrower", "ParameterStore"]
 
 OFFER_BYTES = 8 * 1024 * 1024
 """How far ahead of their use, in bytes of the order, several ranks wait for parameters; or twice the largest, so that
-one crosses the link while another is gathered, or a quarter of the look-ahead if that is less. One is always offered.
+one crosses the link while another is gathered, or a quarter of the look-ahead, at least the largest, if that is less.
+One is always offered.
 """
 _MOST_OFFERED = 32
 _PLACES_A_CALL = 64  # that a walk ahead passes at once

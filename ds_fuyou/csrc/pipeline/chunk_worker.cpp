@@ -97,10 +97,11 @@ bool ChunkPipeline::advance(std::unique_lock<std::mutex>& lock)
     }
     lock.lock();
     const double end = now_secs();
+    const std::uint64_t numel = chunks_[job->update.chunk].spec.numel();
     stats_.update_busy_secs += end - begin;
     stats_.num_updates += 1;
-    stats_.num_updated_elements += chunks_[job->update.chunk].spec.numel();
-    update_pace_.add(end - begin, static_cast<double>(chunks_[job->update.chunk].spec.numel()));
+    stats_.num_updated_elements += numel;
+    update_pace_.add(end - begin, static_cast<double>(numel));
     trace_locked(1, *job, begin, end);
     expect_less_locked(*job, job->num_elements_left, 0);
     end_update_locked(job, error);
