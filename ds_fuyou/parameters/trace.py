@@ -5,7 +5,8 @@
 What comes next is what came next when the same had come before: the history of uses repeats itself with a *period*, and
 its last ``period`` uses are the next ones. As long as every use is the predicted one the period stays. One that is
 expected a few places on (one place for every 64 uses of the period, eight at most) moves the prediction on by what was
-left out; in a period of 512 uses or more, up to two in a row that are not are exceptions, which leave it where it is.
+left out, unless that is the end of a step; in a period of 512 uses or more, up to two in a row that are not are
+exceptions, which leave it where it is.
 Others are looked up: of the last places where it was used the one counts that has the longest common past with now, of
 equal ones the latest. What follows the end of a step is a step like it, unless its end was expected. So a step of many
 micro-batches repeats as a whole, a token of a generation follows the one before it, and a batch of an evaluation the
@@ -131,12 +132,11 @@ class AccessTrace:
         near = min(_NEAR, period // 64)
         expected = len(self._history) - 1 - period
         for skipped in range(1, near + 1):
-            found = self._history[expected + skipped]
-            if found is item:
+            if self._history[expected + skipped - 1] is _STEP:
+                break
+            if self._history[expected + skipped] is item:
                 self.period = period - skipped
                 return True
-            if found is _STEP:
-                break
         if near < _NEAR or self._held >= _MOST_HELD:
             return False
         self._held += 1

@@ -161,6 +161,21 @@ def test_micro_batches_repeat_as_a_whole_with_their_step() -> None:
         trace.end_step()
 
 
+@pytest.mark.parametrize("num_items", [100, 300, 600])
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_what_goes_on_where_a_step_was_to_end_is_followed(num_items: int, skipped: int) -> None:
+    """One more micro-batch, as the last step of an epoch has fewer: all of it is still of this step."""
+    micro_batch = [*range(num_items)]
+    trace = recorded(*micro_batch)
+    ahead = Ahead(trace, lambda item, is_next_step: not is_next_step)
+    for item in (micro_batch + micro_batch[skipped:])[: num_items + 20]:
+        trace.use(item)
+        walked(ahead)
+    step = trace.next_step()
+    assert step is None or step >= trace.cursor
+    assert ahead._place > trace.cursor + 50, "what comes next is wanted"
+
+
 def test_steps_end_where_they_ended() -> None:
     trace = recorded(*FORWARD, *BACKWARD)
     trace.use(1)
