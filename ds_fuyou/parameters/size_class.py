@@ -89,6 +89,9 @@ class SizeClass:
         capacity = self.memory.pool.capacity_bytes
         self.ahead_bytes = capacity - kept_param_bytes(capacity, max(sizes))
         """What reads ahead may take from kept values, and what is offered at once."""
+        self.beside_two_bytes = capacity - 2 * max(sizes)
+        self.holds_all = 8 * capacity >= 9 * sum(sizes)
+        """Whether there is room for all of them, in whatever pieces."""
         self.members = set(members)
         self.kept = Kept(trace)
         self.ahead = Ahead(trace, self._wants)

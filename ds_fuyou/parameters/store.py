@@ -24,8 +24,8 @@ ends where no read has started: that may have to take the memory of what comes b
 position: everything that is used within the next :data:`OFFER_BYTES` or so of the order, which is the same on all
 ranks, and before the step ends, is waited for and offered. Where storage is slower than the device they would wait for
 it one module later; waiting earlier delays the last module, not the pace. What stays is not offered by staying: it
-differs, too, and so does whether what the device has is in memory as well (KEPT, or GATHERED). Hence several ranks with
-devices look at every use, also while all is shown.
+differs, too, and so does whether what is gathered is in memory as well (KEPT, or GATHERED). Hence several ranks that
+read look at every use, also while all is shown.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ __all__ = ["OFFER_BYTES", "Borrower", "ParameterStore"]
 
 OFFER_BYTES = 8 * 1024 * 1024
 """How far ahead of their use, in bytes of the order, several ranks wait for parameters; or twice the largest, so that
-one crosses the link while another is gathered, or a quarter of the look-ahead, at least the largest, if that is less.
-One is always offered.
+one crosses the link while another is gathered; or less, if the pool has no room for that, the last one that is offered,
+and one in use. One is always offered.
 """
 _MOST_OFFERED = 32
 _PLACES_A_CALL = 64  # that a walk ahead passes at once
@@ -133,8 +133,8 @@ class ParameterStore:
         else:
             largest = max((partition.size_bytes for partition in self.partitions), default=0)
             self._offer_bytes = max(OFFER_BYTES, 2 * largest)
-            if self._size_classes:
-                self._offer_bytes = min(self._offer_bytes, max(self._read_bytes // 4, largest))
+            if large and not self._size_classes[0].holds_all:
+                self._offer_bytes = min(self._offer_bytes, self._size_classes[0].beside_two_bytes)
         for partition in self.partitions:
             partition.store = self
         self._count_hidden()
@@ -155,10 +155,7 @@ class ParameterStore:
     @property
     def holds_all(self) -> bool:
         """Whether the pools have room for all of them, in whatever pieces."""
-        return all(
-            size_class.memory.pool.capacity_bytes * 8 >= 9 * sum(p.num_bytes for p in size_class.members)
-            for size_class in self._size_classes
-        )
+        return all(size_class.holds_all for size_class in self._size_classes)
 
     @property
     def read_bytes(self) -> int:
@@ -478,7 +475,7 @@ class ParameterStore:
         if self.trace.now >= self._look_at:
             self._look_at = self.trace.now + len(self.partitions)
             self._is_settled = (
-                (self._is_alone or self._device.is_host or not self._size_classes)
+                (self._is_alone or not self._size_classes)
                 and not self._offered
                 and all(
                     partition.presence in _SHOWN or self.trace.next_place(partition) is None

@@ -121,7 +121,9 @@ def _copying_stream() -> Any:
 
 @contextmanager
 def _on_the_device(params: list[Parameter]) -> Iterator[list[torch.Tensor]]:
-    """Inside, partitions are shown on the device, where they are by the time that work of the current stream runs."""
+    """Inside, partitions are shown on the device, where they are by the time that work of the current stream runs.
+    Where a gather raises, nobody uses the copies, and host memory is as it was.
+    """
     device = rank_device()
     gathering, copying = device.current_stream(), _copying_stream()
     partitions = [param.ds_tensor for param in params]

@@ -331,6 +331,8 @@ struct Contest {
     std::size_t num_loaded = 2;    // staging memory holds so many; two more wait for it
     bool loaded_are_last = false;  // to be released; else behind the first one
     bool may_write = true;         // the generation before is committed
+    std::int64_t num_fast = 0;     // generations before, with storage as fast as may be
+    std::int64_t num_slow = 1;     // and behind these as it is from then on; now both rates are known
 };
 
 constexpr std::size_t kInMemory = 12;
@@ -347,17 +349,21 @@ std::vector<std::size_t> order_of_updates(const Contest& given)
         made.segments.front().rule = given.rule;
         return made;
     };
-    world.engine->set_throttle(given.storage_bytes_per_sec, given.storage_bytes_per_sec);
-    for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk)
-        world.pipeline->enqueue(update(chunk, 1));
-    world.pipeline->publish(1);
-    CHECK(world.pipeline->wait_durable(1, kPatienceSecs));  // now both rates are known
-    if (given.may_write) world.pipeline->set_committed(1);
+    const std::int64_t last = given.num_fast + given.num_slow;
+    for (std::int64_t generation = 1; generation <= last; ++generation) {
+        const double rate = generation > given.num_fast ? given.storage_bytes_per_sec : 0.0;
+        world.engine->set_throttle(rate, rate);
+        for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk)
+            world.pipeline->enqueue(update(chunk, generation));
+        world.pipeline->publish(generation);
+        CHECK(world.pipeline->wait_durable(generation, kPatienceSecs));
+        if (generation < last || given.may_write) world.pipeline->set_committed(generation);
+    }
     CHECK(world.pipeline->stats().num_elements_left == 0);
     CHECK(world.pipeline->stats().num_bytes_left == 0);
     world.pipeline->set_tracing(true);
     for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk) {
-        ChunkUpdate held = update(chunk, 2);
+        ChunkUpdate held = update(chunk, last + 1);
         held.held = true;
         world.pipeline->enqueue(std::move(held));
     }
@@ -376,9 +382,9 @@ std::vector<std::size_t> order_of_updates(const Contest& given)
         }
     };
     wait_for(given.num_loaded, 0);
-    world.pipeline->publish(2);
+    world.pipeline->publish(last + 1);
     const auto release = [&](std::size_t chunk) {
-        const ChunkUpdate now = update(chunk, 2);
+        const ChunkUpdate now = update(chunk, last + 1);
         world.pipeline->release(chunk, now.segments, 1.0F, now.gradient, now.gradient_type, 0);
     };
     const auto release_loaded = [&] {
@@ -389,14 +395,15 @@ std::vector<std::size_t> order_of_updates(const Contest& given)
     for (std::size_t chunk = 1; chunk < kInMemory; ++chunk) release(chunk);
     if (given.loaded_are_last) release_loaded();
     wait_for(kInMemory + 2, 1);
-    world.pipeline->set_committed(1);
-    world.finish(2);
+    world.pipeline->set_committed(last);
+    world.finish(last + 1);
     CHECK(world.pipeline->stats().num_elements_left == 0);
     CHECK(world.pipeline->stats().num_bytes_left == 0);
     const std::vector<std::size_t> updated = did(1);
     CHECK(updated.size() == world.given.num_chunks);
+    const auto steps = static_cast<float>(last + 1);
     for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk)
-        CHECK(world.state_is(chunk, -2.0F, 2.0F));
+        CHECK(world.state_is(chunk, -steps, steps));
     return updated;
 }
 
@@ -454,6 +461,24 @@ TEST(pipeline_a_pace_is_that_of_late)
         pace.add(4.0, 100.0);
     }
     CHECK(pace.secs_of(100.0) > 3.5);  // since the start: 3.25
+}
+
+// By rates since the start half of those in memory would come before it.
+TEST(pipeline_a_drive_that_became_slow_is_believed_after_a_few_steps)
+{
+    Contest contest;
+    contest.rule = std::make_shared<SlowRule>();
+    contest.storage_bytes_per_sec = 5e6;  // all that is left moves in twice the time of all updates
+    contest.num_fast = 12;
+    contest.num_slow = 3;
+    bool is_early = false;
+    for (int trial = 0; trial < 3 && !is_early; ++trial) {  // others may slow the updates
+        const std::vector<std::size_t> updated = order_of_updates(contest);
+        const auto first = std::find_if(updated.begin(), updated.end(),
+                                        [](std::size_t chunk) { return chunk >= kInMemory; });
+        is_early = first - updated.begin() <= 3;
+    }
+    CHECK(is_early);
 }
 
 TEST(pipeline_held_updates_take_their_gradients_from_storage)

@@ -485,6 +485,69 @@ def test_several_ranks_offer_by_position_whatever_has_come(in_memory: bool, benc
         bench.run(store, every[1:])
 
 
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(("read_mib", "num_offered"), [(120, 2), (41, 2), (30, 1), (20, 1)])
+def test_several_ranks_offer_two_of_the_largest_where_the_pool_has_room(
+    read_mib: int, num_offered: int, bench: Bench
+) -> None:
+    every = [bench.partition(i, 5 * MIB, trained=True) for i in range(6)]  # of 10 MiB
+    store = bench.store(every, read_bytes=read_mib * MIB, is_alone=False)
+    bench.run(store, every)
+    for at in range(3):
+        store.use(every[at])
+        store.move_on()
+        assert set(bench.tensors.shown) == set(every[at : at + 1 + num_offered])
+        bench.run(store, every[at : at + 1], step=False)
+    assert store.num_overflows == 0
+
+
+def test_several_ranks_offer_no_more_than_their_pool_holds(bench: Bench) -> None:
+    """With the window of the largest a small one and a large one were offered beside a large one in use."""
+    sizes = [MIB, 5 * MIB, 2 * MIB, 5 * MIB, 5 * MIB, MIB, MIB, 5 * MIB]
+    every = [bench.partition(i, size, trained=True) for i, size in enumerate(sizes)]
+    store = bench.store(every, read_bytes=20 * MIB, is_alone=False)
+    for _ in range(3):
+        bench.run(store, every)
+    assert store.num_overflows == 0
+
+
+@pytest.mark.parametrize("num_kept", [1, 150])
+def test_several_ranks_offer_the_same_whatever_memory_has_of_what_is_gathered(num_kept: int, bench: Bench) -> None:
+    """All stay gathered for some tokens, as under ``GatheredParameters``; then a script lets go of a few."""
+    offered: list[list[Any]] = []
+    for num_in_memory in (0, num_kept):
+        every = [bench.partition(i, 1000) for i in range(150)]
+        store = bench.store(every, read_bytes=MIB, is_alone=False)
+        bench.run(store, every)
+        for _ in range(4):
+            for partition in every:
+                store.use(partition)
+                store.move_on()
+                if partition not in bench.tensors.in_use:
+                    bench.tensors.in_use.add(partition)
+                    store.copied(partition)
+                    if every.index(partition) >= num_in_memory and partition.presence is Presence.KEPT:
+                        store._size_class_of[partition].kept.discard(partition)
+                        store._free(partition)
+                        partition.presence = Presence.GATHERED
+        for partition in (every[5], every[40], every[140]):
+            bench.tensors.in_use.discard(partition)
+            assert store.release(partition)
+            bench.tensors.away(partition)
+        seen = []
+        for partition in every[:5]:
+            store.use(partition)
+            store.move_on()
+            seen.append([each.handle for each in store._offered])
+        offered.append(seen)
+        bench.tensors.in_use.clear()
+        store.close()
+    assert any(offered[0])
+    assert offered[0] == offered[1]
+
+
 def test_several_ranks_take_back_what_was_offered_for_an_order_that_did_not_come(bench: Bench) -> None:
     every = [bench.partition(i) for i in range(6)]
     store = bench.store(every, read_bytes=1 << 30, is_alone=False)
@@ -622,12 +685,11 @@ def test_on_a_device_what_is_used_was_offered_before(
     assert offered >= expected
 
 
-@pytest.mark.parametrize("is_alone", [True, False])
-def test_where_everything_stays_gathered_nothing_is_looked_for(
-    is_alone: bool, bench: Bench, monkeypatch: pytest.MonkeyPatch
+def test_where_everything_stays_gathered_one_rank_looks_for_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every = [bench.partition(i, trained=True) for i in range(6)]
-    store = bench.store(every, read_bytes=16 * LARGE_BYTES, is_alone=is_alone)
+    store = bench.store(every, read_bytes=16 * LARGE_BYTES)
 
     def token() -> None:
         for partition in every:
