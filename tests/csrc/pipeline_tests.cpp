@@ -332,7 +332,7 @@ struct Contest {
     bool loaded_are_last = false;  // to be released; else behind the first one
     bool may_write = true;         // the generation before is committed
     std::int64_t num_fast = 0;     // generations before, with storage as fast as may be
-    std::int64_t num_slow = 1;     // and behind these as it is from then on; now both rates are known
+    std::int64_t num_slow = 1;  // and behind these as it is from then on; now both rates are known
 };
 
 constexpr std::size_t kInMemory = 12;
