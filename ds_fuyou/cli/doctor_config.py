@@ -215,7 +215,9 @@ def _room(config: Mapping[str, Any], model: ModelSpec) -> Iterator[Finding]:
         yield Finding(what, found, fix=more if room.third and room.slots == 2 else "")
     elif room.slots:
         found = f"for one slot alone: it needs {one}, two need {two}, {free}; after a kill nothing can be gone on from"
-        yield Finding(what, found, fix=more)
+        plan = activation.config.plan
+        is_asked = plan is not None and plan.slots == 1 and room.two <= room.free
+        yield Finding(what, found, fix=f"leave {BLOCK_KEY}.plan.slots out" if is_asked else more)
     else:
         yield Finding(what, f"too small: one slot needs {one}, {free}", ok=False, fix=more)
 

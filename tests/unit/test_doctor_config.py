@@ -301,6 +301,7 @@ def test_slots_are_those_that_a_run_would_try_for(
     findings = found({**zero(**sections), "fuyou": block}, tmp_path, load_model("gpt:24,16,1024,50000"))
     (finding,) = [each for each in findings if each.what == "room for states"]
     assert finding.found.startswith(what)
+    assert ("leave fuyou.plan.slots out" in finding.fix) == (plan == {"slots": 1}), "where there is room for two"
 
 
 @pytest.mark.parametrize(("free", "slots"), [(20, "two"), (60, "three")])
