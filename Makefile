@@ -12,6 +12,8 @@ DS_OLDEST := 0.18.9
 TORCH ?= torch==2.13.0
 TORCH_FLAGS ?=
 EXTRAS ?= dev,huggingface,docs
+# What moments of 8 bits are compared with; in a folder of its own, as transformers and peft act on it where they find it.
+TORCHAO ?= torchao==0.18.0
 # Three workers, which is what two cores need to be busy; a file stays on one, so that its tests share their stock runs.
 TEST_FLAGS ?= -n 3 --dist loadfile
 DEMO_CONFIG ?= configs/finetune_fuyou.json
@@ -41,6 +43,7 @@ $(STAMP): pyproject.toml setup.py
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 DS_BUILD_OPS=0 \
 		$(PIP) install --quiet --no-build-isolation "deepspeed==$(DS_VERSION)"
 	$(PIP) install --quiet --no-build-isolation --editable ".[$(EXTRAS)]"
+	$(PIP) install --quiet --no-deps --target $(VENV)/torchao --upgrade "$(TORCHAO)"
 	rm -f $(VENV)/.installed-deepspeed-*
 	touch $(STAMP)
 

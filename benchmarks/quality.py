@@ -5,7 +5,7 @@ departs from that of fp32. ``torchao`` trains the same by torch alone: bf16 para
 AdamW8bit.
 
 python -m benchmarks.quality --steps 300 --seeds 2 --layers 4 --width 256 --out quality.json
-PYTHONPATH=FOLDER python -m benchmarks.quality --model llama --moments fp32 int8 torchao  (pip install --target FOLDER)
+PYTHONPATH=.venv/torchao python -m benchmarks.quality --model llama --moments fp32 int8 torchao
 python -m benchmarks.quality --seeds 1 --moments fp32 --save weights.pt                   a model to be fine-tuned, and
 python -m benchmarks.quality --text library --weights weights.pt --lr 2e-4                that, on another text
 
