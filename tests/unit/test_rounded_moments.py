@@ -10,10 +10,12 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -305,13 +307,23 @@ def test_codes_are_those_of_the_published_rule(is_signed: bool) -> None:
     assert torch.equal(found[2].view(-1, BLOCK).nan_to_num(7.0), meant.nan_to_num(7.0))
 
 
-@pytest.mark.filterwarnings("ignore")  # of its source
+@pytest.fixture(scope="module")
+def published() -> Iterator[Any]:
+    """torchao's functions, from where `make setup` puts it. Other tests of the process do not find it: transformers and
+    peft would act on it.
+    """
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
+        patched.syspath_prepend(os.path.join(sys.prefix, "torchao"))
+        if importlib.util.find_spec("torchao") is None:
+            pytest.skip("torchao is not installed (make setup)")
+        warnings.simplefilter("ignore")
+        yield importlib.import_module("torchao.optim.quant_utils")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+        del sys.modules[name]
+
+
 @pytest.mark.parametrize("is_signed", [True, False])
-def test_codes_are_those_of_torchao(is_signed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(os.path.join(sys.prefix, "torchao"))  # where `make setup` puts it
-    if importlib.util.find_spec("torchao") is None:
-        pytest.skip("torchao is not installed (make setup)")
-    published = importlib.import_module("torchao.optim.quant_utils")
+def test_codes_are_those_of_torchao(is_signed: bool, published: Any) -> None:
     table = numbers(is_signed)
     torch.testing.assert_close(torch.tensor(published.create_dynamic_map(is_signed)), table, rtol=2e-7, atol=0.0)
     blocks = odd_blocks(is_signed)
