@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from ds_fuyou.errors import FuyouStateError, FuyouStorageError
+from ds_fuyou.errors import FuyouMemoryError, FuyouStateError, FuyouStorageError
 from ds_fuyou.host.device import Device, failure_of
 from ds_fuyou.host.memory import HostPool, PageLocks
 from ds_fuyou.ops.core import load_core
@@ -594,8 +594,11 @@ class OutOfCoreOptimizer:
         self.renew_staging(num_bytes)
 
     def renew_staging(self, num_bytes: int) -> None:
-        """Nothing uses that of before."""
-        old, new = self.staging, HostPool(num_bytes, self.copied_to)
+        """Nothing uses that of before. Raises FuyouMemoryError if the system, or the device, refuses."""
+        try:
+            old, new = self.staging, HostPool(num_bytes, self.copied_to)
+        except FuyouStateError as error:  # of registering it, which all ranks have to hear of as of memory
+            raise FuyouMemoryError(num_bytes) from error
         self.io.engine.unregister_buffer(old.pool.base, old.capacity_bytes)
         self.pipeline.set_staging(new.pool)
         self.staging = new

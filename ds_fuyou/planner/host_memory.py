@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much host memory this process may still take: the kernel's estimate, capped by its control groups.
 
-Page cache counts as used by a group although the kernel takes it back before it kills anybody, so inactive
-file pages are added to what is free. Groups of version 1 and 2 are read, from the process's own group up to
-the root: the tightest limit holds.
+Page cache counts as used by a group although the kernel takes it back before it kills anybody, so it is added to what
+is free, but for as much of the pages in active use as is mapped: programs that run among them. Groups of version 1 and
+2 are read, from the process's own group up to the root: the tightest limit holds.
 
 A process that was forked shares memory with the one it came from until it writes to it, and Python writes to every
 object that it looks at. What that may take is taken later, and a garbage collection takes much of it at once (116 MiB
@@ -22,6 +22,7 @@ AUTO_TENTHS = 8
 """Of what is free when a run starts, that ``dram_budget_bytes: auto`` takes."""
 
 _UNLIMITED = 1 << 60  # version 1 writes a huge number for "no limit"
+_MAPPED = {"": "file_mapped", "total_": "mapped_file"}  # each version's name for it
 _BLOCK_BYTES = 128  # of Python's heap, with what lies around it; a collection was seen to copy 66 for each
 
 
@@ -70,21 +71,23 @@ def _groups(root: Path) -> Iterator[tuple[int, int]]:
     for line in lines:
         _, controllers, name = line.split(":", 2)
         if controllers == "":
-            names = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+            names = ("sys/fs/cgroup", "memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
-            names = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            names = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         else:
             continue
-        mount, limit_file, usage_file, cache_key = names
+        mount, limit_file, usage_file, of_all = names
         group = PurePosixPath(name)
         for parent in (group, *group.parents):
-            found = _limited(root / mount / str(parent).lstrip("/"), limit_file, usage_file, cache_key)
+            found = _limited(root / mount / str(parent).lstrip("/"), limit_file, usage_file, of_all)
             if found is not None:
                 yield found
 
 
-def _limited(folder: Path, limit_file: str, usage_file: str, cache_key: str) -> tuple[int, int] | None:
-    """(limit, in use) of one group; None where it sets no limit or is not visible (inside a container, say)."""
+def _limited(folder: Path, limit_file: str, usage_file: str, of_all: str) -> tuple[int, int] | None:
+    """(limit, in use) of one group; None where it sets no limit or is not visible (inside a container, say).
+    ``of_all``: before the names of numbers that count groups inside of it, too.
+    """
     try:
         limit_text = (folder / limit_file).read_text(encoding="ascii").strip()
         used = int((folder / usage_file).read_text(encoding="ascii"))
@@ -93,5 +96,7 @@ def _limited(folder: Path, limit_file: str, usage_file: str, cache_key: str) -> 
         return None
     if limit_text == "max" or int(limit_text) >= _UNLIMITED:
         return None
-    cache = next((int(line.split()[1]) for line in stat if line.split()[0] == cache_key), 0)
-    return int(limit_text), used - cache
+    numbers = {name: int(value) for name, value in (line.split() for line in stat)}
+    names = ("inactive_file", "active_file", _MAPPED[of_all])
+    inactive, active, mapped = (numbers.get(of_all + name, 0) for name in names)
+    return int(limit_text), used - inactive - max(0, active - mapped)

@@ -28,6 +28,7 @@ from ds_fuyou.planner.profile import (
     profile_directory,
 )
 from ds_fuyou.storage.probe import probe_path
+from ds_fuyou.version import __version__
 from ds_fuyou.zero.agreement import of_rank_0
 from ds_fuyou.zero.budgets import cores_of_rank, local_ranks
 from ds_fuyou.zero.rank_state import RankState
@@ -43,6 +44,8 @@ __all__ = [
     "updates_of_run",
 ]
 
+# Where weights came from, as transformers notes it.
+_ORIGIN = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"}
 _STARTS = {
     # overlap: (updates start in backward, they wait for step())
     Overlap.NONE: (Updates.STEP, Updates.STEP),
@@ -106,7 +109,7 @@ def known_run(trained: TrainedModel, module: torch.nn.Module) -> KnownRun:
         (trained.param_dtype, trained.grad_dtype, trained.kind),
         (dist.get_world_size(), config.activations.mode, config.activations.tier, config.gpu_budget_bytes),
         (trained.reused_numel, trained.staying_numel, sum(p.ds_numel for p in trained.names if p.ds_persist)),
-        (torch.__version__, deepspeed.__version__, model_settings(module), _versions(module)),
+        (torch.__version__, deepspeed.__version__, __version__, model_settings(module), _versions(module)),
     )
     machine = machine_fingerprint(name, disks, (config.io.engine, threads, cores_of_rank()))
     keeps = profile_directory() is not None
@@ -117,7 +120,8 @@ def known_run(trained: TrainedModel, module: torch.nn.Module) -> KnownRun:
 
 def model_settings(model: torch.nn.Module) -> list[object]:
     """Numbers, flags and names in the model's configuration, and, by its class, in what is public of every module.
-    What DeepSpeed notes there is left out, and whatever is known by its address alone.
+    What DeepSpeed notes there is left out, whatever is known by its address alone, and where the weights came from: a
+    run that goes on from its checkpoint trains the same model.
     """
     found: list[object] = [_plain(getattr(getattr(model, "config", None), "__dict__", {}))]
     for module in model.modules():
@@ -133,7 +137,11 @@ def _versions(model: torch.nn.Module) -> list[tuple[str, str]]:
 
 
 def _plain(values: Mapping[str, object]) -> list[tuple[str, str]]:
-    return sorted((name, repr(value)) for name, value in values.items() if isinstance(value, (bool, int, float, str)))
+    return sorted(
+        (name, repr(value))
+        for name, value in values.items()
+        if isinstance(value, (bool, int, float, str)) and name not in _ORIGIN
+    )
 
 
 def _disk(path: Path) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,17 @@ def test_equal_models_are_the_same() -> None:
     first, second = model(), model()
     second.eval()
     second.ds_id, second._steps = 7, 9  # what engines note
+    assert model_settings(first) == model_settings(second)
+
+
+def test_a_model_that_was_loaded_from_another_folder_is_the_same(tmp_path: Path) -> None:
+    """A script that is started again from its last checkpoint names that."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=64)
+    made = transformers.GPT2LMHeadModel(config)
+    for folder in ("1", "2"):
+        made.save_pretrained(tmp_path / folder)
+    first, second = (made.from_pretrained(tmp_path / folder) for folder in ("1", "2"))
     assert model_settings(first) == model_settings(second)
 
 

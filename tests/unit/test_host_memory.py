@@ -27,15 +27,23 @@ def tree(root: Path, available: int, cgroup: str) -> None:
     (root / "proc/self/cgroup").write_text(cgroup)
 
 
-def group(folder: Path, names: tuple[str, str, str], limit: str, used: int, cache: int) -> None:
+def group(folder: Path, names: Names, limit: str, used: int, cache: int, active: int = 0, mapped: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\n")
+    numbers = zip(names[2:], (cache, active, mapped), strict=True)
+    (folder / "memory.stat").write_text("".join(f"{name} {value}\n" for name, value in [("anon", 5), *numbers]))
 
 
-V2 = ("memory.max", "memory.current", "inactive_file")
-V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+Names = tuple[str, str, str, str, str]
+V2 = ("memory.max", "memory.current", "inactive_file", "active_file", "file_mapped")
+V1 = (
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "total_inactive_file",
+    "total_active_file",
+    "total_mapped_file",
+)
 
 
 def test_without_groups_the_kernels_estimate_holds(tmp_path: Path) -> None:
@@ -57,6 +65,17 @@ def test_version_one(limit: int, left: int, tmp_path: Path) -> None:
     tree(tmp_path, 8 * GIB, "5:cpu,cpuacct:/x\n4:memory:/job\n")
     group(tmp_path / "sys/fs/cgroup/memory/job", V1, str(limit), 3 * GIB, GIB)
     assert available_host_bytes(tmp_path) == left
+
+
+@pytest.mark.parametrize(("root", "names"), [("sys/fs/cgroup", V2), ("sys/fs/cgroup/memory", V1)])
+def test_cache_that_was_read_twice_is_free_too_but_what_is_mapped_of_it(
+    root: str, names: Names, tmp_path: Path
+) -> None:
+    """A data set, or a checkpoint of the last run: with all of it in use nothing would be left to plan with."""
+    tree(tmp_path, 60 * GIB, "0::/job\n" if names is V2 else "4:memory:/job\n")
+    for active, mapped, left in ((40, 0, 44), (40, 3, 41), (0, 3, 4), (2, 3, 4)):
+        group(tmp_path / root / "job", names, str(64 * GIB), 60 * GIB, 0, active * GIB, mapped * GIB)
+        assert available_host_bytes(tmp_path) == left * GIB
 
 
 def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:

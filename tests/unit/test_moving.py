@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ds_fuyou.checkpoint.recovery import recover_weights
-from ds_fuyou.errors import FuyouMemoryError, FuyouStateError, FuyouStorageError
+from ds_fuyou.errors import FuyouError, FuyouMemoryError, FuyouStateError, FuyouStorageError
 from ds_fuyou.host.memory import HostPool
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer import moving
@@ -365,6 +365,32 @@ def test_without_memory_for_staging_the_old_one_serves_and_no_step_fails(
         assert in_memory(core) == NUM_CHUNKS
         assert core.staging.capacity_bytes == before
         assert caplog.text.count("staging memory stays as large as it is") == 1
+
+
+@pytest.mark.parametrize("error", [FuyouMemoryError(1), FuyouStateError("the device does not register it")])
+def test_staging_memory_that_is_refused_ends_the_move_and_no_run(
+    error: FuyouError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an error of memory, whoever refuses it: other ranks are told of those."""
+
+    def refused(*_: object) -> HostPool:
+        raise error
+
+    expected = run(tmp_path / "plain", {}, residency=(1.0, 0.95, 1.0))
+    (tmp_path / "one").mkdir()
+    with small_core(tmp_path / "one", LAYOUT, residency=(1.0, 0.95, 1.0)) as core:
+        for seed in range(12):
+            if seed == 2:
+                with monkeypatch.context() as patched:
+                    patched.setattr("ds_fuyou.optimizer.core.HostPool", refused)
+                    with pytest.raises(FuyouMemoryError):
+                        move(core, 0.0)
+            if seed == 5:
+                backward(core, seed)
+                core.skip()
+            else:
+                apply(core, seed, 0.5 if seed % 3 == 0 else 1.0, ["b", "e"] if seed == 7 else [])
+        assert all(map(torch.equal, expected, everything(core)))
 
 
 def test_moves_wait_while_states_are_copied_and_what_is_copied_is_one_step(tmp_path: Path) -> None:
