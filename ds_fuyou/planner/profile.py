@@ -38,10 +38,11 @@ __all__ = [
     "machine_fingerprint",
     "profile_directory",
     "save_profile",
+    "scaled_blocks",
     "slowest",
 ]
 
-SCHEMA = "ds_fuyou.profile/7"
+SCHEMA = "ds_fuyou.profile/8"
 MOST_KEPT = 100  # profiles, a few kB each
 OFF = "off"
 
@@ -67,6 +68,23 @@ class BlockCost:
     flops: float
     input_bytes: float
     operators: tuple[OperatorCost, ...]
+
+
+def scaled_blocks(blocks: tuple[BlockCost, ...], factor: float) -> tuple[BlockCost, ...]:
+    """Of a micro-batch that has ``factor`` times as many elements: all of it is taken to be in proportion."""
+
+    def scaled(one: OperatorCost) -> OperatorCost:
+        return replace(one, flops=factor * one.flops, num_bytes=factor * one.num_bytes)
+
+    return tuple(
+        replace(
+            block,
+            flops=factor * block.flops,
+            input_bytes=factor * block.input_bytes,
+            operators=tuple(map(scaled, block.operators)),
+        )
+        for block in blocks
+    )
 
 
 @dataclass(frozen=True)
@@ -119,10 +137,11 @@ class RunProfile:
 
     Attributes:
         machine, model: fingerprints; a profile is used only where both are the same.
-        shape: of the first tensor of the batch, one micro-batch.
+        shape: of the first tensor of the batch, one micro-batch; the mean of those of a step.
+        num_elements: of that tensor, their mean: tokens, where they are token numbers.
         accumulation: micro-batches a step.
-        blocks: FLOPs and bytes of every operator output; empty where they could not be recorded.
-        forward_secs, backward_secs: of one micro-batch while nothing else ran, waits not counted.
+        blocks: FLOPs and bytes of every operator output, for so many elements; empty where they could not be recorded.
+        forward_secs, backward_secs: of one micro-batch while nothing else ran, waits not counted; the mean.
         update_rate: parameters a second of the CPU optimizer.
         thread: what the threads that run the model do themselves; nothing where the device is the host.
         storage: None where nothing of the run lives on storage.
@@ -140,6 +159,7 @@ class RunProfile:
     machine: str
     model: str
     shape: tuple[int, ...]
+    num_elements: float
     accumulation: int
     blocks: tuple[BlockCost, ...]
     forward_secs: float
@@ -174,11 +194,6 @@ class RunProfile:
     def flops_rate(self) -> float:
         """Achieved FLOP/s of forward; 0 where operators were not recorded."""
         return self.forward_flops / self.forward_secs
-
-    @property
-    def num_elements(self) -> int:
-        """Of the first tensor of a micro-batch: its tokens, where that is token numbers."""
-        return math.prod(self.shape)
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}

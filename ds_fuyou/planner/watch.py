@@ -90,7 +90,7 @@ class LaneWatch:
         self,
         predicted: Prediction,
         compute_secs: float,
-        num_elements: int,
+        num_elements: float,
         usual: Mapping[Cause, float] | None = None,
         patience: int = LASTING,
     ) -> None:
@@ -137,7 +137,7 @@ class LaneWatch:
     def _quantities(self, now: StepMeasurement) -> Iterator[tuple[Cause, float, float, bool]]:
         """(cause, expected, found, whether that is off)."""
         planned = self._predicted
-        elements = float(self._num_elements)
+        elements = self._num_elements
         yield Cause.WORKLOAD, elements, now.num_elements, is_another(elements, now.num_elements)
         yield Cause.COMPUTE, self._compute_secs, now.compute_secs, now.compute_secs > (1 + GAP) * self._compute_secs
         moved = now.read_bytes + now.write_bytes

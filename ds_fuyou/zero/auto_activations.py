@@ -34,7 +34,7 @@ from ds_fuyou.activations.policy import BlockFate
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import current_rank, get_logger, log_once
-from ds_fuyou.planner.profile import BlockCost, MeasuredActivations
+from ds_fuyou.planner.profile import BlockCost, MeasuredActivations, scaled_blocks
 from ds_fuyou.profiling.operators import OperatorRecorder
 from ds_fuyou.zero.agreement import decided_by_rank_0, least, of_rank_0
 from ds_fuyou.zero.budgets import unmeasured_room
@@ -96,7 +96,8 @@ class AutoActivations:
         hooks = (swapper.pack, swapper.unpack) if swapper is not None else None
         self.recorder: OperatorRecorder | None = OperatorRecorder(self._session.blocks, hooks, device=self._device)
         self.blocks: tuple[BlockCost, ...] = ()
-        """What the first forward made, block by block."""
+        """What the first forward made, block by block; once it has decided, a mean one of the measured step."""
+        self._recorded_tokens = 0
         self._once: dict[str, str] = {}
         self._session.observe(self.recorder)
         if swapper is not None:
@@ -108,6 +109,8 @@ class AutoActivations:
         if swapper is None:
             return
         tokens = tokens_in(inputs)
+        if self.recorder is not None and not self._recorded_tokens:
+            self._recorded_tokens = tokens
         if usual is None or saved is None:  # with a plan document for good: it bounds what is leaving, not what is kept
             loss_bytes = self._loss_bytes_each * tokens
             swapper.room_bytes = unmeasured_room(self._budget_bytes, self._device, swapper.held.now, loss_bytes)
@@ -161,8 +164,13 @@ class AutoActivations:
         self.take_profile()
         when = f"after step {self._num_steps}"
         if self._num_steps >= _MEASURED_STEP:
-            now, self.blocks = self._look(), of_rank_0(self.blocks)
-            self._decide_by(self._measured({key: now[key] - self._at[key] for key in now}), plan, when)
+            now = self._look()
+            measured = self._measured({key: now[key] - self._at[key] for key in now})
+            blocks = self.blocks
+            if measured.mean_tokens and self._recorded_tokens:
+                blocks = scaled_blocks(blocks, measured.mean_tokens / self._recorded_tokens)
+            self.blocks = of_rank_0(blocks)
+            self._decide_by(measured, plan, when)
             return
         choice = None if self._planned is None else of_rank_0(self._by_plan(self._planned))
         if choice is not None:

@@ -41,6 +41,7 @@ from ds_fuyou.planner.profile import (
     StorageRates,
     forget_profile,
     save_profile,
+    scaled_blocks,
     slowest,
 )
 from ds_fuyou.planner.profiled import Prediction, predict, profile_line, run_time
@@ -166,6 +167,7 @@ class RunPlan:
 
     def _record_next(self) -> None:
         """Where mode "auto" does not."""
+        self.clock.note_next()
         if self.auto is None:
             session = self._state.activations
             blocks = session.blocks if session is not None else self._find_blocks()
@@ -387,6 +389,8 @@ class RunPlan:
         if self._num_measured < _TIMED_STEP:
             self._blocks = self._recorded() or tuple(profile.cost() for profile in self.clock.profiles())
             return
+        if times.num_elements and self.clock.recorded_elements:  # another micro-batch, and a mean of several
+            self._blocks = scaled_blocks(self._blocks, times.num_elements / self.clock.recorded_elements)
         began = time.perf_counter()
         found: RunProfile | None = None
         if not times.num_forwards or self._update_rate <= 0 or times.forward_secs <= 0 or times.backward_secs <= 0:
@@ -420,6 +424,7 @@ class RunPlan:
             machine=self._facts.machine,
             model=self._facts.model,
             shape=self.clock.shape,
+            num_elements=times.num_elements,
             accumulation=times.num_forwards,
             blocks=self._blocks or self._recorded(),
             forward_secs=times.forward_secs / times.num_forwards,
@@ -616,22 +621,12 @@ def _scaled(profile: RunProfile, times: StepTimes, shape: tuple[int, ...]) -> Ru
     """The profile for another batch: compute in proportion to the elements of a micro-batch."""
     known = profile.num_elements > 0 and times.num_elements > 0
     factor = times.num_elements / profile.num_elements if known else 1.0
-    blocks = tuple(
-        replace(
-            block,
-            flops=factor * block.flops,
-            input_bytes=factor * block.input_bytes,
-            operators=tuple(
-                replace(one, flops=factor * one.flops, num_bytes=factor * one.num_bytes) for one in block.operators
-            ),
-        )
-        for block in profile.blocks
-    )
     return replace(
         profile,
         shape=shape,
+        num_elements=times.num_elements if known else profile.num_elements,
         accumulation=max(1, times.num_forwards),
-        blocks=blocks,
+        blocks=scaled_blocks(profile.blocks, factor),
         forward_secs=factor * profile.forward_secs,
         backward_secs=factor * profile.backward_secs,
     )

@@ -44,6 +44,10 @@ class StepClock:
         self._since: tuple[tuple[float, float], ...] = ()
         self.recorder: OperatorRecorder | None = None
         self.shape: tuple[int, ...] = ()
+        """Of a micro-batch of the last step: the mean of all, where they have as many dimensions."""
+        self.recorded_elements = 0
+        """Of the forward that :meth:`note_next` asked for."""
+        self._notes_next = False
         self._wanted: tuple[Sequence[Block], SavedHooks | None] | None = None
         self._depth = 0
         self._handles: list[RemovableHandle] = [
@@ -53,7 +57,7 @@ class StepClock:
         self._reset()
 
     def _reset(self) -> None:
-        self._num_forwards, self._num_elements = 0, 0
+        self._shapes: list[tuple[int, ...]] = []
         self._since = self._secs()
 
     def _secs(self) -> tuple[tuple[float, float], ...]:
@@ -66,6 +70,10 @@ class StepClock:
         """The next forward tells what its operators make, unless it is compiled."""
         self._wanted = (blocks, hooks)
 
+    def note_next(self) -> None:
+        """Somebody records the next forward, whose elements are to be known."""
+        self._notes_next = True
+
     def profiles(self) -> tuple[BlockProfile, ...]:
         """Of the recorded forward; empty if there was none. Forgotten afterwards."""
         recorder, self.recorder = self.recorder, None
@@ -75,11 +83,11 @@ class StepClock:
         self._depth += 1
         if self._depth > 1 or not (torch.is_grad_enabled() and model.training):
             return
-        self.shape = _shape_of((args, kwargs))
-        if not self._num_forwards:
+        if not self._shapes:
             self._since = self._secs()  # what the last step did after its end is not this one's
-        self._num_forwards += 1
-        self._num_elements += math.prod(self.shape)
+        self._shapes.append(_shape_of((args, kwargs)))
+        if self._notes_next:
+            self._notes_next, self.recorded_elements = False, math.prod(self._shapes[-1])
         wanted, self._wanted = self._wanted, None
         if wanted is not None and not _is_compiled(model):
             blocks, hooks = wanted
@@ -108,12 +116,16 @@ class StepClock:
         self._depth = 0
         if self.recorder is not None and self.recorder.is_open:
             self.recorder.__exit__(None, None, None)
-        count = max(1, self._num_forwards)
+        count = max(1, len(self._shapes))
         (forward, in_forward), (backward, in_backward), (_, in_step) = (
             (now[0] - then[0], now[1] - then[1]) for now, then in zip(self._secs(), self._since, strict=True)
         )
         thread = ThreadSecs(in_forward / count, in_backward / count, in_step)
-        times = StepTimes(self._num_forwards, forward, backward, self._num_elements / count, thread)
+        times = StepTimes(len(self._shapes), forward, backward, sum(map(math.prod, self._shapes)) / count, thread)
+        if self._shapes:
+            are_alike = len({len(shape) for shape in self._shapes}) == 1
+            means = (round(sum(sizes) / count) for sizes in zip(*self._shapes, strict=are_alike))
+            self.shape = tuple(means) if are_alike else self._shapes[-1]
         self._reset()
         return times
 

@@ -309,6 +309,7 @@ PROFILE = RunProfile(
     machine="m",
     model="m",
     shape=(2, 17),
+    num_elements=34.0,
     accumulation=1,
     blocks=(),
     forward_secs=0.1,

@@ -25,6 +25,7 @@ PROFILE = RunProfile(
     machine="m" * 16,
     model="n" * 16,
     shape=(2, 100),
+    num_elements=200.0,
     accumulation=1,
     blocks=(
         BlockCost("blocks.0", 4e9, 100.0, (OperatorCost("up/mm", 4e9, 400.0, True),)),

@@ -13,6 +13,7 @@ import pytest
 
 from ds_fuyou.planner import profile
 from ds_fuyou.planner.profile import (
+    SCHEMA,
     OperatorCost,
     forget_profile,
     load_profile,
@@ -72,7 +73,7 @@ def test_old_profiles_go(profiles: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     [
         lambda text: text[: len(text) // 2],
         lambda text: "[]",
-        lambda text: text.replace("ds_fuyou.profile/7", "ds_fuyou.profile/0"),
+        lambda text: text.replace(SCHEMA, "ds_fuyou.profile/0"),
         lambda text: json.dumps({**json.loads(text), "update_rate": 0}),
         lambda text: json.dumps({**json.loads(text), "forward_secs": "1"}),
         lambda text: json.dumps({**json.loads(text), "machine": "x"}),
