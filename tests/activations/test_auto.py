@@ -187,9 +187,8 @@ def test_a_plan_decides() -> None:
     }
     choice = planned_choice(rows, 3, outputs_of("plain"))
     assert choice is not None
-    up = next(
-        call for name, call in choice.outputs if name.startswith("mlp_up (up/")
-    )  # addmm, or, once DeepSpeed's linear layers are in, mm
+    # By addmm, or, once DeepSpeed's linear layers are in, by mm.
+    up = next(call for name, call in choice.outputs if name.startswith("mlp_up (up/"))
     fates = choice.fates(["a", "b", "c"])
     assert fates["a"] == BlockFate(Fate.SWAP, {up: Fate.SWAP})
     assert fates["b"] == BlockFate(Fate.SWAP, {})
