@@ -98,6 +98,10 @@ class SizeClass:
         self.in_flight: deque[Partition] = deque()
         self._unused: dict[Partition, int] = {}  # read ahead, for this place
         self._unused_bytes = 0
+        self._owed_bytes = 0  # of these, for an order that did not come
+        self._passed_bytes = 0
+        self.num_ahead = self.ahead_bytes * len(sizes) // sum(sizes)
+        """How many of mean size reads ahead may take from kept values."""
 
     def _wants(self, partition: Partition, is_next_step: bool) -> bool:
         return partition in self.members and not (is_next_step and partition.source.changes)
@@ -120,7 +124,18 @@ class SizeClass:
             self.used(partition)  # it was left out
         return self._unused_bytes
 
+    def passed(self, num_bytes: int) -> None:
+        """So much was used."""
+        self._passed_bytes += num_bytes
+        if self._owed_bytes and self._passed_bytes >= self.ahead_bytes:
+            self._unused_bytes -= self._owed_bytes
+            self._owed_bytes = 0
+
     def turned(self) -> None:
-        """The walk begins anew."""
+        """The walk begins anew. What was read for the one before counts on until as much was used: an order that turns
+        at every few uses would have everything read again and again.
+        """
         self._unused.clear()
-        self._unused_bytes = 0
+        if self._passed_bytes >= self.ahead_bytes:
+            self._unused_bytes = self._passed_bytes = 0
+        self._owed_bytes = self._unused_bytes

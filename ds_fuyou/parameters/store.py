@@ -56,7 +56,7 @@ one crosses the link while another is gathered; or less, if the pool has no room
 and one in use. One is always offered.
 """
 _MOST_OFFERED = 32
-_PLACES_A_CALL = 64  # that a walk ahead passes at once
+_PLACES_A_CALL = 64  # that a walk ahead passes at once; or twice as many as a module with more parameters used
 _NOT_SHOWN = (Presence.AWAY, Presence.READING, Presence.KEPT)
 _SHOWN = (Presence.HERE, Presence.GATHERED)
 _PENDING_COPIES = 3  # victims whose copies have not ended that are passed over: DeepSpeed has as many gathers in flight
@@ -105,6 +105,8 @@ class ParameterStore:
         self._offered: dict[Partition, int] = {}  # and not used yet, for this place
         self._offered_bytes = 0
         self._offer_bytes = OFFER_BYTES
+        self._started: set[Partition] = set()  # whose reads may not have ended
+        self._num_used, self._num_places = 0, _PLACES_A_CALL  # since walks went on last; how far they may go
         self._dropped: list[ValuesRead] = []  # reads whose values nobody wants, until they have ended
         self._announced: Announced | None = None
         self._num_hidden = 0  # of those that are in memory for good: at most so many are not shown
@@ -191,11 +193,14 @@ class ParameterStore:
                 self.trace.use(partition)
             return
         self._is_settled = False
+        self._num_used += len(partitions)
         needed = []
         for partition in partitions:
             self.trace.use(partition)
             if self._offered or self._size_classes:
                 self._is_used(partition)
+                if partition.num_bytes:
+                    self._size_class_of[partition].passed(partition.num_bytes)
             if partition.presence is Presence.KEPT:
                 size_class = self._size_class_of[partition]
                 if self._borrower.is_idle(partition):
@@ -242,7 +247,7 @@ class ParameterStore:
             self._keep(partition)
         elif partition.presence is Presence.GATHERED:
             self._leave(partition)
-        elif partition.presence is Presence.KEPT:
+        elif partition.presence in (Presence.KEPT, Presence.READING):
             self._is_used(partition)
             self._walk_again(partition)
         return True
@@ -282,10 +287,8 @@ class ParameterStore:
     def before_write(self) -> None:
         """Values on storage are about to be written in place, by whole pages, which neighbours share: reads that are in
         flight end first, or they would bring old bytes where the checksums are new ones."""
-        for partition in self.partitions:
-            if partition.read is not None:
-                for transfer in partition.read.transfers:
-                    transfer.wait_ended()
+        started, self._started = self._started, set()
+        self._end_reads(partition.read for partition in started if partition.read is not None)
 
     def _is_used(self, partition: Partition) -> None:
         size_class = self._size_class_of.get(partition)
@@ -314,12 +317,15 @@ class ParameterStore:
         self._walk_again(partition)
 
     def _leave(self, partition: Partition) -> None:
+        self._lose(partition)
+        self._walk_again(partition)
+
+    def _lose(self, partition: Partition) -> None:
         if partition.read is not None:
             self._dropped.append(partition.read)
         self._is_used(partition)
         self._free(partition)
         partition.presence, partition.read, self._is_settled = Presence.AWAY, None, False
-        self._walk_again(partition)
 
     def _free(self, partition: Partition) -> None:
         """Lets the memory of the values go, when the device has ended its copy."""
@@ -358,6 +364,7 @@ class ParameterStore:
     def _start(self, partition: Partition, memory: torch.Tensor, priority: int, *, is_pooled: bool) -> None:
         partition.read = partition.source.start_reading(memory, priority)
         partition.presence, partition.is_pooled, partition.is_lent = Presence.READING, is_pooled, False
+        self._started.add(partition)
         partition.started_ns = time.perf_counter_ns() if self._lanes is not None else 0
 
     def _start_now(self, partition: Partition) -> None:
@@ -440,7 +447,8 @@ class ParameterStore:
             if partition.presence is Presence.READING and partition.read is not None and partition not in announced:
                 partition.read.wait()
                 partition.read = None
-                self._leave(partition)
+                self._lose(partition)
+                size_class.ahead.gone(partition)  # whether memory lacks differs between ranks: offers go on as they are
                 return True
         for partition in sorted(self._offered, key=self._last_first) if self._is_alone else ():
             if self._size_class_of.get(partition) is size_class and self._borrower.is_idle(partition):
@@ -463,6 +471,7 @@ class ParameterStore:
             return
         if not self._size_classes and not self._num_hidden:
             return
+        self._num_places, self._num_used = max(_PLACES_A_CALL, 2 * self._num_used), 0
         for size_class in self._size_classes:
             self._collect(size_class)
         if self._is_alone:
@@ -538,9 +547,9 @@ class ParameterStore:
         self._follow()
         for size_class in self._size_classes:
             ahead = size_class.ahead
-            ahead.allow(_PLACES_A_CALL)
+            ahead.allow(max(_PLACES_A_CALL, min(self._num_places, size_class.num_ahead)))
             while (partition := ahead.peek()) is not None:
-                if partition.presence is Presence.AWAY:
+                if partition.presence is Presence.AWAY and self._borrower.is_idle(partition):
                     if not partition.source.is_ready():
                         break
                     place = ahead.place()
@@ -558,7 +567,7 @@ class ParameterStore:
         What is used later than the next one gives way to it.
         """
         offers = self._offers
-        offers.allow(_PLACES_A_CALL)
+        offers.allow(self._num_places)
         while (partition := offers.peek()) is not None:
             place = offers.place()
             if not partition.num_bytes and self._is_alone:
@@ -572,7 +581,10 @@ class ParameterStore:
                 if not self._has_room(partition, place):
                     break
                 if partition.presence is Presence.KEPT and partition.values is not None:
-                    self._size_class_of[partition].kept.discard(partition)
+                    size_class = self._size_class_of[partition]
+                    size_class.kept.discard(partition)
+                    if not self._is_alone:
+                        size_class.used(partition)  # reads ahead have room behind the window
                     self._show(partition, partition.values)
                 else:
                     self.fetch(partition)
@@ -706,7 +718,7 @@ class ParameterStore:
 
     def _forget_order(self) -> None:
         self._offers = Ahead(self.trace, self._may_offer)
-        for held in (self._dropped, self._offered, self._size_class_of, self._size_classes):
+        for held in (self._dropped, self._started, self._offered, self._size_class_of, self._size_classes):
             held.clear()
         self._offered_bytes = 0
         self._is_settled, self._turn, self._look_at = False, -1, 0

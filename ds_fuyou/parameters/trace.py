@@ -4,13 +4,14 @@
 [Note: the prediction]
 What comes next is what came next when the same had come before: the history of uses repeats itself with a *period*, and
 its last ``period`` uses are the next ones. As long as every use is the predicted one the period stays. One that is
-expected a few places on (one place for every 64 uses of the period, eight at most) moves the prediction on by what was
-left out, unless that is the end of a step; in a period of 512 uses or more, up to two in a row that are not are
-exceptions, which leave it where it is.
-Others are looked up: of the last places where it was used the one counts that has the longest common past with now, of
-equal ones the latest. What follows the end of a step is a step like it, unless its end was expected. So a step of many
-micro-batches repeats as a whole, a token of a generation follows the one before it, and a batch of an evaluation the
-batch before it, whoever runs them; where their kind changes it is wrong a few times.
+expected a few places on (one place for every 16 uses of the period, eight at most) moves the prediction on by what was
+left out, unless that is the end of a step; in a period of 128 uses or more, up to six in a row that are not (two
+experts of three matrices) are exceptions, which leave it where it is. Others are looked up: of the last places where it
+was used, and of the last ones where it was used behind the same item (after many tokens those of a step before them),
+the one counts that has the longest common past with now, of equal ones the latest. What follows the end of a step is a
+step like it, unless its end was expected. So a step of many micro-batches repeats as a whole, a token of a generation
+follows the one before it, and a batch of an evaluation the batch before it, whoever runs them; where their kind changes
+it is wrong a few times.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import sys
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -28,7 +30,8 @@ LONGEST_TRACE = 1 << 17
 _MOST_PLACES = 16
 _LONGEST_PAST = 256
 _NEAR = 8
-_MOST_HELD = 2
+_USES_NEAR = 16
+_MOST_HELD = 6
 _STEP = object()
 
 
@@ -44,6 +47,7 @@ class AccessTrace:
         self._history: list[Any] = []
         self._forgotten = 0
         self._places: dict[Hashable, list[int]] = {}
+        self._behind: dict[tuple[Any, Any], deque[int]] = {}  # the last places of an item behind another one
         self._step = (0, 0)  # where the last step began, and where it ended
         self._next_step: tuple[int, int | None] = (-1, None)  # at a turn
         self._held = 0  # uses in a row that were not expected, and changed nothing
@@ -63,13 +67,14 @@ class AccessTrace:
 
     def use(self, item: Hashable) -> None:
         """``item`` is needed now."""
-        period = self.period
+        period, turn = self.period, self.turn
         is_expected = period and self._history[-period] is item
         self._note(item)
         if is_expected:
             self._held = 0
-        elif not self._shift(item, period):
+        elif turn != self.turn or not self._shift(item, period):  # a turn: some of the past was forgotten
             self._look_up(item)
+            self.period = min(self.period, len(self._history))
 
     def end_step(self) -> None:
         """What follows is a step like the one that ended, unless more of the past says otherwise."""
@@ -81,7 +86,7 @@ class AccessTrace:
         expected = self._history[-self.period] if self.period else None
         self._note(_STEP)
         if expected is not _STEP:
-            self.period = self.now - began
+            self.period = min(self.now - began, len(self._history))
         self._step = (began, self.now)
 
     @property
@@ -117,6 +122,11 @@ class AccessTrace:
     def _note(self, item: Hashable) -> None:
         history, places = self._history, self._places.get(item)
         now = self._forgotten + len(history)
+        pair = (history[-1] if history else None, item)
+        behind = self._behind.get(pair)
+        if behind is None:
+            behind = self._behind[pair] = deque(maxlen=_MOST_PLACES)
+        behind.append(now)
         if places is None:
             self._places[item] = [now]
         else:
@@ -129,7 +139,7 @@ class AccessTrace:
         """After a use that was not expected, if it may be an exception (another expert, a layer left out): what was
         expected goes on behind the item, if it is expected within a few places, or where it was.
         """
-        near = min(_NEAR, period // 64)
+        near = min(_NEAR, period // _USES_NEAR)
         expected = len(self._history) - 1 - period
         for skipped in range(1, near + 1):
             if self._history[expected + skipped - 1] is _STEP:
@@ -146,9 +156,12 @@ class AccessTrace:
     def _look_up(self, item: Hashable) -> None:
         self.turn += 1
         self._held = 0
-        *earlier, here = self._places[item]
+        here = self.now - 1
+        places = self._places[item][-_MOST_PLACES - 1 : -1]
+        if len(self._history) > 1:
+            places = sorted({*places, *self._behind[self._history[-2], item]} - {here})
         longest, best = 0, None
-        for place in reversed(earlier[-_MOST_PLACES:]):
+        for place in reversed(places):
             length = self._common_past(place, here)
             if length > longest:
                 longest, best = length, place
@@ -176,6 +189,12 @@ class AccessTrace:
             del places[: bisect.bisect_left(places, self._forgotten)]
             if not places:
                 del self._places[item]
+        for pair in list(self._behind):
+            behind = self._behind[pair]
+            while behind and behind[0] < self._forgotten:
+                behind.popleft()
+            if not behind:
+                del self._behind[pair]
         if self.period > len(self._history):
             self.period = len(self._history)
             self.turn += 1
