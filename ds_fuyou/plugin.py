@@ -276,6 +276,12 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
         _from_zero("gathering:consolidated"),
     ),
     PatchPoint(
+        "deepspeed.runtime.zero.parameter_offload",
+        "register_external_parameter",
+        "reading a small parameter that is not gathered yet leaves the order of training as it is",
+        _from_zero("gathering:not_of_persistent"),
+    ),
+    PatchPoint(
         "deepspeed.runtime.zero.partition_parameters",
         "Init._convert_to_deepspeed_param",
         "a gather on several ranks does not wait for its partitions' copies to the device",

@@ -131,8 +131,15 @@ def loss_bytes_each(module: torch.nn.Module) -> int:
     """Bytes of the device that cross entropy may take at once for a token: log-probabilities, their gradient and that
     of the logits in fp32 and 16-bit logits, of a vocabulary as large as the widest output of any linear layer.
     """
-    layers = [layer.weight for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
-    return 14 * max((getattr(weight, "ds_shape", weight.shape)[0] for weight in layers), default=0)
+    return 14 * max(
+        (_num_outputs(layer) for layer in module.modules() if isinstance(layer, torch.nn.Linear)), default=0
+    )
+
+
+def _num_outputs(layer: torch.nn.Linear) -> int:
+    """A weight that is parametrized is not asked for: that computes it, and may change buffers (spectral norms)."""
+    weight = layer._parameters.get("weight")
+    return layer.out_features if weight is None else int(getattr(weight, "ds_shape", weight.shape)[0])
 
 
 def _too_much(key: str, wanted: str, where: str, have: int) -> FuyouConfigError:

@@ -33,6 +33,7 @@ __all__ = [
     "for_training",
     "in_portions",
     "in_use_order",
+    "not_of_persistent",
     "release_gathered",
     "settle",
     "shapes_alone",
@@ -47,11 +48,14 @@ def in_portions(original: Callable[..., Any]) -> Callable[..., Any]:
     """``Init._all_gather``: what ``GatheredParameters`` asks for. DeepSpeed has all partitions in host memory before
     the first is gathered. Here as many are as a quarter of the look-ahead holds, the next ones are read meanwhile, and
     the memory of those that are gathered is used again; but for one rank of the host: its gathered tensors are that
-    memory.
+    memory. In an evaluation as in :func:`for_training`: a module's forward may ask for another one's parameters.
     """
 
     @functools.wraps(original)
     def _all_gather(self: Any, param_list: list[Parameter], async_op: bool = False, hierarchy: Any = None) -> Any:
+        if torch.is_inference_mode_enabled() and any(map(_is_ours, param_list)):
+            with normal_tensors(), torch.no_grad():
+                return _all_gather(self, param_list, async_op, hierarchy)
         if not async_op:
             settle(param_list)
         stores = [] if async_op else stores_of(param_list)
@@ -70,6 +74,10 @@ def in_portions(original: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return _all_gather
+
+
+def _is_ours(param: Parameter) -> bool:
+    return isinstance(getattr(param, "nvme_swapper", None), FuyouParameterSwapper)
 
 
 def _portions(params: Sequence[Parameter], limit_bytes: int) -> Iterator[list[Parameter]]:
@@ -94,7 +102,7 @@ def _let_go(params: Sequence[Parameter]) -> None:
     device = rank_device()
     event = None if device.is_host else device.record_event()
     for param in params:
-        if isinstance(param.nvme_swapper, FuyouParameterSwapper):
+        if _is_ours(param):
             param.nvme_swapper.copied(param, event)
 
 
@@ -115,6 +123,21 @@ def for_training(fetch: Callable[..., None]) -> Callable[..., None]:
             return fetch(current_submodule, forward)
 
     return fetch_sub_module
+
+
+def not_of_persistent(register: Callable[[torch.nn.Module, Parameter], None]) -> Callable[..., None]:
+    """``register_external_parameter``, as reading a parameter that is not gathered calls it. Stock has gathered small
+    ones by then, so it never notes them as another module's, too; here the first use after a step gathers them. Noted
+    in an evaluation, they would not be in the order that DeepSpeed recorded of training, which then ends with an error.
+    """
+
+    @functools.wraps(register)
+    def register_external_parameter(module: torch.nn.Module, parameter: Parameter) -> None:
+        is_returned = getattr(parameter, "is_external_param", False)  # by a module: stock notes these
+        if is_returned or not (_is_ours(parameter) and parameter.ds_persist):
+            register(module, parameter)
+
+    return register_external_parameter
 
 
 def settle(params: Sequence[Parameter]) -> None:
