@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from ds_fuyou.state_layout import WHOLE, StateLayout, layout_of
@@ -18,6 +18,9 @@ class Updates(Enum):
     BACKWARD = "in backward, all done before the next forward"
     FORWARD = "behind backward, beside the next forward"
     DEADLINE = "in backward and the next forward, each before its parameters are read"
+
+
+_DEFERRED = {Updates.DEADLINE: Updates.FORWARD, Updates.BACKWARD: Updates.STEP}
 
 
 class Tiers(Enum):
@@ -106,3 +109,12 @@ class Policy:
     share_of_block_rate: float = 1.0
     reused_bytes: float = 0.0
     staying_bytes: float = 0.0
+
+    @property
+    def begins_in_backward(self) -> bool:
+        """Whether updates do."""
+        return self.updates in _DEFERRED
+
+    def deferred(self) -> Policy:
+        """With updates that wait for ``step()``, for which gradients on storage are read back."""
+        return replace(self, updates=_DEFERRED.get(self.updates, self.updates), reads_spilled=True)

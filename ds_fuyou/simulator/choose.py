@@ -19,7 +19,7 @@ from ds_fuyou.planner.hardware import GIB, Machine
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import Plan, PlanInput, least_plan
-from ds_fuyou.planner.policies import Fates, Policy, Tiers, Updates
+from ds_fuyou.planner.policies import Fates, Policy, Tiers
 from ds_fuyou.simulator.fit import MEMORY_NAMES, Needs, device_room, needs_of, rank_facts, shown_bytes
 from ds_fuyou.simulator.simulate import Simulated, simulate
 
@@ -135,9 +135,6 @@ class _Quick:
     second_slot_bytes: float
 
 
-_WITH_ONE_SLOT = {Updates.DEADLINE: Updates.FORWARD, Updates.BACKWARD: Updates.STEP}
-
-
 def _quick(work: Workload, machine: Machine, policy: Policy) -> tuple[_Quick | None, Needs]:
     """The best placement that fits by the closed form, and the needs of the one that lacks least. Where storage holds
     one slot alone, a run of ours begins updates in ``step()``.
@@ -147,8 +144,8 @@ def _quick(work: Workload, machine: Machine, policy: Policy) -> tuple[_Quick | N
     if needs.missing():
         return None, needs
     lacking = _second_slot_bytes(needs, policy)
-    if lacking and policy.updates in _WITH_ONE_SLOT:
-        policy = replace(policy, updates=_WITH_ONE_SLOT[policy.updates])
+    if lacking and policy.begins_in_backward:
+        policy = policy.deferred()
         other, other_plan = _place(work, machine, policy)
         needed = needs_of(work, machine, policy, other, other_plan)
         if not needed.missing() and _second_slot_bytes(needed, policy):

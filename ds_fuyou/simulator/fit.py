@@ -95,7 +95,7 @@ def rank_facts(work: Workload, machine: Machine, policy: Policy) -> PlanInput:
         params_tier=fixed.params,
         optimizer_tier=fixed.states,
         gradients_tier=fixed.grads,
-        may_speculate=policy.updates in (Updates.BACKWARD, Updates.DEADLINE),
+        may_speculate=policy.begins_in_backward,
         device_is_host=machine.shares_cores,
         is_unified=machine.is_unified,
         swaps_activations=fixed.mode not in ("none", "recompute"),

@@ -47,7 +47,7 @@ def under_block(
     of_masters, of_moments = stock
     masters = masters_of(config.optimizer.masters, is_bfloat16=is_bfloat16, checksum=config.checksum, stock=of_masters)
     layout = replace(policy.layout, masters=masters, moments=moments_of(config.optimizer.moments, "adam", of_moments))
-    return replace(
+    policy = replace(
         policy,
         fixed=fixed,
         updates=_UPDATES[config.optimizer.overlap],
@@ -55,6 +55,7 @@ def under_block(
         param_bytes=param_bytes,
         gradient_bytes=max(policy.gradient_bytes, param_bytes),
     )
+    return policy.deferred() if config.optimizer.clip_policy == "defer" else policy
 
 
 def limited(machine: Machine, config: Any, has_storage: bool) -> Machine:

@@ -204,6 +204,18 @@ def test_less_overlap_is_slower(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert secs[0] < secs[2]
 
 
+def test_updates_that_wait_for_the_norm_are_planned_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a run does it: nothing before `step()`, and one version of P16 in host memory."""
+    found = []
+    for clip_policy in ("auto", "speculate", "defer"):
+        block = {"optimizer": {"clip_policy": clip_policy}, "dram_budget_bytes": "20GB"}
+        assert _plan(tmp_path, block, "--batch", "1", "--accumulation", "16") == 0
+        found.append(_shown(capsys))
+    assert found[0] == found[1]
+    assert found[2]["residency"]["parameters"] > found[0]["residency"]["parameters"]
+    assert found[2]["predicted"]["iteration_secs"] != found[0]["predicted"]["iteration_secs"]
+
+
 def test_budgets_bound_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     block = {"dram_budget_bytes": "30GB", "gpu_budget_bytes": "8GB", "nvme_budget_bytes": "300GB"}
     assert _plan(tmp_path, block) == 0
