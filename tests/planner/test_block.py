@@ -216,6 +216,30 @@ def test_updates_that_wait_for_the_norm_are_planned_as_such(tmp_path: Path, caps
     assert found[2]["predicted"]["iteration_secs"] != found[0]["predicted"]["iteration_secs"]
 
 
+@pytest.mark.parametrize(("accumulation", "gains"), [("16", True), ("1", False)])
+def test_it_is_told_where_updates_that_wait_are_faster(
+    accumulation: str, gains: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({**BASE, "fuyou": {"nvme_path": "/nvme"}}), encoding="utf-8")
+    machine = [
+        "--model",
+        "gpt:32,32,4096,32000",
+        "--host",
+        "desktop",
+        "--ssd",
+        "990pro",
+        "--num-ssds",
+        "1",
+        "--dram-gb",
+        "64",
+    ]
+    work = ["--batch", "1", "--seq", "2048", "--accumulation", accumulation, "--config", str(config)]
+    assert main(["plan", *machine, *work]) == 0
+    line = [line for line in capsys.readouterr().out.splitlines() if '"clip_policy": "defer"' in line]
+    assert bool(line) == gains
+
+
 def test_budgets_bound_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     block = {"dram_budget_bytes": "30GB", "gpu_budget_bytes": "8GB", "nvme_budget_bytes": "300GB"}
     assert _plan(tmp_path, block) == 0
