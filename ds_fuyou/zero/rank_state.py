@@ -62,10 +62,11 @@ from ds_fuyou.zero.run_store import count_engine, forget_engine, open_store, tel
 from ds_fuyou.zero.skipped_steps import SkippedSteps
 from ds_fuyou.zero.striping import parked_space, shares_of_machine
 
-__all__ = ["MOVED_A_STEP_BYTES", "RankState"]
+__all__ = ["RankState"]
 
 logger = logging.getLogger("ds_fuyou")
-MOVED_A_STEP_BYTES = 256 << 20
+_LEAST_MOVED_A_STEP = 256 << 20  # bytes
+_MOST_STEPS_OF_A_MOVE = 64  # that all states take from one tier to the other
 
 
 class RankState:
@@ -317,10 +318,11 @@ class RankState:
         return self.store.total_bytes + left
 
     def move_to(
-        self, states_share: float, step_bytes: int = MOVED_A_STEP_BYTES, room: Callable[[], int] | None = None
+        self, states_share: float, step_bytes: int | None = None, room: Callable[[], int] | None = None
     ) -> bool:
         """From the next step on P32 and moments of as many chunks as the share holds, those that are needed first, come
-        to host memory, or stay there; the others leave it. About ``step_bytes`` move in a step, by way of its updates.
+        to host memory, or stay there; the others leave it. About ``step_bytes`` move in a step, by way of its updates;
+        None: 256 MiB, or a 64th of all, which is little beside what the updates of a large model move.
 
         A collective, in the training thread, after a step and before the next backward. False if a rank has no room on
         storage, which is told: then nothing more moves on any. How far it is: ``core.mover``, which takes ``room``.
@@ -332,6 +334,9 @@ class RankState:
         if states_share > 0 and config.durable:
             raise FuyouStateError('fuyou.durable is true: states stay on storage, "optimizer.tier" is "nvme"')
         states = ChunkResidency.of_shares(self.layout, 0.0, states_share, 0.0).states
+        if step_bytes is None:
+            num_bytes = sum(self.core.place.state_spec(chunk).num_bytes for chunk in self.layout.chunks)
+            step_bytes = max(_LEAST_MOVED_A_STEP, num_bytes // _MOST_STEPS_OF_A_MOVE)
         refused = False
         try:
             mover.move_to(states, step_bytes, self._storage_budget_bytes, room)
