@@ -68,6 +68,7 @@ def only_rank() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (rank | {"MASTER_PORT": str(free_port())}).items():
             patch.setenv(name, value)
+        patch.setattr("deepspeed.utils.groups._WORLD_GROUP", None)  # of a group that was destroyed
         deepspeed.init_distributed("gloo")
         yield
         torch.distributed.destroy_process_group()

@@ -52,8 +52,9 @@ __all__ = ["OFFER_BYTES", "Borrower", "ParameterStore"]
 
 OFFER_BYTES = 8 * 1024 * 1024
 """How far ahead of their use, in bytes of the order, several ranks wait for parameters; or twice the largest, so that
-one crosses the link while another is gathered; or less, if the pool has no room for that, the last one that is offered,
-and one in use. One is always offered.
+one crosses the link while another is gathered; or a quarter of the look-ahead (what is gathered ahead on the host keeps
+its memory), at least the largest, if that is less and the pool has room for it, the last one that is offered, and one
+in use. One is always offered.
 """
 _MOST_OFFERED = 32
 _PLACES_A_CALL = 64  # that a walk ahead passes at once; or twice as many as a module with more parameters used
@@ -135,8 +136,9 @@ class ParameterStore:
         else:
             largest = max((partition.size_bytes for partition in self.partitions), default=0)
             self._offer_bytes = max(OFFER_BYTES, 2 * largest)
-            if large and not self._size_classes[0].holds_all:
-                self._offer_bytes = min(self._offer_bytes, self._size_classes[0].beside_two_bytes)
+            if self._size_classes and not self._size_classes[0].holds_all:  # the one of large ones, if there are any
+                most = min(max(self._read_bytes // 4, largest), self._size_classes[0].beside_two_bytes)
+                self._offer_bytes = min(self._offer_bytes, most)
         for partition in self.partitions:
             partition.store = self
         self._count_hidden()

@@ -503,6 +503,16 @@ def test_several_ranks_offer_two_of_the_largest_where_the_pool_has_room(
     assert store.num_overflows == 0
 
 
+def test_several_ranks_offer_no_more_small_ones_than_their_pool_holds(bench: Bench) -> None:
+    """Where there are no large ones the window is a quarter of what is read to."""
+    every = [bench.partition(i, 40_000, trained=True) for i in range(40)]  # of 80 KB
+    store = bench.store(every, read_bytes=MIB, is_alone=False)
+    for _ in range(3):
+        bench.run(store, every)
+        assert store._offered_bytes <= MIB // 4 + 80_000
+    assert store.num_overflows == 0
+
+
 def test_several_ranks_offer_no_more_than_their_pool_holds(bench: Bench) -> None:
     """With the window of the largest a small one and a large one were offered beside a large one in use."""
     sizes = [MIB, 5 * MIB, 2 * MIB, 5 * MIB, 5 * MIB, MIB, MIB, 5 * MIB]
