@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.nn import Parameter
 
 from ds_fuyou.host.device import Device
-from ds_fuyou.zero.param_swapper import FuyouParameterSwapper
+from ds_fuyou.zero.param_swapper import swaps_here
 from ds_fuyou.zero.stock import iter_module_params, of_coordinator, set_of_coordinator, staying_numel
 
 __all__ = ["AcrossBatches"]
@@ -119,7 +119,7 @@ class AcrossBatches:
             room_bytes -= param.ds_numel * param.element_size()
             if min(room, room_bytes) < 0:
                 break
-            is_ours = isinstance(param.nvme_swapper, FuyouParameterSwapper) and not param.ds_persist
+            is_ours = swaps_here(param) and not param.ds_persist
             if is_ours and last_use[param.ds_id] > place:
                 chosen[param.ds_id] = last_use[param.ds_id]
                 self.most_bytes += param.ds_numel * param.element_size()

@@ -44,6 +44,7 @@ from ds_fuyou.zero.param_swapper import (
     is_what_scripts_write_to,
     partition_bytes,
     partition_of,
+    swaps_here,
 )
 
 __all__ = ["SUMS", "compare", "digest_of", "left_out", "sums_of", "watch"]
@@ -63,7 +64,7 @@ def watch(engine: Any) -> None:
         param.nvme_swapper.as_built.pop(param.ds_id, None)
     if state.activation.config.checkpoint.frozen == "auto":
         for param in _base_of(engine):
-            if isinstance(getattr(param, "nvme_swapper", None), FuyouParameterSwapper):
+            if swaps_here(param):
                 param.nvme_swapper.as_taken.setdefault(param.ds_id, _sum_of(param))
 
 

@@ -26,7 +26,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.nn import Parameter
 
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.param_swapper import FuyouParameterSwapper
+from ds_fuyou.zero.param_swapper import swaps_here
 
 __all__ = ["copied_ahead", "event_ordered"]
 
@@ -55,13 +55,9 @@ def event_ordered(original: type) -> Callable[[Any], Any]:
     @functools.wraps(original, updated=())
     def make(params: Any) -> Any:
         every = params if isinstance(params, (list, tuple)) else [params]
-        return EventOrderedHandle(params) if _are_ours(every) else original(params)
+        return EventOrderedHandle(params) if all(map(swaps_here, every)) else original(params)
 
     return make
-
-
-def _are_ours(params: Iterable[Parameter]) -> bool:
-    return all(isinstance(param.nvme_swapper, FuyouParameterSwapper) for param in params)
 
 
 def copied_ahead(original: Callable[[Any, Parameter], None]) -> Callable[[Any, Parameter], None]:
@@ -75,7 +71,7 @@ def copied_ahead(original: Callable[[Any, Parameter], None]) -> Callable[[Any, P
         @functools.wraps(gather)
         def all_gather_coalesced(params: Iterable[Parameter], safe_mode: bool = False, quantize: bool = False) -> Any:
             params = list(params)
-            if quantize or not _are_ours(params) or not _are_shared(params) or not _are_here(self, params):
+            if quantize or not all(map(swaps_here, params)) or not _are_shared(params) or not _are_here(self, params):
                 return gather(params, safe_mode=safe_mode, quantize=quantize)
             with _on_the_device(params) as copies:
                 return _Gather(gather(params, safe_mode=safe_mode, quantize=quantize), copies)

@@ -19,12 +19,12 @@ from ds_fuyou.ds_json import activation_of
 from ds_fuyou.host.memory import normal_tensors
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.param_swapper import (
-    FuyouParameterSwapper,
     in_order,
     only_reading,
     partition_bytes,
     partition_of,
     stores_of,
+    swaps_here,
 )
 
 __all__ = [
@@ -53,7 +53,7 @@ def in_portions(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _all_gather(self: Any, param_list: list[Parameter], async_op: bool = False, hierarchy: Any = None) -> Any:
-        if torch.is_inference_mode_enabled() and any(map(_is_ours, param_list)):
+        if torch.is_inference_mode_enabled() and any(map(swaps_here, param_list)):
             with normal_tensors(), torch.no_grad():
                 return _all_gather(self, param_list, async_op, hierarchy)
         if not async_op:
@@ -74,10 +74,6 @@ def in_portions(original: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return _all_gather
-
-
-def _is_ours(param: Parameter) -> bool:
-    return isinstance(getattr(param, "nvme_swapper", None), FuyouParameterSwapper)
 
 
 def _portions(params: Sequence[Parameter], limit_bytes: int) -> Iterator[list[Parameter]]:
@@ -102,7 +98,7 @@ def _let_go(params: Sequence[Parameter]) -> None:
     device = rank_device()
     event = None if device.is_host else device.record_event()
     for param in params:
-        if _is_ours(param):
+        if swaps_here(param):
             param.nvme_swapper.copied(param, event)
 
 
@@ -134,7 +130,7 @@ def not_of_persistent(register: Callable[[torch.nn.Module, Parameter], None]) ->
     @functools.wraps(register)
     def register_external_parameter(module: torch.nn.Module, parameter: Parameter) -> None:
         is_returned = getattr(parameter, "is_external_param", False)  # by a module: stock notes these
-        if is_returned or not (_is_ours(parameter) and parameter.ds_persist):
+        if is_returned or not (swaps_here(parameter) and parameter.ds_persist):
             register(module, parameter)
 
     return register_external_parameter

@@ -19,7 +19,7 @@ from ds_fuyou.log import current_rank, get_logger
 from ds_fuyou.telemetry.placement import Placed, placement_table
 from ds_fuyou.zero.gathering import release_gathered
 from ds_fuyou.zero.inference import end_reads
-from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, held_bytes, partition_of, stores_of
+from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, held_bytes, partition_of, stores_of, swaps_here
 
 __all__ = ["bring_home", "owners", "report_inference", "take_over"]
 
@@ -65,7 +65,7 @@ def take_over(engine: Any, optimizer: Any) -> None:
     if held and plain:  # stock's constructor does it in this way, but later: with the zero.Init of the first
         held[0].convert_to_zero_parameters(param_list=plain)
     for param in _zero_params(module):
-        if isinstance(param.nvme_swapper, FuyouParameterSwapper):
+        if swaps_here(param):
             continue
         if swapper is None:
             swapper = FuyouParameterSwapper(engine._config, param.dtype)
@@ -98,7 +98,7 @@ def _forget_ended(module: torch.nn.Module) -> None:
 def bring_home(engine: Any) -> None:
     """Stock takes a model of ours: its partitions become DeepSpeed's own tensors again."""
     module = engine.module
-    ours = [param for param in _zero_params(module) if isinstance(param.nvme_swapper, FuyouParameterSwapper)]
+    ours = [param for param in _zero_params(module) if swaps_here(param)]
     if not ours:
         return
     release_gathered(module)

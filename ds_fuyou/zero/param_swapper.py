@@ -49,12 +49,18 @@ __all__ = [
     "partition_of",
     "pin_partition",
     "stores_of",
+    "swaps_here",
     "through_own_swapper",
 ]
 
 AVAILABLE, NOT_AVAILABLE = PartitionedParamStatus.AVAILABLE, PartitionedParamStatus.NOT_AVAILABLE
 _NO_LIMIT = 1 << 62
 _READS_ONLY: ContextVar[bool] = ContextVar("ds_fuyou_reads_only", default=False)
+
+
+def swaps_here(param: Parameter) -> bool:
+    """Whether its partition goes through a swapper of ours."""
+    return isinstance(getattr(param, "nvme_swapper", None), FuyouParameterSwapper)
 
 
 def partition_of(param: Parameter) -> Partition | None:

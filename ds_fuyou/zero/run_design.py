@@ -41,7 +41,7 @@ from ds_fuyou.zero.agreement import least, of_every_rank
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, free_of_rank, local_ranks, planned_host_bytes
 from ds_fuyou.zero.inference import reads_of_inference
-from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, is_in_host_memory, partition_bytes, partition_of
+from ds_fuyou.zero.param_swapper import is_in_host_memory, partition_bytes, partition_of, swaps_here
 
 __all__ = ["RunDesign", "TrainedModel", "design_of", "laid_out"]
 
@@ -97,8 +97,7 @@ class TrainedModel:
         def is_open(held: Partition | None) -> bool:
             return held is None or (held.store is None and isinstance(held.source, ParkedValues))
 
-        ours = (p for p in self.frozen if isinstance(getattr(p, "nvme_swapper", None), FuyouParameterSwapper))
-        return [param for param in ours if is_open(partition_of(param))]
+        return [param for param in self.frozen if swaps_here(param) and is_open(partition_of(param))]
 
     @property
     def num_params(self) -> int:
