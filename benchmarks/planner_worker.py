@@ -26,6 +26,7 @@ from torch import nn  # noqa: E402
 LIVE_MATRICES = 2  # of the largest, in use and on their way: with less no fetch runs beside computing
 GRID = (0.0, 0.25, 0.5, 0.75, 1.0)
 FATES = ("auto", "swap", "recompute")
+STARTS = ("speculate", "defer")
 NUM_EXPERTS, LORA_RANK = 4, 8
 LEAD = 8  # steps of the engine that measures: two for the profile, and what a run needs to know its usual rates
 
@@ -89,6 +90,7 @@ def config_of(scenario: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
         "dram_budget_bytes": scenario["dram_bytes"],
         "gpu_budget_bytes": scenario["gpu_bytes"],
         "activations": {"mode": plan.pop("mode", "auto")},
+        "optimizer": {"clip_policy": plan.pop("clip_policy", "auto")},
         "plan": {"chunk_bytes": 2 << 20, "num_threads": scenario["threads"], **plan},
     }
     return {
@@ -152,8 +154,8 @@ def trained(scenario: dict[str, Any], plan: dict[str, Any], lead: int, timed: in
 
 
 def searched(measured: dict[str, Any]) -> Iterator[tuple[float, dict[str, Any]]]:
-    """(predicted seconds, what to set) of every point of a grid over the shares of all classes and the fates of
-    activations that fits host memory with the lanes it needs.
+    """(predicted seconds, what to set) of every point of a grid over the shares of all classes, the fates of
+    activations and when updates begin, that fits host memory with the lanes it needs.
     """
     from ds_fuyou.planner.document import Residency
     from ds_fuyou.planner.plan import classes_of, minimum_lane_bytes, resident_bytes
@@ -162,7 +164,8 @@ def searched(measured: dict[str, Any]) -> Iterator[tuple[float, dict[str, Any]]]
     profile, given = measured["profile"], measured["given"]
     given = replace(given, device_room_bytes=profile.room or 0.0)
     names = classes_of(given)
-    for mode in FATES:
+    for clip_policy, mode in itertools.product(STARTS, FATES):
+        given = replace(given, may_speculate=clip_policy == "speculate")
         steps = run_time(profile, given, activations=activation_costs(profile), mode=mode)
         for shares in itertools.product(GRID, repeat=len(names)):
             residency = Residency(**dict(zip(names, shares, strict=True)))
@@ -171,7 +174,7 @@ def searched(measured: dict[str, Any]) -> Iterator[tuple[float, dict[str, Any]]]
                 minimum_lane_bytes(given, residency, measured["plan"].chunk_bytes) + measured["plan"].activation_bytes
             )
             if needed <= given.dram_budget_bytes:
-                chosen = {"residency": dict(zip(names, shares, strict=True)), "mode": mode}
+                chosen = {"residency": dict(zip(names, shares, strict=True)), "mode": mode, "clip_policy": clip_policy}
                 yield steps.secs(steps.placed(given, residency, 0.0)), chosen
 
 

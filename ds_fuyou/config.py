@@ -182,7 +182,8 @@ class OptimizerSettings(_Settings):
     clip_policy: Literal["auto", "defer", "speculate"] = Field(
         "auto",
         description="How a clip factor or an overflow that is known only after backward is honoured exactly: "
-        "`defer` starts updates then, `speculate` starts them in backward and redoes those it must.",
+        "`defer` starts updates then, `speculate` starts them in backward and redoes those it must. `auto` starts them "
+        "in backward unless many had to be redone lately, or the plan finds a step clearly shorter without.",
     )
     masters: Literal["auto", "whole", "split"] = Field(
         "auto",

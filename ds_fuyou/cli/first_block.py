@@ -183,12 +183,12 @@ def _placed(given: PlanInput, asked: Question, activation: Activation) -> tuple[
     """The plan, what the block must say for it, and why."""
     fixed = [tier for tier in (given.params_tier, given.optimizer_tier) if tier != "auto"]
     try:
-        plan = placed_under(activation.config, given, None)[0].plan
+        plan = placed_under(activation.config, given, None).plan
     except FuyouConfigError as error:
         if not fixed or not activation.state_paths:
             raise FuyouConfigError(f"{asked.model.name} on this machine: {error}") from error
         free = replace(given, params_tier="auto", optimizer_tier="auto", gradients_tier="auto")
-        plan = placed_under(activation.config, free, None)[0].plan
+        plan = placed_under(activation.config, free, None).plan
         return (
             plan,
             _tiers(plan),
@@ -252,7 +252,7 @@ def room_here(asked: Question, activation: Activation) -> Room | None:
     """
     ranks = asked.ranks or num_devices()
     given = _plan_input(asked, activation, ranks)
-    return _room(given, placed_under(activation.config, given, None)[0].plan, ranks, activation)
+    return _room(given, placed_under(activation.config, given, None).plan, ranks, activation)
 
 
 def _room(given: PlanInput, plan: Plan, ranks: int, activation: Activation) -> Room | None:

@@ -157,15 +157,15 @@ def _of_profile(arguments: argparse.Namespace) -> int:
         raise FuyouConfigError(f"--profile {arguments.profile}: must be what a run kept, found {error!r}") from error
     facts = replace(profile.given, layout=_layout(profile.given.layout, arguments))
     given = under_block_of_rank(facts, block.block, block.has_storage)
-    decision, time = placed_under(block.block, given, profile)
-    document = run_document(profile, given, decision, time)
+    decision = placed_under(block.block, given, profile)
+    document = run_document(profile, given, decision)
     if arguments.out is not None:
         save(document, arguments.out)
     if arguments.json:
         sys.stdout.write(json.dumps(document.to_json(), indent=2) + "\n")
         return 0
-    rows = class_rows(given, time, decision.place, decision.plan)
-    lines = [profile_line(profile), predict(time, decision.place).line(), *class_lines(rows, decision.secs)]
+    rows = class_rows(decision.settled(given), decision.time, decision.place, decision.plan)
+    lines = [profile_line(profile), predict(decision.time, decision.place).line(), *class_lines(rows, decision.secs)]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 

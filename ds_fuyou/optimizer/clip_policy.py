@@ -37,12 +37,14 @@ class ClipPolicy:
         self._policy = policy
         self.possible = possible
         """Whether any chunk can be updated ahead of the step."""
+        self.waits = policy == "defer"
+        """Whether all updates wait for ``step()``; changed between steps, on all ranks."""
         self._refused: deque[bool] = deque(maxlen=self.WINDOW)
 
     @property
     def may_speculate(self) -> bool:
         """Whether updates begin in backward in any step."""
-        return self.possible and self._policy != "defer"
+        return self.possible and not self.waits
 
     def choose(self) -> UpdateStart:
         if not self.may_speculate:

@@ -19,6 +19,9 @@ planned anew for each placement, by the ladder of ``activations.py``, with what 
 What passes through host memory is set aside before: an arena for activations and the lanes' pools, of generous sizes,
 since the closed form knows nothing of what evens out. Where no activation is swapped the arena goes to the classes; and
 where a small budget's pools would do with clearly less, and a step becomes clearly shorter for it, so do they.
+
+Updates begin in backward, for which P16 in host memory has two versions. With one more of it, or of states, is there,
+which many micro-batches make up for: where a step is clearly shorter with updates that wait for ``step()``, they wait.
 """
 
 from __future__ import annotations
@@ -65,12 +68,15 @@ _NEAR = 1.02  # of the fastest: then the one that moves least
 _WORTH_TWICE = 1.01
 _PARTS = (4, 8, 16, 32, 64, 128)  # of the budget, moved from one class to another
 _CLEARLY = 0.03  # of a step, and of the budget
+_WORTH_WAITING = 0.05  # of a step
+_REACH = 1.05  # of what is to be beaten: farther off, shares in every order are not improved
 
 
 @dataclass(frozen=True)
 class StepTime:
     """What predicts a step: the workload, the machine as one rank sees it, when updates may run; and what a micro-batch
-    saves for backward, None where that is not known. ``mode`` of activations is the user's.
+    saves for backward, None where that is not known. ``mode`` of activations is the user's. ``is_measured``: else
+    storage alone is known to take time.
     """
 
     work: Workload
@@ -78,6 +84,15 @@ class StepTime:
     policy: Policy
     activations: ActivationCosts | None = None
     mode: str = "auto"
+    is_measured: bool = True
+
+    def deferred(self) -> StepTime:
+        """With updates that wait for ``step()``."""
+        return replace(self, policy=self.policy.deferred())
+
+    def begun(self) -> StepTime:
+        """With updates that begin in backward."""
+        return replace(self, policy=self.policy.begun())
 
     @cached_property
     def _cost(self) -> StepCost:
@@ -120,11 +135,19 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Decision:
-    """The plan, the placement behind it, and its predicted seconds of a step."""
+    """The plan, the placement behind it, its predicted seconds of a step, and by what. ``waits``: updates are not to
+    begin in backward, though they might.
+    """
 
     plan: Plan
     place: Placement
     secs: float
+    time: StepTime
+    waits: bool = False
+
+    def settled(self, given: PlanInput) -> PlanInput:
+        """What was asked, with what was decided of when updates begin."""
+        return replace(given, may_speculate=False) if self.waits else given
 
 
 @dataclass(frozen=True)
@@ -165,10 +188,15 @@ class _Search:
         known = self.time.activations is not None and given.swaps_activations and not given.device_is_host
         return known and not given.activations_leave_dram and not self.is_arena_given
 
-    def fill(self) -> _Tried | None:
-        """The best placement; None if none fits."""
+    def fill(self, most_secs: float = float("inf")) -> _Tried | None:
+        """The best placement; None if none fits. It is only the best of all orders where that is far from
+        ``most_secs``.
+        """
         for shares in self._orders():
             self._try(*shares)
+        nearest = self._fastest()
+        if nearest is None or nearest.secs > _REACH * most_secs:
+            return nearest
         for spare, part in itertools.product((False, True), _PARTS):
             best, helps = self._fastest(), True
             while best is not None and helps:
@@ -314,6 +342,29 @@ def decide(given: PlanInput, overrides: Mapping[str, int | None], time: StepTime
     Raises:
         FuyouConfigError: none fits; with the bytes needed and found.
     """
+    may_wait = given.weighs_start and given.may_speculate
+    chosen: Decision | None = None
+    try:
+        chosen = _decided(given, overrides, time)
+        if not may_wait or not time.is_measured:
+            return chosen
+    except FuyouConfigError:
+        if not may_wait:
+            raise
+    late, most_secs = replace(given, may_speculate=False), float("inf") if chosen is None else chosen.secs
+    try:
+        waiting = replace(_decided(late, overrides, time.deferred(), most_secs), waits=True)
+    except FuyouConfigError:
+        if chosen is None:
+            raise
+        return chosen
+    return waiting if chosen is None or waiting.secs < (1 - _WORTH_WAITING) * chosen.secs else chosen
+
+
+def _decided(
+    given: PlanInput, overrides: Mapping[str, int | None], time: StepTime, most_secs: float = float("inf")
+) -> Decision:
+    """With updates that begin when ``given`` and ``time`` say so; shares are not improved far from ``most_secs``."""
     over = {key: value for key, value in overrides.items() if value is not None}
     if time.activations is not None:
         given = replace(given, block_activation_bytes=max(1, int(time.activations.whole_bytes)))
@@ -324,14 +375,14 @@ def decide(given: PlanInput, overrides: Mapping[str, int | None], time: StepTime
     for arena, chunk_bytes in itertools.product(arenas, sizes):
         lanes = lane_bytes(given, chunk_bytes)
         search = _Search(given, time, chunk_bytes, arena, lanes, "activation_bytes" in over)
-        best = search.fill()
+        best = search.fill(most_secs)
         if best is not None:
-            if not over.keys() & {"staging_bytes", "prefetch_bytes"}:
+            if best.secs <= _REACH * most_secs and not over.keys() & {"staging_bytes", "prefetch_bytes"}:
                 search, best = _with_less_apart(search, best)
             plan = built_plan(given, best.residency, chunk_bytes, search.arena, over, int(best.in_dram))
             kept = kept_param_bytes(plan.prefetch_bytes, given.largest_param_numel * given.param_bytes_each)
             place = replace(best.place, staging_bytes=plan.staging_bytes, kept_param_bytes=kept)
-            return Decision(plan, place, time.secs(place))
+            return Decision(plan, place, time.secs(place), time)
         least_needed = search.least_needed
     budget = given.dram_budget_bytes + given.lent_bytes
     found = f"dram_budget_bytes is {f'{budget / MIB:.0f} MiB' if budget >= MIB else f'{budget} bytes'}"

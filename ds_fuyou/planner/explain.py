@@ -38,6 +38,8 @@ _CLASSES = {
     "frozen": ("frozen P16", "frozen"),
 }
 
+_BEGIN, _WAIT = "begin in backward", "wait for step()"
+
 
 @dataclass(frozen=True)
 class ClassRow:
@@ -69,7 +71,22 @@ def class_rows(given: PlanInput, time: StepTime, place: Placement, plan: Plan) -
     fixed = {name for name in given.fixed_shares() if not (given.durable and name == "optimizer")}
     open_classes = [name for name in classes_of(given) if name not in fixed]
     rows = [_of_class(given, time, place, plan, name) for name in open_classes]
-    return [row for row in (*rows, _of_activations(given, time, place)) if row is not None]
+    rows += [_of_activations(given, time, place), _of_updates(given, time, place, plan)]
+    return [row for row in rows if row is not None]
+
+
+def _of_updates(given: PlanInput, time: StepTime, place: Placement, plan: Plan) -> ClassRow | None:
+    """When those of states on storage begin, where that is the plan's to say and P16 takes room for it."""
+    if not given.weighs_start or place.states >= 1 or place.params <= 0:
+        return None
+    begins = time.policy.begins_in_backward
+    other, residency = replace(given, may_speculate=not begins), plan.residency
+    tried = replace(place, two_versions=has_two_versions(other, residency))
+    predicted = (time.deferred() if begins else time.begun()).predicted(tried)
+    needed = resident_bytes(other, residency) + _passing_bytes(other, place, plan, residency)
+    lacking = max(0.0, needed + place.dram_activation_bytes - given.dram_budget_bytes)
+    bound, homes = bound_by(predicted, time.machine), (_WAIT, _BEGIN) if begins else (_BEGIN, _WAIT)
+    return ClassRow("updates", homes[1], homes[0], predicted.iteration_secs, bound, lacking)
 
 
 def _of_class(given: PlanInput, time: StepTime, place: Placement, plan: Plan, name: str) -> ClassRow | None:
@@ -144,11 +161,11 @@ def class_lines(rows: Sequence[ClassRow], secs: float) -> Iterator[str]:
         )
 
 
-def run_document(profile: RunProfile, given: PlanInput, decision: Decision, time: StepTime) -> PlanDocument:
+def run_document(profile: RunProfile, given: PlanInput, decision: Decision) -> PlanDocument:
     """What a run under this profile does: written by the run, and by the command for the same profile and block."""
-    plan, place, found = decision.plan, decision.place, time.predicted(decision.place)
+    plan, place, time = decision.plan, decision.place, decision.time
     layers = max(1, sum(1 for block in profile.blocks if block.name))
-    machine = time.machine
+    machine, found = time.machine, time.predicted(place)
     return PlanDocument(
         model=Subject(f"measured {profile.model}", profile.num_params, layers, profile.model),
         world_size=profile.world_size,
@@ -159,9 +176,10 @@ def run_document(profile: RunProfile, given: PlanInput, decision: Decision, time
         machine=profile.machine,
         predicted={
             "iteration_secs": round(found.iteration_secs, 6),
+            "updates": time.policy.updates.value,
             "bound_lane": bound_by(found, machine),
             "lane_secs": {lane.label: round(found.lane_secs[lane], 6) for lane in Lane},
-            "host_bytes": plan.host_bytes(given),
+            "host_bytes": plan.host_bytes(decision.settled(given)),
             "storage_bytes_written_a_step": round(found.lane_secs[Lane.WRITE] * machine.storage_write),
             "activations": {name: list(counts) for name, *counts in place.fates},
         },

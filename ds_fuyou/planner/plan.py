@@ -46,6 +46,7 @@ __all__ = [
     "save_bytes",
     "stored_bytes",
     "under_block",
+    "weighs_start",
     "whole_bytes",
 ]
 
@@ -90,6 +91,7 @@ class PlanInput:
     optimizer_tier: str = "auto"
     gradients_tier: str = "auto"
     may_speculate: bool = True
+    weighs_start: bool = False  # whether updates begin in backward is the plan's to say
     num_cpus: int = 1
     device_is_host: bool = False
     is_unified: bool = False  # device and host share one memory, though the device computes by itself
@@ -109,6 +111,10 @@ class PlanInput:
     saves_behind: bool = False  # checkpoints are written while training goes on
     keeps_read: bool = False  # of the budget, what nothing else takes holds parameters that were read
     lent_bytes: int = 0  # of the budget that the user named, to engines without an optimizer, and not in this one
+
+    def open(self) -> PlanInput:
+        """Before it was decided when updates begin."""
+        return replace(self, may_speculate=self.may_speculate or self.weighs_start)
 
     def fixed_shares(self) -> dict[str, float]:
         """Resident shares that are not the rule's to choose: 1 and 0 for tiers "cpu" and "nvme", else the plan's."""
@@ -130,6 +136,11 @@ def handles_activations(config: Any, device_is_host: bool) -> bool:
     return bool(config.gpu_budget_bytes != "auto" or not device_is_host or is_planned)
 
 
+def weighs_start(config: Any) -> bool:
+    """Whether a ``FuyouConfig`` leaves it to the plan when updates begin."""
+    return bool(config.optimizer.clip_policy == "auto" and config.optimizer.overlap != "none")
+
+
 def under_block(given: PlanInput, config: Any, has_storage: bool) -> PlanInput:
     """Sizes and means of a rank with what a ``FuyouConfig`` decides; means that it leaves open stay as they are."""
     budget, stored = config.dram_budget_bytes, config.nvme_budget_bytes
@@ -141,6 +152,7 @@ def under_block(given: PlanInput, config: Any, has_storage: bool) -> PlanInput:
         optimizer_tier=config.optimizer.tier if has_storage else "cpu",
         gradients_tier=config.gradients.tier if has_storage else "cpu",
         may_speculate=config.optimizer.clip_policy != "defer" and config.optimizer.overlap != "none",
+        weighs_start=weighs_start(config),
         swaps_activations=config.activations.mode != "recompute" and handles_activations(config, given.device_is_host),
         activations_stay_in_dram=not has_storage or config.activations.tier == "cpu",
         activations_leave_dram=config.activations.tier == "nvme" or (given.is_unified and has_storage),

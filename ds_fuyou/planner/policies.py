@@ -45,7 +45,8 @@ class Fixed:
     "recompute". ``durable``: states have two slots on storage, whatever fits. ``saves_behind``: checkpoints are written
     while training goes on. ``keeps_read``: a budget of host memory is named, and what nothing else takes of it holds
     parameters that were read. ``shares``: resident ones, by field of :class:`~ds_fuyou.planner.document.Residency`, of
-    classes whose tier is "auto".
+    classes whose tier is "auto". ``weighs_start``: whether updates begin in backward is left
+    to the planner.
     """
 
     params: str = "auto"
@@ -57,6 +58,7 @@ class Fixed:
     saves_behind: bool = False
     keeps_read: bool = False
     shares: tuple[tuple[str, float], ...] = ()
+    weighs_start: bool = True
 
     def tier(self, name: str) -> str:
         """Of a class by the planner's name."""
@@ -118,3 +120,8 @@ class Policy:
     def deferred(self) -> Policy:
         """With updates that wait for ``step()``, for which gradients on storage are read back."""
         return replace(self, updates=_DEFERRED.get(self.updates, self.updates), reads_spilled=True)
+
+    def begun(self) -> Policy:
+        """With updates that begin in backward, as those do that :meth:`deferred` makes wait."""
+        begun = {waiting: updates for updates, waiting in _DEFERRED.items()}.get(self.updates, self.updates)
+        return replace(self, updates=begun, reads_spilled=begun is not Updates.DEADLINE)

@@ -215,7 +215,7 @@ def run_time(
     model = _ProfiledModel.of(profile, given)
     machine = _UNKNOWN if profile is None else _machine(profile, model)
     accumulation = accumulation if profile is None else profile.accumulation
-    return StepTime(Workload(model, 1, 1, accumulation), machine, policy, activations, mode)
+    return StepTime(Workload(model, 1, 1, accumulation), machine, policy, activations, mode, profile is not None)
 
 
 def _known(profile: RunProfile, given: PlanInput, mode: str) -> tuple[PlanInput, StepTime]:
@@ -233,9 +233,9 @@ def placed(
     profile: RunProfile | None = None,
     accumulation: int = 1,
     mode: str = "auto",
-) -> tuple[Decision, StepTime]:
+) -> Decision:
     """The placement of a run by what was measured of it, if anything was, and it fits storage with two slots; else the
-    one that moves the fewest bytes; and what it was judged by. ``mode`` of activations.
+    one that moves the fewest bytes. ``mode`` of activations.
 
     Raises:
         FuyouConfigError: as :func:`decide`.
@@ -243,10 +243,9 @@ def placed(
     if profile is not None and profile.storage is not None:  # else measured while nothing was on storage
         given, time = _known(profile, given, mode)
         with contextlib.suppress(FuyouConfigError):
-            return decide(replace(given, durable=overrides.get("slots") != 1), overrides, time), time
+            return decide(replace(given, durable=overrides.get("slots") != 1), overrides, time)
     unbounded = replace(given, storage_budget_bytes=float("inf"))  # with one slot it may fit; who makes files says so
-    time = run_time(None, given, accumulation=accumulation)
-    return decide(unbounded, overrides, time), time
+    return decide(unbounded, overrides, run_time(None, given, accumulation=accumulation))
 
 
 def expert_values(config: Any) -> dict[str, int | None]:
@@ -254,9 +253,7 @@ def expert_values(config: Any) -> dict[str, int | None]:
     return config.plan.model_dump(exclude={"residency", "shares"}) if config.plan is not None else {}
 
 
-def placed_under(
-    config: Any, given: PlanInput, profile: RunProfile | None, accumulation: int = 1
-) -> tuple[Decision, StepTime]:
+def placed_under(config: Any, given: PlanInput, profile: RunProfile | None, accumulation: int = 1) -> Decision:
     """As :func:`placed`, under a ``FuyouConfig``: what a run does that begins anew, and what the command says that it
     does. One that goes on from state files takes their placement (zero/taken_design.py).
     """
@@ -275,19 +272,30 @@ def placed_again(
 ) -> Decision | None:
     """Where states, and ``others`` that may move (of parameters and gradients), should be of a run under ``plan``, by
     what was measured of it: everything else, and staging memory, stays. None unless a step becomes clearly shorter; the
-    others stay, too, unless it becomes clearly shorter still: P16 moves in a pause. ``may_speculate``: if it does.
+    others stay, too, unless it becomes clearly shorter still: P16 moves in a pause. ``given`` says whether updates
+    begin in backward as it is, ``may_speculate`` whether they may where P16 gets as many versions as that needs.
     """
     stays = {"parameters": plan.residency.parameters, "gradients": plan.residency.gradients}
-    found, secs = _placed_again(given, overrides, profile, plan, mode, stays)
-    best = secs if found is None else found.secs
+    best = float("inf")
+    found = _placed_again(replace(given, weighs_start=False), overrides, profile, plan, mode, stays)
+    if found is not None:
+        best = found.time.secs(_as_it_is(found.place, given, plan))
+        if _fits(found, given, plan) and found.secs < (1 - _WORTH_MOVING) * best:
+            best = found.secs
+        else:
+            found = None
     for moving in (("gradients",), ("parameters",), ("parameters", "gradients")):  # what moves least first
         if not all(name in others and name not in given.fixed_shares() for name in moving):
             continue
         leaves = {name: share for name, share in stays.items() if name not in moving}
+        there = replace(given, weighs_start=False)
         if "parameters" in moving and may_speculate is not None:
-            given = replace(given, may_speculate=may_speculate)
-        other, _ = _placed_again(given, overrides, profile, plan, mode, leaves)
-        if other is None or getattr(other.plan.residency, moving[0]) == stays[moving[0]]:
+            there = replace(given, may_speculate=may_speculate)
+        other = _placed_again(there, overrides, profile, plan, mode, leaves)
+        if other is None or not _fits(other, there, plan):
+            continue
+        begins_as_now = other.settled(there).may_speculate == given.may_speculate
+        if begins_as_now and getattr(other.plan.residency, moving[0]) == stays[moving[0]]:
             continue
         if other.secs < (1 - _WORTH_MOVING) * best:
             found, best = other, other.secs
@@ -301,8 +309,8 @@ def _placed_again(
     plan: Plan,
     mode: str,
     stays: Mapping[str, float],
-) -> tuple[Decision | None, float]:
-    """What is better, and the seconds of a step as it is. ``stays``: shares of P16 and G16 that do."""
+) -> Decision | None:
+    """The best where lanes are as they are, and ``stays``, shares of P16 and G16; None if nothing fits."""
     now = plan.residency
     fixed = {**stays, "frozen": now.frozen, TWICE: now.optimizer_twice}
     lanes: dict[str, int | None] = {
@@ -315,22 +323,28 @@ def _placed_again(
     there = replace(given, params_tier="auto", gradients_tier="auto", shares={**given.shares, **fixed})
     there, time = _known(profile, there, mode)
     try:
-        found = decide(there, {**overrides, **lanes}, time)
+        return decide(there, {**overrides, **lanes}, time)
     except FuyouConfigError:
-        return None, float("inf")
-    two_versions = has_two_versions(given, now)
-    as_it_is = replace(
-        found.place,
+        return None
+
+
+def _fits(found: Decision, given: PlanInput, plan: Plan) -> bool:
+    """Whether host memory holds it, or as much as ``plan`` takes."""
+    return found.plan.host_bytes(found.settled(given)) <= max(given.dram_budget_bytes, plan.host_bytes(given))
+
+
+def _as_it_is(place: Placement, given: PlanInput, plan: Plan) -> Placement:
+    """Classes under ``plan``, and what another placement says of activations."""
+    now = plan.residency
+    return replace(
+        place,
         params=now.parameters,
         states=now.optimizer,
         grads=now.gradients,
         states_twice=now.optimizer_twice,
-        two_versions=two_versions,
+        two_versions=has_two_versions(given, now),
         kept_param_bytes=kept_param_bytes(plan.prefetch_bytes, given.largest_param_numel * given.param_bytes_each),
     )
-    before = time.secs(as_it_is)
-    fits = found.plan.host_bytes(given) <= max(given.dram_budget_bytes, plan.host_bytes(given))
-    return (found if fits and found.secs < (1 - _WORTH_MOVING) * before else None), before
 
 
 def predict(time: StepTime, place: Placement) -> Prediction:

@@ -40,8 +40,8 @@ BATCHES = tuple(1 << power for power in range(10))
 
 @dataclass(frozen=True)
 class Chosen:
-    """A placement that fits, with its predictions under ``policy``; ``asked``: before updates were deferred because
-    storage lacks ``second_slot_bytes`` for two slots. ``plan``: of a rank of ours.
+    """A placement that fits, with its predictions under ``policy``; ``asked``: before updates were deferred, because
+    that is faster, or because storage lacks ``second_slot_bytes`` for two slots. ``plan``: of a rank of ours.
     """
 
     work: Workload
@@ -139,14 +139,13 @@ def _quick(work: Workload, machine: Machine, policy: Policy) -> tuple[_Quick | N
     """The best placement that fits by the closed form, and the needs of the one that lacks least. Where storage holds
     one slot alone, a run of ours begins updates in ``step()``.
     """
-    place, plan = _place(work, machine, policy)
+    policy, place, plan = _place(work, machine, policy)
     needs = needs_of(work, machine, policy, place, plan)
     if needs.missing():
         return None, needs
     lacking = _second_slot_bytes(needs, policy)
     if lacking and policy.begins_in_backward:
-        policy = policy.deferred()
-        other, other_plan = _place(work, machine, policy)
+        policy, other, other_plan = _place(work, machine, policy.deferred())
         needed = needs_of(work, machine, policy, other, other_plan)
         if not needed.missing() and _second_slot_bytes(needed, policy):
             place, plan, needs = other, other_plan, needed
@@ -167,16 +166,18 @@ def _question(work: Workload, machine: Machine, policy: Policy) -> tuple[PlanInp
     return replace(facts, device_room_bytes=device_room(work, machine, policy)), time
 
 
-def _place(work: Workload, machine: Machine, policy: Policy) -> tuple[Placement, Plan | None]:
-    """The best placement, or, where none fits, the one that needs least of host memory; and the plan of ours."""
+def _place(work: Workload, machine: Machine, policy: Policy) -> tuple[Policy, Placement, Plan | None]:
+    """The best placement, or, where none fits, the one that needs least of host memory; the plan of ours, and the
+    policy with what that decides of when updates begin.
+    """
     if policy.tiers is Tiers.PLANNED:
         given, time = _question(work, machine, policy)
         for is_durable in dict.fromkeys((True, given.durable)):  # with two slots, if storage has room for them
             with contextlib.suppress(FuyouConfigError):
                 decision = decide(replace(given, durable=is_durable), {}, time)
-                return decision.place, decision.plan
+                return decision.time.policy, decision.place, decision.plan
         plan = least_plan(given)
-        return time.placed(given, plan.residency, 0.0), plan
+        return policy, time.placed(given, plan.residency, 0.0), plan
     resident = 1.0 if policy.tiers is Tiers.DRAM else 0.0
     base = Placement(
         params=resident, states=resident, grads=0.0 if policy.gradients_on_storage else 1.0, frozen=resident
@@ -184,7 +185,8 @@ def _place(work: Workload, machine: Machine, policy: Policy) -> tuple[Placement,
     room = device_room(work, machine, policy) if policy.fates is Fates.OPERATORS else 0.0
     in_dram = float("inf") if policy.fates is Fates.CHECKPOINT else 0.0
     time = StepTime(work, machine, policy)
-    return plan_activations(costs_of(work, policy), base, room, in_dram, time.secs, policy.fixed.mode), None
+    place = plan_activations(costs_of(work, policy), base, room, in_dram, time.secs, policy.fixed.mode)
+    return policy, place, None
 
 
 def fits(work: Workload, machine: Machine, policy: Policy) -> bool:
@@ -210,6 +212,8 @@ def alternatives(chosen: Chosen) -> list[str]:
     if chosen.plan is None:
         return []
     given, time = _question(work, machine, policy)
+    if chosen.second_slot_bytes:
+        given = replace(given, weighs_start=False)
     rows = class_rows(given, time, chosen.place, chosen.plan)
     return list(class_lines(rows, chosen.closed.iteration_secs))
 

@@ -96,6 +96,7 @@ def rank_facts(work: Workload, machine: Machine, policy: Policy) -> PlanInput:
         optimizer_tier=fixed.states,
         gradients_tier=fixed.grads,
         may_speculate=policy.begins_in_backward,
+        weighs_start=fixed.weighs_start,
         device_is_host=machine.shares_cores,
         is_unified=machine.is_unified,
         swaps_activations=fixed.mode not in ("none", "recompute"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.hardware import Machine
+from ds_fuyou.planner.plan import weighs_start
 from ds_fuyou.planner.policies import Fixed, Policy, Updates
 from ds_fuyou.simulator.fit import shown_bytes
 from ds_fuyou.state_layout import FP32, masters_of, moments_of
@@ -43,6 +44,7 @@ def under_block(
         saves_behind=config.checkpoint.save == "background",
         keeps_read=config.dram_budget_bytes != "auto",
         shares=tuple(config.plan.resident_shares().items()) if config.plan is not None else (),
+        weighs_start=weighs_start(config),
     )
     of_masters, of_moments = stock
     masters = masters_of(config.optimizer.masters, is_bfloat16=is_bfloat16, checksum=config.checksum, stock=of_masters)

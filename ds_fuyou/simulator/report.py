@@ -14,7 +14,7 @@ from ds_fuyou.planner.hardware import GIB
 from ds_fuyou.planner.host_memory import AUTO_TENTHS
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.policies import Tiers
-from ds_fuyou.simulator.choose import BATCHES, Chosen, alternatives, fits, quick_secs, try_choose
+from ds_fuyou.simulator.choose import BATCHES, Chosen, alternatives, fits, quick_secs
 from ds_fuyou.simulator.fit import shown_bytes
 
 __all__ = ["TIER_NAMES", "document_of", "largest_batch", "plan_text", "upgrades"]
@@ -50,6 +50,7 @@ def _settings(chosen: Chosen) -> dict[str, int]:
 def _predicted(chosen: Chosen) -> dict[str, Any]:
     return {
         "policy": chosen.policy.name,
+        "updates": chosen.policy.updates.value,
         "iteration_secs": round(chosen.iteration_secs, 4),
         "iteration_secs_closed_form": round(chosen.closed.iteration_secs, 4),
         "tokens_per_s": round(chosen.tokens_per_s, 2),
@@ -164,24 +165,12 @@ def _lines(chosen: Chosen) -> Iterator[str]:
         yield f"next best upgrade: twice the {what}, {secs:.2f} s a step"
     else:
         yield "no single upgrade of storage, DRAM, GPU, link or CPU to twice its size gains 1 %"
-    yield from _if_updates_wait(chosen)
     others = alternatives(chosen)
     if others:
         yield ""
         yield "each class, what its best other home would cost by the closed form"
     for line in others:
         yield f"  {line}"
-
-
-def _if_updates_wait(chosen: Chosen) -> Iterator[str]:
-    """Where that is clearly shorter: with one version of P16 more of it, or of states, is in host memory, which many
-    micro-batches make up for. It is the user's to say.
-    """
-    if chosen.policy.tiers is not Tiers.PLANNED or not chosen.policy.begins_in_backward:
-        return
-    other = try_choose(chosen.work, chosen.machine, chosen.asked.deferred())
-    if isinstance(other, Chosen) and other.iteration_secs < _CLEARLY * chosen.iteration_secs:
-        yield f'with "optimizer": {{"clip_policy": "defer"}} in the fuyou block: {other.iteration_secs:.2f} s a step'
 
 
 def _unlike_a_run(chosen: Chosen) -> Iterator[str]:

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,13 @@ class RankState:
         self._num_reads = 0
         self._skipped = SkippedSteps(self.core)
         self._positions_known = False
+
+    def let_updates_wait(self, waits: bool) -> None:
+        """From the next step on all updates wait for ``step()``, or those begin in backward that can; between steps,
+        on all ranks.
+        """
+        self.core.policy.waits = waits
+        self.design = replace(self.design, given=replace(self.design.given, may_speculate=not waits))
 
     def planned(self, plan: Plan) -> None:
         """What the run is told to do from now on, and the host memory it takes with that."""

@@ -27,7 +27,7 @@ from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.optimizer.rules import OptimizerKind
 from ds_fuyou.parameters.partition import Partition
 from ds_fuyou.planner.applied import require_params
-from ds_fuyou.planner.decide import Decision, StepTime
+from ds_fuyou.planner.decide import Decision
 from ds_fuyou.planner.host_memory import AUTO_TENTHS, available_host_bytes, copied_later_bytes
 from ds_fuyou.planner.plan import MIB, Plan, PlanInput, under_block
 from ds_fuyou.planner.profile import RunProfile, fingerprint_of
@@ -200,14 +200,13 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class RunDesign:
-    """How a run is placed, by what, and its chunks. ``profile``: of an earlier run; ``taken``: where chunks are in the
-    files that it goes on from.
+    """How a run is placed, and its chunks. ``given``: with what was decided of when updates begin. ``profile``: of an
+    earlier run; ``taken``: where chunks are in the files that it goes on from.
     """
 
     model: TrainedModel
     given: PlanInput
     decision: Decision
-    decided_by: StepTime
     layout: FlatLayout
     profile: RunProfile | None
     taken: ChunkResidency | None = None
@@ -230,7 +229,7 @@ class RunDesign:
             residency=self.residency,
             num_slots=num_slots,
             overlap=Overlap(config.optimizer.overlap),
-            clip_policy=config.optimizer.clip_policy,
+            clip_policy=config.optimizer.clip_policy if self.given.may_speculate else "defer",
             param_dtype=model.param_dtype,
             grad_dtype=model.grad_dtype,
             staging_bytes=plan.staging_bytes,
@@ -269,8 +268,8 @@ def design_of(model: TrainedModel, profile: RunProfile | None) -> RunDesign:
     given = model.plan_input()
     if config.plan is not None and config.plan.document is not None:
         require_params(config.plan.document, model.num_params)
-    decision, decided_by = placed_under(config, given, profile, model.accumulation)
-    return RunDesign(model, given, decision, decided_by, laid_out(model, decision.plan.chunk_bytes), profile)
+    decision = placed_under(config, given, profile, model.accumulation)
+    return RunDesign(model, decision.settled(given), decision, laid_out(model, decision.plan.chunk_bytes), profile)
 
 
 def laid_out(model: TrainedModel, chunk_bytes: int) -> FlatLayout:

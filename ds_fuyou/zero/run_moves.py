@@ -33,15 +33,23 @@ _FLOOR = 0.02  # of the machine's memory: with less than that available states l
 
 @dataclass(frozen=True)
 class _Target:
-    """Shares in host memory, versions of P16 there, bytes of the lanes with them; predicted seconds of a step."""
+    """Shares in host memory, versions of P16 there, whether updates wait for ``step()`` once it is there, bytes of the
+    lanes; predicted seconds of a step.
+    """
 
     states: float
     params: float
     num_versions: int
+    waits: bool
     grads: float
     prefetch_bytes: int
     gradient_buffer_bytes: int
     secs: float
+
+    @property
+    def held(self) -> float:
+        """Of P16 in host memory, in all its versions."""
+        return self.params * self.num_versions
 
 
 class RunMoves:
@@ -99,8 +107,9 @@ class RunMoves:
         if target is None:
             return
         now, self._comes, self._num_waits = self._state.plan.residency, None, 0
+        held = self._as_it_is.held
         self._narrow_arena(arena)
-        if target.params < now.parameters and not self._place_params(target):
+        if target.held < held and not self._place_params(target):
             return
         if target.grads < now.gradients and not self._place_grads(target):
             return
@@ -115,7 +124,7 @@ class RunMoves:
                     100 * now.optimizer,
                     target.secs,
                 )
-        if target.params > now.parameters or target.grads > now.gradients:
+        if target.held > held or target.grads > now.gradients:
             self._comes = target
 
     def _arena_bytes(self) -> int:
@@ -139,15 +148,18 @@ class RunMoves:
 
     def _better(self, profile: RunProfile | None, arena_bytes: int) -> _Target | None:
         """If a step becomes clearly shorter. Chunks that leave memory are updated in backward only where there is a
-        spare slot, and P16 in memory has two versions or is none; it gets as many as it needs where it moves.
+        spare slot, and P16 in memory has two versions or is none; it gets as many as it needs where it moves, and where
+        one is enough, because updates wait for ``step()`` now, it gives up the other.
         """
-        state, options = self._state, self._state.core.options
+        state, core = self._state, self._state.core
         if profile is None:
             return None
-        has_two = state.core.place.num_versions == 2
-        may_speculate = state.plan_input.may_speculate and options.num_slots >= 2
-        may_now = may_speculate and (has_two or state.plan.residency.parameters == 0)
-        given = replace(state.plan_input, may_speculate=may_now, durable=options.num_slots >= 2)
+        has_two, has_slots = core.place.num_versions == 2, core.options.num_slots >= 2
+        given = replace(state.plan_input.open(), durable=has_slots)
+        given = replace(given, weighs_start=given.weighs_start and has_slots)
+        may_speculate = given.may_speculate and has_slots
+        may_now = may_speculate and not core.policy.waits and (has_two or state.plan.residency.parameters == 0)
+        given = replace(given, may_speculate=may_now)
         config = state.activation.config
         found = placed_again(
             given,
@@ -160,19 +172,30 @@ class RunMoves:
         )
         if found is None:
             return None
-        now, residency = state.plan.residency, found.plan.residency
-        if residency.parameters == now.parameters and has_two and not has_two_versions(given, residency):
-            once = bytes_each(given, "parameters", False) * given.numel * residency.parameters  # it stays twice
-            if found.plan.host_bytes(given) + once > max(given.dram_budget_bytes, state.plan.host_bytes(given)):
+        now, plan = state.plan.residency, found.plan
+        residency = replace(plan.residency, optimizer=min(plan.residency.optimizer, self._most_states))
+        begins = found.time.policy.begins_in_backward
+        if (residency.parameters, begins) == (now.parameters, may_now):  # P16 stays, in its versions
+            once = bytes_each(given, "parameters", False) * given.numel * residency.parameters
+            more = once if has_two and not has_two_versions(given, plan.residency) else 0
+            if plan.host_bytes(given) + more > max(given.dram_budget_bytes, state.plan.host_bytes(given)):
                 return None
-        states = min(residency.optimizer, self._most_states)
-        params, grads = residency.parameters, residency.gradients
-        if (states, params, grads) == (now.optimizer, now.parameters, now.gradients):
-            return None
-        moved = replace(given, may_speculate=may_speculate)
-        versions = 2 if has_two_versions(moved, replace(residency, optimizer=states)) else 1
-        plan = found.plan
-        return _Target(states, params, versions, grads, plan.prefetch_bytes, plan.gradient_buffer_bytes, found.secs)
+            begins, versions = not core.policy.waits, core.place.num_versions
+            if (residency.optimizer, residency.gradients) == (now.optimizer, now.gradients):
+                return None
+        else:
+            moved = replace(given, may_speculate=begins and may_speculate)
+            versions = 2 if has_two_versions(moved, residency) else 1
+        return _Target(
+            residency.optimizer,
+            residency.parameters,
+            versions,
+            not begins,
+            residency.gradients,
+            plan.prefetch_bytes,
+            plan.gradient_buffer_bytes,
+            found.secs,
+        )
 
     def bring(self, *, waits: bool) -> None:
         """What was to come when states have arrived. ``waits``: on some rank they have not, or it has no quiet."""
@@ -180,7 +203,7 @@ class RunMoves:
         if self._comes is not None and not waits:
             target, self._comes = self._comes, None
             now = self._state.plan.residency
-            if target.params > now.parameters:
+            if target.held > self._as_it_is.held:
                 self._place_params(target)
             if target.grads > now.gradients:
                 self._place_grads(target)
@@ -255,9 +278,10 @@ class RunMoves:
 
     @property
     def _as_it_is(self) -> _Target:
-        plan, versions = self._state.plan, self._state.core.place.num_versions
+        plan, core = self._state.plan, self._state.core
         now, lanes = plan.residency, (plan.prefetch_bytes, plan.gradient_buffer_bytes)
-        return _Target(now.optimizer, now.parameters, versions, now.gradients, *lanes, 0.0)
+        p16 = (now.parameters, core.place.num_versions, core.policy.waits)
+        return _Target(now.optimizer, *p16, now.gradients, *lanes, 0.0)
 
     def _tell(self, what: str) -> None:
         log_once(logging.WARNING, f"host memory is scarce: {what}, and stays there")
@@ -273,15 +297,20 @@ class RunMoves:
         if not state.place_params(target.params, target.prefetch_bytes, target.num_versions):
             return False
         residency = replace(now, parameters=target.params)
+        starts = ""
+        if target.waits != state.core.policy.waits:
+            state.let_updates_wait(target.waits)
+            starts = f"; from now on updates {'wait for step()' if target.waits else 'begin in backward'}"
         state.planned(replace(state.plan, residency=residency, prefetch_bytes=target.prefetch_bytes))
         secs = time.perf_counter() - began
         self._leave_out(secs, LaneTimes.of(state).since(lanes))
         if current_rank() == 0:
             get_logger().info(
-                "P16 has moved in %.1f s: %.0f %% of it are in host memory instead of %.0f %%",
+                "P16 has moved in %.1f s: %.0f %% of it are in host memory instead of %.0f %%%s",
                 secs,
                 100 * target.params,
                 100 * now.parameters,
+                starts,
             )
         return True
 

@@ -216,7 +216,7 @@ class RunPlan:
     def document(self) -> PlanDocument | None:
         """What this run was placed by, as ``fuyou plan --profile`` writes it; None where nothing was known."""
         known, design = self._facts.profile, self._state.design
-        return None if known is None else run_document(known, design.given, design.decision, design.decided_by)
+        return None if known is None else run_document(known, design.given, design.decision)
 
     def step_skipped(self) -> None:
         """Gradients overflowed: what was timed belongs to no step."""

@@ -161,15 +161,13 @@ def _require_wanted(own: RunDesign, shares: Mapping[str, float]) -> None:
 def _planned(design: RunDesign, shares: Mapping[str, float], sizes: Sequence[int]) -> RunDesign:
     """With what host memory leaves to the lanes. What storage has room for is no question: the files are there."""
     config, given = design.model.activation.config, design.given
-    given = replace(given, shares={**given.shares, **shares, TWICE: 0.0})
+    given = replace(given.open(), shares={**given.shares, **shares, TWICE: 0.0})
     unbounded = replace(given, storage_budget_bytes=float("inf"))
     for chunk_bytes in sizes:
         overrides = {**expert_values(config), "chunk_bytes": chunk_bytes}
         with suppress(FuyouConfigError):
-            decision, decided_by = placed(
-                unbounded, overrides, design.profile, design.model.accumulation, config.activations.mode
-            )
-            return replace(design, given=given, decision=decision, decided_by=decided_by)
+            decision = placed(unbounded, overrides, design.profile, design.model.accumulation, config.activations.mode)
+            return replace(design, given=decision.settled(given), decision=decision)
     held = resident_bytes(given, Residency(shares["parameters"], 0.0, shares["gradients"]))
     raise FuyouStateError(
         f"of host memory it holds {held / MIB:.1f} MiB and what is on its way to storage and back, and this run may "

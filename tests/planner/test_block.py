@@ -211,33 +211,32 @@ def test_updates_that_wait_for_the_norm_are_planned_as_such(tmp_path: Path, caps
         block = {"optimizer": {"clip_policy": clip_policy}, "dram_budget_bytes": "20GB"}
         assert _plan(tmp_path, block, "--batch", "1", "--accumulation", "16") == 0
         found.append(_shown(capsys))
-    assert found[0] == found[1]
+    assert found[0]["residency"] == found[1]["residency"], "waiting is not clearly faster"
     assert found[2]["residency"]["parameters"] > found[0]["residency"]["parameters"]
-    assert found[2]["predicted"]["iteration_secs"] != found[0]["predicted"]["iteration_secs"]
+    assert found[2]["predicted"]["iteration_secs"] > 0.95 * found[0]["predicted"]["iteration_secs"]
 
 
-@pytest.mark.parametrize(("accumulation", "gains"), [("16", True), ("1", False)])
-def test_it_is_told_where_updates_that_wait_are_faster(
-    accumulation: str, gains: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("accumulation", "waits"), [("16", True), ("1", False)])
+def test_updates_wait_where_that_is_clearly_faster(
+    accumulation: str, waits: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tmp_path / "ds.json"
-    config.write_text(json.dumps({**BASE, "fuyou": {"nvme_path": "/nvme"}}), encoding="utf-8")
-    machine = [
-        "--model",
-        "gpt:32,32,4096,32000",
-        "--host",
-        "desktop",
-        "--ssd",
-        "990pro",
-        "--num-ssds",
-        "1",
-        "--dram-gb",
-        "64",
-    ]
-    work = ["--batch", "1", "--seq", "2048", "--accumulation", accumulation, "--config", str(config)]
-    assert main(["plan", *machine, *work]) == 0
-    line = [line for line in capsys.readouterr().out.splitlines() if '"clip_policy": "defer"' in line]
-    assert bool(line) == gains
+    machine = ["--model", "gpt:32,32,4096,32000", "--host", "desktop", "--ssd", "990pro", "--num-ssds", "1"]
+    work = ["--dram-gb", "64", "--batch", "1", "--seq", "2048", "--accumulation", accumulation]
+    secs, updates = {}, {}
+    for clip_policy in ("auto", "speculate", "defer"):
+        config = tmp_path / f"{clip_policy}.json"
+        block = {"nvme_path": "/nvme", "optimizer": {"clip_policy": clip_policy}}
+        config.write_text(json.dumps({**BASE, "fuyou": block}), encoding="utf-8")
+        assert main(["plan", *machine, *work, "--config", str(config), "--json"]) == 0
+        predicted = _shown(capsys)["predicted"]
+        secs[clip_policy], updates[clip_policy] = predicted["iteration_secs"], predicted["updates"]
+        assert main(["plan", *machine, *work, "--config", str(config)]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        rows = [" ".join(line[1:4]) for line in lines if line[:1] == ["updates"]]
+        assert rows == (["wait for step();"] if waits and clip_policy == "auto" else []), "else no P16 is in memory"
+    assert secs["auto"] == secs["defer" if waits else "speculate"]
+    assert updates["auto"] == updates["defer" if waits else "speculate"] != updates["speculate" if waits else "defer"]
+    assert (secs["defer"] < 0.95 * secs["speculate"]) == waits
 
 
 def test_budgets_bound_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,11 +117,11 @@ def test_micro_batches_make_parameters_worth_their_memory() -> None:
     """Each reads P16 twice and moves a sum; states move once a step. What hides behind computing is worth nothing."""
     given = replace(GIVEN, dram_budget_bytes=8 * GIB)
     storage_bound = replace(USUAL, **BOUNDS["storage"], forward_secs=0.01, backward_secs=0.02)
-    one = placed(given, {}, storage_bound)[0].plan.residency
-    many = placed(given, {}, replace(storage_bound, accumulation=8))[0].plan.residency
+    one = placed(given, {}, storage_bound).plan.residency
+    many = placed(given, {}, replace(storage_bound, accumulation=8)).plan.residency
     assert one.optimizer > 0.3
     assert (many.parameters, many.gradients) == pytest.approx((1.0, 1.0), abs=0.03)
-    computing = placed(given, {}, replace(USUAL, **BOUNDS["storage"], accumulation=8))[0].plan.residency
+    computing = placed(given, {}, replace(USUAL, **BOUNDS["storage"], accumulation=8)).plan.residency
     assert computing.optimizer > many.optimizer
     assert 0.73 < computing.parameters < 0.9, "1 s of forward hides 0.5 GB at 0.5 GB/s; 2 % are given for fewer bytes"
 
@@ -130,13 +130,13 @@ def test_states_stay_on_storage_where_their_updates_hide_behind_backward() -> No
     """In memory they would wait for the next forward, which is short; fast storage costs nothing here."""
     given = replace(GIVEN, dram_budget_bytes=20 * GIB)
     slow_adam = replace(USUAL, **BOUNDS["adam"], storage=StorageRates(FAST, FAST, FAST, 0.0, 0.0))
-    assert placed(given, {}, slow_adam)[0].plan.residency.optimizer < 0.5, "as many as the next forward hides"
-    assert placed(given, {})[0].plan.residency.optimizer == 1.0, "where nothing is known the fewest bytes move"
+    assert placed(given, {}, slow_adam).plan.residency.optimizer < 0.5, "as many as the next forward hides"
+    assert placed(given, {}).plan.residency.optimizer == 1.0, "where nothing is known the fewest bytes move"
 
 
 def test_states_move_where_a_measured_step_says_so_and_nothing_else_does() -> None:
     given = replace(GIVEN, dram_budget_bytes=12 * GIB)
-    blind = placed(given, {})[0].plan
+    blind = placed(given, {}).plan
     assert blind.residency.optimizer > 0.5
     slow_adam = replace(USUAL, **BOUNDS["adam"], storage=StorageRates(FAST, FAST, FAST, 0.0, 0.0))
     found = placed_again(given, {}, slow_adam, blind)
@@ -154,7 +154,7 @@ def test_p16_moves_where_that_makes_a_step_clearly_shorter_still() -> None:
     """Eight micro-batches read it sixteen times; where the block fixes it, or nothing is gained, it stays."""
     given = replace(GIVEN, dram_budget_bytes=8 * GIB)
     often = replace(USUAL, **BOUNDS["storage"], forward_secs=0.01, backward_secs=0.02, accumulation=8)
-    blind = placed(given, {})[0].plan
+    blind = placed(given, {}).plan
     assert blind.residency.parameters < 0.5 < blind.residency.optimizer
     found = placed_again(given, {}, often, blind, others=["parameters", "gradients"])
     assert found is not None
@@ -164,13 +164,72 @@ def test_p16_moves_where_that_makes_a_step_clearly_shorter_still() -> None:
     there = placed_again(given, {}, often, found.plan, others=["parameters", "gradients"])
     assert there is None, "it is where it should be"
     for fixed in (replace(given, params_tier="nvme"), replace(given, shares={"parameters": 0.0})):
-        plan = placed(fixed, {})[0].plan
+        plan = placed(fixed, {}).plan
         stays = placed_again(fixed, {}, often, plan, others=["parameters", "gradients"])
         assert stays is None or stays.plan.residency.parameters == 0.0
     stays = placed_again(given, {}, often, blind)
     assert stays is None or stays.plan.residency.parameters == blind.residency.parameters
     computing = replace(often, forward_secs=20.0, backward_secs=40.0)
     assert placed_again(given, {}, computing, blind, others=["parameters", "gradients"]) is None
+
+
+@pytest.mark.parametrize("gib", [3, 4, 9])
+def test_updates_wait_where_one_version_of_p16_makes_a_step_clearly_shorter(gib: int) -> None:
+    """Micro-batches read P16 often, storage is the bound; not where updates take long, nor where nothing is known."""
+    often = replace(USUAL, **BOUNDS["storage"], accumulation=4)
+    given = replace(GIVEN, dram_budget_bytes=gib * GIB, weighs_start=True)
+    begins = decide(replace(given, weighs_start=False), {}, run_time(often, given))
+    found = decide(given, {}, run_time(often, given))
+    late = replace(given, may_speculate=False)
+    waits = decide(late, {}, run_time(often, late))
+    assert found.waits
+    assert {begins.waits, waits.waits} == {False}
+    assert (found.secs, found.plan) == (waits.secs, waits.plan)
+    assert found.secs < 0.95 * begins.secs
+    assert found.settled(given) == late
+    assert found.plan.host_bytes(late) <= gib * GIB
+    assert not found.time.policy.begins_in_backward
+    slow_adam = replace(USUAL, **BOUNDS["adam"], accumulation=4)
+    for other in (decide(given, {}, run_time(slow_adam, given)), decide(given, {}, run_time(None, given))):
+        assert not other.waits
+        assert other.settled(given) == given
+
+
+def test_updates_wait_where_two_versions_of_p16_do_not_fit() -> None:
+    """Whatever is known: all of it is to be in host memory."""
+    given = replace(GIVEN, params_tier="cpu", optimizer_tier="nvme", gradients_tier="nvme", weighs_start=True)
+    given = replace(given, dram_budget_bytes=3 * GIB)
+    with pytest.raises(FuyouConfigError):
+        placed(replace(given, weighs_start=False), {})
+    for profile in (None, USUAL):
+        found = placed(given, {}, profile)
+        assert found.waits
+        assert found.plan.host_bytes(found.settled(given)) <= 3 * GIB
+        assert found.plan.host_bytes(given) > 3 * GIB
+    with pytest.raises(FuyouConfigError, match="needs"):
+        placed(replace(given, dram_budget_bytes=GIB), {})
+
+
+def test_a_run_comes_to_let_updates_wait_and_to_begin_them_again() -> None:
+    given = replace(GIVEN, dram_budget_bytes=4 * GIB, weighs_start=True)
+    often = replace(USUAL, **BOUNDS["storage"], accumulation=16)
+    every = ["parameters", "gradients"]
+    blind = placed(given, {}).plan
+    found = placed_again(given, {}, often, blind, others=every, may_speculate=True)
+    assert found is not None
+    assert found.waits
+    late = found.settled(given)
+    assert found.plan.residency.parameters > 0.8
+    assert placed_again(late, {}, often, found.plan, others=every, may_speculate=True) is None
+    slow_adam = replace(USUAL, **BOUNDS["adam"])
+    again = placed_again(late, {}, slow_adam, found.plan, others=every, may_speculate=True)
+    assert again is not None
+    assert not again.waits
+    assert again.time.policy.begins_in_backward
+    assert again.plan.host_bytes(given) <= given.dram_budget_bytes
+    assert placed_again(late, {}, slow_adam, found.plan, others=every, may_speculate=False) is None
+    fixed = placed_again(replace(given, weighs_start=False), {}, often, blind, others=every, may_speculate=True)
+    assert fixed is None or not fixed.waits
 
 
 def test_activations_get_host_memory_where_that_is_worth_most() -> None:
@@ -187,19 +246,19 @@ def test_activations_get_host_memory_where_that_is_worth_most() -> None:
 def test_a_run_placed_by_its_profile_fits_storage_with_two_slots_or_is_placed_as_if_nothing_were_known() -> None:
     given = replace(GIVEN, dram_budget_bytes=12 * GIB)
     slow_adam = replace(USUAL, **BOUNDS["adam"], storage=StorageRates(FAST, FAST, FAST, 0.0, 0.0))
-    stored = stored_bytes(given, placed(given, {}, slow_adam)[0].plan.residency)
+    stored = stored_bytes(given, placed(given, {}, slow_adam).plan.residency)
     assert stored > 10e9
     small = replace(given, storage_budget_bytes=10e9)
-    found = placed(small, {}, slow_adam)[0].plan.residency
+    found = placed(small, {}, slow_adam).plan.residency
     assert stored_bytes(replace(small, durable=True), found) <= 10e9
     none = replace(given, storage_budget_bytes=1e9)
-    assert placed(none, {}, slow_adam)[0].plan == placed(given, {})[0].plan
+    assert placed(none, {}, slow_adam).plan == placed(given, {}).plan
 
 
 def test_where_updates_cannot_start_in_backward_nothing_is_gained_by_moving() -> None:
     given = replace(GIVEN, dram_budget_bytes=20 * GIB, gradients_tier="nvme")
     slow_adam = replace(USUAL, **BOUNDS["adam"], storage=StorageRates(FAST, FAST, FAST, 0.0, 0.0))
-    plan = placed(given, {})[0].plan
+    plan = placed(given, {}).plan
     assert plan.residency.optimizer == 1.0
     assert placed_again(given, {}, slow_adam, plan) is not None
     assert placed_again(replace(given, may_speculate=False), {}, slow_adam, plan) is None
@@ -211,7 +270,7 @@ def test_activations_of_a_mode_that_is_not_decided_yet_take_an_arena_of_other_cl
     storage_bound = replace(USUAL, **BOUNDS["storage"])
     block = OperatorCost("up/mm", 4e12, 2e9, True)
     known = replace(storage_bound, blocks=(BlockCost("a", 4e12, 1e9, (block,)), BlockCost("b", 4e12, 1e9, (block,))))
-    auto, swap = (placed(given, {}, known, mode=mode)[0].plan for mode in ("auto", "swap"))
+    auto, swap = (placed(given, {}, known, mode=mode).plan for mode in ("auto", "swap"))
     assert auto.kept_activation_bytes == 0
     assert auto.activation_bytes == arena_bytes(given) == 12 * GIB // 8 < swap.activation_bytes
     assert auto.resident_bytes(given) > swap.resident_bytes(given)

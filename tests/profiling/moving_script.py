@@ -95,12 +95,14 @@ def moves_of_all() -> dict[str, object]:
         "planned": [],
         "resident": [],
         "regions": [],
+        "starts": [],
     }
 
     def look() -> None:
         residency, place = state.plan.residency, state.core.place.residency
         found["planned"].append([residency.parameters, residency.optimizer, residency.gradients])
         found["resident"].append([state.layout.share_of(share) for share in (place.params, place.states, place.grads)])
+        found["starts"].append([state.core.place.num_versions, state.core.policy.choose().value])
         names = ("param16/", "grad16/")
         found["regions"].append([sum(region.startswith(name) for region in state.store.regions) for name in names])
 

@@ -32,7 +32,7 @@ def test_what_was_measured_moves_every_class_unless_a_run_may_be_gone_on_from(re
     assert found["resident"] == pytest.approx(after, abs=0.1)
     assert found["moved"] > 0
     assert found["host_bytes"][1] < found["host_bytes"][0]
-    assert log.count("P32 and moments move over the next steps") == 2, "once in either engine"
+    assert log.count("P32 and moments move over the next steps") == 3, "once in one engine, twice in the other"
     assert len(set(found["losses"])) == 8
     roomy, *losses = found["roomy"]
     assert roomy == pytest.approx(after, abs=0.05), "the next run begins where this one moved to"
@@ -49,8 +49,13 @@ def test_what_was_measured_moves_every_class_unless_a_run_may_be_gone_on_from(re
     num_stored = [[12 - round(12 * share) for share in (params, grads)] for params, _, grads in every["resident"]]
     for regions, stored in zip(every["regions"], num_stored, strict=True):
         assert regions == pytest.approx(stored, abs=1), "what is in memory has no room on storage any more"
+    first, often, slow, *_ = every["starts"]
+    assert (first, often) == ([2, "speculate"], [1, "defer"]), "of P16 that is read often one version does"
+    assert slow == [2, "speculate"], "updates that take as long as backward begin there again"
     assert every["watched"]
-    assert log.count("P16 has moved in") == log.count("G16 moves with the next step") == 2
+    assert log.count("P16 has moved in") == 3, "the second time it gets its other version"
+    assert log.count("from now on updates wait") == log.count("from now on updates begin") == 1
+    assert log.count("G16 moves with the next step") == 2
     assert log.count("host memory is scarce") == 3
     small, *losses = found["small"]
     assert small == pytest.approx(before), "two slots of that do not fit the budget: placed as if nothing were known"

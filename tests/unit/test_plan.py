@@ -39,7 +39,7 @@ def moved_bytes(plan: Plan, given: PlanInput) -> float:
 
 def make_plan(given: PlanInput, overrides: Mapping[str, int | None]) -> Plan:
     """Of a run of which nothing was measured: storage is the bound."""
-    return placed(given, overrides)[0].plan
+    return placed(given, overrides).plan
 
 
 def shares(plan: Plan) -> tuple[float, float, float]:
