@@ -324,7 +324,10 @@ class RunPlan:
             self._moved()
 
     def _moved(self) -> None:
-        """What steps take is predicted anew when everything has arrived."""
+        """What steps take is predicted anew when everything has arrived, and what lanes reach is looked at anew: it
+        depends on what they work beside.
+        """
+        self._usual = {}
         if self._stage is _Stage.WATCHES:
             self._watch, self._stage = None, _Stage.PLANS
 
@@ -593,9 +596,11 @@ class RunPlan:
         replans = [finding for finding in found if finding.cause.replans]
         if not replans or self.profile is None:
             return False
-        self.profile = _scaled(self.profile, times, self.clock.shape)
-        if any(finding.cause is Cause.WORKLOAD for finding in replans):
+        batches = [finding.measured for finding in replans if finding.cause is Cause.WORKLOAD]
+        if batches:  # those that lasted, of which the last one need not be typical
+            times = replace(times, num_elements=batches[0])
             self._patience *= 2  # batches that keep changing, grouped by length say, are waited out longer each time
+        self.profile = _scaled(self.profile, times, self.clock.shape)
         for finding in replans:
             self.profile = with_finding(self.profile, finding)
         return True

@@ -17,6 +17,7 @@ import torch
 import ds_fuyou.zero.run_moves as run_moves
 from ds_fuyou.planner.plan import stored_bytes
 from ds_fuyou.planner.profile import RunProfile, StorageRates, save_profile
+from ds_fuyou.planner.watch import Cause
 from tests.harness.models import TinyGPT
 from tests.harness.moving import train
 from tests.harness.runner import ds_config
@@ -110,6 +111,7 @@ def moves_of_all() -> dict[str, object]:
     measured = plan.profile
     for first, profile in ((3, read_often(measured)), (8, slow_adam(measured))):
         plan.profile = profile
+        plan._usual = {Cause.READS: 1e30, Cause.WRITES: 1e30}  # lanes worked beside something else
         plan.moves.move(profile)
         plan._moved()
         found["losses"] += train(engine, MODEL, first, first + 5)
@@ -122,6 +124,7 @@ def moves_of_all() -> dict[str, object]:
     found["losses"] += train(engine, MODEL, 17, 24)
     look()
     found["watched"] = plan.prediction is not None
+    found["slower"] = [finding.text for finding in plan.findings if finding.cause in (Cause.READS, Cause.WRITES)]
     engine.destroy()
     return found
 

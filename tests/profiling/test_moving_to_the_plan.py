@@ -53,6 +53,7 @@ def test_what_was_measured_moves_every_class_unless_a_run_may_be_gone_on_from(re
     assert (first, often) == ([2, "speculate"], [1, "defer"]), "of P16 that is read often one version does"
     assert slow == [2, "speculate"], "updates that take as long as backward begin there again"
     assert every["watched"]
+    assert every["slower"] == [], "of lanes that work beside something else now"
     assert log.count("P16 has moved in") == 3, "the second time it gets its other version"
     assert log.count("from now on updates wait") == log.count("from now on updates begin") == 1
     assert log.count("G16 moves with the next step") == 2

@@ -74,3 +74,10 @@ def test_the_profile_is_of_the_mean_whatever_the_last_micro_batch_was(tmp_path: 
     assert plan.profile.num_elements == 8 * 17
     assert Cause.WORKLOAD not in {finding.cause for finding in plan.findings}
     assert plan.profile.shape == (8, 17)
+
+
+def test_batches_that_last_are_planned_for_by_their_median_not_the_last_one(tmp_path: Path) -> None:
+    steps = [[4], [4], [4], [4], [12], [12], [12], [12], [8]]
+    plan = run_plan_of(steps, tmp_path / "swap", "swap")
+    (found,) = [finding for finding in plan.findings if finding.cause is Cause.WORKLOAD]
+    assert plan.profile.num_elements == found.measured == 12 * 17
