@@ -224,6 +224,12 @@ VERIFY_VARIABLE = "DS_FUYOU_VERIFY"
 VERIFY_POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         "deepspeed.runtime.engine",
+        "DeepSpeedEngine._configure_optimizer",
+        "fuyou verify: the reference gets DeepSpeed's own optimizer",
+        _from_zero("verification:own_optimizer"),
+    ),
+    PatchPoint(
+        "deepspeed.runtime.engine",
         "DeepSpeedEngine.backward",
         "fuyou verify: notes the loss",
         _from_zero("verification:record_backward"),

@@ -75,12 +75,20 @@ class StateEntries:
             members = [i for i, g in enumerate(self.group_of_sub_group) if g == index]
             ids = list(range(num_before, num_before + len(members)))
             num_before += len(members)
-            groups.append({**group, "params": ids})
+            groups.append({**_completed(group), "params": ids})
             if self.step:
                 for place, sub_group in zip(ids, members, strict=True):
                     moments = dict(zip(self.moments, flats[sub_group][1:], strict=True))
                     state[place] = {"step": self.step, **moments}
         return {"state": state, "param_groups": groups}
+
+
+def _completed(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With what stock's Adam reads of a group, and takes from the file: torch's has no such option, which may be what a
+    run was given where stock makes its own of it.
+    """
+    is_adam = {"betas", "eps"} <= group.keys()
+    return {"bias_correction": True, **group} if is_adam else group
 
 
 def states_of(saved: Any) -> list[object]:

@@ -23,7 +23,7 @@ from ds_fuyou.optimizer.rules import optimizer_kind
 from ds_fuyou.state_layout import FP32
 from ds_fuyou.zero.stock import is_ours
 
-__all__ = ["ENVIRONMENT", "Verification", "record_backward", "record_step", "rewrite_to_stock"]
+__all__ = ["ENVIRONMENT", "Verification", "own_optimizer", "record_backward", "record_step", "rewrite_to_stock"]
 
 ENVIRONMENT = "DS_FUYOU_VERIFY"
 _SAMPLED = 64  # values of a tensor, about
@@ -55,6 +55,36 @@ def rewrite_to_stock(ds_config: Any) -> None:
 
     ds_config.zero_config.offload_optimizer = DeepSpeedZeroOffloadOptimizerConfig(device="cpu")
     ds_config.zero_config.offload_param = DeepSpeedZeroOffloadParamConfig(device="cpu")
+
+
+def own_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``engine._configure_optimizer``: in the reference DeepSpeed's Adam takes the place of one that the script gives,
+    which stock refuses beside offloading. Both have the same groups: who changes a rate in one does in the other.
+    """
+
+    @functools.wraps(original)
+    def configure(self: Any, client_optimizer: Any, model_parameters: Any) -> Any:
+        verification = Verification.from_environment()
+        if verification is not None and verification.mode == "stock" and client_optimizer is not None:
+            if not isinstance(client_optimizer, torch.optim.Optimizer):
+                client_optimizer = client_optimizer(model_parameters)
+            client_optimizer = _of_deepspeed(client_optimizer)
+        return original(self, client_optimizer, model_parameters)
+
+    return configure
+
+
+def _of_deepspeed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer whose arithmetic a run of ours has with the given one."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    if type(optimizer).__name__ not in ("Adam", "AdamW", "FusedAdam"):
+        return optimizer
+    values = {name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    own: torch.optim.Optimizer = DeepSpeedCPUAdam(
+        optimizer.param_groups, **values, adamw_mode=optimizer_kind(optimizer).adamw_mode
+    )
+    return own
 
 
 def record_backward(original: Callable[..., Any]) -> Callable[..., Any]:

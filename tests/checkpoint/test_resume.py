@@ -66,6 +66,21 @@ def test_checkpoints_pass_between_stock_and_ours(tmp_path: Path) -> None:
     assert differences(*continued) == []
 
 
+def test_stock_continues_a_run_with_an_optimizer_of_torch(tmp_path: Path) -> None:
+    """As Accelerate hands one over, which it makes stock's own of where the JSON offloads the optimizer."""
+    configured, saved = (
+        {"steps": STEPS, "model": {}, "config": ds_config(gradient_clipping=0.8)},
+        str(tmp_path / "saved"),
+    )
+    given = {**configured, "client_optimizer": "AdamW", "config": ds_config(gradient_clipping=0.8, optimizer=None)}
+    whole = run_case(ours_of(given, tmp_path, "states", save_after=SAVED, save_to=saved), tmp_path, "whole")
+    continued = run_case({**configured, "load": saved}, tmp_path, "stock")
+    ours = run_case(ours_of(configured, tmp_path, "all", load=saved), tmp_path, "ours")
+    assert differences(tail(whole), ours) == []
+    assert [result["losses"][0] for result in continued] == [result["losses"][0] for result in ours]
+    assert len(continued[0]["losses"]) == STEPS - SAVED
+
+
 def test_exports_of_two_ranks_hold_the_trained_values(run_python, tmp_path: Path) -> None:
     """zero_to_fp32, save_16bit_model, and the universal checkpoint loaded by one rank, frozen parameters included."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's training script: ``verify_script.py DS_JSON [--unseeded] [--failing]``. Knows nothing of ds_fuyou."""
+"""A user's training script: ``verify_script.py DS_JSON [--unseeded] [--failing] [--own NAME]``. Knows nothing of
+ds_fuyou. ``--own``: gives DeepSpeed an optimizer of torch, with two groups and a schedule of its own.
+"""
 
 import sys
 
@@ -17,12 +19,20 @@ def main() -> None:
         torch.seed()
     deepspeed.init_distributed("gloo")
     model = nn.Sequential(nn.Linear(64, 200), nn.GELU(), nn.Linear(200, 64))
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])
+    given = {"model_parameters": model.parameters()}
+    if "--own" in sys.argv:
+        groups = [{"params": model[0].parameters(), "weight_decay": 0.1}, {"params": model[2].parameters()}]
+        optimizer = getattr(torch.optim, sys.argv[-1])(groups, lr=1e-2, weight_decay=0.01)
+        given = {"optimizer": optimizer}
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    engine, *_ = deepspeed.initialize(model=model, config=sys.argv[1], **given)
     for step in range(100):
         batch = torch.full((4, 64), 0.01 * step + 0.1, dtype=torch.bfloat16)
         loss = engine(batch).float().square().mean()
         engine.backward(loss)
         engine.step()
+        if "--own" in sys.argv:
+            schedule.step()
 
 
 if __name__ == "__main__":

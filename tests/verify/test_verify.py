@@ -47,6 +47,19 @@ def test_a_script_that_trains_the_same_states_on_two_ranks(config: str, capfd, m
     assert "(parameter, fp32 value, exp_avg, exp_avg_sq)" in said
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+def test_a_script_with_an_optimizer_of_its_own_is_compared(
+    kind: str, config: str, capfd: pytest.CaptureFixture
+) -> None:
+    """As every script of the Trainer is whose JSON names none; its schedule changes the rates of both."""
+    file = Path(config)
+    written = json.loads(file.read_text())
+    del written["optimizer"]
+    file.write_text(json.dumps(written))
+    assert main(["verify", "--steps", "3", "--", sys.executable, SCRIPT, config, "--own", kind]) == 0
+    assert "equal: 3 losses, 3 gradient norms and 4 parameters" in capfd.readouterr().out
+
+
 def test_states_that_stock_rounds_are_equal(config: str, capfd: pytest.CaptureFixture) -> None:
     file = Path(config)
     written = json.loads(file.read_text())
