@@ -15,7 +15,7 @@ import torch
 from ds_fuyou.storage.io import Transfer
 from ds_fuyou.storage.swap_space import Lease
 
-__all__ = ["IN_MEMORY", "HeldBytes", "InFlightIo", "Piece", "PieceState", "Record"]
+__all__ = ["CHANGED", "IN_MEMORY", "HeldBytes", "InFlightIo", "Piece", "PieceState", "Record"]
 
 
 class PieceState(enum.Enum):
@@ -33,6 +33,11 @@ class PieceState(enum.Enum):
     READING = enum.auto()  # storage, and host memory that is being filled
     ARRIVED = enum.auto()  # the record's target on the device, and storage if it was written; the copy owns the rest
 
+
+CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation, after it had been "
+    "saved; do not modify it, or clone it first"
+)
 
 IN_MEMORY = frozenset({PieceState.HOST, PieceState.WRITING, PieceState.CLEAN})
 
@@ -104,6 +109,7 @@ class Record:
         unchanged: whether the source still is what it was when it was saved; goes with the source.
         target: the whole record where the device can use it. Where the device is the host the memory of pieces may
             lie in it; then it is arena memory, or its own (``is_own``).
+        version: of the target when it was handed out; None while it was not.
         arrival: event that follows the last copy to the target.
         spoilt: why its bytes are lost; "" when they are not.
         stays: what has not left yet will not: backward asked for it, or it could not be copied.
@@ -119,6 +125,7 @@ class Record:
     unchanged: Callable[[], bool] | None = None
     target: torch.Tensor | None = None
     is_own: bool = False
+    version: int | None = None
     arrival: Any = None
     spoilt: str = ""
     stays: bool = False
@@ -158,6 +165,22 @@ class Record:
         """No further piece leaves."""
         self.stays = True
         self._tell_left()
+
+    def hand_out(self, target: torch.Tensor) -> None:
+        """From now on somebody may change the target: then it is not handed out again."""
+        if self.version is None:
+            self.version = target._version
+
+    def forget_target(self) -> None:
+        """It lies on storage as well, or is lost: what was changed is not what was saved."""
+        if self.is_changed:
+            self.spoilt = CHANGED
+        self.target = self.version = None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether somebody who was given the target has changed it."""
+        return self.target is not None and self.version not in (None, self.target._version)
 
     def _tell_left(self) -> None:
         left, self.left = self.left, None

@@ -293,7 +293,8 @@ class _Recomputation(_Mode):
 
 def _address(tensor: torch.Tensor) -> int:
     """Of the tensor's storage, of the tensor where it has none, as a sparse one; its own while it lives."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+    has_storage = tensor.layout == torch.strided and not tensor._is_zerotensor()
+    return tensor.untyped_storage()._cdata if has_storage else id(tensor)
 
 
 def _shapes(args: tuple[Any, ...]) -> Shapes:

@@ -163,6 +163,8 @@ class ActivationSession:
 
     def _close_region(self) -> None:
         self._is_running = False
+        if self.swapper is not None:
+            self.swapper.end_forward()
         observing, self._observing = self._observing, None
         if observing is not None:
             observing.__exit__(None, None, None)

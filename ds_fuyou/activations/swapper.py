@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 import math
 import weakref
@@ -17,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_fuyou.activations.parameters import ParameterIndex, SavedParameter
 from ds_fuyou.activations.policy import Fate
-from ds_fuyou.activations.records import HeldBytes, Record
+from ds_fuyou.activations.records import CHANGED, HeldBytes, Record
 from ds_fuyou.activations.tier import SwapTier
 from ds_fuyou.activations.views import ALIGN_BYTES, ByteRange, ViewSpec, byte_view, is_movable
 from ds_fuyou.host.compute_clock import ComputeClock, HostClock, Phase
@@ -48,8 +49,8 @@ class KeptTensor:
     def value(self) -> torch.Tensor:
         if not self.is_intact():
             raise RuntimeError(
-                f"a tensor of shape {tuple(self._tensor.shape)} needed for gradient computation was modified by an "
-                f"in-place operation: it is at version {self._tensor._version}, expected {self._version}"
+                f"a saved tensor of shape {tuple(self._tensor.shape)}: {CHANGED} (it is at version "
+                f"{self._tensor._version}, expected {self._version})"
             )
         return self._tensor
 
@@ -117,6 +118,29 @@ class _Moved:
     tape: Tape
 
 
+class _OfStorage:
+    """What was moved of one storage at one version, by part: found again by place, however many slices there are."""
+
+    def __init__(self) -> None:
+        self._begins: dict[ViewSpec | None, list[int]] = {}
+        self._entries: dict[ViewSpec | None, list[_Moved]] = {}
+        self._longest = 0
+
+    def add(self, moved: _Moved) -> None:
+        begins = self._begins.setdefault(moved.part, [])
+        place = bisect.bisect(begins, moved.span.begin)
+        begins.insert(place, moved.span.begin)
+        self._entries.setdefault(moved.part, []).insert(place, moved)
+        self._longest = max(self._longest, moved.span.num_bytes)
+
+    def covering(self, part: ViewSpec | None, span: ByteRange) -> Iterator[_Moved]:
+        begins = self._begins.get(part, [])
+        first = bisect.bisect_left(begins, span.end - self._longest)
+        for moved in self._entries.get(part, [])[first : bisect.bisect(begins, span.begin)]:
+            if moved.span.covers(span):
+                yield moved
+
+
 class Swapper:
     """Pack and unpack hooks of one model.
 
@@ -157,14 +181,16 @@ class Swapper:
         self.keeps_what_storage_refuses = False
         self.blocks_begin: Callable[[], None] | None = None
         """Told once, when backward asks for the first of what a block saved."""
-        self._in_backward = False
+        self._in_forward = self._in_backward = False
+        self._asked = (-1, -1)  # by which node of which backward
+        self._handed: list[torch.Tensor] = []  # to it
         self.num_saved_parameters = 0
         self.saved_bytes: Counter[str] = Counter()  # of what is large enough to be moved, by block, since the start
         self._device = device
         self._smallest_bytes = smallest_bytes
         self._resident_of = resident
         self._resident: Collection[int] = frozenset()
-        self._moved: dict[tuple[int, int], list[_Moved]] = {}
+        self._moved: dict[tuple[int, int], _OfStorage] = {}
         self._kept: dict[tuple[int, int], weakref.ref[KeptTensor]] = {}
         self._tape = Tape()
 
@@ -174,26 +200,35 @@ class Swapper:
         """
         self._tape = Tape()
         self.block = ""
-        self._in_backward = False
+        self._in_forward, self._in_backward = True, False
+        self._handed.clear()
         self._resident = self._resident_of()
         self._moved = {}
         self._kept = {key: kept for key, kept in self._kept.items() if kept() is not None}
         if self.tier is not None:
             self.tier.poll()
 
+    def end_forward(self) -> None:
+        """What is saved from here on is of the script's loss, until backward begins."""
+        self._in_forward = False
+
     # ---- pack ---------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """The hook that autograd calls for every tensor it saves. Raises what moving it may raise.
 
-        Once backward has begun, what is saved is for second derivatives, or no part of this training: it stays.
+        Once backward has begun, what is saved is for second derivatives, or no part of this training: it stays. (One
+        within the model's forward, as of forces by positions, is another one.)
         """
-        if self._in_backward or not is_movable(tensor, self._device):
+        is_late = self._in_backward or torch._C._current_graph_task_id() >= 0
+        if is_late or not is_movable(tensor, self._device):
             return KeptTensor(tensor, self.held, 0)
         saved = self.parameters.find(tensor)
         if saved is not None:
             self.num_saved_parameters += 1
             return saved
+        if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):  # of the script, and there
+            return KeptTensor(tensor, self.held, 0)
         storage = tensor.untyped_storage()
         view = ViewSpec.of(tensor)
         span = view.bytes()
@@ -243,10 +278,10 @@ class Swapper:
         root = ViewSpec.of(base if has_base else tensor)
         whole = root.bytes()
         part = root if whole.num_bytes < storage.nbytes() else None
-        entries = self._moved.get(key, [])
-        for entry in entries:
+        known = self._moved.get(key)
+        for entry in known.covering(part, span) if known is not None else ():
             record = entry.record()
-            if record is not None and entry.part == part and entry.span.covers(span):
+            if record is not None:
                 return MovedTensor(record, view, entry.span.begin, entry.tape, entry.place, self.block)
         is_small_part = span.num_bytes * 2 < whole.num_bytes
         if is_small_part or not whole.covers(span):  # take no more than that
@@ -282,7 +317,7 @@ class Swapper:
         tape, place = self._tape, len(self._tape.records)
         tape.records.append(weakref.ref(record))
         moved = _Moved(StorageWeakRef(storage), part, whole, weakref.ref(record), place, tape)
-        self._moved.setdefault(key, []).append(moved)
+        self._moved.setdefault(key, _OfStorage()).add(moved)
         return MovedTensor(record, view, whole.begin, tape, place, self.block)
 
     def _is_kept(self, key: tuple[int, int]) -> bool:
@@ -312,15 +347,32 @@ class Swapper:
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The hook that autograd calls when it needs the tensor. Raises what bringing it back may raise."""
-        self._in_backward = True
+        self._in_backward = not self._in_forward
+        self._note_who_asks()
         if self.blocks_begin is not None and not isinstance(packed, SavedParameter) and packed.block:
             told, self.blocks_begin = self.blocks_begin, None
             told()
         value = self._value(packed)
         if isinstance(packed, MovedTensor) and self.tier is not None:
+            self._handed.append(value)
             self.tier.read_ahead(packed.tape.before(packed.place), packed.tape.soon(packed.place))
             self._let_go(self.tier)
         return value
+
+    def _note_who_asks(self) -> None:
+        """What a node was given keeps an owner until another one asks. A leaf takes a gradient that nobody else has as
+        its own, and later ones are added to it in place: of a function that gives back what it had saved that would be
+        memory of other nodes', or the script's. The leaf's turn comes at once.
+        """
+        task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
+        asks = (task, -1 if node is None else node._sequence_nr())
+        if asks == self._asked:
+            return
+        self._handed.clear()
+        if task >= 0 and task != self._asked[0]:
+            queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
+            queue_callback(self._handed.clear)
+        self._asked = asks
 
     def _let_go(self, tier: SwapTier) -> None:
         if self._ahead is not None:

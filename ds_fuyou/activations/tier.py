@@ -49,7 +49,7 @@ import torch
 
 from ds_fuyou.activations.arena import Arena
 from ds_fuyou.activations.copies import CopyLane, InFlightCopy
-from ds_fuyou.activations.records import IN_MEMORY, HeldBytes, InFlightIo, Need, Piece, PieceState, Record
+from ds_fuyou.activations.records import CHANGED, IN_MEMORY, HeldBytes, InFlightIo, Need, Piece, PieceState, Record
 from ds_fuyou.activations.traffic import StorageHome, StorageTraffic
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.device import Device
@@ -61,11 +61,6 @@ __all__ = ["SOON_BYTES", "StorageHome", "SwapCounters", "SwapTier"]
 SOON_BYTES = 128 * 1024 * 1024
 """Of the device, for what comes back before backward asks, and for what leaves it where there is no room; one record
 may exceed it."""
-
-_CHANGED = (
-    "a tensor needed for gradient computation was modified by an in-place operation after it had been saved; do not "
-    "modify it, or clone it first"
-)
 
 _ON_DEVICE = (PieceState.WAITING, PieceState.LEAVING)
 _Place = tuple["weakref.ref[Record]", int]  # a piece: its record, and its number there
@@ -315,7 +310,7 @@ class SwapTier:
         if record is None:
             return
         if record.unchanged is not None and not record.unchanged():
-            record.spoilt = _CHANGED
+            record.spoilt = CHANGED
         record.pieces[index].state = PieceState.HOST
         if self.storage is not None:
             self._unwritten.append((reference, index))
@@ -414,7 +409,7 @@ class SwapTier:
                 pieces = record.pieces
                 if record.is_own or any(piece.state is not PieceState.CLEAN for piece in pieces):
                     continue  # with the last piece that becomes clean it is in the heap again
-                record.target = None
+                record.forget_target()
             for piece in pieces:
                 piece.memory, piece.state = None, PieceState.STORED
             return True
@@ -432,14 +427,16 @@ class SwapTier:
 
         Raises:
             FuyouStorageError: it could not be read back.
-            RuntimeError: the tensor was changed in place while it was being copied out.
+            RuntimeError: the tensor was changed in place while it was being copied out, or by whoever it was given to.
         """
         with self._lock:
             record.stay()
             if record.source is not None and not record.spoilt:
                 if record.unchanged is None or record.unchanged():
                     return record.source  # it has not left yet
-                record.spoilt = _CHANGED
+                record.spoilt = CHANGED
+            if record.is_changed:
+                record.spoilt = CHANGED
             if record.spoilt:
                 raise RuntimeError(f"{record.what}: {record.spoilt}")
             begin = 0 if self._trace is None else time.perf_counter_ns()
@@ -451,6 +448,7 @@ class SwapTier:
             if record.target is None:
                 raise FuyouStateError(f"{record.what} must be on the device, it is in {record.pieces[0].state.name}")
             self._count_in(record)
+            record.hand_out(record.target)
             return self.copies.make_visible(record.target[: record.num_bytes], record.arrival)
 
     def _count_in(self, record: Record) -> None:
@@ -461,7 +459,8 @@ class SwapTier:
     def is_intact(self, record: Record) -> bool:
         """Whether what the source was when it was saved can be had: there, or where it has gone."""
         with self._lock:
-            return not record.spoilt and (record.unchanged is None or record.unchanged())
+            intact = record.unchanged is None or record.unchanged()
+            return intact and not record.spoilt and not record.is_changed
 
     def _bring_to_device(self, record: Record) -> bool:
         """Everything is in the target, or on the way there; whether this waited for storage."""

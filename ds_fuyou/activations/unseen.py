@@ -48,7 +48,8 @@ class UnseenChanges(Generic[K]):
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """No sparse tensor, nor a subclass, whose storage may be none."""
-    return tensor.layout == torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    is_ours = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return is_ours and tensor.layout == torch.strided and not tensor._is_zerotensor()
 
 
 def _sum_of(tensor: torch.Tensor) -> torch.Tensor:

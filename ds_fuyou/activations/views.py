@@ -50,20 +50,29 @@ class ViewSpec:
         return ByteRange(self.offset_bytes, self.offset_bytes + (last + 1) * self.dtype.itemsize)
 
     def over(self, memory: torch.Tensor, begin: int) -> torch.Tensor:
-        """The tensor over ``memory`` (contiguous bytes), whose first byte is byte ``begin`` of the storage."""
-        offset = memory.storage_offset() * memory.element_size() + self.offset_bytes - begin
-        result = torch.empty(0, dtype=self.dtype, device=memory.device)
-        return result.set_(memory.untyped_storage(), offset // self.dtype.itemsize, self.size, self.stride)
+        """The tensor over ``memory`` (contiguous bytes), whose first byte is byte ``begin`` of the storage; it shares
+        the version counter of ``memory``, so that who changes it is seen there.
+        """
+        itemsize = self.dtype.itemsize
+        offset = memory.storage_offset() + self.offset_bytes - begin
+        if memory.untyped_storage().nbytes() < itemsize:
+            return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=memory.device)
+        element = memory.as_strided((itemsize,), (1,), 0).view(self.dtype)
+        return element.as_strided(self.size, self.stride, offset // itemsize).detach()
 
 
 def byte_view(tensor: torch.Tensor, span: ByteRange) -> torch.Tensor:
     """Bytes ``span`` of the tensor's storage as a flat tensor that shares them, and shares the version counter."""
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(tensor.untyped_storage(), span.begin, (span.num_bytes,), (1,))
+    if tensor.untyped_storage().nbytes() < tensor.element_size():
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    element = tensor.detach().as_strided((1,), (1,), 0)
+    return element.view(torch.uint8).as_strided((span.num_bytes,), (1,), span.begin)
 
 
 def is_movable(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether the tensor is plain strided memory on the device: no subclass, sparse, quantised or lazy tensor."""
+    """Whether the tensor is plain strided memory on the device: no subclass, sparse, quantised or lazy tensor, nor the
+    zeros without memory that forward-mode differentiation makes.
+    """
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.device.type == device.type
@@ -73,4 +82,5 @@ def is_movable(tensor: torch.Tensor, device: torch.device) -> bool:
         and not tensor.is_nested
         and not tensor.is_conj()
         and not tensor.is_neg()
+        and not tensor._is_zerotensor()
     )

@@ -93,6 +93,6 @@ def test_a_change_in_place_while_the_copy_runs_is_refused(tmp_path: Path) -> Non
     model = InPlace().train()
     with (
         attached(model, tmp_path, copies=LateCopies(1000)),
-        pytest.raises(RuntimeError, match="modified by an in-place operation"),
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
     ):
         model(torch.randn(64, 64)).backward()

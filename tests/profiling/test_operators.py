@@ -146,7 +146,7 @@ def test_a_saved_tensor_that_is_changed_is_refused_as_ever() -> None:
     outputs: list[torch.Tensor] = []
     profile_blocks(find_blocks(net, ["Sequential"]), lambda: outputs.append(net(batch())))
     outputs[0].add_(1)
-    with pytest.raises(RuntimeError, match="modified by an in-place operation"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         outputs[0].sum().backward()
 
 
