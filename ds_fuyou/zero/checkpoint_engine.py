@@ -220,6 +220,7 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
         saved = functools.partial(original, self, save_dir, exclude_frozen_parameters=exclude_frozen_parameters)
         if not save_dir or not isinstance(self.optimizer, FuyouStage3Optimizer):
             return saved(tag=tag, client_state=client_state, save_latest=save_latest)
+        self.optimizer.require_between_steps("save_checkpoint()")
         with frozen_base.left_out(self, is_asked=exclude_frozen_parameters) as lacks_frozen:
             if lacks_frozen and not exclude_frozen_parameters:
                 client_state = dict(client_state) | {frozen_base.SUMS: frozen_base.sums_of(self)}

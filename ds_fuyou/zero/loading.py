@@ -83,6 +83,7 @@ def loading(original: Callable[..., Any]) -> Callable[..., Any]:
         optimizer = self.optimizer
         if not isinstance(optimizer, FuyouStage3Optimizer):
             return original(self, *args, **kwargs)
+        optimizer.require_between_steps("load_checkpoint()")
         end_last_save(self)
         call = signature.bind(self, *args, **kwargs)
         state = optimizer.checkpoint_state

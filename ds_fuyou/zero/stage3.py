@@ -25,7 +25,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch.nn import Parameter
 
 from ds_fuyou.ds_json import Activation, current_activation
-from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.host.compute_clock import Phase
 from ds_fuyou.host.device import failure_of
 from ds_fuyou.host.run_ahead import run_ahead
@@ -85,6 +85,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     checkpoint_state: CheckpointState
     training_state: TrainingState
     hp_access: HpAccess
+    _is_stepping = False
     _monitor: StepMonitor | None = None
     _across_batches: AcrossBatches | None = None
 
@@ -234,6 +235,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         training. Where an exception or a signal ends it, the step before stays the last that can be gone on from."""
         core = self.rank_state.core
         core.commits.holds_orders, self._is_ending = True, False
+        self._is_stepping = True
         try:
             yield
         except Exception:  # of one rank, it may be: the others come to the collectives of the step's end
@@ -241,11 +243,22 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
                 self._end_step()
             raise
         finally:
-            core.commits.holds_orders = False
+            core.commits.holds_orders = self._is_stepping = False
         if core.commits.has_unordered:
             core.commits.order(self.training_state.take(engine) if core.keeps_steps else None)
         if self._is_ending:
             self._end_step()
+
+    def require_between_steps(self, what: str) -> None:
+        """
+        Raises:
+            FuyouStateError: the engine is within its ``step()``.
+        """
+        if self._is_stepping:
+            raise FuyouStateError(
+                f"{what} was called within engine.step(), by a signal handler, say: what there is of the model is then "
+                "of two steps. Let the handler set a flag, and call it when step() has returned"
+            )
 
     def resume_engine(self, engine: Any) -> None:
         """The engine is built: what a resumed run was is put back, and its files are this one's."""
