@@ -8,13 +8,14 @@ Start it again with --resume_from_checkpoint .work/trainer/checkpoint-10 and it 
 
 from llama import ModelArguments, build
 from text import Rows
-from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 ROWS = 512
 
 
 def main() -> None:
     sizes, args = HfArgumentParser((ModelArguments, TrainingArguments)).parse_args_into_dataclasses()
+    set_seed(args.seed)  # the Trainer does, but later than the model is made
     trainer = Trainer(
         model=build(sizes),
         args=args,
