@@ -20,7 +20,7 @@ from ds_fuyou.activations.parameters import ParameterIndex, SavedParameter
 from ds_fuyou.activations.policy import Fate
 from ds_fuyou.activations.records import CHANGED, HeldBytes, Record
 from ds_fuyou.activations.tier import SwapTier
-from ds_fuyou.activations.views import ALIGN_BYTES, ByteRange, ViewSpec, byte_view, is_movable
+from ds_fuyou.activations.views import ALIGN_BYTES, ByteRange, ViewSpec, byte_view, byte_view_within, is_movable
 from ds_fuyou.host.compute_clock import ComputeClock, HostClock, Phase
 from ds_fuyou.host.run_ahead import RunAhead
 from ds_fuyou.log import log_once
@@ -300,7 +300,7 @@ class Swapper:
         version = alias._version
         with self.clock.within(Phase.ACTIVATIONS):  # where the device is full of what leaves it, the host waits
             record = self.tier.put(
-                byte_view(tensor, whole),
+                byte_view_within(alias, whole),
                 self._name(tensor),
                 lambda: alias._version == version,
                 made_after=made_after,
@@ -348,7 +348,8 @@ class Swapper:
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The hook that autograd calls when it needs the tensor. Raises what bringing it back may raise."""
         self._in_backward = not self._in_forward
-        self._note_who_asks()
+        if isinstance(packed, MovedTensor):
+            self._note_who_asks()
         if self.blocks_begin is not None and not isinstance(packed, SavedParameter) and packed.block:
             told, self.blocks_begin = self.blocks_begin, None
             told()
@@ -387,7 +388,7 @@ class Swapper:
         if isinstance(packed, MovedTensor) and self.tier is not None:
             with self.clock.within(Phase.ACTIVATIONS):
                 values = self.tier.take(packed.record)
-            return packed.view.over(values, packed.begin)
+            return packed.view.within(values, packed.begin)
         raise TypeError(f"a saved tensor came back as {type(packed).__name__}")
 
     def is_intact(self, packed: Packed) -> bool:

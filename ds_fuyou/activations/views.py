@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ALIGN_BYTES", "ByteRange", "ViewSpec", "byte_view", "is_movable"]
+__all__ = ["ALIGN_BYTES", "ByteRange", "ViewSpec", "byte_view", "byte_view_within", "is_movable"]
 
 ALIGN_BYTES = 512
 """Ranges begin at multiples of it, so a tensor that comes back lies as it lay before in a cache line and a vector
@@ -50,22 +50,31 @@ class ViewSpec:
         return ByteRange(self.offset_bytes, self.offset_bytes + (last + 1) * self.dtype.itemsize)
 
     def over(self, memory: torch.Tensor, begin: int) -> torch.Tensor:
-        """The tensor over ``memory`` (contiguous bytes), whose first byte is byte ``begin`` of the storage; it shares
-        the version counter of ``memory``, so that who changes it is seen there.
+        """The tensor over ``memory`` (contiguous bytes), whose first byte is byte ``begin`` of the storage."""
+        offset = memory.storage_offset() * memory.element_size() + self.offset_bytes - begin
+        result = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return result.set_(memory.untyped_storage(), offset // self.dtype.itemsize, self.size, self.stride)
+
+    def within(self, memory: torch.Tensor, begin: int) -> torch.Tensor:
+        """As :meth:`over`, sharing the version counter of ``memory``: who changes the tensor is seen there. It has
+        elements.
         """
-        itemsize = self.dtype.itemsize
-        offset = memory.storage_offset() + self.offset_bytes - begin
-        if memory.untyped_storage().nbytes() < itemsize:
-            return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=memory.device)
-        element = memory.as_strided((itemsize,), (1,), 0).view(self.dtype)
-        return element.as_strided(self.size, self.stride, offset // itemsize).detach()
+        itemsize, offset = self.dtype.itemsize, memory.storage_offset() + self.offset_bytes - begin
+        if memory.numel() % itemsize:
+            memory = memory.as_strided((itemsize,), (1,), 0)
+        view = memory.view(self.dtype).as_strided(self.size, self.stride, offset // itemsize)
+        return view.detach() if torch.is_grad_enabled() else view
 
 
 def byte_view(tensor: torch.Tensor, span: ByteRange) -> torch.Tensor:
-    """Bytes ``span`` of the tensor's storage as a flat tensor that shares them, and shares the version counter."""
-    if tensor.untyped_storage().nbytes() < tensor.element_size():
-        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    element = tensor.detach().as_strided((1,), (1,), 0)
+    """Bytes ``span`` of the tensor's storage as a flat tensor that shares them."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage(), span.begin, (span.num_bytes,), (1,))
+
+
+def byte_view_within(tensor: torch.Tensor, span: ByteRange) -> torch.Tensor:
+    """As :func:`byte_view`, sharing the version counter of the tensor, which needs no gradient and has elements."""
+    element = tensor.as_strided((1,), (1,), 0)
     return element.view(torch.uint8).as_strided((span.num_bytes,), (1,), span.begin)
 
 
