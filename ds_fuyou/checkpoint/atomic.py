@@ -21,6 +21,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterable
@@ -49,7 +50,7 @@ logger = logging.getLogger("ds_fuyou")
 LOCK_NAME = ".writing"  # of a file in a hidden folder
 _PREFIX = ".incomplete-"
 _REPLACED = ".replaced-"
-_STATES = "_states.pt"  # ends the names of DeepSpeed's files of a checkpoint, of however many ranks
+_RANK_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?:optim|model)_states\.pt")  # of stage 3
 
 
 def incomplete_tag(tag: str) -> str:
@@ -160,14 +161,16 @@ def publish(incomplete: Path, final: Path) -> None:
 
 
 def _keep_beside(old: Path, new: Path) -> list[Path]:
-    """Files of ``old`` that are neither in ``new`` nor a checkpoint's come there, too: links, where there can be some,
-    and copies else. What the exchange of folders then replaces loses nothing that the new one lacks, but what is
-    returned, as paths below ``old``: it can be neither linked nor read, so it has to be moved.
+    """Files of ``old`` that are neither in ``new`` nor of ranks that this has no more come there, too: links, where
+    there can be some, and copies else. What the exchange of folders then replaces loses nothing that the new one lacks,
+    but what is returned, as paths below ``old``: it can be neither linked nor read, so it has to be moved.
     """
     to_move = []
+    ranks = {found[1] for found in map(_RANK_FILE.fullmatch, os.listdir(new)) if found}
     for entry in os.scandir(old):
-        kept = new / entry.name
-        if entry.name.startswith((_PREFIX, _REPLACED)) or entry.name.endswith(_STATES) or os.path.lexists(kept):
+        kept, found = new / entry.name, _RANK_FILE.fullmatch(entry.name)
+        is_left_out = bool(ranks) and found is not None and found[1] not in ranks
+        if entry.name.startswith((_PREFIX, _REPLACED)) or is_left_out or os.path.lexists(kept):
             if entry.is_dir(follow_symlinks=False) and kept.is_dir() and not kept.is_symlink():
                 to_move += [Path(entry.name, below) for below in _keep_beside(Path(entry.path), kept)]
             continue

@@ -78,14 +78,36 @@ def test_a_link_and_what_cannot_be_deleted_do_not_stop_a_save(tmp_path: Path, mo
     assert "could not be deleted" in caplog.text
 
 
+def test_only_files_of_ranks_that_are_no_more_go(tmp_path: Path) -> None:
+    """A script may have called its own files, or another engine of it, as DeepSpeed calls some."""
+    ours = ["zero_pp_rank_{}_mp_rank_00_model_states.pt", "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"]
+    others = [
+        "rng_states.pt",
+        "ema_model_states.pt",
+        "mp_rank_00_model_states.pt",
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt",  # of an engine of stage 1 in another type
+        "layer_0_expert_5_mp_rank_00_model_states.pt",
+        "old_zero_pp_rank_7_mp_rank_00_model_states.pt",
+    ]
+    tag = tmp_path / "tag"
+    for num_ranks in (11, 2):
+        folder, names = written(tmp_path, "tag", "x"), [name.format(r) for name in ours for r in range(num_ranks)]
+        for name in names:
+            (folder / name).touch()
+        atomic.publish(folder, tag)
+        if num_ranks == 11:
+            for name in others:
+                (tag / name).touch()
+    assert sorted(path.name for path in tag.iterdir() if path.is_file()) == sorted([*names, *others])
+
+
 def test_what_a_script_keeps_in_the_folder_stays(tmp_path: Path) -> None:
-    """Beside the files of a checkpoint, of which there may be more, of more ranks, than in the new one."""
+    """Beside the files of a checkpoint, and checkpoints below it."""
     tag = tmp_path / "tag"
     atomic.publish(written(tmp_path, "tag", "first"), tag)
     (tag / "tokenizer.json").write_text("mine")
     (tag / "link").symlink_to("tokenizer.json")
     (tag / "nested" / "other").write_text("mine")
-    (tag / "zero_pp_rank_7_mp_rank_00_model_states.pt").write_text("old")
     atomic.publish(written(tmp_path, "tag/step2", "below"), tag / "step2")
     (tag / ".incomplete-step3").mkdir()
     for text in ("second", "third"):
