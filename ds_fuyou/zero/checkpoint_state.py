@@ -50,6 +50,14 @@ class _Source(NamedTuple):
     place: Place | None = None
 
 
+class _Saved(NamedTuple):
+    """What a checkpoint has of the optimizer: moments by sub-group, None if it was made before the first step, and how
+    many steps parameters missed, by their names in this run."""
+
+    moments: list[list[torch.Tensor]] | None
+    missed: Mapping[str, int]
+
+
 class CheckpointState:
     """Behind stage 3's saving and loading.
 
@@ -213,10 +221,8 @@ class CheckpointState:
         if self.meetings is not None:
             self._is_torn = True
 
-    def check(
-        self, state_dict: Mapping[str, Any], *, load_optimizer_states: bool = True
-    ) -> list[list[torch.Tensor]] | None:
-        """Whether :meth:`load` takes it; the moments in it, by sub-group.
+    def check(self, state_dict: Mapping[str, Any], *, load_optimizer_states: bool = True) -> _Saved | None:
+        """Whether :meth:`load` takes it; what it has of the optimizer.
 
         Raises:
             FuyouStateError: another model, world size or optimizer.
@@ -228,28 +234,34 @@ class CheckpointState:
                 f"the checkpoint's sub-groups hold {[t.numel() for t in fp32]} elements on this rank, the model's "
                 f"{list(core.layout.sub_group_numels)}; load it with the model and world size it was saved with"
             )
+        names = {span.name: span.name for span in core.layout.params}
         if self._saved_shapes is not None:
-            self._require_order(self._saved_shapes)
+            names = self._require_order(self._saved_shapes)
         if not load_optimizer_states:
             return None
         saved = state_dict[OPTIMIZER_STATE]
         self._require_groups(saved["param_groups"])
-        return self._saved_moments(saved)
+        missed = _missed_steps(state_dict)
+        if unknown := missed.keys() - names.keys():
+            raise FuyouStateError(
+                f"the checkpoint counts steps that {min(unknown)} missed, which the model does not have: load it with "
+                "load_checkpoint, which knows parameters by their order, or with the model it was saved with"
+            )
+        return _Saved(self._saved_moments(saved), {names[name]: number for name, number in missed.items()})
 
     def load(self, state_dict: Mapping[str, Any], *, load_optimizer_states: bool) -> None:
         """What :meth:`entries` gave, or stock's file. Raises as :meth:`check`."""
-        moments = self.check(state_dict, load_optimizer_states=load_optimizer_states)
+        saved = self.check(state_dict, load_optimizer_states=load_optimizer_states)
         self._saved_shapes = None
-        saved = state_dict[OPTIMIZER_STATE] if load_optimizer_states else None
         if saved is not None:
-            self._load_groups(saved)
-        self._write_all(state_dict[FLAT_GROUPS], moments)
+            self._load_groups(state_dict[OPTIMIZER_STATE])
+        self._write_all(state_dict[FLAT_GROUPS], saved.moments if saved is not None else None)
         if saved is not None:
-            self._restore_clock(state_dict, saved)
+            self._restore_clock(state_dict, saved.missed)
 
-    def _require_order(self, saved: Sequence[Mapping[str, Sequence[int]]]) -> None:
+    def _require_order(self, saved: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, str]:
         """States have no names in a checkpoint: what was saved first is the first parameter's. Where another parameter
-        would get it, that is refused; under another name it is loaded, as in stock.
+        would get it, that is refused; under another name it is loaded, as in stock. Names in this run by those.
 
         Raises:
             FuyouStateError: parameters of the same names in another order, or of other shapes.
@@ -258,8 +270,9 @@ class CheckpointState:
         state = self._rank_state
         params = map(state.param, state.layout.params)
         ours = [(state.model.names[param], tuple(param.ds_shape)) for param in params]
+        names = {there: here for (there, _), (here, _) in zip(theirs, ours, strict=False)}
         if theirs == ours:
-            return
+            return names
         there, here = next(pair for pair in itertools.zip_longest(theirs, ours) if pair[0] != pair[1])
         what = f"where the model has {_named(here)} the checkpoint has {_named(there)}"
         if sorted(theirs) == sorted(ours) or [shape for _, shape in theirs] != [shape for _, shape in ours]:
@@ -268,6 +281,7 @@ class CheckpointState:
                 "the saving script did, or load with load_optimizer_states=False, which goes by names"
             )
         log_once(logging.WARNING, f"{what}, of the same shape: it is taken for the same parameter under another name")
+        return names
 
     def _saved_moments(self, saved: dict[str, Any]) -> list[list[torch.Tensor]] | None:
         """Moments by sub-group, None if the checkpoint was made before the first step."""
@@ -317,22 +331,21 @@ class CheckpointState:
             with self._replacing():
                 core.states.write_all(map(new_state, core.layout.chunks), files.path_of)
 
-    def _restore_clock(self, state_dict: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    def _restore_clock(self, state_dict: Mapping[str, Any], missed: Mapping[str, int]) -> None:
         core = self._core
         ours = state_dict.get(CLOCK_KEY)
         kept_as, own = (ours or {}).get("moments", FP32), core.place.stored.moments
         if kept_as != own:
             what = "they are rounded" if own != FP32 else "they go on in fp32 from what was rounded"
             log_once(logging.INFO, f"the checkpoint's run kept moments as {kept_as}, this one as {own}: {what}")
+        core.missed.restore(missed)
         if ours is not None:
             core.clock.replay(ours["history"])
-            core.missed.restore(ours["missed_steps"])
             return
         # A stock checkpoint: the betas it was made with are those it saved.
-        steps = {int(entry["step"]) for entry in saved["state"].values()}
+        steps = {int(entry["step"]) for entry in state_dict[OPTIMIZER_STATE]["state"].values()}
         betas = [list(hyper.betas) for hyper in self._hypers()]
         core.clock.replay([(max(steps), betas)] if steps else [])
-        core.missed.restore({})
 
     def restore_from_params(self) -> None:
         """P32 := P16 (loading a module without its optimizer)."""
@@ -380,7 +393,7 @@ class CheckpointState:
         with self._replacing():
             core.states.write_all(map(new_state, core.layout.chunks))
         self._load_groups(saved[OPTIMIZER_STATE])
-        self._restore_clock(saved, saved[OPTIMIZER_STATE])
+        self._restore_clock(saved, _missed_steps(saved))
 
     def load_universal_module(self, reader: UniversalReader, *, load_from_fp32_weights: bool) -> None:
         """Parameters alone: P16 from the saved fp32 values; P32 from them too, or from P16."""
@@ -410,6 +423,11 @@ class CheckpointState:
                 f"the checkpoint was saved with {len(groups)} parameter groups, this run has {present}; make them as "
                 "the saving script did"
             )
+
+
+def _missed_steps(state_dict: Mapping[str, Any]) -> Mapping[str, int]:
+    """By parameter, as the run that saved called them; none in a checkpoint of stock."""
+    return (state_dict.get(CLOCK_KEY) or {}).get("missed_steps", {})
 
 
 def _named(param: tuple[str, tuple[int, ...]] | None) -> str:

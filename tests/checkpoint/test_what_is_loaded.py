@@ -124,6 +124,20 @@ def test_states_of_other_parameters_are_refused_and_of_other_names_told(said: di
     )
 
 
+def test_missed_steps_are_those_of_the_parameters_in_the_same_place(said: dict) -> None:
+    """Whatever their names were. A name whose place nobody knows is refused before anything is replaced."""
+    found = said["reordered"]
+    assert set(found["missed"].values()) == {1}
+    assert all(name.startswith("blocks.0.") for name in found["missed"])
+    assert found["moved up"] == "nothing"
+    for what in ("as it is", "renamed", "moved up"):
+        assert found[f"{what} missed"] == found["missed"], what
+    assert (
+        "counts steps that blocks.0.ln.weight missed, which the model does not have" in found["states of other names"]
+    )
+    assert found["step after it"] == "nothing"
+
+
 def test_another_tag_than_stock_reads_is_told(said: dict) -> None:
     assert [len(said["other_tag"][tag]) for tag in ("first", "second", "None")] == [1, 0, 0]
     assert "'second'" in said["other_tag"]["first"][0]

@@ -307,27 +307,37 @@ def mapped_files() -> list[str]:
 
 
 def reordered(case: dict, folder: Path) -> dict:
-    """The same parameters in another order, and under another name."""
+    """The same parameters in another order, and under another name. Those of the first block missed a step."""
     said: dict = {}
+    case = {**case, "model": {**case["model"], "skip": 0, "skip_at": [0]}}
     with another(case) as engine:
         train(engine, case, 1)
         engine.save_checkpoint(str(folder))
         engine.fuyou_wait_checkpoint()
-        file = next(folder.glob("*/*model_states.pt"))
-        saved = torch.load(file, weights_only=False)
+        missed = engine.optimizer.rank_state.core.missed
+        file, states_file = next(folder.glob("*/*model_states.pt")), next(folder.glob("*/*optim_states.pt"))
+        saved, states = (torch.load(each, weights_only=False) for each in (file, states_file))
+        counts = states["optimizer_state_dict"]["ds_fuyou_clock"]["missed_steps"]
+        said["missed"] = dict(counts)
         shapes = saved["param_shapes"][0]
         norms = [name for name in shapes if name.endswith("norm.weight")]
         changes: dict[str, Callable[[str], str]] = {
             "swapped": lambda name: {norms[0]: norms[1], norms[1]: norms[0]}.get(name, name),
             "renamed": lambda name: name.replace("blocks.0.norm", "blocks.0.ln"),
+            "moved up": lambda name: name.replace("blocks.1.", "blocks.2b.").replace("blocks.0.", "blocks.1."),
             "as it is": lambda name: name,
         }
         for what, change in changes.items():
             renamed = collections.OrderedDict((change(name), shape) for name, shape in shapes.items())
             torch.save({**saved, "param_shapes": [renamed]}, file)
+            clock = states["optimizer_state_dict"]["ds_fuyou_clock"]
+            clock["missed_steps"] = {change(name): number for name, number in counts.items()}
+            torch.save(states, states_file)
             records: list[str] = []
+            missed.restore({})
             with recorded(records):
                 said[what] = raised(lambda: engine.load_checkpoint(str(folder)))
+            said[f"{what} missed"] = missed.by_name()
             said[f"{what} told"] = [text for text in records if "another name" in text]
         torch.save({**saved, "param_shapes": [dict([*list(shapes.items())[1:], ("other", [500, 72])])]}, file)
         said["other shapes"] = raised(lambda: engine.load_checkpoint(str(folder)))
@@ -336,6 +346,10 @@ def reordered(case: dict, folder: Path) -> dict:
         said["states given by the script"] = raised(
             lambda: engine.optimizer.load_state_dict([engine.optimizer.state_dict()])
         )
+        given = engine.optimizer.state_dict()
+        given["ds_fuyou_clock"]["missed_steps"] = {"blocks.0.ln.weight": 1}
+        said["states of other names"] = raised(lambda: engine.optimizer.load_state_dict([given]))
+        said["step after it"] = raised(lambda: train(engine, case, 1))
     return said
 
 
