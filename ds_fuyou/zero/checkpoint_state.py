@@ -393,7 +393,8 @@ class CheckpointState:
         with self._replacing():
             core.states.write_all(map(new_state, core.layout.chunks))
         self._load_groups(saved[OPTIMIZER_STATE])
-        self._restore_clock(saved, _missed_steps(saved))
+        trained = {span.name for span in core.layout.params}  # frozen ones may have missed steps when they were not
+        self._restore_clock(saved, {name: n for name, n in _missed_steps(saved).items() if name in trained})
 
     def load_universal_module(self, reader: UniversalReader, *, load_from_fp32_weights: bool) -> None:
         """Parameters alone: P16 from the saved fp32 values; P32 from them too, or from P16."""

@@ -103,7 +103,7 @@ def test_no_step_is_made_of_what_a_failed_load_left(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict:
     directory = tmp_path_factory.mktemp("loads")
-    case = {**CASE, "tasks": ["client_state", "reordered", "other_tag", "changed_directory"]}
+    case = {**CASE, "tasks": ["client_state", "reordered", "universal", "other_tag", "changed_directory"]}
     return said_by(ours_of(case, directory, checkpoint={"save": "background"}), directory)
 
 
@@ -136,6 +136,13 @@ def test_missed_steps_are_those_of_the_parameters_in_the_same_place(said: dict) 
         "counts steps that blocks.0.ln.weight missed, which the model does not have" in found["states of other names"]
     )
     assert found["step after it"] == "nothing"
+
+
+def test_missed_steps_of_what_is_frozen_now_are_no_more(said: dict) -> None:
+    found, missed = said["universal"], said["reordered"]["missed"]
+    assert found["load"] == found["step"] == "nothing"
+    assert found["missed"] == {name: number for name, number in missed.items() if ".up." not in name}
+    assert "blocks.0.up.weight" in found["renamed"]
 
 
 def test_another_tag_than_stock_reads_is_told(said: dict) -> None:

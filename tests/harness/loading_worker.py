@@ -7,6 +7,7 @@ finds in the same places.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import hashlib
 import json
@@ -22,6 +23,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.checkpoint.ds_to_universal import main as convert
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from save_worker import raised, train
 from train_worker import build_engine
@@ -353,6 +355,29 @@ def reordered(case: dict, folder: Path) -> dict:
     return said
 
 
+def universal(case: dict, folder: Path) -> dict:
+    """Loaded where some of what missed a step is frozen."""
+    case = {**case, "model": {**case["model"], "skip": 0, "skip_at": [0]}}
+    with another(case) as engine:
+        train(engine, case, 2)
+        engine.save_checkpoint(str(folder), tag="saved")
+        engine.fuyou_wait_checkpoint()
+    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": False}
+    folders = {"input_folder": str(folder / "saved"), "output_folder": str(folder / "converted")}
+    convert(argparse.Namespace(**folders, **options, inject_missing_state=False))
+    (folder / "latest_universal").write_text("converted")
+    case = {**case, "config": {**case["config"], "checkpoint": {"load_universal": True}}}
+    said = {}
+    with another({**case, "model": {**case["model"], "frozen": ["blocks.0.up"]}}) as engine:
+        said["load"] = raised(lambda: engine.load_checkpoint(str(folder), tag="converted"))
+        said["missed"] = engine.optimizer.rank_state.core.missed.by_name()
+        said["step"] = raised(lambda: train(engine, case, 1))
+    with another(case) as engine:
+        (folder / "converted/zero/blocks.0.up.weight").rename(folder / "converted/zero/blocks.0.wide.weight")
+        said["renamed"] = raised(lambda: engine.load_checkpoint(str(folder), tag="converted"))
+    return said
+
+
 @contextmanager
 def recorded(records: list[str]) -> Iterator[None]:
     class Records(logging.Handler):
@@ -416,6 +441,7 @@ TASKS = {
     "frozen": frozen,
     "client_state": client_state,
     "reordered": reordered,
+    "universal": universal,
     "other_tag": other_tag,
     "changed_directory": changed_directory,
 }
