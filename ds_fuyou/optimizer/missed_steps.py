@@ -50,11 +50,12 @@ class MissedSteps:
 
     def count(self, arrived: set[int]) -> None:
         """A step was applied in which only the gradients of ``arrived`` came."""
-        if len(arrived) == len(self._layout.params):
-            return
-        for span in self._layout.params:
-            if span.index not in arrived:
-                self._missed[span.index] = self._missed.get(span.index, 0) + 1
+        if len(arrived) < len(self._layout.params):
+            for span in self._layout.params:
+                if span.index not in arrived:
+                    self._missed[span.index] = self._missed.get(span.index, 0) + 1
+        if self._missed:
+            self._clock.keep_late(self._missed.values())
 
     def by_name(self) -> dict[str, int]:
         """Those that missed any, for a checkpoint."""

@@ -9,7 +9,8 @@ on every call made so far, so the history is replayed on a clock of our own, cal
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +19,6 @@ from ds_fuyou.ops.core import load_core
 from ds_fuyou.state_layout import BF16, FP32
 
 __all__ = ["GroupHyper", "OptimizerKind", "RuleClock", "Segment", "StepRules", "optimizer_kind"]
-
-_LATE_CLOCKS = 64
-"""Clocks kept for parameters that missed steps: one for each number of updates seen lately, for as many betas."""
 
 _SUPPORTED = (
     "DeepSpeedCPUAdam, FusedAdam, torch Adam and AdamW, DeepSpeedCPUAdagrad, torch Adagrad, DeepSpeedCPULion, FusedLion"
@@ -122,7 +120,8 @@ class RuleClock:
         self.history: list[tuple[int, tuple[tuple[float, float], ...]]] = []
         self._first = first
         self._clock = self._fresh()
-        self._late: dict[tuple[float, float], dict[int, Any]] = {}
+        self._late: dict[tuple[float, float], tuple[list[int], dict[int, Any]]] = {}
+        """By betas: clocks of parameters that missed steps, and after how many updates, in order, there is one."""
 
     def _fresh(self) -> Any:
         core, hyper = load_core(), self._first
@@ -154,17 +153,18 @@ class RuleClock:
         self.step = rules.step
         self._record(tuple(hyper.betas for hyper in rules.hypers))
 
-    def _record(self, betas: tuple[tuple[float, float], ...]) -> None:
-        """Adds a step. A stock optimizer that meets other betas than it has starts its products anew, by ``pow``: then
-        nothing matters of what came before, but its length. So a schedule of betas does not lengthen the history.
+    def _record(self, betas: tuple[tuple[float, float], ...], num_steps: int = 1) -> None:
+        """Adds the last steps. A stock optimizer that meets other betas than it has starts its products anew, by
+        ``pow``: then nothing matters of what came before, but its length. So a schedule of betas does not lengthen the
+        history.
         """
         if self.history and self.history[-1][1] == betas:
-            self.history[-1] = (self.history[-1][0] + 1, betas)
+            self.history[-1] = (self.history[-1][0] + num_steps, betas)
             return
         calls = (self.history[-1][1][-1], *betas) if self.history else ()
         if len(self.history) > 1 and len({_as_stored(pair) for pair in calls}) > 1:
-            self.history = [(self.step - 1, self.history[-1][1])]
-        self.history.append((1, betas))
+            self.history = [(self.step - num_steps, self.history[-1][1])]
+        self.history.append((num_steps, betas))
 
     def rule_at(self, step: int, hyper: GroupHyper) -> Any:
         """The rule of a parameter that was updated ``step`` times, this one included (it missed some steps)."""
@@ -172,26 +172,34 @@ class RuleClock:
 
     def _clock_at(self, step: int, betas: tuple[float, float]) -> Any:
         """A clock after ``step`` increments with ``betas``: continued from the nearest earlier one that is kept."""
-        kept = self._late.setdefault(betas, {})
-        if step not in kept:
-            nearest = max((number for number in kept if number < step), default=0)
-            clock = kept[nearest].clone() if nearest else self._fresh()
-            for past in range(nearest + 1, step + 1):
-                clock.increment(past, *betas)
-            kept[step] = clock
-            while len(kept) > _LATE_CLOCKS:
-                del kept[next(iter(kept))]  # the oldest
-            while len(self._late) > _LATE_CLOCKS:
-                del self._late[next(iter(self._late))]
-        return kept[step]
+        numbers, clocks = self._late.setdefault(betas, ([], {}))
+        if step not in clocks:
+            at = bisect(numbers, step)
+            nearest = numbers[at - 1] if at else 0
+            clock = clocks[nearest].clone() if at else self._fresh()
+            clock.advance(nearest + 1, step - nearest, [betas])
+            numbers.insert(at, step)
+            clocks[step] = clock
+        return clocks[step]
+
+    def keep_late(self, missed: Iterable[int]) -> None:
+        """Of the late parameters' clocks only those stay that the next step may go on from: of parameters that missed
+        so many of the steps up to now, with betas of the last one.
+        """
+        wanted, late = {self.step - number for number in missed}, self._late
+        self._late = {}
+        for betas in late.keys() & set(self.history[-1][1]):
+            numbers, clocks = late[betas]
+            kept = [number for number in numbers if number in wanted]
+            self._late[betas] = kept, {number: clocks[number] for number in kept}
 
     def replay(self, history: Sequence[tuple[int, Sequence[Sequence[float]]]]) -> None:
         """Restores a saved history by making its calls again: (number of steps, betas of every sub-group)."""
         self._clock, self.step, self.history = self._fresh(), 0, []
         for num_steps, betas in history:
+            if num_steps < 1:
+                continue
             frozen = tuple((float(b[0]), float(b[1])) for b in betas)
-            for _ in range(num_steps):
-                self.step += 1
-                for pair in frozen:
-                    self._clock.increment(self.step, *pair)
-                self._record(frozen)
+            self._clock.advance(self.step + 1, num_steps, frozen)
+            self.step += num_steps
+            self._record(frozen, num_steps)

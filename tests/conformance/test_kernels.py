@@ -168,6 +168,25 @@ def test_a_clock_started_in_the_middle_departs() -> None:
     assert departed > 0
 
 
+@pytest.mark.parametrize("kind", ["adamw", "lion", "adagrad"])
+@pytest.mark.parametrize("betas", [[BETAS], [BETAS, BETAS], [BETAS, (0.8, 0.99), BETAS]])
+def test_steps_in_one_call_are_as_many_calls(kind: str, betas: list[tuple[float, float]]) -> None:
+    """Up to where the product of the smaller betas has left the normal numbers."""
+    single, many, step = make_clock(kind), make_clock(kind), 0
+    for num_steps in (1, 7, 0, 92, 1100):
+        many.advance(step + 1, num_steps, betas)
+        for _ in range(num_steps):
+            step += 1
+            for pair in betas:
+                single.increment(step, *pair)
+        found = []
+        for clock in (single, many):
+            param, moments = gradient(500, 10**6), [gradient(500, 1).abs(), gradient(500, 2).abs()]
+            clock.rule(LR, EPS, DECAY, True).apply(param, gradient(500, 3), moments)
+            found.append(torch.stack([param, *moments]))
+        assert torch.equal(*found), f"after step {step}"
+
+
 def test_two_learning_rates_in_parallel_threads_do_not_mix() -> None:
     numel, num_steps = 300_000, 12
     rates = (1e-3, 7e-4, 3e-5)

@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.optimizer.layout import CUT_ELEMENTS, build_layout
+from ds_fuyou.optimizer.missed_steps import MissedSteps
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind, RuleClock, optimizer_kind
 
 KIND = OptimizerKind("adam", ("exp_avg", "exp_avg_sq"))
@@ -101,7 +107,7 @@ def test_a_schedule_of_betas_does_not_lengthen_the_history(num_groups: int) -> N
 
 
 def test_late_parameters_continue_from_the_nearest_clock() -> None:
-    """The rule after 41 updates is the same whether 1 or 40 were known before; kept clocks are bounded."""
+    """The rule after 41 updates is the same whether 1 or 40 were known before."""
 
     def updated(rule: object) -> torch.Tensor:
         param, moments = torch.full((64,), 0.3), [torch.full((64,), 0.1), torch.full((64,), 0.2)]
@@ -111,9 +117,51 @@ def test_late_parameters_continue_from_the_nearest_clock() -> None:
     fresh, stepped = RuleClock(KIND, HYPER), RuleClock(KIND, HYPER)
     for number in range(1, 101):
         stepped.rule_at(number, HYPER)
-    assert len(stepped._late[HYPER.betas]) <= 64
     assert torch.equal(updated(fresh.rule_at(41, HYPER)), updated(stepped.rule_at(41, HYPER)))
     assert not torch.equal(updated(fresh.rule_at(41, HYPER)), updated(fresh.rule_at(40, HYPER)))
+
+
+class CountedClock:
+    """How many steps clocks were advanced by, all together."""
+
+    num_steps = 0
+
+    def __init__(self, clock: Any) -> None:
+        self._clock, self.rule = clock, clock.rule
+
+    def advance(self, first: int, num_steps: int, betas: Sequence[tuple[float, float]]) -> None:
+        CountedClock.num_steps += num_steps
+        self._clock.advance(first, num_steps, betas)
+
+    def clone(self) -> CountedClock:
+        return CountedClock(self._clock.clone())
+
+
+def test_clocks_of_late_parameters_go_on_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of which each missed another number of steps: a step a clock, and no more clocks than such experts."""
+    num_params, num_steps = 300, 10_000
+    layout = build_layout([[(f"e{index}", "", CUT_ELEMENTS, 0) for index in range(num_params)]])
+    clock = RuleClock(KIND, HYPER)
+    clock.replay([(num_steps, [HYPER.betas])])
+    monkeypatch.setattr(clock, "_fresh", lambda: CountedClock(RuleClock(KIND, HYPER)._clock))
+    missed = MissedSteps(layout, clock)
+    missed.restore({f"e{index}": 17 * (num_params - index) for index in range(num_params)})
+    advanced = []
+    for number in range(6):
+        rules, arrived = clock.prepare([HYPER]), {index for index in range(num_params) if (index + number) % 3}
+        for chunk in layout.chunks:
+            missed.segments(chunk, rules, missed.runs(chunk, arrived))
+        clock.commit(rules)
+        missed.count(arrived)
+        advanced.append(CountedClock.num_steps)
+        assert len(clock._late[HYPER.betas][1]) <= num_params
+    assert advanced[0] <= num_steps, "the first time each from the nearest"
+    assert advanced[-1] - advanced[2] <= 3 * num_params
+    missed.restore({"e0": 1})
+    rules = clock.prepare([replace(HYPER, betas=(0.8, 0.9))])
+    clock.commit(rules)
+    missed.count(set(range(num_params)))
+    assert clock._late == {}, "of betas that no group has any more"
 
 
 @pytest.mark.parametrize(

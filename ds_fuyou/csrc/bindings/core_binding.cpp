@@ -125,6 +125,7 @@ void bind_kernels(py::module_& m)
             NoGil());
     py::class_<OptimizerClock>(m, "OptimizerClock")
         .def("increment", &OptimizerClock::increment)
+        .def("advance", &OptimizerClock::advance)
         .def("rule",
              [](const OptimizerClock& clock, float lr, float eps, float weight_decay,
                 bool bias_correction) {

@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
+#include <vector>
 
 namespace fuyou {
 
@@ -33,6 +35,13 @@ class OptimizerClock {
     virtual ~OptimizerClock() = default;
     // The call the stock optimizer makes for one sub-group: advances to `step`.
     virtual void increment(std::size_t step, float beta1, float beta2) = 0;
+    // These calls for `num_steps` steps from `first` on, of sub-groups with these betas.
+    void advance(std::size_t first, std::size_t num_steps,
+                 const std::vector<std::pair<float, float>>& betas)
+    {
+        for (std::size_t step = first; step < first + num_steps; ++step)
+            for (const auto& [beta1, beta2] : betas) increment(step, beta1, beta2);
+    }
     virtual std::shared_ptr<const UpdateRule> rule(float lr, float eps, float weight_decay,
                                                    bool bias_correction) const = 0;
     virtual std::unique_ptr<OptimizerClock> clone() const = 0;
