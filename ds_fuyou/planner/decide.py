@@ -21,7 +21,7 @@ since the closed form knows nothing of what evens out. Where no activation is sw
 where a small budget's pools would do with clearly less, and a step becomes clearly shorter for it, so do they.
 
 Updates begin in backward, for which P16 in host memory has two versions. With one more of it, or of states, is there,
-which many micro-batches make up for: where a step is clearly shorter with updates that wait for ``step()``, they wait.
+which many micro-batches make up for: where a step is shorter with updates that wait for ``step()``, they wait.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _NEAR = 1.02  # of the fastest: then the one that moves least
 _WORTH_TWICE = 1.01
 _PARTS = (4, 8, 16, 32, 64, 128)  # of the budget, moved from one class to another
 _CLEARLY = 0.03  # of a step, and of the budget
-_WORTH_WAITING = 0.05  # of a step
+_WORTH_WAITING = 0.02  # of a step
 _REACH = 1.05  # of what is to be beaten: farther off, shares in every order are not improved
 
 
