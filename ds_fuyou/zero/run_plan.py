@@ -497,7 +497,9 @@ class RunPlan:
         state.planned_device_bytes = self._device_bytes()
         state.device.reset_peak()
         if current_rank() == 0:
-            rows = class_rows(state.plan_input, time, place, state.plan)
+            given = state.plan_input
+            given = replace(given, weighs_start=given.weighs_start and state.core.policy.possible)
+            rows = class_rows(given, time, place, state.plan)
             lines = [chosen.line(), *class_lines(rows, chosen.iteration_secs)]
             if state.planned_device_bytes:
                 lines.append(f"at most {shown_bytes(state.planned_device_bytes)} of the device are in use")
