@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -86,6 +86,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     training_state: TrainingState
     hp_access: HpAccess
     _is_stepping = False
+    _were_gathered: Sequence[Parameter] = ()
     _monitor: StepMonitor | None = None
     _across_batches: AcrossBatches | None = None
 
@@ -549,21 +550,30 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def _universal_reader(self, checkpoint_dir: str) -> UniversalReader:
         return UniversalReader(self.rank_state, checkpoint_dir, self.load_hp_checkpoint_state, self.param_names)
 
+    def checkpoint_event_prologue(self) -> None:
+        available = ZeroParamStatus.AVAILABLE
+        self._were_gathered = [param for param in self.persistent_parameters if param.ds_status is available]
+        super().checkpoint_event_prologue()
+
     def checkpoint_event_epilogue(self) -> None:
         if self.checkpoint_state.meetings is not None:
             return  # of a load: when all ranks have loaded theirs
-        self._gather_persistent()
+        again, self._were_gathered = self._were_gathered, []
+        if not self._gather_persistent() and again:  # in the middle of a forward, it may be
+            again[0].all_gather(again)
         self.invalidate_secondary_tensor()
 
-    def _gather_persistent(self) -> None:
+    def _gather_persistent(self) -> bool:
         """As stock, where every update ends inside ``step()`` anyway, and where all that is trained is persistent: that
         is small, and scripts read it as they would without ZeRO (programs save what a plain ``state_dict()`` has of
         adapters, one rank alone). So, too, where torch_autocast has several ranks gather in 16 bits: this gather does
         not round, the one before a use does. Otherwise persistent parameters are gathered at their first use: here it
-        would wait for all of their updates."""
+        would wait for all of their updates. Whether they are."""
         waits = self.rank_state.core.options.overlap is not Overlap.BACKWARD_AND_FORWARD
-        if self.persistent_parameters and (waits or self._trains_persistent or self._gathers_round):
-            self.persistent_parameters[0].all_gather(self.persistent_parameters)
+        if not self.persistent_parameters or not (waits or self._trains_persistent or self._gathers_round):
+            return False
+        self.persistent_parameters[0].all_gather(self.persistent_parameters)
+        return True
 
     @cached_property
     def _trains_persistent(self) -> bool:
