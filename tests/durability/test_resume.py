@@ -235,12 +235,14 @@ def test_a_run_goes_on_from_where_p16_has_moved_to(world_size: int, tmp_path: Pa
 
 def test_a_run_does_not_go_on_with_more_in_memory_than_fits(tmp_path: Path) -> None:
     case = {"steps": STEPS, "config": UNPLACED, "chunk_sizes": [16384]}
-    for number, budget in enumerate((1 << 26, 240 << 10, 1 << 26)):
+    refused, waits = 1, 2
+    for number, budget in enumerate((1 << 26, 200 << 10, 240 << 10, 1 << 26)):
         block = {**RESUME, "dram_budget_bytes": budget}
         status, said = end_of(tmp_path, {**case, "block": block, "die": {"0": [2 + number, "after"]}}, str(number))
-        assert (status == -9) == (number != 1), said[-3000:]
-        assert ("of host memory it holds 0.1 MiB and what is on its way" in said) == (number == 1)
-        assert ("going on from step 2, in place" in said) == (number == 2)
+        assert (status == -9) == (number != refused), said[-3000:]
+        assert ("of host memory it holds 0.1 MiB and what is on its way" in said) == (number == refused)
+        assert ("going on from step" in said) == (number > refused)
+        assert ("P16 (parameters) 51.5 kB (1 version)" in said) == (number == waits), "where two do not fit"
 
 
 def test_a_run_does_not_go_on_from_moments_of_another_kind(tmp_path: Path) -> None:
