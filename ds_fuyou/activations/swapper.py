@@ -118,6 +118,18 @@ class _Moved:
     tape: Tape
 
 
+_GIVE_BACK_NOTHING = {"LinearFunctionForZeroStage3Backward", "CheckpointFunctionBackward"}
+
+
+def _may_give_back(node: Any) -> bool:
+    """Whether what this node is given may become a gradient as it is: of operators PyTorch has none that does, of
+    functions written in Python many are large, and two are known. A tensor with a history autograd puts into another
+    object, which nobody can keep an owner of: so it must not be the script's own memory.
+    """
+    is_written_in_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return is_written_in_python and type(node).__name__ not in _GIVE_BACK_NOTHING
+
+
 class _OfStorage:
     """What was moved of one storage at one version, by part: found again by place, however many slices there are."""
 
@@ -388,6 +400,8 @@ class Swapper:
         if isinstance(packed, MovedTensor) and self.tier is not None:
             with self.clock.within(Phase.ACTIVATIONS):
                 values = self.tier.take(packed.record)
+            if packed.record.source is not None and _may_give_back(torch._C._current_autograd_node()):
+                return packed.view.over(values.clone(), packed.begin)
             return packed.view.within(values, packed.begin)
         raise TypeError(f"a saved tensor came back as {type(packed).__name__}")
 

@@ -62,8 +62,7 @@ class ViewSpec:
         itemsize, offset = self.dtype.itemsize, memory.storage_offset() + self.offset_bytes - begin
         if memory.numel() % itemsize:
             memory = memory.as_strided((itemsize,), (1,), 0)
-        view = memory.view(self.dtype).as_strided(self.size, self.stride, offset // itemsize)
-        return view.detach() if torch.is_grad_enabled() else view
+        return memory.view(self.dtype).as_strided(self.size, self.stride, offset // itemsize).detach()
 
 
 def byte_view(tensor: torch.Tensor, span: ByteRange) -> torch.Tensor:

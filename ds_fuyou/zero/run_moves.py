@@ -156,7 +156,8 @@ class RunMoves:
             return None
         has_two, has_slots = core.place.num_versions == 2, core.options.num_slots >= 2
         given = replace(state.plan_input.open(), durable=has_slots)
-        given = replace(given, weighs_start=given.weighs_start and has_slots)
+        may_wait = has_slots and not state.plan.residency.optimizer_twice  # these would stay, for nothing
+        given = replace(given, weighs_start=given.weighs_start and may_wait)
         may_speculate = given.may_speculate and has_slots
         may_now = may_speculate and not core.policy.waits and (has_two or state.plan.residency.parameters == 0)
         given = replace(given, may_speculate=may_now)
