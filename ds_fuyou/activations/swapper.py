@@ -360,7 +360,7 @@ class Swapper:
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The hook that autograd calls when it needs the tensor. Raises what bringing it back may raise."""
         self._in_backward = not self._in_forward
-        if isinstance(packed, MovedTensor):
+        if self._handed or isinstance(packed, MovedTensor):
             self._note_who_asks()
         if self.blocks_begin is not None and not isinstance(packed, SavedParameter) and packed.block:
             told, self.blocks_begin = self.blocks_begin, None

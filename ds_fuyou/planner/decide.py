@@ -135,14 +135,15 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Decision:
-    """The plan, the placement behind it, its predicted seconds of a step, and by what. ``waits``: updates are not to
-    begin in backward, though they might.
+    """The plan, the placement behind it, its predicted seconds of a step, and by what. ``begins``: updates do in
+    backward, where they can; ``waits``: they are not to, though they might.
     """
 
     plan: Plan
     place: Placement
     secs: float
     time: StepTime
+    begins: bool
     waits: bool = False
 
     def settled(self, given: PlanInput) -> PlanInput:
@@ -382,7 +383,7 @@ def _decided(
             plan = built_plan(given, best.residency, chunk_bytes, search.arena, over, int(best.in_dram))
             kept = kept_param_bytes(plan.prefetch_bytes, given.largest_param_numel * given.param_bytes_each)
             place = replace(best.place, staging_bytes=plan.staging_bytes, kept_param_bytes=kept)
-            return Decision(plan, place, time.secs(place), time)
+            return Decision(plan, place, time.secs(place), time, given.may_speculate)
         least_needed = search.least_needed
     budget = given.dram_budget_bytes + given.lent_bytes
     found = f"dram_budget_bytes is {f'{budget / MIB:.0f} MiB' if budget >= MIB else f'{budget} bytes'}"

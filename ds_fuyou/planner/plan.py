@@ -137,8 +137,8 @@ def handles_activations(config: Any, device_is_host: bool) -> bool:
 
 
 def weighs_start(config: Any) -> bool:
-    """Whether a ``FuyouConfig`` leaves it to the plan when updates begin."""
-    return bool(config.optimizer.clip_policy == "auto" and config.optimizer.overlap != "none")
+    """Whether a ``FuyouConfig`` leaves it to the plan when updates begin; which knows what hides behind both passes."""
+    return bool(config.optimizer.clip_policy == "auto" and config.optimizer.overlap == "backward_and_forward")
 
 
 def under_block(given: PlanInput, config: Any, has_storage: bool) -> PlanInput:

@@ -294,8 +294,7 @@ def placed_again(
         other = _placed_again(there, overrides, profile, plan, mode, leaves)
         if other is None or not _fits(other, there, plan):
             continue
-        begins_as_now = other.settled(there).may_speculate == given.may_speculate
-        if begins_as_now and getattr(other.plan.residency, moving[0]) == stays[moving[0]]:
+        if other.begins == given.may_speculate and getattr(other.plan.residency, moving[0]) == stays[moving[0]]:
             continue
         if other.secs < (1 - _WORTH_MOVING) * best:
             found, best = other, other.secs

@@ -51,6 +51,11 @@ class _Target:
         """Of P16 in host memory, in all its versions."""
         return self.params * self.num_versions
 
+    @property
+    def param_place(self) -> tuple[float, int, bool]:
+        """What :meth:`RankState.place_params` makes of P16, and what follows from it for updates."""
+        return self.params, self.num_versions, self.waits
+
 
 class RunMoves:
     """Of one rank. All of it but :attr:`may_move`, :attr:`is_idle` and :attr:`is_short` is a collective.
@@ -107,9 +112,10 @@ class RunMoves:
         if target is None:
             return
         now, self._comes, self._num_waits = self._state.plan.residency, None, 0
-        held = self._as_it_is.held
+        before = self._as_it_is
+        moves_params = target.param_place != before.param_place
         self._narrow_arena(arena)
-        if target.held < held and not self._place_params(target):
+        if moves_params and target.held <= before.held and not self._place_params(target):
             return
         if target.grads < now.gradients and not self._place_grads(target):
             return
@@ -124,7 +130,7 @@ class RunMoves:
                     100 * now.optimizer,
                     target.secs,
                 )
-        if target.held > held or target.grads > now.gradients:
+        if (moves_params and target.held > before.held) or target.grads > now.gradients:
             self._comes = target
 
     def _arena_bytes(self) -> int:
@@ -175,7 +181,7 @@ class RunMoves:
             return None
         now, plan = state.plan.residency, found.plan
         residency = replace(plan.residency, optimizer=min(plan.residency.optimizer, self._most_states))
-        begins = found.time.policy.begins_in_backward
+        begins = found.begins
         if (residency.parameters, begins) == (now.parameters, may_now):  # P16 stays, in its versions
             once = bytes_each(given, "parameters", False) * given.numel * residency.parameters
             more = once if has_two and not has_two_versions(given, plan.residency) else 0
@@ -185,7 +191,7 @@ class RunMoves:
             if (residency.optimizer, residency.gradients) == (now.optimizer, now.gradients):
                 return None
         else:
-            moved = replace(given, may_speculate=begins and may_speculate)
+            moved = replace(given, may_speculate=begins)
             versions = 2 if has_two_versions(moved, residency) else 1
         return _Target(
             residency.optimizer,
@@ -204,7 +210,7 @@ class RunMoves:
         if self._comes is not None and not waits:
             target, self._comes = self._comes, None
             now = self._state.plan.residency
-            if target.held > self._as_it_is.held:
+            if target.param_place != self._as_it_is.param_place:
                 self._place_params(target)
             if target.grads > now.gradients:
                 self._place_grads(target)

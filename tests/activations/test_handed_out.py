@@ -203,6 +203,24 @@ def test_backward_may_do_with_it_what_it_may_with_any(
     assert _seen(z.grad) == [[1.0]]
 
 
+def test_what_backward_was_given_is_let_go_when_a_kept_tensor_is_asked_for(tmp_path: Path) -> None:
+    """Logits that were swapped, and blocks that were kept."""
+    held: list[int] = []
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = x[:, :1].square() + x[:, 1:].sum()  # too small to be moved
+            x.register_hook(lambda grad: held.append(len(at.swapper._handed)))
+        return x.expand(SHAPE).contiguous().square().sum()
+
+    model = _Model(compute).train()
+    with attached(model, tmp_path, smallest_bytes=4096) as at:
+        model(torch.rand(256, 2, requires_grad=True)).backward()
+        assert at.tier.counters.out_bytes >= 256 * 64 * 4
+    assert held[0] == 1
+    assert held[-1] == 0
+
+
 @pytest.mark.parametrize("is_forgotten", [False, True])
 def test_a_saved_tensor_that_backward_changed_is_not_used_again(is_forgotten: bool, tmp_path: Path) -> None:
     """Also where its host memory was needed for something else, and storage has it as it was."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ds_fuyou.cli import main
+from ds_fuyou.planner.plan import weighs_start
 
 BASE = {
     "train_micro_batch_size_per_gpu": 8,
@@ -237,6 +239,15 @@ def test_updates_wait_where_that_is_clearly_faster(
     assert secs["auto"] == secs["defer" if waits else "speculate"]
     assert updates["auto"] == updates["defer" if waits else "speculate"] != updates["speculate" if waits else "defer"]
     assert (secs["defer"] < 0.95 * secs["speculate"]) == waits
+
+
+def test_it_is_weighed_where_both_passes_hide_updates_and_the_user_has_not_said() -> None:
+    def weighs(**optimizer: str) -> bool:
+        return weighs_start(SimpleNamespace(optimizer=SimpleNamespace(**optimizer)))
+
+    assert weighs(clip_policy="auto", overlap="backward_and_forward")
+    assert not any(weighs(clip_policy="auto", overlap=overlap) for overlap in ("backward", "none"))
+    assert not any(weighs(clip_policy=said, overlap="backward_and_forward") for said in ("defer", "speculate"))
 
 
 def test_budgets_bound_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

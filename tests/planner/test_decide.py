@@ -187,6 +187,7 @@ def test_updates_wait_where_one_version_of_p16_makes_a_step_clearly_shorter(gib:
     assert (found.secs, found.plan) == (waits.secs, waits.plan)
     assert found.secs < 0.95 * begins.secs
     assert found.settled(given) == late
+    assert (found.begins, begins.begins) == (False, True)
     assert found.plan.host_bytes(late) <= gib * GIB
     assert not found.time.policy.begins_in_backward
     slow_adam = replace(USUAL, **BOUNDS["adam"], accumulation=4)
