@@ -166,10 +166,10 @@ class Record:
         self.stays = True
         self._tell_left()
 
-    def hand_out(self, target: torch.Tensor) -> None:
+    def hand_out(self) -> None:
         """From now on somebody may change the target: then it is not handed out again."""
-        if self.version is None:
-            self.version = target._version
+        if self.version is None and self.target is not None:
+            self.version = self.target._version
 
     def forget_target(self) -> None:
         """It lies on storage as well, or is lost: what was changed is not what was saved."""

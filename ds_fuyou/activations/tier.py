@@ -448,7 +448,7 @@ class SwapTier:
             if record.target is None:
                 raise FuyouStateError(f"{record.what} must be on the device, it is in {record.pieces[0].state.name}")
             self._count_in(record)
-            record.hand_out(record.target)
+            record.hand_out()
             return self.copies.make_visible(record.target[: record.num_bytes], record.arrival)
 
     def _count_in(self, record: Record) -> None:

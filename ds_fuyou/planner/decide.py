@@ -136,7 +136,7 @@ class StepTime:
 @dataclass(frozen=True)
 class Decision:
     """The plan, the placement behind it, its predicted seconds of a step, and by what. ``begins``: updates do in
-    backward, where they can; ``waits``: they are not to, though they might.
+    backward, where they can.
     """
 
     plan: Plan
@@ -144,11 +144,10 @@ class Decision:
     secs: float
     time: StepTime
     begins: bool
-    waits: bool = False
 
     def settled(self, given: PlanInput) -> PlanInput:
         """What was asked, with what was decided of when updates begin."""
-        return replace(given, may_speculate=False) if self.waits else given
+        return replace(given, may_speculate=self.begins)
 
 
 @dataclass(frozen=True)
@@ -354,7 +353,7 @@ def decide(given: PlanInput, overrides: Mapping[str, int | None], time: StepTime
             raise
     late, most_secs = replace(given, may_speculate=False), float("inf") if chosen is None else chosen.secs
     try:
-        waiting = replace(_decided(late, overrides, time.deferred(), most_secs), waits=True)
+        waiting = _decided(late, overrides, time.deferred(), most_secs)
     except FuyouConfigError:
         if chosen is None:
             raise

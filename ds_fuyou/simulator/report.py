@@ -21,7 +21,6 @@ __all__ = ["TIER_NAMES", "document_of", "largest_batch", "plan_text", "upgrades"
 
 TIER_NAMES = {"gpu": "GPU", "cpu": "host memory", "nvme": "storage"}
 _OF_THE_LINK = (Lane.DOWN, Lane.UP)
-_CLEARLY = 0.95
 
 
 def document_of(chosen: Chosen) -> PlanDocument:

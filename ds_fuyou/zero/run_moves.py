@@ -160,13 +160,13 @@ class RunMoves:
         state, core = self._state, self._state.core
         if profile is None:
             return None
+        now, asked = state.plan.residency, state.plan_input.open()
         has_two, has_slots = core.place.num_versions == 2, core.options.num_slots >= 2
-        given = replace(state.plan_input.open(), durable=has_slots)
-        may_wait = has_slots and not state.plan.residency.optimizer_twice  # these would stay, for nothing
-        given = replace(given, weighs_start=given.weighs_start and may_wait)
-        may_speculate = given.may_speculate and has_slots
-        may_now = may_speculate and not core.policy.waits and (has_two or state.plan.residency.parameters == 0)
-        given = replace(given, may_speculate=may_now)
+        may_speculate = asked.may_speculate and has_slots
+        may_now = may_speculate and not core.policy.waits and (has_two or now.parameters == 0)
+        may_wait = has_slots and not now.optimizer_twice  # second versions would stay, for nothing
+        weighs_start = asked.weighs_start and may_wait
+        given = replace(asked, durable=has_slots, may_speculate=may_now, weighs_start=weighs_start)
         config = state.activation.config
         found = placed_again(
             given,
@@ -179,25 +179,24 @@ class RunMoves:
         )
         if found is None:
             return None
-        now, plan = state.plan.residency, found.plan
+        plan, waits = found.plan, core.policy.waits
         residency = replace(plan.residency, optimizer=min(plan.residency.optimizer, self._most_states))
-        begins = found.begins
-        if (residency.parameters, begins) == (now.parameters, may_now):  # P16 stays, in its versions
+        if (residency.parameters, found.begins) == (now.parameters, may_now):  # P16 stays, in its versions
             once = bytes_each(given, "parameters", False) * given.numel * residency.parameters
             more = once if has_two and not has_two_versions(given, plan.residency) else 0
             if plan.host_bytes(given) + more > max(given.dram_budget_bytes, state.plan.host_bytes(given)):
                 return None
-            begins, versions = not core.policy.waits, core.place.num_versions
+            versions = core.place.num_versions
             if (residency.optimizer, residency.gradients) == (now.optimizer, now.gradients):
                 return None
         else:
-            moved = replace(given, may_speculate=begins)
-            versions = 2 if has_two_versions(moved, residency) else 1
+            versions = 2 if has_two_versions(found.settled(given), residency) else 1
+            waits = not found.begins if may_speculate else waits
         return _Target(
             residency.optimizer,
             residency.parameters,
             versions,
-            not begins,
+            waits,
             residency.gradients,
             plan.prefetch_bytes,
             plan.gradient_buffer_bytes,

@@ -85,7 +85,6 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     checkpoint_state: CheckpointState
     training_state: TrainingState
     hp_access: HpAccess
-    _is_stepping = False
     _were_gathered: Sequence[Parameter] = ()
     _monitor: StepMonitor | None = None
     _across_batches: AcrossBatches | None = None
@@ -236,7 +235,6 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         training. Where an exception or a signal ends it, the step before stays the last that can be gone on from."""
         core = self.rank_state.core
         core.commits.holds_orders, self._is_ending = True, False
-        self._is_stepping = True
         try:
             yield
         except Exception:  # of one rank, it may be: the others come to the collectives of the step's end
@@ -244,7 +242,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
                 self._end_step()
             raise
         finally:
-            core.commits.holds_orders = self._is_stepping = False
+            core.commits.holds_orders = False
         if core.commits.has_unordered:
             core.commits.order(self.training_state.take(engine) if core.keeps_steps else None)
         if self._is_ending:
@@ -255,7 +253,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         Raises:
             FuyouStateError: the engine is within its ``step()``.
         """
-        if self._is_stepping:
+        if self.rank_state.core.commits.holds_orders:
             raise FuyouStateError(
                 f"{what} was called within engine.step(), by a signal handler, say: what there is of the model is then "
                 "of two steps. Let the handler set a flag, and call it when step() has returned"

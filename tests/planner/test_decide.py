@@ -182,17 +182,16 @@ def test_updates_wait_where_one_version_of_p16_makes_a_step_clearly_shorter(gib:
     found = decide(given, {}, run_time(often, given))
     late = replace(given, may_speculate=False)
     waits = decide(late, {}, run_time(often, late))
-    assert found.waits
-    assert {begins.waits, waits.waits} == {False}
+    assert (begins.begins, waits.begins) == (True, False)
     assert (found.secs, found.plan) == (waits.secs, waits.plan)
     assert found.secs < 0.95 * begins.secs
     assert found.settled(given) == late
-    assert (found.begins, begins.begins) == (False, True)
+    assert not found.begins
     assert found.plan.host_bytes(late) <= gib * GIB
     assert not found.time.policy.begins_in_backward
     slow_adam = replace(USUAL, **BOUNDS["adam"], accumulation=4)
     for other in (decide(given, {}, run_time(slow_adam, given)), decide(given, {}, run_time(None, given))):
-        assert not other.waits
+        assert other.begins
         assert other.settled(given) == given
 
 
@@ -204,7 +203,7 @@ def test_updates_wait_where_two_versions_of_p16_do_not_fit() -> None:
         placed(replace(given, weighs_start=False), {})
     for profile in (None, USUAL):
         found = placed(given, {}, profile)
-        assert found.waits
+        assert not found.begins
         assert found.plan.host_bytes(found.settled(given)) <= 3 * GIB
         assert found.plan.host_bytes(given) > 3 * GIB
     with pytest.raises(FuyouConfigError, match="needs"):
@@ -218,19 +217,19 @@ def test_a_run_comes_to_let_updates_wait_and_to_begin_them_again() -> None:
     blind = placed(given, {}).plan
     found = placed_again(given, {}, often, blind, others=every, may_speculate=True)
     assert found is not None
-    assert found.waits
+    assert not found.begins
     late = found.settled(given)
     assert found.plan.residency.parameters > 0.8
     assert placed_again(late, {}, often, found.plan, others=every, may_speculate=True) is None
     slow_adam = replace(USUAL, **BOUNDS["adam"])
     again = placed_again(late, {}, slow_adam, found.plan, others=every, may_speculate=True)
     assert again is not None
-    assert not again.waits
+    assert again.begins
     assert again.time.policy.begins_in_backward
     assert again.plan.host_bytes(given) <= given.dram_budget_bytes
     assert placed_again(late, {}, slow_adam, found.plan, others=every, may_speculate=False) is None
     fixed = placed_again(replace(given, weighs_start=False), {}, often, blind, others=every, may_speculate=True)
-    assert fixed is None or not fixed.waits
+    assert fixed is None or fixed.begins
 
 
 def test_activations_get_host_memory_where_that_is_worth_most() -> None:

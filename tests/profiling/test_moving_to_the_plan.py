@@ -4,14 +4,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import deepspeed
 import pytest
+import torch
 
 from tests.harness.forked import finish, start
+from tests.harness.models import TinyGPT
+from tests.harness.moving import train
 from tests.harness.ports import free_port
-from tests.harness.runner import environment
+from tests.harness.runner import ds_config, environment
 
+MODEL = {"num_layers": 3, "width": 72, "vocabulary": 500}
 SCRIPT = Path(__file__).with_name("moving_script.py")
 
 
@@ -61,3 +67,34 @@ def test_what_was_measured_moves_every_class_unless_a_run_may_be_gone_on_from(re
     small, *losses = found["small"]
     assert small == pytest.approx(before), "two slots of that do not fit the budget: placed as if nothing were known"
     assert losses == found["losses"][:3]
+
+
+@pytest.mark.usefixtures("only_rank")
+def test_p16_that_takes_the_same_room_in_one_version_is_placed(tmp_path: Path) -> None:
+    """Half of it twice becomes all of it once, updates wait from then on, and every bit is the same."""
+
+    def trained(moves: bool, directory: Path) -> list[float]:
+        directory.mkdir()
+        fuyou = {"nvme_path": str(directory), "optimizer": {"tier": "nvme"}, "plan": {"chunk_bytes": 65536}}
+        config = ds_config(gradient_clipping=0.0, fuyou=fuyou)
+        for name in ("offload_optimizer", "offload_param"):  # they would say where P16 is
+            config["zero_optimization"].pop(name, None)
+        torch.manual_seed(0)
+        model = TinyGPT(**MODEL)
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        plan, core = engine.optimizer.run_plan, engine.optimizer.rank_state.core
+        losses = train(engine, MODEL, 0, 3)
+        if moves:
+            core.wait_all()
+            mover, now = plan.moves, plan.moves._as_it_is
+            assert (now.params, now.num_versions, now.waits) == (1.0, 2, False)
+            for target in (replace(now, params=0.5), replace(now, params=1.0, num_versions=1, waits=True)):
+                mover._better = lambda profile, arena, target=target: target
+                mover.move(plan.profile)
+                assert mover._as_it_is.param_place == target.param_place
+            assert all(core.place.residency.params)
+        losses += train(engine, MODEL, 3, 6)
+        engine.destroy()
+        return losses
+
+    assert trained(True, tmp_path / "moved") == trained(False, tmp_path / "stayed")
