@@ -194,6 +194,7 @@ class Swapper:
         self.blocks_begin: Callable[[], None] | None = None
         """Told once, when backward asks for the first of what a block saved."""
         self._in_forward = self._in_backward = False
+        self._forward_task = -1  # the backward that forward runs within; -1: none
         self._asked = (-1, -1)  # by which node of which backward
         self._handed: list[torch.Tensor] = []  # to it
         self.num_saved_parameters = 0
@@ -213,6 +214,7 @@ class Swapper:
         self._tape = Tape()
         self.block = ""
         self._in_forward, self._in_backward = True, False
+        self._forward_task = torch._C._current_graph_task_id()
         self._handed.clear()
         self._resident = self._resident_of()
         self._moved = {}
@@ -230,9 +232,10 @@ class Swapper:
         """The hook that autograd calls for every tensor it saves. Raises what moving it may raise.
 
         Once backward has begun, what is saved is for second derivatives, or no part of this training: it stays. (One
-        within the model's forward, as of forces by positions, is another one.)
+        within the model's forward, as of forces by positions, is another one; that forward itself is within one where
+        the model is checkpointed whole, re-entrantly.)
         """
-        is_late = self._in_backward or torch._C._current_graph_task_id() >= 0
+        is_late = self._in_backward or torch._C._current_graph_task_id() != self._forward_task
         if is_late or not is_movable(tensor, self._device):
             return KeptTensor(tensor, self.held, 0)
         saved = self.parameters.find(tensor)

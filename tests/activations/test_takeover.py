@@ -71,6 +71,22 @@ def test_other_threads_keep_their_checkpoints(reentrant: bool, tmp_path: Path) -
     assert model.num_calls == 3
 
 
+def test_a_model_that_is_checkpointed_whole_is_swapped(tmp_path: Path) -> None:
+    """Its forward is then within a backward, and has one of its own."""
+    model = Checkpointed(True)
+
+    def whole(model: nn.Module) -> None:
+        checkpoint(model, inputs(), use_reentrant=True).backward()
+
+    with attached(model.train(), tmp_path) as swapped:
+        whole(model)
+        moved = swapped.tier.counters.out_bytes
+        assert moved > 0
+        train(model)
+        assert swapped.tier.counters.out_bytes == 2 * moved
+    must_agree(Checkpointed(True), whole, tmp_path)
+
+
 def test_takeovers_may_end_in_any_order() -> None:
     first, second = CheckpointTakeover("once"), CheckpointTakeover("twice")
     originals = [(point, getattr(point.module, point.name)) for point in TORCH_POINTS]
