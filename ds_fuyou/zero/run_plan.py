@@ -44,7 +44,7 @@ from ds_fuyou.planner.profile import (
     scaled_blocks,
     slowest,
 )
-from ds_fuyou.planner.profiled import Prediction, predict, profile_line, run_time
+from ds_fuyou.planner.profiled import MOST_REDONE, Prediction, predict, profile_line, run_time
 from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement, is_another, with_finding
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
 from ds_fuyou.profiling.operators import OperatorRecorder
@@ -137,7 +137,8 @@ class RunPlan:
         self.findings: list[Finding] = []
         self._origin, self._kept_at = _Origin.EARLIER, ""
         self._usual: dict[Cause, float] = {}
-        self._patience = LASTING
+        self._patience, self._clip_patience = LASTING, LASTING
+        self._num_unlike = 0  # steps in a row that clip otherwise than was planned with
         self._watch: LaneWatch | None = None
         self._num_steps = 0
         self._num_measured = 0  # of the two steps that measure
@@ -243,6 +244,8 @@ class RunPlan:
                 self.profile = _scaled(self.profile, times, self.clock.shape)
         elif stage is _Stage.WATCHES and self._watch is not None and self._compare(self._watch, times):
             anew = _Anew.ACTIVATIONS
+        elif stage is _Stage.WATCHES and self._clips_otherwise():
+            anew = _Anew.TIMES
         self._let_auto_decide(times)
         if stage is _Stage.MEASURES and self._stage is not stage:
             self.moves.move(self.profile)
@@ -303,7 +306,7 @@ class RunPlan:
         anew, (scarce, waits) = _Anew(int(-least_anew)), (value < 0 for value in asked)
         if anew:
             profiles = [profile for profile in of_every_rank(self.profile) if profile is not None]
-            self.profile = slowest(profiles)
+            self.profile = self._lately(slowest(profiles))
             if auto is not None and (anew is _Anew.ALL or (anew is _Anew.ACTIVATIONS and auto.is_decided)):
                 was_decided = auto.is_decided
                 auto.decide_anew()
@@ -472,10 +475,13 @@ class RunPlan:
 
     # ---- planned ------------------------------------------------------------------------------------------
 
+    def _lately(self, profile: RunProfile) -> RunProfile:
+        """With how often updates begun in backward were done again, or would have been, as far as this run knows."""
+        share = self._state.core.policy.refused_share
+        return profile if share is None else replace(profile, redo_share=share)
+
     def _time(self, profile: RunProfile) -> StepTime:
-        core, share = self._state.core, self._state.core.policy.refused_share
-        lately = profile if share is None else replace(profile, redo_share=share)
-        return run_time(lately, self._state.plan_input, updates=updates_of_run(core))
+        return run_time(self._lately(profile), self._state.plan_input, updates=updates_of_run(self._state.core))
 
     def _begin(self, profile: RunProfile) -> None:
         """Predicts, tells, and watches from the next step on."""
@@ -605,6 +611,21 @@ class RunPlan:
         self.profile = _scaled(self.profile, times, self.clock.shape)
         for finding in replans:
             self.profile = with_finding(self.profile, finding)
+        return True
+
+    def _clips_otherwise(self) -> bool:
+        """Whether gradients have been clipped so much more often, or less, than was planned with, for so many steps,
+        that updates had better begin elsewhere, and P16 have as many versions as that needs. The same on all ranks.
+        """
+        profile = self.profile
+        if profile is None or not self.moves.may_move:
+            return False
+        is_often = self._lately(profile).redo_share > MOST_REDONE
+        self._num_unlike = self._num_unlike + 1 if is_often != (profile.redo_share > MOST_REDONE) else 0
+        if self._num_unlike < self._clip_patience:
+            return False
+        self._num_unlike = 0
+        self._clip_patience *= 2  # as with batches that keep changing
         return True
 
     def _drop_kept(self, findings: Sequence[Finding]) -> None:

@@ -11,6 +11,7 @@ import deepspeed
 import pytest
 import torch
 
+from ds_fuyou.planner.profile import RunProfile, StorageRates
 from tests.harness.forked import finish, start
 from tests.harness.models import TinyGPT
 from tests.harness.moving import train
@@ -19,6 +20,21 @@ from tests.harness.runner import ds_config, environment
 
 MODEL = {"num_layers": 3, "width": 72, "vocabulary": 500}
 SCRIPT = Path(__file__).with_name("moving_script.py")
+
+
+def slow_storage(found: RunProfile, update_rate: float) -> RunProfile:
+    """A device that computes by itself, behind storage that bounds its steps, and two micro-batches a step."""
+    return replace(
+        found,
+        device_is_host=False,
+        forward_secs=0.01,
+        backward_secs=1.0,
+        update_rate=update_rate,
+        storage=StorageRates(3e6, 3e6, 3e6, 0.0, 0.0),
+        link_up=1e12,
+        link_down=1e12,
+        accumulation=2,
+    )
 
 
 @pytest.mark.parametrize("resume", ["off", "auto"])
@@ -67,6 +83,46 @@ def test_what_was_measured_moves_every_class_unless_a_run_may_be_gone_on_from(re
     small, *losses = found["small"]
     assert small == pytest.approx(before), "two slots of that do not fit the budget: placed as if nothing were known"
     assert losses == found["losses"][:3]
+
+
+@pytest.mark.usefixtures("only_rank")
+@pytest.mark.parametrize("often", [True, False])
+def test_a_run_that_clips_otherwise_than_was_planned_with_is_placed_anew(often: bool, tmp_path: Path) -> None:
+    """Once enough steps say so: updates that backward begins in vain need no second version of P16."""
+
+    def trained(resume: str, directory: Path) -> list[float]:
+        directory.mkdir()
+        fuyou = {
+            "nvme_path": str(directory),
+            "dram_budget_bytes": 2_600_000,
+            "plan": {"chunk_bytes": 65536, "staging_bytes": 1 << 20},
+            "resume": resume,
+        }
+        config = ds_config(gradient_clipping=1e-3 if often else 0.0, fuyou=fuyou)
+        for name in ("offload_optimizer", "offload_param"):  # they would say where classes are
+            config["zero_optimization"].pop(name, None)
+        torch.manual_seed(0)
+        model = TinyGPT(**MODEL)
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        plan, policy = engine.optimizer.run_plan, engine.optimizer.rank_state.core.policy
+        losses = train(engine, MODEL, 0, 3)
+        profile = slow_storage(plan.profile, 1e7 if often else 1e6)
+        planned_with = replace(profile, redo_share=0.0 if often else 1.0)
+        plan.profile = planned_with
+        plan.moves.move(planned_with)
+        plan._moved()
+        losses += train(engine, MODEL, 3, 7)
+        before = policy.waits
+        losses += train(engine, MODEL, 7, 26)
+        if resume == "off":
+            assert (before, policy.waits) == (not often, often)
+            assert plan.profile.redo_share == float(often)
+        else:
+            assert before == policy.waits, "where a run may be gone on from nothing moves"
+        engine.destroy()
+        return losses
+
+    assert trained("off", tmp_path / "moved") == trained("auto", tmp_path / "stayed")
 
 
 @pytest.mark.usefixtures("only_rank")
