@@ -342,7 +342,8 @@ def decide(given: PlanInput, overrides: Mapping[str, int | None], time: StepTime
     Raises:
         FuyouConfigError: none fits; with the bytes needed and found.
     """
-    may_wait = given.weighs_start and given.may_speculate
+    is_twice = given.shares.get(TWICE, 0.0) > 0  # for updates in backward: given, or what a run has and keeps
+    may_wait = given.weighs_start and given.may_speculate and not is_twice
     chosen: Decision | None = None
     try:
         chosen = _decided(given, overrides, time)

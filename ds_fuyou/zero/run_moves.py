@@ -164,8 +164,7 @@ class RunMoves:
         has_two, has_slots = core.place.num_versions == 2, core.options.num_slots >= 2
         may_speculate = asked.may_speculate and has_slots
         may_now = may_speculate and not core.policy.waits and (has_two or now.parameters == 0)
-        may_wait = has_slots and not now.optimizer_twice  # second versions would stay, for nothing
-        weighs_start = asked.weighs_start and may_wait
+        weighs_start = asked.weighs_start and has_slots
         given = replace(asked, durable=has_slots, may_speculate=may_now, weighs_start=weighs_start)
         config = state.activation.config
         found = placed_again(

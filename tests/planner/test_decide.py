@@ -232,6 +232,18 @@ def test_a_run_comes_to_let_updates_wait_and_to_begin_them_again() -> None:
     assert fixed is None or fixed.begins
 
 
+def test_updates_begin_in_backward_where_states_have_second_versions_for_that() -> None:
+    """Given in the block, or as a run has them: they would stay, for nothing, and beside the budget."""
+    given = replace(GIVEN, dram_budget_bytes=4 * GIB, weighs_start=True)
+    often = replace(USUAL, **BOUNDS["storage"], accumulation=16)
+    assert not placed(given, {}, often).begins
+    found = placed(replace(given, shares={"optimizer": 0.1, "optimizer_twice": 0.1}), {}, often)
+    assert found.begins
+    assert found.plan.residency.optimizer_twice == 0.1
+    again = placed_again(given, {}, often, found.plan, others=["parameters", "gradients"], may_speculate=True)
+    assert again is None or again.begins
+
+
 def test_activations_get_host_memory_where_that_is_worth_most() -> None:
     """Storage is the bound and activations cross it twice in each micro-batch."""
     given = replace(GIVEN, swaps_activations=True, dram_budget_bytes=12 * GIB)
