@@ -18,7 +18,7 @@ from ds_fuyou.activations.views import ViewSpec
 __all__ = ["ParameterIndex", "SavedParameter", "as_saved_parameter", "cast_source"]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class SavedParameter:
     """A view of a parameter; ``view.offset_bytes`` counts from the parameter's first byte.
 
@@ -42,13 +42,12 @@ class ParameterIndex(Protocol):
 
 def as_saved_parameter(tensor: torch.Tensor, param: Any, values: torch.Tensor) -> SavedParameter | None:
     """``tensor`` as a view of ``param``, whose present memory is ``values``; None if it reaches outside of it."""
-    view = ViewSpec.of(tensor)
-    begin = values.storage_offset() * values.element_size()
-    span = view.bytes()
-    if tensor.dtype != values.dtype or span.begin < begin or span.end > begin + values.nbytes:
+    if tensor.dtype != values.dtype:
         return None
-    relative = ViewSpec(view.dtype, view.size, view.stride, view.offset_bytes - begin)
-    return SavedParameter(param, relative)
+    offset = tensor.storage_offset() - values.storage_offset()
+    view = ViewSpec(tensor.dtype, tensor.size(), tensor.stride(), offset * tensor.dtype.itemsize)
+    span = view.bytes()
+    return None if span.begin < 0 or span.end > values.nbytes else SavedParameter(param, view)
 
 
 def cast_source(tensor: torch.Tensor) -> torch.nn.Parameter | None:

@@ -56,9 +56,9 @@ class HeldBytes:
 
     def add(self, num_bytes: int) -> None:
         """A finaliser takes bytes off in whatever thread: it takes no lock."""
-        self.now += num_bytes
-        self.peak = max(self.peak, self.now)
-        self.peak_since_mark = max(self.peak_since_mark, self.now)
+        self.now = now = self.now + num_bytes
+        self.peak = max(now, self.peak)
+        self.peak_since_mark = max(now, self.peak_since_mark)
         if self._all is not None:
             self._all.add(num_bytes)
 

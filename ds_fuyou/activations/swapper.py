@@ -38,10 +38,11 @@ class KeptTensor:
 
     def __init__(self, tensor: torch.Tensor, held: HeldBytes, num_bytes: int, block: str = "") -> None:
         self.block = block
-        self._tensor = tensor.detach()  # an alias without history: the node that owns us must not own itself
-        self._version = self._tensor._version
+        self._tensor = alias = tensor.detach()  # without history: the node that owns us must not own itself
+        self._version = alias._version
         self._held, self._num_bytes = held, num_bytes
-        held.add(num_bytes)
+        if num_bytes:
+            held.add(num_bytes)
 
     def is_intact(self) -> bool:
         return self._tensor._version == self._version
@@ -55,7 +56,8 @@ class KeptTensor:
         return self._tensor
 
     def __del__(self) -> None:
-        self._held.add(-self._num_bytes)
+        if self._num_bytes:
+            self._held.add(-self._num_bytes)
 
 
 @dataclass(eq=False)
@@ -86,7 +88,7 @@ class Tape:
                 yield record
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class MovedTensor:
     """A view of a record, of which byte 0 is byte ``begin`` of the storage it was taken from."""
 
@@ -242,15 +244,19 @@ class Swapper:
         if saved is not None:
             self.num_saved_parameters += 1
             return saved
-        if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):  # of the script, and there
+        root = tensor if tensor._base is None else tensor._base
+        if type(root) is not torch.Tensor and isinstance(root, torch.nn.Parameter):  # of the script, and there
             return KeptTensor(tensor, self.held, 0)
         storage = tensor.untyped_storage()
-        view = ViewSpec.of(tensor)
-        span = view.bytes()
         if storage._cdata in self._resident:
             return KeptTensor(tensor, self.held, 0)
+        storage_bytes = storage.nbytes()
+        if storage_bytes < self._smallest_bytes:
+            return KeptTensor(tensor, self.held, storage_bytes)
+        view = ViewSpec.of(tensor)
+        span = view.bytes()
         if span.num_bytes < self._smallest_bytes:
-            return self._keep_small(tensor, view, span, storage.nbytes())
+            return self._copy_small(tensor, view, span)
         fate = Fate.SWAP if self.fates is None else self.fates.get(self.block, Fate.KEEP)
         return self._move(tensor, view, span, storage, fate)
 
@@ -271,9 +277,9 @@ class Swapper:
             return KeptTensor(tensor, self.held, span.num_bytes)
         return self._move(tensor, view, span, tensor.untyped_storage(), fate, begun_at)
 
-    def _keep_small(self, tensor: torch.Tensor, view: ViewSpec, span: ByteRange, storage_bytes: int) -> Packed:
-        """Small tensors stay; a small part of something large stays as a copy that does not hold on to the rest."""
-        if storage_bytes >= self._smallest_bytes and span.num_bytes > 0:
+    def _copy_small(self, tensor: torch.Tensor, view: ViewSpec, span: ByteRange) -> Packed:
+        """A small part of something large stays as a copy that does not hold on to the rest."""
+        if span.num_bytes > 0:
             begin = span.begin // ALIGN_BYTES * ALIGN_BYTES
             tensor = view.over(byte_view(tensor, ByteRange(begin, span.end)).clone(), begin)
         return KeptTensor(tensor, self.held, span.num_bytes)
@@ -288,10 +294,12 @@ class Swapper:
         made_after: int | None = None,
     ) -> Packed:
         key = (storage._cdata, tensor._version)
-        base = tensor._base
-        has_base = base is not None and base.layout == torch.strided and not base.is_nested
-        root = ViewSpec.of(base if has_base else tensor)
-        whole = root.bytes()
+        if fate is Fate.KEEP and self._is_kept(key):
+            return KeptTensor(tensor, self.held, 0, self.block)
+        base, root, whole = tensor._base, view, span
+        if base is not None and base.layout == torch.strided and not base.is_nested:
+            root = ViewSpec.of(base)
+            whole = root.bytes()
         part = root if whole.num_bytes < storage.nbytes() else None
         known = self._moved.get(key)
         for entry in known.covering(part, span) if known is not None else ():
@@ -302,7 +310,7 @@ class Swapper:
         if is_small_part or not whole.covers(span):  # take no more than that
             whole = span
         whole = ByteRange(whole.begin // ALIGN_BYTES * ALIGN_BYTES, whole.end)
-        if self.tier is None or (fate is Fate.KEEP and self._has_room(self.tier, key, whole.num_bytes)):
+        if self.tier is None or (fate is Fate.KEEP and self._has_room(self.tier, whole.num_bytes)):
             return self._keep(key, tensor, whole.num_bytes)
         if self.keeps_what_storage_refuses and not self.tier.has_storage_for(whole.num_bytes):
             log_once(
@@ -339,9 +347,9 @@ class Swapper:
         known = self._kept.get(key)
         return known is not None and known() is not None
 
-    def _has_room(self, tier: SwapTier, key: tuple[int, int], num_bytes: int) -> bool:
+    def _has_room(self, tier: SwapTier, num_bytes: int) -> bool:
         """Batches may be larger than those that the choice to keep was made for."""
-        if self._is_kept(key) or self.held.now + num_bytes <= self.room_bytes:
+        if self.held.now + num_bytes <= self.room_bytes:
             return True
         with self.clock.within(Phase.ACTIVATIONS):
             return tier.let_leave(num_bytes, self.room_bytes) or self.keeps_all
@@ -428,10 +436,8 @@ class Swapper:
             self._let_go(self.tier)
 
     def _parameter(self, saved: SavedParameter) -> torch.Tensor:
-        values = self.parameters.values(saved)
+        values, view = self.parameters.values(saved), saved.view
         if saved.cast is not None:
             values = values.to(saved.cast)
-        begin = values.storage_offset() * values.element_size()
-        return ViewSpec(saved.view.dtype, saved.view.size, saved.view.stride, saved.view.offset_bytes + begin).over(
-            byte_view(values, ByteRange(0, values.untyped_storage().nbytes())), 0
-        )
+        offset = values.storage_offset() + view.offset_bytes // view.dtype.itemsize
+        return values.as_strided(view.size, view.stride, offset)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +14,7 @@ ALIGN_BYTES = 512
 register, or in what CUDA's allocator gives: kernels then take the same path and round alike."""
 
 
-@dataclass(frozen=True)
-class ByteRange:
+class ByteRange(NamedTuple):
     """Bytes [begin, end) of a storage."""
 
     begin: int
@@ -29,9 +28,8 @@ class ByteRange:
         return self.begin <= other.begin and other.end <= self.end
 
 
-@dataclass(frozen=True)
-class ViewSpec:
-    """A strided tensor without its bytes."""
+class ViewSpec(NamedTuple):
+    """A strided tensor without its bytes. One is made for every tensor that autograd saves."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -44,9 +42,11 @@ class ViewSpec:
 
     def bytes(self) -> ByteRange:
         """The bytes between the first and the last element, both included; empty for a tensor without elements."""
-        if 0 in self.size:
-            return ByteRange(self.offset_bytes, self.offset_bytes)
-        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        last = 0
+        for size, stride in zip(self.size, self.stride, strict=True):
+            if size == 0:
+                return ByteRange(self.offset_bytes, self.offset_bytes)
+            last += (size - 1) * stride
         return ByteRange(self.offset_bytes, self.offset_bytes + (last + 1) * self.dtype.itemsize)
 
     def over(self, memory: torch.Tensor, begin: int) -> torch.Tensor:
@@ -77,12 +77,15 @@ def byte_view_within(tensor: torch.Tensor, span: ByteRange) -> torch.Tensor:
     return element.view(torch.uint8).as_strided((span.num_bytes,), (1,), span.begin)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def is_movable(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether the tensor is plain strided memory on the device: no subclass, sparse, quantised or lazy tensor, nor the
     zeros without memory that forward-mode differentiation makes.
     """
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        type(tensor) in _PLAIN
         and tensor.device.type == device.type
         and device.index in (None, tensor.device.index)  # a script may have others in use
         and tensor.layout == torch.strided
