@@ -35,15 +35,21 @@ def exchange(one: str | Path, other: str | Path, *, dir_fd: int = _HERE) -> bool
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file beside ``path`` to write: it takes its place at once when the block ends well, and goes otherwise.
+    """A file beside ``path`` to write: it takes its place at once when the block ends well, and goes otherwise. Links
+    are followed; a device or a pipe is written to, and stays what it is.
 
     Raises:
         OSError: it cannot be written; names ``path``.
     """
-    part = path.with_name(f"{path.name}.part-{os.getpid()}")
+    is_stream = path.exists() and not (path.is_file() or path.is_dir())
+    if is_stream or path.absolute().parent == Path("/dev"):  # there /dev/stdout, which may be a file
+        yield path
+        return
+    target = Path(os.path.realpath(path))
+    part = target.with_name(f"{target.name}.part-{os.getpid()}")
     try:
         yield part
-        os.replace(part, path)
+        os.replace(part, target)
     except OSError as error:
         if error.errno is None or error.filename not in (part, str(part)):
             raise

@@ -12,6 +12,7 @@ record.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import warnings
@@ -21,10 +22,12 @@ from typing import Any
 
 import torch
 
+from ds_fuyou.checkpoint.crc import crc32_of
 from ds_fuyou.checkpoint.mapped import check_readable
 from ds_fuyou.checkpoint.reading import naming
 from ds_fuyou.checkpoint.training_record import TrainingRecord
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
+from ds_fuyou.storage.parked import HEAD_BYTES
 
 __all__ = ["Like", "TrainerFolder"]
 
@@ -88,6 +91,20 @@ class Like:
         for values in fragments.values():
             check_readable(values)
         return fragments
+
+    def unlike(self, rank: int, sums: Mapping[str, tuple[int, int]]) -> list[str]:
+        """Frozen parameters of which a rank's parts have other values than ``sums`` says, as zero/frozen_base.py makes
+        them.
+        """
+        saved = _loaded(self._model_files[rank])
+        found = []
+        for name, values in (saved.get("frozen_param_fragments") or {}).items():
+            part = values.numel()
+            numel = max(0, min(part, math.prod(saved["frozen_param_shapes"][name]) - rank * part))  # without padding
+            head = values.view(-1)[: HEAD_BYTES // values.element_size()][:numel]
+            if name in sums and tuple(sums[name]) != (part, crc32_of(head)):
+                found.append(name)
+        return found
 
     def trainer(self, save_dir: Path, tag: str, records: Sequence[TrainingRecord]) -> TrainerFolder | None:
         """None if it is no folder of the Trainer's."""

@@ -31,7 +31,7 @@ from ds_fuyou.checkpoint import atomic, streamed_file
 from ds_fuyou.checkpoint.like import Like, TrainerFolder
 from ds_fuyou.checkpoint.state_files import RankFiles, opened_ranks
 from ds_fuyou.checkpoint.stock_state import StateEntries
-from ds_fuyou.checkpoint.training_record import TrainingRecord, from_bytes, raw
+from ds_fuyou.checkpoint.training_record import SUMS_AS_BUILT, TrainingRecord, from_bytes, raw
 from ds_fuyou.checkpoint.unfinished import IN_USE, WritingLock, discard_left
 from ds_fuyou.errors import FuyouError, FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.records import CONTENTS_NAME
@@ -69,12 +69,14 @@ class RecoveredCheckpoint:
         global_steps: of the engine, skipped steps included.
         verified: as in :class:`Recovered`.
         left_out: what a checkpoint that the run had saved would hold, too; in words.
+        warnings: what may be wrong with it; in words.
     """
 
     folder: Path
     global_steps: int
     verified: bool
     left_out: Sequence[str]
+    warnings: Sequence[str]
 
 
 def recover_weights(directories: Sequence[Path], out: Path) -> Recovered:
@@ -94,6 +96,7 @@ def recover_weights(directories: Sequence[Path], out: Path) -> Recovered:
                 where = ranks[0].store.directories[0] / CONTENTS_NAME
                 raise FuyouStateError(f"{where} says that {name[:60]} has {numel} elements; its ranks hold {held}")
             state[name] = stand_ins.add(shape, torch.float32, _Param(ranks, index, numel))
+        out = Path(os.path.realpath(out))
         part = out.with_name(f".{out.name}.part-{os.getpid()}")
         try:
             streamed_file.save(state, part, stand_ins)
@@ -164,7 +167,8 @@ def recover_checkpoint(
         finally:
             lock.release()
         left_out = [*parts[0].left_out(found), *(trainer.left_out if trainer is not None else ())]
-        return RecoveredCheckpoint(save_dir / tag, steps, all(rank.is_verified for rank in opened), left_out)
+        warnings = next((list(said) for rank in parts if (said := [*rank.warnings(found)])), [])
+        return RecoveredCheckpoint(save_dir / tag, steps, all(rank.is_verified for rank in opened), left_out, warnings)
 
 
 def _locked(folder: Path) -> WritingLock:
@@ -208,6 +212,22 @@ class _RankParts:
         shapes: Mapping[str, Any] = self._outline["model"]["frozen_param_shapes"]
         return shapes
 
+    @property
+    def _sums(self) -> Mapping[str, tuple[int, int]]:
+        """Of the frozen parameters as the script had built them: elements of this rank's part, a CRC-32 of its
+        beginning.
+        """
+        sums: Mapping[str, tuple[int, int]] = self._outline.get("frozen_sums", {})
+        return sums
+
+    def warnings(self, like: Like | None) -> Iterator[str]:
+        other = like.unlike(self._files.rank, self._sums) if like is not None else []
+        if other:
+            yield (
+                f"{len(other)} of {len(self._sums)} frozen parameters have other values in --like than the run began "
+                f"with ({other[0]} is the first): it is a checkpoint of another run, or this one changed them itself"
+            )
+
     def left_out(self, like: Like | None) -> Iterator[str]:
         if self._shapes and not (like is not None and like.has_frozen):
             yield "frozen parameters: they are as the script makes them"
@@ -240,6 +260,8 @@ class _RankParts:
         if shapes:
             fragments = like.frozen(self._files.rank, shapes) if like is not None else None
             model["frozen_param_fragments"], model["frozen_param_shapes"] = fragments, shapes if fragments else None
+            if not fragments:
+                model[SUMS_AS_BUILT] = dict(self._sums)
         client = self._client
         if isinstance(client, Mapping) and not client.keys() & model.keys():
             model.update(client)

@@ -21,9 +21,11 @@ import torch
 
 from ds_fuyou.errors import FuyouStateError
 
-__all__ = ["VERSION", "TrainingRecord", "from_bytes", "raw", "text", "to_bytes"]
+__all__ = ["SUMS_AS_BUILT", "VERSION", "TrainingRecord", "from_bytes", "raw", "text", "to_bytes"]
 
 VERSION = 3
+SUMS_AS_BUILT = "ds_fuyou_frozen_sums_as_built"
+"""Key of a recovered checkpoint without frozen parameters, for zero/frozen_base.py: what it says of the dead run's."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -39,6 +40,9 @@ def config_findings(file: Path, model: ModelSpec | None = None) -> Iterator[Find
             fix = f"name a DeepSpeed JSON that exists; fuyou init --model MODEL --out {name} writes a block"
         yield Finding(name, found, ok=False, fix=fix)
         return
+    if _is_of_accelerate(file, read.config):
+        yield _accelerate_finding(name, read.text)
+        return
     if not read.is_json:
         fix = "take them out where Accelerate or the Trainer reads the file"
         yield Finding(name, "holds comments or the like: DeepSpeed takes them, Hugging Face's programs do not", fix=fix)
@@ -48,10 +52,26 @@ def config_findings(file: Path, model: ModelSpec | None = None) -> Iterator[Find
     yield from findings_of(name, read.config, model)
 
 
+def _is_of_accelerate(file: Path, config: Mapping[str, Any]) -> bool:
+    return file.suffix.lower() in (".yaml", ".yml") or "distributed_type" in config or "compute_environment" in config
+
+
+def _accelerate_finding(name: str, text: str) -> Finding:
+    """Of a file as ``accelerate config`` writes it."""
+    named = re.search(r"""deepspeed_config_file["']?\s*:\s*["']?([^\s"',}]+)""", text)
+    if named is not None:
+        found = f"is a configuration of Accelerate, which names the one of DeepSpeed: {named[1]}"
+        return Finding(name, found, ok=False, fix=f"fuyou doctor {named[1]}")
+    found = f"is a configuration of Accelerate, in which no {BLOCK_KEY} block can stand"
+    return Finding(
+        name, found, ok=False, fix="write a DeepSpeed JSON, and name it there: deepspeed_config_file: ds.json"
+    )
+
+
 def findings_of(name: str, config: Mapping[str, Any], model: ModelSpec | None = None) -> Iterator[Finding]:
     """Every check of a configuration that was read from ``name``; as :func:`config_findings`."""
     num_findings = 0
-    for check in (_aio, _offload_sections, _block):
+    for check in (_precision, _aio, _offload_sections, _block):
         for found, ok, fix in check(config):
             num_findings += 1
             yield Finding(name, found, ok=ok, fix=fix)
@@ -68,6 +88,20 @@ Row = tuple[str, bool, str]
 def _zero(config: Mapping[str, Any]) -> Mapping[str, Any]:
     zero = config.get("zero_optimization")
     return zero if isinstance(zero, Mapping) else {}
+
+
+def _precision(config: Mapping[str, Any]) -> Iterator[Row]:
+    enabled = [name for name in ("bf16", "bfloat16", "fp16") if _is_enabled(config.get(name))]
+    if "fp16" in enabled and len(enabled) > 1:
+        yield (
+            f"{' and '.join(enabled)} are both enabled, which DeepSpeed refuses",
+            False,
+            '"fp16": { "enabled": false }',
+        )
+
+
+def _is_enabled(section: object) -> bool:
+    return isinstance(section, Mapping) and section.get("enabled") is True
 
 
 def _aio(config: Mapping[str, Any]) -> Iterator[Row]:

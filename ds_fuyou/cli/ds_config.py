@@ -6,7 +6,8 @@ it plans.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,9 @@ def read_ds_file(path: Path) -> DeepSpeedFile:
             text = file.read()
         content = text.removeprefix(BYTE_ORDER_MARK)
         try:
-            config = json.loads(content)
+            config = json.loads(content, object_pairs_hook=_each_once)
+        except _TwiceError:
+            raise
         except ValueError as error:
             is_json, config = False, _hjson(content, error)
     except (OSError, ValueError, RecursionError) as error:
@@ -65,12 +68,26 @@ def read_ds_file(path: Path) -> DeepSpeedFile:
     return DeepSpeedFile(text, config, is_json)
 
 
+class _TwiceError(ValueError):
+    """A key stands twice in one object."""
+
+
+def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """DeepSpeed refuses the others, too."""
+    twice = [key for key, number in Counter(key for key, _ in pairs).items() if number > 1]
+    if twice:
+        raise _TwiceError(f"{', '.join(map(json.dumps, twice))} twice in one object")
+    return dict(pairs)
+
+
 def _hjson(text: str, error: ValueError) -> object:
     """Whatever it cannot read either, or reads as nothing, is the ``error`` that it was as JSON."""
     import hjson
 
     try:
-        found = json.loads(hjson.dumpsJSON(hjson.loads(text)))  # plain dictionaries
+        found = json.loads(hjson.dumpsJSON(hjson.loads(text, object_pairs_hook=_each_once)))  # plain dictionaries
+    except _TwiceError:
+        raise
     except (ValueError, OverflowError):  # it takes 1e999 for a whole number
         raise error from None
     if not isinstance(found, dict) or not found:

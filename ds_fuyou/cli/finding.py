@@ -35,6 +35,13 @@ def path_finding(path: str) -> Finding:
     if not os.path.isdir(path):
         return Finding(path, "no such directory", ok=False, fix=f"mkdir -p {path}")
     if not os.access(path, os.W_OK | os.X_OK):
+        if os.statvfs(path).f_flag & os.ST_RDONLY:
+            return Finding(
+                path,
+                "lies on what is mounted read-only",
+                ok=False,
+                fix="mount it to be written to, or name another path",
+            )
         return Finding(path, "not writable", ok=False, fix=f"chown {os.geteuid()} {path}, or name another path")
     try:
         facts = probe_path(Path(path))

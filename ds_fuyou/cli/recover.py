@@ -56,8 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.weights is not None:
         if arguments.tag is not None or arguments.like is not None:
             raise FuyouConfigError("--tag and --like belong to --checkpoint; weights have neither")
-        if arguments.weights.is_dir() or not arguments.weights.parent.is_dir():
-            raise FuyouConfigError(f"--weights {arguments.weights} must name a file in a directory that exists")
+        is_other = arguments.weights.exists() and not arguments.weights.is_file()  # a directory, a device, a pipe
+        if is_other or not arguments.weights.parent.is_dir():
+            raise FuyouConfigError(f"--weights {arguments.weights} must name a regular file in a directory that exists")
         found = recovery.recover_weights(arguments.directories, arguments.weights)
         said = f"{found.num_params} parameters in fp32 as of step {found.step} (optimizer steps, counted over resumes)"
         sys.stdout.write(f"{arguments.weights}: {said}{'' if found.verified else _NOT_COMPARED}\n")
@@ -71,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     said = f"checkpoint of all ranks after step {made.global_steps}"
     sys.stdout.write(f"{made.folder}: {said}{'' if made.verified else _NOT_COMPARED}\n")
+    for what in made.warnings:
+        sys.stderr.write(f"warning: {what}\n")
     for what in made.left_out:
         sys.stdout.write(f"not in it: {what}\n")
     return 0

@@ -482,9 +482,8 @@ def loading_module(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_module_state_dict(self: Any, checkpoint: dict[str, Any], *arguments: Any, **named: Any) -> Any:
         if not isinstance(self.optimizer, FuyouStage3Optimizer):
             return original(self, checkpoint, *arguments, **named)
-        fragments, sums = checkpoint.get(_FROZEN_FRAGMENTS), checkpoint.pop(frozen_base.SUMS, {})
-        if not fragments:  # one rank alone may refuse: before the others gather anything
-            frozen_base.compare(self, sums)
+        fragments = checkpoint.get(_FROZEN_FRAGMENTS)  # one rank alone may refuse: before the others gather anything
+        frozen_base.compare(self, checkpoint, holds_frozen=bool(fragments))
         state: CheckpointState = self.optimizer.checkpoint_state
         before = _beside_parameters(self.module)  # one rank alone may fail in that, too
         state.module_is_read(checkpoint)

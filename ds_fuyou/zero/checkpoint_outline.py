@@ -21,6 +21,7 @@ from deepspeed.utils import logger as stock_logger
 
 from ds_fuyou.checkpoint.training_record import text, to_bytes
 from ds_fuyou.storage.types import JsonValue
+from ds_fuyou.zero.frozen_base import as_built
 
 __all__ = ["outline_of"]
 
@@ -62,6 +63,7 @@ def _outline(engine: Any) -> dict[str, Any]:
         "model_file": writer.name,
         "optimizer_file": Path(engine._get_zero_ckpt_name("", "outline")).name,
         "model": writer.state,
+        "frozen_sums": as_built(engine),
         "optimizer": stock.state_header(),
         "group_of_sub_group": states.group_of_sub_group,
         "moments": states.saved_names(),

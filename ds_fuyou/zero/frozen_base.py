@@ -17,9 +17,10 @@ is left out as ``fuyou recover`` does: names stay, with the empty placeholders t
 strict loading finds them, in stock, too.
 
 A base that is built again from other random numbers, or other weights, would be trained over without a word, by a run
-that loads a checkpoint and by one that goes on from a dead run's states. So both have checksums of the beginning of
-each partition, where bases of other weights or other random numbers differ, and who loads compares them. One that
-differs nowhere but further behind (rows that were appended to an embedding) is not noticed.
+that loads a checkpoint, saved or recovered, and by one that goes on from a dead run's states. So all have checksums of
+the beginning of each partition (the latter two as the script had built it), where bases of other weights or other
+random numbers differ, and who loads compares them. One that differs nowhere but further behind (rows that were appended
+to an embedding) is not noticed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from deepspeed import comm as dist
 from torch.nn import Parameter
 
 from ds_fuyou.checkpoint.crc import crc32_of
+from ds_fuyou.checkpoint.training_record import SUMS_AS_BUILT
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.log import log_once
 from ds_fuyou.zero.agreement import of_every_rank
@@ -47,7 +49,7 @@ from ds_fuyou.zero.param_swapper import (
     swaps_here,
 )
 
-__all__ = ["SUMS", "compare", "digest_of", "left_out", "sums_of", "watch"]
+__all__ = ["SUMS", "as_built", "compare", "digest_of", "left_out", "sums_of", "watch"]
 
 SUMS = "ds_fuyou_frozen_sums"
 """Key of a file that lacks frozen parameters: by name, elements of the rank's part and a CRC-32 of its beginning."""
@@ -115,21 +117,36 @@ def digest_of(engine: Any) -> str:
     return _hash(every) if any(every) else ""
 
 
+def as_built(engine: Any) -> dict[str, tuple[int, int]]:
+    """What :func:`digest_of` has found of this rank's parts."""
+    found = {}
+    for name, param in engine.module.named_parameters():
+        swapper = getattr(param, "nvme_swapper", None)
+        number, sums = swapper.as_built.get(param.ds_id, (None, None)) if swapper is not None else (None, None)
+        if number == engine.optimizer.rank_state.number and sums is not None:
+            found[name] = sums
+    return found
+
+
 def _hash(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def compare(engine: Any, there: Mapping[str, Sequence[int]]) -> None:
-    """:data:`SUMS` of a rank's file that lacks frozen parameters against what the script has built.
+def compare(engine: Any, checkpoint: dict[str, Any], *, holds_frozen: bool) -> None:
+    """Takes the sums out of a rank's file, and compares them with what the script has built if it lacks frozen
+    parameters.
 
     Raises:
         FuyouStateError: a parameter that the file lacks has other values.
     """
-    if not there or engine.optimizer.rank_state.activation.config.checkpoint.frozen == "leave_out":
+    saved, built = checkpoint.pop(SUMS, {}), checkpoint.pop(SUMS_AS_BUILT, {})
+    there: Mapping[str, Sequence[int]] = saved or built
+    is_asked = engine.optimizer.rank_state.activation.config.checkpoint.frozen == "leave_out"
+    if not there or holds_frozen or is_asked:
         return
-    here = sums_of(engine)
+    here = sums_of(engine) if saved else as_built(engine)
     both = [name for name in there if name in here and here[name][0] == there[name][0]]
-    other = [name for name in both if here[name] != tuple(there[name])]
+    other = [name for name in both if tuple(here[name]) != tuple(there[name])]
     if other:
         raise FuyouStateError(
             f"the checkpoint holds no frozen parameters, and {len(other)} of {len(both)} that this script has built "

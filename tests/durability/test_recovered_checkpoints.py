@@ -88,6 +88,7 @@ def test_its_files_are_those_of_a_checkpoint_that_the_run_saved(name: str, tmp_p
     made = recover_checkpoint(directories, out, like=saved)
     assert (made.folder, made.global_steps, made.verified) == (out / "global_step5", SAVED, True)
     assert not made.left_out
+    assert not made.warnings
     assert (out / "latest").read_text() == "global_step5"
     assert {file.name for file in out.iterdir()} == {file.name for file in saved.iterdir()}
     files = sorted(file.name for file in (saved / "global_step5").iterdir())
@@ -138,6 +139,33 @@ def test_without_another_checkpoint_frozen_parameters_are_left_out(tmp_path: Pat
     assert expected["frozen_param_fragments"]
     assert found["frozen_param_fragments"] is found["frozen_param_shapes"] is None
     assert list(unequal(expected["module"], found["module"])) == []
+
+
+def test_what_was_trained_over_other_frozen_parameters_is_not_loaded_without_a_word(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of a checkpoint without them what the script has built counts, whatever it makes of that later; with another's
+    who recovers it is told.
+    """
+    directories, _ = dead_run(tmp_path / "dead", {"frozen": "blocks.1"}, 2)
+    recovered = tmp_path / "recovered"
+    recover_checkpoint(directories, recovered)
+    loads = {"steps": 1, "frozen": "blocks.1", "load": str(recovered)}  # and it ends by SIGKILL
+    for name, changes, is_right in (
+        ("same", {}, True),
+        ("edited", {"edits": 2.0}, True),
+        ("other", {"odd": 1.0}, False),
+    ):
+        processes, logs = launch(tmp_path / name, {**loads, **changes}, 2)
+        finish(processes)
+        said = "".join(log.read_text(errors="replace") for log in logs)
+        assert [each.exitcode == -9 for each in processes] == [is_right] * 2, said[-3000:]
+        assert ("adapters would lie over another base" in said) == (not is_right)
+    _, saved = dead_run(tmp_path / "another", {"frozen": "blocks.1", "odd": 1.0}, 2)
+    arguments = [*map(str, directories), "--checkpoint", str(tmp_path / "mixed"), "--like", str(saved)]
+    assert main(["recover", *arguments]) == 0
+    said = capsys.readouterr().err
+    assert "1 of 6 frozen parameters have other values in --like than the run began with (blocks.1." in said
 
 
 def converted(saved: Path, run_python: Any) -> Path:

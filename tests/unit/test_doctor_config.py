@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ds_fuyou.cli import first_block, main
 from ds_fuyou.cli.doctor_config import config_findings
-from ds_fuyou.cli.finding import Finding
+from ds_fuyou.cli.finding import Finding, path_finding
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.simulator.models import load_model
 from ds_fuyou.storage.probe import probe_path
@@ -151,6 +153,12 @@ SHAPES: dict[str, tuple[dict[str, Any], bool, str, str]] = {
         "the block cannot run",
         "cannot be combined with: zero_optimization.zero_quantized_weights",
     ),
+    "two precisions": (
+        {**zero(), "fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        True,
+        "bf16 and fp16 are both enabled, which DeepSpeed refuses",
+        '"fp16"',
+    ),
     "right": ({**zero(), "fuyou": {"nvme_path": "PATH"}}, False, "says what it means", ""),
 }
 
@@ -205,6 +213,56 @@ def test_a_file_that_is_not_there_is_not_to_be_corrected(tmp_path: Path) -> None
     (finding,) = config_findings(tmp_path / "no.json")
     assert not finding.ok
     assert finding.fix.startswith("name a DeepSpeed JSON that exists")
+
+
+@pytest.mark.parametrize(
+    "text", ['{"fuyou": {}, "bf16": {}, "fuyou": {}}', '{"zero_optimization": {"stage": 3, /* */ "stage": 3}}']
+)
+def test_a_key_that_stands_twice_is_refused_as_by_deepspeed(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    (finding,) = config_findings(file)
+    assert not finding.ok
+    assert " twice in one object" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fix"),
+    [
+        (
+            "a.yaml",
+            "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n",
+            "fuyou doctor ds.json",
+        ),
+        (
+            "a.json",
+            '{"compute_environment": "LOCAL_MACHINE", "deepspeed_config": {"zero_stage": 3}}',
+            "write a DeepSpeed JSON",
+        ),
+        ("b.yml", '{"deepspeed_config": {"deepspeed_config_file": "/d/ds.json"}}', "fuyou doctor /d/ds.json"),
+    ],
+)
+def test_a_file_of_accelerate_is_known(name: str, text: str, fix: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    (finding,) = config_findings(file)
+    assert not finding.ok
+    assert finding.found.startswith("is a configuration of Accelerate")
+    assert finding.fix.startswith(fix)
+
+
+def test_what_is_mounted_read_only_is_no_matter_of_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = os.statvfs(tmp_path)
+    fields = dict(
+        zip(("bsize", "frsize", "blocks", "bfree", "bavail", "files", "ffree", "favail"), facts, strict=False)
+    )
+    mounted = SimpleNamespace(**{f"f_{name}": value for name, value in fields.items()}, f_flag=os.ST_RDONLY)
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    monkeypatch.setattr(os, "statvfs", lambda path: mounted)
+    finding = path_finding(str(tmp_path))
+    assert not finding.ok
+    assert finding.found == "lies on what is mounted read-only"
+    assert "chown" not in finding.fix
 
 
 @pytest.mark.parametrize("path", ["/a\0b", "/a\ud800"])

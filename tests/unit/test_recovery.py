@@ -136,8 +136,9 @@ def test_options_of_a_checkpoint_beside_weights_are_refused(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--weights", "no/w.pt"], "--weights no/w.pt must name a file in a directory that exists"),
-        (["--weights", "folder"], "--weights folder must name a file in a directory that exists"),
+        (["--weights", "no/w.pt"], "--weights no/w.pt must name a regular file in a directory that exists"),
+        (["--weights", "folder"], "--weights folder must name a regular file in a directory that exists"),
+        (["--weights", "/dev/null"], "--weights /dev/null must name a regular file in a directory that exists"),
         (["--checkpoint", "file"], "--checkpoint file must name a directory, or one to be made"),
         (["--checkpoint", "new", "--like", "no"], "--like no must name an existing checkpoint"),
     ],
@@ -165,6 +166,9 @@ def test_directories_that_were_copied_elsewhere_are_named_all(tmp_path: Path) ->
     with pytest.raises(FuyouStorageError, match="must exist") as caught:
         recover_weights(copies[1:], tmp_path / "weights.pt")
     assert str(caught.value.filename).startswith(str(directories[0].parent.parent))
-    assert recover_weights(copies[::-1], tmp_path / "weights.pt").num_params == 3
-    recovered = torch.load(tmp_path / "weights.pt")
+    weights = tmp_path / "weights.pt"
+    weights.symlink_to(tmp_path / "copies" / "weights.pt")
+    assert recover_weights(copies[::-1], weights).num_params == 3
+    assert weights.is_symlink(), "another disk may be meant"
+    recovered = torch.load(weights)
     assert all(torch.equal(one.view(-1), other) for one, other in zip(recovered.values(), expected, strict=True))

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that take another's place: links, pipes and devices stay what they are."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_fuyou.files import replacing
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    real, link = tmp_path / "disk" / "real.json", tmp_path / "link.json"
+    real.parent.mkdir()
+    real.write_text("old")
+    link.symlink_to(real)
+    with replacing(link) as part:
+        assert part.parent == real.parent, "the rename is within one file system"
+        part.write_text("new")
+        assert real.read_text() == "old"
+    assert link.is_symlink()
+    assert real.read_text() == "new"
+
+
+def test_what_fails_changes_nothing(tmp_path: Path) -> None:
+    real = tmp_path / "real.json"
+    real.write_text("new")
+
+    def fail() -> None:
+        with replacing(real) as part:
+            part.write_text("half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert real.read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["real.json"]
+
+
+def test_a_pipe_is_written_to(tmp_path: Path) -> None:
+    pipe, found = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: found.append(pipe.read_text()))
+    reader.start()
+    with replacing(pipe) as part:
+        part.write_text("through")
+    reader.join()
+    assert found == ["through"]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_standard_output_is_written_to(run_python: Any) -> None:
+    script = "from pathlib import Path; from ds_fuyou.files import replacing\n"
+    script += "with replacing(Path('/dev/stdout')) as part: part.write_text('seen')"
+    done = run_python(["-c", script])
+    assert done.stdout == "seen", done.stderr
+    assert Path("/dev/stdout").is_symlink()
+
+
+def test_a_directory_is_refused_by_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(IsADirectoryError, match="folder'"), replacing(folder) as part:
+        part.write_text("x")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
