@@ -146,7 +146,7 @@ def recover_checkpoint(
         trainer = found.trainer(save_dir, tag, [rank.record for rank in parts]) if found is not None else None
         target = save_dir if trainer is None else save_dir.with_name(atomic.incomplete_tag(save_dir.name))
         hidden = target / atomic.incomplete_tag(tag)
-        unfinished = hidden if trainer is None else target
+        unfinished, is_new = hidden if trainer is None else target, not target.exists()
         discard_left(unfinished)
         lock = _locked(unfinished)  # `fuyou clean` takes what a killed process left
         try:
@@ -163,6 +163,9 @@ def recover_checkpoint(
                 atomic.publish(target, save_dir)
         except BaseException:
             atomic.discard(unfinished)
+            if is_new:
+                with contextlib.suppress(OSError):  # something else has come to be in it
+                    target.rmdir()
             raise
         finally:
             lock.release()
@@ -185,6 +188,11 @@ class _RankParts:
         self._files = files
         self._outline = _outline_of(files)
         training = files.meta.get("training")
+        if training is None and files.optimizer_step == 0:
+            raise FuyouStateError(
+                f"{files.store.directories[0]}: no step of this run has been applied, so there is nothing to recover "
+                "but what it began with (--weights FILE)"
+            )
         if training is None:
             raise FuyouStateError(
                 f"{files.store.directories[0]}: its last commit, step {files.optimizer_step}, has no state of training "

@@ -24,9 +24,9 @@ from ds_fuyou.simulator.fit import MEMORY_NAMES, Needs, device_room, needs_of, r
 from ds_fuyou.simulator.simulate import Simulated, simulate
 
 __all__ = [
-    "BATCHES",
     "Chosen",
     "alternatives",
+    "batches",
     "best_batch",
     "choose",
     "fits",
@@ -35,7 +35,7 @@ __all__ = [
     "try_choose",
 ]
 
-BATCHES = tuple(1 << power for power in range(10))
+_MOST_BATCH, _MOST_TOKENS = 512, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -218,13 +218,19 @@ def alternatives(chosen: Chosen) -> list[str]:
     return list(class_lines(rows, chosen.closed.iteration_secs))
 
 
+def batches(seq: int, least: int = 1) -> tuple[int, ...]:
+    """Sizes of a batch that are tried: powers of two up to 512, a million tokens or ``least``, whichever is most."""
+    most = max(_MOST_BATCH, _MOST_TOKENS // seq, least)
+    return tuple(1 << power for power in range(most.bit_length()))
+
+
 def best_batch(model: ModelSpec, seq: int, machine: Machine, policy: Policy) -> Chosen | None:
-    """The batch of BATCHES, or half-way between two, with the most tokens/s; the smaller one where they are equal to
-    0.1 %. None: none fits.
+    """The batch of :func:`batches`, or half-way between two, with the most tokens/s; the smaller one where they are
+    equal to 0.1 %. None: none fits.
 
     The closed form ranks them; the three best are simulated.
     """
-    sizes = sorted({*BATCHES, *(3 * batch // 2 for batch in BATCHES[1:])})
+    sizes = sorted({size for batch in batches(seq) for size in (batch, 3 * batch // 2)})
     works = [Workload(model, batch, seq) for batch in sizes]
     rates = {work.batch: work.tokens / quick_secs(work, machine, policy) for work in works}
     best: Chosen | None = None
@@ -251,7 +257,7 @@ def largest_model(
 
 def _cheapest_change(work: Workload, machine: Machine, policy: Policy, nearest: Needs) -> str:
     """One thing that would make it fit: what costs nothing first, then what must be bought."""
-    for batch in (b for b in reversed(BATCHES) if b < work.batch):
+    for batch in (b for b in reversed(batches(work.seq, work.batch)) if b < work.batch):
         if fits(replace(work, batch=batch), machine, policy):
             return f"batch {batch} fits"
     for seq in (work.seq // 2, work.seq // 4, work.seq // 8):

@@ -144,6 +144,8 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
         raise FuyouConfigError(
             f"{family}: an encoder beside a decoder (is_encoder_decoder) is not modelled; only one stack is"
         )
+    if config.get("add_cross_attention"):
+        raise FuyouConfigError(f"{family}: attention to another stack (add_cross_attention) is not modelled")
     name = str(config.get("_name_or_path") or family)
     parts = _entry(family).get("parts")
     if parts is None:
@@ -376,9 +378,12 @@ def _gpt_neo(config: _Config) -> int:
 
 
 def _encoder(config: _Config) -> int:
-    """Segments, and a head of a matrix, a norm and a bias; the stack itself ends without a norm."""
+    """Segments, and a head of a matrix, a norm and a bias, two where it is not tied; the stack itself ends without a
+    norm.
+    """
     hidden = config.size("hidden")
-    return (config.size("type_vocab_size") + hidden + 1) * hidden + config.size("vocab")
+    num_biases = 1 if config.value("tie_word_embeddings", True) else 2
+    return (config.size("type_vocab_size") + hidden + 1) * hidden + num_biases * config.size("vocab")
 
 
 def _qwen2_vision(config: _Config) -> int:

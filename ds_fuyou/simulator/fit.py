@@ -76,7 +76,11 @@ def needs_of(work: Workload, machine: Machine, policy: Policy, place: Placement,
         return Needs((*_gpu_items(work, policy, place), *shares), have)
     items = (
         *_gpu_items(work, policy, place),
-        *(_host_items(work, machine, policy, place) if plan is None else _planned_items(plan, work, machine, policy)),
+        *(
+            _host_items(work, machine, policy, place)
+            if plan is None
+            else _planned_items(plan, work, machine, policy, place)
+        ),
         *_storage_items(work, machine, policy, place),
     )
     return Needs(tuple(item for item in items if item.num_bytes > 0), have)
@@ -167,7 +171,7 @@ def _host_items(work: Workload, machine: Machine, policy: Policy, place: Placeme
     return (*items, Item("activations", "cpu", activations), Item("activations on their way", "cpu", leaving))
 
 
-def _planned_items(plan: Plan, work: Workload, machine: Machine, policy: Policy) -> Sequence[Item]:
+def _planned_items(plan: Plan, work: Workload, machine: Machine, policy: Policy, place: Placement) -> Sequence[Item]:
     """Ours, as a run plans it."""
     given, residency, ranks = rank_facts(work, machine, policy), plan.residency, machine.num_gpus
     two = has_two_versions(given, residency)
@@ -187,7 +191,8 @@ def _planned_items(plan: Plan, work: Workload, machine: Machine, policy: Policy)
         items.append(Item("look-ahead", "cpu", float(max(0, plan.prefetch_bytes) * ranks)))
         items.append(Item("gradients on their way", "cpu", float(plan.gradient_buffer_bytes * ranks)))
     items.append(Item("states on their way to a checkpoint", "cpu", float(plan.save_bytes * ranks)))
-    return (*items, Item("activations", "cpu", float(plan.activation_bytes * ranks)))
+    activations = plan.activation_bytes * ranks if place.swapped_bytes else 0  # what may go there is not what goes
+    return (*items, Item("activations", "cpu", float(activations)))
 
 
 def _storage_items(work: Workload, machine: Machine, policy: Policy, place: Placement) -> Sequence[Item]:

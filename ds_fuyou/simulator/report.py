@@ -14,7 +14,7 @@ from ds_fuyou.planner.hardware import GIB
 from ds_fuyou.planner.host_memory import AUTO_TENTHS
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.policies import Tiers
-from ds_fuyou.simulator.choose import BATCHES, Chosen, alternatives, fits, quick_secs
+from ds_fuyou.simulator.choose import Chosen, alternatives, batches, fits, quick_secs
 from ds_fuyou.simulator.fit import shown_bytes
 
 __all__ = ["TIER_NAMES", "document_of", "largest_batch", "plan_text", "upgrades"]
@@ -75,8 +75,8 @@ def _endurance_days(chosen: Chosen) -> float | None:
 
 
 def largest_batch(chosen: Chosen) -> int:
-    """The largest of BATCHES (or the one asked for) that fits."""
-    larger = (batch for batch in reversed(BATCHES) if batch > chosen.work.batch)
+    """The largest of :func:`batches` (or the one asked for) that fits."""
+    larger = (batch for batch in reversed(batches(chosen.work.seq)) if batch > chosen.work.batch)
     works = (replace(chosen.work, batch=batch) for batch in larger)
     fitting = (work.batch for work in works if fits(work, chosen.machine, chosen.asked))
     return next(fitting, chosen.work.batch)
@@ -158,7 +158,9 @@ def _lines(chosen: Chosen) -> Iterator[str]:
     days = _endurance_days(chosen)
     if days is not None:
         yield f"{shown_bytes(chosen.written_bytes)} written to storage a step; rated writes last {days:.0f} days"
-    yield f"largest batch that fits: {largest_batch(chosen)}"
+    largest = largest_batch(chosen)
+    more = " or more" if largest >= batches(chosen.work.seq)[-1] else ""
+    yield f"largest batch that fits: {largest}{more}"
     what, secs = upgrades(chosen)[0]
     if secs < 0.99 * chosen.iteration_secs:
         yield f"next best upgrade: twice the {what}, {secs:.2f} s a step"

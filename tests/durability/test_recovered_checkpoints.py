@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ds_fuyou.checkpoint.recovery import recover_checkpoint
+from ds_fuyou.checkpoint.recovery import recover_checkpoint, recover_weights
 from ds_fuyou.cli import main
-from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from tests.durability.runs import launch
 from tests.harness.forked import finish, start
 from tests.harness.runner import differences, ds_config, environment, run_case, with_fuyou
@@ -139,6 +141,26 @@ def test_without_another_checkpoint_frozen_parameters_are_left_out(tmp_path: Pat
     assert expected["frozen_param_fragments"]
     assert found["frozen_param_fragments"] is found["frozen_param_shapes"] is None
     assert list(unequal(expected["module"], found["module"])) == []
+
+
+def test_a_disk_without_room_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directories, saved = dead_run(tmp_path, {}, 1)
+    there = sorted(saved.iterdir())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    for out in (tmp_path / "new", saved):
+        with pytest.raises(FuyouStorageError, match="nothing was written"):
+            recover_checkpoint(directories, out, tag="other")
+    assert not (tmp_path / "new").exists()
+    assert sorted(saved.iterdir()) == there
+
+
+def test_of_a_run_that_applied_no_step_there_are_weights_alone(tmp_path: Path) -> None:
+    processes, _ = launch(tmp_path, {"steps": 3, "die": {"0": [1, "before"]}}, 1)
+    finish(processes)
+    (directory,) = tmp_path.glob("ds_fuyou/*-rank0")
+    with pytest.raises(FuyouStateError, match="no step of this run has been applied"):
+        recover_checkpoint([directory], tmp_path / "recovered")
+    assert recover_weights([directory], tmp_path / "weights.pt").step == 0
 
 
 def test_what_was_trained_over_other_frozen_parameters_is_not_loaded_without_a_word(

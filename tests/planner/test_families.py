@@ -68,6 +68,9 @@ REAL: dict[str, tuple[str, dict[str, Any]]] = {
                    | {"num_attention_heads": 40, "vocab_size": 100352}),
     "OLMoE": ("olmoe", {"intermediate_size": 1024}),
     "Granite 8B, with biases": ("granite", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 8}),
+    "Helium, with biases": ("helium", {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 4}),
+    "BERT, not tied": ("bert", {"tie_word_embeddings": False}),
+    "RoBERTa, not tied": ("roberta", {"tie_word_embeddings": False}),
     "Command R+": ("cohere", {"hidden_size": 12288, "intermediate_size": 33792, "num_hidden_layers": 64}
                    | {"num_attention_heads": 96, "num_key_value_heads": 8, "use_qk_norm": True}),
     "StarCoder2 15B": ("starcoder2", {"hidden_size": 6144, "intermediate_size": 24576, "num_hidden_layers": 40}
@@ -104,7 +107,7 @@ def test_a_real_model_has_its_parameters_block_by_block(name: str) -> None:
     config = _config(family, **values)
     found, built = read_config(config.to_dict()), _built(config)
     assert found.params == _count(built)
-    stacks = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+    stacks = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.")
     by_block: Counter[int] = Counter()
     for path, parameter in built.named_parameters():
         place = stacks.search(path)
@@ -191,6 +194,7 @@ def test_adapters_have_the_size_that_peft_gives_them(family: str) -> None:
         ({"model_type": "lama"}, r"'lama' is not known; nearest known are llama.*gpt:layers"),
         ({"model_type": "mamba"}, "is not known"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder beside a decoder"),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "attention to another stack"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 32}, "'linear_attention' are not modelled"),
         ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "must name all 32 layers, found 1"),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "cannot go to 9 of 8 experts"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -154,6 +155,17 @@ def test_plan_prints_a_table_and_the_same_as_json(tmp_path: Path, capsys: pytest
     assert shown["predicted"]["largest_batch"] >= 32
     shown_rate = float(table.split(" tokens/s")[0].split()[-1])
     assert shown_rate == pytest.approx(document["predicted"]["tokens_per_s"], abs=0.06)
+
+
+def test_the_largest_batch_of_short_sequences_is_no_limit_of_what_was_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "gpt:2,12,768,50257", "--gpu", "h100", "--seq"]
+    assert main([*arguments, "128", "--json"]) == 0
+    largest = json.loads(capsys.readouterr().out)["predicted"]["largest_batch"]
+    assert largest > 512
+    assert main([*arguments, "128", "--batch", str(2 * largest)]) == 2
+    assert f"batch {largest} fits" in capsys.readouterr().err
+    assert main([*arguments, "8"]) == 0
+    assert re.search(r"largest batch that fits: \d+( or more)?\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("name", ["plan.json", "plan.html"])
