@@ -276,7 +276,10 @@ def _open(state: StateDirectory, paths: Sequence[Path], identity: RunIdentity) -
     manifest = read_directory_manifest(state.path)
     directories = [Path(path) for path in manifest.directories]
     if {path.parent.parent for path in directories} != set(paths):
-        raise FuyouError(f"it is striped over {', '.join(str(path.parent.parent) for path in directories)}")
+        made_in = ", ".join(str(path.parent.parent) for path in directories)
+        if not any(path.exists() for path in directories):
+            raise FuyouError(f"it was made in {made_in} and moved here: give it back its place to go on from it")
+        raise FuyouError(f"it is striped over {made_in}")
     return SlotStore.open(directories, identity)
 
 

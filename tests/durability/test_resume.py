@@ -658,6 +658,17 @@ def test_what_cannot_be_pickled_is_named_and_training_goes_on(tmp_path: Path) ->
     assert f"either: {directory}: of its last step, 3, the state of training was not recorded" in said
 
 
+def test_a_directory_that_was_moved_is_told_where_it_was(tmp_path: Path) -> None:
+    first, moved, case = tmp_path / "first", tmp_path / "moved", {"steps": 3, "block": RESUME}
+    assert end_of(first, {**case, "die": {"0": [2, "after"]}}, "log")[0] == -9
+    first.rename(moved)
+    status, said = end_of(moved, case, "again")
+    assert status not in (0, -9)
+    assert f"it was made in {first} and moved here: give it back its place" in said, said[-3000:]
+    moved.rename(first)
+    assert "going on from step 2, in place" in run_to_end(first, {**case, "ends": True}, 1, "there")
+
+
 def test_a_checkpoint_that_was_loaded_is_a_commit(tmp_path: Path) -> None:
     """Killed before any step, the run goes on from what it had loaded."""
     undisturbed, killed, out = tmp_path / "undisturbed", tmp_path / "killed", tmp_path / "out"
