@@ -125,20 +125,18 @@ class GradientFlow:
         if self._starts_anew:
             self.forget()
         self._note_backward()
-        is_ready = getattr(param, "ds_grad_is_ready", True)
+        is_ready, is_followed = getattr(param, "ds_grad_is_ready", True), _is_followed(param)
         if is_ready:
             if hasattr(self._stock, "_apply_autoep_folding_tp_correction"):
                 self._stock._apply_autoep_folding_tp_correction(param)
-            gradient = param.grad
-            if gradient is not None and not gradient.is_contiguous():  # a hook's; stock copies it to its bucket
-                gradient.data = gradient.contiguous()
+            self._as_in_a_bucket(param, is_followed=is_followed)
             if self._stream is not None:
                 self.sweep()
                 computing = self._streams[param.ds_id] = self._state.device.current_stream()
                 self._stream.wait_stream(computing)
         if param in self._cut:
             return  # another phase of this backward: autograd added to the gradient that waits here
-        is_alone, is_followed = param.ds_id in self._alone, _is_followed(param)
+        is_alone = param.ds_id in self._alone
         if is_alone:
             self._reduce_waiting()
         else:
@@ -151,6 +149,23 @@ class GradientFlow:
             self._is_followed |= is_followed
             self._cut.add(param)
             self._open_window_if_last()  # states are read ahead while the message fills
+
+    def _as_in_a_bucket(self, param: Parameter, *, is_followed: bool) -> None:
+        """Stock copies a gradient to its bucket: whatever a hook has left is contiguous then, and hooks that come behind
+        find the type of the communication.
+        """
+        gradient, stock = param.grad, self._stock
+        if gradient is None:
+            return
+        if gradient.layout != torch.strided:
+            raise FuyouStateError(
+                f"a gradient of layout {gradient.layout}: ZeRO-3 reduces dense ones alone (nn.Embedding(sparse=True)?)"
+            )
+        if not gradient.is_contiguous():
+            gradient.data = gradient.contiguous()
+        is_copied = stock.contiguous_gradients and param.ds_numel <= stock.reduce_bucket_size
+        if is_followed and is_copied and param.ds_id not in self._alone:
+            gradient.data = _as_type(gradient, stock.get_param_comm_dtype(param))
 
     def _note_backward(self) -> None:
         """One that raises ends without its callbacks: so :meth:`finish` knows."""

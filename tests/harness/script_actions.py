@@ -25,7 +25,7 @@
 ``offload_states_in``   offload_states() and reload_states() before the step
 ``no_sync_in``          a backward that the script wants under no_sync(): what the refusal says is kept
 ``hooks_of_gradients``  hooks of the script's on every matrix' gradient: "before" DeepSpeed's, which leave it
-                        transposed in memory, or "behind" them, which halve it
+                        transposed in memory, or "behind" them, which scale it
 """
 
 import contextlib
@@ -45,9 +45,9 @@ def transpose_in_memory(param: torch.nn.Parameter) -> None:
     param.grad = param.grad.t().contiguous().t()
 
 
-def halve(param: torch.nn.Parameter) -> None:
-    """In three operations, so that a device is seen to wait for the last."""
-    param.grad.mul_(4.0).mul_(0.25).mul_(0.5)
+def scale(param: torch.nn.Parameter) -> None:
+    """In three operations, so that a device is seen to wait for the last; to be rounded, in the gradient's type."""
+    param.grad.mul_(4.0).mul_(0.25).mul_(0.3)
 
 
 def hook_gradients(module: torch.nn.Module, case: dict, when: str) -> None:
@@ -55,7 +55,7 @@ def hook_gradients(module: torch.nn.Module, case: dict, when: str) -> None:
     if case.get("hooks_of_gradients") == when:
         for param in module.parameters():
             if len(getattr(param, "ds_shape", param.shape)) == 2:
-                param.register_post_accumulate_grad_hook(transpose_in_memory if when == "before" else halve)
+                param.register_post_accumulate_grad_hook(transpose_in_memory if when == "before" else scale)
 
 
 def factor_of(case: dict, step: int) -> float:

@@ -51,6 +51,7 @@ def test_a_busy_script_equals_stock(case: dict, tiers: str, policy: str, must_eq
 
 BOUNDARY = {"config": ds_config(gradient_accumulation_steps=3), "set_boundary": True}
 BATCH = {"config": ds_config(gradient_clipping=0.5), "batch_size_at": {"2": 6, "4": 2}}
+REDUCED_IN_FP32 = ds_config(communication_data_type="fp32")
 CASES: dict[str, dict] = {
     "boundary-set-by-the-script": BOUNDARY,
     "coalesced-reduction": {"coalesce": True, "pairs_in": [0, 2, 3]},
@@ -62,6 +63,12 @@ CASES: dict[str, dict] = {
     "hooks-before-deepspeed's": {"hooks_of_gradients": "before"},
     "hooks-behind-deepspeed's": {"hooks_of_gradients": "behind"},
     "hooks-before-deepspeed's-on-two-ranks": {"hooks_of_gradients": "before", "world_size": 2},
+    "hooks-behind-deepspeed's-reduced-in-fp32": {"hooks_of_gradients": "behind", "config": REDUCED_IN_FP32},
+    "hooks-behind-deepspeed's-reduced-in-fp32-on-two-ranks": {
+        "hooks_of_gradients": "behind",
+        "config": REDUCED_IN_FP32,
+        "world_size": 2,
+    },
 }
 
 
@@ -82,6 +89,8 @@ def case_of(name: str) -> dict:
         ("hooks-before-deepspeed's", "all"),
         ("hooks-behind-deepspeed's", "all"),
         ("hooks-before-deepspeed's-on-two-ranks", "states"),
+        ("hooks-behind-deepspeed's-reduced-in-fp32", "states"),
+        ("hooks-behind-deepspeed's-reduced-in-fp32-on-two-ranks", "all"),
     ],
 )
 def test_equals_stock(name: str, tiers: str, must_equal, tmp_path: Path) -> None:
