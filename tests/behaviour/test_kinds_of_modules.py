@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from ds_fuyou.errors import FuyouStateError
 from tests.harness.runner import ds_config
 
 pytestmark = pytest.mark.usefixtures("only_rank")
@@ -96,3 +97,14 @@ def test_as_in_stock(layer: Any, mode: str, tmp_path: Path) -> None:
     found_losses, found_values = trained(layer, block)
     assert found_losses == losses
     assert all(map(torch.equal, values, found_values))
+
+
+def test_a_sparse_gradient_is_refused_by_name(tmp_path: Path) -> None:
+    """ZeRO-3 has no way for it; stock says that copy_() is not implemented."""
+    model = Stack([])
+    model.tokens = nn.Embedding(VOCABULARY, WIDTH, sparse=True)
+    config = ds_config(bf16=None) | {"fuyou": {"nvme_path": str(tmp_path)}}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    with pytest.raises(FuyouStateError, match="ZeRO-3 reduces dense ones alone"):
+        engine.backward(engine(torch.arange(VOCABULARY).view(1, -1)))
+    engine.destroy()
