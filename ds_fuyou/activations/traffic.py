@@ -40,6 +40,7 @@ class StorageHome:
         if self.checksum:
             self.io.watch(self.space.files)
         self.space.close()
+        self.io.let_go()
 
 
 class StorageTraffic:

@@ -122,6 +122,7 @@ class IoLane:
         )
         self._core = core
         self._path_of = path_of
+        self._is_shared = False  # another lane's engine
         self.on_failure: Callable[[FuyouStorageError], None] | None = None
         """Called with the error of a transfer before it is raised, in the thread that waits for the transfer."""
         self._told = {"unregistered": False}  # shared by all lanes of the engine
@@ -157,7 +158,7 @@ class IoLane:
     def sharing(self, path_of: Callable[[int], Path | None]) -> IoLane:
         """The same engine for files of another owner. Only the lane that was built first closes it."""
         lane = copy.copy(self)
-        lane._path_of = path_of
+        lane._path_of, lane._is_shared = path_of, True
         lane.on_failure = None
         return lane
 
@@ -209,6 +210,11 @@ class IoLane:
             "read": self.engine.stats(self._core.IoKind.READ),
             "write": self.engine.stats(self._core.IoKind.WRITE),
         }
+
+    def let_go(self) -> None:
+        """A lane that shares another one's engine needs it no more: it goes when that is closed and nobody holds it."""
+        if self._is_shared:
+            self.engine = None
 
     def close(self) -> None:
         """Idempotent. The engine goes with its last transfer, and with the lanes that share it."""

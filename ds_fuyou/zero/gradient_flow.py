@@ -151,8 +151,8 @@ class GradientFlow:
             self._open_window_if_last()  # states are read ahead while the message fills
 
     def _as_in_a_bucket(self, param: Parameter, *, is_followed: bool) -> None:
-        """Stock copies a gradient to its bucket: whatever a hook has left is contiguous then, and hooks that come behind
-        find the type of the communication.
+        """Stock copies a gradient to its bucket: it is contiguous then, whatever a hook has left, and hooks that come
+        behind find the type of the communication.
         """
         gradient, stock = param.grad, self._stock
         if gradient is None:

@@ -288,8 +288,9 @@ def freed(swap: str, tiers: str) -> dict[str, Any]:
     stock.destroy()
     counts, sizes, said = [counted(swap, stock)], [], refused(swap, tiers)
     del stock
+    swaps: dict[str, Any] = {"activations": {"mode": "swap", "tier": "nvme"}} if tiers == "all" else {}
     for index in range(6):
-        engine = make_engine(swap, tiers, 0, {"trace": "/dev/full"} if index == 1 else None, **wide)
+        engine = make_engine(swap, tiers, 0, swaps | ({"trace": "/dev/full"} if index == 1 else {}), **wide)
         train(engine, 0, 2)
         ctypes.CDLL(None).malloc_trim(0)  # holes of the heap are nobody's
         sizes.append(resident_bytes())
