@@ -17,16 +17,18 @@ The plugin waits in the same way for modules of other packages (`when_imported`)
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["forget", "is_awaited", "when_imported"]
+__all__ = ["forget", "is_awaited", "watches_end", "when_imported"]
 
 ENGINE_MODULE = "deepspeed.runtime.engine"
 DISABLE_VARIABLE = "DS_FUYOU_DISABLE"
+_watched: set[str] = set()
 
 
 def _autoload() -> None:
@@ -35,8 +37,27 @@ def _autoload() -> None:
         if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
             return
         when_imported(ENGINE_MODULE, _install)
+        _watch_end()
     except Exception as error:  # [Note: when the hook fires]: never raise into `import torch`
         _report(error)
+
+
+def _watch_end() -> None:
+    """What the script registers with ``atexit``, a last checkpoint, say, comes after this, and runs before it."""
+    if "end" not in _watched:
+        _watched.add("end")
+        atexit.register(_end)
+
+
+def _end() -> None:
+    lifetime = sys.modules.get("ds_fuyou.storage.lifetime")
+    if lifetime is not None:
+        lifetime.shutdown()
+
+
+def watches_end() -> bool:
+    """Whether stores are closed at the end of the process, if there are any."""
+    return "end" in _watched
 
 
 def when_imported(module: str, action: Callable[[], None]) -> None:

@@ -9,17 +9,30 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from typing import Any
 
 __all__ = ["current_rank", "get_logger", "is_news", "log_once"]
 
 _told: set[str] = set()
 
 
+class _ToStderr(logging.Handler):
+    """To what is ``sys.stderr`` now: notebooks, test runners and scripts replace it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+
 def get_logger() -> logging.Logger:
     """The logger ``ds_fuyou``, given a stderr handler on first use."""
     logger = logging.getLogger("ds_fuyou")
     if not logger.handlers:
-        handler = logging.StreamHandler()
+        handler = _ToStderr()
         handler.setFormatter(logging.Formatter("[ds_fuyou] %(levelname)s: %(message)s"))
         logger.addHandler(handler)
         level = getattr(logging, os.environ.get("DS_FUYOU_LOG_LEVEL", "info").upper(), None)
@@ -29,7 +42,10 @@ def get_logger() -> logging.Logger:
 
 
 def current_rank() -> int:
-    """Global rank of this process by the launcher's environment, 0 when there is none."""
+    """Global rank of this process: torch.distributed's, before it has begun the launcher's, 0 when there is none."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
     rank = os.environ.get("RANK", "0")
     return int(rank) if rank.isdigit() else 0
 

@@ -71,6 +71,7 @@ class WritingLock:
             except FileNotFoundError:  # somebody has just removed the folder
                 continue
             self.close = weakref.finalize(self, os.close, fd)
+            self.close.atexit = False  # a checkpoint may yet be written then
             """Lets go of the lock, or, in a forked child, leaves it to its parent. Idempotent."""
             with contextlib.suppress(FileNotFoundError):
                 if _lock(fd, fcntl.LOCK_SH) and os.path.samestat(os.fstat(fd), os.stat(file)):

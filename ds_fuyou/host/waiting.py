@@ -14,6 +14,8 @@ logger = logging.getLogger("ds_fuyou")
 REPORT_SECS = 30.0
 """A wait that lasts longer is reported, and again after each further period. It is not a time-out."""
 
+_AT_ONCE_SECS = 0.01
+
 SLICE_SECS = 0.2
 """Longest stay outside of Python: signal handlers (Ctrl-C, SIGTERM) run between two slices."""
 
@@ -34,13 +36,20 @@ def wait_reporting(wait: Callable[[float], bool], what: Callable[[], str]) -> fl
 
 
 def wait_through(wait: Callable[[float], bool], what: Callable[[], str]) -> None:
-    """As :func:`wait_reporting`, for what must end before memory may go: Ctrl-C and SIGTERM are raised after that."""
+    """As :func:`wait_reporting`, for what must end before memory may go: what a signal handler raises meanwhile, Ctrl-C
+    or a time limit, is raised after that. (What ``wait`` itself raises it raises again, at once.)
+    """
     interrupts: list[BaseException] = []
     while True:
+        begin = time.perf_counter()
         try:
             wait_reporting(wait, what)
             break
         except (KeyboardInterrupt, SystemExit) as interrupt:
             interrupts.append(interrupt)
+        except BaseException as error:
+            if interrupts and type(error) is type(interrupts[-1]) and time.perf_counter() - begin < _AT_ONCE_SECS:
+                raise
+            interrupts.append(error)
     if interrupts:
         raise interrupts[0]

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -94,7 +95,7 @@ class OutOfCoreOptimizer:
             self._two_jobs_bytes: int | None = None
             self.pipeline = self._make_pipeline()
             self.place.follow(self.pipeline.resident_state)
-            self._worker = Worker(self.pipeline, self.path_of)
+            self._worker, self._pid = Worker(self.pipeline, self.path_of), os.getpid()
             self.io.on_failure = self._worker.transfer_failed
             self.policy = ClipPolicy(options.clip_policy, options.can_speculate(options.residency))
             self.published = Published(self.place.num_param_versions)
@@ -309,9 +310,21 @@ class OutOfCoreOptimizer:
 
         ``stored``: what backward left, even if the user replaced it since.
         """
+        self.require_own_process()
         self.intake.settle(wait=True)
         views = self._gradient_pieces(span, stored=stored)
         return views[0] if len(views) == 1 else torch.cat([*views])
+
+    def require_own_process(self) -> None:
+        """
+        Raises:
+            FuyouStateError: this is a forked child, which has no thread of the engine's, and zeros for what it held.
+        """
+        if os.getpid() != self._pid:
+            raise FuyouStateError(
+                "a child that was forked from the process that trains has no optimizer states or gradients of its "
+                "engine; read them before the fork"
+            )
 
     def forget_last_gradients(self) -> None:
         """Nobody asks any more what gradients the last step used."""
@@ -320,6 +333,7 @@ class OutOfCoreOptimizer:
     def last_gradient(self, span: ParamSpan, dtype: torch.dtype) -> torch.Tensor | None:
         """A copy of what the last step made of the gradient, unscaled and clipped, or of it as it came if the step was
         skipped. None if it had none, the script dropped it since, or gradients of the next step have come."""
+        self.require_own_process()
         ended = self._ended
         if ended is None or span.index not in ended.arrived:
             return None
@@ -506,6 +520,7 @@ class OutOfCoreOptimizer:
 
     def wait_all(self) -> None:
         """Until every update of the applied steps has reached its place, storage included."""
+        self.require_own_process()
         self._worker.wait(
             lambda t: self.pipeline.wait_durable(self.generation, t), lambda: f"step {self.generation} to be durable"
         )

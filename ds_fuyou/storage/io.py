@@ -65,9 +65,11 @@ class Transfer:
             return
         try:
             self.wait_ended()
-        except (KeyboardInterrupt, SystemExit) as interrupt:
+        except BaseException as interrupt:  # of a signal handler, whatever that raises
             _ownerless[:] = [(ticket, memory) for ticket, memory in _ownerless if not ticket.done()]
             _ownerless.append((self.ticket, self.memory))
+            if not isinstance(interrupt, (KeyboardInterrupt, SystemExit)):
+                raise  # Python prints it, and goes on
             # What is raised in here is lost: the signal comes again when this has returned.
             number = signal.SIGINT if isinstance(interrupt, KeyboardInterrupt) else signal.SIGTERM
             threading.Timer(_AGAIN_SECS, _thread.interrupt_main, (number,)).start()

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -21,6 +23,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from ds_fuyou import autoload
 from ds_fuyou.storage import ending
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ class _Registry:
         self.stores: list[SlotStore] = []
         self.closers: list[Callable[[], None]] = []
         self.hooked = False
+        self.finalizes_in = -1
         self.shutting_down = False
 
 
@@ -45,12 +49,16 @@ _registry = _Registry()
 
 
 def install() -> None:
-    """Hooks interpreter exit and fork once, and SIGTERM where it is free. Called before creation."""
+    """Hooks the process's end and fork once, and SIGTERM where it is free. Called before creation."""
     ending.watch()
     if not _registry.hooked:
         _registry.hooked = True
-        atexit.register(shutdown)
+        if not autoload.watches_end():
+            atexit.register(shutdown)
         os.register_at_fork(after_in_child=_after_fork_in_child)
+    if multiprocessing.parent_process() is not None and _registry.finalizes_in != os.getpid():
+        _registry.finalizes_in = os.getpid()  # one that was forked ends without what atexit knows
+        multiprocessing.util.Finalize(None, shutdown, exitpriority=0)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _on_sigterm)
 

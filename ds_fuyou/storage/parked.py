@@ -20,6 +20,7 @@ import torch
 from ds_fuyou.host.memory import aligned_tensor
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.layout import queue_depth
+from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.location import Location, StoredRun, ValuesRead
 from ds_fuyou.storage.swap_space import Lease, SwapSpace
 from ds_fuyou.storage.types import Extent
@@ -48,6 +49,8 @@ class ParkedSpace:
         self._engine = engine
         self._io: list[IoLane] = []
         self._close = weakref.finalize(self, _closed, self._io, self.space)
+        self._close.atexit = False  # engines read from here until they are closed
+        register_closer(self._close)
 
     @classmethod
     def at(

@@ -257,7 +257,7 @@ def _needed_and_free(paths: Sequence[Path], needed: Sequence[int], facts: Sequen
         f"{path} needs {num_bytes} bytes, {fact.free_bytes} are free"
         for path, num_bytes, fact in zip(paths, needed, facts, strict=True)
     ]
-    return "; ".join(lines) + "; free space, raise the quota or add an nvme_path"
+    return "; ".join(lines) + "; free space, raise the quota or the limit of a file's size, or add an nvme_path"
 
 
 def _open_root(directory: Path) -> StateRoot:

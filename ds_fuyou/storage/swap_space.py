@@ -14,6 +14,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ds_fuyou.errors import FuyouStorageError
@@ -108,6 +109,7 @@ class SwapSpace:
         self._what = what
         self._lock = threading.Lock()
         self._returned: deque[tuple[int, Extent]] = deque()
+        self._pid = os.getpid()
         self._fds: list[int] = []
         try:
             for directory in self._directories:
@@ -240,9 +242,12 @@ class SwapSpace:
         return fd in self._fds
 
     def close(self) -> None:
-        """Closes the files, which then are gone. Idempotent."""
+        """Closes the files, which then are gone, also where a forked child still has them. Idempotent."""
         fds, self._fds = self._fds, []
         for fd in fds:
+            if os.getpid() == self._pid:
+                with suppress(OSError):  # the disk's, say: it is closed all the same
+                    os.ftruncate(fd, 0)
             os.close(fd)
 
 

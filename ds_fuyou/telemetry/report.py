@@ -9,15 +9,17 @@ forward, backward or another lane.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from ds_fuyou.host.compute_clock import Phase
 from ds_fuyou.log import current_rank, get_logger
+from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.telemetry.placement import placement_of, placement_table, shown_bytes
 from ds_fuyou.telemetry.wear import DAY_SECS, rating_at, short_lives
 
@@ -131,6 +133,7 @@ class StepReport:
         self._start = self._at_log = LaneTimes()
         self._began = self._logged_at = 0.0
         self._closed = False
+        self._forget: Callable[[], None] = lambda: None
 
     def step(self, rank_state: Any) -> None:
         """A step was applied. The first one only sets the clocks: it also built what later steps reuse."""
@@ -138,7 +141,7 @@ class StepReport:
             return
         self._num_steps += 1
         if self._num_steps == 1:
-            atexit.register(self._close_at_exit, weakref.ref(rank_state))
+            self._forget = register_closer(partial(self._close_at_exit, weakref.ref(rank_state)))
             self._start = self._at_log = LaneTimes.of(rank_state)
             self._began = self._logged_at = time.perf_counter()
             self._logged_steps = 1
@@ -181,6 +184,7 @@ class StepReport:
         if self._closed or self._num_steps < 2 or rank_state.core.pipeline is None:
             return
         self._closed = True
+        self._forget()
         count = self._num_steps - 1
         mean = LaneTimes.of(rank_state).since(self._start).over(count)
         get_logger().info("mean of steps 2-%d: %s", self._num_steps, mean.line())

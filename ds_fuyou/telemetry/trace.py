@@ -10,7 +10,6 @@ at the next saved or used tensor; so they may be drawn a little too long, never 
 
 from __future__ import annotations
 
-import atexit
 import enum
 import json
 import os
@@ -24,6 +23,7 @@ from typing import Any
 
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.log import current_rank, get_logger
+from ds_fuyou.storage.lifetime import register_closer
 
 __all__ = ["Lane", "LaneTrace"]
 
@@ -64,7 +64,7 @@ class LaneTrace:
         self._closed = False
         self._num_users = 1
         self.num_dropped = 0
-        atexit.register(self._close_at_exit)
+        self._forget = register_closer(self._close_at_exit)
 
     @classmethod
     def at(cls, path: str) -> LaneTrace:
@@ -74,9 +74,10 @@ class LaneTrace:
         Raises:
             FuyouStorageError: the file cannot be created.
         """
-        found = _open_traces.get(os.path.abspath(path))
+        path = os.path.abspath(path)  # when it is written the script may have another working directory
+        found = _open_traces.get(path)
         if found is None or found._closed:
-            found = _open_traces[os.path.abspath(path)] = cls(path)
+            found = _open_traces[path] = cls(path)
         else:
             found._num_users += 1
         return found
@@ -150,14 +151,16 @@ class LaneTrace:
         """The last user's writes the file; where that fails now, training was not the worse for it, so it is logged.
         Does nothing after that, nor in a forked child.
         """
+        if os.getpid() != self._pid:  # a thread that a forked child lacks may have had the lock
+            return
         with self._lock:
-            if self._closed or os.getpid() != self._pid:
+            if self._closed:
                 return
             self._num_users -= 1
             if self._num_users > 0:
                 return
             self._closed = True
-        atexit.unregister(self._close_at_exit)
+        self._forget()
         document = {
             "traceEvents": self.events(),
             "displayTimeUnit": "ms",

@@ -55,21 +55,27 @@ def once_in(
 
 
 class Interrupts:
-    """SIGINT: ``then`` is called before it is raised."""
+    """SIGINT: ``then`` is called before ``error`` is raised."""
 
-    def __init__(self, then: Callable[[], object]) -> None:
-        self.num_met, self._then = 0, then
+    def __init__(self, then: Callable[[], object], error: type[BaseException]) -> None:
+        self.num_met, self._then, self._error = 0, then, error
 
     def __call__(self, *_: object) -> None:
         self.num_met += 1
         self._then()
-        raise KeyboardInterrupt
+        raise self._error
 
 
 @contextmanager
-def interrupted_in(*functions: FunctionType, then: Callable[[], object] = lambda: None) -> Iterator[Interrupts]:
-    """Ctrl-C comes as soon as this thread, the main one, is in all of these functions."""
-    met, is_inside = Interrupts(then), True
+def interrupted_in(
+    *functions: FunctionType,
+    then: Callable[[], object] = lambda: None,
+    error: type[BaseException] = KeyboardInterrupt,
+) -> Iterator[Interrupts]:
+    """Ctrl-C comes as soon as this thread, the main one, is in all of these functions; the script's handler makes
+    ``error`` of it.
+    """
+    met, is_inside = Interrupts(then, error), True
 
     def interrupt() -> None:
         if is_inside:

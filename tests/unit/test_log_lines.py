@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ds_fuyou.log import get_logger
 from tests.harness.runner import ds_config, run_case, with_fuyou
 
 CASE = {
@@ -29,6 +33,31 @@ def ours(output: str) -> list[str]:
         if mine:
             found.append(line)
     return found
+
+
+def test_lines_go_to_what_is_standard_error_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notebooks and test runners replace it."""
+    for _ in range(2):
+        stream = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", stream)
+        get_logger().warning("seen")
+        assert stream.getvalue() == "[ds_fuyou] WARNING: seen\n"
+        stream.close()
+
+
+def test_a_rank_is_that_of_torch_where_it_has_one(run_python: Any) -> None:
+    script = """
+import torch.distributed as dist
+from ds_fuyou.log import current_rank
+assert current_rank() == 0
+for rank in (0, 1):
+    store = dist.HashStore()
+    dist.init_process_group("fake", rank=rank, world_size=2, store=store)
+    assert current_rank() == rank
+    dist.destroy_process_group()
+"""
+    done = run_python("from torch.testing._internal.distributed import fake_pg\n" + script, RANK="")
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_short_run_says_twelve_lines_at_most(

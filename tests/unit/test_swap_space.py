@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -96,3 +97,19 @@ def test_what_is_refused_leaves_nothing_leased(paths: list[Path]) -> None:
     del caught
     assert space.leased_bytes == 0
     space.close()
+
+
+def test_files_end_with_their_space_whatever_forked_children_have_open(paths: list[Path]) -> None:
+    """A data loader's workers live long. What a child closes is its parent's."""
+    space = SwapSpace(paths)
+    lease = space.lease(MIB)
+    kept = os.dup(lease.extent.fd)
+    child = os.fork()
+    if child == 0:
+        space.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.fstat(kept).st_size >= MIB
+    space.close()
+    assert os.fstat(kept).st_size == 0
+    os.close(kept)

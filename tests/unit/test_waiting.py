@@ -47,7 +47,8 @@ def test_ctrl_c_ends_a_wait_for_storage_that_stalls(stalled: tuple[IoLane, list[
     transfer.wait()
 
 
-def test_closing_the_engine_is_not_cut_short(stalled: tuple[IoLane, list[Extent]]) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_closing_the_engine_is_not_cut_short(error: type[BaseException], stalled: tuple[IoLane, list[Extent]]) -> None:
     lane, extents = stalled
     transfer = lane.read(extents, aligned_tensor(NUM_BYTES), "a read that stalls")
     seen: list[bool] = []
@@ -57,7 +58,7 @@ def test_closing_the_engine_is_not_cut_short(stalled: tuple[IoLane, list[Extent]
         seen.append(transfer.done())
         goes_on.start()
 
-    with interrupted_in(waiting.wait_reporting, IoLane.close, then=go_on_later), pytest.raises(KeyboardInterrupt):
+    with interrupted_in(waiting.wait_reporting, IoLane.close, then=go_on_later, error=error), pytest.raises(error):
         lane.close()
     goes_on.join()
     assert seen == [False]
@@ -83,6 +84,38 @@ def test_a_signal_while_a_transfer_is_dropped_is_not_lost(stalled: tuple[IoLane,
     lane.engine.clear_faults()
     lane.close()
     assert memory.all()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_a_handler_raises_while_a_transfer_is_dropped_frees_no_memory(
+    stalled: tuple[IoLane, list[Extent]],
+) -> None:
+    """A time limit, say. Python prints it, as all that a finaliser raises, and goes on."""
+    lane, extents = stalled
+    memory = aligned_tensor(NUM_BYTES)
+    address, transfer = memory.data_ptr(), lane.read(extents, memory, "a read that nobody waits for")
+    del memory
+    with interrupted_in(waiting.wait_reporting, Transfer.__del__, error=TimeoutError) as met:
+        del transfer
+    assert met.num_met == 1
+    assert lane.engine.num_in_flight == 1
+    others = [aligned_tensor(NUM_BYTES) for _ in range(4)]
+    assert address not in [other.data_ptr() for other in others]
+    lane.engine.clear_faults()
+    lane.close()
+    assert not any(other.any() for other in others)
+
+
+def test_what_a_wait_raises_itself_ends_it() -> None:
+    asked: list[float] = []
+
+    def fails(timeout_secs: float) -> bool:
+        asked.append(timeout_secs)
+        raise RuntimeError("it can no longer happen")
+
+    with pytest.raises(RuntimeError, match="no longer"):
+        waiting.wait_through(fails, lambda: "nothing")
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("wait", [waiting.wait_reporting, waiting.wait_through])

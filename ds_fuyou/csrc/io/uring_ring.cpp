@@ -26,6 +26,7 @@ constexpr unsigned kFeatureSingleMmap = 1U << 0;
 constexpr unsigned kFeatureNoDrop = 1U << 1;
 constexpr unsigned kFeatureExtArg = 1U << 8;
 constexpr unsigned kEnterExtArg = 1U << 3;
+constexpr unsigned kUnregisterBuffers = 1;
 constexpr unsigned kRegisterBuffers2 = 15;
 constexpr unsigned kRegisterBuffersUpdate = 16;
 
@@ -93,8 +94,13 @@ UringRing::UringRing(unsigned num_entries)
     map_rings(params);
 }
 
+// Unregistered by hand: a forked child has the descriptor, and the memory would be held as long as
+// it lives.
 UringRing::~UringRing()
 {
+    if (has_buffer_table_) {
+        syscall(__NR_io_uring_register, fd_, kUnregisterBuffers, nullptr, 0);
+    }
     unmap_rings();
     close(fd_);
 }
@@ -205,7 +211,9 @@ bool UringRing::create_buffer_table(unsigned num_slots)
 {
     const std::vector<iovec> empty_slots(num_slots, iovec{nullptr, 0});
     const BufferRegister table{num_slots, 0, 0, pointer_value(empty_slots.data()), 0};
-    return syscall(__NR_io_uring_register, fd_, kRegisterBuffers2, &table, sizeof table) == 0;
+    has_buffer_table_ =
+        syscall(__NR_io_uring_register, fd_, kRegisterBuffers2, &table, sizeof table) == 0;
+    return has_buffer_table_;
 }
 
 bool UringRing::update_buffer_slot(unsigned slot, char* address, std::size_t num_bytes)

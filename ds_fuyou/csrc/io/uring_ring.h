@@ -42,6 +42,7 @@ class UringRing {
     void unmap_rings();
 
     int fd_ = -1;
+    bool has_buffer_table_ = false;
     unsigned num_refusals_ = 0;
     void* rings_ = nullptr;
     std::size_t rings_bytes_ = 0;
