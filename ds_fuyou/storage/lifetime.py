@@ -39,7 +39,7 @@ _SIGTERM_STATUS = 128 + signal.SIGTERM
 class _Registry:
     def __init__(self) -> None:
         self.stores: list[SlotStore] = []
-        self.closers: list[Callable[[], None]] = []
+        self.closers: list[Callable[[], object]] = []
         self.hooked = False
         self.finalizes_in = -1
         self.shutting_down = False
@@ -82,14 +82,15 @@ def forget_store(store: SlotStore) -> None:
         ending.forget()
 
 
-def register_closer(closer: Callable[[], None]) -> Callable[[], None]:
-    """Has ``closer`` run at the end, before the stores are closed; it must be idempotent.
+def register_closer(closer: Callable[[], object], *, behind_others: bool = False) -> Callable[[], None]:
+    """Has ``closer`` run at the end, before the stores are closed; it must be idempotent. ``behind_others``: those that
+    are registered later still use what it closes.
 
     Returns a function that takes the registration back.
     """
     install()
     entry = lambda: closer()  # noqa: E731  # an identity of its own: the same closer may be registered twice
-    _registry.closers.append(entry)
+    _registry.closers.insert(0 if behind_others else len(_registry.closers), entry)
 
     def forget() -> None:
         _registry.closers = [known for known in _registry.closers if known is not entry]
@@ -116,7 +117,7 @@ def shutdown() -> None:
     ending.forget()
 
 
-def _run(action: Callable[[], None]) -> None:
+def _run(action: Callable[[], object]) -> None:
     try:
         action()
     except BaseException:  # a second Ctrl-C gives up on this one only

@@ -49,8 +49,8 @@ class ParkedSpace:
         self._engine = engine
         self._io: list[IoLane] = []
         self._close = weakref.finalize(self, _closed, self._io, self.space)
-        self._close.atexit = False  # engines read from here until they are closed
-        register_closer(self._close)
+        self._close.atexit = False
+        register_closer(self._close, behind_others=True)  # engines read from here until they are closed
 
     @classmethod
     def at(

@@ -226,10 +226,11 @@ lifetime.register_closer(closer("first"))
 lifetime.register_closer(closer("second", ValueError("second failed")))
 lifetime.register_closer(closer("third", KeyboardInterrupt()))
 forget = lifetime.register_closer(closer("forgotten"))
+lifetime.register_closer(closer("behind"), behind_others=True)
 forget()
 """
     done = run(code, tmp_path)
-    assert done.stdout == "third True\nsecond True\nfirst True\n"
+    assert done.stdout == "third True\nsecond True\nfirst True\nbehind True\n"
     assert "second failed" in done.stderr
     assert all_files(tmp_path) == []
 
