@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["exchange", "replacing"]
+__all__ = ["exchange", "names_a_descriptor", "replacing"]
 
 _HERE = -100  # AT_FDCWD
 _RENAME_EXCHANGE = 2
@@ -33,6 +33,12 @@ def exchange(one: str | Path, other: str | Path, *, dir_fd: int = _HERE) -> bool
     raise OSError(number, os.strerror(number), os.fspath(one), None, os.fspath(other))
 
 
+def names_a_descriptor(path: Path) -> bool:
+    """Of an open file, as ``/dev/stdout`` does: what has it open would go on writing to a file without a name."""
+    folders = {str(folder) for folder in path.absolute().parents}
+    return not folders.isdisjoint({"/proc", "/dev/fd"}) or str(path.absolute()) in ("/dev/stdout", "/dev/stderr")
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A file beside ``path`` to write: it takes its place at once when the block ends well, and goes otherwise. Links
@@ -42,7 +48,7 @@ def replacing(path: Path) -> Iterator[Path]:
         OSError: it cannot be written; names ``path``.
     """
     is_stream = path.exists() and not (path.is_file() or path.is_dir())
-    if is_stream or path.absolute().parent == Path("/dev"):  # there /dev/stdout, which may be a file
+    if is_stream or names_a_descriptor(path):
         yield path
         return
     target = Path(os.path.realpath(path))

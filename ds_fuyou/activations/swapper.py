@@ -252,7 +252,7 @@ class Swapper:
             return KeptTensor(tensor, self.held, 0)
         storage_bytes = storage.nbytes()
         if storage_bytes < self._smallest_bytes:
-            return KeptTensor(tensor, self.held, storage_bytes)
+            return KeptTensor(tensor, self.held, min(storage_bytes, tensor.nbytes))
         view = ViewSpec.of(tensor)
         span = view.bytes()
         if span.num_bytes < self._smallest_bytes:

@@ -69,14 +69,14 @@ class RecoveredCheckpoint:
         global_steps: of the engine, skipped steps included.
         verified: as in :class:`Recovered`.
         left_out: what a checkpoint that the run had saved would hold, too; in words.
-        warnings: what may be wrong with it; in words.
+        warning: what may be wrong with it, in words; empty for nothing.
     """
 
     folder: Path
     global_steps: int
     verified: bool
     left_out: Sequence[str]
-    warnings: Sequence[str]
+    warning: str
 
 
 def recover_weights(directories: Sequence[Path], out: Path) -> Recovered:
@@ -143,6 +143,7 @@ def recover_checkpoint(
         steps = parts[0].record.counters["global_steps"]
         tag = atomic.checked_tag(tag if tag is not None else f"global_step{steps}")
         found = Like.at(like, len(parts)) if like is not None else None
+        warning = next((said for rank in parts if (said := rank.warning(found))), "")
         trainer = found.trainer(save_dir, tag, [rank.record for rank in parts]) if found is not None else None
         target = save_dir if trainer is None else save_dir.with_name(atomic.incomplete_tag(save_dir.name))
         hidden = target / atomic.incomplete_tag(tag)
@@ -170,8 +171,7 @@ def recover_checkpoint(
         finally:
             lock.release()
         left_out = [*parts[0].left_out(found), *(trainer.left_out if trainer is not None else ())]
-        warnings = next((list(said) for rank in parts if (said := [*rank.warnings(found)])), [])
-        return RecoveredCheckpoint(save_dir / tag, steps, all(rank.is_verified for rank in opened), left_out, warnings)
+        return RecoveredCheckpoint(save_dir / tag, steps, all(rank.is_verified for rank in opened), left_out, warning)
 
 
 def _locked(folder: Path) -> WritingLock:
@@ -228,13 +228,15 @@ class _RankParts:
         sums: Mapping[str, tuple[int, int]] = self._outline.get("frozen_sums", {})
         return sums
 
-    def warnings(self, like: Like | None) -> Iterator[str]:
+    def warning(self, like: Like | None) -> str:
+        """What may be wrong with ``like``; empty for nothing."""
         other = like.unlike(self._files.rank, self._sums) if like is not None else []
-        if other:
-            yield (
-                f"{len(other)} of {len(self._sums)} frozen parameters have other values in --like than the run began "
-                f"with ({other[0]} is the first): it is a checkpoint of another run, or this one changed them itself"
-            )
+        if not other:
+            return ""
+        return (
+            f"{len(other)} of {len(self._sums)} frozen parameters have other values in --like than the run began with "
+            f"({other[0]} is the first): it is a checkpoint of another run, or this one changed them itself"
+        )
 
     def left_out(self, like: Like | None) -> Iterator[str]:
         if self._shapes and not (like is not None and like.has_frozen):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,6 +32,10 @@ def config_findings(file: Path, model: ModelSpec | None = None) -> Iterator[Find
     None where nobody says.
     """
     name = str(file)
+    other = _other_format(file)
+    if other is not None:
+        yield other
+        return
     try:
         read = read_ds_file(file)
     except FuyouConfigError as error:
@@ -39,9 +44,6 @@ def config_findings(file: Path, model: ModelSpec | None = None) -> Iterator[Find
         if not file.is_file():
             fix = f"name a DeepSpeed JSON that exists; fuyou init --model MODEL --out {name} writes a block"
         yield Finding(name, found, ok=False, fix=fix)
-        return
-    if _is_of_accelerate(file, read.config):
-        yield _accelerate_finding(name, read.text)
         return
     if not read.is_json:
         fix = "take them out where Accelerate or the Trainer reads the file"
@@ -52,20 +54,34 @@ def config_findings(file: Path, model: ModelSpec | None = None) -> Iterator[Find
     yield from findings_of(name, read.config, model)
 
 
-def _is_of_accelerate(file: Path, config: Mapping[str, Any]) -> bool:
-    return file.suffix.lower() in (".yaml", ".yml") or "distributed_type" in config or "compute_environment" in config
+_OF_ACCELERATE = re.compile(
+    r"""^[^#\n]*["']?\b(?:distributed_type|compute_environment|deepspeed_config)["']?\s*:""", re.M
+)
+_NAMED_THERE = re.compile(
+    r"""^[^#\n]*\bdeepspeed_config_file["']?\s*:\s*(?:"(?P<a>[^"\n]+)"|'(?P<b>[^'\n]+)'|(?P<c>[^\s"',}#]+))""", re.M
+)
 
 
-def _accelerate_finding(name: str, text: str) -> Finding:
-    """Of a file as ``accelerate config`` writes it."""
-    named = re.search(r"""deepspeed_config_file["']?\s*:\s*["']?([^\s"',}]+)""", text)
+def _other_format(file: Path) -> Finding | None:
+    """What is no DeepSpeed JSON at all, but another program's file that may name one: as ``accelerate config`` writes
+    it, in YAML or JSON.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError):  # who reads it as JSON says what is the matter
+        return None
+    if _OF_ACCELERATE.search(text) is None:
+        if file.suffix.lower() not in (".yaml", ".yml"):
+            return None
+        return Finding(str(file), "is YAML by its name; DeepSpeed reads JSON", ok=False, fix="name the DeepSpeed JSON")
+    named = _NAMED_THERE.search(text)
     if named is not None:
-        found = f"is a configuration of Accelerate, which names the one of DeepSpeed: {named[1]}"
-        return Finding(name, found, ok=False, fix=f"fuyou doctor {named[1]}")
+        path = named["a"] or named["b"] or named["c"]
+        found = f"is a configuration of Accelerate, which names the one of DeepSpeed: {path}"
+        return Finding(str(file), found, ok=False, fix=f"fuyou doctor {shlex.quote(path)}")
     found = f"is a configuration of Accelerate, in which no {BLOCK_KEY} block can stand"
-    return Finding(
-        name, found, ok=False, fix="write a DeepSpeed JSON, and name it there: deepspeed_config_file: ds.json"
-    )
+    fix = "write a DeepSpeed JSON, and name it there: deepspeed_config_file: ds.json"
+    return Finding(str(file), found, ok=False, fix=fix)
 
 
 def findings_of(name: str, config: Mapping[str, Any], model: ModelSpec | None = None) -> Iterator[Finding]:

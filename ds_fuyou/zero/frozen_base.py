@@ -122,9 +122,10 @@ def as_built(engine: Any) -> dict[str, tuple[int, int]]:
     found = {}
     for name, param in engine.module.named_parameters():
         swapper = getattr(param, "nvme_swapper", None)
-        number, sums = swapper.as_built.get(param.ds_id, (None, None)) if swapper is not None else (None, None)
-        if number == engine.optimizer.rank_state.number and sums is not None:
-            found[name] = sums
+        if isinstance(swapper, FuyouParameterSwapper) and param.ds_id in swapper.as_built:
+            number, sums = swapper.as_built[param.ds_id]
+            if number == engine.optimizer.rank_state.number:
+                found[name] = sums
     return found
 
 

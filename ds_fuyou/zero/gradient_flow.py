@@ -163,8 +163,7 @@ class GradientFlow:
             )
         if not gradient.is_contiguous():
             gradient.data = gradient.contiguous()
-        is_copied = stock.contiguous_gradients and param.ds_numel <= stock.reduce_bucket_size
-        if is_followed and is_copied and param.ds_id not in self._alone:
+        if is_followed and stock.contiguous_gradients and param.ds_numel <= stock.reduce_bucket_size:
             gradient.data = _as_type(gradient, stock.get_param_comm_dtype(param))
 
     def _note_backward(self) -> None:

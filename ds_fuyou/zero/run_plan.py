@@ -615,10 +615,11 @@ class RunPlan:
 
     def _clips_otherwise(self) -> bool:
         """Whether gradients have been clipped so much more often, or less, than was planned with, for so many steps,
-        that updates had better begin elsewhere, and P16 have as many versions as that needs. The same on all ranks.
+        that updates had better begin elsewhere, and P16 have as many versions as that needs. All ranks count alike, but
+        one that asks to plan anew for another reason; whoever asks, all follow.
         """
         profile = self.profile
-        if profile is None or not self.moves.may_move:
+        if profile is None or not self.moves.may_move or not self._state.plan_input.open().may_speculate:
             return False
         is_often = self._lately(profile).redo_share > MOST_REDONE
         self._num_unlike = self._num_unlike + 1 if is_often != (profile.redo_share > MOST_REDONE) else 0

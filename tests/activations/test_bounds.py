@@ -277,3 +277,18 @@ def test_host_memory_is_given_back_although_the_session_is_still_known(tmp_path:
         before = resident_bytes()
     assert resident_bytes() < before - peak // 2
     assert swapped.session.swapper is swapped.swapper, "as a destroyed engine that the script still holds knows it"
+
+
+def test_views_of_something_small_count_what_they_cover(tmp_path: Path) -> None:
+    """Not the whole each: what fits the device would leave it."""
+    storage = torch.zeros(100, requires_grad=True)
+
+    class Slices(torch.nn.Module):
+        def forward(self) -> torch.Tensor:
+            return torch.stack([part.square().sum() for part in (storage * 1).unbind(0)]).sum()
+
+    model = Slices().train()
+    with attached(model, tmp_path) as swapped:
+        loss = model()
+        assert 400 <= swapped.tier.held.now <= 800
+        loss.backward()

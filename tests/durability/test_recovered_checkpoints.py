@@ -90,7 +90,7 @@ def test_its_files_are_those_of_a_checkpoint_that_the_run_saved(name: str, tmp_p
     made = recover_checkpoint(directories, out, like=saved)
     assert (made.folder, made.global_steps, made.verified) == (out / "global_step5", SAVED, True)
     assert not made.left_out
-    assert not made.warnings
+    assert not made.warning
     assert (out / "latest").read_text() == "global_step5"
     assert {file.name for file in out.iterdir()} == {file.name for file in saved.iterdir()}
     files = sorted(file.name for file in (saved / "global_step5").iterdir())

@@ -63,7 +63,10 @@ CASES: dict[str, dict] = {
     "hooks-before-deepspeed's": {"hooks_of_gradients": "before"},
     "hooks-behind-deepspeed's": {"hooks_of_gradients": "behind"},
     "hooks-before-deepspeed's-on-two-ranks": {"hooks_of_gradients": "before", "world_size": 2},
-    "hooks-behind-deepspeed's-reduced-in-fp32": {"hooks_of_gradients": "behind", "config": REDUCED_IN_FP32},
+    "hooks-behind-deepspeed's-reduced-in-fp32": {
+        "hooks_of_gradients": "behind",
+        "config": {**REDUCED_IN_FP32, "data_types": {"grad_accum_dtype": "fp32"}},
+    },
     "hooks-behind-deepspeed's-reduced-in-fp32-on-two-ranks": {
         "hooks_of_gradients": "behind",
         "config": REDUCED_IN_FP32,

@@ -239,6 +239,12 @@ def test_a_key_that_stands_twice_is_refused_as_by_deepspeed(text: str, tmp_path:
             '{"compute_environment": "LOCAL_MACHINE", "deepspeed_config": {"zero_stage": 3}}',
             "write a DeepSpeed JSON",
         ),
+        (
+            "c.yaml",
+            "---\ncompute_environment: LOCAL_MACHINE\ndeepspeed_config:\n# deepspeed_config_file: old.json\n"
+            "  deepspeed_config_file: 'my dir/ds.json'  # new\nlist:\n  - 1\n",
+            "fuyou doctor 'my dir/ds.json'",
+        ),
         ("b.yml", '{"deepspeed_config": {"deepspeed_config_file": "/d/ds.json"}}', "fuyou doctor /d/ds.json"),
     ],
 )

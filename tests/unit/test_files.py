@@ -45,11 +45,11 @@ def test_what_fails_changes_nothing(tmp_path: Path) -> None:
 def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     pipe, found = tmp_path / "pipe", []
     os.mkfifo(pipe)
-    reader = threading.Thread(target=lambda: found.append(pipe.read_text()))
+    reader = threading.Thread(target=lambda: found.append(pipe.read_text()), daemon=True)
     reader.start()
     with replacing(pipe) as part:
         part.write_text("through")
-    reader.join()
+    reader.join(60)
     assert found == ["through"]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
@@ -60,6 +60,18 @@ def test_standard_output_is_written_to(run_python: Any) -> None:
     done = run_python(["-c", script])
     assert done.stdout == "seen", done.stderr
     assert Path("/dev/stdout").is_symlink()
+
+
+def test_what_a_shell_has_open_is_no_name_to_replace(tmp_path: Path) -> None:
+    """Whatever else is written through the descriptor would go to a file without a name."""
+    file = tmp_path / "out"
+    with file.open("w") as opened:
+        inode = os.fstat(opened.fileno()).st_ino
+        for name in (f"/dev/fd/{opened.fileno()}", f"/proc/self/fd/{opened.fileno()}"):
+            with replacing(Path(name)) as part:
+                part.write_text("seen")
+            assert file.stat().st_ino == inode
+            assert file.read_text() == "seen"
 
 
 def test_a_directory_is_refused_by_its_name(tmp_path: Path) -> None:
