@@ -63,7 +63,7 @@ class ParkedSpace:
             FuyouStorageError: a path is not writable.
         """
         found = cls._of_paths.get(paths)
-        if found is None:
+        if found is None or not found._close.alive:
             found = cls._of_paths[paths] = cls(paths, engine, weights, checksum=checksum)
         return found
 

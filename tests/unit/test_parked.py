@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ds_fuyou.errors import FuyouChecksumError
+from ds_fuyou.storage import lifetime
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.parked import PIECE_BYTES, ParkedSpace, ParkedValues
 
@@ -124,3 +125,14 @@ def test_without_checksum_nothing_is_compared(tmp_path: Path) -> None:
     parked = space.park("a parameter", torch.arange(5000))
     flip(parked, 0, 20000)
     assert not torch.equal(parked.location().read(parked.io), torch.arange(5000))
+
+
+def test_a_space_that_an_end_has_closed_is_not_given_again(tmp_path: Path) -> None:
+    """``lifetime.shutdown()`` by hand, in a process that goes on."""
+    paths = paths_in(tmp_path, 1)
+    parked = ParkedSpace.at(paths, "auto", None).park("one", torch.ones(10))
+    lifetime.shutdown()
+    again = ParkedSpace.at(paths, "auto", None)
+    assert again is not parked.space
+    values = again.park("two", torch.ones(10))
+    assert values.location().read(values.io).all()

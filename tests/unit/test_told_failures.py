@@ -99,7 +99,7 @@ def test_recovering_from_a_disk_that_fails(
 
     monkeypatch.setattr(os, "preadv", fails)
     assert main(["recover", str(directory), "--weights", str(tmp_path / "weights.pt")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith("fuyou recover: reading P32 of chunk 0 failed (Input/output error) [")
     assert f"{directory / 'data'} at byte " in line
     assert not (tmp_path / "weights.pt").exists()
