@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["exchange", "names_a_descriptor", "replacing"]
+__all__ = ["exchange", "may_be_replaced", "replacing"]
 
 _HERE = -100  # AT_FDCWD
 _RENAME_EXCHANGE = 2
@@ -33,10 +33,14 @@ def exchange(one: str | Path, other: str | Path, *, dir_fd: int = _HERE) -> bool
     raise OSError(number, os.strerror(number), os.fspath(one), None, os.fspath(other))
 
 
-def names_a_descriptor(path: Path) -> bool:
-    """Of an open file, as ``/dev/stdout`` does: what has it open would go on writing to a file without a name."""
+def may_be_replaced(path: Path) -> bool:
+    """Whether a regular file is there, or nothing: no directory, device or pipe, nor the name of an open descriptor, as
+    ``/dev/stdout`` is: what has that open would go on writing to a file without a name.
+    """
     folders = {str(folder) for folder in path.absolute().parents}
-    return not folders.isdisjoint({"/proc", "/dev/fd"}) or str(path.absolute()) in ("/dev/stdout", "/dev/stderr")
+    if not folders.isdisjoint({"/proc", "/dev/fd"}) or str(path.absolute()) in ("/dev/stdout", "/dev/stderr"):
+        return False
+    return path.is_file() or not path.exists()
 
 
 @contextmanager
@@ -47,8 +51,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         OSError: it cannot be written; names ``path``.
     """
-    is_stream = path.exists() and not (path.is_file() or path.is_dir())
-    if is_stream or names_a_descriptor(path):
+    if not may_be_replaced(path):
         yield path
         return
     target = Path(os.path.realpath(path))

@@ -15,7 +15,7 @@ import torch
 
 from ds_fuyou.ops.core import load_core
 
-__all__ = ["crc32_of", "crc32_of_both"]
+__all__ = ["crc32_of", "crc32_of_both", "sum_of_part"]
 
 _POLYNOMIAL = 0xEDB88320  # of zlib.crc32, bits reversed
 
@@ -30,6 +30,14 @@ def crc32_of(values: torch.Tensor) -> int:
     if core.crc32_is_fast:
         return int(core.crc32(values.data_ptr(), values.nbytes))
     return zlib.crc32(memoryview(values.view(-1).view(torch.uint8).numpy()))
+
+
+def sum_of_part(head: torch.Tensor, part: int, numel: int, rank: int) -> tuple[int, int]:
+    """``(part, CRC-32 of head)``, by which frozen parameters are told apart. ``head``: the first values of ``rank``'s
+    part of a parameter, on the host, 1-D; of the part's elements those beyond ``numel``, the parameter's, are padding
+    and are left out.
+    """
+    return part, crc32_of(head[: max(0, min(part, numel - rank * part))])
 
 
 def crc32_of_both(first: int, second: int, num_bytes: int) -> int:

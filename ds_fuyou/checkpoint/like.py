@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ds_fuyou.checkpoint.crc import crc32_of
+from ds_fuyou.checkpoint.crc import sum_of_part
 from ds_fuyou.checkpoint.mapped import check_readable
 from ds_fuyou.checkpoint.reading import naming
 from ds_fuyou.checkpoint.training_record import TrainingRecord
@@ -97,12 +97,10 @@ class Like:
         them.
         """
         saved = _loaded(self._model_files[rank])
-        found = []
+        found, shapes = [], saved["frozen_param_shapes"]
         for name, values in (saved.get("frozen_param_fragments") or {}).items():
-            part = values.numel()
-            numel = max(0, min(part, math.prod(saved["frozen_param_shapes"][name]) - rank * part))  # without padding
-            head = values.view(-1)[: HEAD_BYTES // values.element_size()][:numel]
-            if name in sums and tuple(sums[name]) != (part, crc32_of(head)):
+            head, numel = values.view(-1)[: HEAD_BYTES // values.element_size()], math.prod(shapes[name])
+            if name in sums and tuple(sums[name]) != sum_of_part(head, values.numel(), numel, rank):
                 found.append(name)
         return found
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.files import names_a_descriptor
+from ds_fuyou.files import may_be_replaced
 
 __all__ = ["add_arguments", "run"]
 
@@ -57,8 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.weights is not None:
         if arguments.tag is not None or arguments.like is not None:
             raise FuyouConfigError("--tag and --like belong to --checkpoint; weights have neither")
-        is_other = arguments.weights.exists() and not arguments.weights.is_file()  # a directory, a device, a pipe
-        if is_other or names_a_descriptor(arguments.weights) or not arguments.weights.parent.is_dir():
+        if not may_be_replaced(arguments.weights) or not arguments.weights.parent.is_dir():
             raise FuyouConfigError(f"--weights {arguments.weights} must name a regular file in a directory that exists")
         found = recovery.recover_weights(arguments.directories, arguments.weights)
         said = f"{found.num_params} parameters in fp32 as of step {found.step} (optimizer steps, counted over resumes)"

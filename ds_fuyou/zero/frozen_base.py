@@ -36,7 +36,7 @@ import torch
 from deepspeed import comm as dist
 from torch.nn import Parameter
 
-from ds_fuyou.checkpoint.crc import crc32_of
+from ds_fuyou.checkpoint.crc import crc32_of, sum_of_part
 from ds_fuyou.checkpoint.training_record import SUMS_AS_BUILT
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.log import log_once
@@ -94,9 +94,8 @@ def sums_of(engine: Any) -> dict[str, tuple[int, int]]:
         if not isinstance(swapper, FuyouParameterSwapper) or param.ds_id in trained:
             continue
         if partition_of(param) is None or swapper.parked(param) is not None:  # no other engine's, which trains it
-            part = param.ds_tensor.ds_numel
-            numel = max(0, min(part, param.ds_numel - dist.get_rank(param.ds_process_group) * part))  # without padding
-            found[name] = (part, crc32_of(swapper.head(param).detach().cpu()[:numel]))
+            head, rank = swapper.head(param).detach().cpu(), dist.get_rank(param.ds_process_group)
+            found[name] = sum_of_part(head, param.ds_tensor.ds_numel, param.ds_numel, rank)
     return found
 
 
