@@ -82,13 +82,17 @@ class Parts:
         Raises:
             FuyouStorageError: the folder is another one than this rank has written to, or cannot get its name.
         """
-        if self._lock is not None and not self._lock.is_in_place():
-            what = "the folder that a checkpoint was written to is gone, or another one is there; save it again"
-            raise FuyouStorageError(errno.ESTALE, what, os.fspath(self._hidden))
+        self.require_in_place()
         for name in os.listdir(self._hidden):
             if name.startswith(_MARK):
                 (self._hidden / name).unlink()
         atomic.publish(self._hidden, self._final)
+
+    def require_in_place(self) -> None:
+        """Raises FuyouStorageError: the folder is another one than this rank writes to."""
+        if self._lock is not None and not self._lock.is_in_place():
+            what = "the folder that a checkpoint was written to is gone, or another one is there; save it again"
+            raise FuyouStorageError(errno.ESTALE, what, os.fspath(self._hidden))
 
     def write_latest(self) -> None:
         """All folders have their names."""

@@ -66,8 +66,12 @@ class Save:
 
     def _run(self) -> None:
         try:
-            for file in reversed(self._files):  # states come last, and updates wait for them
-                file.fill_rest(self._check)
+            try:
+                for file in reversed(self._files):  # states come last, and updates wait for them
+                    file.fill_rest(self._check)
+            except FileNotFoundError:
+                self.parts.require_in_place()
+                raise
             if self.publishes and self.parts.written():
                 self.is_published = True
                 logger.info("the checkpoint %s is whole, %.1f s after it began", self.name, self._secs())

@@ -325,7 +325,8 @@ def apart(engine, case: dict, folder: Path) -> dict:
 
 
 def in_use(engine, case: dict, folder: Path) -> dict:
-    """Another process writes to the tag; and one puts another folder in the place of the one that is written to."""
+    """Another process writes to the tag; one puts another folder in the place of the one that is written to; and one
+    moves it away."""
     hidden, is_first = folder / ".incomplete-first", torch.distributed.get_rank() == 0
     said: dict = {}
     if is_first:
@@ -348,6 +349,13 @@ def in_use(engine, case: dict, folder: Path) -> dict:
             shutil.copytree(folder / "moved", folder / ".incomplete-second")
         torch.distributed.barrier()
     said["replaced"] = raised(engine.fuyou_wait_checkpoint)
+    with disk.held():
+        engine.save_checkpoint(str(folder), tag="third")
+        torch.distributed.barrier()
+        if is_first:
+            (folder / ".incomplete-third").rename(folder / "away")
+        torch.distributed.barrier()
+    said["moved"] = raised(engine.fuyou_wait_checkpoint)
     return {**said, "there": names(folder), "latest": (folder / "latest").read_text()}
 
 
