@@ -33,6 +33,7 @@ from ds_fuyou.storage.probe import filesystem_of
 
 __all__ = [
     "LOCK_NAME",
+    "behind_link",
     "checked_tag",
     "discard",
     "flush",
@@ -57,6 +58,16 @@ def incomplete_tag(tag: str) -> str:
     """The tag under which a checkpoint is written until it is whole; a tag may name nested folders."""
     folder, name = os.path.split(tag)
     return os.path.join(folder, _PREFIX + name)
+
+
+def behind_link(folder: Path, tag: str) -> tuple[Path, str]:
+    """Where the checkpoint ``tag`` of a folder lies, and its name there: a link to a folder, of another disk perhaps,
+    stays, as in stock, which writes through it."""
+    final = folder / tag
+    if not (final.is_symlink() and final.is_dir()):
+        return folder, tag
+    final = final.resolve()
+    return final.parent, final.name
 
 
 def is_incomplete(name: str) -> bool:

@@ -238,18 +238,19 @@ def _save(
     """``saved``: stock's saving, of a tag."""
     end_last_save(engine)
     tag = _common_tag(str(tag if tag is not None else f"global_step{engine.global_steps}"))
-    folder, hidden = Path(save_dir), atomic.incomplete_tag(tag)
-    lock, makers = _prepare(engine, folder, tag, lacks_frozen)
+    folder, name = atomic.behind_link(Path(save_dir), tag)
+    hidden = atomic.incomplete_tag(name)
+    lock, makers = _prepare(engine, folder, name, lacks_frozen)
     behind = _is_behind(engine, makers)
-    latest = (folder / "latest", tag) if save_latest and (behind or dist.get_rank() == 0) else None
-    parts = Parts(folder / hidden, folder / tag, dist.get_rank(), makers, latest, lock)
+    latest = (Path(save_dir, "latest"), tag) if save_latest and (behind or dist.get_rank() == 0) else None
+    parts = Parts(folder / hidden, folder / name, dist.get_rank(), makers, latest, lock)
     try:
         with _streaming(engine) as writer:
             state: CheckpointState = engine.optimizer.checkpoint_state
-            _settle(_outcome(state.keep), str(folder / tag), undo=parts.discard)
-            result = saved(tag=hidden, save_latest=False)
-            _settle(writer.failure, str(folder / tag), undo=parts.discard)
-            save = Save(str(folder / tag), writer.files, state.snapshot, parts)
+            _settle(_outcome(state.keep), str(folder / name), undo=parts.discard)
+            result = saved(tag=os.path.relpath(folder / hidden, save_dir), save_latest=False)
+            _settle(writer.failure, str(folder / name), undo=parts.discard)
+            save = Save(str(folder / name), writer.files, state.snapshot, parts)
             for edits_wait_for in writer.read_behind:
                 edits_wait_for(save.wait)
     except BaseException:

@@ -94,8 +94,8 @@ class CheckpointState:
         """While one runs that loads states, too: reads and checks them, given the module's file."""
         self._saved_shapes: Sequence[Mapping[str, Sequence[int]]] | None = None
         """By sub-group, as the checkpoint says that is being loaded; None if it does not."""
-        self._is_torn = self._was_torn = False
-        """Something is a checkpoint's, and nobody knows of all that it is."""
+        self._torn_weights = self._torn_moments = self._had_torn_moments = False
+        """Some are a checkpoint's, and nobody knows of all that they are."""
 
     # ---- saving -------------------------------------------------------------------------------------------
 
@@ -174,29 +174,34 @@ class CheckpointState:
 
     def require_whole(self) -> None:
         """Raises FuyouStateError if a load has failed when it had replaced something: a step would be of a mixture."""
-        if self._is_torn:
+        if self._torn_weights or self._torn_moments:
             raise FuyouStateError(
                 "a checkpoint was loaded in part when its load failed, on this rank or another, so there is nothing to "
                 "go on from: load one that is whole, or build the engine anew"
             )
 
     @contextlib.contextmanager
-    def _replacing(self) -> Iterator[None]:
-        """States of all chunks, and P16: what was read ahead is old on every rank alike, also where this fails."""
-        self._is_torn = True
+    def _replacing(self, *, moments: bool) -> Iterator[None]:
+        """States of all chunks, and P16: what was read ahead is old on every rank alike, also where this fails.
+
+        ``moments``: they are new, too; else they are written as they are.
+        """
+        had_torn_moments = self._torn_moments
+        self._torn_weights = self._torn_moments = True
         try:
             yield
         finally:
             self._rank_state.step_applied()
-        self._is_torn = self.meetings is not None  # it is whole when all ranks say so
+        of_load = self.meetings is not None  # it is whole when all ranks say so
+        self._torn_weights, self._torn_moments = of_load, of_load or (had_torn_moments and not moments)
 
     def loaded(self, *, with_states: bool) -> None:
         """All ranks have loaded a checkpoint; without states the moments of one that failed before stay as they are."""
-        self._is_torn = self._was_torn and not with_states
+        self._torn_weights, self._torn_moments = False, self._had_torn_moments and not with_states
 
     def begins(self, meetings: LoadMeetings) -> None:
         """A load."""
-        self.meetings, self._was_torn = meetings, self._is_torn
+        self.meetings, self._had_torn_moments = meetings, self._torn_moments
 
     def loading_ended(self) -> None:
         """What the script gives from now on is its own: it may have read the same files and changed what it read."""
@@ -217,9 +222,9 @@ class CheckpointState:
             self.meetings.meet()
 
     def replaces(self) -> None:
-        """On all ranks: what a load replaces from now on is not put back if it fails."""
+        """On all ranks: the weights that a load replaces from now on are not put back if it fails."""
         if self.meetings is not None:
-            self._is_torn = True
+            self._torn_weights = True
 
     def check(self, state_dict: Mapping[str, Any], *, load_optimizer_states: bool = True) -> _Saved | None:
         """Whether :meth:`load` takes it; what it has of the optimizer.
@@ -255,7 +260,7 @@ class CheckpointState:
         self._saved_shapes = None
         if saved is not None:
             self._load_groups(state_dict[OPTIMIZER_STATE])
-        self._write_all(state_dict[FLAT_GROUPS], saved.moments if saved is not None else None)
+        self._write_all(state_dict[FLAT_GROUPS], saved)
         if saved is not None:
             self._restore_clock(state_dict, saved.missed)
 
@@ -300,8 +305,12 @@ class CheckpointState:
             found[sub_group] = [saved["state"][place][name] for name in names]
         return found
 
-    def _write_all(self, fp32: Sequence[torch.Tensor], moments: list[list[torch.Tensor]] | None) -> None:
-        core, without = self._core, [None] * len(self._core.kind.moments)
+    def _write_all(self, fp32: Sequence[torch.Tensor], saved: _Saved | None) -> None:
+        """``saved``: moments are those, or zeros if it has none; without it they stay as they are."""
+        core = self._core
+        moments = saved.moments if saved is not None else None
+        chunks = core.layout.chunks
+        zeros: Sequence[None] = [None] * len(core.kind.moments)
         sums = FileSums() if self._rank_state.activation.config.checksum else None
         with MappedFiles(self.loaded_files) as files:
 
@@ -316,20 +325,27 @@ class CheckpointState:
                     sums.add(place, values)
                 return _Source(values)
 
-            def new_state(chunk: Chunk) -> NewState:
+            def new_state(chunk: Chunk, present: Sequence[torch.Tensor | None]) -> NewState:
                 held = moments[chunk.sub_group] if moments is not None else ()
                 sources = [source(flat, chunk) for flat in (fp32[chunk.sub_group], *held)]
 
                 def compare(parts: Sequence[torch.Tensor]) -> None:
-                    for each, values in zip(sources, parts, strict=False):  # moments may be zeros
+                    for each, values in zip(sources, parts, strict=False):  # moments may be no checkpoint's
                         if sums is not None and each.place is not None:
                             sums.add(each.place, values)
 
                 parts = [each.values for each in sources]
-                return NewState(chunk.index, [*parts, *without[len(held) :]], ROUNDED, compare)
+                return NewState(chunk.index, [*parts, *present[len(held) :]], ROUNDED, compare)
 
-            with self._replacing():
-                core.states.write_all(map(new_state, core.layout.chunks), files.path_of)
+            def states() -> Iterator[NewState]:
+                if saved is not None:
+                    yield from (new_state(chunk, zeros) for chunk in chunks)
+                    return
+                for chunk, parts in core.states.read_all(range(len(chunks))):
+                    yield new_state(chunk, parts[1:])
+
+            with self._replacing(moments=saved is not None):
+                core.states.write_all(states(), files.path_of)
 
     def _restore_clock(self, state_dict: Mapping[str, Any], missed: Mapping[str, int]) -> None:
         core = self._core
@@ -363,7 +379,7 @@ class CheckpointState:
                 parts[0].copy_(gather(core.layout, chunk, present, torch.float32))
                 yield NewState(chunk.index, parts)
 
-        with self._replacing():
+        with self._replacing(moments=False):
             core.states.write_all(states())
 
     # ---- universal checkpoints ----------------------------------------------------------------------------
@@ -390,7 +406,7 @@ class CheckpointState:
             ]
             return NewState(chunk.index, parts, ROUNDED)
 
-        with self._replacing():
+        with self._replacing(moments=True):
             core.states.write_all(map(new_state, core.layout.chunks))
         self._load_groups(saved[OPTIMIZER_STATE])
         trained = {span.name for span in core.layout.params}  # frozen ones may have missed steps when they were not
@@ -407,7 +423,7 @@ class CheckpointState:
                 parts[0].copy_(values if load_from_fp32_weights else params)
                 yield NewState(chunk.index, parts, params)
 
-        with self._replacing():
+        with self._replacing(moments=False):
             core.states.write_all(states())
 
     def _load_groups(self, saved: Mapping[str, Any]) -> None:

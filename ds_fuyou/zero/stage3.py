@@ -525,13 +525,26 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         return {ZERO_STAGE: ZeroStageEnum.weights, PARTITION_COUNT: self.partition_count}
 
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
-        self.checkpoint_state.load(state_dict, load_optimizer_states=load_optimizer_states)
+        with self._partitioned():
+            self.checkpoint_state.load(state_dict, load_optimizer_states=load_optimizer_states)
         self.loss_scaler = state_dict[LOSS_SCALER]
         self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
         self.overflow = state_dict["overflow"]
 
     def _restore_from_bit16_weights(self) -> None:
-        self.checkpoint_state.restore_from_params()
+        with self._partitioned():
+            self.checkpoint_state.restore_from_params()
+
+    @contextmanager
+    def _partitioned(self) -> Iterator[None]:
+        """States and P16 are replaced, perhaps by a script's own call behind an evaluation: what is gathered then has
+        the values of before. ``load_checkpoint`` does as much itself."""
+        if self.checkpoint_state.meetings is not None:
+            yield
+            return
+        self.checkpoint_event_prologue()
+        yield
+        self.checkpoint_event_epilogue()
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
         compares = self.rank_state.activation.config.checksum

@@ -39,12 +39,12 @@ def ours_of(case: dict, directory: Path, tiers: str = "all", **more: object) -> 
 
 
 def test_as_stock_loads(tmp_path: Path) -> None:
-    """Frozen parameters are those of the tag, states that a script has read from a file and changed those that it
-    gives; a load under ``inference_mode`` leaves a model that can be trained.
+    """Frozen parameters are those of the tag, states that a script has read from a file and changed, or has kept, those
+    that it gives; a load under ``inference_mode`` leaves a model that can be trained.
     """
     exact = {"lr": 1e-3, "weight_decay": 0.1, "betas": [0.5, 0.75]}  # products of which a resumed stock has to the bit
     config = ds_config(optimizer={"type": "AdamW", "params": exact})
-    case = {**CASE, "config": config, "tasks": ["frozen", "given_by_script", "within_inference"]}
+    case = {**CASE, "config": config, "tasks": ["frozen", "given_by_script", "rolled_back", "within_inference"]}
     stock = said_by(case, tmp_path / "stock")
     for tiers in ("all", "states"):
         assert said_by(ours_of(case, tmp_path, tiers), tmp_path / tiers) == stock, tiers
@@ -94,6 +94,8 @@ def test_no_step_is_made_of_what_a_failed_load_left(tmp_path: Path) -> None:
     found = said_by(ours_of(case, tmp_path), tmp_path)["failed_midway"]
     assert found["scheduler"][0] == "TypeError: 'int' object is not subscriptable"
     assert found["function"][0] == found["weights"][0] == "ValueError: half of it"
+    assert found["weights over weights"] == "nothing", "of weights alone nothing else was replaced"
+    assert "FuyouChecksumError" in found["states"]
     assert "a checkpoint was loaded in part" in found["weights over it"], "its moments are still a mixture"
     for what in ("scheduler", "function", "weights"):
         assert "a checkpoint was loaded in part when its load failed" in found[what][1], what
@@ -159,3 +161,9 @@ def test_files_that_read_as_empty_are_named(said: dict) -> None:
 
 def test_a_relative_folder_is_that_of_the_call(said: dict) -> None:
     assert said["changed_directory"]["found"] == ["relative", "relative/latest", "relative/tag"]
+
+
+def test_a_tag_that_is_a_link_is_written_through(said: dict) -> None:
+    """As in stock: the folder behind it may be on another disk."""
+    names = ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"]
+    assert said["changed_directory"]["linked"] == [True, ["large"], names, "best", True]

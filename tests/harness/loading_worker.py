@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import hashlib
 import json
 import logging
@@ -26,7 +27,7 @@ import torch
 from deepspeed.checkpoint.ds_to_universal import main as convert
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from save_worker import raised, train
-from train_worker import build_engine
+from train_worker import build_engine, make_batch
 
 from tests.harness.group import leave_group
 
@@ -107,6 +108,41 @@ def given_by_script(case: dict, folder: Path) -> dict:
         states["fp32_flat_groups"][0].data.mul_(0.5)
         engine.optimizer.load_state_dict([states])
         return {"found": found(engine)}
+
+
+def rolled_back(case: dict, folder: Path) -> dict:
+    """To states that the script has kept itself (stock goes on to write to them), behind an evaluation, whose
+    parameters are gathered still; without its moments, too. And masters that are made of parameters, behind one, and
+    between backward and step."""
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            engine(**batch)
+
+    def trained() -> str:
+        train(engine, case, 1)
+        return found(engine)
+
+    said, batch = {}, make_batch(case["model"], 0, 0)
+    with another(case) as engine:
+        train(engine, case, 1)
+        kept = copy.deepcopy(engine.optimizer.state_dict())
+        for with_moments in (True, False):
+            train(engine, case, 1)
+            evaluate()
+            engine.optimizer.load_state_dict([copy.deepcopy(kept)], load_optimizer_states=with_moments)
+            said[f"moments {with_moments}"] = [found(engine), trained()]
+            evaluate()
+            engine.optimizer.load_state_dict([copy.deepcopy(kept)], load_optimizer_states=with_moments)
+            said[f"not read, moments {with_moments}"] = trained()
+        evaluate()
+        engine.optimizer.refresh_fp32_params()
+        said["refreshed"] = [found(engine), trained()]
+        engine.backward(engine(**batch))
+        engine.optimizer.refresh_fp32_params()
+        engine.step()
+        said["between"] = found(engine)
+    return said
 
 
 def within_inference(case: dict, folder: Path) -> dict:
@@ -226,8 +262,15 @@ def failed_midway(case: dict, folder: Path) -> dict:
             said[what] = [attempted(load), raised(lambda: train(engine, case, 1))]
             engine.load_checkpoint(str(folder), "whole")
             said[what].append(raised(lambda: train(engine, case, 1)))
-        attempted(ways["scheduler"])
+        attempted(ways["weights"])
         engine.load_checkpoint(str(folder), "whole", load_module_only=True)
+        said["weights over weights"] = raised(lambda: train(engine, case, 1))
+        shutil.copytree(folder / "whole", folder / "torn")
+        states = next(folder.glob("torn/*optim_states.pt"))
+        flip(states, states.stat().st_size // 2)
+        said["states"] = attempted(lambda: engine.load_checkpoint(str(folder), "torn"))
+        engine.load_checkpoint(str(folder), "whole", load_module_only=True)
+        engine.optimizer.refresh_fp32_params()
         said["weights over it"] = raised(lambda: train(engine, case, 1))
     return said
 
@@ -415,7 +458,7 @@ def other_tag(case: dict, folder: Path) -> dict:
 
 
 def changed_directory(case: dict, folder: Path) -> dict:
-    """A relative folder is that of the call."""
+    """A relative folder is that of the call; where the tag is a link to a folder, that one is written to."""
     (folder / "elsewhere").mkdir(parents=True)
     before = Path.cwd()
     with another(case) as engine:
@@ -428,8 +471,21 @@ def changed_directory(case: dict, folder: Path) -> dict:
             engine.fuyou_wait_checkpoint()
         finally:
             os.chdir(before)
-    paths = [path.relative_to(folder) for path in folder.rglob("*") if path.name in ("tag", "latest", "relative")]
-    return {"found": sorted(map(str, paths))}
+        (folder / "disk" / "large").mkdir(parents=True)
+        (folder / "linked").mkdir()
+        (folder / "linked" / "best").symlink_to(folder / "disk" / "large")
+        for _ in range(2):
+            engine.save_checkpoint(str(folder / "linked"), tag="best")
+            train(engine, case, 1)
+        engine.fuyou_wait_checkpoint()
+        before_load = found(engine)
+        engine.load_checkpoint(str(folder / "linked"))
+        is_link = (folder / "linked" / "best").is_symlink()
+        behind = [sorted(path.name for path in (folder / "disk" / name).iterdir()) for name in ("", "large")]
+        linked = [is_link, *behind, (folder / "linked" / "latest").read_text(), found(engine) != before_load]
+    every = [*(folder / "relative").rglob("*"), *folder.iterdir()]
+    paths = [path.relative_to(folder) for path in every if path.name in ("tag", "latest", "relative")]
+    return {"found": sorted(map(str, paths)), "linked": linked}
 
 
 TASKS = {
@@ -438,6 +494,7 @@ TASKS = {
     "within_inference": within_inference,
     "flipped": flipped,
     "given_by_script": given_by_script,
+    "rolled_back": rolled_back,
     "frozen": frozen,
     "client_state": client_state,
     "reordered": reordered,
