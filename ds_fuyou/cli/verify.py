@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,7 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     command = _command(arguments.script)
     if arguments.steps < 1:
         raise FuyouConfigError(f"--steps must be at least 1, found {arguments.steps}")
-    with tempfile.TemporaryDirectory(prefix="fuyou-verify-") as scratch:
+    if not 0 < arguments.timeout < math.inf:
+        raise FuyouConfigError(f"--timeout must be a number of seconds, found {arguments.timeout:g}")
+    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="fuyou-verify-") as scratch:
         stock = _recorded(command, "stock", arguments, Path(scratch, "stock"))
         ours = _recorded(command, "fuyou", arguments, Path(scratch, "fuyou"))
         found = compare(stock, ours)
@@ -76,6 +78,21 @@ def run(arguments: argparse.Namespace) -> int:
         )
     sys.stdout.write("".join(f"  {line}\n" for line in (again or found)[:20]))
     return 1
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP are raised, as Ctrl-C is: the script ends, and what it leaves goes."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _command(given: Sequence[str]) -> list[str]:
@@ -105,6 +122,8 @@ def _recorded(command: Sequence[str], mode: str, arguments: argparse.Namespace, 
         raise FuyouConfigError(f"{command[0]} must be a program on the PATH; it is not") from error
     except subprocess.TimeoutExpired as error:
         raise FuyouStateError(f"the {mode} run took longer than --timeout {arguments.timeout:g} s") from error
+    finally:
+        _remove_storage(folder)
     files = sorted(folder.glob(f"{mode}.*.json"), key=lambda file: int(file.name.split(".")[1]))
     results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     if not results or len(results) != results[0]["world_size"]:
@@ -112,6 +131,20 @@ def _recorded(command: Sequence[str], mode: str, arguments: argparse.Namespace, 
         last = log.read_text(encoding="utf-8", errors="replace")[-3000:]
         raise FuyouStateError(f"the {mode} run {why}; the end of its output:\n{last}")
     return results
+
+
+def _remove_storage(folder: Path) -> None:
+    """What the run's processes on this machine have left on storage: where they ended well, empty folders."""
+    from ds_fuyou.storage.cleanup import find_state, remove_state
+    from ds_fuyou.zero.verification import STORAGE
+
+    paths = {path for file in folder.glob(f"{STORAGE}.*") for path in json.loads(file.read_text(encoding="utf-8"))}
+    for path in sorted(paths):
+        with contextlib.suppress(OSError, FuyouStateError):  # another command's run is there
+            for state in find_state(path):
+                if not state.alive:
+                    remove_state(state)
+            os.rmdir(path)
 
 
 def _status(command: Sequence[str], recording: dict[str, str], log: IO[bytes], timeout: float) -> int:

@@ -7,25 +7,39 @@ and both offloads go to the CPU tier) and once as "fuyou". Every rank writes one
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ds_fuyou.ds_json import Activation
 from ds_fuyou.optimizer.rules import optimizer_kind
 from ds_fuyou.state_layout import FP32
 from ds_fuyou.zero.stock import is_ours
 
-__all__ = ["ENVIRONMENT", "Verification", "own_optimizer", "record_backward", "record_step", "rewrite_to_stock"]
+__all__ = [
+    "ENVIRONMENT",
+    "STORAGE",
+    "Verification",
+    "apart",
+    "own_optimizer",
+    "record_backward",
+    "record_step",
+    "rewrite_to_stock",
+]
 
 ENVIRONMENT = "DS_FUYOU_VERIFY"
+STORAGE = "storage"
+"""First part of the names of files that say where recorded processes have state."""
+_FOLDER = "fuyou-verify"
 _SAMPLED = 64  # values of a tensor, about
 
 
@@ -55,6 +69,22 @@ def rewrite_to_stock(ds_config: Any) -> None:
 
     ds_config.zero_config.offload_optimizer = DeepSpeedZeroOffloadOptimizerConfig(device="cpu")
     ds_config.zero_config.offload_param = DeepSpeedZeroOffloadParamConfig(device="cpu")
+
+
+def apart(activation: Activation) -> Activation:
+    """The block of a recorded run. Its states are in folders of their own, which it begins with nothing and leaves with
+    nothing: steps of the user's that a killed run has left stay, and no run goes on from these.
+    """
+    verification = Verification.from_environment()
+    paths = tuple(os.path.join(path, _FOLDER) for path in activation.state_paths)
+    if verification is not None:
+        with contextlib.suppress(OSError):  # on another machine: what a killed run leaves is the next one's to remove
+            Path(verification.folder, f"{STORAGE}.{os.getpid()}").write_text(json.dumps(paths), encoding="utf-8")
+    for path in paths:
+        with contextlib.suppress(OSError):  # whoever looks at the paths says why
+            os.mkdir(path)
+    own = {"nvme_path": paths or None, "resume": "off", "keep_state": False, "on_stale": "clean"}
+    return replace(activation, config=activation.config.model_copy(update=own))
 
 
 def own_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:

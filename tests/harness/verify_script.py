@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's training script: ``verify_script.py DS_JSON [--unseeded] [--failing] [--own NAME]``. Knows nothing of
-ds_fuyou. ``--own``: gives DeepSpeed an optimizer of torch, with two groups and a schedule of its own.
+"""A user's training script: ``verify_script.py DS_JSON [--unseeded] [--failing] [--failing-late] [--killed]
+[--own NAME]``. Knows nothing of ds_fuyou. ``--own``: gives DeepSpeed an optimizer of torch, with two groups and a
+schedule of its own. ``--failing-late``: with the block it ends in its second step;
+``--killed``: in its fourth.
 """
 
+import os
+import signal
 import sys
 
 import deepspeed
@@ -27,6 +31,10 @@ def main() -> None:
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     engine, *_ = deepspeed.initialize(model=model, config=sys.argv[1], **given)
     for step in range(100):
+        if "--failing-late" in sys.argv and step == 1 and "stock" not in os.environ.get("DS_FUYOU_VERIFY", ""):
+            os._exit(3)
+        if "--killed" in sys.argv and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
         batch = torch.full((4, 64), 0.01 * step + 0.1, dtype=torch.bfloat16)
         loss = engine(batch).float().square().mean()
         engine.backward(loss)

@@ -5,7 +5,12 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,6 +86,56 @@ def test_a_run_whose_moments_are_rounded_is_near(config: str, capfd: pytest.Capt
     assert float(said.split("fp32 value by ")[1].split()[0]) < 1.0
 
 
+def test_steps_of_a_killed_run_stay_and_none_are_left(config: str, tmp_path: Path, capfd) -> None:
+    """The block says that runs go on from what killed ones left, and keep what they leave: a recorded run does not."""
+    file = Path(config)
+    written = json.loads(file.read_text())
+    (tmp_path / "swap").mkdir()
+    written["fuyou"].update(nvme_path=str(tmp_path / "swap"), durable=True, resume="auto", keep_state=True)
+    file.write_text(json.dumps(written))
+    command = [sys.executable, SCRIPT, config]
+    killed = subprocess.run([*command, "--killed"], capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    before = files_in(tmp_path / "swap")
+    assert before
+    assert main(["verify", "--steps", "2", "--", *command]) == 0
+    assert "equal: 2 losses" in capfd.readouterr().out
+    assert main(["verify", "--steps", "2", "--", *command, "--failing-late"]) == 2
+    assert files_in(tmp_path / "swap") == before
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_ended_ends_its_script(number: signal.Signals, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, sys, time\npathlib.Path(sys.argv[1]).write_text(str(os.getpid()))\ntime.sleep(99)"
+    )
+    said, own = tmp_path / "pid", tmp_path / "own"
+    own.mkdir()
+    fuyou = str(Path(sys.executable).with_name("fuyou"))
+    command = [fuyou, "verify", "--", sys.executable, str(script), str(said)]
+    process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(own)})
+    try:
+        wait_until(lambda: said.exists() and said.read_text())
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    finally:
+        process.kill()
+    wait_until(lambda: not Path("/proc", said.read_text()).exists())
+    assert list(own.glob("fuyou-verify-*")) == []
+
+
 def test_a_script_without_seeds_is_not_comparable(config: str, capfd: pytest.CaptureFixture) -> None:
     assert main(["verify", "--steps", "1", "--", sys.executable, SCRIPT, config, "--unseeded"]) == 1
     assert "not comparable" in capfd.readouterr().out
@@ -92,6 +147,8 @@ def test_a_script_without_seeds_is_not_comparable(config: str, capfd: pytest.Cap
         ([], "name a script"),
         (["missing.py"], "must be an existing script"),
         (["--steps", "0", "--", sys.executable, SCRIPT], "--steps must be at least 1"),
+        (["--timeout", "nan", "--", sys.executable, SCRIPT], "--timeout must be a number of seconds, found nan"),
+        (["--timeout", "0", "--", sys.executable, SCRIPT], "--timeout must be a number of seconds, found 0"),
         (["no-such-program", "x"], "must be a program on the PATH"),
         ([sys.executable, "-c", "pass"], "never made its last step"),
         (["--timeout", "0.2", "--", sys.executable, "-c", "import time; time.sleep(30)"], "longer than --timeout"),
