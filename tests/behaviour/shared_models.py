@@ -350,6 +350,30 @@ def built_on(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
     return held
 
 
+class Scale(torch.nn.Module):
+    """Its parameter is made by a function that ``zero.Init`` does not replace: float32, until it is partitioned."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.rand(width) + 0.5, requires_grad=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values * self.scale
+
+
+def made_whole(swap: str, tiers: str | None) -> dict[str, torch.Tensor]:
+    config = config_of(swap, tiers)
+    torch.manual_seed(1)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = build_model({})
+        model.blocks[0] = torch.nn.Sequential(model.blocks[0], Scale(model.head.in_features))
+    engine = engine_of(model, config)
+    train(engine, 0, 3)
+    held = values(model)
+    engine.destroy()
+    return held | {f"{name}, bytes": torch.tensor(value.itemsize) for name, value in held.items()}
+
+
 def copied(swap: str, tiers: str | None, found: list[Any]) -> dict[str, torch.Tensor]:
     """Deep copies and pickling at every time of a model's life, which leave the model as it is. ``found``: what they
     gave.
@@ -519,6 +543,7 @@ SCENARIOS: dict[str, Any] = {
     "failed": lambda swap: as_stock(failed, swap),
     "interrupted": lambda swap: as_stock(interrupted, swap),
     "copied": copies,
+    "made-whole": lambda swap: as_stock(made_whole, swap),
     "built-on": lambda swap: as_stock(built_on, swap),
     "other-inits": other_inits,
     "unlike": unlike,

@@ -26,6 +26,7 @@ SCENARIOS = (
     "failed",
     "interrupted",
     "built-on",
+    "made-whole",
     "copied",
     "other-inits",
     "budget",
