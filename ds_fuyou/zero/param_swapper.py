@@ -242,8 +242,8 @@ class FuyouParameterSwapper:
         return num_bytes > left
 
     def get_buffer(self, param: Parameter, numel: int) -> torch.Tensor:
-        """Memory for a partition that is about to be filled and swapped out. Of the type in which DeepSpeed makes one in
-        host memory: within ``zero.Init`` ``torch.empty`` gives the model's, whatever the parameter was made in."""
+        """Memory for a partition that is about to be filled and swapped out. Of the type in which DeepSpeed makes one
+        in host memory: within ``zero.Init`` ``torch.empty`` gives the model's, whatever the parameter was made in."""
         dtype = torch.empty(0, dtype=param.dtype, device="cpu").dtype
         memory = aligned_tensor(round_up_to_page(numel * dtype.itemsize))
         self._buffers[param.ds_id] = memory
