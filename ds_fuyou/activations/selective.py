@@ -22,6 +22,11 @@ in every other one.
 An operator that is not run again draws no random numbers, and what draws after it would draw others. PyTorch says
 which of its own draw (``calls.py``). Those of other libraries need not say it (flash attention with dropout does not),
 so generators are compared around each of their calls that is to be saved: one that has drawn is computed again.
+
+[Note: a forward that differentiates]
+A block may take derivatives in its own forward (forces, penalties), for which the region is recomputed while that
+still runs. Such a recomputation is of a part, so nothing is compared with it or handed out to it, and it is none of the
+forward's calls.
 """
 
 from __future__ import annotations
@@ -120,6 +125,9 @@ class RegionOutputs:
         self._made: _Made | None = None
         self._begun_at = swapper.num_moved
         self.counts: dict[str, int] = {}
+        self.has_ended = False
+        """The forward; it may be recomputed before: see [Note: a forward that differentiates]."""
+        self.is_recomputed_within = False
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """For the ``context_fn`` of a checkpoint: around the forward, and around every recomputation."""
@@ -173,7 +181,7 @@ class RegionOutputs:
 
     def end_forward(self, counts: dict[str, int], *, has_ended: bool) -> None:
         """``has_ended``: else something was raised in it, and another forward is looked at."""
-        self.counts = counts
+        self.counts, self.has_ended = counts, True
         self._by_storage.clear()
         unseen, self._unseen = self._unseen, None
         if has_ended and unseen is not None and self._found is not None:
@@ -225,6 +233,8 @@ class _Forward(_Mode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
+        if self._region.is_recomputed_within:
+            return func(*args, **named)
         written: list[torch.Tensor] = []
         if not is_view(func):
             written = written_tensors(func, args, named)
@@ -254,8 +264,10 @@ class _Recomputation(_Mode):
         self._region = region
         self._calls = CallCounter()
         self._complete: dict[int, int] = {}  # address of a storage → changes in place that it has behind it already
+        self._is_within = False
 
     def __enter__(self) -> Any:
+        self._is_within = self._region.is_recomputed_within = not self._region.has_ended
         self._calls.restart()
         self._complete.clear()
         return super().__enter__()
@@ -264,6 +276,8 @@ class _Recomputation(_Mode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
+        if self._is_within:
+            return func(*args, **named)
         for tensor in written_tensors(func, args, named):
             left = self._complete.get(_address(tensor), 0)
             if left > 0:
@@ -280,6 +294,9 @@ class _Recomputation(_Mode):
 
     def __exit__(self, kind: Any, *exc: Any) -> None:
         super().__exit__(kind, *exc)
+        if self._is_within:
+            self._region.is_recomputed_within = False
+            return
         counts = self._calls.counts()
         if kind is None and counts != self._region.counts:
             names = sorted({*counts, *self._region.counts})

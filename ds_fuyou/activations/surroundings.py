@@ -7,7 +7,8 @@ PyTorch's checkpoint restores autocast, the default device, and the default rand
 devices of which it sees a tensor among the arguments: it does not look into objects. Restored here:
 
 - attributes of the block's modules, ``training`` among them, and what their lists, dictionaries and sets hold. Not what
-  changes inside of other objects, nor plain tensors that are changed in place (buffers: see ``recompute.py``);
+  changes inside of other objects, nor plain tensors that are changed in place (buffers: see ``recompute.py``). Streams
+  and events that the forward made stay: a second one would give memory that the first one's tensors still read;
 - random numbers of Python, of NumPy, of the device, and of generators that are attributes or arguments, if the forward
   drew any;
 - the default dtype, and which kernels attention may use, in which order.
@@ -35,6 +36,7 @@ _OF_DEEPSPEED = frozenset(
 _NOT_RESTORED = (frozenset(vars(nn.Module())) | _OF_DEEPSPEED | {"forward"}) - {"training", "_buffers"}
 """DeepSpeed's hooks count calls in theirs, those of a recomputation as well."""
 
+_OF_STREAMS = (torch.Stream, torch.Event, torch.cuda.Stream, torch.cuda.Event, torch.xpu.Stream, torch.xpu.Event)
 _CONTAINERS = (dict, OrderedDict, list, set)
 
 
@@ -156,7 +158,9 @@ class Surroundings:
         flags = _flags()
         try:
             for part, attributes in self._attributes:
-                _set(part, {name: _brought(value, vars(part).get(name), filled) for name, value in attributes.items()})
+                brought = {name: _brought(value, vars(part).get(name), filled) for name, value in attributes.items()}
+                streams = {name: value for name, value in _state_of(part).items() if isinstance(value, _OF_STREAMS)}
+                _set(part, brought | streams)
             for source, state in self._random:
                 source.write(state)
             _set_flags(self._flags, flags)
@@ -180,7 +184,10 @@ def _brought(value: Any, now: Any, filled: list[tuple[Any, Any]]) -> Any:
     if type(now) is not value.kind:
         return value.kind(value.items)
     filled.append((now, now.copy()))
-    _fill(now, value.items)
+    if isinstance(now, dict):
+        _fill(now, value.items | {key: each for key, each in now.items() if isinstance(each, _OF_STREAMS)})
+    elif not any(isinstance(each, _OF_STREAMS) for each in now):
+        _fill(now, value.items)
     return now
 
 

@@ -87,6 +87,58 @@ def test_any_mixture_of_fates(name: str, step: Callable[[nn.Module], None], tmp_
         assert swapped.nothing_is_left()
 
 
+class Force(nn.Module):
+    """Takes derivatives in its forward: of what it has just made, or (``deep``) through all blocks before."""
+
+    def __init__(self, width: int, *, deep: bool) -> None:
+        super().__init__()
+        self.first, self.up, self.down = (
+            nn.Linear(width, width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+        self.deep = deep
+
+    def forward(self, x: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        energy = (torch.tanh(y) * torch.sigmoid(y)).square().sum()
+        (force,) = torch.autograd.grad(energy, begin if self.deep else y, create_graph=True)
+        return x + 0.1 * force + self.down(F.gelu(self.up(x)))
+
+
+class Forces(nn.Module):
+    def __init__(self, *, deep: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Force(48, deep=deep) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        begin = x.requires_grad_()
+        for block in self.blocks:
+            x = block(x, begin)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_forward_that_differentiates(deep: bool, tmp_path: Path) -> None:
+    """It is recomputed while it runs."""
+    torch.manual_seed(0)
+    model = Forces(deep=deep)
+
+    def step(model: nn.Module) -> None:
+        for seed in range(2):
+            model(torch.randn(64, 48, generator=torch.Generator().manual_seed(seed))).backward()
+
+    expected = gradients(copy.deepcopy(model), step)
+    calls = calls_of(model, step)
+    drawn = random.Random(0)
+    with attached(model, tmp_path, arena_bytes=SMALL) as swapped:
+        for _ in range(4):
+            fates = {f"blocks.{i}": {call: drawn.choice(list(Fate)) for call in calls} for i in range(3)}
+            swapped.session.decide({block: BlockFate(Fate.SWAP, chosen) for block, chosen in fates.items()} | AROUND)
+            assert agrees(swapped, step, expected), fates
+        assert swapped.nothing_is_left()
+
+
 def test_what_is_saved_is_not_computed_again_and_what_is_swapped_is_not_held(tmp_path: Path) -> None:
     """Counts runs of the products, and bytes on the device between forward and backward, for one operator's fates."""
     torch.manual_seed(0)
