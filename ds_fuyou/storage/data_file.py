@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -94,9 +95,26 @@ def open_data_file(run: RunDirectory, num_bytes: int, buffered_because: str) -> 
 
 
 def preallocate(fd: int, num_bytes: int, offset: int = 0) -> None:
-    """Allocates the blocks of ``num_bytes`` from ``offset`` on; writes zeros where the filesystem cannot otherwise."""
+    """Allocates the blocks of ``num_bytes`` from ``offset`` on; writes zeros where the filesystem cannot otherwise.
+    Of a file that was to grow, and did not, nothing is kept: ext4 allocates all that is free before it says that there
+    is not enough.
+
+    Raises:
+        OSError: there is no room.
+    """
     if num_bytes == 0:
         return
+    before = os.fstat(fd).st_size
+    try:
+        _allocate(fd, num_bytes, offset)
+    except OSError:
+        if offset >= before:
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, before)
+        raise
+
+
+def _allocate(fd: int, num_bytes: int, offset: int) -> None:
     try:
         allocate_blocks(fd, num_bytes, offset)
         return

@@ -19,7 +19,8 @@ from ds_fuyou.profiling.lane_rates import probe_storage
 from ds_fuyou.storage.directory import StateRoot
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.store import RegionSpec, RunIdentity, SlotStore
-from ds_fuyou.storage.swap_space import SwapSpace
+from ds_fuyou.storage.swap_space import GROWTH_BYTES, SwapSpace
+from ds_fuyou.storage.types import PAGE_BYTES
 
 LOOP_BYTES = 512 << 20
 DIRECT = {"ext2", "ext4", "xfs", "btrfs", "overlay"}
@@ -121,6 +122,32 @@ def test_activations_are_swapped_and_storage_is_measured(place: tuple[str, Path]
     lane.close()
     space.close()
     assert list(target.glob("ds_fuyou*")) == []
+
+
+@pytest.mark.skipif(len(available()) < 2, reason="needs a file system of its own")
+@pytest.mark.parametrize("kind", [name for name in available() if name in MAKE])
+def test_what_a_file_did_not_get_stays_free(kind: str, tmp_path: Path) -> None:
+    """Files for activations and parked values grow in large steps, or in small ones where the disk is too full."""
+    target = mount(kind, tmp_path / "fs")
+
+    def num_free() -> int:
+        facts = os.statvfs(target)
+        return facts.f_bavail * facts.f_frsize
+
+    try:
+        subprocess.run(["fallocate", "-l", str(num_free() - (40 << 20)), target / "others"], check=True)
+        before = num_free()
+        assert before < GROWTH_BYTES
+        space = SwapSpace([target])
+        space.lease(PAGE_BYTES)
+        assert before - num_free() < 1 << 20
+        with pytest.raises(FuyouStorageError, match="storage needs"):
+            space.lease(GROWTH_BYTES)
+        assert before - num_free() < 1 << 20
+        (target / "of somebody else").mkdir()
+        space.close()
+    finally:
+        subprocess.run(["umount", target], check=True)
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs root and the right to mount")
