@@ -9,6 +9,7 @@ computations; every lane takes the earliest one that is ready.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,8 +78,9 @@ _BESIDE_FORWARD, _IN_STEP = (Updates.DEADLINE, Updates.FORWARD), (Updates.STEP, 
 @dataclass(frozen=True)
 class _Unit:
     """Seconds of one unit's pieces. ``chunks`` equal parts of its optimizer work are scheduled one by one; of the
-    states the share ``resident`` is in host memory, ``late`` in one version. ``p_kept``: of ``p_read``, what backward
-    still finds in memory.
+    states the share ``resident`` is in host memory, ``late`` in one version. ``p_frozen``: of ``p_read``, what is not
+    trained. Of ``p_read`` is still in memory in backward ``p_kept``, in a step's first forward ``p_first``, and in a
+    further one ``p_again``.
     """
 
     name: str
@@ -86,7 +88,10 @@ class _Unit:
     resident: float = 0.0
     late: float = 0.0
     p_read: float = 0.0
+    p_frozen: float = 0.0
     p_kept: float = 0.0
+    p_first: float = 0.0
+    p_again: float = 0.0
     p_up: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
@@ -153,10 +158,22 @@ def _units(work: Workload, machine: Machine, policy: Policy, place: Placement) -
     head_back = model.backward_over_forward * head
     last = _Unit("head", 1, **pieces.of_next(float(model.head_params)), forward=head, backward=head_back)
     units, kept = [first, *blocks, last], storage_secs(place.kept_param_bytes, machine.storage_read)
-    for index in reversed(range(len(units))):
-        units[index] = replace(units[index], p_kept=min(kept, units[index].p_read))
-        kept -= units[index].p_kept
-    return units
+    # What a pass uses last the next one uses first. An update replaces what is trained.
+    ends = _taken(kept, [unit.p_read for unit in reversed(units)])[::-1]
+    begins = _taken(kept, [unit.p_frozen for unit in units]), _taken(kept, [unit.p_read for unit in units])
+    return [
+        replace(unit, p_kept=end, p_first=frozen, p_again=every)
+        for unit, end, frozen, every in zip(units, ends, *begins, strict=True)
+    ]
+
+
+def _taken(total: float, most: Sequence[float]) -> list[float]:
+    """Of ``total``, what the first ones take, each at most so much."""
+    taken = []
+    for each in most:
+        taken.append(min(total, each))
+        total -= taken[-1]
+    return taken
 
 
 class _Pieces:
@@ -198,6 +215,7 @@ class _Pieces:
             "resident": 1 - stored / params if params > 0 else 0.0,
             "late": 1 - self._stored("late", params) / params if params > 0 else 0.0,
             "p_read": storage_secs(p16 + frozen * self._frozen_stored, machine.storage_read),
+            "p_frozen": storage_secs(frozen * self._frozen_stored, machine.storage_read),
             "p_up": (policy.param_bytes * params + frozen) / machine.link_up,
             "g_down": grad / machine.link_down,
             "g_write": storage_secs(spilled, machine.storage_write),
@@ -240,7 +258,7 @@ class _Graph:
         for micro in range(self._k):
             base = (number * self._k + micro) * places
             is_last = micro == self._k - 1
-            self._activations = [self._forward(base, i) for i in range(len(self._units))]
+            self._activations = [self._forward(base, i, is_first=micro == 0) for i in range(len(self._units))]
             for back in range(len(self._units)):
                 index = len(self._units) - 1 - back
                 gradients.append((index, self._backward(base + len(self._units) + back, index, is_last)))
@@ -282,9 +300,10 @@ class _Graph:
         _append(self._ups, up)
         return up
 
-    def _forward(self, base: int, index: int) -> int | None:
+    def _forward(self, base: int, index: int, *, is_first: bool) -> int | None:
         unit, position = self._units[index], float(base + index)
-        up = self._parameters(unit, position, unit.p_read, *self._published[index])
+        kept = unit.p_first if is_first else unit.p_again
+        up = self._parameters(unit, position, unit.p_read - kept, *self._published[index])
         done = self._compute("forward", unit, unit.forward, position, up)
         down = self._add("A16 down", unit, Lane.DOWN, unit.a_down, position + _WINDOW, done)
         _append(self._drains, down)

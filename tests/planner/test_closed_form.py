@@ -62,8 +62,7 @@ def test_what_is_kept_for_the_next_pass_is_not_read_again() -> None:
         with_memory = replace(place, kept_param_bytes=kept)
         lanes = [closed_form(work, on, ours, each).lane_secs[Lane.READ] for each in (place, with_memory)]
         simulated = simulate(work, on, ours, with_memory).lane_secs[Lane.READ]
-        if work.accumulation == 1 and not work.model.frozen_bytes:
-            assert simulated == pytest.approx(lanes[1], rel=2e-2)
+        assert simulated == pytest.approx(lanes[1], rel=2e-2)
         return (lanes[0] - lanes[1]) * on.storage_read
 
     assert spared(Workload(dense, 8), Placement()) == pytest.approx(kept)
