@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     if standing:
         return _told(standing)
     config = {"zero_optimization": {"stage": 3}} if given is None else given.config
-    found = choose_block(Question(model, config, tuple(arguments.path), arguments.ranks))
+    found = choose_block(Question(model, config, tuple(map(os.path.abspath, arguments.path)), arguments.ranks))
     made = [Path(path) for path in found.new_directories if not os.path.isdir(path)]
     for path in made:
         path.mkdir()

@@ -13,6 +13,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ds_fuyou.errors import FuyouError
 from ds_fuyou.version import __version__
@@ -35,11 +36,13 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns its exit status; never shows a traceback for a user's mistake. What the terminal's
-    encoding lacks is printed as a question mark. Whoever stops reading, as ``head`` does, ends the command without a
-    word, with the status of other programs then.
+    encoding lacks is printed as a question mark; a stream that is closed is written to nowhere. Whoever stops reading,
+    as ``head`` does, ends the command without a word, with the status of other programs then.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - as long as the process
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     arguments_given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="fuyou", description="Tools around the ds_fuyou DeepSpeed plugin.")

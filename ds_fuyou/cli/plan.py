@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ds_fuyou.planner.document import save
 from ds_fuyou.planner.explain import class_lines, class_rows, run_document
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.plan import under_block as under_block_of_rank
+from ds_fuyou.planner.policies import Tiers
 from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.planner.profiled import placed_under, predict, profile_line
 from ds_fuyou.simulator.choose import choose
@@ -29,6 +31,9 @@ from ds_fuyou.simulator.systems import find_policy
 from ds_fuyou.state_layout import BF16, FP32, INT8, SPLIT, WHOLE, StateLayout
 
 __all__ = ["add_arguments", "run"]
+
+_OF_PROFILE = frozenset({"config", "masters", "moments", "out", "json"})
+_OF_MACHINE = frozenset({"gpu", "ssd", "num_ssds", "ssd_tb", "dram_gb", "host"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--moments", choices=(FP32, BF16, INT8), help="how moments are kept; default: --config's")
     parser.add_argument("--compare", action="store_true", help="beside ZeRO-3, ZeRO-Offload and ZeRO-Infinity")
-    parser.add_argument("--tokens", type=float, default=1e9, help="of the training that is compared (%(default)g)")
-    parser.add_argument("--price", type=float, default=0.0, help="of the machine an hour, in any currency")
+    parser.add_argument("--tokens", type=float, help="of the training that is compared (1e9); compares")
+    parser.add_argument("--price", type=float, default=0.0, help="of the machine an hour, in any currency; compares")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="save the plan document, or a page if it ends in .html"
     )
@@ -84,7 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
         FuyouConfigError: something is misspelt or contradictory, or nothing fits.
     """
     if arguments.profile is not None:
+        _refuse_others(arguments, "--profile", "the profile says", _OF_PROFILE | {"profile"})
         return _of_profile(arguments)
+    if arguments.measure is not None:
+        _refuse_others(arguments, "--measure", "this machine is measured", vars(arguments).keys() - _OF_MACHINE)
+    compares = arguments.compare or bool(arguments.price) or arguments.tokens is not None
+    if compares and arguments.system != "ds_fuyou":
+        raise FuyouConfigError(f"--compare is of ds_fuyou and the others; plan --system {arguments.system} without it")
     machine, policy = _machine(arguments), find_policy(arguments.system)
     batch, accumulation = arguments.batch, arguments.accumulation
     if arguments.config is not None:
@@ -102,6 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
                 stock=given.states,
             )
             machine = limited(machine, given.block, given.has_storage)
+    if policy.tiers is not Tiers.PLANNED and (arguments.masters or arguments.moments):
+        raise FuyouConfigError(f"--masters and --moments are of ds_fuyou: {policy.name} keeps states whole, in fp32")
     slices_loss = policy.slices_loss or arguments.fused_loss
     policy = replace(policy, layout=_layout(policy.layout, arguments), slices_loss=slices_loss)
     work = Workload(
@@ -112,9 +125,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
     chosen = choose(work, machine, policy)
     document = document_of(chosen)
-    training = Training(arguments.tokens, arguments.price)
-    rows = compared(work, machine, policy, training) if arguments.compare or arguments.price else []
-    is_page = arguments.out is not None and arguments.out.suffix.lower() in (".html", ".htm")
+    training = Training(1e9 if arguments.tokens is None else arguments.tokens, arguments.price)
+    rows = compared(work, machine, policy, training) if compares else []
+    is_page = _is_page(arguments.out)
     text = plan_text(chosen) if is_page or not arguments.json else ""  # seconds: what it weighs is decided anew
     if is_page:
         from ds_fuyou.telemetry.plan_page import render_plan
@@ -124,7 +137,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.out is not None:
         save(document, arguments.out)
     if arguments.trace is not None:
-        arguments.trace.write_text(json.dumps(chrome_trace(chosen.simulated, machine)), encoding="utf-8")
+        with replacing(arguments.trace) as part:
+            part.write_text(json.dumps(chrome_trace(chosen.simulated, machine)), encoding="utf-8")
     if arguments.json:
         shown = document.to_json()
         shown["predicted"]["largest_batch"] = largest_batch(chosen)
@@ -139,6 +153,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _is_page(out: Path | None) -> bool:
+    return out is not None and out.suffix.lower() in (".html", ".htm")
+
+
+def _refuse_others(arguments: argparse.Namespace, beside: str, why: str, allowed: Set[str]) -> None:
+    """Raises FuyouConfigError for what was given and would say nothing."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    defaults = vars(parser.parse_args(["--model", ""]))
+    given = vars(arguments)
+    others = sorted(name for name in defaults.keys() - allowed if given[name] != defaults[name] and name != "model")
+    if others:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+        raise FuyouConfigError(f"{names} cannot be given with {beside}: {why}")
+
+
 def _layout(layout: StateLayout, arguments: argparse.Namespace) -> StateLayout:
     """With what the command line says of states."""
     return replace(layout, masters=arguments.masters or layout.masters, moments=arguments.moments or layout.moments)
@@ -148,6 +178,8 @@ def _of_profile(arguments: argparse.Namespace) -> int:
     """The same decision as that of a run which finds the profile."""
     from ds_fuyou.cli.ds_config import read_ds_config
 
+    if _is_page(arguments.out):
+        raise FuyouConfigError(f"--out {arguments.out}: of a profile there is no page, but a document; name it .json")
     block = None if arguments.config is None else read_ds_config(arguments.config)
     if block is None or block.block is None:
         raise FuyouConfigError("--profile needs --config DS.JSON with an enabled fuyou block, as the run had it")

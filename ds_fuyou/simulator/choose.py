@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _MOST_BATCH, _MOST_TOKENS = 512, 1 << 20
+_GPU_ADAM_BYTES = 30  # reads G16, P32, M, V; writes P32, M, V and P16
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def choose(work: Workload, machine: Machine, policy: Policy) -> Chosen:
 
 def try_choose(work: Workload, machine: Machine, policy: Policy) -> Chosen | Needs:
     """As :func:`choose`; where nothing fits, the needs of the placement that lacks least."""
+    machine = _as_used(machine, policy)
     best, nearest = _quick(work, machine, policy)
     if best is None:
         return nearest
@@ -139,6 +141,7 @@ def _quick(work: Workload, machine: Machine, policy: Policy) -> tuple[_Quick | N
     """The best placement that fits by the closed form, and the needs of the one that lacks least. Where storage holds
     one slot alone, a run of ours begins updates in ``step()``.
     """
+    machine = _as_used(machine, policy)
     policy, place, plan = _place(work, machine, policy)
     needs = needs_of(work, machine, policy, place, plan)
     if needs.missing():
@@ -150,6 +153,17 @@ def _quick(work: Workload, machine: Machine, policy: Policy) -> tuple[_Quick | N
         if not needed.missing() and _second_slot_bytes(needed, policy):
             place, plan, needs = other, other_plan, needed
     return _Quick(policy, place, plan, needs, closed_form(work, machine, policy, place), lacking), needs
+
+
+def _as_used(machine: Machine, policy: Policy) -> Machine:
+    """Where parameters stay on the GPUs: one does not use its link, several exchange them over theirs. Adam runs
+    there.
+    """
+    if not policy.on_device:
+        return machine
+    link = float("inf") if machine.num_gpus == 1 else machine.link_up
+    rate = machine.num_gpus * machine.gpu_memory_rate
+    return replace(machine, link_up=link, link_down=link, update_rate=rate / _GPU_ADAM_BYTES, pass_rate=float("inf"))
 
 
 def _second_slot_bytes(needs: Needs, policy: Policy) -> float:
@@ -264,10 +278,12 @@ def _cheapest_change(work: Workload, machine: Machine, policy: Policy, nearest: 
         if seq and fits(replace(work, seq=seq), machine, policy):
             return f"sequence length {seq} fits"
     missing = nearest.missing()
+    # What is in the way may be its limit alone.
+    lacks_dram = max(0.0, nearest.total("cpu") - replace(machine, pinned_limit_bytes=math.inf).dram_usable_bytes)
     grown = replace(
         machine,
         gpu_bytes=int(max(machine.gpu_bytes, nearest.total("gpu") * 1.02)),
-        dram_bytes=machine.dram_bytes + missing.get("cpu", 0.0) * 1.1,
+        dram_bytes=machine.dram_bytes + lacks_dram * 1.1,
         storage_bytes=machine.storage_bytes + missing.get("nvme", 0.0) * 1.02,
         pinned_limit_bytes=max(machine.pinned_limit_bytes, nearest.total("cpu") * 1.02),
     )
@@ -275,7 +291,12 @@ def _cheapest_change(work: Workload, machine: Machine, policy: Policy, nearest: 
     if "gpu" in missing:
         wanted.append(f"a GPU with {math.ceil(grown.gpu_bytes / GIB)} GiB")
     if "cpu" in missing:
-        wanted.append(f"{math.ceil(grown.dram_bytes / GIB)} GiB of DRAM that may be page-locked")
+        by_limit = replace(machine, pinned_limit_bytes=grown.pinned_limit_bytes)
+        if nearest.total("cpu") <= by_limit.dram_usable_bytes:
+            limit = math.ceil(grown.pinned_limit_bytes / GIB)
+            wanted.append(f"{limit} GiB of the DRAM that may be used (--pinned-gb, ulimit -l, dram_budget_bytes)")
+        else:
+            wanted.append(f"{math.ceil(grown.dram_bytes / GIB)} GiB of DRAM that may be page-locked")
     if "nvme" in missing:
         wanted.append(f"{shown_bytes(grown.storage_bytes)} of storage")
     return "it fits with " + " and ".join(wanted)

@@ -24,7 +24,6 @@ COMPARED = {
     "ds_fuyou": "this",
 }
 HEAD = ("system", "tokens/s", "hours", "cost", "written", "of the warranty", "bound by, or why not")
-_GPU_ADAM_BYTES = 30  # reads G16, P32, M, V; writes P32, M, V and P16
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,8 @@ def compared(work: Workload, machine: Machine, ours: Policy, training: Training)
             param_bytes=ours.param_bytes,
             gradient_bytes=max(policy.gradient_bytes, ours.param_bytes),
         )
-        on = _without_streaming(machine) if policy.on_device else machine
-        without = try_choose(work, on, replace(policy, fixed=Fixed(mode="none")))
-        found.append(_row(shown, _faster(try_choose(work, on, policy), without), training))
+        without = try_choose(work, machine, replace(policy, fixed=Fixed(mode="none")))
+        found.append(_row(shown, _faster(try_choose(work, machine, policy), without), training))
     return found
 
 
@@ -86,13 +84,6 @@ def _faster(one: Chosen | Needs, other: Chosen | Needs) -> Chosen | Needs:
     if isinstance(one, Chosen) and isinstance(other, Chosen):
         return min(one, other, key=lambda chosen: chosen.iteration_secs)
     return other if isinstance(other, Chosen) else one
-
-
-def _without_streaming(machine: Machine) -> Machine:
-    """Parameters stay on the GPUs: one does not use its link, several exchange them over theirs. Adam runs there."""
-    link = float("inf") if machine.num_gpus == 1 else machine.link_up
-    rate = machine.num_gpus * machine.gpu_memory_rate
-    return replace(machine, link_up=link, link_down=link, update_rate=rate / _GPU_ADAM_BYTES, pass_rate=float("inf"))
 
 
 def _row(name: str, chosen: Chosen | Needs, training: Training) -> Compared:

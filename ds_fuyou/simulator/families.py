@@ -146,7 +146,7 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
         )
     if config.get("add_cross_attention"):
         raise FuyouConfigError(f"{family}: attention to another stack (add_cross_attention) is not modelled")
-    name = str(config.get("_name_or_path") or family)
+    name = "".join(each if each.isprintable() else "?" for each in str(config.get("_name_or_path") or family))
     parts = _entry(family).get("parts")
     if parts is None:
         return _stack(name, _Config(family, config))

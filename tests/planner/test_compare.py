@@ -17,7 +17,8 @@ import pytest
 from ds_fuyou.cli import main
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.cost import Workload
-from ds_fuyou.simulator.choose import Chosen, try_choose
+from ds_fuyou.planner.policies import Fixed
+from ds_fuyou.simulator.choose import Chosen, choose, try_choose
 from ds_fuyou.simulator.compare import COMPARED, Training, compared
 from ds_fuyou.simulator.fit import Needs
 from ds_fuyou.simulator.models import load_model
@@ -130,6 +131,15 @@ def test_a_model_that_fits_the_gpus_is_fastest_there() -> None:
     assert rows["ZeRO-3"].written_bytes == 0
     one = {row.system: row for row in compared(*_asked(4, 128), Training())}
     assert one["ZeRO-3"].tokens_per_s == 0
+
+
+def test_a_system_alone_is_planned_as_it_is_compared() -> None:
+    """ZeRO-3 has its parameters on the GPU, and Adam, too."""
+    work, on = Workload(load_model("gpt:12,12,768,50257"), 8), machine(2, 64)
+    ours, alone = find_policy("ds_fuyou"), find_policy("zero_3")
+    rows = {row.system: row.tokens_per_s for row in compared(work, on, replace(ours, fused=alone.fused), Training())}
+    alone = replace(alone, slices_loss=ours.slices_loss, fixed=Fixed(mode="none"))
+    assert choose(work, on, alone).tokens_per_s == pytest.approx(rows["ZeRO-3"], rel=0.01)
 
 
 def test_attention_loss_and_checkpointing_are_the_scripts_whatever_trains_it() -> None:

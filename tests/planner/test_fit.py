@@ -59,6 +59,14 @@ def test_what_would_do_is_rounded_up(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["plan", "--model", "6B", "--dram-gb", "2"]) == 0
 
 
+def test_where_its_limit_is_what_lacks_no_memory_is_to_be_bought(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "30B", "--dram-gb", "512", "--pinned-gb", "1"]) == 2
+    assert "it fits with 3 GiB of the DRAM that may be used (--pinned-gb" in capsys.readouterr().err
+    assert main(["plan", "--model", "30B", "--dram-gb", "512", "--pinned-gb", "3"]) == 0
+    assert main(["plan", "--model", "30B", "--dram-gb", "1", "--pinned-gb", "1"]) == 2
+    assert "it fits with 3 GiB of DRAM that may be page-locked" in capsys.readouterr().err
+
+
 def test_second_versions_leave_what_a_run_begins_with_for_activations() -> None:
     """They fill memory to the last byte, and nothing is swapped here: a MiB is there all the same."""
     work = Workload(load_model("13B"), 1, 1024, 4)

@@ -177,6 +177,35 @@ def test_a_plan_that_cannot_be_written_names_the_file_that_was_asked_for(
     assert capsys.readouterr().err == f"fuyou plan: [Errno 2] No such file or directory: '{out}'\n"
 
 
+def test_a_trace_replaces_another_when_it_is_whole(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text("an older one")
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); import signal; "
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); from ds_fuyou.cli import main; "
+        f"sys.exit(main(['plan', '--model', '13B', '--trace', {str(trace)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_SECS, check=False)
+    assert done.returncode == 2, done.stderr
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("trace.json", "an older one")]
+
+
+def test_what_is_asked_of_a_training_compares(capsys: pytest.CaptureFixture[str]) -> None:
+    for asked in (["--tokens", "2e9"], ["--price", "2"], ["--compare"]):
+        assert main(["plan", "--model", "6B", *asked]) == 0
+        assert "ZeRO-Infinity" in capsys.readouterr().out, asked
+
+
+def test_a_name_in_a_file_prints_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "_name_or_path": "one\nstep 0.01 s\x1b[2J"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", "--model", str(tmp_path / "config.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "one?step 0.01 s?[2J: " in shown
+    assert "\x1b" not in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -198,6 +227,14 @@ def test_a_plan_that_cannot_be_written_names_the_file_that_was_asked_for(
         (["--model", "13B", "--system", "zero_inifnity"], "did you mean zero_infinity"),
         (["--model", "175B", "--batch", "64"], "a GPU there); batch"),
         (["--model", "13B", "--num-ssds", "0", "--dram-gb", "64"], "it fits with"),
+        (["--model", "13B", "--system", "zero_3", "--compare"], "plan --system zero_3 without it"),
+        (
+            ["--model", "13B", "--system", "zero_offload", "--moments", "int8"],
+            "--masters and --moments are of ds_fuyou",
+        ),
+        (["--model", "13B", "--measure", "here", "--gpu", "h100"], "--gpu cannot be given with --measure"),
+        (["--profile", "p.json", "--batch", "4", "--compare"], "--batch, --compare cannot be given with --profile"),
+        (["--profile", "p.json", "--out", "p.html"], "of a profile there is no page"),
     ],
 )
 def test_plan_says_what_is_wrong_in_one_line(

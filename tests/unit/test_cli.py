@@ -32,6 +32,15 @@ def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFix
     assert "usage: fuyou" in capsys.readouterr().err
 
 
+def test_closed_streams_are_written_to_nowhere() -> None:
+    for closed in (">&-", "2>&-"):
+        command = (
+            f"{sys.executable} -c 'from ds_fuyou.cli import main; raise SystemExit(main())' plan --model 6B {closed}"
+        )
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_commands_are_imported_only_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in COMMANDS:
         monkeypatch.delitem(sys.modules, f"ds_fuyou.cli.{name}", raising=False)
