@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError
+from ds_fuyou.storage.directory import ROOT_NAME
 from ds_fuyou.storage.shared_memory import SHARED_MEMORY, find_buffers, remove_buffer
 
 __all__ = ["add_arguments", "left_in_shared_memory", "run"]
@@ -34,7 +35,8 @@ _Found = TypeVar("_Found", bound=_Leftover)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the paths and the switches."""
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="an nvme_path, or a folder of checkpoints")
+    what = "an nvme_path, one run's directory in it, or a folder of checkpoints"
+    parser.add_argument("paths", nargs="*", metavar="PATH", help=what)
     parser.add_argument(
         "--shared-memory",
         action="store_true",
@@ -79,14 +81,28 @@ def _clean(path: str, dry_run: bool) -> int:
     from ds_fuyou.storage.cleanup import find_state, remove_state, what_it_holds
 
     folders = find_unfinished(Path(path))
+    root, only = _within(Path(os.path.abspath(path)))
     try:
-        states = find_state(path)
+        states = [state for state in find_state(root) if only in (None, state.path)]
     except OSError as error:
         sys.stderr.write(f"fuyou clean: {error}\n")
         return 1 + _remove(folders, remove_unfinished, dry_run)
     if not states and not folders:
         sys.stdout.write(f"{path}: no state found\n")
     return _remove(states, remove_state, dry_run, what_it_holds) + _remove(folders, remove_unfinished, dry_run)
+
+
+def _within(path: Path) -> tuple[Path, Path | None]:
+    """The nvme_path, if the path is of the folder that runs make there, or of one run's (what ``fuyou recover`` takes):
+    then that alone is meant.
+    """
+    if (path / ROOT_NAME).is_dir():
+        return path, None
+    if path.name == ROOT_NAME:
+        return path.parent, None
+    if path.parent.name == ROOT_NAME:
+        return path.parent.parent, path
+    return path, None
 
 
 def _remove(

@@ -135,6 +135,25 @@ def test_clean_removes_what_nobody_uses(
     assert "no state found" in capsys.readouterr().out
 
 
+def test_clean_takes_one_runs_directory_or_that_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one is what fuyou recover takes. Runs may be in a directory that is called as theirs."""
+    leaves = (
+        "import sys; from pathlib import Path; from ds_fuyou.storage.store import *\n"
+        "for name in ('one', 'three', 'two'):\n"
+        "    regions, identity = [RegionSpec('state', 4096, 2)], RunIdentity('test', 0, 1, name)\n"
+        "    SlotStore.create([Path(sys.argv[1])], regions, identity, budget_bytes=None, keep=True).close()\n"
+    )
+    for nvme_path in (tmp_path, tmp_path / "ds_fuyou"):
+        nvme_path.mkdir(exist_ok=True)
+        subprocess.run([sys.executable, "-c", leaves, nvme_path], check=True)
+        made = sorted((nvme_path / "ds_fuyou").glob("*-rank0"))
+        assert main(["clean", str(made[1])]) == 0
+        assert [path.exists() for path in made] == [True, False, True]
+        assert main(["clean", str(nvme_path / "ds_fuyou")]) == 0
+        assert [path.exists() for path in made] == [False] * 3
+        assert capsys.readouterr().out.count("removed") == 3
+
+
 def test_doctor_reports_a_check_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def broken() -> doctor.Finding:
         raise RuntimeError("this check is broken")
