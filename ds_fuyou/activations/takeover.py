@@ -67,9 +67,16 @@ def _direct_generator(owner: CheckpointTakeover, original: Any) -> Callable[...,
     return generator
 
 
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+_SINCE_2_14 = f"{_GENERATOR}_impl"  # the other name is for others' calls since then
+
 TORCH_POINTS = (
     TakeoverPoint(torch.utils.checkpoint, "CheckpointFunction", _DirectFunction),
-    TakeoverPoint(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _direct_generator),
+    TakeoverPoint(
+        torch.utils.checkpoint,
+        _SINCE_2_14 if hasattr(torch.utils.checkpoint, _SINCE_2_14) else _GENERATOR,
+        _direct_generator,
+    ),
 )
 
 

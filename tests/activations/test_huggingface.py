@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def test_a_cache_that_is_not_given_by_name_grows_once(is_given: bool, tmp_path: 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=199, n_positions=64, n_embd=64, n_layer=2, n_head=4))
     ids = torch.randint(199, (3, 24), generator=torch.Generator().manual_seed(1))
     lengths = []
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
     def step(model: nn.Module) -> None:
         cache = None
@@ -55,9 +57,9 @@ def test_a_cache_that_is_not_given_by_name_grows_once(is_given: bool, tmp_path: 
             cache = DynamicCache()
             for layer in range(2):
                 cache.update(torch.ones(3, 4, 5, 16), torch.ones(3, 4, 5, 16), layer)
-        found = model(ids, labels=ids, past_key_values=cache, use_cache=True)
+        found = model(ids, labels=ids, **{name: cache}, use_cache=True)
         found.loss.backward()
-        lengths.append(found.past_key_values.get_seq_length())
+        lengths.append(found[name].get_seq_length())
 
     must_agree(model, step, tmp_path, arena_bytes=SMALL, recompute=lambda name: True)
     assert lengths == [24 + 5 * is_given] * 3
