@@ -17,6 +17,9 @@ from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover
 from tests.activations.support import PlainBlock, attached, must_agree
 
 
+pytestmark = pytest.mark.compat  # it replaces names of torch's own
+
+
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
