@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint  # bound before anything is replac
 from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover
 from tests.activations.support import PlainBlock, attached, must_agree
 
-
 pytestmark = pytest.mark.compat  # it replaces names of torch's own
 
 
