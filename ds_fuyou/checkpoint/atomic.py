@@ -61,13 +61,18 @@ def incomplete_tag(tag: str) -> str:
 
 
 def behind_link(folder: Path, tag: str) -> tuple[Path, str]:
-    """Where the checkpoint ``tag`` of a folder lies, and its name there: a link to a folder, of another disk perhaps,
-    stays, as in stock, which writes through it."""
+    """Where the checkpoint ``tag`` of a folder lies, and its name there: a link to a folder, on another disk perhaps,
+    stays, as in stock, which writes through it. But a folder that no other can take the place of, a mount point for
+    one: then the link is replaced, which is told.
+    """
     final = folder / tag
     if not (final.is_symlink() and final.is_dir()):
         return folder, tag
-    final = final.resolve()
-    return final.parent, final.name
+    target = final.resolve()
+    if target.stat().st_dev == target.parent.stat().st_dev and os.access(target.parent, os.W_OK):
+        return target.parent, target.name
+    logger.warning("%s is a link to %s, which cannot be replaced in one step: the link is", final, target)
+    return folder, tag
 
 
 def is_incomplete(name: str) -> bool:

@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_fuyou.errors import FuyouStateError
 
-__all__ = ["decided_by_rank_0", "least", "of_every_rank", "of_rank_0"]
+__all__ = ["LoadMeetings", "decided_by_rank_0", "least", "of_every_rank", "of_rank_0"]
 
 T = TypeVar("T")
 
@@ -67,3 +67,35 @@ def least(*values: float, group: dist.ProcessGroup | None = None) -> list[float]
     tensor = torch.from_numpy(numpy.array(values, dtype=numpy.float64)).to(get_accelerator().current_device_name())
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
     return [float(value) for value in tensor.tolist()]
+
+
+class LoadMeetings:
+    """Of one load, see [Note: meetings of a load] in loading.py."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+
+    def meet(self, failure: Exception | None = None, *, is_there: bool = True) -> None:
+        """All ranks come here, each with its own outcome so far. ``is_there``: a checkpoint was found.
+
+        Raises:
+            FuyouStateError: another rank failed, or some have found a checkpoint and some have not.
+        """
+        if self._is_over:
+            return
+        mine = (is_there, None if failure is None else f"{type(failure).__name__}: {failure}")
+        said = of_every_rank(mine)
+        self._is_over = failure is not None or not all(there and text is None for there, text in said)
+        failed = next(((rank, text) for rank, (_, text) in enumerate(said) if text is not None), None)
+        if failure is not None:
+            return
+        if failed is not None:
+            raise FuyouStateError(
+                f"rank {failed[0]} could not load its part of the checkpoint, so this rank does not go on with its "
+                f"own: {failed[1]}"
+            )
+        without = [str(rank) for rank, (there, _) in enumerate(said) if not there]
+        if without and len(without) < len(said):
+            raise FuyouStateError(
+                f"rank {', '.join(without)} found no checkpoint where the others found one; load one that all ranks see"
+            )

@@ -248,7 +248,7 @@ def _save(
         with _streaming(engine) as writer:
             state: CheckpointState = engine.optimizer.checkpoint_state
             _settle(_outcome(state.keep), str(folder / name), undo=parts.discard)
-            result = saved(tag=os.path.relpath(folder / hidden, save_dir), save_latest=False)
+            result = saved(tag=hidden if folder == Path(save_dir) else os.fspath(folder / hidden), save_latest=False)
             _settle(writer.failure, str(folder / name), undo=parts.discard)
             save = Save(str(folder / name), writer.files, state.snapshot, parts)
             for edits_wait_for in writer.read_behind:

@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Parameter
@@ -31,11 +31,9 @@ from ds_fuyou.optimizer.snapshot import Snapshot
 from ds_fuyou.optimizer.state_access import ROUNDED, NewState
 from ds_fuyou.state_layout import FP32
 from ds_fuyou.storage.store import Extent
+from ds_fuyou.zero.agreement import LoadMeetings, of_every_rank
 from ds_fuyou.zero.background_save import Save
 from ds_fuyou.zero.rank_state import RankState
-
-if TYPE_CHECKING:
-    from ds_fuyou.zero.loading import LoadMeetings
 
 __all__ = ["CheckpointState", "UniversalReader", "read_universal_state"]
 
@@ -186,22 +184,23 @@ class CheckpointState:
 
         ``moments``: they are new, too; else they are written as they are.
         """
-        had_torn_moments = self._torn_moments
+        had_torn_moments, of_load = self._torn_moments, self.meetings is not None
         self._torn_weights = self._torn_moments = True
         try:
             yield
         finally:
             self._rank_state.step_applied()
-        of_load = self.meetings is not None  # it is whole when all ranks say so
-        self._torn_weights, self._torn_moments = of_load, of_load or (had_torn_moments and not moments)
+        self._torn_weights = of_load  # a load is whole when all ranks say so
+        self._torn_moments = of_load if moments else had_torn_moments
 
     def loaded(self, *, with_states: bool) -> None:
         """All ranks have loaded a checkpoint; without states the moments of one that failed before stay as they are."""
         self._torn_weights, self._torn_moments = False, self._had_torn_moments and not with_states
 
     def begins(self, meetings: LoadMeetings) -> None:
-        """A load."""
-        self.meetings, self._had_torn_moments = meetings, self._torn_moments
+        """A load, of all ranks. Moments of one alone may have been torn."""
+        self._had_torn_moments = self._torn_moments = any(of_every_rank(self._torn_moments))
+        self.meetings = meetings
 
     def loading_ended(self) -> None:
         """What the script gives from now on is its own: it may have read the same files and changed what it read."""
@@ -253,6 +252,21 @@ class CheckpointState:
                 "load_checkpoint, which knows parameters by their order, or with the model it was saved with"
             )
         return _Saved(self._saved_moments(saved), {names[name]: number for name, number in missed.items()})
+
+    def check_together(self, state_dict: Mapping[str, Any], *, load_optimizer_states: bool) -> None:
+        """As :meth:`check`, before anything is replaced, where a script gives every rank its states: ranks of which one
+        had others than its own would go on unlike.
+
+        Raises:
+            FuyouStateError: another rank's cannot be loaded.
+        """
+        meeting = LoadMeetings()
+        try:
+            self.check(state_dict, load_optimizer_states=load_optimizer_states)
+        except Exception as error:
+            meeting.meet(error)
+            raise
+        meeting.meet()
 
     def load(self, state_dict: Mapping[str, Any], *, load_optimizer_states: bool) -> None:
         """What :meth:`entries` gave, or stock's file. Raises as :meth:`check`."""

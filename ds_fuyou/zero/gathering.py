@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus, is_zero_param
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
@@ -35,6 +35,7 @@ __all__ = [
     "in_use_order",
     "not_of_persistent",
     "release_gathered",
+    "replaced",
     "settle",
     "shapes_alone",
     "watch_gathers",
@@ -196,6 +197,37 @@ def release_gathered(module: torch.nn.Module) -> None:
         if param.ds_status is ZeroParamStatus.AVAILABLE:
             param.ds_active_sub_modules.clear()
             param.partition()
+
+
+@contextmanager
+def replaced(module: torch.nn.Module) -> Iterator[None]:
+    """Around what replaces states and P16 by a call of the script's own: parameters may be gathered, behind an
+    evaluation or because the script holds them. As in stock these keep their values, but where those are the memory of
+    the partition, as on one rank of the host: then they are new. No collective: a rank may fail in what is inside.
+    """
+    params = in_use_order(module)
+    settle(params)
+    gathered = [param for param in params if param.ds_status is ZeroParamStatus.AVAILABLE and swaps_here(param)]
+    shared = [param for param in gathered if not param.ds_active_sub_modules and _is_its_partition(param)]
+    for param in shared:
+        param.partition()
+    try:
+        yield
+    finally:
+        again = [param for param in shared if param.ds_persist]
+        if again:
+            again[0].all_gather(again)
+        for param in gathered:  # DeepSpeed takes for granted that partitions of what is gathered are there
+            if (
+                param.ds_status is ZeroParamStatus.AVAILABLE
+                and param.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE
+            ):
+                param.nvme_swapper.swap_in([param], async_op=False)
+
+
+def _is_its_partition(param: Parameter) -> bool:
+    address = param.data.untyped_storage().data_ptr()
+    return address != 0 and address == param.ds_tensor.untyped_storage().data_ptr()
 
 
 def in_use_order(module: torch.nn.Module) -> list[Parameter]:

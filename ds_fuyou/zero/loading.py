@@ -32,46 +32,14 @@ from deepspeed import comm as dist
 from ds_fuyou.checkpoint.reading import naming
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.host.memory import normal_tensors
-from ds_fuyou.zero.agreement import of_every_rank
+from ds_fuyou.zero.agreement import LoadMeetings
 from ds_fuyou.zero.checkpoint_engine import end_last_save
 from ds_fuyou.zero.stage3 import FuyouStage3Optimizer
 
-__all__ = ["LoadMeetings", "loading"]
+__all__ = ["loading"]
 
 logger = logging.getLogger("ds_fuyou")
 _READS_STATES = "_get_all_zero_checkpoints"  # of the engine
-
-
-class LoadMeetings:
-    """Of one load, see [Note: meetings of a load]."""
-
-    def __init__(self) -> None:
-        self._is_over = False
-
-    def meet(self, failure: Exception | None = None, *, is_there: bool = True) -> None:
-        """All ranks come here, each with its own outcome so far. ``is_there``: a checkpoint was found.
-
-        Raises:
-            FuyouStateError: another rank failed, or some have found a checkpoint and some have not.
-        """
-        if self._is_over:
-            return
-        mine = (is_there, None if failure is None else f"{type(failure).__name__}: {failure}")
-        said = of_every_rank(mine)
-        self._is_over = failure is not None or not all(there and text is None for there, text in said)
-        failed = next(((rank, text) for rank, (_, text) in enumerate(said) if text is not None), None)
-        if failure is not None:
-            return
-        if failed is not None:
-            raise FuyouStateError(
-                f"rank {failed[0]} could not load its part of the checkpoint, so this rank does not go on with its "
-                f"own: {failed[1]}"
-            )
-        without = [str(rank) for rank, (there, _) in enumerate(said) if not there]
-        if without and len(without) < len(said):
-            raise FuyouStateError(
-                f"rank {', '.join(without)} found no checkpoint where the others found one; load one that all ranks see"
-            )
 
 
 def loading(original: Callable[..., Any]) -> Callable[..., Any]:

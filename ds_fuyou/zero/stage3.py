@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -43,7 +43,14 @@ from ds_fuyou.zero.checkpoint_state import CheckpointState, UniversalReader, rea
 from ds_fuyou.zero.compute_spans import ComputeSpans
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.frozen_base import digest_of
-from ds_fuyou.zero.gathering import ends_gathers, for_training, release_gathered, shapes_alone, watch_gathers
+from ds_fuyou.zero.gathering import (
+    ends_gathers,
+    for_training,
+    release_gathered,
+    replaced,
+    shapes_alone,
+    watch_gathers,
+)
 from ds_fuyou.zero.gradient_flow import GradientFlow
 from ds_fuyou.zero.handover import owners
 from ds_fuyou.zero.hp_access import HpAccess
@@ -525,26 +532,21 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         return {ZERO_STAGE: ZeroStageEnum.weights, PARTITION_COUNT: self.partition_count}
 
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
-        with self._partitioned():
+        if self.checkpoint_state.meetings is None:
+            self.checkpoint_state.check_together(state_dict, load_optimizer_states=load_optimizer_states)
+        with self._replaced():
             self.checkpoint_state.load(state_dict, load_optimizer_states=load_optimizer_states)
         self.loss_scaler = state_dict[LOSS_SCALER]
         self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
         self.overflow = state_dict["overflow"]
 
     def _restore_from_bit16_weights(self) -> None:
-        with self._partitioned():
+        with self._replaced():
             self.checkpoint_state.restore_from_params()
 
-    @contextmanager
-    def _partitioned(self) -> Iterator[None]:
-        """States and P16 are replaced, perhaps by a script's own call behind an evaluation: what is gathered then has
-        the values of before. ``load_checkpoint`` does as much itself."""
-        if self.checkpoint_state.meetings is not None:
-            yield
-            return
-        self.checkpoint_event_prologue()
-        yield
-        self.checkpoint_event_epilogue()
+    def _replaced(self) -> AbstractContextManager[None]:
+        """``load_checkpoint`` has partitioned all parameters by then."""
+        return nullcontext() if self.checkpoint_state.meetings is not None else replaced(self.module)
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
         compares = self.rank_state.activation.config.checksum

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from ds_fuyou.checkpoint.atomic import behind_link
 from tests.harness.forked import finish, start
 from tests.harness.ports import free_port
 from tests.harness.runner import HERE, ds_config, environment, with_fuyou
@@ -82,6 +84,9 @@ def test_where_one_rank_cannot_load_none_goes_on_with_its_own_part(tiers: str, t
     assert other["tensor"][0].startswith("FuyouChecksumError: reading a checkpoint")
     assert "loaded in part" in one["tensor"][2]
     assert "loaded in part" in other["tensor"][2]
+    assert all("loaded in part" in each["weights over it"] for each in (one, other)), "moments of one are a mixture"
+    assert one["given"].startswith("FuyouStateError: rank 1 could not load its part")
+    assert other["given"].startswith("FuyouStateError: the checkpoint's sub-groups hold")
     assert one["elsewhere"] == other["elsewhere"]
     assert "rank 1 found no checkpoint" in one["elsewhere"][0]
     assert one["elsewhere"][1:] == [True, "nothing"]
@@ -166,4 +171,14 @@ def test_a_relative_folder_is_that_of_the_call(said: dict) -> None:
 def test_a_tag_that_is_a_link_is_written_through(said: dict) -> None:
     """As in stock: the folder behind it may be on another disk."""
     names = ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"]
-    assert said["changed_directory"]["linked"] == [True, ["large"], names, "best", True]
+    assert said["changed_directory"]["linked"] == [True, ["large", "other"], names, names, "best", True]
+
+
+def test_a_link_to_a_folder_that_nothing_can_replace_is_replaced(tmp_path: Path, monkeypatch, caplog) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "tag").symlink_to(tmp_path / "disk")
+    assert behind_link(tmp_path, "tag") == (tmp_path, "disk")
+    assert behind_link(tmp_path, "none") == (tmp_path, "none")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert behind_link(tmp_path, "tag") == (tmp_path, "tag")
+    assert "cannot be replaced in one step" in caplog.text

@@ -142,6 +142,15 @@ def rolled_back(case: dict, folder: Path) -> dict:
         engine.optimizer.refresh_fp32_params()
         engine.step()
         said["between"] = found(engine)
+        param = engine.module.blocks[1].up.weight
+        for what, call in (
+            ("refresh", engine.optimizer.refresh_fp32_params),
+            ("load", lambda: engine.optimizer.load_state_dict([copy.deepcopy(kept)])),
+        ):
+            with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+                param.data.fill_(0.25)
+                call()
+            said[f"{what} within an edit"] = [found(engine), trained()]
     return said
 
 
@@ -232,6 +241,18 @@ def one_rank(case: dict, folder: Path) -> dict:
         for what in ("states", "module", "surplus", "tensor"):
             unloaded = all_of(engine)
             tried(what, folder / what)
+        attempted(lambda: engine.load_checkpoint(str(folder / "tensor")))
+        engine.load_checkpoint(str(folder / "whole"), load_module_only=True)
+        said["weights over it"] = raised(lambda: train(engine, case, 1))
+        engine.load_checkpoint(str(folder / "whole"))
+        kept = copy.deepcopy(engine.optimizer.state_dict())
+        if rank == 1:
+            kept["fp32_flat_groups"] = [values[:-1] for values in kept["fp32_flat_groups"]]
+        with torch.no_grad():
+            engine(**make_batch(case["model"], 0, rank))
+        said["given"] = attempted(lambda: engine.optimizer.load_state_dict([kept] * 2))
+        torch.distributed.barrier()
+        engine.load_checkpoint(str(folder / "whole"))
         unloaded = all_of(engine)
         tried("elsewhere", folder / ("whole" if rank == 0 else "nowhere"))
         unloaded = all_of(engine)
@@ -474,14 +495,20 @@ def changed_directory(case: dict, folder: Path) -> dict:
         (folder / "disk" / "large").mkdir(parents=True)
         (folder / "linked").mkdir()
         (folder / "linked" / "best").symlink_to(folder / "disk" / "large")
+        (folder / "far" / "away" / "linked").mkdir(parents=True)
+        (folder / "linked" / "deep").symlink_to(folder / "far" / "away" / "linked")
+        (folder / "far" / "away" / "linked" / "best").symlink_to(Path("../../../disk/other"))
+        (folder / "disk" / "other").mkdir()
         for _ in range(2):
             engine.save_checkpoint(str(folder / "linked"), tag="best")
+            engine.save_checkpoint(str(folder / "linked" / "deep"), tag="best")
             train(engine, case, 1)
         engine.fuyou_wait_checkpoint()
         before_load = found(engine)
         engine.load_checkpoint(str(folder / "linked"))
         is_link = (folder / "linked" / "best").is_symlink()
-        behind = [sorted(path.name for path in (folder / "disk" / name).iterdir()) for name in ("", "large")]
+        engine.load_checkpoint(str(folder / "linked" / "deep"))
+        behind = [sorted(path.name for path in (folder / "disk" / name).iterdir()) for name in ("", "large", "other")]
         linked = [is_link, *behind, (folder / "linked" / "latest").read_text(), found(engine) != before_load]
     every = [*(folder / "relative").rglob("*"), *folder.iterdir()]
     paths = [path.relative_to(folder) for path in every if path.name in ("tag", "latest", "relative")]
