@@ -18,15 +18,21 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError
+
+if TYPE_CHECKING:
+    from ds_fuyou.storage.cleanup import StateDirectory
 
 __all__ = ["add_arguments", "compare", "explanation", "nearness", "run"]
 
 Results = list[dict[str, Any]]
+_PATIENCE_SECS = 5.0
 _NEAR = {"losses": 0.05, "parameter": 0.02, "fp32 value": 0.02}
 """Departures, by their sizes, that a few steps with rounded moments may make."""
 
@@ -87,12 +93,16 @@ def _ended_by_signals() -> Iterator[None]:
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.getsignal(number) for number in numbers}
+    ours = [number for number in numbers if before[number] is signal.SIG_DFL]  # nohup ignores one
+    for number in ours:
+        signal.signal(number, leave)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _command(given: Sequence[str]) -> list[str]:
@@ -135,16 +145,29 @@ def _recorded(command: Sequence[str], mode: str, arguments: argparse.Namespace, 
 
 def _remove_storage(folder: Path) -> None:
     """What the run's processes on this machine have left on storage: where they ended well, empty folders."""
-    from ds_fuyou.storage.cleanup import find_state, remove_state
-    from ds_fuyou.zero.verification import STORAGE
+    from ds_fuyou.storage.cleanup import remove_state
+    from ds_fuyou.zero.verification import FOLDER, STORAGE
 
-    paths = {path for file in folder.glob(f"{STORAGE}.*") for path in json.loads(file.read_text(encoding="utf-8"))}
-    for path in sorted(paths):
+    lines = [line for file in folder.glob(f"{STORAGE}.*") for line in file.read_text(encoding="utf-8").splitlines()]
+    for path in sorted(set(map(json.loads, lines))):
+        if not os.path.basename(path).startswith(FOLDER):
+            continue
         with contextlib.suppress(OSError, FuyouStateError):  # another command's run is there
-            for state in find_state(path):
-                if not state.alive:
-                    remove_state(state)
+            for state in _ended(path):
+                remove_state(state)
             os.rmdir(path)
+
+
+def _ended(path: str) -> list[StateDirectory]:
+    """State of processes that have ended: those that were killed may take a moment."""
+    from ds_fuyou.storage.cleanup import find_state
+
+    deadline = time.monotonic() + _PATIENCE_SECS
+    while True:
+        found = find_state(path)
+        if time.monotonic() > deadline or not any(state.alive for state in found):
+            return [state for state in found if not state.alive]
+        time.sleep(0.1)
 
 
 def _status(command: Sequence[str], recording: dict[str, str], log: IO[bytes], timeout: float) -> int:

@@ -27,6 +27,7 @@ from ds_fuyou.zero.stock import is_ours
 
 __all__ = [
     "ENVIRONMENT",
+    "FOLDER",
     "STORAGE",
     "Verification",
     "apart",
@@ -39,7 +40,7 @@ __all__ = [
 ENVIRONMENT = "DS_FUYOU_VERIFY"
 STORAGE = "storage"
 """First part of the names of files that say where recorded processes have state."""
-_FOLDER = "fuyou-verify"
+FOLDER = "fuyou-verify"
 _SAMPLED = 64  # values of a tensor, about
 
 
@@ -76,15 +77,27 @@ def apart(activation: Activation) -> Activation:
     nothing: steps of the user's that a killed run has left stay, and no run goes on from these.
     """
     verification = Verification.from_environment()
-    paths = tuple(os.path.join(path, _FOLDER) for path in activation.state_paths)
+    paths = tuple(map(_folder_in, activation.state_paths))
     if verification is not None:
-        with contextlib.suppress(OSError):  # on another machine: what a killed run leaves is the next one's to remove
-            Path(verification.folder, f"{STORAGE}.{os.getpid()}").write_text(json.dumps(paths), encoding="utf-8")
-    for path in paths:
-        with contextlib.suppress(OSError):  # whoever looks at the paths says why
-            os.mkdir(path)
+        with (
+            contextlib.suppress(OSError),  # on another machine: what a killed run leaves is the next one's to remove
+            Path(verification.folder, f"{STORAGE}.{os.getpid()}").open("a", encoding="utf-8") as file,
+        ):
+            file.writelines(f"{json.dumps(path)}\n" for path in paths)
     own = {"nvme_path": paths or None, "resume": "off", "keep_state": False, "on_stale": "clean"}
     return replace(activation, config=activation.config.model_copy(update=own))
+
+
+def _folder_in(path: str) -> str:
+    """Where it cannot be made the run is given the path itself, and says why that cannot be used."""
+    folder = os.path.join(path, f"{FOLDER}-{os.geteuid()}")
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        return folder
+    except OSError:
+        return path
+    return folder
 
 
 def own_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
