@@ -19,7 +19,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -179,6 +179,8 @@ def _brought(value: Any, now: Any, filled: list[tuple[Any, Any]]) -> Any:
     """The attribute again: the container that is there ``now`` with what it held, or another like it. What is
     ``filled`` is noted with what it holds now.
     """
+    if type(value) is type(now) is tuple:
+        return tuple(_with_streams(value, now))
     if not isinstance(value, _Contents):
         return value
     if type(now) is not value.kind:
@@ -186,9 +188,17 @@ def _brought(value: Any, now: Any, filled: list[tuple[Any, Any]]) -> Any:
     filled.append((now, now.copy()))
     if isinstance(now, dict):
         _fill(now, value.items | {key: each for key, each in now.items() if isinstance(each, _OF_STREAMS)})
-    elif not any(isinstance(each, _OF_STREAMS) for each in now):
-        _fill(now, value.items)
+    elif isinstance(now, list):
+        _fill(now, _with_streams(value.items, now))
+    else:
+        _fill(now, [*value.items, *(each for each in now if isinstance(each, _OF_STREAMS))])
     return now
+
+
+def _with_streams(then: Sequence[Any], now: Sequence[Any]) -> list[Any]:
+    """What was there, place by place, but for streams, and those that came behind it."""
+    places = [there if isinstance(there, _OF_STREAMS) else was for was, there in zip(then, now, strict=False)]
+    return [*places, *then[len(now) :], *(each for each in now[len(then) :] if isinstance(each, _OF_STREAMS))]
 
 
 def _set(part: nn.Module, attributes: dict[str, Any]) -> None:

@@ -174,16 +174,20 @@ def test_streams_that_a_forward_made_stay_those() -> None:
     """A second one could be given memory that the first one's tensors have, which backward reads."""
     module = nn.Module()
     module.stream, module.calls, module.held, module.made, module.seen = None, 1, {"one": 1}, [], [1]
+    module.pair, module.mixed = (), [None, 0, 7]
     found = Surroundings(module, [])
     stream = torch.Stream(device="cpu")
     module.stream, module.late, module.calls = stream, stream, 2
     module.held.update(one=2, side=stream)
     module.made.append(stream)
     module.seen.append(2)
-    now = {name: vars(module)[name] for name in ("held", "made", "seen")}
+    module.pair, module.mixed[:] = (stream, 5), [stream, 5, 7, 8]
+    now = {name: vars(module)[name] for name in ("held", "made", "seen", "mixed")}
     with found.restored():
         assert module.stream is module.late is stream
         assert (module.calls, module.held, module.made, module.seen) == (1, {"one": 1, "side": stream}, [stream], [1])
+        assert (module.pair, module.mixed) == ((stream,), [stream, 0, 7])
+    assert (module.pair, module.mixed) == ((stream, 5), [stream, 5, 7, 8])
     assert (module.calls, module.held, module.made, module.seen) == (2, {"one": 2, "side": stream}, [stream], [1, 2])
     assert all(vars(module)[name] is value for name, value in now.items())
 
