@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError
-from ds_fuyou.storage.directory import ROOT_NAME
+from ds_fuyou.storage.directory import ROOT_NAME, is_run_name
 from ds_fuyou.storage.shared_memory import SHARED_MEMORY, find_buffers, remove_buffer
 
 __all__ = ["add_arguments", "left_in_shared_memory", "run"]
@@ -100,7 +100,7 @@ def _within(path: Path) -> tuple[Path, Path | None]:
         return path, None
     if path.name == ROOT_NAME:
         return path.parent, None
-    if path.parent.name == ROOT_NAME:
+    if path.parent.name == ROOT_NAME and is_run_name(path.name):
         return path.parent.parent, path
     return path, None
 

@@ -21,7 +21,7 @@ from ds_fuyou.planner.plan import under_block as under_block_of_rank
 from ds_fuyou.planner.policies import Tiers
 from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.planner.profiled import placed_under, predict, profile_line
-from ds_fuyou.simulator.choose import choose
+from ds_fuyou.simulator.choose import choose, with_checkpointing
 from ds_fuyou.simulator.compare import Training, compared, compared_text
 from ds_fuyou.simulator.fixed import limited, under_block
 from ds_fuyou.simulator.models import load_model, with_adapters
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.seq,
         1 if accumulation is None else accumulation,
     )
-    chosen = choose(work, machine, policy)
+    chosen = choose(work, machine, with_checkpointing(work, machine, policy))
     document = document_of(chosen)
     training = Training(1e9 if arguments.tokens is None else arguments.tokens, arguments.price)
     rows = compared(work, machine, policy, training) if compares else []

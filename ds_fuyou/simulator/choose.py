@@ -19,7 +19,7 @@ from ds_fuyou.planner.hardware import GIB, Machine
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import Plan, PlanInput, least_plan
-from ds_fuyou.planner.policies import Fates, Policy, Tiers
+from ds_fuyou.planner.policies import Fates, Fixed, Policy, Tiers
 from ds_fuyou.simulator.fit import MEMORY_NAMES, Needs, device_room, needs_of, rank_facts, shown_bytes
 from ds_fuyou.simulator.simulate import Simulated, simulate
 
@@ -33,6 +33,7 @@ __all__ = [
     "largest_model",
     "quick_secs",
     "try_choose",
+    "with_checkpointing",
 ]
 
 _MOST_BATCH, _MOST_TOKENS = 512, 1 << 20
@@ -123,6 +124,17 @@ def try_choose(work: Workload, machine: Machine, policy: Policy) -> Chosen | Nee
         simulate(work, machine, best.policy, best.place),
         best.second_slot_bytes,
     )
+
+
+def with_checkpointing(work: Workload, machine: Machine, policy: Policy) -> Policy:
+    """Of systems that leave gradient checkpointing to the script: with it or without, whichever is faster."""
+    if policy.fates is not Fates.CHECKPOINT:
+        return policy
+    without = replace(policy, fixed=Fixed(mode="none"))
+    one, other = (try_choose(work, machine, each) for each in (policy, without))
+    if isinstance(other, Chosen) and not (isinstance(one, Chosen) and one.iteration_secs <= other.iteration_secs):
+        return without
+    return policy
 
 
 @dataclass(frozen=True)

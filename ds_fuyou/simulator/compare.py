@@ -10,8 +10,8 @@ from typing import Any
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.cost import Workload
 from ds_fuyou.planner.hardware import Machine
-from ds_fuyou.planner.policies import Fixed, Policy
-from ds_fuyou.simulator.choose import Chosen, try_choose
+from ds_fuyou.planner.policies import Policy
+from ds_fuyou.simulator.choose import Chosen, try_choose, with_checkpointing
 from ds_fuyou.simulator.fit import MEMORY_NAMES, Needs, shown_bytes
 from ds_fuyou.simulator.systems import find_policy
 
@@ -74,16 +74,8 @@ def compared(work: Workload, machine: Machine, ours: Policy, training: Training)
             param_bytes=ours.param_bytes,
             gradient_bytes=max(policy.gradient_bytes, ours.param_bytes),
         )
-        without = try_choose(work, machine, replace(policy, fixed=Fixed(mode="none")))
-        found.append(_row(shown, _faster(try_choose(work, machine, policy), without), training))
+        found.append(_row(shown, try_choose(work, machine, with_checkpointing(work, machine, policy)), training))
     return found
-
-
-def _faster(one: Chosen | Needs, other: Chosen | Needs) -> Chosen | Needs:
-    """The first where neither trains."""
-    if isinstance(one, Chosen) and isinstance(other, Chosen):
-        return min(one, other, key=lambda chosen: chosen.iteration_secs)
-    return other if isinstance(other, Chosen) else one
 
 
 def _row(name: str, chosen: Chosen | Needs, training: Training) -> Compared:
