@@ -26,7 +26,7 @@ from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.optimizer.state_access import ROUNDED, NewState
 from ds_fuyou.storage.types import Extent
-from ds_fuyou.zero.checkpoint_state import CheckpointState
+from ds_fuyou.zero.checkpoint_state import CheckpointState, _Saved
 from tests.harness.small_core import small_core, step
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def test_of_rounded_states_each_byte_is_read_once(tmp_path: Path, monkeypatch: p
         activation = SimpleNamespace(config=SimpleNamespace(checksum=False))
         rank_state = SimpleNamespace(core=core, activation=activation, step_applied=lambda: None)
         state = CheckpointState(cast("RankState", rank_state), cast("torch.optim.Optimizer", None), [0, 1], list)
-        state._write_all([part[0] for part in loaded], [part[1:] for part in loaded])
+        state._write_all([part[0] for part in loaded], _Saved([part[1:] for part in loaded], {}))
     assert sum(looked_at) == sum(values.nbytes for part in tree for values in part)
 
 
