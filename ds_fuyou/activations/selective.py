@@ -125,9 +125,8 @@ class RegionOutputs:
         self._made: _Made | None = None
         self._begun_at = swapper.num_moved
         self.counts: dict[str, int] = {}
-        self.has_ended = False
-        """The forward; it may be recomputed before: see [Note: a forward that differentiates]."""
-        self.is_recomputed_within = False
+        self.forward_is_over = self.is_recomputed_within = False
+        """One runs while the forward does: see [Note: a forward that differentiates]."""
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """For the ``context_fn`` of a checkpoint: around the forward, and around every recomputation."""
@@ -181,7 +180,7 @@ class RegionOutputs:
 
     def end_forward(self, counts: dict[str, int], *, has_ended: bool) -> None:
         """``has_ended``: else something was raised in it, and another forward is looked at."""
-        self.counts, self.has_ended = counts, True
+        self.counts, self.forward_is_over = counts, True
         self._by_storage.clear()
         unseen, self._unseen = self._unseen, None
         if has_ended and unseen is not None and self._found is not None:
@@ -264,10 +263,9 @@ class _Recomputation(_Mode):
         self._region = region
         self._calls = CallCounter()
         self._complete: dict[int, int] = {}  # address of a storage → changes in place that it has behind it already
-        self._is_within = False
 
     def __enter__(self) -> Any:
-        self._is_within = self._region.is_recomputed_within = not self._region.has_ended
+        self._region.is_recomputed_within = not self._region.forward_is_over
         self._calls.restart()
         self._complete.clear()
         return super().__enter__()
@@ -276,7 +274,7 @@ class _Recomputation(_Mode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        if self._is_within:
+        if self._region.is_recomputed_within:
             return func(*args, **named)
         for tensor in written_tensors(func, args, named):
             left = self._complete.get(_address(tensor), 0)
@@ -294,7 +292,7 @@ class _Recomputation(_Mode):
 
     def __exit__(self, kind: Any, *exc: Any) -> None:
         super().__exit__(kind, *exc)
-        if self._is_within:
+        if self._region.is_recomputed_within:
             self._region.is_recomputed_within = False
             return
         counts = self._calls.counts()
