@@ -85,8 +85,10 @@ def _config_init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         activation = load_activation(self._param_dict)
-        if activation is not None and not _recorded_as_stock(self):
-            _activate(self, _recorded(activation))
+        if activation is not None:
+            activation = _recorded(self, activation)
+        if activation is not None:
+            _activate(self, activation)
             _keep_device_busy(self)
 
     return __init__
@@ -102,27 +104,20 @@ def _keep_device_busy(ds_config: Any) -> None:
         timer.synchronized = False
 
 
-def _recorded_as_stock(ds_config: Any) -> bool:
-    """Under ``fuyou verify``: records this process; whether it is the reference run, without the block."""
+def _recorded(ds_config: Any, activation: Activation) -> Activation | None:
+    """The block as it runs: ``fuyou verify`` records this process, apart from other runs; None: as the reference."""
     if VERIFY_VARIABLE not in os.environ:
-        return False
-    from ds_fuyou.zero.verification import Verification, rewrite_to_stock
+        return activation
+    from ds_fuyou.zero.verification import Verification, apart, rewrite_to_stock
 
     _apply(VERIFY_POINTS)
     verification = Verification.from_environment()
-    if verification is None or verification.mode != "stock":
-        return False
-    rewrite_to_stock(ds_config)
-    return True
-
-
-def _recorded(activation: Activation) -> Activation:
-    """The block as it runs: under ``fuyou verify`` apart from other runs."""
-    if VERIFY_VARIABLE not in os.environ:
+    if verification is None:
         return activation
-    from ds_fuyou.zero.verification import apart
-
-    return apart(activation)
+    if verification.mode != "stock":
+        return apart(activation, verification)
+    rewrite_to_stock(ds_config)
+    return None
 
 
 def _swapper_factory(original: Callable[..., Any]) -> Callable[..., Any]:

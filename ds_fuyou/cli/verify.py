@@ -94,8 +94,7 @@ def _ended_by_signals() -> Iterator[None]:
         raise SystemExit(128 + number)
 
     numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.getsignal(number) for number in numbers}
-    ours = [number for number in numbers if before[number] is signal.SIG_DFL]  # nohup ignores one
+    ours = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]  # nohup ignores one
     for number in ours:
         signal.signal(number, leave)
     try:
@@ -146,12 +145,10 @@ def _recorded(command: Sequence[str], mode: str, arguments: argparse.Namespace, 
 def _remove_storage(folder: Path) -> None:
     """What the run's processes on this machine have left on storage: where they ended well, empty folders."""
     from ds_fuyou.storage.cleanup import remove_state
-    from ds_fuyou.zero.verification import FOLDER, STORAGE
+    from ds_fuyou.zero.verification import STORAGE
 
     lines = [line for file in folder.glob(f"{STORAGE}.*") for line in file.read_text(encoding="utf-8").splitlines()]
     for path in sorted(set(map(json.loads, lines))):
-        if not os.path.basename(path).startswith(FOLDER):
-            continue
         with contextlib.suppress(OSError, FuyouStateError):  # another command's run is there
             for state in _ended(path):
                 remove_state(state)

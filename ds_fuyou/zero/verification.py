@@ -27,7 +27,6 @@ from ds_fuyou.zero.stock import is_ours
 
 __all__ = [
     "ENVIRONMENT",
-    "FOLDER",
     "STORAGE",
     "Verification",
     "apart",
@@ -40,7 +39,6 @@ __all__ = [
 ENVIRONMENT = "DS_FUYOU_VERIFY"
 STORAGE = "storage"
 """First part of the names of files that say where recorded processes have state."""
-FOLDER = "fuyou-verify"
 _SAMPLED = 64  # values of a tensor, about
 
 
@@ -72,29 +70,28 @@ def rewrite_to_stock(ds_config: Any) -> None:
     ds_config.zero_config.offload_param = DeepSpeedZeroOffloadParamConfig(device="cpu")
 
 
-def apart(activation: Activation) -> Activation:
+def apart(activation: Activation, verification: Verification) -> Activation:
     """The block of a recorded run. Its states are in folders of their own, which it begins with nothing and leaves with
     nothing: steps of the user's that a killed run has left stay, and no run goes on from these.
     """
-    verification = Verification.from_environment()
     paths = tuple(map(_folder_in, activation.state_paths))
-    if verification is not None:
-        with (
-            contextlib.suppress(OSError),  # on another machine: what a killed run leaves is the next one's to remove
-            Path(verification.folder, f"{STORAGE}.{os.getpid()}").open("a", encoding="utf-8") as file,
-        ):
-            file.writelines(f"{json.dumps(path)}\n" for path in paths)
+    made = [path for path in paths if path not in activation.state_paths]
+    with (
+        contextlib.suppress(OSError),  # on another machine: what a killed run leaves is the next one's to remove
+        Path(verification.folder, f"{STORAGE}.{os.getpid()}").open("a", encoding="utf-8") as file,
+    ):
+        file.writelines(f"{json.dumps(path)}\n" for path in made)
     own = {"nvme_path": paths or None, "resume": "off", "keep_state": False, "on_stale": "clean"}
     return replace(activation, config=activation.config.model_copy(update=own))
 
 
 def _folder_in(path: str) -> str:
     """Where it cannot be made the run is given the path itself, and says why that cannot be used."""
-    folder = os.path.join(path, f"{FOLDER}-{os.geteuid()}")
+    folder = os.path.join(path, f"fuyou-verify-{os.geteuid()}")
     try:
         os.mkdir(folder, 0o700)
     except FileExistsError:
-        return folder
+        pass
     except OSError:
         return path
     return folder
