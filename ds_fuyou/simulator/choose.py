@@ -108,20 +108,19 @@ def choose(work: Workload, machine: Machine, policy: Policy) -> Chosen:
 
 def try_choose(work: Workload, machine: Machine, policy: Policy) -> Chosen | Needs:
     """As :func:`choose`; where nothing fits, the needs of the placement that lacks least."""
-    machine = _as_used(machine, policy)
     best, nearest = _quick(work, machine, policy)
     if best is None:
         return nearest
     return Chosen(
         work,
-        machine,
+        best.machine,
         best.policy,
         policy,
         best.place,
         best.plan,
         best.needs,
         best.closed,
-        simulate(work, machine, best.policy, best.place),
+        simulate(work, best.machine, best.policy, best.place),
         best.second_slot_bytes,
     )
 
@@ -141,6 +140,7 @@ def with_checkpointing(work: Workload, machine: Machine, policy: Policy) -> Poli
 class _Quick:
     """What :class:`Chosen` has before anything is simulated."""
 
+    machine: Machine
     policy: Policy
     place: Placement
     plan: Plan | None
@@ -164,7 +164,7 @@ def _quick(work: Workload, machine: Machine, policy: Policy) -> tuple[_Quick | N
         needed = needs_of(work, machine, policy, other, other_plan)
         if not needed.missing() and _second_slot_bytes(needed, policy):
             place, plan, needs = other, other_plan, needed
-    return _Quick(policy, place, plan, needs, closed_form(work, machine, policy, place), lacking), needs
+    return _Quick(machine, policy, place, plan, needs, closed_form(work, machine, policy, place), lacking), needs
 
 
 def _as_used(machine: Machine, policy: Policy) -> Machine:
