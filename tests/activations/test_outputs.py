@@ -62,6 +62,17 @@ def agrees(swapped: Attached, step: Callable[[nn.Module], None], expected: Seque
     )
 
 
+def agrees_whatever_is_drawn(
+    swapped: Attached, step: Callable[[nn.Module], None], calls: Sequence[OperatorCall], expected: Sequence[Any]
+) -> None:
+    """With fates of every block's calls that are drawn anew, four times."""
+    drawn, blocks = random.Random(0), [f"blocks.{i}" for i in range(len(swapped.model.blocks))]
+    for _ in range(4):
+        fates = {block: {call: drawn.choice(list(Fate)) for call in calls} for block in blocks}
+        swapped.session.decide({block: BlockFate(Fate.SWAP, chosen) for block, chosen in fates.items()} | AROUND)
+        assert agrees(swapped, step, expected), fates
+
+
 STEPS = (train, train_in_autocast, train_twice_through_one_graph)
 MODELS: dict[str, dict] = {
     "plain": {},
@@ -77,12 +88,8 @@ def test_any_mixture_of_fates(name: str, step: Callable[[nn.Module], None], tmp_
     expected = gradients(copy.deepcopy(model), step)
     calls = calls_of(model, step)
     assert {"aten.addmm.default", "aten.gelu.default", "aten._softmax.default"} <= {call.operator for call in calls}
-    drawn = random.Random(0)
     with attached(model, tmp_path, arena_bytes=SMALL) as swapped:
-        for _ in range(4):
-            fates = {f"blocks.{i}": {call: drawn.choice(list(Fate)) for call in calls} for i in range(4)}
-            swapped.session.decide({block: BlockFate(Fate.SWAP, chosen) for block, chosen in fates.items()} | AROUND)
-            assert agrees(swapped, step, expected), fates
+        agrees_whatever_is_drawn(swapped, step, calls, expected)
         assert swapped.tier.counters.read_bytes > 0
         assert swapped.nothing_is_left()
 
@@ -92,12 +99,8 @@ class Force(nn.Module):
 
     def __init__(self, width: int, *, deep: bool) -> None:
         super().__init__()
-        self.first, self.up, self.down = (
-            nn.Linear(width, width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
-        self.deep = deep
+        self.first, self.deep = nn.Linear(width, width), deep
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
         y = self.first(x)
@@ -130,12 +133,8 @@ def test_a_forward_that_differentiates(deep: bool, tmp_path: Path) -> None:
 
     expected = gradients(copy.deepcopy(model), step)
     calls = calls_of(model, step)
-    drawn = random.Random(0)
     with attached(model, tmp_path, arena_bytes=SMALL) as swapped:
-        for _ in range(4):
-            fates = {f"blocks.{i}": {call: drawn.choice(list(Fate)) for call in calls} for i in range(3)}
-            swapped.session.decide({block: BlockFate(Fate.SWAP, chosen) for block, chosen in fates.items()} | AROUND)
-            assert agrees(swapped, step, expected), fates
+        agrees_whatever_is_drawn(swapped, step, calls, expected)
         assert swapped.nothing_is_left()
 
 
