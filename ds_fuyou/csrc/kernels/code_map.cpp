@@ -161,20 +161,23 @@ void CodeMap::make_lines()
 }
 
 void CodeMap::encode(const float* values, float scale, std::uint8_t* codes, std::size_t numel,
-                     CodePath path) const
+                     [[maybe_unused]] CodePath path) const
 {
     std::size_t done = 0;
+#if defined(__x86_64__)
     if (scale <= kLargestDivisor) {
         if (path >= CodePath::kAvx512) done = encode_avx512(values, scale, codes, numel);
         if (path == CodePath::kAvx2) done = encode_avx2(values, scale, codes, numel);
     }
+#endif
     encode_portable(values + done, scale, codes + done, numel - done);
 }
 
 void CodeMap::decode(const std::uint8_t* codes, float scale, float* values, std::size_t numel,
-                     CodePath path) const
+                     [[maybe_unused]] CodePath path) const
 {
     std::size_t done = 0;
+#if defined(__x86_64__)
     if (path == CodePath::kVbmi)
         done = is_signed_ ? decode_signed_vbmi(codes, scale, values, numel)
                           : decode_unsigned_vbmi(codes, scale, values, numel);
@@ -182,6 +185,7 @@ void CodeMap::decode(const std::uint8_t* codes, float scale, float* values, std:
         done = is_signed_ ? decode_signed_avx512(codes, scale, values, numel)
                           : decode_unsigned_avx512(codes, scale, values, numel);
     if (path == CodePath::kAvx2) done = decode_avx2(codes, scale, values, numel);
+#endif
     decode_portable(codes + done, scale, values + done, numel - done);
 }
 
@@ -490,43 +494,6 @@ FUYOU_VBMI std::size_t CodeMap::decode_unsigned_vbmi(const std::uint8_t* codes, 
         put_together(bytes, factor, values + i);
     }
     return num_done;
-}
-
-#else
-
-std::size_t CodeMap::decode_signed_vbmi(const std::uint8_t*, float, float*, std::size_t) const
-{
-    return 0;
-}
-
-std::size_t CodeMap::decode_unsigned_vbmi(const std::uint8_t*, float, float*, std::size_t) const
-{
-    return 0;
-}
-
-std::size_t CodeMap::encode_avx2(const float*, float, std::uint8_t*, std::size_t) const
-{
-    return 0;
-}
-
-std::size_t CodeMap::decode_avx2(const std::uint8_t*, float, float*, std::size_t) const
-{
-    return 0;
-}
-
-std::size_t CodeMap::encode_avx512(const float*, float, std::uint8_t*, std::size_t) const
-{
-    return 0;
-}
-
-std::size_t CodeMap::decode_signed_avx512(const std::uint8_t*, float, float*, std::size_t) const
-{
-    return 0;
-}
-
-std::size_t CodeMap::decode_unsigned_avx512(const std::uint8_t*, float, float*, std::size_t) const
-{
-    return 0;
 }
 
 #endif
