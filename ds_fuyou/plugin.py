@@ -218,12 +218,6 @@ def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    from ds_fuyou.zero.loading import loading
-
-    return loading(original)
-
-
 VERIFY_VARIABLE = "DS_FUYOU_VERIFY"
 VERIFY_POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
@@ -343,7 +337,7 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.load_checkpoint",
         "a checkpoint on its way is waited for; all ranks load or none; what was loaded is committed at once",
-        _load_checkpoint,
+        _from_zero("loading:loading"),
     ),
     PatchPoint(
         "deepspeed.runtime.engine",

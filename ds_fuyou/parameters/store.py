@@ -688,11 +688,7 @@ class ParameterStore:
         self._is_settled = False
         for partition in self.partitions:
             if partition.presence is not Presence.AWAY and partition.source.changes:
-                if partition.read is not None:
-                    self._dropped.append(partition.read)
-                self._is_used(partition)
-                self._free(partition)
-                partition.presence, partition.read = Presence.AWAY, None
+                self._lose(partition)
                 self._borrower.away(partition)
         self._count_hidden()
         self.trace.end_step()

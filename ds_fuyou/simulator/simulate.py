@@ -344,15 +344,13 @@ class _Graph:
             waits_for_step = part < late or policy.updates in _IN_STEP  # one version: it waits for step()
             waits = tuple(after) if waits_for_step else (arrived,)
             share = 1.0 / moving if part >= cut - moving else 0.0
-            read = self._chunk("read state of", unit, Lane.READ, share * (unit.s_read + unit.acc_read), due, *waits)
-            update = self._chunk("update", unit, Lane.CPU, unit.update / cut, due, read, *waits)
-            write = self._chunk("write state of", unit, Lane.WRITE, share * unit.s_write, due, update)
+            read = self._add("read state of", unit, Lane.READ, share * (unit.s_read + unit.acc_read), due, *waits)
+            update = self._add("update", unit, Lane.CPU, unit.update / cut, due, read, *waits)
+            write = self._add("write state of", unit, Lane.WRITE, share * unit.s_write, due, update)
             self._stage(read, update, write)
             ready = update if self._taken_from_updates or write is None else write
             if ready is not None:
                 self._published[index].append(ready)
-
-    _chunk = _add
 
     def _stage(self, read: int | None, update: int | None, write: int | None) -> None:
         """A chunk's buffers: taken by the first task, given back by the last. In memory it needs none."""
