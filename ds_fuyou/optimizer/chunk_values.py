@@ -28,6 +28,7 @@ def gather(layout: FlatLayout, chunk: Chunk, source: Source, dtype: torch.dtype)
         begin, end = overlap(span, chunk)
         piece = source(span)[begin - span.begin : end - span.begin]
         values[begin - chunk.begin : end - chunk.begin].copy_(piece)
+    layout.clear_padding(chunk, values)
     return values
 
 

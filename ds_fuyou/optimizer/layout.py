@@ -11,8 +11,13 @@ block's first parameter; backward delivers that parameter earlier, so nothing wa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 CUT_ELEMENTS = 2048
 
@@ -21,7 +26,8 @@ __all__ = ["CUT_ELEMENTS", "Chunk", "FlatLayout", "LayoutEntry", "LayoutLimits",
 
 @dataclass(frozen=True)
 class ParamSpan:
-    """One parameter partition of this rank: elements [begin, end) of its sub-group's flat space."""
+    """One parameter partition of this rank: elements [begin, end) of its sub-group's flat space, of which the last
+    ``padding`` are no element of the parameter."""
 
     index: int
     name: str
@@ -29,6 +35,7 @@ class ParamSpan:
     sub_group: int
     begin: int
     end: int
+    padding: int = 0
 
     @property
     def numel(self) -> int:
@@ -80,14 +87,28 @@ class FlatLayout:
         """Of a class, by elements; ``resident`` is by chunk."""
         return sum(chunk.numel for chunk in self.chunks if resident[chunk.index]) / self.numel
 
+    def clear_padding(self, chunk: Chunk, values: torch.Tensor) -> None:
+        """Zeros for what a chunk's values, 1-D, have behind the end of parameters: stock leaves there what memory held,
+        and moments of few bits share a scale with it.
+        """
+        for span in map(self.params.__getitem__, chunk.params):
+            begin, end = overlap(span, chunk)
+            begin = max(begin, span.end - span.padding)
+            if begin < end:
+                values[begin - chunk.begin : end - chunk.begin].zero_()
+
 
 def overlap(span: ParamSpan, chunk: Chunk) -> tuple[int, int]:
     """[begin, end) of the elements that a parameter and a chunk share, counted from the sub-group's start."""
     return max(span.begin, chunk.begin), min(span.end, chunk.end)
 
 
-def build_layout(sub_groups: Sequence[Sequence[LayoutEntry]], limits: LayoutLimits | None = None) -> FlatLayout:
-    """Cuts every sub-group; order is the flat order.
+def build_layout(
+    sub_groups: Sequence[Sequence[LayoutEntry]],
+    limits: LayoutLimits | None = None,
+    padding: Mapping[str, int] = MappingProxyType({}),
+) -> FlatLayout:
+    """Cuts every sub-group; order is the flat order. ``padding``: of parameters by name, where there is any.
 
     Chunks are numbered by sub-group and offset; ``position`` is the smallest forward position among the
     parameters a chunk holds (its deadline in the next forward).
@@ -101,7 +122,8 @@ def build_layout(sub_groups: Sequence[Sequence[LayoutEntry]], limits: LayoutLimi
         first = len(params)
         offset = 0
         for name, block, numel, position in entries:
-            params.append(ParamSpan(len(params), name, block, sub_group, offset, offset + numel))
+            span = ParamSpan(len(params), name, block, sub_group, offset, offset + numel, padding.get(name, 0))
+            params.append(span)
             positions.append(position)
             offset += numel
         numels.append(offset)

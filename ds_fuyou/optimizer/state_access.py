@@ -284,6 +284,8 @@ class StateAccess:
             transfer.wait()
         if coming.new.compare is not None:
             coming.new.compare(self.parts(core.layout.chunks[index], coming.state))
+        for part in self.parts(core.layout.chunks[index], coming.state):
+            core.layout.clear_padding(core.layout.chunks[index], part)
         writing: list[Transfer] = []
         place, chunk, resident = core.place, core.layout.chunks[index], core.place.state(index)
         layout = place.stored_of(chunk) if resident is None else place.resident_of(chunk)

@@ -83,6 +83,17 @@ class TrainedModel:
         ]
 
     @functools.cached_property
+    def padding(self) -> dict[str, int]:
+        """Elements at the end of this rank's partition that a trained parameter does not have, by its name."""
+        found = {}
+        for param in self.trained:
+            numel = param.partition_numel()
+            beyond = (dist.get_rank(param.ds_process_group) + 1) * numel - param.ds_numel
+            if beyond > 0:
+                found[self.names[param]] = min(beyond, numel)
+        return found
+
+    @functools.cached_property
     def frozen(self) -> list[Parameter]:
         trained = {param.ds_id for param in self.trained}
         return [param for param in self.names if param.ds_id not in trained]
@@ -278,4 +289,4 @@ def laid_out(model: TrainedModel, chunk_bytes: int) -> FlatLayout:
         max_elements=max(CUT_ELEMENTS, chunk_bytes // 4),
         min_elements=min(512 * 1024, max(CUT_ELEMENTS, chunk_bytes // 8)),
     )
-    return build_layout(model.entries, limits)
+    return build_layout(model.entries, limits, model.padding)

@@ -120,6 +120,9 @@ def build_engine(case: dict):
         run_design.copied_later_bytes = lambda: 0
     with deepspeed.zero.Init(config_dict_or_path=case["config"], enabled=case.get("zero_init", False)):
         model = build_model(case["model"])
+    for param in model.parameters() if "padding" in case else ():  # as if memory had held it where partitions were made
+        begin = torch.distributed.get_rank() * param.ds_tensor.numel()
+        param.ds_tensor.data[max(0, param.ds_numel - begin) :] = case["padding"]
     hook_gradients(model, case, "before")
     if case.get("plain"):
         return PlainEngine(model, parameter_groups(model, case.get("groups", "one")), case["config"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.runner import differences, run_case, with_fuyou
+from tests.harness.runner import differences, ds_config, run_case, with_fuyou
 from tests.parity.cases import STOCK, block
 
 ROUNDED = ("bf16", "int8")
@@ -36,6 +36,24 @@ def test_tiers_and_chunks_change_nothing(name: str, moments: str, stock_run: Any
     assert differences(stock, first)
     assert first[0]["losses"][0] == stock[0]["losses"][0]
     assert first[0]["losses"] == pytest.approx(stock[0]["losses"], rel=2e-2, nan_ok=True)
+
+
+@pytest.mark.parametrize("saved_by", ["nobody", "stock"])
+@pytest.mark.parametrize("tiers", ["none", "all"])
+def test_what_partitions_have_behind_a_parameter_changes_nothing(tiers: str, saved_by: str, tmp_path: Path) -> None:
+    """Stock makes them of memory as it is, and decay takes it into moments, which share a scale with a parameter's."""
+    optimizer = {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.1, "adam_w_mode": False}}
+    case = {"model": {"gates": True}, "config": ds_config(optimizer=optimizer), "world_size": 2, "steps": 3}
+    results = []
+    for padding in (0.0, 1e4):
+        folder = tmp_path / f"{padding:g}"
+        folder.mkdir()
+        held = {**case, "zero_init": True, "padding": padding}
+        if saved_by == "stock":
+            run_case({**held, "save": str(folder / "saved")}, folder, "stock")
+            held = {**case, "load": str(folder / "saved")}
+        results.append(run_case(ours(held, folder, tiers, "int8"), folder, "ours"))
+    assert differences(*results) == []
 
 
 @pytest.mark.parametrize(
