@@ -63,7 +63,7 @@ These cannot be combined with the block and are refused by name:
 |---|---|
 | `DS_FUYOU_DISABLE=1` | switches the package off in the process |
 | `DS_FUYOU_LOG_LEVEL` | `debug`, `info` (default), `warning` or `error` |
-| `FUYOU_CACHE` | the compiled core and profiles; default `ds_fuyou` in `$XDG_CACHE_HOME` or `~/.cache` |
+| `FUYOU_CACHE` | the compiled core and profiles; default `~/.cache/ds_fuyou`, without a home in `$TMPDIR` |
 | `DS_FUYOU_PROFILES` | directory of the profiles of runs alone; `off` keeps none |
 | `CXX`, `MAX_JOBS` | compiler of the core, and how many run at a time |
 | `TORCH_DEVICE_BACKEND_AUTOLOAD=0` | torch loads no plugins; use `deepspeed --module ds_fuyou SCRIPT` |

@@ -1,19 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that change in one step."""
+"""Names that change in one step, and where files lie that outlive runs."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["exchange", "may_be_replaced", "replacing"]
+__all__ = ["CACHE_VARIABLE", "cache_path", "exchange", "may_be_replaced", "replacing"]
+
+CACHE_VARIABLE = "FUYOU_CACHE"
 
 _HERE = -100  # AT_FDCWD
 _RENAME_EXCHANGE = 2
+
+
+def cache_path() -> Path:
+    """``$FUYOU_CACHE``, else ``ds_fuyou`` in ``$XDG_CACHE_HOME`` or ``~/.cache``; for a user who has no home, as in a
+    container that knows the number alone, ``ds_fuyou-NUMBER`` among temporary files. Nothing is created.
+    """
+    named = os.environ.get(CACHE_VARIABLE)
+    path = os.path.expanduser(named or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "ds_fuyou"))
+    if path.startswith("~"):
+        return Path(tempfile.gettempdir(), f"ds_fuyou-{os.geteuid()}")
+    return Path(path)
 
 
 def exchange(one: str | Path, other: str | Path, *, dir_fd: int = _HERE) -> bool:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_fuyou.errors import FuyouBuildError
+from ds_fuyou.files import CACHE_VARIABLE, cache_path
 from ds_fuyou.log import get_logger
 
 if TYPE_CHECKING:
@@ -37,20 +38,18 @@ if TYPE_CHECKING:
 
 __all__ = ["build_cached", "cache_directory", "cache_key", "missing_tool", "remembered"]
 
-CACHE_VARIABLE = "FUYOU_CACHE"
 JOBS_VARIABLE = "MAX_JOBS"
 _LAST_LINES = 40
 MOST_KEPT = 16  # builds: one for each environment and version, 5 MB each
 
 
 def cache_directory() -> Path:
-    """``$FUYOU_CACHE``, else ``$XDG_CACHE_HOME/ds_fuyou``, else ``~/.cache/ds_fuyou``; created.
+    """:func:`ds_fuyou.files.cache_path`, created.
 
     Raises:
         FuyouBuildError: it cannot be written, or belongs to another user (whose code would be run).
     """
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    path = Path(os.environ.get(CACHE_VARIABLE) or os.path.join(base, "ds_fuyou")).expanduser()
+    path = cache_path()
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = path.stat()

@@ -2,8 +2,7 @@
 """What the first steps of a run measured, and where it is kept for the next run. No torch.
 
 A profile belongs to one machine and one model. It lies in ``$DS_FUYOU_PROFILES`` (a directory, or "off"), else in
-``profiles`` of the package's cache directory (``$FUYOU_CACHE``, ``$XDG_CACHE_HOME/ds_fuyou`` or ``~/.cache/ds_fuyou``),
-one JSON file for each pair of fingerprints, written atomically.
+``profiles`` of the package's cache directory, one JSON file for each pair of fingerprints, written atomically.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ds_fuyou.files import replacing
+from ds_fuyou.files import cache_path, replacing
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.hardware import NO_THREADS, ThreadSecs
 from ds_fuyou.planner.plan import PlanInput
@@ -292,11 +291,8 @@ def profile_directory() -> Path | None:
     if named.lower() == OFF:
         return None
     if named:
-        return Path(named).expanduser()
-    cache = os.environ.get("FUYOU_CACHE")
-    if cache:
-        return Path(cache).expanduser() / "profiles"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ds_fuyou" / "profiles"
+        return Path(os.path.expanduser(named))
+    return cache_path() / "profiles"
 
 
 def _path(machine: str, model: str) -> Path | None:

@@ -54,7 +54,7 @@ def find_disks(root: Path = Path("/"), others: Sequence[Path] = ()) -> list[Disk
     are looked at where a mount point itself is not writable: the working and the home directory, unless told.
     """
     found: dict[str, Disk] = {}
-    for directory in (*mount_points(root), *(others or (Path.cwd(), Path.home()))):
+    for directory in (*mount_points(root), *(others or (Path.cwd(), Path(os.path.expanduser("~"))))):
         if not os.access(directory, os.W_OK | os.X_OK) or directory == Path("/"):
             continue
         try:

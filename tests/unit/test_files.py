@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that take another's place: links, pipes and devices stay what they are."""
+"""Files that take another's place: links, pipes and devices stay what they are; and where caches lie."""
 
 from __future__ import annotations
 
 import os
+import pwd
 import stat
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_fuyou.files import replacing
+from ds_fuyou.files import cache_path, replacing
+from ds_fuyou.ops.core import builder_module
+from ds_fuyou.planner.profile import profile_directory
+from ds_fuyou.storage.disks import find_disks
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:
@@ -80,3 +85,30 @@ def test_a_directory_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match="folder'"), replacing(folder) as part:
         part.write_text("x")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_user_without_a_home_has_a_cache_among_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's user may be a number that no file knows, and have no HOME: stock trains there."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    for name in ("HOME", "FUYOU_CACHE", "XDG_CACHE_HOME", "DS_FUYOU_PROFILES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = tmp_path / f"ds_fuyou-{os.geteuid()}"
+    assert cache_path() == own
+    builder_module()
+    from ds_fuyou.op_builder import build_cache
+
+    assert build_cache.cache_directory() == own
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert profile_directory() == own / "profiles"
+    assert isinstance(find_disks(tmp_path), list)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert cache_path() == tmp_path / "cache" / "ds_fuyou"
+    monkeypatch.setenv("FUYOU_CACHE", str(tmp_path / "named"))
+    assert cache_path() == tmp_path / "named"
