@@ -13,18 +13,9 @@ from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.policy import BlockFate, Fate
 from ds_fuyou.planner.activations import WORKING_BLOCKS, ActivationCosts, SavedOutput, plan_activations
 from ds_fuyou.planner.cost import Placement
+from ds_fuyou.planner.profile import OperatorCost
 
-__all__ = ["Choice", "Counts", "OutputCost", "SavedStep"]
-
-
-@dataclass(frozen=True)
-class OutputCost:
-    """One operator's output in one forward of one block."""
-
-    name: str
-    call: OperatorCall
-    flops: float
-    num_bytes: float
+__all__ = ["Choice", "Counts", "SavedStep"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +28,7 @@ class SavedStep:
         block_flops: of its forward; 0: not known.
         input_bytes: of the tensors that go into a block.
         outside_bytes: what is saved around blocks in one forward.
-        outputs: of one block, in the order of its forward; only those worth saving.
+        outputs: of one block by their calls, in the order of its forward; only those worth saving.
         device_bytes: room for activations on the device in backward of the blocks; ``beside_bytes``: what else this
             rank's training takes of it then.
         staying_bytes: of the device, for activations until that begins: the loss, say, may need more of it than blocks.
@@ -50,7 +41,7 @@ class SavedStep:
     block_flops: float
     input_bytes: float
     outside_bytes: float
-    outputs: tuple[OutputCost, ...]
+    outputs: Mapping[OperatorCall, OperatorCost]
     device_bytes: float
     host_bytes: float
     stored_bytes: float
@@ -66,7 +57,7 @@ class SavedStep:
             input_bytes=self.input_bytes,
             whole_bytes=self.block_bytes,
             outside_bytes=self.outside_bytes,
-            outputs=tuple(SavedOutput(o.name, o.flops, o.num_bytes) for o in self.outputs) if known else (),
+            outputs=tuple(SavedOutput(o.name, o.flops, o.num_bytes) for o in self.outputs.values()) if known else (),
             block_flops=self.block_flops if known else 1.0 / self.num_blocks,
             working_blocks=WORKING_BLOCKS,
             spare_bytes=self.device_bytes - self.room,
@@ -106,12 +97,12 @@ class SavedStep:
         costs = self.costs()
         found = plan_activations(costs, place, self.room, self.host_bytes, secs_of, most_stored=self.stored_bytes)
         inputs, *outputs = (Counts(swapped, again, kept) for _, kept, swapped, again in found.fates)
-        named = zip(self.outputs, outputs, strict=True) if costs.outputs else ()
+        named = zip(self.outputs.items(), outputs, strict=True) if costs.outputs else ()
         coming = max(0, costs.num_working - inputs.kept)  # blocks that backward works on and that do not stay whole
         return Choice(
             self.num_blocks,
             inputs,
-            {(output.name, output.call): counts for output, counts in named},
+            {(output.name, call): counts for (call, output), counts in named},
             swaps_outside=found.swapped_bytes > 0,
             device_bytes=found.kept_bytes + coming * self.block_bytes,
             kept_bytes=found.kept_bytes,

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ds_fuyou.activations.auto import Choice, Counts, OutputCost
+from ds_fuyou.activations.auto import Choice, Counts
 from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.planner.profile import OperatorCost
 
 __all__ = ["by_planned_name", "planned_choice", "require_blocks"]
 
@@ -19,22 +20,22 @@ _WEIGHTED = frozenset({"addmm", "mm", "_addmm_activation", "linear", "mkldnn_lin
 _ATTENTION = frozenset({"bmm", "baddbmm", "_softmax", "_safe_softmax"})
 
 
-def _short(output: OutputCost) -> str:
-    return output.call.operator.rsplit(".", 1)[0].split(".")[-1].split("::")[-1]
+def _short(call: OperatorCall) -> str:
+    return call.operator.rsplit(".", 1)[0].split(".")[-1].split("::")[-1]
 
 
-def _is_attention(output: OutputCost) -> bool:
-    name = _short(output)
+def _is_attention(call: OperatorCall) -> bool:
+    name = _short(call)
     return name in _ATTENTION or "attention" in name or "attn" in name
 
 
-def by_planned_name(outputs: Sequence[OutputCost]) -> dict[str, list[OutputCost]] | None:
-    """``outputs`` of one block in the order of its forward, by the names of ``planner.model``; None where the block is
+def by_planned_name(calls: Sequence[OperatorCall]) -> dict[str, list[OperatorCall]] | None:
+    """``calls`` of one block in the order of its forward, by the names of ``planner.model``; None where the block is
     neither attention between projections followed by an MLP nor an MLP alone. What comes after the last product has no
     name.
     """
-    attention = [place for place, output in enumerate(outputs) if _is_attention(output)]
-    weighted = [place for place, output in enumerate(outputs) if _short(output) in _WEIGHTED]
+    attention = [place for place, call in enumerate(calls) if _is_attention(call)]
+    weighted = [place for place, call in enumerate(calls) if _short(call) in _WEIGHTED]
     before, after, projection = [-1], weighted, -1
     if attention:
         before = [place for place in weighted if place < attention[0]]
@@ -42,9 +43,9 @@ def by_planned_name(outputs: Sequence[OutputCost]) -> dict[str, list[OutputCost]
     if not before or len(after) < 2:
         return None
     *up, down = after
-    found: dict[str, list[OutputCost]] = {}
-    for place, output in enumerate(outputs[: down + 1]):
-        found.setdefault(_name(place, place in weighted, before[0], projection, up[0], down), []).append(output)
+    found: dict[str, list[OperatorCall]] = {}
+    for place, call in enumerate(calls[: down + 1]):
+        found.setdefault(_name(place, place in weighted, before[0], projection, up[0], down), []).append(call)
     return found
 
 
@@ -78,7 +79,7 @@ def require_blocks(activations: Mapping[str, Mapping[str, int]], num_blocks: int
 
 
 def planned_choice(
-    activations: Mapping[str, Mapping[str, int]], num_blocks: int, outputs: Sequence[OutputCost]
+    activations: Mapping[str, Mapping[str, int]], num_blocks: int, outputs: Mapping[OperatorCall, OperatorCost]
 ) -> Choice | None:
     """What a plan document says, for a model of ``num_blocks`` as many as planned; None where its names fit nothing in
     the blocks. What the plan does not name is computed again wherever anything of its block is.
@@ -87,13 +88,13 @@ def planned_choice(
         name: Counts(swapped=row["swap"], recomputed=row["recompute"], kept=row["keep"])
         for name, row in activations.items()
     }
-    named = by_planned_name(outputs)
+    named = by_planned_name(list(outputs))
     if named is None:
         return None
     found: dict[tuple[str, OperatorCall], Counts] = {}
     for name, members in named.items():
-        for output in members if name in rows else ():
-            found[f"{name} ({output.name})", output.call] = rows[name]
+        for call in members if name in rows else ():
+            found[f"{name} ({outputs[call].name})", call] = rows[name]
     inputs = rows.get("block_input", Counts(num_blocks, 0, 0))
     swapped = Counts(num_blocks - inputs.kept, 0, inputs.kept)  # an input cannot be computed again
     return Choice(num_blocks, swapped, found, swaps_outside=True)

@@ -48,8 +48,17 @@ OFF = "off"
 
 @dataclass(frozen=True)
 class OperatorCost:
-    """One operator output of a block, for the micro-batch that was measured. ``saved``: backward needs it. ``call``: by
-    which a recomputation knows it, its operator and which of that one's calls; None: it always runs again.
+    """What one call of an operator in a block's forward made, for the micro-batch that was measured.
+
+    Attributes:
+        name: module within the block and operator, ``mlp.up/addmm``; ``/2`` is added to the second of its name.
+        flops: forward FLOPs of the call.
+        num_bytes: memory that the outputs made; 0 for views and for operators in place.
+        saved: backward needs it, or nobody could see whether it does. A view that is saved counts for the operator that
+            made the memory, the input of a block for the operator that ended the block before.
+        call: by which a recomputation knows the output, its operator and which of that one's calls; None for a call
+            that it always runs again (:mod:`ds_fuyou.activations.calls`), as for one whose output is changed unseen
+            (looked for in the first block alone).
     """
 
     name: str
@@ -61,7 +70,12 @@ class OperatorCost:
 
 @dataclass(frozen=True)
 class BlockCost:
-    """One block; ``name`` "" is what the model does outside of its blocks."""
+    """One call of one block. ``name`` "" is what the model does outside of its blocks.
+
+    Attributes:
+        input_bytes: of the tensors that came in.
+        operators: in the order of the calls; those that made no memory and have no FLOPs are left out.
+    """
 
     name: str
     flops: float

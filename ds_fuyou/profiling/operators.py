@@ -34,60 +34,9 @@ from ds_fuyou.activations.unseen import UnseenChanges
 from ds_fuyou.host.device import Device
 from ds_fuyou.planner.profile import BlockCost, OperatorCost
 
-__all__ = ["BlockProfile", "OperatorOutput", "OperatorRecorder", "SavedHooks"]
+__all__ = ["OperatorRecorder", "SavedHooks"]
 
 SavedHooks: TypeAlias = "tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]"
-
-
-@dataclass(frozen=True)
-class OperatorOutput:
-    """What one call of an operator in a block's forward made.
-
-    Attributes:
-        name: module within the block and operator, ``mlp.up/addmm``; ``/2`` is added to the second of its name.
-        call: by which a recomputation knows the output; None for a call that it always runs again
-            (:mod:`ds_fuyou.activations.calls`), as for one whose output is changed unseen (looked for in the first
-            block alone).
-        flops: forward FLOPs of the call.
-        num_bytes: memory that the outputs made; 0 for views and for operators in place.
-        saved: backward needs it. A view that is saved counts for the operator that made the memory, the input of a
-            block for the operator that ended the block before.
-    """
-
-    name: str
-    flops: int
-    num_bytes: int
-    saved: bool
-    call: OperatorCall | None = None
-
-
-@dataclass(frozen=True)
-class BlockProfile:
-    """One call of one block. ``name`` "" is what the model does outside of its blocks.
-
-    Attributes:
-        outputs: in the order of the calls; those that made no memory and have no FLOPs are left out.
-        input_bytes: of the tensors that came in.
-        saves_known: autograd's saving could be seen. It cannot inside of a gradient checkpoint; then at most the
-            output that is the input of the next block has ``saved``.
-    """
-
-    name: str
-    outputs: tuple[OperatorOutput, ...]
-    input_bytes: int = 0
-    saves_known: bool = True
-
-    @property
-    def flops(self) -> int:
-        return sum(output.flops for output in self.outputs)
-
-    def cost(self) -> BlockCost:
-        """As the planner has it."""
-        operators = (
-            OperatorCost(o.name, float(o.flops), float(o.num_bytes), o.saved or not self.saves_known, o.call)
-            for o in self.outputs
-        )
-        return BlockCost(self.name, float(self.flops), float(self.input_bytes), tuple(operators))
 
 
 def _keep(tensor: torch.Tensor) -> Any:
@@ -104,7 +53,7 @@ class _Calls:
 
     def __init__(self, block: str) -> None:
         self.block = block
-        self.outputs: list[OperatorOutput] = []
+        self.outputs: list[OperatorCost] = []
         self.input_bytes = 0
         self.saves_own = False
         self.counter = CallCounter()
@@ -120,16 +69,20 @@ class _Calls:
         self._names[name] += 1
         if self._names[name] > 1:
             name = f"{name}/{self._names[name]}"
-        self.outputs.append(OperatorOutput(name, flops, num_bytes, False, call))
+        self.outputs.append(OperatorCost(name, float(flops), float(num_bytes), False, call))
         return len(self.outputs) - 1
 
     def took(self, args: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         self.input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    def profile(self) -> BlockProfile:
-        known = self.saves_own or not self.outputs
-        return BlockProfile(self.block, tuple(self.outputs), self.input_bytes, known)
+    def cost(self) -> BlockCost:
+        """Where nothing of its own was seen to be saved, as outside of blocks and inside of a gradient checkpoint, all
+        may be.
+        """
+        known = self.block != "" and self.saves_own
+        outputs = tuple(replace(output, saved=output.saved or not known) for output in self.outputs)
+        return BlockCost(self.block, sum((output.flops for output in outputs), 0.0), float(self.input_bytes), outputs)
 
 
 class _Timings:
@@ -155,18 +108,18 @@ class _Timings:
     def settle(self) -> None:
         """Gives calls without FLOPs theirs: seconds are the median of all blocks, the first call being slower."""
         secs: dict[str, list[float]] = defaultdict(list)
-        flops: dict[str, int] = {}
+        flops: dict[str, float] = {}
         for calls, place, begin, end in self._calls:
             output = calls.outputs[place]
             secs[output.name].append(self._secs(begin, end))
-            flops[output.name] = max(flops.get(output.name, 0), output.flops)
+            flops[output.name] = max(flops.get(output.name, 0.0), output.flops)
         took = {name: statistics.median(every) for name, every in secs.items()}
         counted = sum(took[name] for name, count in flops.items() if count)
         rate = sum(flops.values()) / counted if counted > 0 else 0.0
         for calls, place, _, _ in self._calls:
             output = calls.outputs[place]
             if not output.flops:
-                calls.outputs[place] = replace(output, flops=round(took[output.name] * rate))
+                calls.outputs[place] = replace(output, flops=float(round(took[output.name] * rate)))
         self._calls.clear()
 
     def _secs(self, begin: Any, end: Any) -> float:
@@ -267,15 +220,12 @@ class OperatorRecorder(TorchDispatchMode):
         finally:
             self._paused -= 1
 
-    def profiles(self) -> tuple[BlockProfile, ...]:
+    def profiles(self) -> tuple[BlockCost, ...]:
         """The blocks that ran, in the order in which they ran first; last, under "", what lay outside of them. Waits
         for what was timed.
         """
         self._timings.settle()
-        return (
-            *(calls.profile() for calls in self._calls.values()),
-            replace(self._outside.profile(), saves_known=False),
-        )
+        return tuple(calls.cost() for calls in (*self._calls.values(), self._outside))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

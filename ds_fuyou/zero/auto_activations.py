@@ -27,14 +27,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ds_fuyou.activations.auto import Choice, OutputCost, SavedStep
+from ds_fuyou.activations.auto import Choice, SavedStep
 from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.named_outputs import planned_choice, require_blocks
 from ds_fuyou.activations.policy import BlockFate
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import current_rank, get_logger, log_once
-from ds_fuyou.planner.profile import BlockCost, MeasuredActivations, scaled_blocks
+from ds_fuyou.planner.profile import BlockCost, MeasuredActivations, OperatorCost, scaled_blocks
 from ds_fuyou.profiling.operators import OperatorRecorder
 from ds_fuyou.zero.agreement import decided_by_rank_0, least, of_rank_0
 from ds_fuyou.zero.budgets import unmeasured_room
@@ -254,7 +254,7 @@ class AutoActivations:
     def take_profile(self) -> None:
         """What the first forward made is known. Idempotent."""
         if self.recorder is not None:
-            self.blocks = tuple(profile.cost() for profile in self.recorder.profiles())
+            self.blocks = self.recorder.profiles()
             self._once = self.recorder.once
             self.recorder = None
 
@@ -262,14 +262,14 @@ class AutoActivations:
         """That stands for all."""
         return next((block for block in self.blocks if block.name), None)
 
-    def _outputs(self) -> tuple[OutputCost, ...]:
+    def _outputs(self) -> dict[OperatorCall, OperatorCost]:
         """Of one block: what it can be spared to compute again, if that is work or backward asks for it."""
         block = self._block()
-        return tuple(
-            OutputCost(one.name, OperatorCall(*one.call), one.flops, one.num_bytes)
+        return {
+            OperatorCall(*one.call): one
             for one in (block.operators if block is not None else ())
             if one.call is not None and one.num_bytes > 0 and (one.flops > 0 or one.saved)
-        )
+        }
 
     def _by_plan(self, planned: Mapping[str, Mapping[str, int]]) -> Choice | None:
         choice = planned_choice(planned, len(self._session.blocks), self._outputs())

@@ -393,7 +393,7 @@ class RunPlan:
             self._sum_rate = max(self._sum_rate, (self._added[1] - before[1]) / (self._added[0] - before[0]))
         self._num_measured += 1
         if self._num_measured < _TIMED_STEP:
-            self._blocks = self._recorded() or tuple(profile.cost() for profile in self.clock.profiles())
+            self._blocks = self._recorded() or self.clock.profiles()
             return
         if times.num_elements and self.clock.recorded_elements:  # another micro-batch, and a mean of several
             self._blocks = scaled_blocks(self._blocks, times.num_elements / self.clock.recorded_elements)

@@ -17,7 +17,8 @@ from ds_fuyou.activations.blocks import Block
 from ds_fuyou.host.compute_clock import ComputeClock, Phase
 from ds_fuyou.host.device import Device
 from ds_fuyou.planner.hardware import ThreadSecs
-from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder, SavedHooks
+from ds_fuyou.planner.profile import BlockCost
+from ds_fuyou.profiling.operators import OperatorRecorder, SavedHooks
 
 __all__ = ["StepClock", "StepTimes"]
 
@@ -74,7 +75,7 @@ class StepClock:
         """Somebody records the next forward, whose elements are to be known."""
         self._notes_next = True
 
-    def profiles(self) -> tuple[BlockProfile, ...]:
+    def profiles(self) -> tuple[BlockCost, ...]:
         """Of the recorded forward; empty if there was none. Forgotten afterwards."""
         recorder, self.recorder = self.recorder, None
         return () if recorder is None else recorder.profiles()

@@ -23,7 +23,8 @@ from ds_fuyou.activations.swapper import Swapper
 from ds_fuyou.activations.tier import StorageHome, SwapTier
 from ds_fuyou.activations.views import ViewSpec
 from ds_fuyou.host.device import HostDevice
-from ds_fuyou.profiling.operators import BlockProfile, OperatorRecorder, SavedHooks
+from ds_fuyou.planner.profile import BlockCost
+from ds_fuyou.profiling.operators import OperatorRecorder, SavedHooks
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.swap_space import SwapSpace
 from ds_fuyou.telemetry.trace import LaneTrace
@@ -177,7 +178,7 @@ def attached(
 
 def profile_blocks(
     blocks: Sequence[Block], forward: Callable[[], object], hooks: SavedHooks | None = None
-) -> tuple[BlockProfile, ...]:
+) -> tuple[BlockCost, ...]:
     """What each block does in ``forward``."""
     recorder = OperatorRecorder(blocks, hooks)
     with recorder:

@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_fuyou.activations.auto import Choice, Counts, OutputCost, SavedStep
+from ds_fuyou.activations.auto import Choice, Counts, SavedStep
 from ds_fuyou.activations.blocks import find_blocks
 from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.named_outputs import by_planned_name, planned_choice, require_blocks
 from ds_fuyou.activations.policy import BlockFate, Fate
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.cost import Placement
+from ds_fuyou.planner.profile import OperatorCost
 from tests.activations.huggingface import TINY
 from tests.activations.support import Plain, profile_blocks
 
@@ -25,11 +26,11 @@ MEASURED = SavedStep(
     block_flops=80e9,
     input_bytes=10e6,
     outside_bytes=50e6,
-    outputs=(
-        OutputCost("up", UP, 40e9, 40e6),
-        OutputCost("gelu", GELU, 0, 40e6),
-        OutputCost("down", DOWN, 40e9, 10e6),
-    ),
+    outputs={
+        UP: OperatorCost("up", 40e9, 40e6, True, UP),
+        GELU: OperatorCost("gelu", 0, 40e6, True, GELU),
+        DOWN: OperatorCost("down", 40e9, 10e6, True, DOWN),
+    },
     device_bytes=500e6,
     host_bytes=0.0,
     stored_bytes=1e12,
@@ -45,7 +46,7 @@ def chosen(lane: float = float("inf"), **changes: object) -> Choice:
 
 def swapped_bytes(found: Choice) -> float:
     """Of one forward, where some of every block is computed again."""
-    sizes = [output.num_bytes for output in MEASURED.outputs]
+    sizes = [output.num_bytes for output in MEASURED.outputs.values()]
     outputs = sum(counts.swapped * size for counts, size in zip(found.outputs.values(), sizes, strict=True))
     return found.inputs.swapped * MEASURED.input_bytes + outputs + MEASURED.outside_bytes
 
@@ -75,7 +76,7 @@ def test_what_crosses_the_lane_beside_computing_is_swapped_and_the_rest_is_compu
 
 def test_limits_of_the_choice() -> None:
     assert set(map(repr, chosen(device_bytes=1250e6).fates(["0", "1"]).values())) == {repr(KEPT)}, "everything fits"
-    dear = tuple(replace(output, flops=1e12) for output in MEASURED.outputs)
+    dear = {call: replace(output, flops=1e12) for call, output in MEASURED.outputs.items()}
     fates = chosen(lane=1250e6, device_bytes=0.0, outputs=dear, block_flops=3e12).fates([str(n) for n in range(12)])
     assert set(map(repr, fates.values())) == {repr(SWAPPED)}, "nothing is computed again that crosses in time"
     bound = chosen(lane=1.0)
@@ -153,7 +154,7 @@ def test_every_output_has_one_fate_in_every_block(device_bytes: float, lane: flo
         assert [counts.fate(index) for index in range(12)].count(Fate.RECOMPUTE) == counts.recomputed
 
 
-def outputs_of(name: str) -> list[OutputCost]:
+def outputs_of(name: str) -> dict[OperatorCall, OperatorCost]:
     torch.manual_seed(0)
     if name == "plain":
         model, run = Plain(), torch.randint(300, (4, 33))
@@ -161,18 +162,18 @@ def outputs_of(name: str) -> list[OutputCost]:
     else:
         model, batch = TINY[name]()
         profiles = profile_blocks(find_blocks(model), lambda: model(**batch))
-    return [
-        OutputCost(output.name, output.call, output.flops, output.num_bytes)
-        for output in profiles[0].outputs
+    return {
+        OperatorCall(*output.call): output
+        for output in profiles[0].operators
         if output.call is not None and output.num_bytes and (output.flops or output.saved)
-    ]
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "num_up", "num_qkv"), [("plain", 1, 1), ("llama", 2, 3), ("bert", 1, 3), ("vit", 1, 3)]
 )
 def test_the_planners_names_are_found_in_real_blocks(name: str, num_up: int, num_qkv: int) -> None:
-    found = by_planned_name(outputs_of(name))
+    found = by_planned_name(list(outputs_of(name)))
     assert found is not None
     assert (len(found["qkv"]), len(found["mlp_up"])) == (num_qkv, num_up)
     assert [len(found[single]) for single in ("attention_projection", "mlp_down")] == [1, 1]
@@ -195,4 +196,4 @@ def test_a_plan_decides() -> None:
     assert fates["c"] == KEPT
     with pytest.raises(FuyouConfigError, match=r"block_input is planned for 3 blocks, the model has 4"):
         require_blocks(rows, 4)
-    assert planned_choice(rows, 3, ()) is None, "no block that the planner knows"
+    assert planned_choice(rows, 3, {}) is None, "no block that the planner knows"

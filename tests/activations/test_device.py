@@ -68,7 +68,7 @@ def test_any_mixture_of_fates_on_the_device(tmp_path: Path) -> None:
     expected = gradients(copy.deepcopy(model), step)
     copied = copy.deepcopy(model)
     profile = profile_blocks(find_blocks(copied), lambda: step(copied))[0]
-    calls = [output.call for output in profile.outputs if output.call is not None]
+    calls = [output.call for output in profile.operators if output.call is not None]
     space = SwapSpace([tmp_path])
     io = IoLane(IoSettings(), space.path_of)
     tier = SwapTier(4 * MIB, copy_lane(rank_device()), StorageHome(io, space), rank_device())

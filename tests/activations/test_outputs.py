@@ -50,7 +50,7 @@ def train_twice_through_one_graph(model: nn.Module) -> None:
 def calls_of(model: nn.Module, step: Callable[[nn.Module], None]) -> list[OperatorCall]:
     copied = copy.deepcopy(model)
     profile = profile_blocks(find_blocks(copied), lambda: step(copied))[0]
-    return [output.call for output in profile.outputs if output.call is not None]
+    return [output.call for output in profile.operators if output.call is not None]
 
 
 def agrees(swapped: Attached, step: Callable[[nn.Module], None], expected: Sequence[torch.Tensor | None]) -> bool:

@@ -64,7 +64,7 @@ def test_what_was_recorded_is_of_a_mean_micro_batch_of_the_measured_step(
         saved = plan.auto._decided_by
         assert saved.block_flops == pytest.approx(profile.blocks[0].flops)
         assert saved.input_bytes == pytest.approx(profile.blocks[0].input_bytes)
-        assert saved.block_bytes > sum(one.num_bytes for one in saved.outputs if one.num_bytes) / 2
+        assert saved.block_bytes > sum(one.num_bytes for one in saved.outputs.values()) / 2
 
 
 def test_the_profile_is_of_the_mean_whatever_the_last_micro_batch_was(tmp_path: Path) -> None:
