@@ -6,8 +6,9 @@ the forward are taken off by nobody's bracket, so they look before they close: w
 closing is tried again later.
 
 The transforms of ``torch.func`` refuse to run while there are any. They say so through one name of
-``torch.autograd.graph``, which they look up at every call; while hooks are open that name takes them off the stack for
-as long as the transform runs. What is saved inside stays where it is.
+``torch.autograd.graph``, which they look up at every call; while hooks of this package are open, or those of a region
+that it computes again, that name takes them off the stack for as long as the transform runs: the last ones first, as
+each passes on to what stood there before. What is saved inside stays where it is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["OpenHooks", "computes_its_loss"]
+__all__ = ["OpenHooks", "aside_for_transforms", "computes_its_loss"]
 
 
 _ASK = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -38,6 +39,58 @@ def computes_its_loss(output: Any) -> bool:
     )
 
 
+class _StepsAside:
+    """Stands for ``torch.autograd.graph.disable_saved_tensors_hooks`` from :meth:`begin` to :meth:`end`: hooks with
+    this ``pack`` are off the stack while a transform runs, if they lie on top.
+    """
+
+    def __init__(self, pack: Any) -> None:
+        self._pack = pack
+        self._disable: Any = None  # what it stands for
+        self._instead = self._stepping_aside  # each time it is asked for this would be another object
+
+    def begin(self) -> None:
+        if self._disable is None:
+            self._disable = torch.autograd.graph.disable_saved_tensors_hooks
+            torch.autograd.graph.disable_saved_tensors_hooks = self._instead
+
+    def end(self) -> None:
+        if torch.autograd.graph.disable_saved_tensors_hooks is self._instead:  # else another came after; this passes on
+            torch.autograd.graph.disable_saved_tensors_hooks, self._disable = self._disable, None
+
+    def forget(self) -> None:
+        """For good. Whoever began after this, in another thread, holds it no longer than its hooks."""
+        self._pack = None
+
+    @contextmanager
+    def _stepping_aside(self, error_message: str) -> Iterator[None]:
+        top = _top()
+        hooks = top if top is not None and top[0] is self._pack else None
+        if hooks is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            with self._disable(error_message):
+                yield
+        finally:
+            if hooks is not None:
+                torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+@contextmanager
+def aside_for_transforms() -> Iterator[None]:
+    """Inside, the hooks that lie on top now do not keep transforms from running."""
+    top = _top()
+    aside = _StepsAside(top[0]) if top is not None else None
+    if aside is not None:
+        aside.begin()
+    try:
+        yield
+    finally:
+        if aside is not None:
+            aside.end()
+            aside.forget()
+
+
 class OpenHooks:
     """``pack`` and ``unpack`` applied from :meth:`open` to :meth:`close`, both idempotent. A transform of
     ``torch.func`` that has begun allows no hooks, so inside of one they do not open.
@@ -47,30 +100,14 @@ class OpenHooks:
         self._pair = (pack, unpack)
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._is_lowest = False
-        self._disable: Any = None  # torch's own, where it stands replaced by :attr:`_instead`
-        self._instead = self._stepping_aside
+        self._aside = _StepsAside(pack)
 
     def open(self) -> None:
         if self._hooks is None and torch._C._autograd._saved_tensors_hooks_is_enabled():
             self._is_lowest = _top() is None
             self._hooks = torch.autograd.graph.saved_tensors_hooks(*self._pair)
             self._hooks.__enter__()
-            if self._disable is None:
-                self._disable = torch.autograd.graph.disable_saved_tensors_hooks
-                torch.autograd.graph.disable_saved_tensors_hooks = self._instead
-
-    @contextmanager
-    def _stepping_aside(self, error_message: str) -> Iterator[None]:
-        """Stands for ``torch.autograd.graph.disable_saved_tensors_hooks``."""
-        hooks = self._hooks if self._is_on_top() else None
-        if hooks is not None:
-            hooks.__exit__()
-        try:
-            with self._disable(error_message):
-                yield
-        finally:
-            if hooks is not None:
-                hooks.__enter__()
+            self._aside.begin()
 
     def _is_on_top(self) -> bool:
         top = _top()
@@ -90,8 +127,7 @@ class OpenHooks:
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__()
-        if torch.autograd.graph.disable_saved_tensors_hooks == self._instead:  # else another came after; this passes on
-            torch.autograd.graph.disable_saved_tensors_hooks, self._disable = self._disable, None
+        self._aside.end()
 
     def close_if_on_top(self) -> None:
         """At any other time."""

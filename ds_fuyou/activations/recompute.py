@@ -18,6 +18,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from ds_fuyou.activations.open_hooks import aside_for_transforms
 from ds_fuyou.activations.selective import OutputSelection, RegionOutputs
 from ds_fuyou.activations.surroundings import RandomSource, Surroundings
 from ds_fuyou.activations.takeover import CheckpointTakeover
@@ -197,7 +198,7 @@ class RecomputedForward:
                 return _recompute_first(forward(*values, **named), saved)
 
         def region(*tensors: torch.Tensor) -> Any:
-            with self._takeover.region():
+            with self._takeover.region(), aside_for_transforms():
                 if not given:
                     return again(iter(tensors))
                 values, named = given.pop()

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ds_fuyou.activations.blocks import Block
 from ds_fuyou.activations.calls import TORCHS, CallCounter, OperatorCall, written_tensors
+from ds_fuyou.activations.open_hooks import OpenHooks
 from ds_fuyou.activations.records import HeldBytes
 from ds_fuyou.activations.swapper import KeptTensor
 from ds_fuyou.activations.unseen import UnseenChanges
@@ -177,6 +178,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._module: list[str] = []
         self._made: dict[int, tuple[StorageWeakRef, _Calls, int]] = {}
         self._handles: list[Any] = []
+        self._hooks: list[OpenHooks] = []
         self._unseen: tuple[_Calls, UnseenChanges[int]] | None = None  # in the first block, by place in its list
         self._timings = _Timings(device)
         self._paused = 0
@@ -203,6 +205,8 @@ class OperatorRecorder(TorchDispatchMode):
     def __exit__(self, *exc: Any) -> None:
         self.is_open = False
         super().__exit__(*exc)
+        while self._hooks:
+            self._hooks.pop().close_if_on_top()  # an interrupt runs no hook behind a forward
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -274,7 +278,7 @@ class OperatorRecorder(TorchDispatchMode):
         return self._unpack(saved.packed)
 
     def _watch_block(self, block: Block) -> None:
-        hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
+        hooks: list[OpenHooks] = []
         given: list[tuple[torch.Tensor, int]] = []
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -286,9 +290,9 @@ class OperatorRecorder(TorchDispatchMode):
             if len(self._calls) == 1:
                 self._unseen = self._current, UnseenChanges()
             if self._sees_saves and torch.is_grad_enabled():
-                pack = functools.partial(self._saved, block.name)
-                hooks.append(torch.autograd.graph.saved_tensors_hooks(pack, self._asked))
-                hooks[-1].__enter__()
+                hooks.append(OpenHooks(functools.partial(self._saved, block.name), self._asked))
+                hooks[-1].open()
+                self._hooks.append(hooks[-1])
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if self._unseen is not None and self._unseen[0] is self._current:
@@ -301,7 +305,7 @@ class OperatorRecorder(TorchDispatchMode):
                 self.once.setdefault(block.name, "it changes in place what it was given")
             given.clear()
             if hooks:
-                hooks.pop().__exit__()
+                hooks.pop().close()
 
         self._handles.append(block.module.register_forward_pre_hook(enter, with_kwargs=True))
         self._handles.append(block.module.register_forward_hook(leave, always_call=True))
