@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -65,8 +64,6 @@ class ActivationSession:
         hooks = None if swapper is None else OpenHooks(leave_alone(swapper.pack), leave_alone(swapper.unpack))
         self._hooks = hooks
         self._is_running = False
-        self._observer: AbstractContextManager[Any] | None = None
-        self._observing: AbstractContextManager[Any] | None = None
         self.num_forwards = 0
         self.fates: dict[str, BlockFate] = {}  # as decided last
         self._configured = [module for module in model.modules() if "config" in vars(module)]
@@ -141,9 +138,6 @@ class ActivationSession:
         if self.swapper is not None and self._hooks is not None:
             self.swapper.begin_forward()
             self._hooks.open()
-        self._observing, self._observer = self._observer, None
-        if self._observing is not None:
-            self._observing.__enter__()
 
     def _leave_model(self, output: Any) -> None:
         """``output`` is None after an exception. Where the model has no loss in its output, the script will compute
@@ -165,9 +159,6 @@ class ActivationSession:
         self._is_running = False
         if self.swapper is not None:
             self.swapper.end_forward()
-        observing, self._observing = self._observing, None
-        if observing is not None:
-            observing.__exit__(None, None, None)
         self._takeover.end()
         for config in self._cached_configs:
             config.use_cache = True
@@ -211,10 +202,6 @@ class ActivationSession:
 
         if model is not None:
             self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
-
-    def observe(self, observer: AbstractContextManager[Any] | None) -> None:
-        """The next forward in training mode runs inside of ``observer``, once; None: of nothing."""
-        self._observer = observer
 
     def decide(self, fates: Mapping[str, BlockFate]) -> None:
         """From the next forward on, each block by its name as said, and "" for what lies around blocks; what is not

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``activations.mode: auto`` in the engine: watches one forward, sees in one step what is saved and what room there is,
-and has the planner decide, the same on all ranks; anew when asked. Where an earlier run has kept what it saw, that
-decides before the first step. Where a plan document says what becomes of activations, that is done instead.
+"""``activations.mode: auto`` in the engine: is told what one forward made, sees in one step what is saved and what room
+there is, and has the planner decide, the same on all ranks; anew when asked. Where an earlier run has kept what it saw,
+that decides before the first step. Where a plan document says what becomes of activations, that is done instead.
 
 Until it has decided nothing leaves the device that fits there: of the budget, less what the device holds when a forward
 begins, half is for saved tensors, the other half for what backward and gradients need, which nobody knows yet; or less
@@ -35,7 +35,6 @@ from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.planner.profile import BlockCost, MeasuredActivations, OperatorCost, scaled_blocks
-from ds_fuyou.profiling.operators import OperatorRecorder
 from ds_fuyou.zero.agreement import decided_by_rank_0, least, of_rank_0
 from ds_fuyou.zero.budgets import unmeasured_room
 from ds_fuyou.zero.device_peaks import DevicePeaks
@@ -93,13 +92,10 @@ class AutoActivations:
         self._num_steps = 0
         self._at = self._look_anew()
         swapper = self._session.swapper
-        hooks = (swapper.pack, swapper.unpack) if swapper is not None else None
-        self.recorder: OperatorRecorder | None = OperatorRecorder(self._session.blocks, hooks, device=self._device)
         self.blocks: tuple[BlockCost, ...] = ()
         """What the first forward made, block by block; once it has decided, a mean one of the measured step."""
         self._recorded_tokens = 0
         self._once: dict[str, str] = {}
-        self._session.observe(self.recorder)
         if swapper is not None:
             swapper.fates, swapper.keeps_what_storage_refuses, swapper.keeps_all = {}, True, False
 
@@ -109,7 +105,7 @@ class AutoActivations:
         if swapper is None:
             return
         tokens = tokens_in(inputs)
-        if self.recorder is not None and not self._recorded_tokens:
+        if not (self.blocks or self._recorded_tokens):
             self._recorded_tokens = tokens
         if usual is None or saved is None:  # with a plan document for good: it bounds what is leaving, not what is kept
             loss_bytes = self._loss_bytes_each * tokens
@@ -161,7 +157,6 @@ class AutoActivations:
             self._give_way()
             return
         self._num_steps += 1
-        self.take_profile()
         when = f"after step {self._num_steps}"
         if self._num_steps >= _MEASURED_STEP:
             now = self._look()
@@ -193,8 +188,6 @@ class AutoActivations:
         is_known = {block.name for block in self._session.blocks}.issuperset(recorded | {*kept.once})
         if self._planned is not None or not is_known or kept.num_blocks != len(self._session.blocks):
             return
-        self._session.observe(None)
-        self.recorder = None
         self.blocks, self._once = blocks, dict(kept.once)
         self._decide_by(kept, plan, "before step 1, as an earlier run measured")
         self._tries = tries
@@ -251,12 +244,9 @@ class AutoActivations:
         if not self.is_decided:
             self._at = self._look_anew()
 
-    def take_profile(self) -> None:
-        """What the first forward made is known. Idempotent."""
-        if self.recorder is not None:
-            self.blocks = self.recorder.profiles()
-            self._once = self.recorder.once
-            self.recorder = None
+    def recorded(self, blocks: tuple[BlockCost, ...], once: dict[str, str]) -> None:
+        """What the first forward made, and which blocks cannot be computed again, and why."""
+        self.blocks, self._once = blocks, once
 
     def _block(self) -> BlockCost | None:
         """That stands for all."""

@@ -47,7 +47,6 @@ from ds_fuyou.planner.profile import (
 from ds_fuyou.planner.profiled import MOST_REDONE, Prediction, predict, profile_line, run_time
 from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement, is_another, with_finding
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
-from ds_fuyou.profiling.operators import OperatorRecorder
 from ds_fuyou.storage.types import PAGE_BYTES
 from ds_fuyou.telemetry.placement import shown_bytes
 from ds_fuyou.telemetry.report import LaneTimes
@@ -163,17 +162,18 @@ class RunPlan:
             self._stage = _Stage.MEASURES
         else:
             self._stage = self._planning()
-        if self._stage is _Stage.MEASURES:
+        if self._stage is _Stage.MEASURES or (auto is not None and not auto.is_decided):
             self._record_next()
 
     def _record_next(self) -> None:
-        """Where mode "auto" does not."""
-        self.clock.note_next()
-        if self.auto is None:
-            session = self._state.activations
-            blocks = session.blocks if session is not None else self._find_blocks()
-            swapper = session.swapper if session is not None else None
-            self.clock.record_next(blocks, None if swapper is None else (swapper.pack, swapper.unpack))
+        """The next forward. Mode "auto" is to know of a compiled model, too, what goes into blocks and which of these
+        must not run again.
+        """
+        session = self._state.activations
+        blocks = session.blocks if session is not None else self._find_blocks()
+        swapper = session.swapper if session is not None else None
+        hooks = None if swapper is None else (swapper.pack, swapper.unpack)
+        self.clock.record_next(blocks, hooks, even_compiled=self.auto is not None)
 
     def _begin_decided(self) -> None:
         """Mode "auto", if an earlier run has decided for batches of a known shape. From the first forward on nobody
@@ -205,11 +205,6 @@ class RunPlan:
     # ---- told by the optimizer ----------------------------------------------------------------------------
 
     @property
-    def recorder(self) -> OperatorRecorder | None:
-        """Whoever records the forward that runs now."""
-        return (self.auto.recorder if self.auto is not None else None) or self.clock.recorder
-
-    @property
     def holds_updates(self) -> bool:
         """Whether this step updates nothing before ``step()``, so that backward can be timed alone."""
         return self._stage is _Stage.MEASURES and self._num_measured == _TIMED_STEP - 1
@@ -228,16 +223,17 @@ class RunPlan:
 
     def step_applied(self) -> None:
         """A step was applied; its updates may still run."""
-        if self.auto is not None:
-            self.auto.take_profile()
         if not self._is_tried:
             self._is_tried = True
             self._keep()
         self._num_steps += 1
         stage, anew = self._stage, _Anew.NOTHING
         times = self.clock.end_step(wait=stage is _Stage.MEASURES)
+        blocks, once = self.clock.recorded()
+        if blocks and self.auto is not None:
+            self.auto.recorded(blocks, once)
         if stage is _Stage.MEASURES:
-            self._measure(times)
+            self._measure(times, blocks)
         elif self._num_steps == 1 and self.profile is not None:
             if (self.clock.shape, times.num_forwards) != (self.profile.shape, self.profile.accumulation):
                 anew = _Anew.TIMES if _is_alike(self.profile, times, self.clock.shape) else _Anew.ALL
@@ -310,6 +306,7 @@ class RunPlan:
             if auto is not None and (anew is _Anew.ALL or (anew is _Anew.ACTIVATIONS and auto.is_decided)):
                 was_decided = auto.is_decided
                 auto.decide_anew()
+                self._record_next()
                 if was_decided and current_rank() == 0:
                     get_logger().info("activations are decided anew within the next steps")
             if anew is _Anew.ALL:
@@ -379,7 +376,7 @@ class RunPlan:
 
     # ---- measuring ----------------------------------------------------------------------------------------
 
-    def _measure(self, times: StepTimes) -> None:
+    def _measure(self, times: StepTimes, recorded: tuple[BlockCost, ...]) -> None:
         """The first step also builds what later ones use again; the second is timed. On all ranks."""
         state = self._state
         state.core.wait_all()
@@ -393,7 +390,7 @@ class RunPlan:
             self._sum_rate = max(self._sum_rate, (self._added[1] - before[1]) / (self._added[0] - before[0]))
         self._num_measured += 1
         if self._num_measured < _TIMED_STEP:
-            self._blocks = self._recorded() or self.clock.profiles()
+            self._blocks = recorded
             return
         if times.num_elements and self.clock.recorded_elements:  # another micro-batch, and a mean of several
             self._blocks = scaled_blocks(self._blocks, times.num_elements / self.clock.recorded_elements)

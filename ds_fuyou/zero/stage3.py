@@ -309,7 +309,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             if forward and sweep is not None:
                 sweep()
             params = iter_module_params(current_submodule)
-            recorder = self.run_plan.recorder
+            recorder = self.run_plan.clock.recorder
             waits = any(param.ds_status is not ZeroParamStatus.AVAILABLE for param in params)
             if waits or recorder is not None:
                 with (

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,15 +42,16 @@ class StepClock:
     """Watches the model's forwards in training for the rank's clock. Used by the training thread alone."""
 
     def __init__(self, model: nn.Module, clock: ComputeClock, device: Device | None = None) -> None:
+        self._model = weakref.ref(model)
         self._clock, self._device = clock, device
         self._since: tuple[tuple[float, float], ...] = ()
         self.recorder: OperatorRecorder | None = None
+        """Of the recorded forward, until :meth:`recorded` takes it."""
         self.shape: tuple[int, ...] = ()
         """Of a micro-batch of the last step: the mean of all, where they have as many dimensions."""
         self.recorded_elements = 0
-        """Of the forward that :meth:`note_next` asked for."""
-        self._notes_next = False
-        self._wanted: tuple[Sequence[Block], SavedHooks | None] | None = None
+        """Of the forward that was recorded last."""
+        self._wanted: tuple[Sequence[Block], SavedHooks | None, bool] | None = None
         self._depth = 0
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(torch.compiler.disable(self._enter), with_kwargs=True),
@@ -67,18 +69,19 @@ class StepClock:
         phases = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
         return tuple((clock.secs(phase), clock.thread_secs(phase)) for phase in phases)
 
-    def record_next(self, blocks: Sequence[Block], hooks: SavedHooks | None) -> None:
-        """The next forward tells what its operators make, unless it is compiled."""
-        self._wanted = (blocks, hooks)
+    def record_next(self, blocks: Sequence[Block], hooks: SavedHooks | None, *, even_compiled: bool) -> None:
+        """The next forward tells what its operators make. Compiled code need not reach a dispatch mode operator by
+        operator, so its FLOPs may be too few; what goes into blocks, and which of them cannot be computed again, is
+        seen all the same.
+        """
+        self._wanted = (blocks, hooks, even_compiled)
 
-    def note_next(self) -> None:
-        """Somebody records the next forward, whose elements are to be known."""
-        self._notes_next = True
-
-    def profiles(self) -> tuple[BlockCost, ...]:
-        """Of the recorded forward; empty if there was none. Forgotten afterwards."""
+    def recorded(self) -> tuple[tuple[BlockCost, ...], dict[str, str]]:
+        """What the recorded forward made, and which of its blocks cannot be computed again (:class:`OperatorRecorder`);
+        empty if there was none. Forgotten afterwards.
+        """
         recorder, self.recorder = self.recorder, None
-        return () if recorder is None else recorder.profiles()
+        return ((), {}) if recorder is None else (recorder.profiles(), recorder.once)
 
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         self._depth += 1
@@ -87,22 +90,24 @@ class StepClock:
         if not self._shapes:
             self._since = self._secs()  # what the last step did after its end is not this one's
         self._shapes.append(_shape_of((args, kwargs)))
-        if self._notes_next:
-            self._notes_next, self.recorded_elements = False, math.prod(self._shapes[-1])
-        wanted, self._wanted = self._wanted, None
-        if wanted is not None and not _is_compiled(model):
-            blocks, hooks = wanted
-            self.recorder = OperatorRecorder(blocks, hooks, sees_saves=hooks is not None, device=self._device)
-            self.recorder.__enter__()
+        if self._wanted is not None and model is self._model():  # a deep copy has the hooks, too
+            (blocks, hooks, even_compiled), self._wanted = self._wanted, None
+            if even_compiled or not _is_compiled(model):
+                self.recorded_elements = math.prod(self._shapes[-1])
+                self.recorder = OperatorRecorder(blocks, hooks, sees_saves=hooks is not None, device=self._device)
+                self.recorder.__enter__()
         self._clock.enter(Phase.FORWARD)
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(0, self._depth - 1)
         if self._depth or self._clock.phase is not Phase.FORWARD:
             return
+        self._close_recorder()
+        self._clock.enter(Phase.BACKWARD)
+
+    def _close_recorder(self) -> None:
         if self.recorder is not None and self.recorder.is_open:
             self.recorder.__exit__(None, None, None)
-        self._clock.enter(Phase.BACKWARD)
 
     def backward_ended(self) -> None:
         """All gradients of a micro-batch have arrived. The script's loss counts too."""
@@ -115,8 +120,7 @@ class StepClock:
         """
         self._clock.settle(wait=wait)
         self._depth = 0
-        if self.recorder is not None and self.recorder.is_open:
-            self.recorder.__exit__(None, None, None)
+        self._close_recorder()
         count = max(1, len(self._shapes))
         (forward, in_forward), (backward, in_backward), (_, in_step) = (
             (now[0] - then[0], now[1] - then[1]) for now, then in zip(self._secs(), self._since, strict=True)
@@ -132,13 +136,13 @@ class StepClock:
 
     def close(self) -> None:
         """Takes its hooks off the model. Idempotent."""
+        self._close_recorder()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    """Compiled code does not reach a dispatch mode operator by operator."""
     return any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
 
 

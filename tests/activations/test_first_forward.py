@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from torch import nn
 
 from ds_fuyou.activations.auto import Choice, Counts, SavedStep
+from ds_fuyou.host.compute_clock import HostClock
 from ds_fuyou.host.device import Device, HostDevice
 from ds_fuyou.planner.cost import Placement
 from ds_fuyou.zero.auto_activations import AutoActivations
+from ds_fuyou.zero.step_clock import StepClock
 from tests.activations.late import LateCopies
 from tests.activations.support import MIB, Attached, Plain, attached, gradients
 from tests.activations.test_measured_peak import CountedDevice
@@ -22,9 +25,31 @@ from tests.activations.test_measured_peak import CountedDevice
 pytestmark = pytest.mark.usefixtures("only_rank")
 
 
+class RecordedAuto(AutoActivations):
+    """Told by a clock of the model what its first forward made, as in a run."""
+
+    def __init__(self, swapped: Attached, device: Device, budget_bytes: int, planned: Any = None) -> None:
+        super().__init__(swapped.session, device, budget_bytes, 0, planned)
+        self._swapped, self._clock = swapped, StepClock(swapped.model, HostClock(), device)
+        self._record_next()
+
+    def _record_next(self) -> None:
+        session, swapper = self._swapped.session, self._swapped.swapper
+        self._clock.record_next(session.blocks, (swapper.pack, swapper.unpack), even_compiled=True)
+
+    def step_applied(self, plan: Callable[[SavedStep], Choice]) -> None:
+        blocks, once = self._clock.recorded()
+        if blocks:
+            self.recorded(blocks, once)
+        super().step_applied(plan)
+
+    def decide_anew(self) -> None:
+        super().decide_anew()
+        self._record_next()
+
+
 def auto_of(swapped: Attached, budget_bytes: int, device: Device | None = None) -> AutoActivations:
-    device = device if device is not None else HostDevice()
-    return AutoActivations(swapped.session, device, budget_bytes, 0, None)
+    return RecordedAuto(swapped, device if device is not None else HostDevice(), budget_bytes)
 
 
 @pytest.fixture
@@ -173,7 +198,7 @@ def test_what_a_plan_keeps_is_kept_and_what_leaves_has_half_of_the_room(model: P
     rows = {name: {"keep": 2, "swap": 2, "recompute": 0} for name in names}
     device = CountedDevice()
     with attached(model, tmp_path, copies=LateCopies(2)) as swapped:
-        auto = AutoActivations(swapped.session, device, 800 * MIB, 0, rows)
+        auto = RecordedAuto(swapped, device, 800 * MIB, rows)
         for held in (300, 100, 850):
             device.hold(held * MIB)
             loss = model(IDS)

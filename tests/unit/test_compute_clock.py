@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from ds_fuyou.activations.blocks import find_blocks
 from ds_fuyou.host.compute_clock import DeviceClock, HostClock, Phase, compute_clock
 from ds_fuyou.host.device import HostDevice
 from ds_fuyou.telemetry.lane_times import read_trace, sum_lanes
@@ -147,6 +149,23 @@ def test_a_measured_step_may_wait_and_others_count_what_is_late_in_the_next() ->
         assert watch.end_step(wait=wait).forward_secs == expected
         device.host_secs = device.stream_secs
     assert device.num_host_waits == 1
+
+
+@pytest.mark.parametrize("even_compiled", [False, True])
+def test_the_next_forward_is_recorded_a_compiled_one_where_that_is_asked_for(even_compiled: bool) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3)))
+    watch = StepClock(model, HostClock())
+    watch.record_next(find_blocks(model, ["Sequential"]), None, even_compiled=even_compiled)
+    batch = torch.ones(2, 3)
+    copy.deepcopy(model)(batch)
+    assert watch.recorded() == ((), {}), "a copy is not the model"
+    model[0].compile(backend="eager")
+    model(batch)
+    blocks, _ = watch.recorded()
+    assert [block.name for block in blocks] == (["0", ""] if even_compiled else [])
+    assert watch.recorded_elements == (6 if even_compiled else 0)
+    model(batch)
+    assert watch.recorded() == ((), {}), "one forward alone"
 
 
 @pytest.mark.parametrize("following", [Phase.FORWARD, Phase.STEP])
