@@ -12,6 +12,7 @@ import sys
 import deepspeed
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tests.activations.huggingface import TINY
 from tests.activations.support import Plain
@@ -19,6 +20,7 @@ from tests.harness.plans import plan_document
 from tests.harness.runner import ds_config
 
 STEPS, MICRO = 2, 2
+DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
 MODES = {
     "swap": {"mode": "swap", "tier": "nvme"},
     "recompute": {"mode": "recompute"},
@@ -29,6 +31,7 @@ SHOWN_ELSEWHERE = {
     ("deepspeed", "planned"),
     ("everything", "recompute"),
     ("drawing", "planned"),
+    ("transforming", "planned"),
 }
 PLANNED = {  # blocks in which an output is kept, swapped, recomputed: of three, of which the model may have fewer
     "block_input": (0, 3, 0),
@@ -112,6 +115,38 @@ def drawing() -> tuple:
     return Drawing(), loss_of
 
 
+class Slopes(nn.Module):
+    """Uses a transform of ``torch.func``, and is interrupted once where it is told to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.is_interrupted = nn.Linear(64, 64), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_interrupted:
+            self.is_interrupted = False
+            raise KeyboardInterrupt
+        h = nn.functional.gelu(self.linear(x))
+        return x + h * torch.func.vmap(torch.func.grad(lambda row: (row.float() ** 3).sum()))(h)
+
+
+class Transforming(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.blocks = nn.Embedding(300, 64), nn.ModuleList(Slopes() for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids[0])
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+def transforming() -> tuple:
+    torch.manual_seed(0)
+    return Transforming(), lambda model, seed: model(ids(seed))
+
+
 def hugging_face(name: str, checkpointing: bool) -> tuple:
     torch.manual_seed(0)
     model, batch = TINY[name]()
@@ -127,6 +162,7 @@ MODELS = {
     "llama": (lambda: hugging_face("llama", False), lambda: hugging_face("llama", True)),
     "deepspeed": (lambda: plain(), deepspeed_checkpointed),
     "drawing": (drawing,) * 2,
+    "transforming": (transforming,) * 2,
 }
 
 
@@ -174,6 +210,23 @@ def train(made: tuple, block: dict | None, name: str = "") -> dict:
     return found
 
 
+def interrupted(activations: dict) -> dict:
+    """What is left of an engine whose first forward Ctrl-C has ended in a block."""
+    model, loss_of = transforming()
+    block = {"nvme_path": sys.argv[1], "optimizer": {"tier": "cpu"}, "activations": activations}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config(fuyou=block))
+    model.blocks[1].is_interrupted = True
+    try:
+        loss_of(engine, 0)
+    except KeyboardInterrupt:
+        engine.destroy()
+    return {
+        "hooks": torch._C._autograd._top_saved_tensors_default_hooks(False) is not None,
+        "modes": [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()],
+        "aside": torch.autograd.graph.disable_saved_tensors_hooks is not DISABLE,
+    }
+
+
 def compare(stock: dict, ours: dict) -> list[str]:
     found = [] if stock["losses"] == ours["losses"] else [f"losses {stock['losses']} {ours['losses']}"]
     return found + [name for name, value in stock["params"].items() if not torch.equal(value, ours["params"][name])]
@@ -200,6 +253,8 @@ def main() -> None:
                 "differs": compare(stock, ours),
                 **{key: ours.get(key) for key in ("swapped", "read", "left")},
             }
+    for mode in ("swap", "auto", "none"):
+        result[f"interrupted {mode}"] = interrupted({"mode": mode, "tier": "nvme"})
     sys.stdout.write("RESULT " + json.dumps(result) + "\n")
 
 
