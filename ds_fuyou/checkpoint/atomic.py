@@ -33,6 +33,7 @@ from ds_fuyou.storage.probe import filesystem_of
 
 __all__ = [
     "LOCK_NAME",
+    "SCRIPTS",
     "behind_link",
     "checked_tag",
     "discard",
@@ -51,6 +52,8 @@ logger = logging.getLogger("ds_fuyou")
 LOCK_NAME = ".writing"  # of a file in a hidden folder
 _PREFIX = ".incomplete-"
 _REPLACED = ".replaced-"
+SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
+"""That lie beside checkpoints, as DeepSpeed puts the first there."""
 _RANK_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?:optim|model)_states\.pt")  # of stage 3
 
 
@@ -85,6 +88,8 @@ def checked_tag(tag: str) -> str:
     parts = Path(tag).parts
     if not parts or os.path.isabs(tag) or ".." in parts or parts[-1].startswith((_PREFIX, _REPLACED)):
         raise FuyouConfigError(f"a checkpoint's tag must name a folder below save_dir, found {tag!r}")
+    if os.path.join(*parts) in ("latest", *SCRIPTS):
+        raise FuyouConfigError(f"a checkpoint's tag must not be the name of a file that lies beside it, found {tag!r}")
     return os.path.join(*parts)
 
 

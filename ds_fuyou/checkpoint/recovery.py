@@ -42,7 +42,6 @@ _OUTLINE_VERSION = 1
 _SMALL_ENTRIES = 64 << 20  # room for what is not counted: buffers, scheduler, client state
 _GENERATORS = "fuyou_random_states"
 _CLIENT = "fuyou_client_state"
-_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
 @dataclass(frozen=True)
@@ -356,7 +355,7 @@ def _require_space(folder: Path, num_bytes: int) -> None:
 def _copy_scripts(folder: Path) -> None:
     """As stock does; found without importing DeepSpeed."""
     package = importlib.util.find_spec("deepspeed")
-    for name in _SCRIPTS:
+    for name in atomic.SCRIPTS:
         script = Path(package.origin).parent / "utils" / name if package is not None and package.origin else None
         if script is not None and script.is_file():
             shutil.copyfile(script, folder / name)

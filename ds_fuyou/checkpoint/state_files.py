@@ -218,7 +218,7 @@ def _open_ranks(directories: Sequence[Path], opened: ExitStack) -> list[RankFile
         manifest = read_directory_manifest(directory)
         written = [Path(path) for path in manifest.directories]
         _, places = found.setdefault(manifest.store_id, (manifest.identity, written))
-        places[manifest.index] = directory.absolute()
+        places[manifest.index] = Path(os.path.abspath(directory))
     ranks = []
     for identity, places in found.values():
         store = SlotStore.open(places, None)

@@ -374,11 +374,10 @@ class SlotStore:
             self._write_commits((new, *older))
 
     def _write_commits(self, commits: tuple[CommitRecord, ...]) -> None:
-        run = self._files.runs[0]
         entries: list[JsonValue] = [{"step": one.step, "slots": one.slots, "meta": one.meta} for one in commits]
         payload: dict[str, JsonValue] = {"store_id": self._files.manifest.store_id, "entries": entries}
         try:
-            write_record(run.fd, run.path, COMMIT_NAME, payload, keeps_room=True)
+            self._record(COMMIT_NAME, payload, keeps_room=True)
         except FuyouStorageError as error:
             self._failure = str(error)
             if isinstance(error, NotDurableError):
@@ -432,9 +431,16 @@ class SlotStore:
 
     def _describe(self, name: str, what: Mapping[str, JsonValue]) -> None:
         self._check_open()
-        run = self._files.runs[0]
-        write_record(run.fd, run.path, name, what)
+        self._record(name, what)
         self._described_by.add(name)
+
+    def _record(self, name: str, payload: Mapping[str, JsonValue], *, keeps_room: bool = False) -> None:
+        """See :func:`write_record`. Not where somebody deleted the whole directory, as :meth:`_look_after_files` tells:
+        what goes on has its files open.
+        """
+        run = self._files.runs[0]
+        if os.fstat(run.fd).st_nlink:
+            write_record(run.fd, run.path, name, payload, keeps_room=keeps_room)
 
     def contents(self) -> dict[str, Any]:
         """What :meth:`describe` left.

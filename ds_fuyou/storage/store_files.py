@@ -122,7 +122,7 @@ def open_files(directories: Sequence[Path], identity: RunIdentity | None) -> Sto
         raise FuyouConfigError("at least one state directory must be named")
     with contextlib.ExitStack() as undo:
         found: list[tuple[Manifest, _Pending, RunDirectory]] = []
-        for directory in sorted({Path(directory).absolute() for directory in directories}):
+        for directory in sorted({Path(os.path.abspath(directory)) for directory in directories}):
             item = _Pending(_open_root(directory))
             undo.callback(item.let_go)
             item.run = RunDirectory.reopen(item.root, directory.name)
@@ -161,7 +161,7 @@ def read_directory_manifest(directory: Path) -> Manifest:
         FuyouStorageError: it is missing, no state of this package, or cannot be read.
         FuyouChecksumError: it is torn or was altered.
     """
-    directory = Path(directory).absolute()
+    directory = Path(os.path.abspath(directory))
     _open_root(directory).close(drop_if_empty=False)
     try:
         fd = os.open(directory, DIRECTORY_FLAGS)

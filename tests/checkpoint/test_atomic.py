@@ -38,6 +38,13 @@ def test_a_tag_that_is_no_folder_below_save_dir_is_refused(tag: str) -> None:
         atomic.checked_tag(tag)
 
 
+def test_a_tag_that_is_a_file_beside_checkpoints_is_refused() -> None:
+    for tag in ("latest", "./zero_to_fp32.py"):
+        with pytest.raises(FuyouConfigError, match="name of a file"):
+            atomic.checked_tag(tag)
+    assert atomic.checked_tag("run/latest") == "run/latest"
+
+
 def test_half_an_exchange_in_two_steps_is_undone(tmp_path: Path) -> None:
     atomic.publish(written(tmp_path, "tag", "first"), tmp_path / "tag")
     (tmp_path / "tag").rename(tmp_path / ".replaced-tag")

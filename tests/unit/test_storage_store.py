@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -747,6 +748,25 @@ def test_files_that_somebody_deleted_are_told_once(
     assert len(told) == 1
     assert told[0].startswith(f"{store.directories[0]}: somebody deleted {name}. Training goes on")
     store.close(remove=True)
+
+
+def test_a_directory_that_somebody_deleted_ends_no_training(
+    paths: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = SlotStore.create(paths, REGIONS, identity(), keep=True, recoverable=True)
+    store.describe({})
+    store.commit(1, {"big": 0}, {})
+    shutil.rmtree(store.directories[0])
+    for step in (2, 3):
+        store.commit(step, {"big": 0}, {})
+        store.amend({"a": step})
+    store.withdraw()
+    store.describe({"more": 1})
+    told = [record.getMessage() for record in caplog.records if "somebody deleted" in record.getMessage()]
+    assert len(told) == 1
+    assert "Training goes on" in told[0]
+    store.close(remove=True)
+    assert not any(path.exists() for path in store.directories)
 
 
 def test_times_of_files_are_kept_fresh(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
