@@ -71,14 +71,31 @@ def copied_ahead(original: Callable[[Any, Parameter], None]) -> Callable[[Any, P
         @functools.wraps(gather)
         def all_gather_coalesced(params: Iterable[Parameter], safe_mode: bool = False, quantize: bool = False) -> Any:
             params = list(params)
-            if quantize or not all(map(swaps_here, params)) or not _are_shared(params) or not _are_here(self, params):
-                return gather(params, safe_mode=safe_mode, quantize=quantize)
-            with _on_the_device(params) as copies:
-                return _Gather(gather(params, safe_mode=safe_mode, quantize=quantize), copies)
+            with _undone_where_it_fails(params):
+                ours = not quantize and all(map(swaps_here, params))
+                if not ours or not _are_shared(params) or not _are_here(self, params):
+                    return gather(params, safe_mode=safe_mode, quantize=quantize)
+                with _on_the_device(params) as copies:
+                    return _Gather(gather(params, safe_mode=safe_mode, quantize=quantize), copies)
 
         param.all_gather_coalesced = all_gather_coalesced
 
     return _convert_to_deepspeed_param
+
+
+@contextmanager
+def _undone_where_it_fails(params: Iterable[Parameter]) -> Iterator[None]:
+    """No handle comes of a gather that raises: a device is out of memory, and the script tries a smaller batch. In
+    stock its parameters stay "in flight", and no forward after it can gather them.
+    """
+    try:
+        yield
+    except BaseException:
+        for param in params:
+            if param.ds_status is ZeroParamStatus.INFLIGHT and swaps_here(param):
+                param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+                param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+        raise
 
 
 def _are_shared(params: Iterable[Parameter]) -> bool:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ds_fuyou.activations import arena
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.zero.device import rank_device
 from tests.device.accelerator import StandinAccelerator
 from tests.device.test_training import batches, make_engine, train
+from tests.harness.models import masters_digest
 
 pytestmark = [pytest.mark.standin, pytest.mark.usefixtures("only_rank")]
 
@@ -121,3 +123,35 @@ def test_a_narrower_arena_gives_back_what_came_last(locks: Locks, monkeypatch: p
     assert found.capacity_bytes == sum(locks.held.values()) == 1 << 14, "the first part stays"
     found.give_back()
     assert locks.held == {}
+
+
+@pytest.mark.parametrize("activations", ["none", "swap-nvme"])
+def test_a_forward_that_finds_no_device_memory_can_be_made_again(activations: str, tmp_path: Path) -> None:
+    """In whatever it wants the memory for, parameters that are gathered among it: the script drops gradients, and goes
+    on."""
+    found, failed = [], 0
+    for slack in (None, 3000, 10000, 30000, 100000):
+        swap = tmp_path / str(slack)
+        engine = make_engine(swap, "all", activations)
+        first, *others = batches(3)
+        train(engine, first)
+        torch.standin.synchronize()
+        torch.standin.empty_cache()
+        if slack is not None:
+            torch.standin.core.configure({"capacity": float(torch.standin.memory_reserved() + slack)})
+            try:
+                train(engine, others[0])
+            except torch.OutOfMemoryError:
+                failed += 1
+                engine.optimizer.zero_grad()
+                engine.zero_grad()
+            else:
+                others = others[1:]
+            finally:
+                torch.standin.core.configure({"capacity": float(1 << 40)})
+        for batch in others:
+            train(engine, batch)
+        found.append(masters_digest(engine))
+        engine.destroy()
+    assert failed >= 3
+    assert len(set(found)) == 1

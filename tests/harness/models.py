@@ -133,5 +133,5 @@ def masters_digest(engine: Any) -> str:
     """Of P32 of all parameters, whole, as the engine holds it now."""
     found = hashlib.sha256()
     for _, param in sorted(engine.module.named_parameters()):
-        found.update(safe_get_full_fp32_param(param).numpy().tobytes())
+        found.update(safe_get_full_fp32_param(param).cpu().numpy().tobytes())
     return found.hexdigest()
