@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -22,12 +23,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError
-
-if TYPE_CHECKING:
-    from ds_fuyou.storage.cleanup import StateDirectory
 
 __all__ = ["add_arguments", "compare", "explanation", "nearness", "run"]
 
@@ -144,27 +142,36 @@ def _recorded(command: Sequence[str], mode: str, arguments: argparse.Namespace, 
 
 def _remove_storage(folder: Path) -> None:
     """What the run's processes on this machine have left on storage: where they ended well, empty folders."""
-    from ds_fuyou.storage.cleanup import remove_state
+    from ds_fuyou.storage.cleanup import find_state, remove_state
     from ds_fuyou.zero.verification import STORAGE
 
     lines = [line for file in folder.glob(f"{STORAGE}.*") for line in file.read_text(encoding="utf-8").splitlines()]
     for path in sorted(set(map(json.loads, lines))):
-        with contextlib.suppress(OSError, FuyouStateError):  # another command's run is there
-            for state in _ended(path):
+        with contextlib.suppress(OSError, FuyouStateError), _locked(path):
+            for state in find_state(path):
                 remove_state(state)
             os.rmdir(path)
 
 
-def _ended(path: str) -> list[StateDirectory]:
-    """State of processes that have ended: those that were killed may take a moment."""
-    from ds_fuyou.storage.cleanup import find_state
-
-    deadline = time.monotonic() + _PATIENCE_SECS
-    while True:
-        found = find_state(path)
-        if time.monotonic() > deadline or not any(state.alive for state in found):
-            return [state for state in found if not state.alive]
-        time.sleep(0.1)
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Processes that were killed may take a moment to end. OSError if one lives on, which is another command's."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _PATIENCE_SECS
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+            except OSError:  # a file system without locks
+                break
+            time.sleep(0.1)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _status(command: Sequence[str], recording: dict[str, str], log: IO[bytes], timeout: float) -> int:

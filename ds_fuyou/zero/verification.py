@@ -8,6 +8,7 @@ and both offloads go to the CPU tier) and once as "fuyou". Every rank writes one
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import json
@@ -86,15 +87,22 @@ def apart(activation: Activation, verification: Verification) -> Activation:
 
 
 def _folder_in(path: str) -> str:
-    """Where it cannot be made the run is given the path itself, and says why that cannot be used."""
+    """Where it cannot be made the run is given the path itself, and says why that cannot be used. It is locked, shared,
+    as long as this process lives: several commands may use one path, and the last one removes it.
+    """
     folder = os.path.join(path, f"fuyou-verify-{os.geteuid()}")
     try:
-        os.mkdir(folder, 0o700)
-    except FileExistsError:
-        pass
+        while True:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(fd, fcntl.LOCK_SH)
+            if os.fstat(fd).st_nlink:
+                return folder
+            os.close(fd)  # another command has removed it meanwhile
     except OSError:
         return path
-    return folder
 
 
 def own_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:

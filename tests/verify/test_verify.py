@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_fuyou.cli import verify
 from ds_fuyou.cli.main import main
 from ds_fuyou.cli.verify import compare, explanation, nearness
 from tests.harness.ports import free_port
@@ -102,6 +104,26 @@ def test_steps_of_a_killed_run_stay_and_none_are_left(config: str, tmp_path: Pat
     assert "equal: 2 losses" in capfd.readouterr().out
     assert main(["verify", "--steps", "2", "--", *command, "--failing-late"]) == 2
     assert files_in(tmp_path / "swap") == before
+
+
+def test_the_folder_of_another_command_stays(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has begun, and has no state there yet."""
+    file, path = Path(config), tmp_path / "swap"
+    path.mkdir()
+    written = json.loads(file.read_text())
+    written["fuyou"]["nvme_path"] = str(path)
+    file.write_text(json.dumps(written))
+    monkeypatch.setattr(verify, "_PATIENCE_SECS", 0.2)
+    command = ["verify", "--steps", "1", "--", sys.executable, SCRIPT, config]
+    own = path / f"fuyou-verify-{os.geteuid()}"
+    own.mkdir(mode=0o700)
+    used = os.open(own, os.O_RDONLY)
+    fcntl.flock(used, fcntl.LOCK_SH)
+    assert main(command) == 0
+    assert list(path.iterdir()) == [own]
+    os.close(used)
+    assert main(command) == 0
+    assert list(path.iterdir()) == []
 
 
 def wait_until(holds: Callable[[], object]) -> None:
