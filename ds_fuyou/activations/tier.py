@@ -535,7 +535,10 @@ class SwapTier:
                 if num_bytes >= self._soon_bytes:
                     return
                 if record.source is None and not record.spoilt:
-                    self._copy_in(record)
+                    try:
+                        self._copy_in(record)
+                    except torch.OutOfMemoryError:  # nobody asks for it yet
+                        return
                     num_bytes += record.num_bytes
 
     def _read_ahead(self, record: Record) -> bool:

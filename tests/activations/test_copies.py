@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +39,24 @@ def test_gradients(late: int, arena_bytes: int, tmp_path: Path) -> None:
         assert moved.in_bytes > 0.9 * moved.out_bytes, "all but the last ones"
     else:
         assert moved.in_bytes < moved.out_bytes, "what had not left yet is used where it is"
+
+
+class TightCopies(LateCopies):
+    """To a device that has no memory for what nobody has asked for yet."""
+
+    num_refused = 0
+
+    def new_target(self, num_bytes: int) -> torch.Tensor:
+        if sys._getframe(2).f_code.co_name == "read_ahead":
+            self.num_refused += 1
+            raise torch.OutOfMemoryError("no memory for this")
+        return super().new_target(num_bytes)
+
+
+def test_a_device_without_room_for_what_comes_later(tmp_path: Path) -> None:
+    copies = TightCopies(1)
+    must_agree(Plain(dropout=0.1), train, tmp_path, arena_bytes=16 * MIB, copies=copies)
+    assert copies.num_refused > 0
 
 
 @pytest.mark.parametrize("late", [1, 1000])
