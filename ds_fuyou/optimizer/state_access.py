@@ -359,7 +359,7 @@ class StateAccess:
     def read_param(self, span: ParamSpan, part: int) -> torch.Tensor:
         """One parameter's fp32 value (part 0) or moment, a copy."""
         pieces = []
-        for chunk, parts in self.read_all(self._core.layout.chunks_of_param[span.index]):
+        for chunk, parts in self.read_all(self._core.layout.chunks_of_param[span.index], with_moments=part > 0):
             begin, end = overlap(span, chunk)
             pieces.append(parts[part][begin - chunk.begin : end - chunk.begin])
         return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
