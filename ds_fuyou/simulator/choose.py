@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.activations import costs_of, plan_activations
@@ -54,8 +55,11 @@ class Chosen:
     plan: Plan | None
     needs: Needs
     closed: ClosedForm
-    simulated: Simulated
-    second_slot_bytes: float = 0.0
+    second_slot_bytes: float
+
+    @cached_property
+    def simulated(self) -> Simulated:
+        return simulate(self.work, self.machine, self.policy, self.place)
 
     @property
     def iteration_secs(self) -> float:
@@ -107,22 +111,22 @@ def choose(work: Workload, machine: Machine, policy: Policy) -> Chosen:
 
 
 def try_choose(work: Workload, machine: Machine, policy: Policy) -> Chosen | Needs:
-    """As :func:`choose`; where nothing fits, the needs of the placement that lacks least."""
-    best, nearest = _quick(work, machine, policy)
-    if best is None:
-        return nearest
-    return Chosen(
-        work,
-        best.machine,
-        best.policy,
-        policy,
-        best.place,
-        best.plan,
-        best.needs,
-        best.closed,
-        simulate(work, best.machine, best.policy, best.place),
-        best.second_slot_bytes,
-    )
+    """As :func:`choose`, by the closed form; where nothing fits, the needs of the placement that lacks least. Where
+    storage holds one slot alone, a run of ours begins updates in ``step()``.
+    """
+    machine, asked = _as_used(machine, policy), policy
+    policy, place, plan = _place(work, machine, policy)
+    needs = needs_of(work, machine, policy, place, plan)
+    if needs.missing():
+        return needs
+    lacking = _second_slot_bytes(needs, policy)
+    if lacking and policy.begins_in_backward:
+        policy, other, other_plan = _place(work, machine, policy.deferred())
+        needed = needs_of(work, machine, policy, other, other_plan)
+        if not needed.missing() and _second_slot_bytes(needed, policy):
+            place, plan, needs = other, other_plan, needed
+    closed = closed_form(work, machine, policy, place)
+    return Chosen(work, machine, policy, asked, place, plan, needs, closed, lacking)
 
 
 def with_checkpointing(work: Workload, machine: Machine, policy: Policy) -> Policy:
@@ -134,37 +138,6 @@ def with_checkpointing(work: Workload, machine: Machine, policy: Policy) -> Poli
     if isinstance(other, Chosen) and not (isinstance(one, Chosen) and one.iteration_secs <= other.iteration_secs):
         return without
     return policy
-
-
-@dataclass(frozen=True)
-class _Quick:
-    """What :class:`Chosen` has before anything is simulated."""
-
-    machine: Machine
-    policy: Policy
-    place: Placement
-    plan: Plan | None
-    needs: Needs
-    closed: ClosedForm
-    second_slot_bytes: float
-
-
-def _quick(work: Workload, machine: Machine, policy: Policy) -> tuple[_Quick | None, Needs]:
-    """The best placement that fits by the closed form, and the needs of the one that lacks least. Where storage holds
-    one slot alone, a run of ours begins updates in ``step()``.
-    """
-    machine = _as_used(machine, policy)
-    policy, place, plan = _place(work, machine, policy)
-    needs = needs_of(work, machine, policy, place, plan)
-    if needs.missing():
-        return None, needs
-    lacking = _second_slot_bytes(needs, policy)
-    if lacking and policy.begins_in_backward:
-        policy, other, other_plan = _place(work, machine, policy.deferred())
-        needed = needs_of(work, machine, policy, other, other_plan)
-        if not needed.missing() and _second_slot_bytes(needed, policy):
-            place, plan, needs = other, other_plan, needed
-    return _Quick(machine, policy, place, plan, needs, closed_form(work, machine, policy, place), lacking), needs
 
 
 def _as_used(machine: Machine, policy: Policy) -> Machine:
@@ -223,13 +196,13 @@ def fits(work: Workload, machine: Machine, policy: Policy) -> bool:
     stored = bare.total("nvme") / (2 if policy.fixed.durable else 1)
     if bare.total("gpu") > bare.have["gpu"] or stored > bare.have["nvme"] + bare.have["cpu"]:
         return False
-    return _quick(work, machine, policy)[0] is not None
+    return isinstance(try_choose(work, machine, policy), Chosen)
 
 
 def quick_secs(work: Workload, machine: Machine, policy: Policy) -> float:
     """Iteration seconds of the best placement by the closed form; infinite where nothing fits."""
-    best, _ = _quick(work, machine, policy)
-    return float("inf") if best is None else best.closed.iteration_secs
+    best = try_choose(work, machine, policy)
+    return best.closed.iteration_secs if isinstance(best, Chosen) else float("inf")
 
 
 def alternatives(chosen: Chosen) -> list[str]:
