@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.errors import FuyouConfigError, shown
 from ds_fuyou.planner.document import CLASSES, PlanDocument
 
 __all__ = ["completed_block", "planned_shares", "require_params"]
@@ -25,8 +25,11 @@ def completed_block(block: Mapping[str, Any], plan: PlanDocument) -> dict[str, A
         FuyouConfigError: the plan is for another number of ranks than the launcher started.
     """
     ranks = os.environ.get("WORLD_SIZE", "")
-    if ranks.isdigit():
-        plan.require(world_size=int(ranks))
+    if ranks.isdigit() and int(ranks) != plan.world_size:
+        raise FuyouConfigError(
+            f"the plan is for {shown(plan.world_size)} ranks, {int(ranks)} run; make one with "
+            f"fuyou plan --num-gpus {int(ranks)}"
+        )
     whole = {0.0: "nvme", 1.0: "cpu"}
     shares = {name: float(getattr(plan.residency, name)) for name in CLASSES}
     wanted = {name: {"tier": whole[share]} for name, share in shares.items() if share in whole}

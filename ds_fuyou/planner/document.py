@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan as a JSON document: saved, loaded, compared, edited by hand. No torch.
 
-Sections: ``model`` and ``world_size`` say what the plan is for and are checked when it is loaded for a run;
-``residency`` and ``activations`` are the decisions; ``settings`` are the block's expert values (docs/settings.md);
-``predicted`` and ``machine`` explain, and nothing reads them back.
+Sections: ``model`` and ``world_size`` say what the plan is for: a run refuses one for another number of parameters or
+ranks, and activations for another number of blocks (``applied.py``, ``require_blocks``); ``residency`` and
+``activations`` are the decisions; ``settings`` are the block's expert values (docs/settings.md); ``predicted`` and
+``machine`` explain, and nothing reads them back.
 """
 
 from __future__ import annotations
@@ -64,24 +65,6 @@ class PlanDocument:
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
-
-    def require(self, fingerprint: str | None = None, world_size: int | None = None) -> None:
-        """Refuses a plan that was made for something else.
-
-        Raises:
-            FuyouConfigError: with what the plan is for and what runs.
-        """
-        if fingerprint is not None and fingerprint != self.model.fingerprint:
-            raise FuyouConfigError(
-                f"the plan is for model {str(self.model.name)[:200]} (shape {str(self.model.fingerprint)[:200]}), "
-                f"this one has shape "
-                f"{fingerprint}; make a plan for it with fuyou plan"
-            )
-        if world_size is not None and world_size != self.world_size:
-            raise FuyouConfigError(
-                f"the plan is for {shown(self.world_size)} ranks, {world_size} run; make one with "
-                f"fuyou plan --num-gpus {world_size}"
-            )
 
 
 def is_document(data: object) -> bool:

@@ -85,7 +85,7 @@ def test_what_is_wrong_in_the_file_is_named_with_it(change: dict[str, Any], said
 def test_another_world_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert _loaded(_plan(world_size=2), tmp_path).plan is not None
-    with pytest.raises(FuyouConfigError, match="for 1 ranks, 2 run"):
+    with pytest.raises(FuyouConfigError, match=r"is for 1 ranks, 2 run.*--num-gpus 2"):
         _loaded(_plan(), tmp_path)
 
 
