@@ -64,6 +64,11 @@ class ActivationCosts:
     working_blocks: int = 0
     spare_bytes: float = 0.0
 
+    @property
+    def total_bytes(self) -> float:
+        """Saved where nothing is computed again."""
+        return self.num_blocks * self.whole_bytes + self.outside_bytes
+
     @cached_property
     def num_working(self) -> int:
         return min(self.working_blocks, self.num_blocks)
@@ -168,7 +173,7 @@ def plan_activations(
         secs_of: predicts the seconds of a step.
         mode: as the user chose: "recompute" (block inputs alone are saved), "swap" (all leaves), "none" (all stays).
     """
-    total = costs.num_blocks * costs.whole_bytes + costs.outside_bytes
+    total = costs.total_bytes
     if mode == "none" or (mode == "auto" and room >= total):
         names = (INPUTS, *(output.name for output in costs.outputs))
         return replace(

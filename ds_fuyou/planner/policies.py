@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from ds_fuyou.state_layout import WHOLE, StateLayout, layout_of
 
-__all__ = ["Fates", "Fixed", "Policy", "Tiers", "Updates"]
+__all__ = ["Fates", "Policy", "Tiers", "Updates"]
 
 
 class Updates(Enum):
@@ -39,33 +40,6 @@ class Fates(Enum):
     OPERATORS = "kept, swapped or recomputed for every operator of every block"
 
 
-@dataclass(frozen=True)
-class Fixed:
-    """What the user has decided. Tiers are "auto", "cpu" or "nvme"; ``mode`` is "auto", "none", "swap" or
-    "recompute". ``durable``: states have two slots on storage, whatever fits. ``saves_behind``: checkpoints are written
-    while training goes on. ``keeps_read``: a budget of host memory is named, and what nothing else takes of it holds
-    parameters that were read. ``shares``: resident ones, by field of :class:`~ds_fuyou.planner.document.Residency`, of
-    classes whose tier is "auto". ``weighs_start``: whether updates begin in backward is left
-    to the planner.
-    """
-
-    params: str = "auto"
-    states: str = "auto"
-    grads: str = "auto"
-    activations: str = "auto"
-    mode: str = "auto"
-    durable: bool = False
-    saves_behind: bool = False
-    keeps_read: bool = False
-    shares: tuple[tuple[str, float], ...] = ()
-    weighs_start: bool = True
-
-    def tier(self, name: str) -> str:
-        """Of a class by the planner's name."""
-        found: str = getattr(self, name)
-        return found
-
-
 _FP32 = layout_of(WHOLE, 2)
 
 
@@ -84,7 +58,8 @@ class Policy:
         gradients_on_storage: that class lies on storage with the states.
         on_device: nothing lives off the GPUs, which share everything among them.
         extra_pass_bytes: other passes over host memory an update costs, a parameter (unscale, norm, copies).
-        fixed: what the user has decided; looked at where tiers are planned.
+        block: the ``FuyouConfig`` that bounds where tiers are planned; None: everything is open. ``has_storage``: the
+            block has directories for state. ``mode`` of activations: "auto", "none", "swap" or "recompute".
         redo_share: of steps, those whose updates begun in backward are done again: clipping, overflow.
         share_of_block_rate: of the rate of one block alone, what a whole step gets.
         reused_bytes: of parameters used last in forward, those that stay on the device for backward; ``staying_bytes``:
@@ -106,11 +81,18 @@ class Policy:
     gradients_on_storage: bool = False
     on_device: bool = False
     extra_pass_bytes: int = 0
-    fixed: Fixed = Fixed()
+    block: Any = None
+    has_storage: bool = True
+    mode: str = "auto"
     redo_share: float = 0.0
     share_of_block_rate: float = 1.0
     reused_bytes: float = 0.0
     staying_bytes: float = 0.0
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether states have two slots on storage, whatever fits."""
+        return self.block is not None and bool(self.block.durable)
 
     @property
     def begins_in_backward(self) -> bool:

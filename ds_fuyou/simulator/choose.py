@@ -20,7 +20,7 @@ from ds_fuyou.planner.hardware import GIB, Machine
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import Plan, PlanInput, least_plan
-from ds_fuyou.planner.policies import Fates, Fixed, Policy, Tiers
+from ds_fuyou.planner.policies import Fates, Policy, Tiers
 from ds_fuyou.simulator.fit import MEMORY_NAMES, Needs, device_room, needs_of, rank_facts, shown_bytes
 from ds_fuyou.simulator.simulate import Simulated, simulate
 
@@ -133,7 +133,7 @@ def with_checkpointing(work: Workload, machine: Machine, policy: Policy) -> Poli
     """Of systems that leave gradient checkpointing to the script: with it or without, whichever is faster."""
     if policy.fates is not Fates.CHECKPOINT:
         return policy
-    without = replace(policy, fixed=Fixed(mode="none"))
+    without = replace(policy, block=None, mode="none")
     one, other = (try_choose(work, machine, each) for each in (policy, without))
     if isinstance(other, Chosen) and not (isinstance(one, Chosen) and one.iteration_secs <= other.iteration_secs):
         return without
@@ -153,16 +153,18 @@ def _as_used(machine: Machine, policy: Policy) -> Machine:
 
 def _second_slot_bytes(needs: Needs, policy: Policy) -> float:
     """What storage lacks for a second slot of ours; one that every step needs is in the needs."""
-    if policy.fixed.durable or policy.tiers is not Tiers.PLANNED:
+    if policy.is_durable or policy.tiers is not Tiers.PLANNED:
         return 0.0
     second = sum(i.num_bytes for i in needs.items if i.tier == "nvme" and i.name in ("P16", "P32, M, V"))
     return max(0.0, needs.total("nvme") + second - needs.have["nvme"]) if second else 0.0
 
 
 def _question(work: Workload, machine: Machine, policy: Policy) -> tuple[PlanInput, StepTime]:
-    time = StepTime(work, machine, policy, costs_of(work, policy), policy.fixed.mode)
-    facts = replace(rank_facts(work, machine, policy), shares=dict(policy.fixed.shares))
-    return replace(facts, device_room_bytes=device_room(work, machine, policy)), time
+    costs, room = costs_of(work, policy), device_room(work, machine, policy)
+    given = replace(rank_facts(work, machine, policy), device_room_bytes=room)
+    if policy.mode == "auto" and costs.total_bytes > room:  # a run under this plan does it wherever its device is
+        given = replace(given, swaps_activations=True)
+    return given, StepTime(work, machine, policy, costs, policy.mode)
 
 
 def _place(work: Workload, machine: Machine, policy: Policy) -> tuple[Policy, Placement, Plan | None]:
@@ -184,7 +186,7 @@ def _place(work: Workload, machine: Machine, policy: Policy) -> tuple[Policy, Pl
     room = device_room(work, machine, policy) if policy.fates is Fates.OPERATORS else 0.0
     in_dram = float("inf") if policy.fates is Fates.CHECKPOINT else 0.0
     time = StepTime(work, machine, policy)
-    place = plan_activations(costs_of(work, policy), base, room, in_dram, time.secs, policy.fixed.mode)
+    place = plan_activations(costs_of(work, policy), base, room, in_dram, time.secs, policy.mode)
     return policy, place, None
 
 
@@ -193,7 +195,7 @@ def fits(work: Workload, machine: Machine, policy: Policy) -> bool:
     to be stored exceeds storage and host memory together, no choice is made.
     """
     bare = needs_of(work, machine, policy, Placement(grads=0.0, frozen=0.0))
-    stored = bare.total("nvme") / (2 if policy.fixed.durable else 1)
+    stored = bare.total("nvme") / (2 if policy.is_durable else 1)
     if bare.total("gpu") > bare.have["gpu"] or stored > bare.have["nvme"] + bare.have["cpu"]:
         return False
     return isinstance(try_choose(work, machine, policy), Chosen)

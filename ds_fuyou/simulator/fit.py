@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_fuyou.planner.cost import P16_BYTES, Placement, Workload
 from ds_fuyou.planner.document import Residency
@@ -14,6 +14,7 @@ from ds_fuyou.planner.plan import (
     PlanInput,
     bytes_each,
     has_two_versions,
+    under_block,
 )
 from ds_fuyou.planner.policies import Policy, Tiers, Updates
 from ds_fuyou.planner.presets import constants
@@ -88,30 +89,34 @@ def needs_of(work: Workload, machine: Machine, policy: Policy, place: Placement,
 
 def rank_facts(work: Workload, machine: Machine, policy: Policy) -> PlanInput:
     """What the decider needs to know of each rank, but the room on its device."""
-    model, ranks, fixed = work.model, machine.num_gpus, policy.fixed
-    return PlanInput(
+    model, ranks = work.model, machine.num_gpus
+    sizes = PlanInput(
         numel=max(1, -(-model.trainable_params // ranks)),
         param_bytes_each=policy.param_bytes,
         grad_bytes_each=policy.gradient_bytes,
         layout=policy.layout,
         largest_param_numel=-(-model.largest_param // ranks),
         dram_budget_bytes=int(machine.dram_usable_bytes / ranks),
-        params_tier=fixed.params,
-        optimizer_tier=fixed.states,
-        gradients_tier=fixed.grads,
         may_speculate=policy.begins_in_backward,
-        weighs_start=fixed.weighs_start,
+        weighs_start=True,
         device_is_host=machine.shares_cores,
         is_unified=machine.is_unified,
-        swaps_activations=fixed.mode not in ("none", "recompute"),
-        activations_stay_in_dram=fixed.activations == "cpu" or machine.storage_bytes <= 0,
-        activations_leave_dram=fixed.activations == "nvme" or (machine.is_unified and machine.storage_bytes > 0),
+        swaps_activations=not machine.shares_cores,
+        activations_stay_in_dram=machine.storage_bytes <= 0,
+        activations_leave_dram=machine.is_unified and machine.storage_bytes > 0,
         storage_budget_bytes=machine.storage_bytes / ranks,
-        durable=fixed.durable,
-        saves_behind=fixed.saves_behind,
-        keeps_read=fixed.keeps_read,
         frozen_bytes=model.frozen_bytes / ranks,
         block_activation_bytes=max(1, int(model.largest_saved_bytes * work.tokens)),
+    )
+    if policy.block is None:
+        return sizes
+    given = under_block(sizes, policy.block, policy.has_storage)
+    return replace(  # the machine is within the block's budgets
+        given,
+        dram_budget_bytes=sizes.dram_budget_bytes,
+        storage_budget_bytes=sizes.storage_budget_bytes,
+        may_speculate=sizes.may_speculate,
+        activations_stay_in_dram=given.activations_stay_in_dram or sizes.activations_stay_in_dram,
     )
 
 
@@ -198,7 +203,7 @@ def _planned_items(plan: Plan, work: Workload, machine: Machine, policy: Policy,
 def _storage_items(work: Workload, machine: Machine, policy: Policy, place: Placement) -> Sequence[Item]:
     """Ours with one slot, the least that trains, unless every step is to be durable; two slots are used where there is
     room."""
-    num_params, slots = float(work.model.trainable_params), 2 if policy.fixed.durable else 1
+    num_params, slots = float(work.model.trainable_params), 2 if policy.is_durable else 1
     grads = (1 - place.grads) * policy.gradient_bytes * num_params if policy.keeps_gradients else 0.0
     return [
         Item("P16", "nvme", slots * policy.param_bytes * num_params * (1 - place.params)),

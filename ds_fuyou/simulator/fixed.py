@@ -8,8 +8,7 @@ from typing import Any
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.hardware import Machine
-from ds_fuyou.planner.plan import weighs_start
-from ds_fuyou.planner.policies import Fixed, Policy, Updates
+from ds_fuyou.planner.policies import Policy, Updates
 from ds_fuyou.simulator.fit import shown_bytes
 from ds_fuyou.state_layout import FP32, masters_of, moments_of
 
@@ -34,24 +33,14 @@ def under_block(
     Raises:
         FuyouConfigError: masters cannot be as the block says.
     """
-    fixed = Fixed(
-        params=config.parameters.tier if has_storage else "cpu",
-        states=config.optimizer.tier if has_storage else "cpu",
-        grads=config.gradients.tier if has_storage else "cpu",
-        activations=config.activations.tier if has_storage else "cpu",
-        mode=config.activations.mode,
-        durable=config.durable,
-        saves_behind=config.checkpoint.save == "background",
-        keeps_read=config.dram_budget_bytes != "auto",
-        shares=tuple(config.plan.resident_shares().items()) if config.plan is not None else (),
-        weighs_start=weighs_start(config),
-    )
     of_masters, of_moments = stock
     masters = masters_of(config.optimizer.masters, is_bfloat16=is_bfloat16, checksum=config.checksum, stock=of_masters)
     layout = replace(policy.layout, masters=masters, moments=moments_of(config.optimizer.moments, "adam", of_moments))
     policy = replace(
         policy,
-        fixed=fixed,
+        block=config,
+        has_storage=has_storage,
+        mode=config.activations.mode,
         updates=_UPDATES[config.optimizer.overlap],
         layout=layout,
         param_bytes=param_bytes,

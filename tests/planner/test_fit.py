@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ds_fuyou.cli.main import main
+from ds_fuyou.config import load_block
 from ds_fuyou.planner.cost import Workload
 from ds_fuyou.planner.plan import MIB
 from ds_fuyou.simulator.choose import Chosen, fits, try_choose
 from ds_fuyou.simulator.fit import rank_facts
+from ds_fuyou.simulator.fixed import limited, under_block
 from ds_fuyou.simulator.models import load_model
 from ds_fuyou.simulator.systems import find_policy
 from tests.planner.support import machine
@@ -40,6 +43,29 @@ def test_what_fits_keeps_fitting_with_more_host_memory(name: str, batch: int, st
         assert found.needs.total("cpu") <= taken + 8, "to a byte for each item"
         assert taken <= on.dram_usable_bytes * (1 + 1e-9)
     assert fitted or storage_tb < 1
+
+
+@pytest.mark.parametrize(
+    ("block", "batch", "swaps"),
+    [
+        ({}, 1, False),
+        ({}, 64, True),
+        ({"activations": {"mode": "recompute"}}, 1, False),
+        ({"activations": {"mode": "swap"}}, 1, True),
+        ({"gpu_budget_bytes": "20GB"}, 1, True),
+    ],
+)
+def test_where_the_device_is_the_host_an_arena_is_planned_if_a_run_has_one(
+    block: dict[str, Any], batch: int, swaps: bool
+) -> None:
+    """In mode "auto" activations stay where they are there, unless a budget of the device or the plan says else."""
+    config = load_block({"fuyou": {"nvme_path": "/nvme", **block}})
+    assert config is not None
+    on = limited(replace(machine(2, 64), shares_cores=True), config, True)
+    found = try_choose(Workload(load_model("6B"), batch, 1024), on, under_block(OURS, config, True))
+    assert isinstance(found, Chosen)
+    assert found.plan is not None
+    assert (found.plan.activation_bytes > 0) == swaps
 
 
 def test_the_largest_model_is_one_that_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
