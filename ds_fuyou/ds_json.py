@@ -27,7 +27,9 @@ __all__ = [
     "activation_of",
     "current_activation",
     "load_activation",
+    "lookup",
     "refused_combinations",
+    "section_of",
     "stock_states",
 ]
 
@@ -137,7 +139,7 @@ def absorb_offload_sections(ds_config: Mapping[str, Any], config: FuyouConfig) -
         FuyouConfigError: stage is not 3, a feature that cannot be combined is on, or a tier is on
             storage and no path is named anywhere.
     """
-    zero = _section(ds_config, "zero_optimization")
+    zero = section_of(ds_config, "zero_optimization")
     _require_stage_3(ds_config.get("zero_optimization"), zero)
     _refuse_combinations(ds_config)
     ignored: list[IgnoredKey] = []
@@ -145,7 +147,7 @@ def absorb_offload_sections(ds_config: Mapping[str, Any], config: FuyouConfig) -
     tiers: dict[str, str] = {}
     pins: list[bool] = []
     for name, part in (("offload_optimizer", "optimizer"), ("offload_param", "parameters")):
-        for key, value in _section(zero, name).items():
+        for key, value in section_of(zero, name).items():
             dotted = f"zero_optimization.{name}.{key}"
             if key == "device" and value in ("cpu", "nvme"):
                 if part in _planned(config):
@@ -166,9 +168,9 @@ def absorb_offload_sections(ds_config: Mapping[str, Any], config: FuyouConfig) -
                 ignored.append(IgnoredKey(dotted, reason))
     ignored += [
         IgnoredKey(f"aio.{key}", "storage is reached by fuyou.io; depth and block size are part of the plan")
-        for key in _section(ds_config, "aio")
+        for key in section_of(ds_config, "aio")
     ]
-    if _lookup(ds_config, "optimizer.params.torch_adam") is True:
+    if lookup(ds_config, "optimizer.params.torch_adam") is True:
         ignored.append(IgnoredKey("optimizer.params.torch_adam", "DeepSpeed's CPU kernel updates; last bits differ"))
     completed = _completed(config, tuple(paths), tiers)
     _require_path(completed)
@@ -280,21 +282,21 @@ _FP16_AUTOCAST = "torch's gradient scaler would step the optimizer itself; use b
 
 def _clashes(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, reason in _SWITCHES:
-        if _lookup(ds_config, key) is True:
+        if lookup(ds_config, key) is True:
             yield key, reason
     for key, most, reason in _LIMITS:
-        if _number(_lookup(ds_config, key), most) > most:
+        if _number(lookup(ds_config, key), most) > most:
             yield key, reason
-    if _lookup(ds_config, "zero_optimization.zenflow") not in (None, "auto", False):
+    if lookup(ds_config, "zero_optimization.zenflow") not in (None, "auto", False):
         yield "zero_optimization.zenflow", _ZENFLOW
-    ratio = _lookup(ds_config, "zero_optimization.offload_optimizer.ratio")
+    ratio = lookup(ds_config, "zero_optimization.offload_optimizer.ratio")
     if _number(ratio, 1.0) < 1.0:
         yield f"zero_optimization.offload_optimizer.ratio = {ratio}", _RATIO
     yield from _master_clashes(ds_config)
-    dtype = _lookup(ds_config, "torch_autocast.dtype")
-    if _lookup(ds_config, "torch_autocast.enabled") is True and dtype in ("fp16", "float16", "half", "torch.float16"):
+    dtype = lookup(ds_config, "torch_autocast.dtype")
+    if lookup(ds_config, "torch_autocast.enabled") is True and dtype in ("fp16", "float16", "half", "torch.float16"):
         yield f"torch_autocast.dtype = {shown(dtype)}", _FP16_AUTOCAST
-    kind = _lookup(ds_config, "optimizer.type")
+    kind = lookup(ds_config, "optimizer.type")
     names = [name.lower() for name in SUPPORTED_OPTIMIZERS]
     if isinstance(kind, str) and kind != "auto" and kind.lower() not in names:
         yield f"optimizer.type = {shown(kind)}", f"what works: {', '.join(SUPPORTED_OPTIMIZERS)}"
@@ -306,7 +308,7 @@ def _master_clashes(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         return
     if section.get("enabled", False) not in (True, "auto"):
         yield f"{name}.{_BF16_MASTERS} = true without {name}.enabled", _NOT_BF16
-    kind = _lookup(ds_config, "optimizer.type")
+    kind = lookup(ds_config, "optimizer.type")
     if isinstance(kind, str) and kind.lower() not in ("adam", "adamw", "auto"):
         yield f"{name}.{_BF16_MASTERS} = true with optimizer.type = {shown(kind)}", _NOT_ADAM
 
@@ -316,17 +318,18 @@ def stock_states(ds_config: Mapping[str, Any]) -> tuple[str, str]:
     _, section = _bf16_section(ds_config)
     if section.get(_BF16_MASTERS) is not True:
         return FP32, FP32
-    wants_fp32 = _lookup(ds_config, "optimizer.params.fp32_optimizer_states") is not False
+    wants_fp32 = lookup(ds_config, "optimizer.params.fp32_optimizer_states") is not False
     return BF16, FP32 if wants_fp32 and section.get("bf16_optimizer_states") is not True else BF16
 
 
 def _bf16_section(ds_config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The one that DeepSpeed reads, and its name."""
     name = "bf16" if ds_config.get("bf16") is not None else "bfloat16"
-    return name, _section(ds_config, name)
+    return name, section_of(ds_config, name)
 
 
-def _lookup(data: object, dotted: str) -> object:
+def lookup(data: object, dotted: str) -> object:
+    """The value of a dotted key; None where any part of it is missing."""
     for part in dotted.split("."):
         data = data.get(part) if isinstance(data, Mapping) else None
     return data
@@ -336,6 +339,7 @@ def _number(value: object, default: float) -> float:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else default
 
 
-def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def section_of(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Empty where there is none, or something else in its place."""
     section = data.get(name)
     return section if isinstance(section, Mapping) else {}

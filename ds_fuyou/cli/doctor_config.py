@@ -15,7 +15,7 @@ from typing import Any
 from ds_fuyou.cli.ds_config import BYTE_ORDER_MARK, read_ds_file
 from ds_fuyou.cli.finding import Finding, path_finding
 from ds_fuyou.config import BLOCK_KEY
-from ds_fuyou.ds_json import Activation, load_activation
+from ds_fuyou.ds_json import Activation, load_activation, lookup, section_of
 from ds_fuyou.errors import FuyouConfigError, FuyouStorageError
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.simulator.fit import shown_bytes
@@ -101,13 +101,8 @@ def findings_of(name: str, config: Mapping[str, Any], model: ModelSpec | None = 
 Row = tuple[str, bool, str]
 
 
-def _zero(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    zero = config.get("zero_optimization")
-    return zero if isinstance(zero, Mapping) else {}
-
-
 def _precision(config: Mapping[str, Any]) -> Iterator[Row]:
-    enabled = [name for name in ("bf16", "bfloat16", "fp16") if _is_enabled(config.get(name))]
+    enabled = [name for name in ("bf16", "bfloat16", "fp16") if lookup(config, f"{name}.enabled") is True]
     if "fp16" in enabled and len(enabled) > 1:
         yield (
             f"{' and '.join(enabled)} are both enabled, which DeepSpeed refuses",
@@ -116,22 +111,19 @@ def _precision(config: Mapping[str, Any]) -> Iterator[Row]:
         )
 
 
-def _is_enabled(section: object) -> bool:
-    return isinstance(section, Mapping) and section.get("enabled") is True
-
-
 def _aio(config: Mapping[str, Any]) -> Iterator[Row]:
-    if "aio" in _zero(config):
-        fix = f'move it to the top level of the file: "aio": {json.dumps(_zero(config)["aio"])}'
+    zero = section_of(config, "zero_optimization")
+    if "aio" in zero:
+        fix = f'move it to the top level of the file: "aio": {json.dumps(zero["aio"])}'
         yield "aio stands inside zero_optimization, which DeepSpeed 0.19 refuses as an extra input", False, fix
-    for section in (config.get("aio"), _zero(config).get("aio")):
-        if isinstance(section, Mapping) and "thread_count" in section:
+    for section in (section_of(config, "aio"), section_of(zero, "aio")):
+        if "thread_count" in section:
             fix = f'"intra_op_parallelism": {json.dumps(section["thread_count"])} instead'
             yield "aio.thread_count is ignored by DeepSpeed since 0.16.4: one thread does all I/O", True, fix
 
 
 def _offload_sections(config: Mapping[str, Any]) -> Iterator[Row]:
-    zero = _zero(config)
+    zero = section_of(config, "zero_optimization")
     for name in _OFFLOADS:
         section = zero.get(name)
         if section is None:
@@ -157,8 +149,9 @@ def _without_stage_3(zero: Mapping[str, Any]) -> bool:
 
 
 def _block(config: Mapping[str, Any]) -> Iterator[Row]:
-    if BLOCK_KEY in _zero(config):
-        fix = f'move it to the top level of the file: "{BLOCK_KEY}": {json.dumps(_zero(config)[BLOCK_KEY])}'
+    zero = section_of(config, "zero_optimization")
+    if BLOCK_KEY in zero:
+        fix = f'move it to the top level of the file: "{BLOCK_KEY}": {json.dumps(zero[BLOCK_KEY])}'
         yield f"the {BLOCK_KEY} block stands inside zero_optimization, where it is not seen", False, fix
         return
     if config.get(BLOCK_KEY) is None:
@@ -175,7 +168,7 @@ def _block(config: Mapping[str, Any]) -> Iterator[Row]:
         yield f'"{BLOCK_KEY}" says "enabled": false', True, '"enabled": true'
         return
     yield from _effects(activation)
-    held = [name for name in _OFFLOADS if _device(config, name) == "cpu" and _open_tier(config, name)]
+    held = [name for name in _OFFLOADS if lookup(zero, f"{name}.device") == "cpu" and _open_tier(config, name)]
     if held and _block_paths(config):
         found = f'{" and ".join(held)} say "cpu", so what they name stays in host memory, whatever nvme_path holds'
         yield (
@@ -194,22 +187,14 @@ def _effects(activation: Activation) -> Iterator[Row]:
         yield found, True, "leave it out for equal bits, with a reduce_bucket_size of an eighth of the model or less"
 
 
-def _device(config: Mapping[str, Any], name: str) -> object:
-    section = _zero(config).get(name)
-    return section.get("device") if isinstance(section, Mapping) else None
-
-
 def _open_tier(config: Mapping[str, Any], name: str) -> bool:
     """Whether the block leaves it to the offload section where its class lives."""
     part = {"offload_optimizer": "optimizer", "offload_param": "parameters"}[name]
-    section, plan = config[BLOCK_KEY].get(part), config[BLOCK_KEY].get("plan")
-    given = section.get("tier", "auto") if isinstance(section, Mapping) else "auto"
-    return given == "auto" and plan in (None, "auto")
+    return all(lookup(config[BLOCK_KEY], key) in (None, "auto") for key in (f"{part}.tier", "plan"))
 
 
 def _block_paths(config: Mapping[str, Any]) -> list[str]:
-    block = config.get(BLOCK_KEY)
-    given = block.get("nvme_path") if isinstance(block, Mapping) else None
+    given = lookup(config, f"{BLOCK_KEY}.nvme_path")
     return [path for path in (given if isinstance(given, list) else [given]) if isinstance(path, str)]
 
 
@@ -219,8 +204,7 @@ def _named_paths(config: Mapping[str, Any]) -> dict[str, str]:
     """
     places = dict.fromkeys(_block_paths(config), f"{BLOCK_KEY}.nvme_path")
     for name in () if places else _OFFLOADS:
-        section = _zero(config).get(name)
-        path = section.get("nvme_path") if isinstance(section, Mapping) else None
+        path = lookup(config, f"zero_optimization.{name}.nvme_path")
         if isinstance(path, str) and path not in ("", "auto"):
             places.setdefault(path, f"zero_optimization.{name}.nvme_path")
     known: dict[str, str] = {}

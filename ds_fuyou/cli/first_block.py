@@ -13,7 +13,7 @@ from typing import Any
 
 from ds_fuyou.cli.ds_config import has_precision, param_bytes
 from ds_fuyou.config import BLOCK_KEY
-from ds_fuyou.ds_json import Activation, load_activation, stock_states
+from ds_fuyou.ds_json import Activation, load_activation, lookup, section_of, stock_states
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.document import Residency
 from ds_fuyou.planner.host_memory import AUTO_TENTHS, available_host_bytes
@@ -111,9 +111,8 @@ def _paths(asked: Question) -> tuple[tuple[str, ...], tuple[str, ...], str]:
 
 def _named(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Directories of the offload sections."""
-    zero = config.get("zero_optimization")
-    sections = [zero.get(name) for name in ("offload_optimizer", "offload_param")] if isinstance(zero, Mapping) else []
-    named = any(isinstance(section, Mapping) and section.get("nvme_path") for section in sections)
+    sections = ("offload_optimizer", "offload_param")
+    named = any(lookup(config, f"zero_optimization.{name}.nvme_path") for name in sections)
     return _activation(config, {}).state_paths if named else ()
 
 
@@ -151,7 +150,7 @@ def _plan_input(asked: Question, activation: Activation, ranks: int) -> PlanInpu
 
 
 def _layout(config: Mapping[str, Any], activation: Activation) -> StateLayout:
-    block, optimizer = activation.config, _optimizer(config)
+    block, optimizer = activation.config, str(section_of(config, "optimizer").get("type", "")).lower()
     of_masters, of_moments = stock_states(config)
     moments = moments_of(block.optimizer.moments, optimizer, of_moments)
     masters = masters_of(
@@ -172,11 +171,6 @@ def _disks(activation: Activation) -> list[Path]:
 def _may_share_blocks(activation: Activation) -> bool:
     """Whether a run's checkpoints would share blocks with slots."""
     return not activation.config.relies_on_slots and shares_blocks([p for p in _disks(activation) if p.is_dir()])
-
-
-def _optimizer(config: Mapping[str, Any]) -> str:
-    section = config.get("optimizer")
-    return str(section.get("type", "")).lower() if isinstance(section, Mapping) else ""
 
 
 def _placed(given: PlanInput, asked: Question, activation: Activation) -> tuple[Plan, dict[str, Any], str]:
