@@ -18,8 +18,8 @@ from ds_fuyou.config import BLOCK_KEY
 from ds_fuyou.ds_json import Activation, load_activation, lookup, section_of
 from ds_fuyou.errors import FuyouConfigError, FuyouStorageError
 from ds_fuyou.planner.model import ModelSpec
-from ds_fuyou.simulator.fit import shown_bytes
 from ds_fuyou.storage.probe import LOCAL_FILESYSTEMS, probe_path
+from ds_fuyou.units import shown_bytes
 
 __all__ = ["config_findings", "findings_of"]
 

@@ -20,7 +20,6 @@ from ds_fuyou.planner.host_memory import AUTO_TENTHS, available_host_bytes
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import Plan, PlanInput, under_block
 from ds_fuyou.planner.profiled import placed_under
-from ds_fuyou.simulator.fit import shown_bytes
 from ds_fuyou.state_layout import FP32, StateLayout, layout_of, masters_of, moments_of
 from ds_fuyou.storage.disks import DIRECTORY_NAME, Disk, find_disks
 from ds_fuyou.storage.layout import (
@@ -31,6 +30,7 @@ from ds_fuyou.storage.layout import (
     most_slots,
 )
 from ds_fuyou.storage.probe import PathFacts, probe_path, shares_blocks
+from ds_fuyou.units import shown_bytes
 from ds_fuyou.zero.budgets import cores_of_rank
 from ds_fuyou.zero.device import num_devices, rank_device
 

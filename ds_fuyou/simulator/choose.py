@@ -21,8 +21,9 @@ from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import Plan, PlanInput, least_plan
 from ds_fuyou.planner.policies import Fates, Policy, Tiers
-from ds_fuyou.simulator.fit import MEMORY_NAMES, Needs, device_room, needs_of, rank_facts, shown_bytes
+from ds_fuyou.simulator.fit import MEMORY_NAMES, Needs, device_room, needs_of, rank_facts
 from ds_fuyou.simulator.simulate import Simulated, simulate
+from ds_fuyou.units import shown_bytes
 
 __all__ = [
     "Chosen",

@@ -12,8 +12,9 @@ from ds_fuyou.planner.cost import Workload
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.policies import Policy
 from ds_fuyou.simulator.choose import Chosen, try_choose, with_checkpointing
-from ds_fuyou.simulator.fit import MEMORY_NAMES, Needs, shown_bytes
+from ds_fuyou.simulator.fit import MEMORY_NAMES, Needs
 from ds_fuyou.simulator.systems import find_policy
+from ds_fuyou.units import shown_bytes
 
 __all__ = ["COMPARED", "HEAD", "Compared", "Training", "cells", "compared", "compared_text", "worn_out"]
 
@@ -106,17 +107,13 @@ def cells(rows: Sequence[Compared], training: Training) -> list[tuple[str, ...]]
             continue
         wear = "-" if row.wear is None or not row.written_bytes else _shown_wear(row.wear)
         cost = f"{row.cost:,.2f}" if training.price else "-"
-        written = _shown_written(row.written_bytes) if row.written_bytes else "-"
+        written = shown_bytes(row.written_bytes) if row.written_bytes else "-"
         found.append((row.system, f"{row.tokens_per_s:,.1f}", f"{row.hours:,.1f}", cost, written, wear, row.why))
     return found
 
 
 def _shown_wear(wear: float) -> str:
     return f"{100 * wear:.3g} %" if wear <= 1 else f"{wear:,.1f} times"
-
-
-def _shown_written(num_bytes: float) -> str:
-    return f"{num_bytes / 1e15:,.2f} PB" if num_bytes >= 1e15 else shown_bytes(num_bytes)
 
 
 def worn_out(rows: Sequence[Compared]) -> list[str]:

@@ -19,7 +19,7 @@ from ds_fuyou.planner.plan import (
 from ds_fuyou.planner.policies import Policy, Tiers, Updates
 from ds_fuyou.planner.presets import constants
 
-__all__ = ["MEMORY_NAMES", "Item", "Needs", "device_room", "needs_of", "rank_facts", "shown_bytes"]
+__all__ = ["MEMORY_NAMES", "Item", "Needs", "device_room", "needs_of", "rank_facts"]
 
 MEMORY_NAMES = {"gpu": "GPU memory", "cpu": "host memory", "nvme": "storage"}
 _HEAD_SLICE_BYTES = 1 << 30  # logits of a slice of tokens
@@ -51,11 +51,6 @@ class Needs:
         """Bytes that lack, of the tiers that are too small. Empty: it fits."""
         lacking = {tier: self.total(tier) - size for tier, size in self.have.items()}
         return {tier: value for tier, value in lacking.items() if value > _ROUNDED * self.have[tier]}
-
-
-def shown_bytes(num_bytes: float) -> str:
-    """GB of 10^9 bytes, or TB."""
-    return f"{num_bytes / 1e12:.2f} TB" if num_bytes >= 1e12 else f"{num_bytes / 1e9:.1f} GB"
 
 
 def _power_of_two(num_bytes: float) -> float:

@@ -9,8 +9,8 @@ from typing import Any
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.policies import Policy, Updates
-from ds_fuyou.simulator.fit import shown_bytes
 from ds_fuyou.state_layout import FP32, masters_of, moments_of
+from ds_fuyou.units import shown_bytes
 
 __all__ = ["limited", "under_block"]
 

@@ -15,7 +15,7 @@ from ds_fuyou.planner.host_memory import AUTO_TENTHS
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.policies import Tiers
 from ds_fuyou.simulator.choose import Chosen, alternatives, batches, fits, quick_secs
-from ds_fuyou.simulator.fit import shown_bytes
+from ds_fuyou.units import shown_bytes
 
 __all__ = ["TIER_NAMES", "document_of", "largest_batch", "plan_text", "upgrades"]
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_fuyou.optimizer.layout import FlatLayout
+from ds_fuyou.units import shown_bytes
 
-__all__ = ["Placed", "placement_of", "placement_table", "shown_bytes"]
+__all__ = ["Placed", "placement_of", "placement_table"]
 
 _TIERS = {"cpu": "host memory", "nvme": "storage"}
 
@@ -98,11 +99,3 @@ def placement_table(rows: Sequence[Placed], numel: int, what: str = "trainable p
             )
             lines.append(f"  {name} {shown_bytes(sum(row.num_bytes for row in held))}: {classes}")
     return "\n".join(lines)
-
-
-def shown_bytes(num_bytes: float) -> str:
-    """Decimal units, as storage is sold: 1 GB is 10^9 bytes."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes:.0f} B"

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from ds_fuyou.simulator.choose import Chosen
 from ds_fuyou.simulator.compare import HEAD, Compared, Training, cells, worn_out
-from ds_fuyou.simulator.fit import shown_bytes
 from ds_fuyou.simulator.report import TIER_NAMES, upgrades
 from ds_fuyou.simulator.simulate import chrome_trace
 from ds_fuyou.telemetry.lane_times import content_of
 from ds_fuyou.telemetry.page import lanes_chart, page_of, stacked_bars, table
+from ds_fuyou.units import shown_bytes
 
 __all__ = ["render_plan"]
 

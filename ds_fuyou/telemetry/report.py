@@ -20,8 +20,9 @@ from typing import Any
 from ds_fuyou.host.compute_clock import Phase
 from ds_fuyou.log import current_rank, get_logger
 from ds_fuyou.storage.lifetime import register_closer
-from ds_fuyou.telemetry.placement import placement_of, placement_table, shown_bytes
+from ds_fuyou.telemetry.placement import placement_of, placement_table
 from ds_fuyou.telemetry.wear import DAY_SECS, rating_at, short_lives
+from ds_fuyou.units import shown_bytes
 
 __all__ = ["BOUND_LANES", "LaneTimes", "StepReport", "waited_secs"]
 

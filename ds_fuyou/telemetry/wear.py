@@ -13,7 +13,7 @@ from pathlib import Path
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage.disks import VIRTUAL, drives_of, read_fact
 from ds_fuyou.storage.probe import probe_path
-from ds_fuyou.telemetry.placement import shown_bytes
+from ds_fuyou.units import shown_bytes
 
 __all__ = ["DAY_SECS", "GUESSED_WRITES", "Rating", "rating_at", "rating_of", "short_lives"]
 

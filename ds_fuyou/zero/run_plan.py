@@ -48,8 +48,8 @@ from ds_fuyou.planner.profiled import MOST_REDONE, Prediction, predict, profile_
 from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement, is_another, with_finding
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
 from ds_fuyou.storage.types import PAGE_BYTES
-from ds_fuyou.telemetry.placement import shown_bytes
 from ds_fuyou.telemetry.report import LaneTimes
+from ds_fuyou.units import shown_bytes
 from ds_fuyou.zero.across_batches import AcrossBatches
 from ds_fuyou.zero.activations import model_blocks
 from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0

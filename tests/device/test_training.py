@@ -37,7 +37,7 @@ from ds_fuyou.planner.hardware import ThreadSecs
 from ds_fuyou.planner.profile import StorageRates, load_profile
 from ds_fuyou.planner.watch import LASTING, Cause
 from ds_fuyou.storage.io import Transfer
-from ds_fuyou.telemetry.placement import shown_bytes
+from ds_fuyou.units import shown_bytes
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.run_moves import RunMoves
 from ds_fuyou.zero.run_plan import RunPlan

@@ -15,9 +15,10 @@ from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.state_layout import WHOLE, StateLayout
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.telemetry import report
-from ds_fuyou.telemetry.placement import placement_of, placement_table, shown_bytes
+from ds_fuyou.telemetry.placement import placement_of, placement_table
 from ds_fuyou.telemetry.report import LaneTimes, StepReport
 from ds_fuyou.telemetry.wear import Rating, short_lives
+from ds_fuyou.units import shown_bytes
 
 K = CUT_ELEMENTS
 LAYOUT = build_layout(
@@ -215,7 +216,8 @@ def test_closing_before_the_second_step_says_nothing(lines) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "text"), [(0, "0 B"), (999, "999 B"), (1e3, "1.0 kB"), (2.5e9, "2.5 GB"), (3e12, "3.0 TB")]
+    ("num_bytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1e3, "1.0 kB"), (2.5e9, "2.5 GB"), (3e12, "3.00 TB"), (2.5e18, "2,500.00 PB")],
 )
 def test_bytes_are_shown_in_decimal_units(num_bytes, text) -> None:
     assert shown_bytes(num_bytes) == text
@@ -240,7 +242,7 @@ def test_writes_a_day_are_told_and_worn_drives_warned_of_once(lines, monkeypatch
         state.lanes["write"].num_bytes += 1e6
     assert lines[1].endswith("; 17.3 GB written a day"), "2 ranks, 8640 steps"
     assert len([line for line in lines if "written a day" in line]) == 2
-    assert [line for line in lines if "/b (Some SSD) is rated for 1.0 TB written" in line] == [lines[2]]
+    assert [line for line in lines if "/b (Some SSD) is rated for 1.00 TB written" in line] == [lines[2]]
     assert "gets 13.0 GB a day: it lasts 77 days" in lines[2]
     assert not any("/a (" in line for line in lines)
 
