@@ -7,12 +7,13 @@ closing is tried again later.
 
 The transforms of ``torch.func`` refuse to run while there are any. They say so through one name of
 ``torch.autograd.graph``, which they look up at every call; while hooks of this package are open, or those of a region
-that it computes again, that name takes them off the stack for as long as the transform runs: the last ones first, as
-each passes on to what stood there before. What is saved inside stays where it is.
+that it computes again, that name takes them off the stack for as long as the transform runs. What is saved inside stays
+where it is.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,55 +41,60 @@ def computes_its_loss(output: Any) -> bool:
 
 
 class _StepsAside:
-    """Stands for ``torch.autograd.graph.disable_saved_tensors_hooks`` from :meth:`begin` to :meth:`end`: hooks with
-    this ``pack`` are off the stack while a transform runs, if they lie on top.
+    """Stands for ``torch.autograd.graph.disable_saved_tensors_hooks`` while anybody's hooks are to step aside: those on
+    top of the thread's stack, the last ones first, as long as a transform runs. One for all threads.
     """
 
-    def __init__(self, pack: Any) -> None:
-        self._pack = pack
+    def __init__(self) -> None:
+        self._packs: list[Any] = []  # by which hooks are known
         self._disable: Any = None  # what it stands for
+        self._lock = threading.Lock()
         self._instead = self._stepping_aside  # each time it is asked for this would be another object
 
-    def begin(self) -> None:
-        if self._disable is None:
-            self._disable = torch.autograd.graph.disable_saved_tensors_hooks
-            torch.autograd.graph.disable_saved_tensors_hooks = self._instead
+    def begin(self, pack: Any) -> None:
+        with self._lock:
+            self._packs.append(pack)
+            if self._disable is None:
+                self._disable = torch.autograd.graph.disable_saved_tensors_hooks
+                torch.autograd.graph.disable_saved_tensors_hooks = self._instead
 
-    def end(self) -> None:
-        if torch.autograd.graph.disable_saved_tensors_hooks is self._instead:  # else another came after; this passes on
-            torch.autograd.graph.disable_saved_tensors_hooks, self._disable = self._disable, None
-
-    def forget(self) -> None:
-        """For good. Whoever began after this, in another thread, holds it no longer than its hooks."""
-        self._pack = None
+    def end(self, pack: Any) -> None:
+        """Of a pack that began."""
+        with self._lock:
+            del self._packs[next(place for place, each in enumerate(self._packs) if each is pack)]
+            # else another came after; this passes on
+            if not self._packs and torch.autograd.graph.disable_saved_tensors_hooks is self._instead:
+                torch.autograd.graph.disable_saved_tensors_hooks, self._disable = self._disable, None
 
     @contextmanager
     def _stepping_aside(self, error_message: str) -> Iterator[None]:
-        top = _top()
-        hooks = top if top is not None and top[0] is self._pack else None
-        if hooks is not None:
+        hooks: list[tuple[Any, Any]] = []
+        while (top := _top()) is not None and any(top[0] is pack for pack in self._packs):
             torch._C._autograd._pop_saved_tensors_default_hooks()
+            hooks.append(top)
         try:
             with self._disable(error_message):
                 yield
         finally:
-            if hooks is not None:
-                torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+            for each in reversed(hooks):
+                torch._C._autograd._push_saved_tensors_default_hooks(*each)
+
+
+_steps_aside = _StepsAside()
 
 
 @contextmanager
 def aside_for_transforms() -> Iterator[None]:
     """Inside, the hooks that lie on top now do not keep transforms from running."""
     top = _top()
-    aside = _StepsAside(top[0]) if top is not None else None
-    if aside is not None:
-        aside.begin()
+    if top is None:
+        yield
+        return
+    _steps_aside.begin(top[0])
     try:
         yield
     finally:
-        if aside is not None:
-            aside.end()
-            aside.forget()
+        _steps_aside.end(top[0])
 
 
 class OpenHooks:
@@ -100,14 +106,13 @@ class OpenHooks:
         self._pair = (pack, unpack)
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._is_lowest = False
-        self._aside = _StepsAside(pack)
 
     def open(self) -> None:
         if self._hooks is None and torch._C._autograd._saved_tensors_hooks_is_enabled():
             self._is_lowest = _top() is None
             self._hooks = torch.autograd.graph.saved_tensors_hooks(*self._pair)
             self._hooks.__enter__()
-            self._aside.begin()
+            _steps_aside.begin(self._pair[0])
 
     def _is_on_top(self) -> bool:
         top = _top()
@@ -127,7 +132,7 @@ class OpenHooks:
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__()
-        self._aside.end()
+            _steps_aside.end(self._pair[0])
 
     def close_if_on_top(self) -> None:
         """At any other time."""

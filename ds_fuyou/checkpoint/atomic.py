@@ -88,8 +88,8 @@ def checked_tag(tag: str) -> str:
     parts = Path(tag).parts
     if not parts or os.path.isabs(tag) or ".." in parts or parts[-1].startswith((_PREFIX, _REPLACED)):
         raise FuyouConfigError(f"a checkpoint's tag must name a folder below save_dir, found {tag!r}")
-    if os.path.join(*parts) in ("latest", *SCRIPTS):
-        raise FuyouConfigError(f"a checkpoint's tag must not be the name of a file that lies beside it, found {tag!r}")
+    if parts[0] in ("latest", "latest_universal", *SCRIPTS):
+        raise FuyouConfigError(f"a checkpoint's tag must not take the name of a file beside it, found {tag!r}")
     return os.path.join(*parts)
 
 

@@ -39,7 +39,7 @@ def test_a_tag_that_is_no_folder_below_save_dir_is_refused(tag: str) -> None:
 
 
 def test_a_tag_that_is_a_file_beside_checkpoints_is_refused() -> None:
-    for tag in ("latest", "./zero_to_fp32.py"):
+    for tag in ("latest", "./zero_to_fp32.py", "latest/x"):
         with pytest.raises(FuyouConfigError, match="name of a file"):
             atomic.checked_tag(tag)
     assert atomic.checked_tag("run/latest") == "run/latest"
