@@ -348,7 +348,9 @@ class OutOfCoreOptimizer:
         for chunk in self.layout.chunks_of_param[span.index]:
             self._updates.reopen(chunk)
         self.window.arrived.add(span.index)
-        self.window.overrides[span.index] = value.detach().to("cpu", torch.float32, copy=True).view(-1)
+        values = value.detach().to("cpu", torch.float32, copy=True).view(-1)
+        values[span.numel - span.padding :].zero_()  # a part from a script may have anything there
+        self.window.overrides[span.index] = values
 
     def complete_gradient(self, span: ParamSpan) -> None:
         """The parameter's gradient is final as far as the script says: its chunks may be prepared."""

@@ -105,6 +105,14 @@ class Units:
         return torch.distributed.get_world_size(self._data)
 
 
+def set_padded_gradients(engine, padding: float) -> None:
+    """Each gradient as it is, and ``padding`` behind the end of its parameter, where this rank's part has any."""
+    for param in engine.module.parameters():
+        part = safe_get_local_grad(param).clone()
+        part[max(0, param.ds_numel - torch.distributed.get_rank() * part.numel()) :] = padding
+        safe_set_local_grad(param, part)
+
+
 def build_engine(case: dict):
     if case["config"].get("fp16"):
         get_accelerator().is_fp16_supported = lambda: (
@@ -231,6 +239,8 @@ def train(engine, case: dict, first: int, last: int, result: dict) -> None:
                 before_step(engine, case, step, step * accumulation, accumulation)
             if is_last and step in case.get("set_gradient_in", ()):
                 set_gradients(engine, case)
+            if is_last and "gradient_padding" in case:
+                set_padded_gradients(engine, case["gradient_padding"])
             if is_last and step in case.get("look_at", ()):
                 look(engine, case, result)
             late = evaluate_late(engine, case, step) if is_last else []

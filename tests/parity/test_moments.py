@@ -56,6 +56,18 @@ def test_what_partitions_have_behind_a_parameter_changes_nothing(tiers: str, sav
     assert differences(*results) == []
 
 
+def test_what_a_script_has_behind_a_gradient_changes_no_moment(tmp_path: Path) -> None:
+    """It is in the norm, as in stock."""
+    case = {"model": {"gates": True}, "config": ds_config(), "world_size": 2, "steps": 3}
+    results = []
+    for padding in (0.0, 1e4):
+        folder = tmp_path / f"{padding:g}"
+        folder.mkdir()
+        found = run_case(ours({**case, "gradient_padding": padding}, folder, "states", "int8"), folder, "ours")
+        results.append([{**result, "norms": []} for result in found])
+    assert differences(*results) == []
+
+
 @pytest.mark.parametrize(
     ("moments", "loaded_as"), [("bf16", "bf16"), ("int8", "int8"), ("int8", "fp32"), ("fp32", "int8")]
 )
