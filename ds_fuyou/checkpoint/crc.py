@@ -14,6 +14,7 @@ import zlib
 import torch
 
 from ds_fuyou.ops.core import load_core
+from ds_fuyou.optimizer.layout import own_numel
 
 __all__ = ["crc32_of", "crc32_of_both", "sum_of_part"]
 
@@ -37,7 +38,7 @@ def sum_of_part(head: torch.Tensor, part: int, numel: int, rank: int) -> tuple[i
     part of a parameter, on the host, 1-D; of the part's elements those beyond ``numel``, the parameter's, are padding
     and are left out.
     """
-    return part, crc32_of(head[: max(0, min(part, numel - rank * part))])
+    return part, crc32_of(head[: own_numel(part, numel, rank)])
 
 
 def crc32_of_both(first: int, second: int, num_bytes: int) -> int:

@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
 CUT_ELEMENTS = 2048
 
-__all__ = ["CUT_ELEMENTS", "Chunk", "FlatLayout", "LayoutEntry", "LayoutLimits", "ParamSpan", "build_layout", "overlap"]
+__all__ = [
+    "CUT_ELEMENTS",
+    "Chunk",
+    "FlatLayout",
+    "LayoutEntry",
+    "LayoutLimits",
+    "ParamSpan",
+    "build_layout",
+    "overlap",
+    "own_numel",
+]
 
 
 @dataclass(frozen=True)
@@ -101,6 +111,11 @@ class FlatLayout:
 def overlap(span: ParamSpan, chunk: Chunk) -> tuple[int, int]:
     """[begin, end) of the elements that a parameter and a chunk share, counted from the sub-group's start."""
     return max(span.begin, chunk.begin), min(span.end, chunk.end)
+
+
+def own_numel(part: int, numel: int, rank: int) -> int:
+    """Of the ``part`` elements of ``rank``'s partition those that a parameter of ``numel`` elements has."""
+    return max(0, min(part, numel - rank * part))
 
 
 def build_layout(

@@ -280,14 +280,15 @@ class StateAccess:
     def _replace(self, coming: _Coming, blocks: _Blocks) -> None:
         """A state that has come takes the place of the old one."""
         core, index = self._core, coming.new.chunk
+        place, chunk, resident = core.place, core.layout.chunks[index], core.place.state(index)
         for transfer in coming.transfers:
             transfer.wait()
+        parts = self.parts(chunk, coming.state)
         if coming.new.compare is not None:
-            coming.new.compare(self.parts(core.layout.chunks[index], coming.state))
-        for part in self.parts(core.layout.chunks[index], coming.state):
-            core.layout.clear_padding(core.layout.chunks[index], part)
+            coming.new.compare(parts)
+        for part in parts:
+            core.layout.clear_padding(chunk, part)
         writing: list[Transfer] = []
-        place, chunk, resident = core.place, core.layout.chunks[index], core.place.state(index)
         layout = place.stored_of(chunk) if resident is None else place.resident_of(chunk)
         stored = coming.state if layout.is_whole else encode(layout, chunk.numel, coming.state, resident)
         if layout.rounds:  # what was rounded is the state from now on
@@ -300,9 +301,9 @@ class StateAccess:
         core.pipeline.set_has_high(index)
         params = coming.new.params
         if params is ROUNDED:
-            params = self.parts(core.layout.chunks[index], coming.state)[0].to(core.options.param_dtype)
+            params = parts[0].to(core.options.param_dtype)
         if isinstance(params, torch.Tensor):
-            writing += core.replace_params(core.layout.chunks[index], params)
+            writing += core.replace_params(chunk, params)
         blocks.give_back(None if coming.block is resident else coming.block, writing)
 
     # ---- P16 that is written by others than updates --------------------------------------------------------

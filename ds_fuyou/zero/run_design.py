@@ -20,7 +20,7 @@ from ds_fuyou.ds_json import Activation
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import log_once
 from ds_fuyou.optimizer.clip_policy import Overlap
-from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutEntry, LayoutLimits, build_layout
+from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutEntry, LayoutLimits, build_layout, own_numel
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.placement import regions_for
 from ds_fuyou.optimizer.residency import ChunkResidency
@@ -87,10 +87,8 @@ class TrainedModel:
         """Elements at the end of this rank's partition that a trained parameter does not have, by its name."""
         found = {}
         for param in self.trained:
-            numel = param.partition_numel()
-            beyond = (dist.get_rank(param.ds_process_group) + 1) * numel - param.ds_numel
-            if beyond > 0:
-                found[self.names[param]] = min(beyond, numel)
+            part, rank = param.partition_numel(), dist.get_rank(param.ds_process_group)
+            found[self.names[param]] = part - own_numel(part, param.ds_numel, rank)
         return found
 
     @functools.cached_property

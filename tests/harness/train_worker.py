@@ -109,8 +109,13 @@ def set_padded_gradients(engine, padding: float) -> None:
     """Each gradient as it is, and ``padding`` behind the end of its parameter, where this rank's part has any."""
     for param in engine.module.parameters():
         part = safe_get_local_grad(param).clone()
-        part[max(0, param.ds_numel - torch.distributed.get_rank() * part.numel()) :] = padding
+        set_padding(param, part, padding)
         safe_set_local_grad(param, part)
+
+
+def set_padding(param: torch.nn.Parameter, part: torch.Tensor, value: float) -> None:
+    """What this rank's part of a parameter has behind the parameter's end := ``value``."""
+    part[max(0, param.ds_numel - torch.distributed.get_rank() * part.numel()) :] = value
 
 
 def build_engine(case: dict):
@@ -129,8 +134,7 @@ def build_engine(case: dict):
     with deepspeed.zero.Init(config_dict_or_path=case["config"], enabled=case.get("zero_init", False)):
         model = build_model(case["model"])
     for param in model.parameters() if "padding" in case else ():  # as if memory had held it where partitions were made
-        begin = torch.distributed.get_rank() * param.ds_tensor.numel()
-        param.ds_tensor.data[max(0, param.ds_numel - begin) :] = case["padding"]
+        set_padding(param, param.ds_tensor.data, case["padding"])
     hook_gradients(model, case, "before")
     if case.get("plain"):
         return PlainEngine(model, parameter_groups(model, case.get("groups", "one")), case["config"])
