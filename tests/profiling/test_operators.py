@@ -70,6 +70,7 @@ def test_what_backward_needs_is_told_from_what_it_does_not() -> None:
     net = model()
     first, *_ = profile_blocks(find_blocks(net, ["Block"]), lambda: net(batch()).sum())
     needed = {output.name: output.saved for output in first.operators}
+    assert not all(needed.values()), "it is known"
     assert needed["qkv/addmm"]  # a view of it: q, k and v
     assert needed["gelu"]
     assert needed["up/mm"]
@@ -83,6 +84,8 @@ def test_saves_are_left_alone_where_nobody_knows_parameters() -> None:
     with recorder:
         loss = net(batch()).sum()
     first, *_ = recorder.profiles()
+    assert not recorder._calls["1"].saves_own
+    assert not any(output.saved for output in recorder._calls["1"].outputs)
     assert first.flops > 0
     loss.backward()
     assert all(output.saved for output in first.operators), "what nobody saw may be needed"
@@ -90,11 +93,16 @@ def test_saves_are_left_alone_where_nobody_knows_parameters() -> None:
 
 def test_inside_a_checkpoint_nobody_knows_what_is_saved() -> None:
     net = model(checkpointed=True)
-    loss: list[torch.Tensor] = []
-    first, *_ = profile_blocks(find_blocks(net, ["Block"]), lambda: loss.append(net(batch()).sum()))
-    assert all(output.saved for output in first.operators), "though of the next block's input, down/addmm, it is seen"
+    recorder = OperatorRecorder(find_blocks(net, ["Block"]))
+    with recorder:
+        loss = net(batch()).sum()
+    first, *_ = recorder.profiles()
+    seen = recorder._calls["1"]
+    assert not seen.saves_own
+    assert [output.name for output in seen.outputs if output.saved] == ["down/addmm"]  # the next block's input
+    assert all(output.saved for output in first.operators), "what nobody saw may be needed"
     assert first.flops > 0
-    loss[0].backward()
+    loss.backward()
     assert all(param.grad is not None for param in net.parameters())
 
 
