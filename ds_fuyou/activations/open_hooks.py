@@ -62,18 +62,21 @@ class _StepsAside:
         """Of a pack that began."""
         with self._lock:
             del self._packs[next(place for place, each in enumerate(self._packs) if each is pack)]
-            # else another came after; this passes on
-            if not self._packs and torch.autograd.graph.disable_saved_tensors_hooks is self._instead:
+            is_last = torch.autograd.graph.disable_saved_tensors_hooks is self._instead  # else this passes on
+            if is_last and not self._packs:
                 torch.autograd.graph.disable_saved_tensors_hooks, self._disable = self._disable, None
 
     @contextmanager
     def _stepping_aside(self, error_message: str) -> Iterator[None]:
         hooks: list[tuple[Any, Any]] = []
-        while (top := _top()) is not None and any(top[0] is pack for pack in self._packs):
+        with self._lock:  # another thread may be the last that ends
+            disable = self._disable or torch.autograd.graph.disable_saved_tensors_hooks
+            packs = list(self._packs)
+        while (top := _top()) is not None and any(top[0] is pack for pack in packs):
             torch._C._autograd._pop_saved_tensors_default_hooks()
             hooks.append(top)
         try:
-            with self._disable(error_message):
+            with disable(error_message):
                 yield
         finally:
             for each in reversed(hooks):
