@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ds_fuyou.state_layout import WHOLE, StateLayout, layout_of
+
+if TYPE_CHECKING:
+    from ds_fuyou.config import FuyouConfig
 
 __all__ = ["Fates", "Policy", "Tiers", "Updates"]
 
@@ -58,8 +61,8 @@ class Policy:
         gradients_on_storage: that class lies on storage with the states.
         on_device: nothing lives off the GPUs, which share everything among them.
         extra_pass_bytes: other passes over host memory an update costs, a parameter (unscale, norm, copies).
-        block: the ``FuyouConfig`` that bounds where tiers are planned; None: everything is open. ``has_storage``: the
-            block has directories for state. ``mode`` of activations: "auto", "none", "swap" or "recompute".
+        block: bounds where tiers are planned; None: everything is open. ``has_storage``: it has directories for state.
+        mode: of activations, "auto", "none", "swap" or "recompute": the block's, or tried without one.
         redo_share: of steps, those whose updates begun in backward are done again: clipping, overflow.
         share_of_block_rate: of the rate of one block alone, what a whole step gets.
         reused_bytes: of parameters used last in forward, those that stay on the device for backward; ``staying_bytes``:
@@ -81,7 +84,7 @@ class Policy:
     gradients_on_storage: bool = False
     on_device: bool = False
     extra_pass_bytes: int = 0
-    block: Any = None
+    block: FuyouConfig | None = None
     has_storage: bool = True
     mode: str = "auto"
     redo_share: float = 0.0
@@ -92,7 +95,7 @@ class Policy:
     @property
     def is_durable(self) -> bool:
         """Whether states have two slots on storage, whatever fits."""
-        return self.block is not None and bool(self.block.durable)
+        return self.block is not None and self.block.durable
 
     @property
     def begins_in_backward(self) -> bool:
