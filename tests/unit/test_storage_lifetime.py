@@ -100,6 +100,7 @@ UNCLEAN = [
     (f"committed(){THREAD}target=sys.exit); thread.start(); thread.join(); raise SystemExit(3)", 3, "with SystemExit"),
     (f"{OWNED}def main():\n    owner = Owner()\n    sys.exit(1)\nmain()", 1, "the script ended with status 1"),
     (f"{OWNED}def main():\n    owner = Owner()\n    raise OSError\nmain()", 1, "the script ended with OSError"),
+    ("store = committed(); exit(3)", 3, "the script ended with status 3"),
 ]
 
 
@@ -139,6 +140,9 @@ def test_committed_state_stays_after_a_signal(tmp_path: Path, number: int, statu
         "hook = threading.excepthook; committed().close(); assert threading.excepthook is hook",
         "store = committed()\ntry:\n    raise ValueError\nfinally:\n    store.close()",
         "before = sys.exit; store = committed(); store.close(); sys.exit(sys.exit is not before)",
+        "committed(); exit()",
+        "committed(); quit(0)",
+        "before = type(exit).__call__; committed().close(); assert type(exit).__call__ is before",
     ],
 )
 def test_committed_state_goes_after_a_clean_end_or_an_explicit_close(tmp_path: Path, code: str) -> None:
@@ -146,6 +150,79 @@ def test_committed_state_goes_after_a_clean_end_or_an_explicit_close(tmp_path: P
     assert all_files(tmp_path) == [], done.stderr
     assert "fuyou recover" not in done.stderr
     assert done.returncode == (1 if "raise ValueError" in code and "except" not in code else 0)
+
+
+NOTEBOOK = """
+import code, sys
+console = code.InteractiveConsole()
+for cell in sys.argv[2].split("\\n\\n"):
+    console.runsource(cell, symbol="exec")
+"""
+
+
+def at_prompt(statements: str, path: Path, *, shell: str) -> subprocess.CompletedProcess[str]:
+    """Runs statements one by one, as a user types them: ``shell`` is Python's own prompt, or a program that has one."""
+    start = MAKE.replace("sys.argv[1]", repr(str(path)))
+    if shell == "prompt":
+        typed = [f"exec({start!r})", *statements.split("\n\n"), ""]
+        command, text = [sys.executable, "-i", "-q"], "\n".join(typed)
+    else:
+        program = "import sys\nsys.ps1 = 'In: '\n" + NOTEBOOK
+        command, text = [sys.executable, "-c", program, str(path), f"{start}\n\n{statements}"], ""
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=HANG_SECS, check=False)
+
+
+@pytest.mark.parametrize("shell", ["prompt", "program"])
+@pytest.mark.parametrize(
+    ("statements", "why"),
+    [
+        ("store = committed()\n\nraise OSError('a later cell')", "the script ended with OSError"),
+        (
+            "store = committed()\n\nraise OSError('a later cell')\n\nprint('looked at it')",
+            "the script ended with OSError",
+        ),
+        ("store = committed()\n\nraise KeyboardInterrupt", "the script ended with KeyboardInterrupt"),
+        ("store = committed(); raise OSError('the same cell')", "the script ended with OSError"),
+        ("store = committed()\n\nsys.exit(3)", "the script ended with status 3"),
+        ("store = committed()\n\nexit(3)", "the script ended with status 3"),
+    ],
+)
+def test_committed_state_stays_where_a_statement_failed(tmp_path: Path, shell: str, statements: str, why: str) -> None:
+    """The frame that has built the engine returned long before, at a prompt and in a notebook."""
+    done = at_prompt(statements, tmp_path, shell=shell)
+    assert "ds_fuyou/run-rank0/commit.json" in all_files(tmp_path), done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "fuyou recover" in line]
+    assert why in line
+
+
+@pytest.mark.parametrize("shell", ["prompt", "program"])
+@pytest.mark.parametrize(
+    "statements",
+    [
+        "store = committed()",
+        "store = committed()\n\nexit()",
+        "store = committed()\n\nsys.exit(0)",
+        "1 / 0\n\nstore = committed()",
+        "store = committed()\n\n1 / 0\n\nstore.close()",
+    ],
+)
+def test_committed_state_goes_after_a_clean_end_of_statements(tmp_path: Path, shell: str, statements: str) -> None:
+    done = at_prompt(statements, tmp_path, shell=shell)
+    assert all_files(tmp_path) == [], done.stderr
+    assert "fuyou recover" not in done.stderr
+
+
+def test_a_thread_that_failed_says_nothing_of_later_stores(tmp_path: Path) -> None:
+    failing = f"store = committed(){THREAD}target=lambda: {{}}[1]); thread.start(); thread.join(); store.close()"
+    done = run(f"{failing}; committed('later').close(); committed('last')", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {name.split("/")[1] for name in all_files(tmp_path)[1:]} == {"run-rank0"}
+
+
+def test_no_state_file_gets_the_number_of_standard_error(tmp_path: Path) -> None:
+    """To which C prints, whether it is open or not."""
+    done = run("os.close(2); store = make(); print(os.readlink('/proc/self/fd/2'))", tmp_path)
+    assert (done.returncode, done.stdout) == (0, "/dev/null\n")
 
 
 def test_what_nobody_could_recover_goes_whatever_the_end(tmp_path: Path) -> None:
