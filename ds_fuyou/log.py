@@ -7,23 +7,36 @@ DeepSpeed's own logger is silent below WARNING by default, so it cannot carry th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 from typing import Any
 
-__all__ = ["current_rank", "get_logger", "is_news", "log_once"]
+__all__ = ["Stderr", "current_rank", "get_logger", "is_news", "log_once"]
 
 _told: set[str] = set()
 
 
-class _ToStderr(logging.Handler):
-    """To what is ``sys.stderr`` now: notebooks, test runners and scripts replace it."""
+class Stderr:
+    """A file that is what ``sys.stderr`` is now: notebooks, test runners and scripts replace it. What cannot be written
+    (a full disk, a pipe whose reader is gone) is dropped: it ends no training.
+    """
 
+    def write(self, text: str) -> None:
+        """AttributeError: there is none, ValueError: it is closed; both are as good as no room."""
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+    def flush(self) -> None:
+        """Nothing is kept."""
+
+
+class _ToStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            sys.stderr.write(f"{self.format(record)}\n")
-            sys.stderr.flush()
+            Stderr().write(f"{self.format(record)}\n")
         except Exception:
             self.handleError(record)
 

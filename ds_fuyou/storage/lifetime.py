@@ -51,6 +51,7 @@ _registry = _Registry()
 def install() -> None:
     """Hooks the process's end and fork once, and SIGTERM where it is free. Called before creation."""
     ending.watch()
+    _open_standard_files()
     if not _registry.hooked:
         _registry.hooked = True
         if not autoload.watches_end():
@@ -61,6 +62,16 @@ def install() -> None:
         multiprocessing.util.Finalize(None, shutdown, exitpriority=0)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _open_standard_files() -> None:
+    """A process that was started without standard error must not give its number to a state file: what C prints goes
+    there."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
 
 
 def register_store(store: SlotStore) -> None:

@@ -28,6 +28,7 @@ from ds_fuyou.errors import FuyouError, FuyouMemoryError, FuyouStateError, Fuyou
 from ds_fuyou.host.compute_clock import compute_clock
 from ds_fuyou.host.device import failure_of
 from ds_fuyou.host.memory import HeapGuard, PageLocks
+from ds_fuyou.log import Stderr
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.host_sums import STAGING_BYTES
 from ds_fuyou.optimizer.layout import FlatLayout, ParamSpan
@@ -183,7 +184,8 @@ class RankState:
             return current[span.index]
 
         hidden, what = dist.get_rank() != 0, "initialising states" if self.resumed is None else "taking over states"
-        with tqdm(total=self.layout.numel, desc=what, unit="param", unit_scale=True, disable=hidden) as bar:
+        shown = {"total": self.layout.numel, "desc": what, "unit": "param", "unit_scale": True, "file": Stderr()}
+        with tqdm(**shown, disable=hidden) as bar:
             if self.resumed is None:
                 self.core.initialize(source, bar.update)
             else:

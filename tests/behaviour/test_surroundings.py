@@ -44,6 +44,13 @@ def test_a_forked_child_has_no_states_and_says_nothing(run_python, tmp_path: Pat
     assert len(json.loads((tmp_path / "nvme.json").read_text())["traceEvents"]) > 10
 
 
+@pytest.mark.parametrize("kind", ["full", "pipe", "none"])
+def test_a_run_that_can_say_nothing_trains(kind: str, run_python, tmp_path: Path) -> None:
+    """As in stock."""
+    found = said(run_python, tmp_path / "swap", "trains_without_stderr", kind)
+    assert "TRAINED 3" in found
+
+
 @pytest.mark.parametrize("status", ["0", "3"])
 def test_a_process_of_multiprocessing_ends_as_a_script_does(status: str, run_python, tmp_path: Path) -> None:
     found = said(run_python, tmp_path / "swap", "trains_in_a_child", status)
