@@ -78,7 +78,7 @@ def left_in_shared_memory() -> str:
 def _clean(path: str, dry_run: bool) -> int:
     """How many state directories and folders are left."""
     from ds_fuyou.checkpoint.unfinished import find_unfinished, remove_unfinished
-    from ds_fuyou.storage.cleanup import find_state, remove_state, what_it_holds
+    from ds_fuyou.storage.cleanup import find_state, remove_state, state_of_others, what_it_holds
 
     folders = find_unfinished(Path(path))
     root, only = _within(Path(os.path.abspath(path)))
@@ -88,7 +88,8 @@ def _clean(path: str, dry_run: bool) -> int:
         sys.stderr.write(f"fuyou clean: {error}\n")
         return 1 + _remove(folders, remove_unfinished, dry_run)
     if not states and not folders:
-        sys.stdout.write(f"{path}: no state found\n")
+        others = len(state_of_others(root))
+        sys.stdout.write(f"{path}: no state found{f'; {others} directories are of other users' if others else ''}\n")
     return _remove(states, remove_state, dry_run, what_it_holds) + _remove(folders, remove_unfinished, dry_run)
 
 

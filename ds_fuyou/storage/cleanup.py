@@ -23,7 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
-from ds_fuyou.storage.directory import LOCK_NAME, RunDirectory, StateRoot, foreign_names, is_ours, is_run_name
+from ds_fuyou.storage.directory import (
+    LOCK_NAME,
+    ROOT_NAME,
+    RunDirectory,
+    StateRoot,
+    foreign_names,
+    is_ours,
+    is_run_name,
+)
 from ds_fuyou.storage.probe import may_be_shared
 from ds_fuyou.storage.records import Manifest, ProcessMark, read_manifest
 from ds_fuyou.storage.store import CommitRecord, commits_in
@@ -39,6 +47,7 @@ __all__ = [
     "remove_state",
     "settle_stale",
     "stale_bytes",
+    "state_of_others",
     "what_it_holds",
 ]
 
@@ -104,6 +113,16 @@ def find_state(path: str | Path) -> list[StateDirectory]:
         return [state for name in sorted(os.listdir(root.fd)) if (state := _inspect(root, name)) is not None]
     finally:
         root.close(drop_if_empty=False)
+
+
+def state_of_others(path: Path) -> dict[Path, int]:
+    """Runs' directories of other users in one nvme_path, by name, and who they are: all that can be said of them."""
+    found = {}
+    for each in sorted(path.glob(f"{ROOT_NAME}/*-rank*")):
+        with contextlib.suppress(OSError):  # their runs begin and end meanwhile
+            if is_run_name(each.name) and (owner := each.lstat().st_uid) != os.geteuid():
+                found[each] = owner
+    return found
 
 
 def remove_state(state: StateDirectory) -> None:

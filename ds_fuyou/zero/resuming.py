@@ -19,6 +19,7 @@ ranks, which these do not find themselves where ranks were given to other machin
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ from deepspeed import comm as dist
 
 from ds_fuyou.checkpoint.contents import check_resumable
 from ds_fuyou.errors import FuyouError, FuyouStateError
-from ds_fuyou.storage.cleanup import StateDirectory, find_state, holds_steps, is_fault
+from ds_fuyou.storage.cleanup import StateDirectory, find_state, holds_steps, is_fault, state_of_others
 from ds_fuyou.storage.lifetime import open_stores
 from ds_fuyou.storage.records import COMMIT_NAME, well_formed
 from ds_fuyou.storage.store import CommitRecord, JsonValue, RunIdentity, SlotStore, contents_in
@@ -147,6 +148,7 @@ def find_resumable(
             if chosen is None or run_id != chosen.run_id:
                 store.close(remove=False)
     if chosen is None:
+        _tell_of_others(paths)
         return None
     store = opened[chosen.run_id]
     (commit,) = [commit for commit in store.commits() if commit.key == chosen.commit]
@@ -391,6 +393,17 @@ def _tell(refused: Sequence[_Refused], chosen: _Chosen | None) -> None:
             f"them; fuyou recover makes a checkpoint of them. To begin anew, remove them (fuyou clean), or set another "
             f"nvme_path"
         )
+
+
+def _tell_of_others(paths: Sequence[Path]) -> None:
+    """A container that ran as root before, and as somebody else now, would begin anew beside its own steps."""
+    passed_over = {each: owner for path in paths for each, owner in state_of_others(path).items()}
+    if passed_over and dist.get_rank() == 0:
+        example, owner = next(iter(passed_over.items()))
+        message = (
+            "state files of other users are passed over: %d directories, %s is user %d's, and this process is %d's"
+        )
+        logger.warning(message, len(passed_over), example, owner, os.geteuid())
 
 
 def _warn(path: Path, why: str, *, is_expected: bool = False) -> None:

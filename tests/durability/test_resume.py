@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from ds_fuyou.checkpoint.recovery import recover_checkpoint, recover_weights
+from ds_fuyou.cli import main
 from ds_fuyou.state_layout import WHOLE, StateLayout, layout_of
 from ds_fuyou.storage.records import CONTENTS_NAME, MANIFEST_NAME, read_record, write_record
 from ds_fuyou.storage.store import SlotStore
@@ -519,6 +520,20 @@ def test_models_that_have_parameters_in_common_are_others(tmp_path: Path) -> Non
     assert end_of(tmp_path, {**case, "die": {"0": [2, "after"]}, "model": {"num_layers": 2}}, "less")[0] == -9
     status, said = end_of(tmp_path, case, "more")
     assert (status, "STEP 2" in said, "is of this model" in said) == (0, True, False), said[-3000:]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+def test_what_another_user_left_is_passed_over_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a container does that ran as root before. Nothing of them may be taken: anybody could have laid them there."""
+    case = {"steps": 2, "block": RESUME, "ends": True}
+    killed_at(1, tmp_path, case, 1)
+    (left,) = (tmp_path / "ds_fuyou").glob("*-rank0")
+    os.chown(left, 65534, 65534)
+    status, said = end_of(tmp_path, case, "again")
+    assert (status, "STEP 2" in said, "going on from" in said) == (0, True, False), said[-3000:]
+    assert f"state files of other users are passed over: 1 directories, {left} is user 65534's" in said
+    assert main(["clean", "--dry-run", str(tmp_path)]) == 0
+    assert "no state found; 1 directories are of other users" in capsys.readouterr().out
 
 
 def test_experiments_with_others_frozen_run_beside_each_other(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ def test_clean_removes_what_nobody_uses(
     cleanup = ModuleType("ds_fuyou.storage.cleanup")
     cleanup.find_state = lambda path: states  # type: ignore[attr-defined]
     cleanup.remove_state = removed.append  # type: ignore[attr-defined]
+    cleanup.state_of_others = lambda path: {}  # type: ignore[attr-defined]
     cleanup.what_it_holds = lambda state: "holds"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, cleanup.__name__, cleanup)
     assert main(["clean", "--dry-run", str(tmp_path)]) == 1
