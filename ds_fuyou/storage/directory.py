@@ -300,6 +300,15 @@ class RunDirectory:
                     os.utime(name, dir_fd=self.fd, follow_symlinks=False)
         return gone
 
+    def is_there(self) -> bool:
+        """Whether nobody deleted the directory."""
+        try:
+            return os.fstat(self.fd).st_nlink > 0
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # a file system of the network
+                raise
+            return False
+
     def remove(self) -> None:
         """Deletes the files of this package and the directory, then lets go.
 

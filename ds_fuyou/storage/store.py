@@ -435,12 +435,19 @@ class SlotStore:
         self._described_by.add(name)
 
     def _record(self, name: str, payload: Mapping[str, JsonValue], *, keeps_room: bool = False) -> None:
-        """See :func:`write_record`. Not where somebody deleted the whole directory, as :meth:`_look_after_files` tells:
-        what goes on has its files open.
+        """See :func:`write_record`. Not where somebody deletes the whole directory, now or before, as
+        :meth:`_look_after_files` tells: what goes on has its files open.
         """
         run = self._files.runs[0]
-        if os.fstat(run.fd).st_nlink:
-            write_record(run.fd, run.path, name, payload, keeps_room=keeps_room)
+        for tries_left in (2, 1, 0):  # whoever deletes may take what was written before it has its name
+            try:
+                write_record(run.fd, run.path, name, payload, keeps_room=keeps_room)
+                return
+            except FuyouStorageError as error:
+                if not run.is_there():
+                    return
+                if error.errno != errno.ENOENT or not tries_left:
+                    raise
 
     def contents(self) -> dict[str, Any]:
         """What :meth:`describe` left.

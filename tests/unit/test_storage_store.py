@@ -14,11 +14,12 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ds_fuyou.errors import FuyouChecksumError, FuyouConfigError, FuyouStateError, FuyouStorageError
-from ds_fuyou.storage import data_file
+from ds_fuyou.storage import data_file, records
 from ds_fuyou.storage.store import RegionSpec, SlotStore
 from tests.unit.storage_support import PAGE, UNIT, all_files, fake_disks, identity, read_slot, write_slot
 
@@ -767,6 +768,35 @@ def test_a_directory_that_somebody_deleted_ends_no_training(
     assert "Training goes on" in told[0]
     store.close(remove=True)
     assert not any(path.exists() for path in store.directories)
+
+
+@pytest.mark.parametrize("takes", ["all", "what is written"])
+@pytest.mark.parametrize("call", ["open", "rename", "fsync"])
+def test_a_directory_that_is_deleted_beside_a_commit_ends_no_training(
+    call: str, takes: str, paths: list[Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever deletes it is behind the look at it, before or after the new record has its name."""
+    store = SlotStore.create(paths, REGIONS, identity(), keep=True, recoverable=True)
+    store.commit(1, {"big": 0}, {})
+    original, is_deleted = getattr(os, call), []
+
+    def deleting(*args: Any, **options: Any) -> Any:
+        if not is_deleted and (call != "open" or "commit.json.tmp" in args):
+            is_deleted.append(True)
+            (store.directories[0] / "commit.json.tmp").unlink(missing_ok=True)
+            if takes == "all":
+                shutil.rmtree(store.directories[0])
+        return original(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, deleting)
+        patch.setattr(records, "_exchange", lambda *_: False)
+        store.commit(2, {"big": 0}, {})
+    assert is_deleted
+    store.commit(3, {"big": 0}, {})
+    assert any("somebody deleted" in record.getMessage() for record in caplog.records) == (takes == "all")
+    assert [commit.step for commit in store.commits()] == [3, 2]
+    store.close(remove=True)
 
 
 def test_times_of_files_are_kept_fresh(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
