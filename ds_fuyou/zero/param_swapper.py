@@ -27,6 +27,7 @@ from torch.nn import Parameter
 from ds_fuyou.ds_json import Activation, activation_of
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.host.memory import HeapGuard, PageLocks, aligned_tensor, normal_tensors, round_up_to_page
+from ds_fuyou.optimizer.layout import own_numel
 from ds_fuyou.parameters.partition import Partition, Presence, Source
 from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.planner.host_memory import available_host_bytes
@@ -378,16 +379,16 @@ class FuyouParameterSwapper:
         nobody wants to know (:attr:`as_taken`)."""
         if self.as_taken.get(param.ds_id) is None:
             return True
-        if _are_same(self._published(param), values):
+        if _are_same(self._published(param), _without_padding(param, values)):
             return False
         self.as_taken[param.ds_id] = None
         return True
 
     def _published(self, param: Parameter) -> torch.Tensor:
-        """The partition's values as they are where it lives, whatever a gathered parameter has."""
+        """This rank's part of the values as they are where it lives, whatever a gathered parameter has."""
         partition = self.partitions.get(param.ds_id)
         tensor: torch.Tensor = param.ds_tensor.data
-        return tensor if partition is None else partition.copy()
+        return _without_padding(param, tensor if partition is None else partition.copy())
 
     def replace(self, param: Parameter, values: torch.Tensor) -> None:
         """The values := ``values`` (1-D, this rank's part), wherever they live; on storage alone if it is gathered."""
@@ -488,6 +489,12 @@ class FuyouParameterSwapper:
             partition.presence, partition.values, leaves = Presence.AWAY, None, True
         if leaves:
             PARTITION_TENSORS.away(partition)
+
+
+def _without_padding(param: Parameter, part: torch.Tensor) -> torch.Tensor:
+    """Of a partition's values, or a checkpoint's of them, what is behind the parameter's end is memory as it was."""
+    rank = dist.get_rank(param.ds_process_group)
+    return part.view(-1)[: own_numel(part.numel(), param.ds_numel, rank)]
 
 
 def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -197,6 +197,18 @@ def test_a_base_that_a_checkpoint_has_is_compared(tmp_path: Path) -> None:
     assert differences(run(tmp_path, "again", [("load", "b"), ("train", 1)], seed=6), other) == []
 
 
+def test_what_is_behind_the_end_of_an_odd_parameter_makes_no_base_another(tmp_path: Path) -> None:
+    """The second rank's part of it is memory as it was, in a checkpoint, too."""
+    odd = {"model": {"width": 63}, "tiers": IN_MEMORY, "world_size": 2}
+    run(tmp_path, "kept", [("train", 1), ("save", "whole")], key="save", **odd)
+    for file in (tmp_path / "whole").glob("*/zero_pp_rank_1_mp_rank_00_model_states.pt"):
+        saved = torch.load(file, weights_only=False)
+        for name, part in saved["frozen_param_fragments"].items():
+            part[part.numel() - 2 * part.numel() % saved["frozen_param_shapes"][name].numel() :] = 0.5
+        torch.save(saved, file)
+    assert lacks(run(tmp_path, "same", [("load", "whole"), ("save", "a")], **odd), "a")
+
+
 def test_a_universal_checkpoint_of_adapters(run_python, tmp_path: Path) -> None:
     """Of two ranks, for one."""
     first = run(tmp_path, "first", [("train", 2), ("save", "a")], world_size=2)
