@@ -4,7 +4,8 @@
 ``block``: the fuyou block, none for stock; ``config``: changes of the configuration. ``adapter``: of LoraConfig, null
 for none; ``others``: adapters that are added, and not trained; ``frozen``: parts of names. ``wrapped``: the adapted
 model is a part of another, with a frozen "teacher" beside it where it says so. ``int8``: weights of blocks are frozen
-codes. ``seed``: of the base, ``model``: another form of it. ``zero_init``. ``do``: a list of what happens, ``[name, arguments...]``, see :class:`Run`.
+codes. ``seed``: of the base, ``model``: another form of it. ``zero_init``. ``do``: a list of what happens, ``[name,
+arguments...]``, see :class:`Run`.
 
 OUT.RANK has ``losses``, ``p16`` and ``p32`` of all parameters, ``client``: the client state of the last load, and
 ``saved``: by folder, what rank 0's file says.
