@@ -11,7 +11,9 @@ devices of which it sees a tensor among the arguments: it does not look into obj
   and events that the forward made stay: a second one would give memory that the first one's tensors still read;
 - random numbers of Python, of NumPy, of the device, and of generators that are attributes or arguments, if the forward
   drew any;
-- the default dtype, and which kernels attention may use, in which order.
+- the default dtype, and which kernels attention may use, in which order;
+- that a parameter which is read, of another module, say, and is not gathered, is gathered then, as DeepSpeed does in
+  forwards alone.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ _OF_DEEPSPEED = frozenset(
 )
 _NOT_RESTORED = (frozenset(vars(nn.Module())) | _OF_DEEPSPEED | {"forward"}) - {"training", "_buffers"}
 """DeepSpeed's hooks count calls in theirs, those of a recomputation as well."""
+_GATHERS_WHAT_IS_READ = "_in_forward"  # DeepSpeed's name, of the dictionary of a module's parameters
 
 _OF_STREAMS = (torch.Stream, torch.Event, torch.cuda.Stream, torch.cuda.Event, torch.xpu.Stream, torch.xpu.Event)
 _CONTAINERS = (dict, OrderedDict, list, set)
@@ -140,6 +143,9 @@ class Surroundings:
         self._attributes = [
             (part, {name: _as_it_is(value) for name, value in attributes.items()}) for part, attributes in state
         ]
+        self._gathering = [
+            part._parameters for part in parts if getattr(part._parameters, _GATHERS_WHAT_IS_READ, False)
+        ]
         own = {id(value): _source(value) for value in chain(values, arguments)}
         sources = (*SOURCES, *(source for source in (device, *own.values()) if source is not None))
         self._random = [(source, source.read()) for source in sources]
@@ -148,6 +154,17 @@ class Surroundings:
     def forward_ended(self) -> None:
         """Random numbers that it did not draw are nothing to restore: somebody else may be drawing them."""
         self._random = [(source, state) for source, state in self._random if not are_same(state, source.read())]
+
+    @contextmanager
+    def _gathers(self) -> Iterator[None]:
+        others = [each for each in self._gathering if not getattr(each, _GATHERS_WHAT_IS_READ)]
+        for parameters in others:
+            setattr(parameters, _GATHERS_WHAT_IS_READ, True)
+        try:
+            yield
+        finally:
+            for parameters in others:
+                setattr(parameters, _GATHERS_WHAT_IS_READ, False)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -164,7 +181,8 @@ class Surroundings:
             for source, state in self._random:
                 source.write(state)
             _set_flags(self._flags, flags)
-            yield
+            with self._gathers():
+                yield
         finally:
             _set_flags(flags, self._flags)
             for source, state in states:

@@ -32,6 +32,8 @@ SHOWN_ELSEWHERE = {
     ("everything", "recompute"),
     ("drawing", "planned"),
     ("transforming", "planned"),
+    ("borrowing", "swap"),
+    ("borrowing", "planned"),
 }
 PLANNED = {  # blocks in which an output is kept, swapped, recomputed: of three, of which the model may have fewer
     "block_input": (0, 3, 0),
@@ -147,6 +149,29 @@ def transforming() -> tuple:
     return Transforming(), lambda model, seed: model(ids(seed))
 
 
+class Borrows(nn.Module):
+    """Reads parameters of a part of its own, before and after that has used them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.other(x + self.part.bias))
+        return x + torch.tanh(self.part(h) + self.part.bias) @ self.part.weight + self.other.bias
+
+
+class Borrowing(Transforming):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Borrows() for _ in range(3))
+
+
+def borrowing() -> tuple:
+    torch.manual_seed(0)
+    return Borrowing(), lambda model, seed: model(ids(seed))
+
+
 def hugging_face(name: str, checkpointing: bool) -> tuple:
     torch.manual_seed(0)
     model, batch = TINY[name]()
@@ -163,6 +188,7 @@ MODELS = {
     "deepspeed": (lambda: plain(), deepspeed_checkpointed),
     "drawing": (drawing,) * 2,
     "transforming": (transforming,) * 2,
+    "borrowing": (borrowing,) * 2,
 }
 
 

@@ -25,6 +25,7 @@ RUNS = (
     "drawing recompute",
     "transforming swap",
     "transforming recompute",
+    "borrowing recompute",
 )
 
 
