@@ -14,7 +14,7 @@ from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.files import replacing
 from ds_fuyou.planner.cost import Workload
 from ds_fuyou.planner.hardware import GIB, Machine
-from ds_fuyou.planner.model import ModelSpec
+from ds_fuyou.planner.model import MOST_SIZE, ModelSpec
 from ds_fuyou.planner.presets import find_gpu, find_host, find_ssd, machine_of, model_shapes
 from ds_fuyou.simulator.choose import Chosen, best_batch, largest_model, try_choose
 from ds_fuyou.simulator.models import load_model, published_model
@@ -60,6 +60,9 @@ def read_points(path: Path) -> tuple[list[str], list[dict[str, str]]]:
         raise FuyouConfigError(
             f"{path}: the first line must name the columns {', '.join(REQUIRED)}; missing {', '.join(missing)}"
         )
+    twice = sorted({name for name in columns if columns.count(name) > 1})
+    if twice:
+        raise FuyouConfigError(f"{path}: the first line must name each column once; found twice {', '.join(twice)}")
     for number, row in enumerate(rows, start=2):
         if None in row or None in row.values():
             raise FuyouConfigError(f"{path} line {number}: must have {len(columns)} cells like the first line")
@@ -94,8 +97,8 @@ def _machine(row: Mapping[str, str], defaults: Defaults) -> Machine:
         dram = float(text)
     except ValueError:
         dram = float("nan")
-    if not 0 < dram < float("inf"):
-        raise FuyouConfigError(f"dram_gb must be a positive number, found {text!r}")
+    if not 0 < dram <= MOST_SIZE:
+        raise FuyouConfigError(f"dram_gb must be a positive number, at most {MOST_SIZE}, found {text!r}")
     return machine_of(
         find_gpu(row["gpu"]),
         find_host(row.get("host") or defaults.host),

@@ -96,8 +96,9 @@ def test_what_does_not_fit_is_zero_and_names_the_tier(tmp_path: Path) -> None:
         ("fuyou,rtx4900,12,768,13B,32,,", "did you mean rtx4090"),
         ("fuyou,rtx4090,12,768,14B,32,,", "nearest are"),
         ("fuyou,rtx4090,twelve,768,13B,32,,", "num_ssds must be a whole number of at least 0, found 'twelve'"),
-        ("fuyou,rtx4090,12,-5,13B,32,,", "dram_gb must be a positive number, found '-5'"),
+        ("fuyou,rtx4090,12,-5,13B,32,,", "dram_gb must be a positive number, at most 1000000000, found '-5'"),
         ("fuyou,rtx4090,12,nan,13B,32,,", "dram_gb must be a positive number"),
+        ("fuyou,rtx4090,12,1e308,13B,32,,", "dram_gb must be a positive number, at most 1000000000, found '1e308'"),
         ("fuyou,rtx4090,12,768,13B,0,,", "batch must be a whole number of at least 1, found '0'"),
         ("fuyou,rtx4090,12,768,13B,1e300,,", "--batch must be at most 1000000000, found 1e+300"),
         ("fuyou,rtx4090,12,768,13B,inf,,", "batch must be a whole number of at least 1, found 'inf'"),
@@ -125,6 +126,7 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path, capsys: pytest.Captu
     for content, said in (
         (b"system,gpu\n", "missing num_ssds"),
         (b"", "missing system"),
+        (f"{HEAD},gpu\n{GOOD},rtx3090\n".encode(), "must name each column once; found twice gpu"),
         (b"\xff\xfe\x00", "readable"),
     ):
         points.write_bytes(content)
