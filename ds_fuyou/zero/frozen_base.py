@@ -28,7 +28,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,7 +49,7 @@ from ds_fuyou.zero.param_swapper import (
     swaps_here,
 )
 
-__all__ = ["SUMS", "as_built", "compare", "digest_of", "left_out", "sums_of", "watch"]
+__all__ = ["SUMS", "as_built", "compare", "digest_of", "left_out", "still_as_taken", "sums_of", "watch"]
 
 SUMS = "ds_fuyou_frozen_sums"
 """Key of a file that lacks frozen parameters: by name, elements of the rank's part and a CRC-32 of its beginning."""
@@ -208,6 +208,15 @@ def _is_as_taken(param: Parameter) -> bool:
     swapper = getattr(param, "nvme_swapper", None)
     known = swapper.as_taken.get(param.ds_id) if isinstance(swapper, FuyouParameterSwapper) else None
     return known is not None and known == _sum_of(param)
+
+
+@contextmanager
+def still_as_taken(params: Iterable[Parameter]) -> Iterator[None]:
+    """Inside, these change their home, and not their values."""
+    known = [*filter(_is_as_taken, params)]
+    yield
+    for param in known:
+        param.nvme_swapper.as_taken[param.ds_id] = _sum_of(param)
 
 
 def _sum_of(param: Parameter) -> int:

@@ -34,7 +34,7 @@ from ds_fuyou.optimizer.host_sums import STAGING_BYTES
 from ds_fuyou.optimizer.layout import FlatLayout, ParamSpan
 from ds_fuyou.optimizer.moving_params import ParamMove
 from ds_fuyou.optimizer.param_access import PublishedSpan
-from ds_fuyou.optimizer.residency import ChunkResidency, spread_evenly
+from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.optimizer.rules import GroupHyper
 from ds_fuyou.parameters.partition import Lost, Partition
 from ds_fuyou.parameters.store import ParameterStore
@@ -49,15 +49,9 @@ from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.agreement import least
 from ds_fuyou.zero.budgets import planned_host_bytes
 from ds_fuyou.zero.compute_spans import computed
+from ds_fuyou.zero.frozen_places import FrozenPlaces
 from ds_fuyou.zero.inference import InferenceReads, reads_of_inference
-from ds_fuyou.zero.param_swapper import (
-    PARTITION_TENSORS,
-    held_bytes,
-    is_in_host_memory,
-    partition_bytes,
-    partition_of,
-    pin_partition,
-)
+from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, held_bytes
 from ds_fuyou.zero.resuming import tell_start
 from ds_fuyou.zero.run_design import TrainedModel, design_of
 from ds_fuyou.zero.run_store import count_engine, forget_engine, open_store, tell_durability
@@ -97,6 +91,7 @@ class RankState:
         self._spans = {param.ds_id: span for param, span in zip(model.trained, self.layout.params, strict=True)}
         self._partitions: dict[int, Partition] = {}  # by ds_id: what is read, or waits for updates
         self._locks = PageLocks(self.device)
+        self._frozen = FrozenPlaces(model, self._locks, self.bound_heap)
         self.parameters = ParameterStore(
             PARTITION_TENSORS,
             self.device,
@@ -193,12 +188,10 @@ class RankState:
         current.clear()
         for param in waiting.values():
             self._attach(param)
-        self._attach_frozen()
-        in_use_order = sorted(
-            self._partitions.values(), key=lambda partition: self.model.places[partition.handle.ds_id]
-        )
-        self.parameters.take(in_use_order)
-        self.parameters.trace.expect(in_use_order)
+        self._frozen.place(self.plan.residency.frozen * self.plan_input.frozen_bytes)
+        self._partitions.update(self._frozen.attach(self.core.io))
+        self.parameters.take(self._in_use_order())
+        self.parameters.trace.expect(self.parameters.partitions)
         self.bound_heap()
         if self.store is not None:
             self.number = count_engine(self.model)
@@ -218,35 +211,8 @@ class RankState:
             partition.show(memory)
             PARTITION_TENSORS.here(partition, memory)
 
-    def _place_frozen(self) -> None:
-        """As many bytes of frozen parameters as planned are in host memory, the same on every rank.
-        ``zero.Init`` had put them where they fell.
-        """
-        params = self.model.planned_frozen()
-        room_bytes = self.plan.residency.frozen * self.plan_input.frozen_bytes
-        stay = spread_evenly([*map(partition_bytes, params)], [(place,) for place in range(len(params))], room_bytes)
-        for param, stays in zip(params, stay, strict=True):
-            partition = partition_of(param)
-            if stays and partition is not None:
-                param.nvme_swapper.give_back(param, partition.copy())
-            elif not stays and partition is None and is_in_host_memory(param):
-                param.nvme_swapper.park(param, param.ds_tensor.data)
-            self.bound_heap()
-
-    def _attach_frozen(self) -> None:
-        """Frozen parameters go where the plan says; those on storage are read ahead from now on, those in host memory
-        are registered with a device that pins.
-        """
-        self._place_frozen()
-        for param in self.model.frozen:
-            partition = partition_of(param)
-            if partition is None:
-                if pin_partition(param, self._locks):
-                    self.bound_heap(partition_bytes(param))
-            elif partition.store is None and isinstance(partition.source, ParkedValues):
-                partition.source.space.rest()
-                partition.source.read_by(self.core.io)
-                self._partitions[param.ds_id] = partition
+    def _in_use_order(self) -> list[Partition]:
+        return sorted(self._partitions.values(), key=lambda partition: self.model.places[partition.handle.ds_id])
 
     @property
     def reads_parameters(self) -> bool:
@@ -421,6 +387,33 @@ class RankState:
         self.parameters.look_ahead()
         self.params_placed()
         self.bound_heap()
+
+    @property
+    def may_park_frozen(self) -> bool:
+        """Whether no checkpoint copies frozen parameters, the script has none of them gathered, and no other engine of
+        this process uses them."""
+        return not self.core.has_snapshot and len(planned_host_bytes) == 1 and self._frozen.may_leave
+
+    def park_frozen(self, share: float, prefetch_bytes: int) -> bool:
+        """Now, frozen parameters beyond a share of their bytes leave host memory. ``prefetch_bytes``: what parameters
+        on storage are read to from now on. A collective, in the training thread, between two steps, where all ranks may
+        (:attr:`may_park_frozen`). False if nothing moved on any rank, because one, which tells it, has no room.
+
+        Raises:
+            FuyouMemoryError: none to read to.
+        """
+        written = self._frozen.written(share * self.plan_input.frozen_bytes)
+        if not least(float(written is not None))[0] or written is None:
+            return False
+        self.device.synchronize()  # nothing is copied from memory that goes
+        self.parameters.let_go()
+        self._frozen.leave(written)
+        self._partitions.update(self._frozen.attach(self.core.io))
+        self.parameters.take(self._in_use_order(), prefetch_bytes)
+        self.parameters.look_ahead()
+        self.params_placed()
+        self.bound_heap()
+        return True
 
     def place_grads(self, share: float) -> bool:
         """From the next step's first gradient on G16 of as many chunks as the share holds is in host memory, that of

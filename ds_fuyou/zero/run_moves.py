@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where states, P16 and G16 of a run should be, by what was measured and by the memory that is left; their way there.
+Frozen parameters leave memory, and never come.
 
 [Note: the order of moves]
 Where no activation leaves the device the arena that a first run began with becomes narrower, for states to come there.
@@ -58,7 +59,8 @@ class _Target:
 
 
 class RunMoves:
-    """Of one rank. All of it but :attr:`may_move`, :attr:`is_idle` and :attr:`is_short` is a collective.
+    """Of one rank. All of it but :attr:`may_move`, :attr:`may_leave`, :attr:`is_idle` and :attr:`is_short` is a
+    collective.
 
     ``leave_out``: seconds and work of lanes that a pause took, to be left out of reports.
     """
@@ -67,7 +69,7 @@ class RunMoves:
         self, rank_state: RankState, num_local_ranks: int, leave_out: Callable[[float, LaneTimes], None]
     ) -> None:
         self._state, self._num_local_ranks, self._leave_out = rank_state, num_local_ranks, leave_out
-        self._is_refused = {"optimizer": False, "parameters": False, "gradients": False}  # by storage, to leave
+        self._is_refused = dict.fromkeys((*CLASSES, "frozen"), False)  # by storage, to leave
         self._most_states = 1.0  # in host memory, since that became scarce
         self._was_short = False
         self._comes: _Target | None = None
@@ -88,6 +90,12 @@ class RunMoves:
         if state.store is None or config.resume == "auto" or config.durable:
             return False
         return any(self._is_open(name) for name in CLASSES)
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether anything may leave host memory where that is scarce: frozen parameters in every run, as no state file
+        says where they are."""
+        return self.may_move or self._leaves("frozen")
 
     @property
     def is_idle(self) -> bool:
@@ -225,15 +233,24 @@ class RunMoves:
     @property
     def is_short(self) -> bool:
         """Whether this machine has so little left that the system may soon end a process, and something could leave."""
-        now = self._state.plan.residency
-        held = sum(getattr(now, name) * self._leaves(name) for name in CLASSES)
         core = self._state.core
-        if held <= 0 or not core.mover.is_idle or core.grad_mover.target is not None:
+        if self._held_bytes(*CLASSES, "frozen") <= 0 or not core.mover.is_idle or core.grad_mover.target is not None:
             return False
         return available_host_bytes() < _FLOOR * total_host_bytes()
 
     def _leaves(self, name: str) -> bool:
-        return self.may_move and self._is_open(name) and not self._is_refused[name]
+        state = self._state
+        if name == "frozen":
+            is_open = state.plan_input.frozen_bytes > 0 and name not in state.plan_input.fixed_shares()
+        else:
+            is_open = self.may_move and self._is_open(name)
+        return is_open and not self._is_refused[name]
+
+    def _held_bytes(self, *names: str) -> float:
+        """In host memory, of what may leave it."""
+        now, given, two = self._state.plan.residency, self._state.plan_input, self._state.core.place.num_versions == 2
+        leaving = filter(self._leaves, names)
+        return given.numel * sum(getattr(now, name) * bytes_each(given, name, two) for name in leaving)
 
     def _room_bytes(self) -> int:
         """A rank's part of what this machine has beyond twice the floor; negative where it lacks."""
@@ -241,11 +258,15 @@ class RunMoves:
 
     def leave_memory(self) -> None:
         """States leave host memory until there is twice the floor, over the next steps, and where there are none P16
-        does, as soon as it can, then G16; on all ranks as much as the one needs that is worst off. Told once.
+        does, as soon as it can, then G16; frozen parameters where they are more than these together; on all ranks as
+        much as the one needs that is worst off. Told once.
         """
         state = self._state
         core, now, given = state.core, state.plan.residency, state.plan_input
         self._was_short, self._comes = True, None
+        if self._held_bytes("frozen") > self._held_bytes(*CLASSES):
+            self._park_frozen()
+            return
         states_leave = self._leaves("optimizer") and now.optimizer > 0
         nothing = (False,) * len(core.layout.chunks)
         away = replace(core.place.residency, **{"states" if states_leave else "params": nothing})
@@ -280,6 +301,22 @@ class RunMoves:
                 self._tell(f"G16 of {100 * (now.gradients - share):.0f} % of the parameters leaves it for storage")
             else:
                 self._is_refused["gradients"] = True
+
+    def _park_frozen(self) -> None:
+        state, plan, given = self._state, self._state.plan, self._state.plan_input
+        grows = max(0, plan.prefetch_bytes - state.parameters.capacity_bytes)
+        lacking = -least(-max(0.0, float(grows - self._room_bytes())))[0]
+        if lacking <= 0 or not least(float(state.may_park_frozen))[0]:
+            return  # or a later step finds it ready
+        share = max(0.0, plan.residency.frozen - lacking / given.frozen_bytes)
+        lanes, began = LaneTimes.of(state), time.perf_counter()
+        self._is_refused["frozen"] = not state.park_frozen(share, plan.prefetch_bytes)
+        self._leave_out(time.perf_counter() - began, LaneTimes.of(state).since(lanes))
+        if not self._is_refused["frozen"]:
+            state.planned(replace(plan, residency=replace(plan.residency, frozen=share)))
+            self._tell(
+                f"{100 * (plan.residency.frozen - share):.0f} % of the frozen parameters have left it for storage"
+            )
 
     @property
     def _as_it_is(self) -> _Target:

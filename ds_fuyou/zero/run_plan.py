@@ -293,7 +293,7 @@ class RunPlan:
     def _follow(self, anew: _Anew, scarce: bool) -> None:
         """What one rank asks all do: plan anew, or leave memory. A collective, on all ranks after the same steps."""
         auto, moves = self.auto, self.moves
-        if not (moves.may_move or (auto is not None and self._facts.keeps)):  # nothing follows that all ranks do
+        if not (moves.may_leave or (auto is not None and self._facts.keeps)):  # nothing follows that all ranks do
             if anew:
                 self._plan_anew()
             return

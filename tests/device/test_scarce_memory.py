@@ -7,15 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 
 from ds_fuyou.activations import arena
 from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.zero import run_moves
 from ds_fuyou.zero.device import rank_device
 from tests.device.accelerator import StandinAccelerator
 from tests.device.test_training import batches, make_engine, train
-from tests.harness.models import masters_digest
+from tests.harness.models import build_model, masters_digest
+from tests.harness.runner import ds_config
 
 pytestmark = [pytest.mark.standin, pytest.mark.usefixtures("only_rank")]
 
@@ -122,6 +126,39 @@ def test_a_narrower_arena_gives_back_what_came_last(locks: Locks, monkeypatch: p
     found.narrow(4096)
     assert found.capacity_bytes == sum(locks.held.values()) == 1 << 14, "the first part stays"
     found.give_back()
+    assert locks.held == {}
+
+
+def test_a_frozen_base_that_leaves_gives_back_its_locks(
+    locks: Locks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies from it have ended then; and what is trained beside it is what it would have been."""
+    unplaced = {name: {"device": "none"} for name in ("offload_param", "offload_optimizer")}
+
+    def trained(swap: Path, scarce_at: int) -> tuple[list[float], list[list[float]], int]:
+        swap.mkdir()
+        config = ds_config(zero_optimization=unplaced, fuyou={"nvme_path": str(swap)})
+        torch.manual_seed(0)
+        model = build_model({"frozen": ["blocks", "tokens"]})
+        params = [param for param in model.parameters() if param.requires_grad]
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=params, config=config)
+        losses, before = [], sum(locks.held.values())
+        with monkeypatch.context() as patch:
+            for index, batch in enumerate(batches(6)):
+                if index == scarce_at:
+                    patch.setattr(run_moves, "available_host_bytes", lambda: 0)
+                losses.append(train(engine, batch).item())
+        held = engine.optimizer.rank_state.frozen_bytes()
+        assert (held["nvme"] > held["cpu"]) == (scarce_at == 2)
+        grew = sum(locks.held.values()) - before
+        masters = [safe_get_full_fp32_param(param).flatten().tolist() for param in params]
+        engine.destroy()
+        return losses, masters, grew
+
+    *expected, grew = trained(tmp_path / "enough", -1)
+    *found, gone = trained(tmp_path / "scarce", 2)
+    assert found == expected
+    assert gone < grew
     assert locks.held == {}
 
 

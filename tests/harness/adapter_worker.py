@@ -8,9 +8,10 @@ codes. ``seed``: of the base, ``model``: another form of it. ``zero_init``. ``do
 arguments...]``, see :class:`Run`.
 
 OUT.RANK has ``losses``, ``p16`` and ``p32`` of all parameters, ``client``: the client state of the last load, and
-``saved``: by folder, what rank 0's file says.
+``saved``: by folder, what rank 0's file says. ``frozen``: this rank's bytes by tier, and the plan's share in memory.
 """
 
+import errno
 import json
 import os
 import sys
@@ -23,6 +24,9 @@ from deepspeed.utils import safe_get_full_fp32_param
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+import ds_fuyou.zero.run_moves as run_moves
+from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.storage import swap_space
 from tests.harness.group import leave_group
 from tests.harness.models import TinyGPT, make_batch
 from tests.harness.runner import ds_config
@@ -93,6 +97,20 @@ class Run:
             self.engine.step()
             self.losses.append(float(loss.detach()))
 
+    def scarce(self, rank: int) -> None:
+        """From here on this rank's machine has nothing left."""
+        if self.rank == rank:
+            run_moves.available_host_bytes = lambda: 0
+
+    def full(self, rank: int) -> None:
+        """From here on this rank's disk has no room for parameters."""
+
+        def refuse(*_: object) -> list:
+            raise FuyouStorageError(errno.ENOSPC, "nothing is left", "the disk")
+
+        if self.rank == rank:
+            swap_space.SwapSpace.leases = refuse
+
     def save(self, folder: str, **named: Any) -> None:
         self.engine.save_checkpoint(folder, **named)
         getattr(self.engine, "fuyou_wait_checkpoint", lambda: None)()
@@ -134,6 +152,9 @@ class Run:
 
 def left(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": run.losses, "saved": run.saved, "client": run.client, "p16": {}, "p32": {}}
+    if hasattr(run.engine.optimizer, "rank_state"):
+        state = run.engine.optimizer.rank_state
+        found["frozen"] = (state.frozen_bytes(), state.plan.residency.frozen)
     in_optimizer = {id(p) for group in run.engine.optimizer.fp16_groups for p in group}
     for name, param in run.engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([param]):
