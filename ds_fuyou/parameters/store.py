@@ -694,9 +694,10 @@ class ParameterStore:
         self.trace.end_step()
         self.look_ahead()
 
-    def let_go(self) -> None:
+    def let_go(self, *, forgets: bool = False) -> None:
         """Of all that was read; between two steps, until :meth:`take`, for sources that become others. Waits for what
-        is in flight, reads and copies. Values that somebody has stay where they are, and do not come back.
+        is in flight, reads and copies. Values that somebody has stay where they are, and do not come back. ``forgets``:
+        the order, too, as others are served then.
         """
         for partition in self.partitions:
             self.forget(partition)
@@ -707,6 +708,8 @@ class ParameterStore:
                 pass
             self._io.forget_memory(size_class.memory.pool)
             size_class.memory.close()
+        if forgets:
+            self.trace = AccessTrace()
         self._forget_order()
 
     def _end_reads(self, reads: Iterable[ValuesRead]) -> None:

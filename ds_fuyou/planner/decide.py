@@ -386,13 +386,17 @@ def _decided(
             return Decision(plan, place, time.secs(place), time, given.may_speculate)
         least_needed = search.least_needed
     budget = given.dram_budget_bytes + given.lent_bytes
-    found = f"dram_budget_bytes is {f'{budget / MIB:.0f} MiB' if budget >= MIB else f'{budget} bytes'}"
+    found = f"dram_budget_bytes is {_shown(budget)}"
     if given.lent_bytes:
         found += f", {given.lent_bytes / MIB:.0f} of them held by engines without an optimizer that were built before"
     raise FuyouConfigError(
-        f"the smallest placement that the tiers allow needs {least_needed / MIB:.0f} MiB of host memory, {found}; "
+        f"the smallest placement that the tiers allow needs {_shown(least_needed)} of host memory, {found}; "
         f"raise it, set more tiers to nvme, or plan smaller shares"
     )
+
+
+def _shown(num_bytes: float) -> str:
+    return f"{num_bytes / MIB:.0f} MiB" if num_bytes >= MIB else f"{num_bytes:.0f} bytes"
 
 
 def _with_less_apart(search: _Search, best: _Tried) -> tuple[_Search, _Tried]:

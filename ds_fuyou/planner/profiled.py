@@ -14,6 +14,7 @@ from ds_fuyou.planner.activations import WORKING_BLOCKS, ActivationCosts, SavedO
 from ds_fuyou.planner.blocks import OPERATORS, Block, Operator
 from ds_fuyou.planner.cost import Placement, Workload, cores_secs
 from ds_fuyou.planner.decide import Decision, StepTime, decide
+from ds_fuyou.planner.document import CLASSES
 from ds_fuyou.planner.explain import bound_by
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.lanes import Lane
@@ -268,14 +269,16 @@ def placed_again(
     mode: str = "auto",
     *,
     others: Collection[str] = (),
+    states_move: bool = True,
     may_speculate: bool | None = None,
 ) -> Decision | None:
-    """Where states, and ``others`` that may move (of parameters and gradients), should be of a run under ``plan``, by
+    """Where states, and ``others`` that may move (parameters, gradients, frozen), should be of a run under ``plan``, by
     what was measured of it: everything else, and staging memory, stays. None unless a step becomes clearly shorter; the
-    others stay, too, unless it becomes clearly shorter still: P16 moves in a pause. ``given`` says whether updates
+    others stay, too, unless it becomes clearly shorter still: they move in a pause. ``given`` says whether updates
     begin in backward as it is, ``may_speculate`` whether they may where P16 gets as many versions as that needs.
     """
-    stays = {"parameters": plan.residency.parameters, "gradients": plan.residency.gradients}
+    staying = ("parameters", "gradients", "frozen") if states_move else (*CLASSES, "frozen")
+    stays = {name: getattr(plan.residency, name) for name in staying}
     best = float("inf")
     found = _placed_again(replace(given, weighs_start=False), overrides, profile, plan, mode, stays)
     if found is not None:
@@ -284,7 +287,7 @@ def placed_again(
             best = found.secs
         else:
             found = None
-    for moving in (("gradients",), ("parameters",), ("parameters", "gradients")):  # what moves least first
+    for moving in (("gradients",), ("parameters",), ("parameters", "gradients"), ("frozen",)):  # least first
         if not all(name in others and name not in given.fixed_shares() for name in moving):
             continue
         leaves = {name: share for name, share in stays.items() if name not in moving}
@@ -309,9 +312,8 @@ def _placed_again(
     mode: str,
     stays: Mapping[str, float],
 ) -> Decision | None:
-    """The best where lanes are as they are, and ``stays``, shares of P16 and G16; None if nothing fits."""
-    now = plan.residency
-    fixed = {**stays, "frozen": now.frozen, TWICE: now.optimizer_twice}
+    """The best where lanes are as they are, and ``stays``, shares of classes; None if nothing fits."""
+    fixed = {**stays, TWICE: plan.residency.optimizer_twice}
     lanes: dict[str, int | None] = {
         "chunk_bytes": plan.chunk_bytes,
         "staging_bytes": plan.staging_bytes,

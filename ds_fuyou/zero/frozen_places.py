@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where frozen parameters are: as the plan says when an engine is built; on storage from when host memory is scarce.
+"""Where frozen parameters are: as the plan says when an engine is built, and while it trains.
 
-[Note: frozen parameters that leave]
-A base of adapters is most of what its run has in host memory. What leaves is written first, while everything stays
-where it is: a rank whose disk has no room says so, and nothing has happened anywhere. Then, on all ranks, memory goes,
-and reads begin. The smallest are written first, as each is copied on its way.
+[Note: frozen parameters that move]
+A base of adapters is most of what its run has in host memory, and all that it reads from storage. What leaves is
+written first, or what comes read, while everything stays where it is: a rank that has no room says so, and nothing has
+happened anywhere. Then, on all ranks, it changes its home. The smallest are written first: each is copied on its way.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
+import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.nn import Parameter
 
@@ -36,10 +37,12 @@ class FrozenPlaces:
 
     def __init__(self, model: TrainedModel, locks: PageLocks, bound_heap: Callable[..., None]) -> None:
         self._model, self._locks, self._bound_heap = model, locks, bound_heap
+        self._planned: list[Parameter] = []  # whose place is the plan's to say, in the order of use
 
     def place(self, room_bytes: float) -> None:
         """So many bytes are in host memory, the same on every rank. ``zero.Init`` had put them where they fell."""
-        for param, stays in _spread(self._model.planned_frozen(), room_bytes).items():
+        self._planned = self._model.planned_frozen()
+        for param, stays in _spread(self._planned, room_bytes).items():
             partition = partition_of(param)
             if stays and partition is not None:
                 param.nvme_swapper.give_back(param, partition.copy())
@@ -63,43 +66,51 @@ class FrozenPlaces:
                 found[param.ds_id] = partition
         return found
 
-    # ---- where memory is scarce -----------------------------------------------------------------------------
+    # ---- while it trains ------------------------------------------------------------------------------------
 
     @property
-    def may_leave(self) -> bool:
+    def may_move(self) -> bool:
         """Whether none of them is gathered."""
-        return all(param.ds_status is ZeroParamStatus.NOT_AVAILABLE for param in self._in_memory())
+        return all(param.ds_status is ZeroParamStatus.NOT_AVAILABLE for param in self._movable)
 
-    def written(self, room_bytes: float) -> dict[Parameter, ParkedValues] | None:
-        """All beyond so many bytes of host memory, copied to storage; None, and a word, where that has no room."""
-        stays = _spread(self._in_memory(), room_bytes)
-        found: dict[Parameter, ParkedValues] = {}
+    def copied(self, room_bytes: float) -> dict[Parameter, ParkedValues | torch.Tensor] | None:
+        """What has to move for so many bytes to be in host memory, where it moves; None, and a word, without room."""
+        there = [param for param in self._movable if partition_of(param) is not None]
+        here = [param for param in self._movable if partition_of(param) is None and is_in_host_memory(param)]
+        held_bytes = sum(map(partition_bytes, here))
+        found: dict[Parameter, ParkedValues | torch.Tensor] = {}
         try:
-            space = parked_space(self._model.activation)
-            for param in sorted((param for param in stays if not stays[param]), key=partition_bytes):
-                found[param] = space.park(f"parameter {param.ds_id}", param.ds_tensor.data.view(-1))
-                self._bound_heap()
-            space.rest()
+            if room_bytes < held_bytes:
+                stays = _spread(here, room_bytes)
+                space = parked_space(self._model.activation)
+                for param in sorted((param for param in here if not stays[param]), key=partition_bytes):
+                    found[param] = space.park(f"parameter {param.ds_id}", param.ds_tensor.data.view(-1))
+                    self._bound_heap()
+                space.rest()
+            else:
+                comes = _spread(there, room_bytes - held_bytes)
+                for param in filter(comes.__getitem__, there):
+                    found[param] = param.nvme_swapper.partitions[param.ds_id].copy()
         except FuyouError as error:
             logger.warning("frozen parameters stay where they are, training goes on: %s", error)
             return None
         return found
 
-    def leave(self, written: Mapping[Parameter, ParkedValues]) -> None:
-        """Host memory, where no copy to the device may be in flight: from here on they are what was ``written``."""
-        with still_as_taken(written):
-            for param, values in written.items():
-                self._locks.unlock(param.ds_tensor.data)
-                param.nvme_swapper.hold(param, values)
-                self._bound_heap(partition_bytes(param))
+    def move(self, copied: Mapping[Parameter, ParkedValues | torch.Tensor]) -> None:
+        """To where they were copied, while the device copies none of them, and no parameter store serves them."""
+        with still_as_taken(copied):
+            for param, values in copied.items():
+                if isinstance(values, torch.Tensor):
+                    param.nvme_swapper.give_back(param, values)
+                else:
+                    self._locks.unlock(param.ds_tensor.data)
+                    param.nvme_swapper.hold(param, values)
+                    self._bound_heap(partition_bytes(param))
 
-    def _in_memory(self) -> list[Parameter]:
-        """In the order of use. Small ones, which stay gathered, are not worth it."""
-        return [
-            param
-            for param in self._model.planned_frozen()
-            if partition_of(param) is None and is_in_host_memory(param) and not param.ds_persist
-        ]
+    @property
+    def _movable(self) -> list[Parameter]:
+        """Small ones, which stay gathered, are not worth it."""
+        return [param for param in self._planned if not param.ds_persist]
 
 
 def _spread(params: list[Parameter], room_bytes: float) -> dict[Parameter, bool]:

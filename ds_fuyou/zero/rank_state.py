@@ -189,10 +189,7 @@ class RankState:
         for param in waiting.values():
             self._attach(param)
         self._frozen.place(self.plan.residency.frozen * self.plan_input.frozen_bytes)
-        self._partitions.update(self._frozen.attach(self.core.io))
-        self.parameters.take(self._in_use_order())
-        self.parameters.trace.expect(self.parameters.partitions)
-        self.bound_heap()
+        self._take_parameters()
         if self.store is not None:
             self.number = count_engine(self.model)
         planned_host_bytes[self] = self.planned_host_bytes
@@ -211,8 +208,15 @@ class RankState:
             partition.show(memory)
             PARTITION_TENSORS.here(partition, memory)
 
-    def _in_use_order(self) -> list[Partition]:
-        return sorted(self._partitions.values(), key=lambda partition: self.model.places[partition.handle.ds_id])
+    def _take_parameters(self) -> None:
+        """What waits for updates or is on storage is served from here on."""
+        self._partitions.update(self._frozen.attach(self.core.io))
+        in_use_order = sorted(
+            self._partitions.values(), key=lambda partition: self.model.places[partition.handle.ds_id]
+        )
+        self.parameters.take(in_use_order)
+        self.parameters.trace.expect(in_use_order)
+        self.bound_heap()
 
     @property
     def reads_parameters(self) -> bool:
@@ -389,30 +393,30 @@ class RankState:
         self.bound_heap()
 
     @property
-    def may_park_frozen(self) -> bool:
+    def may_place_frozen(self) -> bool:
         """Whether no checkpoint copies frozen parameters, the script has none of them gathered, and no other engine of
         this process uses them."""
-        return not self.core.has_snapshot and len(planned_host_bytes) == 1 and self._frozen.may_leave
+        return not self.core.has_snapshot and len(planned_host_bytes) == 1 and self._frozen.may_move
 
-    def park_frozen(self, share: float, prefetch_bytes: int) -> bool:
-        """Now, frozen parameters beyond a share of their bytes leave host memory. ``prefetch_bytes``: what parameters
-        on storage are read to from now on. A collective, in the training thread, between two steps, where all ranks may
-        (:attr:`may_park_frozen`). False if nothing moved on any rank, because one, which tells it, has no room.
+    def place_frozen(self, share: float) -> bool:
+        """Now, so much of the frozen parameters comes to host memory, or stays there; the others leave it. A
+        collective, in the training thread, between two steps, where all ranks may (:attr:`may_place_frozen`). False if
+        nothing moved on any rank, because one, which tells it, has no room.
 
         Raises:
             FuyouMemoryError: none to read to.
         """
-        written = self._frozen.written(share * self.plan_input.frozen_bytes)
-        if not least(float(written is not None))[0] or written is None:
+        copied = self._frozen.copied(share * self.plan_input.frozen_bytes)
+        if not least(float(copied is not None))[0] or copied is None:
             return False
         self.device.synchronize()  # nothing is copied from memory that goes
-        self.parameters.let_go()
-        self._frozen.leave(written)
-        self._partitions.update(self._frozen.attach(self.core.io))
-        self.parameters.take(self._in_use_order(), prefetch_bytes)
+        self.parameters.let_go(forgets=True)
+        self._frozen.move(copied)
+        for ds_id in [param.ds_id for param, values in copied.items() if isinstance(values, torch.Tensor)]:
+            del self._partitions[ds_id]
+        self._take_parameters()
         self.parameters.look_ahead()
         self.params_placed()
-        self.bound_heap()
         return True
 
     def place_grads(self, share: float) -> bool:

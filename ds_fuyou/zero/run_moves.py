@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where states, P16 and G16 of a run should be, by what was measured and by the memory that is left; their way there.
-Frozen parameters leave memory, and never come.
+"""Where states, P16, G16 and frozen parameters of a run should be, by what was measured and by the memory that is left;
+their way there.
 
 [Note: the order of moves]
-Where no activation leaves the device the arena that a first run began with becomes narrower, for states to come there.
-P16 and G16 that leave host memory do so at once, between two steps, then states move behind training, those that leave
-first, and when all has arrived P16 and G16 come: memory holds no more than before or after. All ranks do as rank 0
-decides, and wait for one another before P16 moves.
+Where no activation leaves the device the arena that a first run began with becomes narrower, for others to come there.
+What leaves host memory of P16, G16 and frozen parameters does so at once, between two steps, then states move behind
+training, those that leave first, and when all has arrived the others come: memory holds no more than before or after.
+All ranks do as rank 0 decides, and wait for one another before P16 or frozen parameters move.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class _Target:
     num_versions: int
     waits: bool
     grads: float
+    frozen: float
     prefetch_bytes: int
     gradient_buffer_bytes: int
     secs: float
@@ -52,6 +53,11 @@ class _Target:
         """Of P16 in host memory, in all its versions."""
         return self.params * self.num_versions
 
+    def is_as(self, other: _Target) -> bool:
+        """Whether everything is in the same place."""
+        places = [(one.states, one.param_place, one.grads, one.frozen) for one in (self, other)]
+        return places[0] == places[1]
+
     @property
     def param_place(self) -> tuple[float, int, bool]:
         """What :meth:`RankState.place_params` makes of P16, and what follows from it for updates."""
@@ -59,7 +65,7 @@ class _Target:
 
 
 class RunMoves:
-    """Of one rank. All of it but :attr:`may_move`, :attr:`may_leave`, :attr:`is_idle` and :attr:`is_short` is a
+    """Of one rank. All of it but :attr:`may_move`, :attr:`may_place`, :attr:`is_idle` and :attr:`is_short` is a
     collective.
 
     ``leave_out``: seconds and work of lanes that a pause took, to be left out of reports.
@@ -83,8 +89,8 @@ class RunMoves:
 
     @property
     def may_move(self) -> bool:
-        """Whether anything may change its tier. Where a run may be gone on from nothing does: states that are in host
-        memory would be lost with it, and its files say where P16 is.
+        """Whether anything that is trained may change its tier. Where a run may be gone on from nothing does: states
+        that are in host memory would be lost with it, and its files say where P16 is.
         """
         state, config = self._state, self._state.activation.config
         if state.store is None or config.resume == "auto" or config.durable:
@@ -92,9 +98,8 @@ class RunMoves:
         return any(self._is_open(name) for name in CLASSES)
 
     @property
-    def may_leave(self) -> bool:
-        """Whether anything may leave host memory where that is scarce: frozen parameters in every run, as no state file
-        says where they are."""
+    def may_place(self) -> bool:
+        """Whether anything may change its tier: frozen parameters in every run, no state file says where they are."""
         return self.may_move or self._leaves("frozen")
 
     @property
@@ -104,16 +109,19 @@ class RunMoves:
 
     @property
     def is_ready(self) -> bool:
-        """Whether P16 of this rank may move now; if it is to come, states and G16 have left as they should."""
-        core = self._state.core
+        """Whether P16 of this rank may move now, or frozen parameters, where they alone are to come; if it is to come,
+        states and G16 have left as they should."""
+        state, core, comes = self._state, self._state.core, self._comes
+        if comes is not None and replace(comes, frozen=state.plan.residency.frozen).is_as(self._as_it_is):
+            return state.may_place_frozen
         have_left = core.mover.failure is None and core.grad_mover.target is None
-        return self._state.may_place_params and (have_left or not self.brings)
+        return state.may_place_params and (have_left or not self.brings)
 
     # ---- by what was measured -----------------------------------------------------------------------------
 
     def move(self, profile: RunProfile | None) -> None:
         """To where what was measured says it should be, over the next steps."""
-        if not self.may_move:
+        if not self.may_place:
             return
         arena = self._arena_bytes()
         target = decided_by_rank_0(lambda: self._better(profile, arena))
@@ -127,6 +135,10 @@ class RunMoves:
             return
         if target.grads < now.gradients and not self._place_grads(target):
             return
+        if target.frozen < now.frozen and not (
+            least(float(self._state.may_place_frozen))[0] and self._place_frozen(target)
+        ):
+            return
         if target.states != now.optimizer:
             if not self._move_states(target.states):
                 return
@@ -138,7 +150,7 @@ class RunMoves:
                     100 * now.optimizer,
                     target.secs,
                 )
-        if (moves_params and target.held > before.held) or target.grads > now.gradients:
+        if (moves_params and target.held > before.held) or target.grads > now.gradients or target.frozen > now.frozen:
             self._comes = target
 
     def _arena_bytes(self) -> int:
@@ -181,7 +193,8 @@ class RunMoves:
             profile,
             replace(state.plan, activation_bytes=arena_bytes),
             config.activations.mode,
-            others=[] if self._was_short else ["parameters", "gradients"],
+            others=[] if self._was_short else ["parameters", "gradients"] * self.may_move + ["frozen"],
+            states_move=self.may_move,
             may_speculate=may_speculate,
         )
         if found is None:
@@ -194,7 +207,7 @@ class RunMoves:
             if plan.host_bytes(given) + more > max(given.dram_budget_bytes, state.plan.host_bytes(given)):
                 return None
             versions = core.place.num_versions
-            if (residency.optimizer, residency.gradients) == (now.optimizer, now.gradients):
+            if all(getattr(residency, name) == getattr(now, name) for name in ("optimizer", "gradients", "frozen")):
                 return None
         else:
             versions = 2 if has_two_versions(found.settled(given), residency) else 1
@@ -205,6 +218,7 @@ class RunMoves:
             versions,
             waits,
             residency.gradients,
+            residency.frozen,
             plan.prefetch_bytes,
             plan.gradient_buffer_bytes,
             found.secs,
@@ -220,12 +234,14 @@ class RunMoves:
                 self._place_params(target)
             if target.grads > now.gradients:
                 self._place_grads(target)
+            if target.frozen > now.frozen and least(float(self._state.may_place_frozen))[0]:
+                self._place_frozen(target)
         elif self._num_waits > _MOST_WAITS:  # they gave up, or a script has parameters gathered between steps
             self._comes = None
 
     @property
     def brings(self) -> bool:
-        """Whether P16 or G16 is to come, the same on all ranks."""
+        """Whether P16, G16 or frozen parameters are to come, the same on all ranks."""
         return self._comes is not None
 
     # ---- by what is left ------------------------------------------------------------------------------------
@@ -265,7 +281,7 @@ class RunMoves:
         core, now, given = state.core, state.plan.residency, state.plan_input
         self._was_short, self._comes = True, None
         if self._held_bytes("frozen") > self._held_bytes(*CLASSES):
-            self._park_frozen()
+            self._frozen_leave()
             return
         states_leave = self._leaves("optimizer") and now.optimizer > 0
         nothing = (False,) * len(core.layout.chunks)
@@ -302,28 +318,24 @@ class RunMoves:
             else:
                 self._is_refused["gradients"] = True
 
-    def _park_frozen(self) -> None:
-        state, plan, given = self._state, self._state.plan, self._state.plan_input
-        grows = max(0, plan.prefetch_bytes - state.parameters.capacity_bytes)
+    def _frozen_leave(self) -> None:
+        state, now = self._state, self._state.plan.residency
+        grows = max(0, state.plan.prefetch_bytes - state.parameters.capacity_bytes)
         lacking = -least(-max(0.0, float(grows - self._room_bytes())))[0]
-        if lacking <= 0 or not least(float(state.may_park_frozen))[0]:
+        if lacking <= 0 or not least(float(state.may_place_frozen))[0]:
             return  # or a later step finds it ready
-        share = max(0.0, plan.residency.frozen - lacking / given.frozen_bytes)
-        lanes, began = LaneTimes.of(state), time.perf_counter()
-        self._is_refused["frozen"] = not state.park_frozen(share, plan.prefetch_bytes)
-        self._leave_out(time.perf_counter() - began, LaneTimes.of(state).since(lanes))
-        if not self._is_refused["frozen"]:
-            state.planned(replace(plan, residency=replace(plan.residency, frozen=share)))
-            self._tell(
-                f"{100 * (plan.residency.frozen - share):.0f} % of the frozen parameters have left it for storage"
-            )
+        share = max(0.0, now.frozen - lacking / state.plan_input.frozen_bytes)
+        if self._place_frozen(replace(self._as_it_is, frozen=share)):
+            self._tell(f"{100 * (now.frozen - share):.0f} % of the frozen parameters have left it for storage")
+        else:
+            self._is_refused["frozen"] = True
 
     @property
     def _as_it_is(self) -> _Target:
         plan, core = self._state.plan, self._state.core
         now, lanes = plan.residency, (plan.prefetch_bytes, plan.gradient_buffer_bytes)
         p16 = (now.parameters, core.place.num_versions, core.policy.waits)
-        return _Target(now.optimizer, *p16, now.gradients, *lanes, 0.0)
+        return _Target(now.optimizer, *p16, now.gradients, now.frozen, *lanes, 0.0)
 
     def _tell(self, what: str) -> None:
         log_once(logging.WARNING, f"host memory is scarce: {what}, and stays there")
@@ -370,6 +382,24 @@ class RunMoves:
                 100 * now.gradients,
             )
         return True
+
+    def _place_frozen(self, target: _Target) -> bool:
+        """Now, where it can be on all ranks."""
+        state, now = self._state, self._state.plan.residency
+        lanes, began = LaneTimes.of(state), time.perf_counter()
+        is_placed = state.place_frozen(target.frozen)
+        secs = time.perf_counter() - began
+        self._leave_out(secs, LaneTimes.of(state).since(lanes))
+        if is_placed:
+            state.planned(replace(state.plan, residency=replace(now, frozen=target.frozen)))
+            if current_rank() == 0:
+                get_logger().info(
+                    "frozen parameters have moved in %.1f s: %.0f %% of them are in host memory instead of %.0f %%",
+                    secs,
+                    100 * target.frozen,
+                    100 * now.frozen,
+                )
+        return is_placed
 
     def _move_states(self, share: float, room: Callable[[], int] | None = None) -> bool:
         """Over the next steps. Those with a second version leave first, and come back without."""

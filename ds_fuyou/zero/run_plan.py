@@ -293,7 +293,7 @@ class RunPlan:
     def _follow(self, anew: _Anew, scarce: bool) -> None:
         """What one rank asks all do: plan anew, or leave memory. A collective, on all ranks after the same steps."""
         auto, moves = self.auto, self.moves
-        if not (moves.may_leave or (auto is not None and self._facts.keeps)):  # nothing follows that all ranks do
+        if not (moves.may_place or (auto is not None and self._facts.keeps)):  # nothing follows that all ranks do
             if anew:
                 self._plan_anew()
             return
@@ -466,9 +466,10 @@ class RunPlan:
 
     @property
     def _stores(self) -> bool:
-        """Whether anything may go to storage: classes of the plan, or activations."""
+        """Whether anything is on storage, or may go there: classes of the plan, frozen parameters, activations."""
         tier = self._state.swap_tier
-        return self._state.store is not None or (tier is not None and tier.storage is not None)
+        swaps = tier is not None and tier.storage is not None
+        return swaps or self._state.store is not None or self._state.reads_parameters
 
     # ---- planned ------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import errno
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import nn
 
 import ds_fuyou.zero.run_moves as run_moves
 from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.planner.profile import StorageRates
 from ds_fuyou.storage import swap_space
 from tests.harness.group import leave_group
 from tests.harness.models import TinyGPT, make_batch
@@ -101,6 +103,18 @@ class Run:
         """From here on this rank's machine has nothing left."""
         if self.rank == rank:
             run_moves.available_host_bytes = lambda: 0
+
+    def roomy(self, dram_budget_bytes: int) -> None:
+        """From here on there is so much of it, before storage that bounds a step."""
+        state, plan = self.engine.optimizer.rank_state, self.engine.optimizer.run_plan
+        state.design = replace(state.design, given=replace(state.design.given, dram_budget_bytes=dram_budget_bytes))
+        slow = StorageRates(3e5, 3e5, 3e5, 0.0, 0.0)
+        plan.profile = replace(plan.profile, device_is_host=False, storage=slow, link_up=1e12, link_down=1e12)
+        plan.moves.move(plan.profile)
+
+    def place(self, share: float) -> None:
+        """Of the base in host memory."""
+        assert self.engine.optimizer.rank_state.place_frozen(share)
 
     def full(self, rank: int) -> None:
         """From here on this rank's disk has no room for parameters."""
