@@ -218,13 +218,13 @@ class SlotStore:
             FuyouStorageError: that cannot be written. A disk that is full is told and changes nothing for this run.
         """
         with self._lock:
-            self._keep, self._recoverable = keep, True
             try:
                 self._files = told_to_keep(self._files, keep)
             except FuyouStorageError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 logger.warning("%s: after a kill keep_state is what the run before said", error)
+            self._keep, self._recoverable = keep, True
 
     def keep_because(self, why: str) -> None:
         """The run has failed: the state stays when the store is closed, if there is something to recover."""

@@ -121,6 +121,7 @@ def find_resumable(
     seen = _Seen()
     opened: dict[str, SlotStore] = {}
     chosen = None
+    begun: set[str] = set()
     failure: Exception | None = None
     try:
         try:
@@ -135,7 +136,8 @@ def find_resumable(
         said = of_every_rank((offers, lost, seen.met))
         every = [theirs for theirs, _, _ in said]
         best = _choose(every)
-        lost = set.union(*(theirs for _, theirs, _ in said))
+        begun = _begun(every, [met for _, _, met in said])
+        lost = begun.union(*(theirs for _, theirs, _ in said))
         seen.refused.extend(_incomplete(every, opened, lost))
         _refuse_misplaced(seen, [met for _, _, met in said], lost)
         _tell_older(every, opened, best)
@@ -146,7 +148,7 @@ def find_resumable(
     finally:
         for run_id, store in opened.items():
             if chosen is None or run_id != chosen.run_id:
-                store.close(remove=False)
+                store.close(remove=run_id in begun)
     if chosen is None:
         _tell_of_others(paths)
         return None
@@ -352,6 +354,19 @@ def _why_incomplete(parts: Sequence[_Offer | None]) -> str:
     return ""
 
 
+def _begun(every: Sequence[Mapping[str, _Offer]], met: Sequence[Collection[str]]) -> set[str]:
+    """Runs that failed in their first step, which some ranks had made: the others had nothing to keep, and their parts
+    are gone. What is left holds the beginning, and a step that nobody can go on from.
+    """
+    runs = _by_run(every).items()
+    lacking = {run_id for run_id, _ in runs if any(run_id not in theirs for theirs in met)}
+    return {
+        run_id
+        for run_id, parts in runs
+        if run_id in lacking and all(part is None or min(part.commits)[0] == 0 for part in parts)
+    }
+
+
 def _incomplete(
     every: Sequence[Mapping[str, _Offer]], opened: Mapping[str, SlotStore], lost: Collection[str]
 ) -> Iterator[_Refused]:
@@ -390,7 +405,8 @@ def _tell(refused: Sequence[_Refused], chosen: _Chosen | None) -> None:
         raise FuyouStateError(
             f"steps of this model are in nvme_path, and this run cannot go on from them, so it does not begin anew, "
             f"either: {said[0]}{several}. To go on, undo what was changed, or end who uses "
-            f"them; fuyou recover makes a checkpoint of them. To begin anew, remove them (fuyou clean), or set another "
+            f"them; fuyou recover makes a checkpoint of them if every rank's are there. To begin anew, remove them "
+            f"(fuyou clean), or set another "
             f"nvme_path"
         )
 

@@ -619,6 +619,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self._disown()
         self.run_plan.close()
         self._token_count.remove()
+        if state.store is not None and state.resumed is not None:  # also where all of it had been taken over
+            state.store.keep_because("the engine could not be built")
         state.close()
 
     def lose_parameters(self) -> None:

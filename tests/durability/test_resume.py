@@ -576,6 +576,30 @@ def test_no_run_begins_beside_state_files_in_use_or_without_a_rank(tmp_path: Pat
         assert re.search(r"does not begin anew, either: \S+: rank 1 found nothing of that run", log.read_text())
 
 
+@pytest.mark.parametrize("when", ["disk", "interrupt", "behind"])
+def test_a_start_that_fails_while_it_takes_files_over_leaves_them(when: str, tmp_path: Path) -> None:
+    case = {"steps": 3, "block": RESUME, "ends": True}
+    killed_at(2, tmp_path, case, 1)
+    status, said = end_of(tmp_path, {**case, "adopting": when}, "fails")
+    assert status not in (0, -9), said[-3000:]
+    assert "the engine could not be built: the state of the last step stays in" in said or when != "behind"
+    status, said = end_of(tmp_path, case, "again")
+    assert (status, "going on from step 2, in place" in said) == (0, True), said[-3000:]
+
+
+def test_a_rank_that_fails_in_the_first_step_keeps_no_later_start_from_beginning(tmp_path: Path) -> None:
+    """It has nothing to keep, and its files go; the other one's stay, with a step that nobody can go on from."""
+    case = {"steps": 3, "block": RESUME}
+    processes, logs = launch(tmp_path, {**case, "die": {"1": [1, "raises"]}}, 2, "fails")
+    finish(processes)
+    (left,) = (tmp_path / "ds_fuyou").glob("*-rank*")
+    assert left.name.endswith("rank0"), logs[0].read_text()[-3000:]
+    said = run_to_end(tmp_path, {**case, "ends": True}, 2, "again")
+    assert "STEP 3" in said
+    assert "going on from" not in said
+    assert not [*(tmp_path / "ds_fuyou").glob("*-rank*")]
+
+
 def test_a_step_has_as_many_micro_batches_as_the_configuration_says_now(tmp_path: Path) -> None:
     """Of another number, that of finished ones may be no multiple."""
     out = tmp_path / "out"

@@ -4,7 +4,8 @@
 ``steps``; ``config`` and ``block``: changes of the configuration; ``frozen``: beginning of parameters' names. ``out``:
 a folder in which rank 0 leaves what it has after every step. ``die``: by rank, ``[generation, when]``: SIGKILL "before"
 that generation's record is written, "after" it, when "all" ranks have written theirs, or while it is late: "late" lets
-the other ranks go on for a second. Who is not killed by then waits after its last step, unless it has ``out``.
+the other ranks go on for a second; "raises": its disk fails. Who is not killed by then waits after its last step,
+unless it has ``out``.
 ``slow``: by rank, bytes a second of its writes. ``generators``: what else than PyTorch's the loss depends on, "none":
 not on that either. ``hands_over_code``: what pickle refuses. ``save``: a folder, to which a checkpoint goes after two
 steps, or after step ``save_at``, or ``save_after`` of them and then the end, when all ranks have committed that step;
@@ -23,7 +24,7 @@ what is frozen, before the engine is built. ``edits``: what it is set to behind 
 ``dies_removing``: SIGKILL when so many of its directories are removed. ``runs_out``: before the engine that trains
 another one is built, whose first forward runs out of memory, and is destroyed; "same model": over its parameters.
 ``first_stay``: P16 in host memory is the first of the model, as in earlier versions. ``chunk_sizes``: of which a plan
-may choose.
+may choose. ``adopting``: what goes wrong while files are taken over, "disk", "interrupt", "behind".
 Prints ``MOVED read written``, bytes on storage that it took to make states or to take them over, ``READ n``, bytes of
 storage that the process has read before its first forward, and, when a step has returned, ``LOSSES rank n ...``, in
 hexadecimal digits, and ``STEP n``.
@@ -31,6 +32,7 @@ hexadecimal digits, and ``STEP n``.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -48,9 +50,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.optimizer import residency
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.planner import decide
+from ds_fuyou.storage import store
 from ds_fuyou.storage.directory import RunDirectory
 from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.store import SlotStore
@@ -76,6 +80,8 @@ def die_in_commit(rank: int, die: Mapping[str, Any], path: str) -> None:
     def dying(self: SlotStore, step: int, slots: Mapping[str, int], meta: Mapping[str, Any]) -> None:
         if step == generation and when == "late":
             time.sleep(1.0)
+        if step == generation and when == "raises":
+            raise FuyouStorageError(errno.EIO, "the disk is broken", path)
         if step != generation or when in ("after", "all"):
             commit(self, step, slots, meta)
         if step in met:
@@ -86,6 +92,26 @@ def die_in_commit(rank: int, die: Mapping[str, Any], path: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     SlotStore.commit = dying
+
+
+def fail_adopting(when: str) -> None:
+    """While it is written that files are this run's from now on, or behind that."""
+    told, adopt = store.told_to_keep, SlotStore.adopt
+
+    def failing(*arguments: Any) -> Any:
+        if when == "disk":
+            raise FuyouStorageError(errno.EIO, "the disk is broken", "")
+        os.kill(os.getpid(), signal.SIGINT)
+        return told(*arguments)
+
+    def fails(self: SlotStore, **named: Any) -> None:
+        adopt(self, **named)
+        raise ValueError("what comes behind it")
+
+    if when == "behind":
+        SlotStore.adopt = fails
+    else:
+        store.told_to_keep = failing
 
 
 def die_removing(num_removed: int) -> None:
@@ -236,6 +262,8 @@ def run_out(engine: Any) -> None:
 def main(path: str, case: dict) -> None:
     rank = int(os.environ["RANK"])
     die_in_commit(rank, case.get("die", {}), path)
+    if "adopting" in case:
+        fail_adopting(case["adopting"])
     if "dies_removing" in case:
         die_removing(case["dies_removing"])
     if "first_stay" in case:
