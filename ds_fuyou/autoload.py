@@ -18,17 +18,35 @@ The plugin waits in the same way for modules of other packages (`when_imported`)
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
+import threading
+from _sitebuiltins import Quitter
+from collections import deque
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple, NoReturn
 
-__all__ = ["forget", "is_awaited", "watches_end", "when_imported"]
+__all__ = ["EXITS", "Exited", "forget", "is_awaited", "is_module", "note_exits", "watches_end", "when_imported"]
 
 ENGINE_MODULE = "deepspeed.runtime.engine"
 DISABLE_VARIABLE = "DS_FUYOU_DISABLE"
+_OF_FUNCTIONS = 2  # inspect.CO_NEWLOCALS
 _watched: set[str] = set()
+
+
+class Exited(NamedTuple):
+    """Of a call of ``sys.exit``, ``exit`` or ``quit`` in the main thread. ``places``: by identity, frames of modules
+    that called it, and where these stood."""
+
+    status: object
+    places: frozenset[tuple[int, int]]
+
+
+EXITS: deque[Exited] = deque(maxlen=16)
+"""The last ones: of the one that ends the process nothing else tells, and others may have been caught."""
 
 
 def _autoload() -> None:
@@ -47,12 +65,43 @@ def _watch_end() -> None:
     if "end" not in _watched:
         _watched.add("end")
         atexit.register(_end)
+        note_exits()
 
 
 def _end() -> None:
     lifetime = sys.modules.get("ds_fuyou.storage.lifetime")
     if lifetime is not None:
         lifetime.shutdown()
+
+
+def note_exits() -> None:
+    """From now on :data:`EXITS` has them. Idempotent."""
+    if "exits" not in _watched:
+        _watched.add("exits")
+        sys.exit = _noting(sys.exit)
+        Quitter.__call__ = _noting(Quitter.__call__)  # type: ignore[method-assign]
+
+
+def _noting(exit_with: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    @functools.wraps(exit_with)
+    def noting(*arguments: Any, **named: Any) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():  # in others it ends no process
+            given = [*(each for each in arguments if not isinstance(each, Quitter)), *named.values()]
+            places = set()
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None:
+                if is_module(frame):
+                    places.add((id(frame), frame.f_lasti))
+                frame = frame.f_back
+            EXITS.append(Exited(given[0] if given else None, frozenset(places)))
+        exit_with(*arguments, **named)
+
+    return noting
+
+
+def is_module(frame: FrameType) -> bool:
+    """Whether it is no function's: a module's, or of a statement that was typed."""
+    return not frame.f_code.co_flags & _OF_FUNCTIONS
 
 
 def watches_end() -> bool:

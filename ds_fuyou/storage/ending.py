@@ -5,40 +5,43 @@
 Closing an engine while the script runs is one, and so is an interpreter that ends because its main module ran to its
 last line, or called ``sys.exit()`` with 0 or nothing. None is: an exception that nobody caught, Ctrl-C, SIGTERM (the
 launcher sends it to all ranks when one has died), ``sys.exit()`` with anything else. Python tells nobody at its end
-how it came there, so three things are looked at: where the main module's outermost frame stopped (at a return, or in
-the middle), the last exception that was printed, and the last status that ``sys.exit`` was given, or ``exit`` and
-``quit``, which are wrapped while a store is open. ``raise SystemExit`` without them counts as no clean end, whatever
-its status. Nor is it one where a thread that the interpreter waits for has ended by an exception: it may be the one
-that trained. (Daemons only help.)
+how it came there, so three things are looked at: where the main module stopped (at its return, or in the middle,
+whatever ran it: a debugger's own frames return), the last exception that was printed, and the last status that
+``sys.exit``, ``exit`` or ``quit`` were given, if they were called where the main module stopped. They are wrapped since
+torch was imported (``autoload.py``): in ``sys.exit(main())`` Python looks them up first. ``raise SystemExit`` without
+them counts as no clean end, whatever its status. Nor is it one where a thread that the interpreter waits for has ended
+by an exception (it may be the one that trained; daemons only help), or a function that runs at exit has.
 
-At a prompt, and in a notebook, a statement that fails ends nothing, and the frame that built the engine has returned
-long before the end. There an exception that was printed since then makes the end unclean, whichever statement it was.
+At a prompt, and in a notebook, a statement that fails ends nothing, and the one that built the engine returned long
+before the end. There an exception that was printed since then makes the end unclean, whichever statement it was.
 """
 
 from __future__ import annotations
 
 import opcode
+import os
 import sys
 import threading
-from _sitebuiltins import Quitter
+from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import Any
 
-__all__ = ["by_signal", "failed", "forget", "signalled", "unclean_end", "watch"]
+from ds_fuyou import autoload
 
-_UNKNOWN = object()
+__all__ = ["by_signal", "failed", "forget", "interrupted", "signalled", "unclean_end", "watch"]
 
 
 class _Ending:
     def __init__(self) -> None:
         self.because = ""
         self.is_signalled = False
-        self.main: FrameType | None = None
-        self.status: object = _UNKNOWN
+        self.outermost: FrameType | None = None
+        self.module: FrameType | None = None
+        """The main module's, or of the statement that was typed; the outermost one where there is neither."""
+        self.has_prompt = False
         self.printed: object = None
-        self.original_exit = sys.exit
-        self.original_quit = Quitter.__call__
         self.original_hook = threading.excepthook
+        self.original_unraisable = sys.unraisablehook
         self.watches = False
 
 
@@ -49,32 +52,35 @@ def watch() -> None:
     """From now on the end is looked at. Idempotent; called before a store is made."""
     if _ending.watches:
         return
-    frame = _frame_of_main_thread()
-    while frame is not None and frame.f_back is not None:
-        frame = frame.f_back
-    _ending.main, _ending.status, _ending.printed = frame, _UNKNOWN, _last_printed()
-    _ending.original_exit, _ending.original_quit, _ending.watches = sys.exit, Quitter.__call__, True
-    _ending.original_hook = threading.excepthook
-    sys.exit, threading.excepthook = _exit, _thread_failed
-    Quitter.__call__ = _quit  # type: ignore[method-assign]
+    autoload.note_exits()
+    autoload.EXITS.clear()
+    frames = [*_frames()]
+    _ending.outermost = frames[-1] if frames else None
+    _ending.module = next(filter(_is_main_module, frames), _ending.outermost)
+    _ending.has_prompt, _ending.printed, _ending.watches = hasattr(sys, "ps1"), _last_printed(), True
+    _ending.original_hook, _ending.original_unraisable = threading.excepthook, sys.unraisablehook
+    threading.excepthook, sys.unraisablehook = _thread_failed, _at_exit_failed
 
 
 def forget() -> None:
-    """The last store is closed: ``sys.exit`` and the hook of threads are as they were, unless somebody else has wrapped
-    them since. How this part of the process went says nothing of later stores."""
-    _ending.watches, _ending.main = False, None
+    """The last store is closed: hooks are as they were, unless somebody else has wrapped them since. How this part of
+    the process went says nothing of later stores."""
+    _ending.watches, _ending.outermost, _ending.module = False, None, None
     _ending.because, _ending.is_signalled = "", False
-    if sys.exit is _exit:
-        sys.exit = _ending.original_exit
-    if Quitter.__call__ is _quit:
-        Quitter.__call__ = _ending.original_quit  # type: ignore[method-assign]
     if threading.excepthook is _thread_failed:
         threading.excepthook = _ending.original_hook
+    if sys.unraisablehook is _at_exit_failed:
+        sys.unraisablehook = _ending.original_unraisable
 
 
 def signalled(name: str) -> None:
     """A signal asked the process to end."""
     _ending.because, _ending.is_signalled = f"the process was ended by {name}", True
+
+
+def interrupted() -> None:
+    """Ctrl-C, in a process of ``multiprocessing``: what starts them for a script catches it to end them."""
+    _ending.because = _ended_with(KeyboardInterrupt())
 
 
 def failed(error: BaseException) -> None:
@@ -85,27 +91,28 @@ def failed(error: BaseException) -> None:
 
 def unclean_end() -> str:
     """Why the process ends, or has ended, other than cleanly; empty otherwise, and while the script runs."""
-    main = _ending.main
-    if _ending.because or main is None or _is_running(main):
+    module = _ending.module
+    if _ending.because or module is None or _is_running():
         return _ending.because
-    has_returned = _stopped_at_return(main)
-    if has_returned and not _is_interactive():
+    if _stopped_at_return(module) and not _is_interactive():
         return ""
     printed = _last_printed()
     if printed is not None and printed is not _ending.printed and not _is_clean(printed):
         return _ended_with(printed)
-    if _ending.status is _UNKNOWN:
-        return "" if has_returned else "the script ended with SystemExit, and not by sys.exit, which tells its status"
-    return "" if _ending.status in (None, 0) else f"the script ended with status {_ending.status!r}"
+    exits = [exited for exited in autoload.EXITS if _is_interactive() or (id(module), module.f_lasti) in exited.places]
+    if exits:
+        return "" if _is_zero(exits[-1].status) else f"the script ended with status {exits[-1].status!r}"
+    has_returned = _stopped_at_return(module)
+    return "" if has_returned else "the script ended with SystemExit, and not by sys.exit, which tells its status"
 
 
 def by_signal() -> bool:
     """The process ends because SIGTERM asked it to, or Ctrl-C: whoever did waits for its end."""
     if _ending.is_signalled:
         return True
-    printed, main = _last_printed(), _ending.main
+    printed = _last_printed()
     is_new = isinstance(printed, KeyboardInterrupt) and printed is not _ending.printed
-    return is_new and main is not None and not _is_running(main) and not _is_interactive()
+    return is_new and _ending.module is not None and not _is_running() and not _is_interactive()
 
 
 def _thread_failed(args: threading.ExceptHookArgs, /) -> None:
@@ -114,44 +121,43 @@ def _thread_failed(args: threading.ExceptHookArgs, /) -> None:
     _ending.original_hook(args)
 
 
-def _exit(status: object = None, /) -> NoReturn:
-    if threading.current_thread() is threading.main_thread():  # in others it ends no process
-        _ending.status = status
-    _ending.original_exit(status)  # type: ignore[arg-type]
-    raise SystemExit(status)
-
-
-def _quit(self: Quitter, code: object = None) -> NoReturn:
-    _ending.status = code
-    _ending.original_quit(self, code)  # type: ignore[arg-type]
-    raise SystemExit(code)
+def _at_exit_failed(args: Any, /) -> None:
+    if args.exc_value is not None and "atexit" in str(args.err_msg):
+        failed(args.exc_value)
+    _ending.original_unraisable(args)
 
 
 def _is_interactive() -> bool:
     """This process reads statements: at Python's prompt, at that of another shell, or from a notebook."""
-    return hasattr(sys, "ps1")
+    return _ending.has_prompt or bool(sys.flags.inspect or os.environ.get("PYTHONINSPECT"))
+
+
+def _is_zero(status: object) -> bool:
+    return status is None or (isinstance(status, int) and status == 0)
 
 
 def _is_clean(error: object) -> bool:
-    return isinstance(error, SystemExit) and error.code in (None, 0)
+    return isinstance(error, SystemExit) and _is_zero(error.code)
 
 
 def _last_printed() -> object:
     return getattr(sys, "last_value", None)
 
 
-def _frame_of_main_thread() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
-
-
-def _is_running(main: FrameType) -> bool:
-    frame = _frame_of_main_thread()
+def _frames() -> Iterator[FrameType]:
+    """Of the main thread, from the innermost one."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
-        is_statement = frame.f_back is None and frame.f_code.co_name == "<module>"  # functions at exit stand in none
-        if frame is main or (is_statement and _is_interactive()):
-            return True
+        yield frame
         frame = frame.f_back
-    return False
+
+
+def _is_main_module(frame: FrameType) -> bool:
+    return autoload.is_module(frame) and frame.f_globals.get("__name__") == "__main__"
+
+
+def _is_running() -> bool:
+    return any(frame is _ending.outermost or _is_main_module(frame) for frame in _frames())
 
 
 def _stopped_at_return(frame: FrameType) -> bool:

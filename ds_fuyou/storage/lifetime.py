@@ -3,8 +3,8 @@
 does with its files then is its own affair (storage/ending.py says how the process ends).
 
 At the end everything registered with :func:`register_closer` runs first, last registered first (threads that
-still do I/O), then the stores are closed. A SIGTERM handler is installed only where nobody installed one, and
-is gone when the last store is closed: it turns SIGTERM into ``SystemExit(143)`` in the main thread, so that
+still do I/O), then the stores are closed. A SIGTERM handler is installed only where nobody installed one (and one of
+SIGINT, in processes of ``multiprocessing``), and is gone when the last store is closed: it turns SIGTERM into ``SystemExit(143)`` in the main thread, so that
 the interpreter unwinds. A forked child (a DataLoader worker) inherits files and handlers; it drops them
 untouched.
 """
@@ -60,8 +60,12 @@ def install() -> None:
     if multiprocessing.parent_process() is not None and _registry.finalizes_in != os.getpid():
         _registry.finalizes_in = os.getpid()  # one that was forked ends without what atexit knows
         multiprocessing.util.Finalize(None, shutdown, exitpriority=0)
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _on_sigterm)
+    if threading.current_thread() is threading.main_thread():
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _on_sigterm)
+        is_child = multiprocessing.parent_process() is not None  # others look whether the handler is Python's own
+        if is_child and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _on_sigint)
 
 
 def _open_standard_files() -> None:
@@ -89,7 +93,7 @@ def forget_store(store: SlotStore) -> None:
     """The store is closed. After the last one SIGTERM is as it was. Unknown stores are ignored."""
     _registry.stores = [known for known in _registry.stores if known is not store]
     if not _registry.stores and not _registry.shutting_down:
-        _restore_sigterm()
+        _restore_signals()
         ending.forget()
 
 
@@ -124,7 +128,7 @@ def shutdown() -> None:
             _run(_registry.stores.pop().close)
     finally:
         _registry.shutting_down = False
-    _restore_sigterm()
+    _restore_signals()
     ending.forget()
 
 
@@ -141,14 +145,22 @@ def _on_sigterm(_number: int, _frame: FrameType | None) -> None:
         raise SystemExit(_SIGTERM_STATUS)
 
 
-def _restore_sigterm() -> None:
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _on_sigint(number: int, frame: FrameType | None) -> None:
+    ending.interrupted()
+    signal.default_int_handler(number, frame)
+
+
+def _restore_signals() -> None:
+    if threading.current_thread() is threading.main_thread():
+        if signal.getsignal(signal.SIGTERM) is _on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) is _on_sigint:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _after_fork_in_child() -> None:
     for store in _registry.stores:
         store.abandon()
     _registry.stores, _registry.closers = [], []
-    _restore_sigterm()
+    _restore_signals()
     ending.forget()

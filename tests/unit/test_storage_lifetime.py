@@ -85,6 +85,7 @@ class Owner:  # as an engine, which is destroyed with its last reference
     def __del__(self):
         self.store.close()
 """
+CAUGHT = "store = committed()\ntry:\n    sys.exit(0)\nexcept SystemExit:\n    pass\n"
 THREAD = "; thread = threading.Thread("
 UNCLEAN = [
     ("store = committed(); raise ValueError('the script failed')", 1, "the script ended with ValueError"),
@@ -101,6 +102,11 @@ UNCLEAN = [
     (f"{OWNED}def main():\n    owner = Owner()\n    sys.exit(1)\nmain()", 1, "the script ended with status 1"),
     (f"{OWNED}def main():\n    owner = Owner()\n    raise OSError\nmain()", 1, "the script ended with OSError"),
     ("store = committed(); exit(3)", 3, "the script ended with status 3"),
+    ("def main():\n    committed()\n    return 3\nsys.exit(main())", 3, "the script ended with status 3"),
+    (f"{CAUGHT}raise SystemExit(1)", 1, "the script ended with SystemExit"),
+    ("store = committed(); sys.exit(0.0)", 1, "the script ended with status 0.0"),
+    ("import atexit; atexit.register(dict().__getitem__, 'lost'); committed()", 0, "the script ended with KeyError"),
+    ("committed(); import code; code.interact(); raise SystemExit(2)", 2, "the script ended with SystemExit"),
 ]
 
 
@@ -139,10 +145,12 @@ def test_committed_state_stays_after_a_signal(tmp_path: Path, number: int, statu
         f"committed(){THREAD}target=lambda: {{}}[1], daemon=True); thread.start(); thread.join()",
         "hook = threading.excepthook; committed().close(); assert threading.excepthook is hook",
         "store = committed()\ntry:\n    raise ValueError\nfinally:\n    store.close()",
-        "before = sys.exit; store = committed(); store.close(); sys.exit(sys.exit is not before)",
         "committed(); exit()",
+        "def main():\n    committed()\nsys.exit(main())",
+        "def main():\n    committed()\n    return 0\nexit(main())",
+        f"{CAUGHT}sys.exit(0)",
+        "committed(); import code; code.interact()",
         "committed(); quit(0)",
-        "before = type(exit).__call__; committed().close(); assert type(exit).__call__ is before",
     ],
 )
 def test_committed_state_goes_after_a_clean_end_or_an_explicit_close(tmp_path: Path, code: str) -> None:
@@ -210,6 +218,46 @@ def test_committed_state_goes_after_a_clean_end_of_statements(tmp_path: Path, sh
     done = at_prompt(statements, tmp_path, shell=shell)
     assert all_files(tmp_path) == [], done.stderr
     assert "fuyou recover" not in done.stderr
+
+
+RUNNERS = [[], ["-m", "cProfile", "-o", os.devnull], ["-m", "pdb", "-c", "continue"], ["-m", "trace", "--trackcalls"]]
+
+
+@pytest.mark.parametrize("runner", RUNNERS, ids=lambda runner: " ".join(runner[:2]) or "none")
+@pytest.mark.parametrize(
+    ("end", "stays"), [("", False), ("sys.exit(0)", False), ("sys.exit(1)", True), ("raise ValueError('lost')", True)]
+)
+def test_whoever_runs_a_script_it_ends_as_it_does(runner: list[str], end: str, stays: bool, tmp_path: Path) -> None:
+    """A debugger catches what ends it, and returns; so does a profiler."""
+    script = tmp_path / "script.py"
+    script.write_text(f"{MAKE}committed()\n{end}\n")
+    command = [sys.executable, *runner, str(script), str(tmp_path)]
+    done = subprocess.run(
+        command, input="q\n", capture_output=True, text=True, timeout=HANG_SECS, check=False, cwd=tmp_path
+    )
+    assert ("ds_fuyou/run-rank0/commit.json" in all_files(tmp_path)) == stays, done.stderr
+    assert ("fuyou recover" in done.stderr) == stays
+
+
+def test_ctrl_c_in_a_process_of_a_script_is_no_clean_end(tmp_path: Path) -> None:
+    """Of torch's launcher, which catches it to end the process."""
+    code = """
+import multiprocessing
+def train():
+    try:
+        committed()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        pass
+process = multiprocessing.get_context("fork").Process(target=train)
+process.start(); process.join()
+sys.exit(process.exitcode)
+"""
+    done = run(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "ds_fuyou/run-rank0/commit.json" in all_files(tmp_path)
+    assert "the script ended with KeyboardInterrupt" in done.stderr
 
 
 def test_a_thread_that_failed_says_nothing_of_later_stores(tmp_path: Path) -> None:
