@@ -4,9 +4,9 @@ does with its files then is its own affair (storage/ending.py says how the proce
 
 At the end everything registered with :func:`register_closer` runs first, last registered first (threads that
 still do I/O), then the stores are closed. A SIGTERM handler is installed only where nobody installed one (and one of
-SIGINT, in processes of ``multiprocessing``), and is gone when the last store is closed: it turns SIGTERM into ``SystemExit(143)`` in the main thread, so that
-the interpreter unwinds. A forked child (a DataLoader worker) inherits files and handlers; it drops them
-untouched.
+SIGINT, in processes of ``multiprocessing``), and is gone when the last store is closed: it turns SIGTERM into
+``SystemExit(143)`` in the main thread, so that the interpreter unwinds. A forked child (a DataLoader worker) inherits
+files and handlers; it drops them untouched.
 """
 
 from __future__ import annotations
