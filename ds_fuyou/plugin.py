@@ -155,7 +155,7 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
         stage3.DeepSpeedZeroOptimizer_Stage3 = FuyouStage3Optimizer
         try:
             _refuse_optimizer(optimizer, self._config.bfloat16_config.bf16_master_weights_and_grads)
-            _refuse_model_parallelism(self)
+            _refuse_model_parallelism(self, activation.config)
             with activation_scope(activation):
                 handover.take_over(self, optimizer)
                 built = original(self, optimizer)
@@ -546,8 +546,12 @@ def _refuse_optimizer(optimizer: Any, has_bf16_masters: bool = False) -> None:
     )
 
 
-def _refuse_model_parallelism(engine: Any) -> None:
-    """Tensor parallelism by an mpu object: norms and partitions would span groups that are not tested here."""
+def _refuse_model_parallelism(engine: Any, config: FuyouConfig) -> None:
+    """Tensor parallelism by an mpu object: norms and partitions would span groups that are not tested here. Several
+    groups that share nothing train one model each, and may be killed at different steps.
+    """
+    from deepspeed import comm as dist
+
     mpu = getattr(engine, "mpu", None)
     size = getattr(mpu, "get_model_parallel_world_size", None) or getattr(
         mpu, "get_tensor_model_parallel_world_size", None
@@ -556,4 +560,10 @@ def _refuse_model_parallelism(engine: Any) -> None:
         raise FuyouConfigError(
             f"the fuyou block cannot be combined with: mpu (model parallelism over {size()} ranks). "
             f"Use data parallelism over all ranks, or switch the block off"
+        )
+    shares = getattr(mpu, "get_data_parallel_world_size", None)
+    if shares is not None and shares() < dist.get_world_size() and (config.durable or config.resume == "auto"):
+        raise FuyouConfigError(
+            f"the fuyou block cannot be combined with: mpu (a model for every {shares()} ranks) beside resume or durable, "
+            f"which are of all ranks. Leave them out, and go on from checkpoints"
         )

@@ -78,13 +78,14 @@ def parameter_groups(model: torch.nn.Module, how: str) -> list:
 
 
 class Units:
-    """What Megatron-like scripts pass as ``mpu``: either every rank has a model of its own, or all share one."""
+    """What Megatron-like scripts pass as ``mpu``: either every rank has a copy of the model, or all share one; or (0)
+    each trains a model of its own."""
 
     def __init__(self, num_sharing: int) -> None:
         world_size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         alone = [torch.distributed.new_group([each]) for each in range(world_size)][rank]
         everybody = torch.distributed.new_group(list(range(world_size)))
-        self._model, self._data = (alone, everybody) if num_sharing == 1 else (everybody, alone)
+        self._model, self._data = everybody if num_sharing > 1 else alone, everybody if num_sharing == 1 else alone
 
     def get_model_parallel_group(self):
         return self._model
@@ -146,7 +147,7 @@ def build_engine(case: dict):
         arguments["optimizer"] = kind(parameter_groups(model, case.get("groups", "one")), lr=1e-3, weight_decay=0.1)
     else:
         arguments["model_parameters"] = parameter_groups(model, case.get("groups", "one"))
-    if case.get("model_parallel"):
+    if "model_parallel" in case:
         arguments["mpu"] = Units(case["model_parallel"])
     engine, *_ = deepspeed.initialize(**arguments)
     hook_gradients(model, case, "behind")

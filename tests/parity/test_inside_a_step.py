@@ -189,6 +189,15 @@ def test_ranks_that_share_a_model_are_refused_by_name(tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "swap").glob("**/*") if path.is_file()]
 
 
+def test_ranks_that_share_nothing_do_not_go_on_together(tmp_path: Path) -> None:
+    """Each may be killed at another step."""
+    (tmp_path / "swap").mkdir()
+    case = {"steps": 1, "model": {}, "config": ds_config(), "world_size": 2, "model_parallel": 0}
+    with pytest.raises(AssertionError, match=r"mpu \(a model for every 1 ranks\) beside"):
+        run_case(with_fuyou(case, {**block(str(tmp_path / "swap"), "states"), "resume": "auto"}), tmp_path, "ours")
+    run_case(with_fuyou(case, block(str(tmp_path / "swap"), "states")), tmp_path, "alone")
+
+
 def test_two_backwards_on_one_forward_equal_two_pairs(stock_run, tmp_path: Path) -> None:
     """PyTorch sums the two gradients. Stock keeps the last one only: the pairs are its way to the sum.
 
