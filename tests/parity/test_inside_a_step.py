@@ -193,7 +193,7 @@ def test_ranks_that_share_nothing_do_not_go_on_together(tmp_path: Path) -> None:
     """Each may be killed at another step."""
     (tmp_path / "swap").mkdir()
     case = {"steps": 1, "model": {}, "config": ds_config(), "world_size": 2, "model_parallel": 0}
-    with pytest.raises(AssertionError, match=r"mpu \(a model for every 1 ranks\) beside"):
+    with pytest.raises(AssertionError, match=r"mpu \(a model for every 1 ranks\) with"):
         run_case(with_fuyou(case, {**block(str(tmp_path / "swap"), "states"), "resume": "auto"}), tmp_path, "ours")
     run_case(with_fuyou(case, block(str(tmp_path / "swap"), "states")), tmp_path, "alone")
 
