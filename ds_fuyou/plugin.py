@@ -564,6 +564,6 @@ def _refuse_model_parallelism(engine: Any, config: FuyouConfig) -> None:
     shares = getattr(mpu, "get_data_parallel_world_size", None)
     if shares is not None and shares() < dist.get_world_size() and (config.durable or config.resume == "auto"):
         raise FuyouConfigError(
-            f"the fuyou block cannot be combined with: mpu (a model for every {shares()} ranks) with resume or durable, "
-            f"which are of all ranks. Leave them out, and go on from checkpoints"
+            f"the fuyou block cannot be combined with: mpu (a model for every {shares()} ranks) with resume or "
+            f"durable, which are of all ranks. Leave them out, and go on from checkpoints"
         )
