@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -83,10 +84,11 @@ class FrozenPlaces:
             if room_bytes < held_bytes:
                 stays = _spread(here, room_bytes)
                 space = parked_space(self._model.activation)
-                for param in sorted((param for param in here if not stays[param]), key=partition_bytes):
-                    found[param] = space.park(f"parameter {param.ds_id}", param.ds_tensor.data.view(-1))
-                    self._bound_heap()
-                space.rest()
+                with ExitStack() as ending:
+                    ending.callback(space.rest)
+                    for param in sorted((param for param in here if not stays[param]), key=partition_bytes):
+                        found[param] = space.park(f"parameter {param.ds_id}", param.ds_tensor.data.view(-1))
+                        self._bound_heap()
             else:
                 comes = _spread(there, room_bytes - held_bytes)
                 for param in filter(comes.__getitem__, there):
