@@ -88,7 +88,7 @@ def _noting(exit_with: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
         if threading.current_thread() is threading.main_thread():  # in others it ends no process
             given = [*(each for each in arguments if not isinstance(each, Quitter)), *named.values()]
             places = set()
-            frame: FrameType | None = sys._getframe(1)
+            frame = sys._getframe().f_back  # None: C calls it
             while frame is not None:
                 if is_module(frame):
                     places.add((id(frame), frame.f_lasti))

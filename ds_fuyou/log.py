@@ -32,6 +32,9 @@ class Stderr:
     def flush(self) -> None:
         """Nothing is kept."""
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
 
 class _ToStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:

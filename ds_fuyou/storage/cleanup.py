@@ -118,10 +118,11 @@ def find_state(path: str | Path) -> list[StateDirectory]:
 def state_of_others(path: Path) -> dict[Path, int]:
     """Runs' directories of other users in one nvme_path, by name, and who they are: all that can be said of them."""
     found = {}
-    for each in sorted(path.glob(f"{ROOT_NAME}/*-rank*")):
-        with contextlib.suppress(OSError):  # their runs begin and end meanwhile
-            if is_run_name(each.name) and (owner := each.lstat().st_uid) != os.geteuid():
-                found[each] = owner
+    with contextlib.suppress(OSError):
+        for each in sorted(path.glob(f"{ROOT_NAME}/*-rank*")):
+            with contextlib.suppress(OSError):  # their runs begin and end meanwhile
+                if is_run_name(each.name) and (owner := each.lstat().st_uid) != os.geteuid():
+                    found[each] = owner
     return found
 
 

@@ -7,7 +7,8 @@ last line, or called ``sys.exit()`` with 0 or nothing. None is: an exception tha
 launcher sends it to all ranks when one has died), ``sys.exit()`` with anything else. Python tells nobody at its end
 how it came there, so three things are looked at: where the main module stopped (at its return, or in the middle,
 whatever ran it: a debugger's own frames return), the last exception that was printed, and the last status that
-``sys.exit``, ``exit`` or ``quit`` were given, if they were called where the main module stopped. They are wrapped since
+``sys.exit``, ``exit`` or ``quit`` were given, if they were called where the main module stopped, and no step was made
+since then: somebody had caught that (a command line's ``--help`` is an exit, too). They are wrapped since
 torch was imported (``autoload.py``): in ``sys.exit(main())`` Python looks them up first. ``raise SystemExit`` without
 them counts as no clean end, whatever its status. Nor is it one where a thread that the interpreter waits for has ended
 by an exception (it may be the one that trained; daemons only help), or a function that runs at exit has.
@@ -28,7 +29,7 @@ from typing import Any
 
 from ds_fuyou import autoload
 
-__all__ = ["by_signal", "failed", "forget", "interrupted", "signalled", "unclean_end", "watch"]
+__all__ = ["by_signal", "failed", "forget", "goes_on", "interrupted", "signalled", "unclean_end", "watch"]
 
 
 class _Ending:
@@ -71,6 +72,11 @@ def forget() -> None:
         threading.excepthook = _ending.original_hook
     if sys.unraisablehook is _at_exit_failed:
         sys.unraisablehook = _ending.original_unraisable
+
+
+def goes_on() -> None:
+    """A step was made: what was to end the process before did not."""
+    autoload.EXITS.clear()
 
 
 def signalled(name: str) -> None:

@@ -77,8 +77,9 @@ class FrozenPlaces:
     def copied(self, room_bytes: float) -> dict[Parameter, ParkedValues | torch.Tensor] | None:
         """What has to move for so many bytes to be in host memory, where it moves; None, and a word, without room."""
         there = [param for param in self._movable if partition_of(param) is not None]
-        here = [param for param in self._movable if partition_of(param) is None and is_in_host_memory(param)]
+        here = [param for param in self._movable if partition_of(param) is None and self._is_held(param)]
         held_bytes = sum(map(partition_bytes, here))
+        room_bytes -= self.held_bytes - held_bytes  # by what stays
         found: dict[Parameter, ParkedValues | torch.Tensor] = {}
         try:
             if room_bytes < held_bytes:
@@ -92,11 +93,18 @@ class FrozenPlaces:
             else:
                 comes = _spread(there, room_bytes - held_bytes)
                 for param in filter(comes.__getitem__, there):
-                    found[param] = param.nvme_swapper.partitions[param.ds_id].copy()
+                    found[param] = self._locks.lock(param.nvme_swapper.partitions[param.ds_id].copy())
         except FuyouError as error:
+            self.drop(found)
             logger.warning("frozen parameters stay where they are, training goes on: %s", error)
             return None
         return found
+
+    def drop(self, copied: Mapping[Parameter, ParkedValues | torch.Tensor]) -> None:
+        """They do not move after all."""
+        for values in copied.values():
+            if isinstance(values, torch.Tensor):
+                self._locks.unlock(values)
 
     def move(self, copied: Mapping[Parameter, ParkedValues | torch.Tensor]) -> None:
         """To where they were copied, while the device copies none of them, and no parameter store serves them."""
@@ -108,6 +116,15 @@ class FrozenPlaces:
                     self._locks.unlock(param.ds_tensor.data)
                     param.nvme_swapper.hold(param, values)
                     self._bound_heap(partition_bytes(param))
+
+    @property
+    def held_bytes(self) -> int:
+        """In host memory, of those whose place is the plan's to say."""
+        return sum(partition_bytes(param) for param in self._planned if partition_of(param) is None)
+
+    def _is_held(self, param: Parameter) -> bool:
+        """By this engine: another one may have locked its memory."""
+        return is_in_host_memory(param) and self._locks.has(param.ds_tensor.data)
 
     @property
     def _movable(self) -> list[Parameter]:

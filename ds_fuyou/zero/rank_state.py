@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +40,7 @@ from ds_fuyou.parameters.partition import Lost, Partition
 from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.planner.plan import Plan, PlanInput
 from ds_fuyou.planner.profile import RunProfile
+from ds_fuyou.storage import ending
 from ds_fuyou.storage.layout import ACTIVATION_SHARE, spare_bytes
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.parked import ParkedValues
@@ -268,6 +269,7 @@ class RankState:
             param.nvme_swapper.forget_gathered(param)
         self.parameters.step_applied()
         self._skipped.step_applied()
+        ending.goes_on()
         first_uses = [] if self._positions_known else self.parameters.trace.first_uses()
         if first_uses:
             self._positions_known = True
@@ -394,8 +396,8 @@ class RankState:
 
     @property
     def may_place_frozen(self) -> bool:
-        """Whether no checkpoint copies frozen parameters, the script has none of them gathered, and no other engine of
-        this process uses them."""
+        """Whether no checkpoint copies states, the script has no frozen parameter gathered, and this is the one engine
+        of the process that has planned anything."""
         return not self.core.has_snapshot and len(planned_host_bytes) == 1 and self._frozen.may_move
 
     def place_frozen(self, share: float) -> bool:
@@ -404,11 +406,24 @@ class RankState:
         nothing moved on any rank, because one, which tells it, has no room.
 
         Raises:
-            FuyouMemoryError: none to read to.
+            FuyouMemoryError: none to read to; the engine has failed.
         """
-        copied = self._frozen.copied(share * self.plan_input.frozen_bytes)
-        if not least(float(copied is not None))[0] or copied is None:
+        copied, is_agreed = self._frozen.copied(share * self.plan_input.frozen_bytes), False
+        try:
+            is_agreed = bool(least(float(copied is not None))[0])
+        finally:
+            if copied is not None and not is_agreed:
+                self._frozen.drop(copied)
+        if copied is None or not is_agreed:
             return False
+        try:
+            self._move_frozen(copied)
+        except BaseException as error:
+            self.core.fail("frozen parameters that change their home were cut short", error)
+            raise
+        return True
+
+    def _move_frozen(self, copied: Mapping[Parameter, ParkedValues | torch.Tensor]) -> None:
         self.device.synchronize()  # nothing is copied from memory that goes
         self.parameters.let_go(forgets=True)
         self._frozen.move(copied)
@@ -417,7 +432,11 @@ class RankState:
         self._take_parameters()
         self.parameters.look_ahead()
         self.params_placed()
-        return True
+
+    @property
+    def frozen_share(self) -> float:
+        """Of the frozen parameters whose place is the plan's to say what is in host memory, the same on all ranks."""
+        return self._frozen.held_bytes / max(1.0, self.plan_input.frozen_bytes)
 
     def place_grads(self, share: float) -> bool:
         """From the next step's first gradient on G16 of as many chunks as the share holds is in host memory, that of
@@ -536,21 +555,21 @@ class RankState:
         if os.getpid() != self._pid:
             return  # a forked child: none of the threads is here, and the files are its parent's
         self._keep_what_was_begun()
-        with ExitStack() as ending:  # from the last line to the first; what fails keeps nothing else from ending
-            ending.callback(self._partitions.clear)
-            ending.callback(self._rest)
-            ending.callback(self._leave_number, why)
+        with ExitStack() as leaving:  # from the last line to the first; what fails keeps nothing else from leaving
+            leaving.callback(self._partitions.clear)
+            leaving.callback(self._rest)
+            leaving.callback(self._leave_number, why)
             if self.store is not None:
-                ending.callback(self.store.close)
-            ending.callback(self._locks.release)
-            ending.callback(self._forget_closer)
+                leaving.callback(self.store.close)
+            leaving.callback(self._locks.release)
+            leaving.callback(self._forget_closer)
             for owner in (self.parameters, self.core, self.trace):
                 if owner is not None:
-                    ending.callback(owner.close)
+                    leaving.callback(owner.close)
             if self._lanes is not None:
-                ending.callback(self._lanes.close)
-            ending.callback(self._leave_values)
+                leaving.callback(self._lanes.close)
+            leaving.callback(self._leave_values)
             if self.activations is not None:
-                ending.callback(self.activations.close)
-            ending.callback(failure_of, self.device)  # no copy may be in flight when memory is unpinned
-            ending.callback(self.report.close, self)
+                leaving.callback(self.activations.close)
+            leaving.callback(failure_of, self.device)  # no copy may be in flight when memory is unpinned
+            leaving.callback(self.report.close, self)

@@ -121,7 +121,6 @@ def find_resumable(
     seen = _Seen()
     opened: dict[str, SlotStore] = {}
     chosen = None
-    begun: set[str] = set()
     failure: Exception | None = None
     try:
         try:
@@ -136,8 +135,7 @@ def find_resumable(
         said = of_every_rank((offers, lost, seen.met))
         every = [theirs for theirs, _, _ in said]
         best = _choose(every)
-        begun = _begun(every, [met for _, _, met in said])
-        lost = begun.union(*(theirs for _, theirs, _ in said))
+        lost = _begun(every, [met for _, _, met in said]).union(*(theirs for _, theirs, _ in said))
         seen.refused.extend(_incomplete(every, opened, lost))
         _refuse_misplaced(seen, [met for _, _, met in said], lost)
         _tell_older(every, opened, best)
@@ -148,7 +146,7 @@ def find_resumable(
     finally:
         for run_id, store in opened.items():
             if chosen is None or run_id != chosen.run_id:
-                store.close(remove=run_id in begun)
+                store.close(remove=False)
     if chosen is None:
         _tell_of_others(paths)
         return None
@@ -356,7 +354,8 @@ def _why_incomplete(parts: Sequence[_Offer | None]) -> str:
 
 def _begun(every: Sequence[Mapping[str, _Offer]], met: Sequence[Collection[str]]) -> set[str]:
     """Runs that failed in their first step, which some ranks had made: the others had nothing to keep, and their parts
-    are gone. What is left holds the beginning, and a step that nobody can go on from.
+    are gone. What is left holds the beginning, and one step: nothing that another start would be kept from beginning
+    for.
     """
     runs = _by_run(every).items()
     lacking = {run_id for run_id, _ in runs if any(run_id not in theirs for theirs in met)}
@@ -414,7 +413,7 @@ def _tell(refused: Sequence[_Refused], chosen: _Chosen | None) -> None:
 def _tell_of_others(paths: Sequence[Path]) -> None:
     """A container that ran as root before, and as somebody else now, would begin anew beside its own steps."""
     passed_over = {each: owner for path in paths for each, owner in state_of_others(path).items()}
-    if passed_over and dist.get_rank() == 0:
+    if passed_over and os.environ.get("LOCAL_RANK", "0") == "0":  # each machine has its own
         example, owner = next(iter(passed_over.items()))
         message = (
             "state files of other users are passed over: %d directories, %s is user %d's, and this process is %d's"

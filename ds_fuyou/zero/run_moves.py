@@ -79,7 +79,7 @@ class RunMoves:
         self._most_states = 1.0  # in host memory, since that became scarce
         self._was_short = False
         self._comes: _Target | None = None
-        """P16 that comes when states have arrived."""
+        """What comes when states have arrived: P16, G16, frozen parameters."""
         self._num_waits = 0
 
     def _is_open(self, name: str) -> bool:
@@ -280,8 +280,7 @@ class RunMoves:
         state = self._state
         core, now, given = state.core, state.plan.residency, state.plan_input
         self._was_short, self._comes = True, None
-        if self._held_bytes("frozen") > self._held_bytes(*CLASSES):
-            self._frozen_leave()
+        if self._held_bytes("frozen") > self._held_bytes(*CLASSES) and self._frozen_leave():
             return
         states_leave = self._leaves("optimizer") and now.optimizer > 0
         nothing = (False,) * len(core.layout.chunks)
@@ -318,17 +317,26 @@ class RunMoves:
             else:
                 self._is_refused["gradients"] = True
 
-    def _frozen_leave(self) -> None:
+    def _frozen_leave(self) -> bool:
+        """False if they cannot: others have to."""
         state, now = self._state, self._state.plan.residency
         grows = max(0, state.plan.prefetch_bytes - state.parameters.capacity_bytes)
         lacking = -least(-max(0.0, float(grows - self._room_bytes())))[0]
-        if lacking <= 0 or not least(float(state.may_place_frozen))[0]:
-            return  # or a later step finds it ready
+        if lacking <= 0:
+            return True
+        if not least(float(state.may_place_frozen))[0]:
+            log_once(
+                logging.WARNING,
+                "host memory is scarce, and frozen parameters cannot leave it now: the script has them gathered, or "
+                "another engine of this process lives",
+            )
+            return False
         share = max(0.0, now.frozen - lacking / state.plan_input.frozen_bytes)
-        if self._place_frozen(replace(self._as_it_is, frozen=share)):
-            self._tell(f"{100 * (now.frozen - share):.0f} % of the frozen parameters have left it for storage")
-        else:
+        if not self._place_frozen(replace(self._as_it_is, frozen=share)) or state.frozen_share >= now.frozen:
             self._is_refused["frozen"] = True
+            return False
+        self._tell(f"{100 * (now.frozen - state.frozen_share):.0f} % of the frozen parameters have left it for storage")
+        return True
 
     @property
     def _as_it_is(self) -> _Target:
@@ -391,12 +399,12 @@ class RunMoves:
         secs = time.perf_counter() - began
         self._leave_out(secs, LaneTimes.of(state).since(lanes))
         if is_placed:
-            state.planned(replace(state.plan, residency=replace(now, frozen=target.frozen)))
+            state.planned(replace(state.plan, residency=replace(now, frozen=state.frozen_share)))
             if current_rank() == 0:
                 get_logger().info(
                     "frozen parameters have moved in %.1f s: %.0f %% of them are in host memory instead of %.0f %%",
                     secs,
-                    100 * target.frozen,
+                    100 * state.frozen_share,
                     100 * now.frozen,
                 )
         return is_placed

@@ -148,9 +148,14 @@ def test_a_frozen_base_that_leaves_gives_back_its_locks(
                 if index == scarce_at:
                     patch.setattr(run_moves, "available_host_bytes", lambda: 0)
                 losses.append(train(engine, batch).item())
-        held = engine.optimizer.rank_state.frozen_bytes()
+        state = engine.optimizer.rank_state
+        held = state.frozen_bytes()
         assert (held["nvme"] > held["cpu"]) == (scarce_at == 2)
         grew = sum(locks.held.values()) - before
+        if scarce_at == 2:
+            assert state.place_frozen(1.0)
+            assert sum(locks.held.values()) - before > grew, "what has come is locked again"
+        losses += [train(engine, batch).item() for batch in batches(2)]
         masters = [safe_get_full_fp32_param(param).flatten().tolist() for param in params]
         engine.destroy()
         return losses, masters, grew

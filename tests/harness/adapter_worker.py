@@ -11,6 +11,7 @@ OUT.RANK has ``losses``, ``p16`` and ``p32`` of all parameters, ``client``: the 
 ``saved``: by folder, what rank 0's file says. ``frozen``: this rank's bytes by tier, and the plan's share in memory.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -18,6 +19,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -90,6 +92,7 @@ class Run:
         self.losses: list[float] = []
         self.saved: dict[str, Any] = {}
         self.client: dict[str, Any] = {}
+        self.others: list[Any] = []
 
     def train(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -115,6 +118,17 @@ class Run:
     def place(self, share: float) -> None:
         """Of the base in host memory."""
         assert self.engine.optimizer.rank_state.place_frozen(share)
+
+    def cut(self, share: float) -> None:
+        """As :meth:`place`; Ctrl-C comes in the middle of it, and is caught."""
+        state = self.engine.optimizer.rank_state
+        with mock.patch.object(state.parameters, "take", side_effect=KeyboardInterrupt):
+            with contextlib.suppress(KeyboardInterrupt):
+                state.place_frozen(share)
+
+    def other(self, _: str) -> None:
+        """Another engine of the process."""
+        self.others.append(engine_of(TinyGPT(**MODEL), self.config))
 
     def full(self, rank: int) -> None:
         """From here on this rank's disk has no room for parameters."""

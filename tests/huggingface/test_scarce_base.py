@@ -33,9 +33,10 @@ def test_it_leaves_on_all_ranks_when_one_has_none_left(block: dict, stock: tuple
     assert found["losses"] == expected["losses"]
     assert differences(expected, found) == []
     held, share = found["frozen"]
-    assert share == 0.0
     assert held["nvme"] > 10 * held["cpu"] > 0, "what is small, and stays gathered"
-    assert found["output"].count("host memory is scarce: 100 % of the frozen parameters have left it for storage") == 1
+    assert share == pytest.approx(held["cpu"] / (held["cpu"] + held["nvme"]), abs=0.02)
+    (told,) = re.findall(r"host memory is scarce: (\d+) % of the frozen parameters have left it", found["output"])
+    assert int(told) > 90
     assert lacks(found, "a"), "the base is what the script built, wherever it is"
     assert not lacks(found, "b")
     again = run(tmp_path, "again", [("load", "b"), ("train", 4)], tiers=AUTO, config=UNPLACED, **case)
@@ -69,10 +70,12 @@ def test_it_comes_when_measured_steps_say_so(block: dict, stock: tuple[dict, dic
     assert found["losses"] == expected["losses"]
     assert differences(expected, found) == []
     held, share = found["frozen"]
-    assert share == 1.0
     assert held["cpu"] > 10 * held["nvme"], "what is small, and stays gathered"
-    (told,) = re.findall(r"frozen parameters have moved in .* s: 100 % .* instead of (\d+) %", found["output"])
-    assert 0 < int(told) < 100
+    assert share > 0.9
+    ((now, before),) = re.findall(
+        r"frozen parameters have moved in .* s: (\d+) % .* instead of (\d+) %", found["output"]
+    )
+    assert int(before) + 20 < int(now)
 
 
 def test_it_moves_again_and_again(stock: tuple[dict, dict], tmp_path: Path) -> None:
@@ -85,6 +88,21 @@ def test_it_moves_again_and_again(stock: tuple[dict, dict], tmp_path: Path) -> N
     assert differences(expected, found) == []
     held, _ = found["frozen"]
     assert held["cpu"] / (held["cpu"] + held["nvme"]) == pytest.approx(0.4, abs=0.2)
+
+
+def test_others_leave_where_it_cannot(tmp_path: Path) -> None:
+    """Another engine of the process may use it."""
+    budget = {"dram_budget_bytes": 350_000, "plan": {"chunk_bytes": 16384}, "optimizer": {"tier": "auto"}}
+    do = [("train", 2), ("other", ""), ("scarce", 0), ("train", 4)]
+    found = run(tmp_path, "ours", do, tiers={**AUTO, **budget}, config=UNPLACED, model=DEEP, adapter={"r": 64})
+    assert "frozen parameters cannot leave it now" in found["output"]
+    assert re.search(r"host memory is scarce: (P32 and moments|P16|G16) of", found["output"]), found["output"][-3000:]
+
+
+def test_a_move_that_is_cut_short_ends_the_engine(tmp_path: Path) -> None:
+    """And says so."""
+    with pytest.raises(AssertionError, match="frozen parameters that change their home were cut short"):
+        run(tmp_path, "ours", [("train", 1), ("cut", 0.0), ("train", 1)], tiers=AUTO, config=UNPLACED)
 
 
 def test_a_base_that_shall_be_in_memory_stays(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.unit.storage_support import all_files
 MAKE = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from ds_fuyou.storage import lifetime
+from ds_fuyou.storage import ending, lifetime
 from ds_fuyou.storage.store import *
 path = Path(sys.argv[1])
 def make(run_id="run", **options):
@@ -85,6 +85,7 @@ class Owner:  # as an engine, which is destroyed with its last reference
     def __del__(self):
         self.store.close()
 """
+STEP, STEPPED = "ending.goes_on(); raise SystemExit(1)", "the script ended with SystemExit"
 CAUGHT = "store = committed()\ntry:\n    sys.exit(0)\nexcept SystemExit:\n    pass\n"
 THREAD = "; thread = threading.Thread("
 UNCLEAN = [
@@ -104,6 +105,12 @@ UNCLEAN = [
     ("store = committed(); exit(3)", 3, "the script ended with status 3"),
     ("def main():\n    committed()\n    return 3\nsys.exit(main())", 3, "the script ended with status 3"),
     (f"{CAUGHT}raise SystemExit(1)", 1, "the script ended with SystemExit"),
+    (f"{CAUGHT.replace('    pass', '    ending.goes_on()')}raise SystemExit(1)", 1, "the script ended with SystemExit"),
+    (
+        f"def main():\n    try:\n        committed(); sys.exit(0)\n    except SystemExit:\n        {STEP}\nmain()",
+        1,
+        STEPPED,
+    ),
     ("store = committed(); sys.exit(0.0)", 1, "the script ended with status 0.0"),
     ("import atexit; atexit.register(dict().__getitem__, 'lost'); committed()", 0, "the script ended with KeyError"),
     ("committed(); import code; code.interact(); raise SystemExit(2)", 2, "the script ended with SystemExit"),
@@ -237,6 +244,12 @@ def test_whoever_runs_a_script_it_ends_as_it_does(runner: list[str], end: str, s
     )
     assert ("ds_fuyou/run-rank0/commit.json" in all_files(tmp_path)) == stays, done.stderr
     assert ("fuyou recover" in done.stderr) == stays
+
+
+def test_an_exit_that_c_calls_is_pythons_own(tmp_path: Path) -> None:
+    done = run("import atexit; atexit.register(sys.exit, 3)", tmp_path)
+    assert "SystemExit: 3" in done.stderr
+    assert "not deep enough" not in done.stderr
 
 
 def test_ctrl_c_in_a_process_of_a_script_is_no_clean_end(tmp_path: Path) -> None:
