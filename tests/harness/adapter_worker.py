@@ -122,9 +122,9 @@ class Run:
     def cut(self, share: float) -> None:
         """As :meth:`place`; Ctrl-C comes in the middle of it, and is caught."""
         state = self.engine.optimizer.rank_state
-        with mock.patch.object(state.parameters, "take", side_effect=KeyboardInterrupt):
-            with contextlib.suppress(KeyboardInterrupt):
-                state.place_frozen(share)
+        cut_short = mock.patch.object(state.parameters, "take", side_effect=KeyboardInterrupt)
+        with cut_short, contextlib.suppress(KeyboardInterrupt):
+            state.place_frozen(share)
 
     def other(self, _: str) -> None:
         """Another engine of the process."""
