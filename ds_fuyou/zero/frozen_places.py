@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -84,12 +83,7 @@ class FrozenPlaces:
         try:
             if room_bytes < held_bytes:
                 stays = _spread(here, room_bytes)
-                space = parked_space(self._model.activation)
-                with ExitStack() as ending:
-                    ending.callback(space.rest)
-                    for param in sorted((param for param in here if not stays[param]), key=partition_bytes):
-                        found[param] = space.park(f"parameter {param.ds_id}", param.ds_tensor.data.view(-1))
-                        self._bound_heap()
+                found.update(self._written([param for param in here if not stays[param]]))
             else:
                 comes = _spread(there, room_bytes - held_bytes)
                 for param in filter(comes.__getitem__, there):
@@ -98,6 +92,16 @@ class FrozenPlaces:
             self.drop(found)
             logger.warning("frozen parameters stay where they are, training goes on: %s", error)
             return None
+        return found
+
+    def _written(self, params: list[Parameter]) -> dict[Parameter, ParkedValues]:
+        space, found = parked_space(self._model.activation), {}
+        try:
+            for param in sorted(params, key=partition_bytes):
+                found[param] = space.park(f"parameter {param.ds_id}", param.ds_tensor.data.view(-1))
+                self._bound_heap()
+        finally:
+            space.rest()
         return found
 
     def drop(self, copied: Mapping[Parameter, ParkedValues | torch.Tensor]) -> None:

@@ -40,7 +40,7 @@ from ds_fuyou.parameters.partition import Lost, Partition
 from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.planner.plan import Plan, PlanInput
 from ds_fuyou.planner.profile import RunProfile
-from ds_fuyou.storage import ending
+from ds_fuyou.storage.ending import goes_on
 from ds_fuyou.storage.layout import ACTIVATION_SHARE, spare_bytes
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.parked import ParkedValues
@@ -269,7 +269,7 @@ class RankState:
             param.nvme_swapper.forget_gathered(param)
         self.parameters.step_applied()
         self._skipped.step_applied()
-        ending.goes_on()
+        goes_on()
         first_uses = [] if self._positions_known else self.parameters.trace.first_uses()
         if first_uses:
             self._positions_known = True
@@ -555,21 +555,21 @@ class RankState:
         if os.getpid() != self._pid:
             return  # a forked child: none of the threads is here, and the files are its parent's
         self._keep_what_was_begun()
-        with ExitStack() as leaving:  # from the last line to the first; what fails keeps nothing else from leaving
-            leaving.callback(self._partitions.clear)
-            leaving.callback(self._rest)
-            leaving.callback(self._leave_number, why)
+        with ExitStack() as ending:  # from the last line to the first; what fails keeps nothing else from ending
+            ending.callback(self._partitions.clear)
+            ending.callback(self._rest)
+            ending.callback(self._leave_number, why)
             if self.store is not None:
-                leaving.callback(self.store.close)
-            leaving.callback(self._locks.release)
-            leaving.callback(self._forget_closer)
+                ending.callback(self.store.close)
+            ending.callback(self._locks.release)
+            ending.callback(self._forget_closer)
             for owner in (self.parameters, self.core, self.trace):
                 if owner is not None:
-                    leaving.callback(owner.close)
+                    ending.callback(owner.close)
             if self._lanes is not None:
-                leaving.callback(self._lanes.close)
-            leaving.callback(self._leave_values)
+                ending.callback(self._lanes.close)
+            ending.callback(self._leave_values)
             if self.activations is not None:
-                leaving.callback(self.activations.close)
-            leaving.callback(failure_of, self.device)  # no copy may be in flight when memory is unpinned
-            leaving.callback(self.report.close, self)
+                ending.callback(self.activations.close)
+            ending.callback(failure_of, self.device)  # no copy may be in flight when memory is unpinned
+            ending.callback(self.report.close, self)

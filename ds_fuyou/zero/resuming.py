@@ -405,8 +405,7 @@ def _tell(refused: Sequence[_Refused], chosen: _Chosen | None) -> None:
             f"steps of this model are in nvme_path, and this run cannot go on from them, so it does not begin anew, "
             f"either: {said[0]}{several}. To go on, undo what was changed, or end who uses "
             f"them; fuyou recover makes a checkpoint of them if every rank's are there. To begin anew, remove them "
-            f"(fuyou clean), or set another "
-            f"nvme_path"
+            f"(fuyou clean), or set another nvme_path"
         )
 
 

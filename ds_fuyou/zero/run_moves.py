@@ -135,9 +135,7 @@ class RunMoves:
             return
         if target.grads < now.gradients and not self._place_grads(target):
             return
-        if target.frozen < now.frozen and not (
-            least(float(self._state.may_place_frozen))[0] and self._place_frozen(target)
-        ):
+        if target.frozen < now.frozen and not (self._all_may_place_frozen() and self._place_frozen(target.frozen)):
             return
         if target.states != now.optimizer:
             if not self._move_states(target.states):
@@ -186,6 +184,8 @@ class RunMoves:
         may_now = may_speculate and not core.policy.waits and (has_two or now.parameters == 0)
         weighs_start = asked.weighs_start and has_slots
         given = replace(asked, durable=has_slots, may_speculate=may_now, weighs_start=weighs_start)
+        others = ["parameters", "gradients"] if self.may_move else []
+        others += ["frozen"] if given.frozen_bytes > 0 else []
         config = state.activation.config
         found = placed_again(
             given,
@@ -193,7 +193,7 @@ class RunMoves:
             profile,
             replace(state.plan, activation_bytes=arena_bytes),
             config.activations.mode,
-            others=[] if self._was_short else ["parameters", "gradients"] * self.may_move + ["frozen"],
+            others=[] if self._was_short else others,
             states_move=self.may_move,
             may_speculate=may_speculate,
         )
@@ -234,8 +234,8 @@ class RunMoves:
                 self._place_params(target)
             if target.grads > now.gradients:
                 self._place_grads(target)
-            if target.frozen > now.frozen and least(float(self._state.may_place_frozen))[0]:
-                self._place_frozen(target)
+            if target.frozen > now.frozen and self._all_may_place_frozen():
+                self._place_frozen(target.frozen)
         elif self._num_waits > _MOST_WAITS:  # they gave up, or a script has parameters gathered between steps
             self._comes = None
 
@@ -272,6 +272,10 @@ class RunMoves:
         """A rank's part of what this machine has beyond twice the floor; negative where it lacks."""
         return int(available_host_bytes() - 2 * _FLOOR * total_host_bytes()) // self._num_local_ranks
 
+    def _lacking_bytes(self, grows: int) -> float:
+        """What the rank that is worst off needs, where leaving takes ``grows`` bytes by itself."""
+        return -least(-max(0.0, float(grows - self._room_bytes())))[0]
+
     def leave_memory(self) -> None:
         """States leave host memory until there is twice the floor, over the next steps, and where there are none P16
         does, as soon as it can, then G16; frozen parameters where they are more than these together; on all ranks as
@@ -288,7 +292,7 @@ class RunMoves:
         grows = max(0, core.staging_bytes(away) - core.staging.capacity_bytes)
         if not states_leave:
             grows += max(0, state.plan.prefetch_bytes - state.parameters.capacity_bytes)
-        lacking = -least(-max(0.0, float(grows - self._room_bytes())))[0]
+        lacking = self._lacking_bytes(grows)
         if lacking <= 0:
             return
         if states_leave:
@@ -321,10 +325,10 @@ class RunMoves:
         """False if they cannot: others have to."""
         state, now = self._state, self._state.plan.residency
         grows = max(0, state.plan.prefetch_bytes - state.parameters.capacity_bytes)
-        lacking = -least(-max(0.0, float(grows - self._room_bytes())))[0]
+        lacking = self._lacking_bytes(grows)
         if lacking <= 0:
             return True
-        if not least(float(state.may_place_frozen))[0]:
+        if not self._all_may_place_frozen():
             log_once(
                 logging.WARNING,
                 "host memory is scarce, and frozen parameters cannot leave it now: the script has them gathered, or "
@@ -332,7 +336,7 @@ class RunMoves:
             )
             return False
         share = max(0.0, now.frozen - lacking / state.plan_input.frozen_bytes)
-        if not self._place_frozen(replace(self._as_it_is, frozen=share)) or state.frozen_share >= now.frozen:
+        if not self._place_frozen(share) or state.frozen_share >= now.frozen:
             self._is_refused["frozen"] = True
             return False
         self._tell(f"{100 * (now.frozen - state.frozen_share):.0f} % of the frozen parameters have left it for storage")
@@ -391,11 +395,14 @@ class RunMoves:
             )
         return True
 
-    def _place_frozen(self, target: _Target) -> bool:
-        """Now, where it can be on all ranks."""
+    def _all_may_place_frozen(self) -> bool:
+        return bool(least(float(self._state.may_place_frozen))[0])
+
+    def _place_frozen(self, share: float) -> bool:
+        """Now, where all ranks may."""
         state, now = self._state, self._state.plan.residency
         lanes, began = LaneTimes.of(state), time.perf_counter()
-        is_placed = state.place_frozen(target.frozen)
+        is_placed = state.place_frozen(share)
         secs = time.perf_counter() - began
         self._leave_out(secs, LaneTimes.of(state).since(lanes))
         if is_placed:
