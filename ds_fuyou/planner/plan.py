@@ -403,6 +403,6 @@ def least_arena_bytes(given: PlanInput) -> int:
 
 def _num_threads(given: PlanInput) -> int:
     """All cores where the device is the host: a short burst stalls compute less than a long share of one core
-    (docs/roadmap.md has the measurement). Elsewhere one core stays free for the training thread.
+    (benchmarks/results/2026-11-21-2-core-amd-epyc.md). Elsewhere one core stays free for the training thread.
     """
     return max(1, given.num_cpus if given.device_is_host else given.num_cpus - 1)

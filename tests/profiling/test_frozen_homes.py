@@ -21,7 +21,7 @@ BUDGET = 800_000
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of a few processes the one that reads least, until one reads what was predicted: in some nothing is in time to be
-    kept, by chance that none predicts (docs/roadmap.md)."""
+    kept, by chance that none predicts (docs/roadmap.md, "Storage, look-ahead")."""
     every: list[dict[str, Any]] = []
     while len(every) < 4 and not (every and all(as_predicted(every[-1][name]) for name in ("storage", "some"))):
         every.append(once(tmp_path_factory.mktemp("frozen")))
