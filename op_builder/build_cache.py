@@ -108,16 +108,16 @@ def remembered(name: str, compute: Callable[[], list[str]]) -> list[str]:
 def cache_key(plan: CompilePlan) -> str:
     """Digest of everything that decides the library's content, file contents included.
 
-    Where an environment keeps torch does not: the linker looks there, and the library names no folder. So environments
-    with the same versions share a build.
+    Where an environment keeps torch does not: the linker looks there, and the library names no folder. Nor does which of
+    two folders with headers comes first by its path. So environments with the same versions share a build.
     """
     digest = hashlib.sha256()
     links = [flag for flag in plan.link_flags if not flag.startswith("-L")]
     for text in (*plan.versions, plan.compiler, *plan.cxx_flags, *links):
         digest.update(text.encode() + b"\0")
-    for path in (*plan.sources, *plan.headers):
-        content = Path(path).read_bytes()
-        digest.update(f"{os.path.basename(path)} {len(content)}".encode() + b"\0" + content)
+    files = [(os.path.basename(path), Path(path).read_bytes()) for path in (*plan.sources, *plan.headers)]
+    for name, content in sorted(files):
+        digest.update(f"{name} {len(content)}".encode() + b"\0" + content)
     return digest.hexdigest()[:20]
 
 

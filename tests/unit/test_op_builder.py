@@ -92,12 +92,17 @@ def test_key_follows_everything_that_matters(csrc: Path) -> None:
 
 
 def test_environments_with_the_same_versions_share_a_build(csrc: Path) -> None:
-    """Wherever each has torch: the library that is built names no folder."""
+    """Wherever each has torch, the package and DeepSpeed: the library that is built names no folder."""
     plan = builder(csrc).compile_plan()
     folders = [flag for flag in plan.link_flags if flag.startswith("-L")]
     assert folders
     elsewhere = tuple(f"{flag}-of-another" if flag in folders else flag for flag in plan.link_flags)
-    there = dataclasses.replace(plan, link_flags=elsewhere, include_dirs=("/another/include", *plan.include_dirs))
+    there = dataclasses.replace(
+        plan,
+        link_flags=elsewhere,
+        include_dirs=("/another/include", *plan.include_dirs),
+        headers=plan.headers[::-1],
+    )
     without = dataclasses.replace(plan, link_flags=plan.link_flags[:-1])
     key = build_cache.cache_key(plan)
     assert [build_cache.cache_key(other) == key for other in (there, without)] == [True, False]
