@@ -239,10 +239,13 @@ def move(run: Run, engine: int, share: float) -> None:
         state.move_to(share, 60_000)
 
 
-def place(run: Run, engine: int, share: float) -> None:
+def place(run: Run, engine: int, what: str, share: float) -> None:
+    """P16, G16 or frozen parameters change their home."""
     state = run.engines[engine].optimizer.rank_state
-    if state.store is not None and run.num_steps[engine] and state.may_place_params:
-        state.place_params(share)
+    if what == "frozen" and run.num_steps[engine] and state.may_place_frozen:
+        state.place_frozen(share)
+    elif what != "frozen" and state.store is not None and run.num_steps[engine] and state.may_place_params:
+        {"params": state.place_params, "grads": state.place_grads}[what](share)
 
 
 def sleep(run: Run, engine: int, *, pin: bool) -> None:

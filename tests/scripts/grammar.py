@@ -78,7 +78,7 @@ def _engine(chance: random.Random) -> dict:
         "kinds": [chance.choice([*KINDS]) for _ in range(chance.choice([3, 4, 5]))],
         "tied": chance.random() < 0.2,
         "leaves_loss": chance.random() < 0.3,
-        "frozen": chance.choice([None, None, None, 1]),
+        "frozen": chance.choice([None, None, 1]),
         "groups": chance.choice([1, 2]),
         "zero_init": chance.random() < 0.5,
         "config": ds_config(
@@ -194,7 +194,8 @@ class _Drawer:
         if name == "change_clip":
             return {"value": chance.choice([0.0, 0.3, 1.0])}
         if name in ("move", "place"):
-            return {"share": chance.choice([0.0, 0.4, 1.0])}
+            what = {"what": chance.choice(["params", "grads", "frozen"])} if name == "place" else {}
+            return {**what, "share": chance.choice([0.0, 0.4, 1.0])}
         if name == "sleep":
             return {"pin": chance.random() < 0.5}
         return {}
