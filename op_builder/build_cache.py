@@ -43,11 +43,11 @@ _LAST_LINES = 40
 MOST_KEPT = 16  # builds: one for each environment and version, 5 MB each
 
 
-def cache_directory() -> Path:
-    """:func:`ds_fuyou.files.cache_path`, created.
+def cache_directory(*, writes: bool = True) -> Path:
+    """:func:`ds_fuyou.files.cache_path`, created. What is built already may be used from one that cannot be written.
 
     Raises:
-        FuyouBuildError: it cannot be written, or belongs to another user (whose code would be run).
+        FuyouBuildError: it belongs to another user (whose code would be run), or, if ``writes``, cannot be written.
     """
     path = cache_path()
     try:
@@ -57,13 +57,22 @@ def cache_directory() -> Path:
         raise FuyouBuildError(
             f"the build cache {path} must be a writable directory: {error}; set {CACHE_VARIABLE} to one that is"
         ) from error
-    if not _is_private(found) or not os.access(path, os.W_OK):
+    if writes and _is_private(found) and not os.access(path, os.W_OK):
+        raise FuyouBuildError(
+            f"the build cache {path} cannot be written ({_why_not(path)}), and what this environment needs is not "
+            f"there; set {CACHE_VARIABLE} to a directory that can be, or run `fuyou build` where it can"
+        )
+    if not _is_private(found):
         raise FuyouBuildError(
             f"the build cache {path} must be writable by this user (id {os.geteuid()}) and by nobody else, whose code "
             f"would be run; found owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}. "
             f"Set {CACHE_VARIABLE} to another directory, or chmod go-w this one"
         )
     return path
+
+
+def _why_not(path: Path) -> str:
+    return "its file system is read-only" if os.statvfs(path).f_flag & os.ST_RDONLY else "its mode forbids it"
 
 
 def _is_private(found: os.stat_result) -> bool:
@@ -92,13 +101,15 @@ def _is_there(library: Path) -> bool:
 
 def remembered(name: str, compute: Callable[[], list[str]]) -> list[str]:
     """The words `compute` gives, kept in the file `name` of the cache after the first time."""
-    path = cache_directory() / name
+    path = cache_directory(writes=False) / name
     try:
         if _is_private(path.lstat()):  # the words become arguments of the compiler
             return path.read_text(encoding="utf-8").split()
     except FileNotFoundError:
         pass
     words = compute()
+    if not os.access(path.parent, os.W_OK):
+        return words
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
         file.write(" ".join(words))
     os.replace(file.name, path)
@@ -108,8 +119,8 @@ def remembered(name: str, compute: Callable[[], list[str]]) -> list[str]:
 def cache_key(plan: CompilePlan) -> str:
     """Digest of everything that decides the library's content, file contents included.
 
-    Where an environment keeps torch does not: the linker looks there, and the library names no folder. Nor does which of
-    two folders with headers comes first by its path. So environments with the same versions share a build.
+    Where an environment keeps torch does not: the linker looks there, and the library names no folder. Nor does which
+    of two folders with headers comes first by its path. So environments with the same versions share a build.
     """
     digest = hashlib.sha256()
     links = [flag for flag in plan.link_flags if not flag.startswith("-L")]
@@ -128,13 +139,14 @@ def build_cached(name: str, plan: CompilePlan) -> Path:
         FuyouBuildError: no compiler or ninja, a compile error (with the compiler's last lines), or a
             cache directory that cannot be used.
     """
-    cache = cache_directory()
+    cache = cache_directory(writes=False)
     label = f"{name}-{cache_key(plan)}"
     library = cache / label / f"{name}.so"
     if _is_there(library):
         with contextlib.suppress(OSError):  # of another user: root's, say
             os.utime(library.parent)
         return library
+    cache_directory()
     with _lock(cache / f"{label}.lock", f"the C++ core to be built in {cache}"):
         if _is_there(library):
             return library

@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 SCHEMA = "ds_fuyou.profile/8"
+_BEGIN = b'{"schema": "ds_fuyou.profile/'
 MOST_KEPT = 100  # profiles, a few kB each
 OFF = "off"
 
@@ -364,10 +365,17 @@ def save_profile(profile: RunProfile) -> Path | None:
 
 
 def _drop_old(directory: Path) -> None:
-    """All but those that were made or used last. Another process may do the same."""
+    """All profiles but those that were made or used last. Another process may do the same; other files stay."""
     found = []
     for file in directory.glob("*-*.json"):
         with contextlib.suppress(OSError):
             found.append((file.stat().st_mtime_ns, file))
-    for _, file in sorted(found)[:-MOST_KEPT]:
+    for _, file in [each for each in sorted(found) if _is_profile(each[1])][:-MOST_KEPT]:
         file.unlink(missing_ok=True)
+
+
+def _is_profile(file: Path) -> bool:
+    """By how it begins, whichever version wrote it."""
+    with contextlib.suppress(OSError), file.open("rb") as opened:
+        return opened.read(len(_BEGIN)) == _BEGIN
+    return False

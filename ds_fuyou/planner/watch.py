@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import enum
 import statistics
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ds_fuyou.planner.profile import RunProfile
@@ -84,6 +85,7 @@ class LaneWatch:
         num_elements: of a micro-batch the plan was made for.
         usual: rates of lanes that an earlier plan's watch found; see :meth:`usual`.
         patience: steps in a row that another batch must last.
+        told: what another watch over the same plan has found.
     """
 
     def __init__(
@@ -93,13 +95,14 @@ class LaneWatch:
         num_elements: float,
         usual: Mapping[Cause, float] | None = None,
         patience: int = LASTING,
+        told: Collection[Cause] = (),
     ) -> None:
         self._lasting = {**dict.fromkeys(Cause, LASTING), Cause.WORKLOAD: patience}
         self._predicted = predicted
         self._compute_secs = compute_secs
         self._num_elements = num_elements
-        self._off: dict[Cause, list[tuple[float, float]]] = {cause: [] for cause in Cause}
-        self._told: set[Cause] = set()
+        self._off = {cause: deque[tuple[float, float]](maxlen=lasting) for cause, lasting in self._lasting.items()}
+        self.told = set(told)
         self._usual: dict[Cause, float] = dict(usual or {})
         self._first: dict[Cause, list[float]] = {cause: [] for cause in _RATES if cause not in self._usual}
 
@@ -120,8 +123,8 @@ class LaneWatch:
             lasting = [cause for cause in lasting if cause is Cause.WORKLOAD]
         if len(lasting) > 1:
             lasting = [cause for cause in lasting if cause is not Cause.STEP]  # the others explain it
-        findings = [self._finding(cause) for cause in lasting if cause not in self._told]
-        self._told.update(lasting)
+        findings = [self._finding(cause) for cause in lasting if cause not in self.told]
+        self.told.update(lasting)
         self._usual.update({found.cause: found.measured for found in findings if found.cause in _RATES})
         return findings
 
@@ -149,8 +152,7 @@ class LaneWatch:
             yield cause, usual, rate, 0 < rate < usual / (1 + GAP)
 
     def _finding(self, cause: Cause) -> Finding:
-        steps = self._lasting[cause]
-        lately = self._off[cause][-steps:]
+        steps, lately = self._lasting[cause], self._off[cause]
         expected = statistics.median(pair[0] for pair in lately)
         measured = statistics.median(pair[1] for pair in lately)
         return Finding(cause, expected, measured, _text(cause, expected, measured, steps))

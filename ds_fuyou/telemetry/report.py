@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from ds_fuyou.host.compute_clock import Phase
-from ds_fuyou.log import current_rank, get_logger
+from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.telemetry.placement import placement_of, placement_table
 from ds_fuyou.telemetry.wear import DAY_SECS, rating_at, short_lives
@@ -137,9 +137,18 @@ class StepReport:
         self._forget: Callable[[], None] = lambda: None
 
     def step(self, rank_state: Any) -> None:
-        """A step was applied. The first one only sets the clocks: it also built what later steps reuse."""
+        """A step was applied. The first one only sets the clocks: it also built what later steps reuse.
+
+        Whatever fails is told: the step is made, and other ranks, which report nothing, go on.
+        """
         if current_rank() != 0:
             return
+        try:
+            self._step(rank_state)
+        except Exception as error:
+            log_once(logging.WARNING, f"steps are not reported, training goes on: {type(error).__name__}: {error}")
+
+    def _step(self, rank_state: Any) -> None:
         self._num_steps += 1
         if self._num_steps == 1:
             self._forget = register_closer(partial(self._close_at_exit, weakref.ref(rank_state)))

@@ -17,7 +17,7 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -72,6 +72,7 @@ _SMALLEST_PROBE, _LARGEST_PROBE = 4 << 20, 256 << 20
 _LINK_BYTES, _LINK_BYTES_ON_HOST = 64 << 20, 8 << 20  # the latter is host memory twice: little, for any model
 _TIMED_STEP = 2
 _NEWS = 0.05  # of steps: worth writing the profile again
+_TOLD_GAP = 0.01  # of predictions: worth a line
 _FEWEST_STEPS, _LAST_STEPS = 5, 20  # that say what threads do themselves
 
 
@@ -133,7 +134,7 @@ class RunPlan:
         self._across, self._lets_stay = across, False
         self.clock = StepClock(model, rank_state.clock, rank_state.device)
         self.prediction: Prediction | None = None
-        self.findings: list[Finding] = []
+        self.findings = deque[Finding](maxlen=100)
         self._origin, self._kept_at = _Origin.EARLIER, ""
         self._usual: dict[Cause, float] = {}
         self._patience, self._clip_patience = LASTING, LASTING
@@ -546,13 +547,15 @@ class RunPlan:
         update_rate = updated / lanes.update_secs if updated and lanes.update_secs > 0 else never
         return self._profile_of(times, update_rate, storage, never, never)
 
-    def _adopt(self, profile: RunProfile, prediction: Prediction) -> None:
+    def _adopt(self, profile: RunProfile, prediction: Prediction, told: Collection[Cause] = ()) -> None:
         """What steps are compared with from the next one on."""
         self.prediction, self._stage = prediction, _Stage.WATCHES
         self._threads.clear()
         if self._state.trace is not None:
             self._state.trace.planned({**prediction.lane_secs, "iteration": prediction.iteration_secs})
-        self._watch = LaneWatch(prediction, prediction.thread_secs, profile.num_elements, self._usual, self._patience)
+        self._watch = LaneWatch(
+            prediction, prediction.thread_secs, profile.num_elements, self._usual, self._patience, told
+        )
 
     def _follow_updates(self, profile: RunProfile, watch: LaneWatch, known: Prediction) -> None:
         """Whether updates start in backward depends on how often gradients are clipped."""
@@ -561,9 +564,10 @@ class RunPlan:
             return
         prediction = predict(self._time(profile), known.place)
         self._usual = watch.usual()
-        self._adopt(profile, prediction)
+        self._adopt(profile, prediction, watch.told)
         waits = updates in (Updates.FORWARD, Updates.STEP)
-        if current_rank() != 0:
+        is_as_before = abs(prediction.iteration_secs / known.iteration_secs - 1) < _TOLD_GAP
+        if current_rank() != 0 or is_as_before:
             return
         get_logger().info(
             "updates %s: %.3f s a step are predicted instead of %.3f s",

@@ -56,16 +56,22 @@ def test_every_layout_comes_back(profiles: Path, layout: StateLayout) -> None:
     assert load_profile(PROFILE.machine, PROFILE.model) == kept
 
 
-def test_old_profiles_go(profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_profiles_go_and_nothing_else(profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "MOST_KEPT", 3)
+    profiles.mkdir(exist_ok=True)
+    others = [profiles / f"experiment-{number}.json" for number in range(5)]  # of somebody who keeps more there
+    for other in others:
+        other.write_text('{"schema": "mine"}')
+        os.utime(other, (0, 0))
     for number in range(5):
         path = save_profile(replace(PROFILE, model=f"model{number}"))
         assert path is not None
         os.utime(path, (number, number))
     assert load_profile(PROFILE.machine, "model2") is not None  # used now
     save_profile(replace(PROFILE, model="new"))
-    left = {file.name.partition("-")[2] for file in profiles.iterdir()}
+    left = {file.name.partition("-")[2] for file in {*profiles.iterdir()} - {*others}}
     assert left == {"model2.json", "model4.json", "new.json"}
+    assert all(other.exists() for other in others)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -45,6 +46,21 @@ def test_a_gap_must_last_and_is_told_once() -> None:
     assert finding.cause is Cause.COMPUTE, "that the whole step is longer follows from it"
     assert "6.000 s in 5 steps in a row, planned were 4.000 s (+50 %)" in finding.text
     assert not finding.cause.replans
+
+
+def test_a_gap_that_stays_takes_no_memory_and_another_watch_over_the_plan_does_not_tell_it_again() -> None:
+    watch, slow = _watch(), replace(GOOD, compute_secs=6.0, secs=6.1)
+    tracemalloc.start()
+    try:
+        _steps(watch, slow, 100)
+        before = tracemalloc.get_traced_memory()[0]
+        _steps(watch, slow, 5000)
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 50_000
+    later = LaneWatch(predicted(), 4.0, PROFILE.num_elements, watch.usual(), told=watch.told)
+    assert _steps(later, slow, 3 * LASTING) == []
 
 
 def test_a_lane_is_measured_against_its_own_first_steps() -> None:

@@ -167,6 +167,21 @@ def test_cache_of_another_user(csrc: Path, tmp_path: Path, monkeypatch: pytest.M
         builder(csrc).build()
 
 
+def test_what_is_built_is_used_from_a_cache_that_cannot_be_written(
+    csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image with a read-only root, whose core was built with it."""
+    built = builder(csrc).build()
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and may(path, mode))
+    assert builder(csrc).build() == built
+    assert build_cache.remembered("another-word", lambda: ["of", "this", "process"]) == ["of", "this", "process"]
+    assert not (built.parents[1] / "another-word").exists()
+    (csrc / "answer.h").write_text("#define ANSWER 43\n")
+    with pytest.raises(FuyouBuildError, match=r"cannot be written \(its mode forbids it\), and what .* is not there"):
+        builder(csrc).build()
+
+
 def test_a_damaged_library_says_what_to_do(csrc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "ds_fuyou.ops.tiny", raising=False)
     builder(csrc).build().write_bytes(b"not a library")

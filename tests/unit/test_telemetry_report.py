@@ -247,6 +247,19 @@ def test_writes_a_day_are_told_and_worn_drives_warned_of_once(lines, monkeypatch
     assert not any("/a (" in line for line in lines)
 
 
+def test_a_report_that_fails_is_told_once_and_ends_no_step(lines, monkeypatch) -> None:
+    def unreadable(path: str) -> None:
+        raise ModuleNotFoundError("No module named 'ds_fuyou.planner.presets'")  # replaced while the run goes
+
+    monkeypatch.setattr(report, "rating_at", unreadable)
+    state, reports = State(), StepReport()
+    for _ in range(30):
+        state.lanes["write"].num_bytes += 1e6
+        reports.step(state)
+    told = "steps are not reported, training goes on: ModuleNotFoundError: No module named 'ds_fuyou.planner.presets'"
+    assert [line for line in lines if "not reported" in line] == [told]
+
+
 def test_what_lasts_a_year_is_not_told() -> None:
     rating = Rating(("Some SSD",), 365e9, is_known=False)
     assert not short_lives({"/a": 1e9}, {"/a": rating})
