@@ -7,10 +7,12 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus, is_zero_param
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
@@ -29,7 +31,6 @@ from ds_fuyou.zero.param_swapper import (
 
 __all__ = [
     "consolidated",
-    "ends_gathers",
     "for_training",
     "in_portions",
     "in_use_order",
@@ -38,11 +39,19 @@ __all__ = [
     "replaced",
     "settle",
     "shapes_alone",
+    "watch_forwards",
     "watch_gathers",
 ]
 
-_GATHERING: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Models of engines: DeepSpeed keeps the handles of gathers in flight with each."""
+
+@dataclass
+class _Watched:
+    coordinator: Any
+    wants_gradients: bool = False  # when the forward that runs began: re-entrant checkpointing turns them off inside
+
+
+_GATHERING: weakref.WeakKeyDictionary[torch.nn.Module, _Watched] = weakref.WeakKeyDictionary()
+"""Models of engines, with which DeepSpeed keeps the handles of gathers in flight."""
 
 
 def in_portions(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,9 +112,9 @@ def _let_go(params: Sequence[Parameter]) -> None:
             param.nvme_swapper.copied(param, event)
 
 
-def watch_gathers(module: torch.nn.Module) -> None:
+def watch_gathers(module: torch.nn.Module, coordinator: Any) -> None:
     """An engine of ours gathers this model's parameters from now on."""
-    _GATHERING.add(module)
+    _GATHERING[module] = _Watched(coordinator)
 
 
 def for_training(fetch: Callable[..., None]) -> Callable[..., None]:
@@ -123,18 +132,26 @@ def for_training(fetch: Callable[..., None]) -> Callable[..., None]:
 
 
 def not_of_persistent(register: Callable[[torch.nn.Module, Parameter], None]) -> Callable[..., None]:
-    """``register_external_parameter``, as reading a parameter that is not gathered calls it. Stock has gathered small
-    ones by then, so it never notes them as another module's, too; here the first use after a step gathers them. Noted
-    in an evaluation, they would not be in the order that DeepSpeed recorded of training, which then ends with an error.
+    """``register_external_parameter``, as reading a parameter that is not gathered calls it. Once the order of training
+    is recorded stock has gathered small ones by then, so it no more notes them as another module's, too; here the first
+    use after a step gathers them. Noted then, or in an evaluation, they would not be in that order, and training would
+    end with an error. While it is recorded they have to be: stock releases them behind their module, and who computes
+    the reader again finds them by what was noted alone.
     """
 
     @functools.wraps(register)
     def register_external_parameter(module: torch.nn.Module, parameter: Parameter) -> None:
         is_returned = getattr(parameter, "is_external_param", False)  # by a module: stock notes these
-        if is_returned or not (swaps_here(parameter) and parameter.ds_persist):
+        if is_returned or not (swaps_here(parameter) and parameter.ds_persist) or _is_recording():
             register(module, parameter)
 
     return register_external_parameter
+
+
+def _is_recording() -> bool:
+    """Whether the forward that runs is of training, and DeepSpeed does not know its order yet."""
+    watched = next((_GATHERING[module] for module in reversed(FWD_MODULE_STACK) if module in _GATHERING), None)
+    return watched is not None and watched.wants_gradients and not watched.coordinator.is_complete_trace()
 
 
 def settle(params: Sequence[Parameter]) -> None:
@@ -147,11 +164,16 @@ def settle(params: Sequence[Parameter]) -> None:
                 registry.pop(param).wait()
 
 
-def ends_gathers(module: torch.nn.Module) -> RemovableHandle:
-    """From now on a forward without gradients leaves no gather in flight. DeepSpeed prefetches for a backward that does
-    not come, and scripts gather what ``ds_status`` says is not available, as DeepSpeed-Chat's saving does: of a
-    parameter in flight they would see no values. (Stock seldom comes to it: it keeps 1e9 gathered elements.)
+def watch_forwards(module: torch.nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+    """From now on a forward says when it begins whether it is of training, and one without gradients leaves no gather
+    in flight. DeepSpeed prefetches for a backward that does not come, and scripts gather what ``ds_status`` says is not
+    available, as DeepSpeed-Chat's saving does: of a parameter in flight they would see no values. (Stock seldom comes
+    to it: it keeps 1e9 gathered elements.)
     """
+    watched = _GATHERING[module]
+
+    def before(*_: Any) -> None:
+        watched.wants_gradients = torch.is_grad_enabled()
 
     def after(module: torch.nn.Module, *_: Any) -> None:
         if not torch.is_grad_enabled():
@@ -160,7 +182,8 @@ def ends_gathers(module: torch.nn.Module) -> RemovableHandle:
                 registry.pop(param).wait()
                 param.partition()
 
-    return module.register_forward_hook(torch.compiler.disable(after))
+    begins = module.register_forward_pre_hook(torch.compiler.disable(before))
+    return begins, module.register_forward_hook(torch.compiler.disable(after))
 
 
 @contextmanager

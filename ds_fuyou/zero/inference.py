@@ -267,7 +267,7 @@ def watch(engine: Any, offload: Any, activation: Activation) -> None:
     module = engine.module
     reads = InferenceReads(module, activation)
     coordinator = offload.get_param_coordinator()
-    watch_gathers(module)
+    watch_gathers(module, coordinator)
     stock_fetch, stock_reset = coordinator.fetch_sub_module, coordinator.reset_step
     stock_destroy = offload.destroy
 

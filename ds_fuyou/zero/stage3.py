@@ -44,11 +44,11 @@ from ds_fuyou.zero.compute_spans import ComputeSpans
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.frozen_base import digest_of
 from ds_fuyou.zero.gathering import (
-    ends_gathers,
     for_training,
     release_gathered,
     replaced,
     shapes_alone,
+    watch_forwards,
     watch_gathers,
 )
 from ds_fuyou.zero.gradient_flow import GradientFlow
@@ -292,8 +292,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def _watch_modules(self, index: GatheredIndex) -> None:
         """Before DeepSpeed fetches a module's parameters, ours are made available and read-ahead moves on."""
         coordinator = self.parameter_offload.get_param_coordinator()
-        watch_gathers(self.module)
-        self._gathers_end = ends_gathers(self.module)
+        watch_gathers(self.module, coordinator)
+        self._forward_hooks = watch_forwards(self.module)
         stock_fetch = coordinator.fetch_sub_module
         state = self.rank_state
         self._token_count = count_tokens(state, self.module)
@@ -648,6 +648,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         finally:
             self.run_plan.close()
             self._token_count.remove()
-            self._gathers_end.remove()
+            for hook in self._forward_hooks:
+                hook.remove()
             self.rank_state.close(why)
             self.fp16_partitioned_groups_flat.clear()

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from ds_fuyou.errors import FuyouStateError
 from tests.harness.runner import ds_config
@@ -52,6 +53,31 @@ class NormFused(nn.Module):
         return values + self.linear(F.layer_norm(values, (WIDTH,), self.norm.weight, self.norm.bias))
 
 
+class Decomposed(nn.Module):
+    """Computed again in backward, where it reads a small weight past its module, as adapters with magnitudes do."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1, bias=False)
+        self._use_reentrant = use_reentrant
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        again: torch.Tensor = checkpoint(self._inner, values, use_reentrant=self._use_reentrant)
+        return again
+
+    def _inner(self, values: torch.Tensor) -> torch.Tensor:
+        weight = self.scale.weight
+        return values + self.linear(values) * self.scale(torch.eye(weight.shape[1], dtype=values.dtype)).T
+
+
+def decomposed() -> nn.Module:
+    return Decomposed(use_reentrant=False)
+
+
+def decomposed_reentrant() -> nn.Module:
+    return Decomposed(use_reentrant=True)
+
+
 def spectral() -> nn.Module:
     return nn.Sequential(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
 
@@ -86,7 +112,7 @@ def trained(layer: Any, block: dict[str, Any] | None) -> tuple[list[float], list
     return losses, values
 
 
-@pytest.mark.parametrize("layer", [spectral, encoder_layer, NormFused])
+@pytest.mark.parametrize("layer", [spectral, encoder_layer, NormFused, decomposed, decomposed_reentrant])
 @pytest.mark.parametrize("mode", ["none", "auto"])
 def test_as_in_stock(layer: Any, mode: str, tmp_path: Path) -> None:
     losses, values = trained(layer, None)
