@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from ds_fuyou.checkpoint.state_files import contents_of
 from ds_fuyou.ds_json import Activation
 from ds_fuyou.host.device import Device
-from ds_fuyou.log import log_once
+from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, FlatLayout, LayoutEntry, LayoutLimits, build_layout, own_numel
 from ds_fuyou.optimizer.options import CoreOptions
@@ -159,13 +159,19 @@ class TrainedModel:
                 "storage alone (dram_budget_bytes and gpu_budget_bytes say otherwise)",
             )
         free, later = available_host_bytes() // local_ranks(), copied_later_bytes()
-        if later > free // 10:
-            log_once(
-                logging.INFO,
+        mine = (max(0, free - later) + in_place) * tenths // 10
+        found, most = map(int, least(float(mine), -float(mine)))
+        if mine == found and later > free // 10:
+            get_logger().info(
                 f"{later / MIB:.0f} of {free / MIB:.0f} MiB are left to what this process shares with the one that it "
-                "was forked from, and copies as it uses it; a process that is started anew needs none of that",
+                "was forked from, and copies as it uses it; a process that is started anew needs none of that"
             )
-        return int(least(float((max(0, free - later) + in_place) * tenths // 10))[0])
+        if mine == found < -most // 2:
+            get_logger().warning(
+                f"dram_budget_bytes auto: rank {current_rank()} has {mine / MIB:.0f} MiB of host memory to plan with, "
+                f"another rank {-most / MIB:.0f}; all plan with the least"
+            )
+        return found
 
     def storage_budget(self) -> float:
         """Bytes of storage for this rank, the same on every one: the block's, and what is free of its devices."""

@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ds_fuyou.config import FuyouConfig, PlanOverrides
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
+from ds_fuyou.planner.plan import MIB
 from ds_fuyou.storage.probe import PathFacts
-from ds_fuyou.zero import run_store
+from ds_fuyou.zero import run_design, run_store
 from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, free_of_rank, local_ranks, share_of_cores
 
 LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
@@ -105,3 +109,29 @@ def test_a_disk_a_rank_is_counted_for_that_rank_alone(monkeypatch: pytest.Monkey
 )
 def test_a_device_is_shared_by_the_ranks_that_use_it(users: list, bytes_of_rank: float) -> None:
     assert free_of_rank({"1": 100.0, "2": 200.0}, "here", users) == pytest.approx(bytes_of_rank)
+
+
+@pytest.mark.parametrize(("free", "others", "is_told"), [(300, 9000, True), (300, 400, False), (9000, 300, False)])
+def test_the_rank_with_far_less_memory_than_another_says_so(
+    free: int, others: int, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which is no other than the one whose group has a limit: all plan with what it has."""
+
+    def least(*values: float) -> list[float]:
+        of_another = others * MIB * run_design.AUTO_TENTHS // 10
+        return [min(value, sign * of_another) for value, sign in zip(values, (1, -1), strict=True)]
+
+    monkeypatch.setattr(run_design, "least", least)
+    monkeypatch.setattr(run_design, "available_host_bytes", lambda: free * MIB)
+    monkeypatch.setattr(run_design, "copied_later_bytes", lambda: 0)
+    config = SimpleNamespace(dram_budget_bytes="auto")
+    model: Any = SimpleNamespace(
+        activation=SimpleNamespace(config=config),
+        trained=(),
+        planned_frozen=list,
+        device=SimpleNamespace(is_unified=False),
+    )
+    with caplog.at_level(logging.WARNING):
+        found = run_design.TrainedModel.host_budget(model)
+    assert found == min(free, others) * MIB * run_design.AUTO_TENTHS // 10
+    assert ("all plan with the least" in caplog.text) == is_told
