@@ -109,6 +109,14 @@ class _Read(NamedTuple):
     transfer: Transfer | None = None
 
 
+class _Kept(NamedTuple):
+    """What was read last, of that generation: the next parameter is mostly of the same chunk. Without moments P32."""
+
+    chunk: int
+    generation: int
+    parts: list[torch.Tensor]
+
+
 class StateAccess:
     """The state of chunks as lists ``[P32, moments...]`` of fp32 tensors, 1-D, in host memory."""
 
@@ -118,10 +126,16 @@ class StateAccess:
         self._most_bytes = max(self.num_bytes(chunk) for chunk in core.layout.chunks)
         self._has_moments = [False] * len(core.layout.chunks)
         """Whether moments were ever written; until then they are zero and not read."""
+        self._kept: _Kept | None = None
 
     def updated(self, index: int) -> None:
-        """The chunk got its first update: its moments are on storage from now on."""
+        """The chunk got an update: its moments are on storage from now on."""
         self._has_moments[index] = True
+        self._kept = None
+
+    def forget(self) -> None:
+        """Frees what is kept of the last read."""
+        self._kept = None
 
     def without_moments(self) -> list[int]:
         """Chunks that no update has touched."""
@@ -280,6 +294,7 @@ class StateAccess:
     def _replace(self, coming: _Coming, blocks: _Blocks) -> None:
         """A state that has come takes the place of the old one."""
         core, index = self._core, coming.new.chunk
+        self._kept = None
         place, chunk, resident = core.place, core.layout.chunks[index], core.place.state(index)
         for transfer in coming.transfers:
             transfer.wait()
@@ -360,22 +375,43 @@ class StateAccess:
     def read_param(self, span: ParamSpan, part: int) -> torch.Tensor:
         """One parameter's fp32 value (part 0) or moment, a copy."""
         pieces = []
-        for chunk, parts in self.read_all(self._core.layout.chunks_of_param[span.index], with_moments=part > 0):
-            begin, end = overlap(span, chunk)
-            pieces.append(parts[part][begin - chunk.begin : end - chunk.begin])
-        return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
-
-    def write_param(self, span: ParamSpan, part: int, values: torch.Tensor) -> None:
-        """Replaces one parameter's fp32 value or moment; P16 follows with the next step, as in stock."""
-        if part == 0:
-            self._core.params.left_behind(span)
         for index in self._core.layout.chunks_of_param[span.index]:
             chunk = self._core.layout.chunks[index]
             begin, end = overlap(span, chunk)
-            parts = self.read(index)
-            new = values.view(-1)[begin - span.begin : end - span.begin]
-            parts[part][begin - chunk.begin : end - chunk.begin].copy_(new)
-            self.write(index, parts)
+            values = self._looked_at(chunk, num_parts=part + 1)[part]
+            pieces.append(values[begin - chunk.begin : end - chunk.begin].clone())
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _looked_at(self, chunk: Chunk, num_parts: int) -> list[torch.Tensor]:
+        """So many parts of a chunk's state, or more, until the next call; not to be changed."""
+        core, kept = self._core, self._kept
+        core.wait_all()
+        resident = core.place.state(chunk.index)
+        if resident is not None and core.place.resident_of(chunk).is_whole:
+            return self.parts(chunk, resident)
+        if kept is not None and kept[:2] == (chunk.index, core.generation) and len(kept.parts) >= num_parts:
+            return kept.parts
+        self._kept = None
+        [(_, parts)] = self.read_all([chunk.index], with_moments=num_parts > 1)
+        self._kept = _Kept(chunk.index, core.generation, parts)
+        return parts
+
+    def write_param(self, span: ParamSpan, part: int, values: torch.Tensor) -> None:
+        """Replaces one parameter's fp32 value or moment; P16 follows with the next step, as in stock."""
+        core = self._core
+        if part == 0:
+            core.params.left_behind(span)
+        for index in core.layout.chunks_of_param[span.index]:
+            chunk = core.layout.chunks[index]
+            begin, end = overlap(span, chunk)
+            parts = self._looked_at(chunk, self._num_parts)
+            new = parts[part].clone()
+            new[begin - chunk.begin : end - chunk.begin].copy_(values.view(-1)[begin - span.begin : end - span.begin])
+            core.layout.clear_padding(chunk, new)
+            replaced = [*parts[:part], new, *parts[part + 1 :]]
+            self.write(index, replaced)
+            if core.place.state(index) is None and not core.place.stored_of(chunk).rounds:
+                self._kept = _Kept(index, core.generation, replaced)
 
 
 def _part_bytes(chunk: Chunk) -> int:

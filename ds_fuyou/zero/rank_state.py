@@ -248,6 +248,12 @@ class RankState:
     def owns(self, param: Parameter) -> bool:
         return param.ds_id in self._spans
 
+    def forward_begins(self, num_tokens: int) -> None:
+        """In training mode, with gradients."""
+        self.has_begun = True
+        self.num_tokens += num_tokens
+        self.core.states.forget()
+
     def before_module(self, params: Iterable[Parameter]) -> None:
         """A module is about to run: makes what it needs available, then reads ahead. Comes before DeepSpeed's fetch."""
         parameters = self.parameters

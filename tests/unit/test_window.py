@@ -83,6 +83,36 @@ def test_a_gradient_that_comes_alone_leaves_the_update_to_the_step(core: OutOfCo
     assert float(core.states.read_param(B, 1)[0]) == pytest.approx(0.1)
 
 
+def test_parameters_read_one_after_another_read_their_chunk_once(core: OutOfCoreOptimizer) -> None:
+    """As scripts do that look at each parameter's state, or replace it: until the next step, or another forward."""
+    arrive(core, B, A)
+    step(core)
+    read = load_core().IoKind.READ
+
+    def chunks_read() -> float:
+        num_bytes: int = core.io.engine.stats(read).num_bytes - before
+        return num_bytes / core.place.stored_of(LAYOUT.chunks[0]).num_bytes(LAYOUT.chunks[0].numel)
+
+    before = core.io.engine.stats(read).num_bytes
+    first = [core.states.read_param(span, part) for span in (A, B) for part in (1, 2, 0)]
+    assert chunks_read() == 1
+    assert [float(values[0]) for values in first[:2]] == pytest.approx([0.1, 0.001], rel=1e-4)
+    first[0].zero_()  # the script's own
+    core.states.write_param(A, 1, torch.full((A.numel,), 0.25))
+    core.states.write_param(B, 2, torch.full((B.numel,), 0.5))
+    found = [core.states.read_param(span, part) for span in (A, B) for part in (1, 2, 0)]
+    assert chunks_read() == 1
+    assert [float(values[-1]) for values in found] == pytest.approx([0.25, 0.001, 0.99, 0.1, 0.5, 0.99], rel=1e-4)
+    core.states.forget()
+    again = [core.states.read_param(span, part) for span in (A, B) for part in (1, 2, 0)]
+    assert chunks_read() == 2, "they are on storage, too"
+    assert all(map(torch.equal, found, again))
+    arrive(core, B, A)
+    step(core)
+    assert float(core.states.read_param(A, 1)[0]) == pytest.approx(0.9 * 0.25 + 0.1)
+    assert float(core.states.read_param(B, 2)[0]) == pytest.approx(0.999 * 0.5 + 0.001)
+
+
 def test_forgotten_gradients_change_nothing(core: OutOfCoreOptimizer) -> None:
     arrive(core, B, A)
     core.forget_gradients()
