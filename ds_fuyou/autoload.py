@@ -33,16 +33,17 @@ __all__ = ["EXITS", "Exited", "forget", "is_awaited", "is_module", "note_exits",
 
 ENGINE_MODULE = "deepspeed.runtime.engine"
 DISABLE_VARIABLE = "DS_FUYOU_DISABLE"
-_OF_FUNCTIONS = 2  # inspect.CO_NEWLOCALS
+_OF_FUNCTIONS, _OF_MORE = 2, 4  # inspect.CO_NEWLOCALS, CO_VARARGS
 _watched: set[str] = set()
 
 
 class Exited(NamedTuple):
     """Of a call of ``sys.exit``, ``exit`` or ``quit`` in the main thread. ``places``: by identity, frames of modules
-    that called it, and where these stood."""
+    that called it, and where these stood. ``by_handler``: a signal's handler called it."""
 
     status: object
     places: frozenset[tuple[int, int]]
+    by_handler: bool
 
 
 EXITS: deque[Exited] = deque(maxlen=16)
@@ -87,16 +88,29 @@ def _noting(exit_with: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
     def noting(*arguments: Any, **named: Any) -> NoReturn:
         if threading.current_thread() is threading.main_thread():  # in others it ends no process
             given = [*(each for each in arguments if not isinstance(each, Quitter)), *named.values()]
-            places = set()
+            places, by_handler = set(), False
             frame = sys._getframe().f_back  # None: C calls it
             while frame is not None:
                 if is_module(frame):
                     places.add((id(frame), frame.f_lasti))
+                by_handler = by_handler or _is_handler(frame)
                 frame = frame.f_back
-            EXITS.append(Exited(given[0] if given else None, frozenset(places)))
+            EXITS.append(Exited(given[0] if given else None, frozenset(places), by_handler))
         exit_with(*arguments, **named)
 
     return noting
+
+
+def _is_handler(frame: FrameType) -> bool:
+    """Whether Python called it because of a signal: then it was given the frame that it interrupts."""
+    code, interrupted = frame.f_code, frame.f_back
+    if interrupted is None or is_module(frame):
+        return False
+    num_named = code.co_argcount + code.co_kwonlyargcount
+    given = [frame.f_locals.get(name) for name in code.co_varnames[:num_named]]
+    if code.co_flags & _OF_MORE:
+        given += frame.f_locals.get(code.co_varnames[num_named], ())
+    return any(each is interrupted for each in given)
 
 
 def is_module(frame: FrameType) -> bool:

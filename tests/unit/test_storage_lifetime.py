@@ -88,7 +88,18 @@ class Owner:  # as an engine, which is destroyed with its last reference
 STEP, STEPPED = "ending.goes_on(); raise SystemExit(1)", "the script ended with SystemExit"
 CAUGHT = "store = committed()\ntry:\n    sys.exit(0)\nexcept SystemExit:\n    pass\n"
 THREAD = "; thread = threading.Thread("
+KILL = "os.kill(os.getpid(), signal.SIGUSR1); time.sleep(60)"
+HANDLED = "import os, signal, time\nsignal.signal(signal.SIGUSR1, {})\n"
+METHOD = """
+class Stopper:
+    def stop(self, number, frame, status=0):
+        self.finish(status)
+    def finish(self, status):
+        sys.exit(status)
+"""
 UNCLEAN = [
+    (f"{HANDLED.format('lambda *_: sys.exit(0)')}def main():\n    committed(); {KILL}\nmain()", 0, "a signal ended"),
+    (f"{METHOD}{HANDLED.format('Stopper().stop')}committed(); {KILL}", 0, "a signal ended the script"),
     ("store = committed(); raise ValueError('the script failed')", 1, "the script ended with ValueError"),
     ("store = committed(); sys.exit(3)", 3, "the script ended with status 3"),
     ("store = committed(); sys.exit('no data')", 1, "the script ended with status 'no data'"),
@@ -142,6 +153,8 @@ def test_committed_state_stays_after_a_signal(tmp_path: Path, number: int, statu
     "code",
     [
         "committed()",
+        f"def stop(*_):\n    sys.exit(0)\n{HANDLED.format('stop')}committed(); stop(10, None)",
+        f"{METHOD}Stopper().stop(0, None, committed() and 0)",
         "committed(); sys.exit()",
         "committed(); sys.exit(0)",
         "try:\n    committed(); sys.exit(1)\nexcept SystemExit:\n    pass",
