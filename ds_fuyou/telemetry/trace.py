@@ -2,7 +2,7 @@
 """Lane trace: what each lane did when, as a Chrome trace file that Perfetto (ui.perfetto.dev) opens.
 
 Whoever records holds a ``LaneTrace | None`` and asks ``if trace is not None`` first: switched off, that branch is all
-that is left. A recorded span is one tuple in a list; the file is written when the trace is closed.
+that is left. A recorded span is five numbers in an array; the file is written when the trace is closed.
 
 Spans of the storage lanes run from the submission of a transfer to the moment at which its end was noticed, which is
 at the next saved or used tensor; so they may be drawn a little too long, never too short.
@@ -16,6 +16,7 @@ import os
 import threading
 import time
 import weakref
+from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,22 +41,32 @@ class Lane(enum.Enum):
     WAIT = "waits"
 
 
+_LANES = tuple(Lane)
+_NUMBERS = {lane: number for number, lane in enumerate(_LANES)}
+_TRACKS = 1000  # at most, of a lane
+
+_ROW = 5  # numbers of a span: lane, name, begin, end, bytes
+
+
 class LaneTrace:
-    """Spans of one rank, kept in memory until :meth:`close`. At most ``max_spans``: the first ones are kept.
+    """Spans of one rank, kept in memory until :meth:`close`, 40 bytes each, and bytes held, 8 each. At most
+    ``max_spans``: the first ones are kept, as many as are written within a scheduler's grace.
 
     Raises:
         FuyouStorageError: the file cannot be created. Said at once, not at the end of the run.
     """
 
-    def __init__(self, path: str, max_spans: int = 1_000_000) -> None:
+    def __init__(self, path: str, max_spans: int = 300_000) -> None:
         self.path = Path(path) if current_rank() == 0 else Path(f"{path}.rank{current_rank()}")
         try:
             self.path.write_text("")
         except OSError as error:
             message = "fuyou.trace must name a file that can be written; create its directory or name another"
             raise FuyouStorageError(error.errno or 0, message, str(self.path)) from error
-        self._spans: list[tuple[Lane, str, int, int, int]] = []
-        self._counts: list[tuple[int, Mapping[str, float]]] = []
+        self._spans = array("q")
+        self._names: dict[str, int] = {}
+        self._counts = array("d")
+        self._tiers: tuple[str, ...] = ()
         self._plan: Mapping[str, float] = {}
         self._max_spans = max_spans
         self._origin_ns = time.perf_counter_ns()
@@ -84,15 +95,19 @@ class LaneTrace:
 
     def add(self, lane: Lane, name: str, begin_ns: int, end_ns: int, num_bytes: int = 0) -> None:
         """One span; times are those of ``time.perf_counter_ns``, ``num_bytes`` what it moved."""
-        if len(self._spans) >= self._max_spans:
+        if len(self._spans) >= _ROW * self._max_spans:
             self.num_dropped += 1
             return
-        self._spans.append((lane, name, begin_ns, end_ns, num_bytes))
+        known = self._names.setdefault(name, len(self._names))
+        self._spans.extend((_NUMBERS[lane], known, begin_ns - self._origin_ns, end_ns - self._origin_ns, num_bytes))
 
     def count(self, bytes_by_tier: Mapping[str, float]) -> None:
-        """Bytes held by tier from now on. As many as spans are kept."""
-        if len(self._counts) < self._max_spans:
-            self._counts.append((time.perf_counter_ns(), bytes_by_tier))
+        """Bytes held by tier from now on, always of the same tiers. As many as spans are kept."""
+        if len(self._counts) < (1 + len(bytes_by_tier)) * self._max_spans:
+            self._tiers = self._tiers or tuple(bytes_by_tier)
+            self._counts.extend(
+                (time.perf_counter_ns() - self._origin_ns, *map(bytes_by_tier.__getitem__, self._tiers))
+            )
 
     def planned(self, lane_secs: Mapping[str, float]) -> None:
         """Predicted seconds of a step by lane (and "iteration"), for the report; the last ones are kept."""
@@ -107,45 +122,36 @@ class LaneTrace:
         finally:
             self.add(lane, name, begin, time.perf_counter_ns())
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> Iterator[dict[str, Any]]:
         """The Chrome trace events. Spans of a storage lane overlap, so each goes to the first free track."""
-        rank = current_rank()
-        events: list[dict[str, Any]] = []
-        tracks: dict[tuple[Lane, int], int] = {}
-        for lane, name, begin, end, num_bytes in sorted(self._spans, key=lambda span: span[2]):
-            track = 0
-            while tracks.get((lane, track), -1) > begin:
+        rank, spans, names = current_rank(), self._spans, list(self._names)
+        yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"ds_fuyou rank {rank}"}}
+        free_at: dict[int, int] = {}  # by track
+        for at in sorted(range(0, len(spans), _ROW), key=lambda at: spans[at + 2]):
+            number, name, begin, end, num_bytes = spans[at : at + _ROW]
+            track = _TRACKS * number
+            while free_at.get(track, begin) > begin:
                 track += 1
-            tracks[lane, track] = end
+            if track not in free_at:
+                yield from _named(rank, track)
+            free_at[track] = end
             event: dict[str, Any] = {
                 "ph": "X",
-                "name": name,
-                "cat": lane.value,
+                "name": names[name],
+                "cat": _LANES[number].value,
                 "pid": rank,
-                "tid": _tid(lane, track),
-                "ts": (begin - self._origin_ns) / 1000,
+                "tid": track,
+                "ts": begin / 1000,
                 "dur": (end - begin) / 1000,
             }
             if num_bytes:
                 event["args"] = {"bytes": num_bytes}
-            events.append(event)
-        named: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"ds_fuyou rank {rank}"}}
-        ]
-        for lane, track in tracks:
-            number = "" if track == 0 else f" {track + 1}"
-            tid = _tid(lane, track)
-            named.append(
-                {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": lane.value + number}}
-            )
-            named.append({"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": tid, "args": {"sort_index": tid}})
-        return named + events + self._counters(rank)
-
-    def _counters(self, rank: int) -> list[dict[str, Any]]:
-        return [
-            {"ph": "C", "name": "bytes", "pid": rank, "ts": (at - self._origin_ns) / 1000, "args": dict(values)}
-            for at, values in self._counts
-        ]
+            yield event
+        row = 1 + len(self._tiers)
+        for at in range(0, len(self._counts), row):
+            when, *values = self._counts[at : at + row]
+            held = dict(zip(self._tiers, values, strict=True))
+            yield {"ph": "C", "name": "bytes", "pid": rank, "ts": when / 1000, "args": held}
 
     def close(self) -> None:
         """The last user's writes the file; where that fails now, training was not the worse for it, so it is logged.
@@ -161,13 +167,14 @@ class LaneTrace:
                 return
             self._closed = True
         self._forget()
-        document = {
-            "traceEvents": self.events(),
-            "displayTimeUnit": "ms",
-            "otherData": {"dropped_spans": self.num_dropped, "planned_secs": dict(self._plan)},
-        }
+        other = {"dropped_spans": self.num_dropped, "planned_secs": dict(self._plan)}
         try:
-            self.path.write_text(json.dumps(document))
+            with self.path.open("w", encoding="utf-8") as file:
+                file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(other)}, "traceEvents": [')
+                for number, event in enumerate(self.events()):
+                    file.write(",\n" if number else "\n")
+                    file.write(json.dumps(event))
+                file.write("\n]}\n")
         except OSError as error:
             get_logger().error("the trace could not be written: %s", error)
 
@@ -179,5 +186,8 @@ class LaneTrace:
 _open_traces: weakref.WeakValueDictionary[str, LaneTrace] = weakref.WeakValueDictionary()
 
 
-def _tid(lane: Lane, track: int) -> int:
-    return list(Lane).index(lane) * 1000 + track
+def _named(rank: int, track: int) -> Iterator[dict[str, Any]]:
+    lane, other = divmod(track, _TRACKS)
+    name = _LANES[lane].value + (f" {other + 1}" if other else "")
+    yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": name}}
+    yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": track, "args": {"sort_index": track}}

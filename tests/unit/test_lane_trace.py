@@ -88,6 +88,24 @@ def test_a_full_trace_keeps_the_beginning(tmp_path: Path) -> None:
     assert [event["name"] for event in document["traceEvents"] if event["ph"] == "X"] == ["0", "1"]
 
 
+def test_a_trace_of_a_long_run_takes_little_memory_and_is_written_without_more(tmp_path: Path) -> None:
+    trace, number = LaneTrace(str(tmp_path / "trace.json"), max_spans=20_000), 30_000
+    tracemalloc.start()
+    try:
+        for index in range(number):
+            trace.add(Lane.STORAGE_READ, "block", trace._origin_ns + index, trace._origin_ns + index + 2, 4096)
+            trace.count({"host memory": index, "storage": index})
+        kept = tracemalloc.get_traced_memory()[0]
+        trace.close()
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert kept < 20_000 * 100
+    assert most < kept + 20_000 * 100, "the file is written piece by piece"
+    events = read(tmp_path / "trace.json")
+    assert [sum(event["ph"] == kind for event in events) for kind in "XC"] == [20_000, 20_000]
+
+
 def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(FuyouStorageError, match=r"fuyou\.trace must name a file"):
         LaneTrace(str(tmp_path / "missing" / "trace.json"))
