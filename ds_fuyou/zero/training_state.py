@@ -71,20 +71,21 @@ class _Buffers:
         }
 
     def changed(self) -> dict[str, bytes]:
-        """Those that a record holds, pickled. Large ones are copied when they changed since the last call."""
-        found = {}
+        """Those that a record holds, pickled, small ones together as "". Large ones are copied when they changed since the
+        last call."""
+        found, small = {}, dict[str, torch.Tensor]()
         for name, buffer in self.all().items():
             if self._shapes.get(name) != buffer.shape:
                 _tell_late(name)
             if buffer.nbytes <= _SMALL_BUFFER_BYTES:
-                found[name] = to_bytes(buffer.detach().cpu())
+                small[name] = buffer.detach().cpu()
             elif name not in self._built or not self._built[name](buffer):
                 is_same, data = self._saved.get(name, (None, b""))
                 if is_same is None or not is_same(buffer):
                     data = to_bytes(buffer.detach().cpu())
                     self._saved[name] = _mark(buffer), data
                 found[name] = data
-        return found
+        return {**found, "": to_bytes(small)} if small else found
 
 
 def _tell_late(name: str) -> None:
