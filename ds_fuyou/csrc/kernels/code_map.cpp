@@ -14,7 +14,7 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12, of its own intrinsics
 #endif
 #include <immintrin.h>
-#define FUYOU_AVX2 __attribute__((target("avx2")))
+#define FUYOU_AVX2 __attribute__((target("avx2,fma")))
 #define FUYOU_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq")))
 #define FUYOU_VBMI __attribute__((target("avx512f,avx512bw,avx512dq,avx512vbmi")))
 #endif
@@ -23,8 +23,6 @@ namespace fuyou {
 namespace {
 
 constexpr std::uint32_t kOne = 0x3f800000U;
-// Of two quotients, one by division and one by the reciprocal: less apart than this, in last bits.
-constexpr std::uint32_t kApart = 4;
 // Larger scales have no reciprocal of full precision, nor has NaN.
 constexpr float kLargestDivisor = 0x1p100F;
 // A sum with it is a whole number, in the last bits.
@@ -44,11 +42,13 @@ CodePath best_code_path()
     static const bool has_avx512 = __builtin_cpu_supports("avx512f") != 0 &&
                                    __builtin_cpu_supports("avx512bw") != 0 &&
                                    __builtin_cpu_supports("avx512dq") != 0;
+    static const bool has_avx2 =
+        __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0;
     static const CodePath best = has_avx512 && __builtin_cpu_supports("avx512vbmi") != 0
                                      ? CodePath::kVbmi
-                                 : has_avx512                          ? CodePath::kAvx512
-                                 : __builtin_cpu_supports("avx2") != 0 ? CodePath::kAvx2
-                                                                       : CodePath::kPortable;
+                                 : has_avx512 ? CodePath::kAvx512
+                                 : has_avx2   ? CodePath::kAvx2
+                                              : CodePath::kPortable;
     return best;
 #else
     return CodePath::kPortable;
@@ -143,6 +143,8 @@ void CodeMap::make_lines()
         lines_.most[at] =
             kMagicBits + ((code + num) << kFraction) - (std::uint32_t{1} << (kFraction - 1));
         if (decade > 0) begins[at] = first_of(zero + code);
+        lines_.starts[at] =
+            decade > 0 ? static_cast<std::int32_t>(begins[at]) - kNearBegin : INT32_MIN;
         code += num;
     }
     if (zero + code != 256) throw std::logic_error("decades have not the codes that there are");
@@ -213,47 +215,73 @@ void CodeMap::decode_portable(const std::uint8_t* codes, float scale, float* val
 
 #if defined(__x86_64__)
 
-// As the portable path, eight at a time.
+// See [Note: codes by arithmetic].
 FUYOU_AVX2 std::size_t CodeMap::encode_avx2(const float* values, float scale, std::uint8_t* codes,
                                             std::size_t numel) const
 {
+    const auto whole_number = [](std::uint32_t bits) { return static_cast<int>(bits); };
     const __m256 factor = _mm256_set1_ps(1.0F / scale);
-    const __m256i magnitudes = _mm256_set1_epi32(static_cast<int>(kMagnitude));
-    const __m256i first = _mm256_set1_epi32(kFirst), last = _mm256_set1_epi32(kBuckets - 1);
-    const __m256i lower = _mm256_set1_epi32(0xffff), other = _mm256_set1_epi32(kBuckets);
-    const __m256i places = _mm256_set1_epi32(static_cast<int>(kPlaceMask));
-    const __m256i apart = _mm256_set1_epi32(kApart), none = _mm256_setzero_si256();
-    const __m256i twice = _mm256_set1_epi32(2 * kApart);
-    const __m256i bytes = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
-    const std::size_t num_done = numel / 8 * 8;
-    for (std::size_t i = 0; i < num_done; i += 8) {
-        const __m256 quotient = _mm256_mul_ps(_mm256_loadu_ps(values + i), factor);
-        const __m256i bits = _mm256_castps_si256(quotient);
-        const __m256i magnitude = _mm256_and_si256(bits, magnitudes);
-        const __m256i sign = _mm256_srai_epi32(bits, 31);
-        const __m256i place = _mm256_sub_epi32(_mm256_srli_epi32(magnitude, 16), first);
-        const __m256i bucket = _mm256_min_epi32(_mm256_max_epi32(place, none), last);
-        const __m256i at = _mm256_add_epi32(bucket, _mm256_and_si256(sign, other));
-        const __m256i entry =
-            _mm256_i32gather_epi32(reinterpret_cast<const int*>(buckets_.data()), at, 4);
-        const __m256i low = _mm256_and_si256(magnitude, lower);
-        const __m256i next = _mm256_and_si256(entry, places);
-        const __m256i is_before = _mm256_cmpgt_epi32(next, low);  // 0 or -1
-        const __m256i is_past = _mm256_andnot_si256(is_before, _mm256_set1_epi32(1));
-        const __m256i step = _mm256_sub_epi32(_mm256_xor_si256(is_past, sign), sign);
-        const __m256i code = _mm256_add_epi32(_mm256_srli_epi32(entry, kPlaceBits), step);
-        // Less than kApart from where the next code, or bucket, begins.
-        const __m256i to_next = _mm256_abs_epi32(_mm256_sub_epi32(low, next));
-        const __m256i to_bucket = _mm256_and_si256(_mm256_add_epi32(low, apart), lower);
-        const __m256i is_near = _mm256_or_si256(_mm256_cmpgt_epi32(apart, to_next),
-                                                _mm256_cmpgt_epi32(twice, to_bucket));
-        const __m256i packed = _mm256_shuffle_epi8(code, bytes);
-        const int halves[2] = {_mm256_extract_epi32(packed, 0), _mm256_extract_epi32(packed, 4)};
-        std::memcpy(codes + i, halves, sizeof halves);
-        const __m256i is_doubtful = _mm256_andnot_si256(_mm256_cmpgt_epi32(none, place), is_near);
-        if (_mm256_movemask_epi8(is_doubtful) != 0)
-            encode_portable(values + i, scale, codes + i, 8);
+    const __m256 factors = _mm256_load_ps(lines_.factors.data());
+    const __m256 offsets = _mm256_load_ps(lines_.offsets.data());
+    const auto* most_of = reinterpret_cast<const __m256i*>(lines_.most.data());
+    const auto* starts_of = reinterpret_cast<const __m256i*>(lines_.starts.data());
+    const __m256i most = _mm256_load_si256(most_of), starts = _mm256_load_si256(starts_of);
+    const __m256i one_starts = _mm256_set1_epi32(lines_.starts[kDecades - 1]);
+    const __m256i is_one_at = _mm256_set1_epi32(whole_number(lines_.most[kDecades - 1]));
+    const __m256i fraction = _mm256_set1_epi32((1 << kFraction) - 2 * kNearWhole);
+    const __m256i starts_end = _mm256_set1_epi32(2 * kNearBegin), none = _mm256_setzero_si256();
+    const __m256i magnitudes = _mm256_set1_epi32(whole_number(kMagnitude));
+    const __m256i lowest = _mm256_set1_epi32(0xff), zero = _mm256_set1_epi32(127);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const bool is_signed = is_signed_;
+    const std::size_t num_done = numel / 32 * 32;
+    for (std::size_t i = 0; i < num_done; i += 32) {
+        __m256i wholes[4], nearest_start = _mm256_set1_epi32(-1);
+        std::uint32_t lanes = 0;
+        for (int k = 0; k < 4; ++k) {
+            const __m256 quotient = _mm256_mul_ps(_mm256_loadu_ps(values + i + 8 * k), factor);
+            const __m256i bits = _mm256_castps_si256(quotient);
+            // Without signs whatever is negative has zero's code.
+            const __m256i magnitude =
+                is_signed ? _mm256_and_si256(bits, magnitudes) : _mm256_max_epi32(bits, none);
+            __m256i decade = none;  // less its number; of one the last but one
+            for (std::size_t d = 1; d < kDecades - 1; ++d)
+                decade = _mm256_add_epi32(
+                    decade, _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(lines_.starts[d] - 1)));
+            decade = _mm256_sub_epi32(none, decade);
+            const __m256i past =
+                _mm256_sub_epi32(magnitude, _mm256_permutevar8x32_epi32(starts, decade));
+            const __m256i past_one = _mm256_sub_epi32(magnitude, one_starts);
+            nearest_start = _mm256_min_epu32(nearest_start, _mm256_min_epu32(past, past_one));
+            const __m256 sum = _mm256_fmadd_ps(_mm256_castsi256_ps(magnitude),
+                                               _mm256_permutevar8x32_ps(factors, decade),
+                                               _mm256_permutevar8x32_ps(offsets, decade));
+            const __m256i in_decade = _mm256_min_epi32(_mm256_castps_si256(sum),
+                                                       _mm256_permutevar8x32_epi32(most, decade));
+            const __m256i place =
+                _mm256_blendv_epi8(is_one_at, in_decade, _mm256_cmpgt_epi32(one_starts, magnitude));
+            const __m256i near_whole = _mm256_cmpeq_epi32(_mm256_and_si256(place, fraction), none);
+            lanes |= static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(near_whole)))
+                     << (8 * k);
+            wholes[k] = _mm256_and_si256(_mm256_srli_epi32(place, kFraction), lowest);
+            if (is_signed) {
+                // Of negatives there is no number beyond the last; saturation sees to that.
+                const __m256i sign = _mm256_srai_epi32(bits, 31);
+                const __m256i with_sign = _mm256_sub_epi32(_mm256_xor_si256(wholes[k], sign), sign);
+                wholes[k] = _mm256_add_epi32(with_sign, zero);
+            }
+        }
+        const __m256i found = _mm256_packus_epi16(_mm256_packus_epi32(wholes[0], wholes[1]),
+                                                  _mm256_packus_epi32(wholes[2], wholes[3]));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i),
+                            _mm256_permutevar8x32_epi32(found, order));
+        const __m256i is_near =
+            _mm256_cmpeq_epi32(_mm256_min_epu32(nearest_start, starts_end), nearest_start);
+        if (_mm256_movemask_epi8(is_near) != 0) lanes = UINT32_MAX;
+        for (; lanes != 0; lanes &= lanes - 1) {
+            const std::size_t at = i + static_cast<std::size_t>(__builtin_ctz(lanes));
+            encode_portable(values + at, scale, codes + at, 1);
+        }
     }
     return num_done;
 }

@@ -7,9 +7,10 @@
 // nearest() says what the code of a quotient is. Every path gives the same codes. The portable one
 // divides and looks up, by the upper half of the quotient, a code and the one place where the next
 // code begins. Those of vectors multiply by the reciprocal of the scale, which is wrong by some
-// last bits; with AVX-512 they have no table in memory either: the numbers of a decade are the
-// middles of a linear grid, so a code is a product and a sum, whose factors are in registers; and
-// with VBMI numbers are looked up there byte by byte, which takes half the instructions.
+// last bits. Nor have they a table of codes in memory: the numbers of a decade are the middles of a
+// linear grid, so a code is a product and a sum, whose factors are in registers. With AVX2, whose
+// registers hold eight of these, the decade is counted. Numbers are looked up in registers with
+// AVX-512, and with VBMI byte by byte, which takes half the instructions.
 // Whatever comes close to where another code begins, by more than both can be wrong, is coded the
 // portable way, one in some thousand. `make values` compares all quotients.
 #pragma once
@@ -86,6 +87,9 @@ class CodeMap {
         // its number in the last four bits.
         alignas(64) std::array<std::uint32_t, 32> begins;
         alignas(64) std::array<float, 16> factors;
+        // By its number: where it begins, less kNearBegin; of zero, from which nothing is told
+        // apart, the least.
+        alignas(64) std::array<std::int32_t, 16> starts;
         // With kMagic, so that sums are whole numbers, and kNearWhole.
         alignas(64) std::array<float, 16> offsets;
         alignas(64) std::array<std::uint32_t, 16> most;  // bits, with kMagic
